@@ -1,0 +1,188 @@
+/* kvshm native core: everything that needs an atomic read-modify-write across processes, or
+ * a loop over thousands of blocks.  Knows no Python, so that sanitizers and a plain C driver
+ * can run it.  The layout and its box diagrams are in records.py; _native.c hands the
+ * constants below to Python, which compares them with its own at import.
+ *
+ * Every function takes whole segments as (base, length) and checks each offset and count
+ * against them: a corrupt segment gives KVSHM_CORRUPT, never a fault.  Segments must be
+ * mapped at least 8-byte aligned.  No function blocks. */
+#ifndef KVSHM_CORE_H
+#define KVSHM_CORE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    KVSHM_LAYOUT_VERSION = 1,
+    KVSHM_TABLE_HEADER_BYTES = 8192,
+    KVSHM_VERSION_OFFSET = 8,
+    KVSHM_HEADER_BYTES_OFFSET = 12,
+    KVSHM_SEGMENT_BYTES_OFFSET = 16,
+    KVSHM_EPOCH_OFFSET = 24,
+    KVSHM_NUM_BLOCKS_OFFSET = 96,
+    KVSHM_NUM_RANKS_OFFSET = 104,
+    KVSHM_CREATED_OFFSET = 112,
+    KVSHM_LEASES_TAKEN_OFFSET = 128,
+    KVSHM_RETIRED_OFFSET = 136,
+    KVSHM_LIFE_OFFSET = 192,
+    KVSHM_MAX_RANKS = 64,
+    KVSHM_COUNTERS_OFFSET = 1024,
+    KVSHM_NUM_COUNTERS = 128,
+    KVSHM_TICKETS_OFFSET = 4096,
+    KVSHM_NUM_TICKETS = 256,
+    KVSHM_SLOT_BYTES = 64,
+    KVSHM_SLOT_HASH_OFFSET = 8,
+    KVSHM_SLOT_PARENT_OFFSET = 40,
+    KVSHM_SLOT_DEPTH_OFFSET = 48,
+    KVSHM_SLOT_PUBLISHED_OFFSET = 52,
+    KVSHM_NUM_LEASE_BITS = 28,
+    KVSHM_INDEX_HEADER_BYTES = 8192,
+    KVSHM_CAPACITY_OFFSET = 64,
+    KVSHM_COUNT_OFFSET = 72,
+    KVSHM_SEQUENCE_OFFSET = 80,
+    KVSHM_ROWS_OFFSET = 4096,
+    KVSHM_NUM_ROWS = 64,
+    KVSHM_ROW_BYTES = 64,
+    KVSHM_ENTRY_BYTES = 24,
+    KVSHM_TOMBSTONE_BYTES = 16,
+    KVSHM_RECORD_BYTES = 48,
+    KVSHM_HASH_BYTES = 32,
+};
+
+enum kvshm_state { KVSHM_EMPTY = 0, KVSHM_READY = 1, KVSHM_DRAINING = 2 };
+enum kvshm_kind { KVSHM_PUBLISH = 1, KVSHM_RETRACT = 2 };
+
+enum kvshm_status {
+    KVSHM_OK = 0,
+    KVSHM_CORRUPT = -1,   /* a header contradicts itself or the segment's length */
+    KVSHM_OUT_OF_RANGE = -2, /* a block id, rank, bit or row that does not exist */
+    KVSHM_FULL = -3,      /* the index has no free entry */
+};
+
+typedef struct {
+    uint8_t hash[KVSHM_HASH_BYTES];
+    uint32_t block_id, generation, depth, kind;
+} kvshm_record;
+
+typedef struct {
+    uint8_t *base;
+    uint64_t length;
+} kvshm_segment;
+
+typedef struct {
+    uint8_t *base;        /* address of block 0 */
+    uint64_t stride, block_bytes, num_blocks;
+} kvshm_region;
+
+/* -- slots: exporter's side ---------------------------------------------------------- */
+
+/* EMPTY -> READY for each record; fills in its generation.  parents[i] is the parent tag.
+ * A slot that is not EMPTY gets kind 0 and is left alone.  Returns how many were published. */
+int64_t kvshm_publish(kvshm_segment table, kvshm_record *records, const uint64_t *parents,
+                      size_t count, uint32_t published_ms);
+
+/* READY -> EMPTY at generation + 1 where nobody holds a lease, else -> DRAINING.  `out` gets
+ * a RETRACT record (hash and OLD generation) for each slot that was READY; kind is RETRACT.
+ * `draining` gets the block ids that have to be waited for; *num_draining how many.
+ * Returns the number of records in `out`. */
+int64_t kvshm_retract(kvshm_segment table, const uint32_t *blocks, size_t count,
+                      kvshm_record *out, uint32_t *draining, size_t *num_draining);
+
+/* For blocks in DRAINING: those without leases other than `lame` become EMPTY at
+ * generation + 1.  The others stay and are packed to the front of `blocks`.  Returns how many
+ * stay.  One pass; the caller repeats it within its budget. */
+int64_t kvshm_drain(kvshm_segment table, uint32_t *blocks, size_t count, uint32_t lame);
+
+/* Force DRAINING blocks to EMPTY at generation + 1 with no leases; *holders gets the union of
+ * the lease bits that were overridden.  Ends with a seq_cst fence.  Returns slots forced. */
+int64_t kvshm_force(kvshm_segment table, const uint32_t *blocks, size_t count, uint32_t *holders);
+
+/* Every slot -> EMPTY at generation + 1, whatever its leases; ends with a seq_cst fence.
+ * Returns how many slots were not EMPTY. */
+int64_t kvshm_reset(kvshm_segment table);
+
+/* -- slots: importer's side ---------------------------------------------------------- */
+
+/* Lease the longest possible prefix of `records` (hash and generation must match, READY) for
+ * lease bit `bit` (-1: check only, take nothing).  taken[i] = 1 if the bit was set by this
+ * call, 0 if it was set already (another load of this engine holds it) or bit is -1.
+ * Nothing is leased if the table is retired, its epoch is not `epoch`, or a life word is not
+ * `epoch`.  Returns the length of the leased prefix. */
+int64_t kvshm_lease(kvshm_segment table, uint64_t epoch, int bit, const kvshm_record *records,
+                    size_t count, uint8_t *taken);
+
+/* Clear `bit` in each record's slot if its generation is still the record's and taken[i]
+ * (NULL: all).  Returns how many bits were cleared. */
+int64_t kvshm_release(kvshm_segment table, int bit, const kvshm_record *records, size_t count,
+                      const uint8_t *taken);
+
+/* After the last byte was copied: acquire fence, then good[i] = generation unchanged, and the
+ * rank's life word is still `epoch` (else none is good).  Returns how many are good. */
+int64_t kvshm_recheck(kvshm_segment table, uint64_t epoch, uint32_t rank,
+                      const kvshm_record *records, size_t count, uint8_t *good);
+
+/* Clear the lease bits in `bits` in every slot (their owner is dead).  Returns slots changed. */
+int64_t kvshm_sweep(kvshm_segment table, uint32_t bits);
+
+/* Collect stable READY slots from block `*next` on, at most `count`; advances *next (to
+ * num_blocks at the end).  Returns how many records were written. */
+int64_t kvshm_scan(kvshm_segment table, uint32_t *next, kvshm_record *records, size_t count);
+
+/* -- words of a table's header --------------------------------------------------------- */
+
+/* 8-byte atomics at a checked, aligned offset of a segment. */
+int64_t kvshm_load(kvshm_segment segment, uint64_t offset, uint64_t *value);      /* acquire */
+int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value);      /* seq_cst */
+int64_t kvshm_add(kvshm_segment segment, uint64_t offset, uint64_t delta, uint64_t *before); /* acq_rel */
+int64_t kvshm_compare_exchange(kvshm_segment segment, uint64_t offset, uint64_t *expected,
+                               uint64_t desired);               /* acq_rel; 1 done, 0 not */
+/* The 4-byte layout version, written last with release order. */
+int64_t kvshm_mark_ready(kvshm_segment segment, uint32_t layout_version);
+
+/* -- replica index ------------------------------------------------------------------- */
+
+typedef struct {
+    uint64_t added, removed, ignored, full;
+} kvshm_applied;
+
+/* Apply an ordered batch of one engine's events.  `tombstones` holds 16 bytes per block of
+ * that engine.  A record counts only if its generation is newer than the tombstone's, or
+ * equal with publish -> retract.  Single writer.  When the index is full the record is
+ * counted in `full`, its tombstone unchanged. */
+int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tombstone_bytes,
+                          uint32_t row, const kvshm_record *records, size_t count,
+                          kvshm_applied *applied);
+
+/* Remove every entry of a row.  Returns how many. */
+int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
+
+/* Longest run of `hashes` from the first on for which some row in `rows` (bit mask) has an
+ * entry.  records[i] gets block_id, generation, depth and the hash, owners[i] the row; the
+ * run is cut into as few owners as possible.  Lock-free against the writer: a torn read is a
+ * miss or a wrong hint, which the lease refuses.  Returns the run's length. */
+int64_t kvshm_index_lookup(kvshm_segment index, const uint8_t *hashes, size_t count,
+                           uint64_t rows, kvshm_record *records, uint8_t *owners);
+
+/* -- copies ---------------------------------------------------------------------------- */
+
+/* Copy blocks source[i] of every region of `from` onto target[i] of the same region of `to`.
+ * Checks all ids before the first byte.  `stop`, if not NULL, is read before each block:
+ * non-zero ends the copy early.  Returns the number of blocks copied in all regions. */
+int64_t kvshm_copy_blocks(const kvshm_region *from, const kvshm_region *to, size_t regions,
+                          const uint32_t *source, const uint32_t *target, size_t count,
+                          const volatile int *stop);
+
+/* -- tests: a process can be stopped or killed at every SYNC POINT -------------------- */
+
+enum kvshm_sync_point {
+    KVSHM_SYNC_PUBLISH_FILLED = 0, /* slot filled, word not yet READY */
+    KVSHM_SYNC_PUBLISHED,          /* word READY, event not yet sent */
+    KVSHM_SYNC_LEASE_LOADED,       /* word and hash read, CAS not yet tried */
+    KVSHM_SYNC_LEASED,             /* bit set, copy not yet begun */
+    KVSHM_SYNC_RETRACTED,          /* READY left, event not yet sent */
+    KVSHM_SYNC_FORCED,             /* generation bumped over leases */
+    KVSHM_SYNC_CORE_COUNT
+};
+extern void (*kvshm_sync_hook)(int point); /* NULL in production */
+
+#endif

@@ -1,0 +1,126 @@
+"""What a transport is: the one interface between kvshm and the memory that holds KV blocks.
+
+A transport lives in a worker rank's process.  It exports the regions of that rank's own KV
+cache, opens the regions of the same rank of a peer engine, and copies blocks from the
+peer's into its own.  Implementations register under the entry-point group
+``kvshm.transports`` and are opened by name, so nobody imports CUDA who does not use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+import msgspec
+
+from .errors import TransportError
+from .terms import BlockId, Epoch
+
+ENTRY_POINT_GROUP = "kvshm.transports"
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """One strided run of blocks: block ``i`` is ``[offset + i * stride, ... + block_bytes)``.
+
+    ``offset`` counts bytes from the start of memory ``handle`` (0 unless a cache lies in
+    several allocations).  A KV cache is a list of regions; two caches exchange blocks only
+    if their lists agree in length and in every ``block_bytes``; strides, offsets and
+    ``num_blocks`` may differ.
+    """
+
+    offset: int
+    stride: int
+    block_bytes: int
+    num_blocks: int
+    handle: int = 0
+
+
+class MemoryDescriptor(msgspec.Struct, frozen=True, array_like=True):
+    """How a peer rank reaches one rank's KV memory: travels in the roster as msgpack.
+
+    ``details`` belongs to the transport (a socket path, IPC handles, a device UUID).
+    """
+
+    transport: str
+    epoch: int
+    rank: int
+    regions: list[Region]
+    details: dict[str, Any]
+
+
+class CopyState(Enum):
+    """Where a copy is: nothing may be assumed about the destination while PENDING."""
+
+    PENDING = "pending"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Copy(Protocol):
+    """A copy under way.  ``poll`` never blocks; once it has answered DONE or FAILED nothing
+    of this copy writes any more, and the answer never changes."""
+
+    def poll(self) -> CopyState: ...
+
+    def cancel(self) -> None:
+        """Ask for an early end: parts not yet started are skipped and the copy ends FAILED
+        (or DONE, if it was faster).  ``poll`` still has the last word."""
+        ...
+
+
+class Attachment(Protocol):
+    """A peer rank's KV memory, opened for reading; immutable, of exactly one epoch."""
+
+    @property
+    def epoch(self) -> Epoch: ...
+
+    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> Copy:
+        """Start copying the peer's blocks ``source`` onto own blocks ``target``, pairwise.
+
+        Returns at once.  Both lists have the same length.  Raises TransportError for block
+        ids out of range, before anything was written.  The source may be revoked at any
+        time meanwhile; the caller's re-check decides whether the bytes count.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unmap the peer's memory after own copies from it have ended.  Idempotent."""
+        ...
+
+
+class Transport(Protocol):
+    """One rank's own KV memory and its way to the peers'.  Used by one thread."""
+
+    name: str
+
+    def export(self, epoch: Epoch) -> MemoryDescriptor:
+        """Describe own memory to peers under ``epoch``; a second call replaces the first."""
+        ...
+
+    def attach(self, descriptor: MemoryDescriptor) -> Attachment:
+        """Open a peer's memory.  May block for as long as a socket round trip or a mapping
+        takes: call it off the serving thread.  Raises TransportError (unreachable, layouts
+        differ) or StaleAttachment (the peer serves another epoch)."""
+        ...
+
+    def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
+        """64-bit xxh3 of own blocks, all regions of a block chained in order."""
+        ...
+
+    def close(self) -> None:
+        """End the export and close every attachment.  Idempotent."""
+        ...
+
+
+def open_transport(name: str, **memory: Any) -> Transport:
+    """Return transport ``name``, built over the memory given.
+
+    Raises TransportError if no installed package offers a transport of that name.
+    """
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        transport: Transport = entry.load()(**memory)
+        return transport
+    known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none"
+    raise TransportError(f"no transport {name!r} is installed (installed: {known})")

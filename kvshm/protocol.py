@@ -1,0 +1,218 @@
+"""The wire protocol between engines and the coordinator (docs/protocol.md draws the frames).
+
+Commands travel over ROUTER/DEALER, one msgpack message per frame; broadcasts over PUB/SUB as
+``[topic, message]`` with the fingerprint as topic, so that an engine hears only of engines
+it may share with.  Block records travel packed (kvshm/records.py), one batch per step.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from .errors import ProtocolError, VersionMismatch
+from .interfaces import MemoryDescriptor
+
+PROTOCOL_VERSION = 1
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
+    """Base of all messages; the tag is the class name.  Unknown fields are ignored, so a
+    newer minor version may add some."""
+
+
+class RankInfo(msgspec.Struct, frozen=True, array_like=True):
+    """One worker process of an engine and how to reach its KV memory."""
+
+    pid: int
+    start_time: int
+    memory: MemoryDescriptor
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What the roster says of one engine, in one epoch of its cache."""
+
+    epoch: int
+    name: str
+    pid: int
+    start_time: int
+    fingerprint: bytes
+    fields: dict[str, str]
+    """The fingerprint's ingredients, to name what differs between two engines."""
+    table: str
+    """Name of the slot table segment."""
+    num_blocks: int
+    ranks: list[RankInfo]
+    lease_bit: int = -1
+    imports_only: bool = False
+    kvshm_version: str = ""
+
+
+# -- engine to coordinator
+
+
+class Join(Message, tag="join"):
+    """Ask for a place in the roster.  ``engine.lease_bit`` holds the bit of an earlier join
+    (a coordinator restarted) or -1."""
+
+    protocol: int
+    engine: EngineInfo
+
+
+class Leave(Message, tag="leave"):
+    """The engine's cache of this epoch ends; its table is retired already."""
+
+    epoch: int
+
+
+class Events(Message, tag="events"):
+    """One scheduler step's publishes and retracts, in order."""
+
+    epoch: int
+    sequence: int
+    """Counts this engine's batches from 1 within its epoch."""
+    records: bytes
+
+
+class Heartbeat(Message, tag="heartbeat"):
+    """The engine is alive; ``sequence`` is that of its last Events."""
+
+    epoch: int
+    sequence: int
+
+
+# -- coordinator to engine
+
+
+class Stranger(msgspec.Struct, frozen=True, array_like=True):
+    """An engine of the roster that cannot share with the joining one, and why."""
+
+    name: str
+    pid: int
+    differences: dict[str, tuple[str, str]]
+    """Fingerprint field -> (the joining engine's value, the stranger's)."""
+
+
+class Joined(Message, tag="joined"):
+    """The roster of the engine's topic at ``sequence``: the next broadcast is sequence + 1."""
+
+    protocol: int
+    coordinator_epoch: int
+    engine_epoch: int
+    lease_bit: int
+    sequence: int
+    roster: list[EngineInfo]
+    sequences: dict[int, int]
+    """Engine epoch -> sequence of its last relayed Events."""
+    strangers: list[Stranger]
+
+
+class Refused(Message, tag="refused"):
+    """No place in the roster; ``retry`` says whether trying again can help."""
+
+    engine_epoch: int
+    reason: str
+    remedy: str
+    retry: bool
+
+
+class JoinFirst(Message, tag="join-first"):
+    """The coordinator does not know this epoch (it restarted, or declared it dead)."""
+
+    coordinator_epoch: int
+    engine_epoch: int
+
+
+# -- broadcasts
+
+
+class Broadcast(Message):
+    """Base of broadcasts: numbered per topic within one coordinator epoch."""
+
+    coordinator_epoch: int
+    sequence: int
+
+
+class EngineJoined(Broadcast, tag="engine-joined"):
+    engine: EngineInfo
+
+
+class EngineSuspected(Broadcast, tag="engine-suspected"):
+    """No heartbeat: do not use the engine's blocks, but keep everything of it."""
+
+    epoch: int
+
+
+class EngineRecovered(Broadcast, tag="engine-recovered"):
+    epoch: int
+
+
+class EngineGone(Broadcast, tag="engine-gone"):
+    """The epoch has ended: left, or its death is confirmed.  Drop all of it."""
+
+    epoch: int
+    reason: str
+
+
+class EngineEvents(Broadcast, tag="engine-events"):
+    """Events of one engine, relayed."""
+
+    epoch: int
+    engine_sequence: int
+    records: bytes
+
+
+class Tick(Broadcast, tag="tick"):
+    """Sent about once a second without advancing ``sequence``: shows a lost tail."""
+
+    sequences: dict[int, int]
+    """Engine epoch -> sequence of its last relayed Events."""
+
+
+Command = Join | Leave | Events | Heartbeat
+Reply = Joined | Refused | JoinFirst
+AnyBroadcast = EngineJoined | EngineSuspected | EngineRecovered | EngineGone | EngineEvents | Tick
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_broadcast_decoder = msgspec.msgpack.Decoder(AnyBroadcast)
+
+T = TypeVar("T")
+
+
+def encode(message: Message) -> bytes:
+    """Return the msgpack frame of a message."""
+    return _encoder.encode(message)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"message of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} allowed")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise ProtocolError(f"undecodable message of {len(frame)} bytes: {exc}") from exc
+
+
+def decode_command(frame: bytes) -> Command:
+    """Decode what an engine sent.  Raises ProtocolError."""
+    return _decode(_command_decoder, frame)
+
+
+def decode_reply(frame: bytes) -> Reply:
+    """Decode what the coordinator answered.  Raises ProtocolError."""
+    return _decode(_reply_decoder, frame)
+
+
+def decode_broadcast(frame: bytes) -> AnyBroadcast:
+    """Decode a broadcast.  Raises ProtocolError."""
+    return _decode(_broadcast_decoder, frame)
+
+
+def check_version(theirs: int) -> None:
+    """Raise VersionMismatch, naming both versions, unless ``theirs`` is ours."""
+    if theirs != PROTOCOL_VERSION:
+        raise VersionMismatch(f"peer speaks protocol {theirs}, this kvshm {PROTOCOL_VERSION}")

@@ -1,0 +1,222 @@
+"""Every byte offset of kvshm's shared memory, in one place.
+
+``_core.h`` states the same numbers for C; ``kvshm._native`` compares the two tables when it
+is imported and refuses to load if they differ, so a change is made in both or in neither.
+All integers are little-endian (kvshm runs on x86-64 and aarch64 Linux only).
+
+Slot table: one per exporting engine and epoch
+==============================================
+::
+
+    0     +-----------------------------------------------------------------+
+          | magic "KVSHMSLT"                                     8 bytes    |
+    8     | layout_version u32 (written LAST)  | header_bytes u32           |
+    16    | segment_bytes u64                                               |
+    24    | epoch u64                                                       |
+    32    | boot_id 16 bytes                                                |
+    48    | pid u64                                                         |
+    56    | start_time u64 (field 22 of /proc/PID/stat)                     |
+    64    | fingerprint 32 bytes                                            |
+    96    | num_blocks u32 | block_size u32 | num_ranks u32 | lease_bit+1   |
+    112   | created_ns u64 (CLOCK_REALTIME)                                 |
+    120   | heartbeat u64 (counts up about once a second)                   |
+    128   | leases_taken u64 (counts up with every batch of leases taken)   |
+    136   | retired u64 (1: no lease will ever succeed again)               |
+    144   | reserved                                                        |
+    192   | life u64 x 64: epoch while that rank's KV memory is valid       |
+    704   | engine name, 64 bytes of UTF-8, zero padded                     |
+    768   | model name, 256 bytes of UTF-8, zero padded                     |
+    1024  | counters u64 x 128 (ids: kvshm/counters.py)                     |
+    2048  | error log: 16 x (count u64, first_ns u64, last_ns u64, 104 text)|
+    4096  | load tickets u64 x 256: ranks that have yet to finish a load    |
+    6144  | reserved                                                        |
+    8192  +-----------------------------------------------------------------+
+          | slot 0: 64 bytes                                                |
+          | slot 1 ...                                  64 x num_blocks     |
+          +-----------------------------------------------------------------+
+          | checksum u64 [num_ranks][num_blocks]  (KVSHM_VERIFY)            |
+          +-----------------------------------------------------------------+
+
+Slot::
+
+    0   | word u64 = generation:32 | state:4 | leases:28 (bit i: importer i)  |
+    8   | block_hash 32 bytes            frozen while state != EMPTY          |
+    40  | parent_tag u64: first 8 bytes of the hash of the block before       |
+    48  | depth u32: blocks before this one in its chain                      |
+    52  | published_ms u32: since created_ns, saturating                      |
+    56  | reserved u64                                                        |
+
+Replica index: one per engine, written by that engine's scheduler process only
+===============================================================================
+::
+
+    0     | magic "KVSHMIDX" | layout_version u32 (LAST) | header_bytes u32  |
+    16    | segment_bytes u64 | epoch u64 (of the owning engine)             |
+    32    | boot_id 16 bytes | pid u64 | start_time u64                      |
+    64    | capacity u64 (entries, a power of two)                           |
+    72    | count u64 (entries in use)                                       |
+    80    | sequence u64 (odd while the writer is at work)                   |
+    88    | successor u64 (revision of the larger index that replaces this)  |
+    96    | revision u64                                                     |
+    4096  | rows: 64 x 64 bytes, one per known engine                        |
+    8192  | entries: 24 bytes x capacity                                     |
+
+Row::    epoch u64 | state u32 | num_blocks u32 | entries u64 | lease_bit+1 u32 | u32 | name 32
+Entry::  tag u64 | place u64 = generation:32 << 32 | block_id:32
+         | owner u64 = depth:32 << 32 | row + 1 (0: entry free)
+
+Block record: how blocks are named in events, plans and batches (48 bytes)
+===========================================================================
+::
+
+    0   | block_hash 32 bytes                                                 |
+    32  | block_id u32 | generation u32 | depth u32 | kind u32                |
+
+Tombstone: private memory of the replica's writer, 16 bytes per block of each engine::
+
+    tag u64 | generation:32 << 32 | state:32  (highest generation heard of, and its state)
+
+Lease table: one per namespace, outlives the coordinator; 28 rows of 64 bytes at 4096::
+
+    epoch u64 | pid u64 | start_time u64 | boot_id 16 bytes | reserved
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from .terms import HASH_BYTES, BlockHash, BlockId, Generation
+
+LAYOUT_VERSION = 1
+
+# -- common prefix of all segments
+MAGIC_OFFSET = 0
+VERSION_OFFSET = MAGIC_OFFSET + 8
+HEADER_BYTES_OFFSET = VERSION_OFFSET + 4
+SEGMENT_BYTES_OFFSET = HEADER_BYTES_OFFSET + 4
+EPOCH_OFFSET = SEGMENT_BYTES_OFFSET + 8
+BOOT_ID_OFFSET = EPOCH_OFFSET + 8
+PID_OFFSET = BOOT_ID_OFFSET + 16
+START_TIME_OFFSET = PID_OFFSET + 8
+
+# -- slot table
+TABLE_MAGIC = b"KVSHMSLT"
+TABLE_HEADER_BYTES = 8192
+FINGERPRINT_OFFSET = START_TIME_OFFSET + 8
+NUM_BLOCKS_OFFSET = FINGERPRINT_OFFSET + 32
+BLOCK_SIZE_OFFSET = NUM_BLOCKS_OFFSET + 4
+NUM_RANKS_OFFSET = BLOCK_SIZE_OFFSET + 4
+LEASE_BIT_OFFSET = NUM_RANKS_OFFSET + 4
+CREATED_OFFSET = LEASE_BIT_OFFSET + 4
+HEARTBEAT_OFFSET = CREATED_OFFSET + 8
+LEASES_TAKEN_OFFSET = HEARTBEAT_OFFSET + 8
+RETIRED_OFFSET = LEASES_TAKEN_OFFSET + 8
+LIFE_OFFSET = 192
+MAX_RANKS = 64
+ENGINE_NAME_OFFSET = LIFE_OFFSET + 8 * MAX_RANKS
+ENGINE_NAME_BYTES = 64
+MODEL_NAME_OFFSET = ENGINE_NAME_OFFSET + ENGINE_NAME_BYTES
+MODEL_NAME_BYTES = 256
+COUNTERS_OFFSET = MODEL_NAME_OFFSET + MODEL_NAME_BYTES
+NUM_COUNTERS = 128
+ERRORS_OFFSET = COUNTERS_OFFSET + 8 * NUM_COUNTERS
+NUM_ERRORS = 16
+ERROR_BYTES = 128
+TICKETS_OFFSET = ERRORS_OFFSET + NUM_ERRORS * ERROR_BYTES
+NUM_TICKETS = 256
+
+SLOT_BYTES = 64
+SLOT_HASH_OFFSET = 8
+SLOT_PARENT_OFFSET = SLOT_HASH_OFFSET + HASH_BYTES
+SLOT_DEPTH_OFFSET = SLOT_PARENT_OFFSET + 8
+SLOT_PUBLISHED_OFFSET = SLOT_DEPTH_OFFSET + 4
+
+NUM_LEASE_BITS = 28
+LEASE_MASK = (1 << NUM_LEASE_BITS) - 1
+STATE_SHIFT = NUM_LEASE_BITS
+GENERATION_SHIFT = 32
+
+# -- replica index
+INDEX_MAGIC = b"KVSHMIDX"
+INDEX_HEADER_BYTES = 8192
+CAPACITY_OFFSET = START_TIME_OFFSET + 8
+COUNT_OFFSET = CAPACITY_OFFSET + 8
+SEQUENCE_OFFSET = COUNT_OFFSET + 8
+SUCCESSOR_OFFSET = SEQUENCE_OFFSET + 8
+REVISION_OFFSET = SUCCESSOR_OFFSET + 8
+ROWS_OFFSET = 4096
+NUM_ROWS = 64
+ROW_BYTES = 64
+ENTRY_BYTES = 24
+TOMBSTONE_BYTES = 16
+
+# -- lease table
+LEASE_TABLE_MAGIC = b"KVSHMLSE"
+LEASE_TABLE_BYTES = 8192
+LEASE_ROWS_OFFSET = 4096
+LEASE_ROW_BYTES = 64
+
+RECORD_BYTES = 48
+_RECORD = struct.Struct(f"<{HASH_BYTES}sIIII")
+assert _RECORD.size == RECORD_BYTES
+
+
+class SlotState(IntEnum):
+    """State of a slot; the transitions are drawn in docs/protocol.md."""
+
+    EMPTY = 0
+    READY = 1
+    DRAINING = 2
+
+
+class RowState(IntEnum):
+    """What the replica's owner knows of another engine."""
+
+    FREE = 0
+    LIVE = 1
+    SUSPECTED = 2
+    GONE = 3
+
+
+class RecordKind(IntEnum):
+    """What a block record in an event says of its block."""
+
+    PUBLISH = 1
+    RETRACT = 2
+
+
+class BlockRecord(NamedTuple):
+    """One block of one engine at one generation, as it stands in events and plans."""
+
+    block_hash: BlockHash
+    block_id: BlockId
+    generation: Generation
+    depth: int
+    kind: RecordKind = RecordKind.PUBLISH
+
+
+def pack_records(records: Iterable[BlockRecord]) -> bytes:
+    """Return the records as one packed array of 48 bytes each."""
+    return b"".join(_RECORD.pack(*record) for record in records)
+
+
+def unpack_records(packed: bytes | memoryview) -> Iterator[BlockRecord]:
+    """Yield the records of a packed array.  ValueError if its length is no multiple of 48
+    or a kind is unknown."""
+    if len(packed) % RECORD_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no whole number of block records")
+    for block_hash, block_id, generation, depth, kind in _RECORD.iter_unpack(packed):
+        yield BlockRecord(block_hash, block_id, generation, depth, RecordKind(kind))
+
+
+def table_bytes(num_blocks: int, num_ranks: int) -> int:
+    """Size of a slot table segment."""
+    return TABLE_HEADER_BYTES + num_blocks * (SLOT_BYTES + 8 * num_ranks)
+
+
+def index_bytes(capacity: int) -> int:
+    """Size of a replica index segment for ``capacity`` entries."""
+    return INDEX_HEADER_BYTES + capacity * ENTRY_BYTES

@@ -1,0 +1,48 @@
+"""The words of kvshm as types: one name for each kind of number and bytes.
+
+A bare ``int`` or ``bytes`` that crosses a function boundary says nothing about what it
+counts.  These NewTypes cost nothing at run time and let mypy refuse a block id where a
+generation belongs.  The glossary (docs/glossary.md) explains every word.
+"""
+
+from __future__ import annotations
+
+from typing import NewType
+
+BlockHash = NewType("BlockHash", bytes)
+"""vLLM's hash of one full block and of everything before it, padded with zeros to 32 bytes."""
+
+BlockId = NewType("BlockId", int)
+"""Index of a block in an engine's paged KV cache; equal on all worker ranks of that engine."""
+
+Epoch = NewType("Epoch", int)
+"""Random non-zero 64-bit id of one life of an engine's cache, or of the coordinator."""
+
+Fingerprint = NewType("Fingerprint", bytes)
+"""32-byte digest of everything that must be equal for two engines to exchange raw blocks."""
+
+Generation = NewType("Generation", int)
+"""How often a slot has been reused, modulo 2**32."""
+
+LeaseBit = NewType("LeaseBit", int)
+"""Which of the 28 lease bits of every slot word belongs to an importing engine."""
+
+NO_LEASE_BIT = LeaseBit(-1)
+"""An engine without a lease bit (more than 28 engines): it imports on the re-check alone."""
+
+Rank = NewType("Rank", int)
+"""Index of a worker process within its engine: 0 <= rank < tp_size * pp_size."""
+
+HASH_BYTES = 32
+
+
+def block_hash(digest: bytes) -> BlockHash:
+    """Return ``digest`` as a BlockHash, padded on the right to 32 bytes.
+
+    vLLM's sha256 digests have 32 bytes, its xxhash digests 16; engines with different
+    algorithms never meet, because the algorithm is part of the fingerprint.  Raises
+    ValueError for an empty or longer digest.
+    """
+    if not 0 < len(digest) <= HASH_BYTES:
+        raise ValueError(f"a block hash has 1 to {HASH_BYTES} bytes, not {len(digest)}")
+    return BlockHash(digest.ljust(HASH_BYTES, b"\0"))

@@ -1,0 +1,1 @@
+"""Read-only windows onto a running, or a crashed, node."""

@@ -1,0 +1,1 @@
+"""How the bytes of KV blocks move between processes."""
