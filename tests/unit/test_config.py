@@ -1,0 +1,199 @@
+"""Settings: one table, checked in one place, with messages one can act on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvshm.config import (
+    SETTINGS,
+    SOCKET_NAME_BYTES,
+    Config,
+    Fault,
+    Role,
+    Share,
+    describe,
+    run_directory,
+)
+from kvshm.errors import ConfigError, RunDirectoryError
+
+BAD = {
+    "KVSHM_ENABLE": ["true", "2", "01", " 1"],
+    "KVSHM_RUN_DIR": ["kvshm", "./run", "/run/\0kv", "/run/a\nb", "/" + "x" * 107],
+    "KVSHM_NAMESPACE": ["Prod", "a.b", "a/b", "x" * 33],
+    "KVSHM_ROLE": ["BOTH", "kv_both"],
+    "KVSHM_MIN_PREFIX_TOKENS": ["many", "-1", "1.5", "9" * 5000],
+    "KVSHM_DRAIN_BUDGET_MS": ["fast", "-0.1", "1000.5", "nan", "inf"],
+    "KVSHM_MAX_IMPORT_BLOCKS": ["0", "-1", "all"],
+    "KVSHM_SHARE": ["some", "salted"],
+    "KVSHM_VERIFY": ["yes"],
+    "KVSHM_LOG_LEVEL": ["loud"],
+    "KVSHM_FAULT": ["wrong"],
+    "KVSHM_STRICT": ["on"],
+}
+
+
+@pytest.fixture
+def short_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as path:
+        yield Path(path)
+
+
+def test_defaults() -> None:
+    config = Config.from_env({}, uid=1234)
+    assert not config.enable
+    assert config.run_dir == "/tmp/kvshm-1234"
+    assert (config.namespace, config.role, config.share) == ("default", Role.BOTH, Share.ALL)
+    assert (config.min_prefix_tokens, config.max_import_blocks) == (0, 4096)
+    assert config.drain_budget_ms == 1.0
+    assert (config.fault, config.strict, config.verify) == (None, False, False)
+    assert config.log_level == "INFO"
+    assert (config.given, config.warnings) == (frozenset(), ())
+
+
+def test_every_value_is_read() -> None:
+    config = Config.from_env(
+        {
+            "KVSHM_ENABLE": "1",
+            "KVSHM_RUN_DIR": "/run/kv//a/",
+            "KVSHM_NAMESPACE": "blue_1-x",
+            "KVSHM_ROLE": "consumer",
+            "KVSHM_MIN_PREFIX_TOKENS": "256",
+            "KVSHM_DRAIN_BUDGET_MS": "2.5",
+            "KVSHM_MAX_IMPORT_BLOCKS": "7",
+            "KVSHM_SHARE": "salted-only",
+            "KVSHM_VERIFY": "1",
+            "KVSHM_LOG_LEVEL": "debug",
+            "KVSHM_FAULT": "shift",
+            "KVSHM_STRICT": "1",
+        }
+    )
+    assert config.enable
+    assert config.run_dir == "/run/kv/a"
+    assert (config.namespace, config.role, config.share) == (
+        "blue_1-x",
+        Role.CONSUMER,
+        Share.SALTED_ONLY,
+    )
+    assert (config.min_prefix_tokens, config.max_import_blocks) == (256, 7)
+    assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
+    assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
+    assert config.given == {s.name for s in SETTINGS}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD.items() for v in vs])
+def test_a_bad_value_is_named_with_setting_and_remedy(name: str, value: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.from_env({name: value})
+    text = str(error.value)
+    assert text.startswith(f"{name}={value!r}")
+    assert "correct it" in text or "choose a shorter path" in text
+
+
+def test_every_setting_has_a_bad_value_in_this_file() -> None:
+    assert set(BAD) == {s.name for s in SETTINGS}
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
+def test_an_empty_value_counts_as_unset(setting: object) -> None:
+    name = setting.name  # type: ignore[attr-defined]  # parametrize hands it over untyped
+    assert Config.from_env({name: ""}) == Config.from_env({})
+
+
+def test_table_and_fields_agree() -> None:
+    for setting in SETTINGS:
+        assert setting.sentence.endswith(".")
+        assert getattr(Config(), setting.field) == setting.default
+
+
+def test_an_unknown_name_is_warned_about_with_the_nearest() -> None:
+    environ = {"KVSHM_NAMSPACE": "x", "KVSHM_TEST_SYNC_POINT": "LEASED:stop", "HOME": "/"}
+    (warning,) = Config.from_env(environ).warnings
+    assert warning.startswith("KVSHM_NAMSPACE ")
+    assert warning.endswith("KVSHM_NAMESPACE?")
+
+
+def test_what_kubernetes_injects_is_ignored() -> None:
+    names = ["PORT", "PORT_5555_TCP", "PORT_5555_TCP_ADDR", "SERVICE_HOST", "SERVICE_PORT_ZMQ"]
+    assert Config.from_env({f"KVSHM_{n}": "tcp://10.0.0.1" for n in names}).warnings == ()
+
+
+def test_describe_names_value_and_origin() -> None:
+    told = {n: (v, o) for n, v, o in describe({"KVSHM_VERIFY": "1", "XDG_RUNTIME_DIR": "/run/u"})}
+    assert list(told) == [s.name for s in SETTINGS]
+    assert told["KVSHM_VERIFY"] == ("1", "environment")
+    assert told["KVSHM_ROLE"] == ("both", "default")
+    assert told["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "default")
+    assert told["KVSHM_FAULT"] == ("unset", "default")
+
+
+@pytest.mark.parametrize(
+    ("environ", "exports", "imports"),
+    [
+        ({}, True, True),
+        ({"KVSHM_ROLE": "producer"}, True, False),
+        ({"KVSHM_ROLE": "consumer"}, False, True),
+        ({"KVSHM_SHARE": "none"}, False, False),
+    ],
+)
+def test_role_and_share(environ: dict[str, str], exports: bool, imports: bool) -> None:
+    config = Config.from_env(environ)
+    assert (config.exports, config.imports) == (exports, imports)
+
+
+def test_the_budget_without_asynchronous_scheduling_is_zero_unless_given() -> None:
+    assert Config.from_env({}).step_budget_ms(asynchronous=True) == 1.0
+    assert Config.from_env({}).step_budget_ms(asynchronous=False) == 0.0
+    given = Config.from_env({"KVSHM_DRAIN_BUDGET_MS": "1"})
+    assert given.step_budget_ms(asynchronous=False) == 1.0
+
+
+def test_a_run_directory_leaves_room_for_the_longest_socket() -> None:
+    longest = 107 - SOCKET_NAME_BYTES - len("default") - len("/.")
+    path = "/" + "d" * (longest - 1)
+    assert Config.from_env({"KVSHM_RUN_DIR": path}).run_dir == path
+    with pytest.raises(ConfigError, match="choose a shorter path"):
+        Config.from_env({"KVSHM_RUN_DIR": path + "d"})
+    with pytest.raises(ConfigError, match="namespace"):
+        Config.from_env({"KVSHM_RUN_DIR": path, "KVSHM_NAMESPACE": "default8"})
+
+
+def test_the_run_directory_is_made_for_its_user_only(short_dir: Path) -> None:
+    config = Config.from_env({"KVSHM_RUN_DIR": str(short_dir / "a" / "b")})
+    path = run_directory(config)
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert run_directory(config) == path
+
+
+def test_a_run_directory_of_everybody_is_refused(short_dir: Path) -> None:
+    path = short_dir / "open"
+    path.mkdir()
+    path.chmod(0o777)
+    with pytest.raises(RunDirectoryError, match="chmod 700"):
+        run_directory(Config.from_env({"KVSHM_RUN_DIR": str(path)}))
+
+
+def test_a_run_directory_that_is_a_link_is_refused(short_dir: Path) -> None:
+    (short_dir / "real").mkdir(mode=0o700)
+    (short_dir / "link").symlink_to(short_dir / "real")
+    with pytest.raises(RunDirectoryError, match="is a link"):
+        run_directory(Config.from_env({"KVSHM_RUN_DIR": str(short_dir / "link")}))
+
+
+def test_a_run_directory_below_a_file_is_refused(short_dir: Path) -> None:
+    (short_dir / "file").write_text("")
+    with pytest.raises(RunDirectoryError, match="set KVSHM_RUN_DIR"):
+        run_directory(Config.from_env({"KVSHM_RUN_DIR": str(short_dir / "file" / "run")}))
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_run_directory_of_somebody_else_is_refused(short_dir: Path) -> None:
+    path = short_dir / "theirs"
+    path.mkdir(mode=0o700)
+    os.chown(path, 12345, 12345)
+    with pytest.raises(RunDirectoryError, match="belongs to uid 12345"):
+        run_directory(Config.from_env({"KVSHM_RUN_DIR": str(path)}))
