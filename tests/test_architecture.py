@@ -1,0 +1,65 @@
+"""The floors of the house, read from the source: who may import whom, and how big things get."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMPONENTS = {"coordinator", "transport", "hooks", "tools"}
+PRODUCT = sorted(p for d in {"kvshm", *COMPONENTS} for p in (ROOT / d).glob("*.py"))
+OTHERS = sorted(p for d in ("tests", "examples", "benchmarks") for p in (ROOT / d).rglob("*.py"))
+MAY_IMPORT = {"torch": {"hooks", "transport/cuda_ipc"}, "vllm": {"hooks"}}
+NAMELESS = {"utils", "util", "helpers", "common", "misc"}
+"""Module names that name no concept."""
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imports(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield (level, dotted name) of every import of a file; level counts leading dots."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (
+                (node.level, f"{node.module or ''}.{a.name}".strip(".")) for a in node.names
+            )
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name_of)
+def test_components_meet_only_in_the_core(path: Path) -> None:
+    """No component is imported by name, from another one or from the core, and no import
+    climbs: so the names under which components are installed stand in pyproject.toml alone."""
+    for level, name in imports(path):
+        parts = name.split(".")
+        assert level <= 1, f"{'.' * level}{name} climbs out of its folder"
+        spelled = parts[0] if level or parts[0] != "kvshm" else ".".join(parts[1:2])
+        in_component = path.parent.name in COMPONENTS
+        if not (level and in_component):
+            assert spelled not in COMPONENTS, f"imports component {name}"
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name_of)
+def test_engines_and_devices_stay_in_their_rooms(path: Path) -> None:
+    """vLLM is imported by the hooks only, torch also by the CUDA transport."""
+    rooms = {path.parent.name, f"{path.parent.name}/{path.stem}"}
+    for level, name in imports(path):
+        top = name.split(".")[0]
+        assert level or rooms & MAY_IMPORT.get(top, rooms), f"may not import {top}"
+
+
+@pytest.mark.parametrize("path", [*PRODUCT, *OTHERS], ids=name_of)
+def test_nothing_grows_too_big(path: Path) -> None:
+    """Files have at most 400 lines, functions 60, and every module is named after a thing."""
+    source = path.read_text()
+    assert path.stem not in NAMELESS
+    assert len(source.splitlines()) <= 400
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno < 60, f"{node.name} is too long"
