@@ -17,9 +17,16 @@ from .interfaces import MemoryDescriptor
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
 
+HEARTBEAT_SECONDS = 1.0
+"""How often engines send Heartbeat and the coordinator sends Tick."""
+SUSPECT_AFTER_SECONDS = 3.0
+"""Silence of an engine after which the coordinator suspects it."""
+SILENCE_SECONDS = 5.0
+"""Silence of the coordinator after which engines take it for lost."""
+
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
-    """Base of all messages; the tag is the class name.  Unknown fields are ignored, so a
+    """Base of all messages; field ``type`` names the class.  Unknown fields are ignored, so a
     newer minor version may add some."""
 
 
@@ -53,31 +60,34 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 # -- engine to coordinator
 
 
-class Join(Message, tag="join"):
+class Join(Message, frozen=True, tag="join"):
     """Ask for a place in the roster.  ``engine.lease_bit`` holds the bit of an earlier join
     (a coordinator restarted) or -1."""
 
     protocol: int
     engine: EngineInfo
+    sequence: int = 0
+    """That of the engine's last Events in this epoch, sent or dropped.  If it is not the
+    one last relayed, some were lost and everybody rescans the engine."""
 
 
-class Leave(Message, tag="leave"):
+class Leave(Message, frozen=True, tag="leave"):
     """The engine's cache of this epoch ends; its table is retired already."""
 
     epoch: int
 
 
-class Events(Message, tag="events"):
+class Events(Message, frozen=True, tag="events"):
     """One scheduler step's publishes and retracts, in order."""
 
     epoch: int
     sequence: int
-    """Counts this engine's batches from 1 within its epoch."""
+    """Counts this engine's batches from 1 within its epoch, those it had to drop included."""
     records: bytes
 
 
-class Heartbeat(Message, tag="heartbeat"):
-    """The engine is alive; ``sequence`` is that of its last Events."""
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """The engine is alive; ``sequence`` is that of its last Events, sent or dropped."""
 
     epoch: int
     sequence: int
@@ -95,8 +105,9 @@ class Stranger(msgspec.Struct, frozen=True, array_like=True):
     """Fingerprint field -> (the joining engine's value, the stranger's)."""
 
 
-class Joined(Message, tag="joined"):
-    """The roster of the engine's topic at ``sequence``: the next broadcast is sequence + 1."""
+class Joined(Message, frozen=True, tag="joined"):
+    """The roster of the engine's topic, without itself, at ``sequence``: the next broadcast
+    is sequence + 1."""
 
     protocol: int
     coordinator_epoch: int
@@ -106,11 +117,14 @@ class Joined(Message, tag="joined"):
     roster: list[EngineInfo]
     sequences: dict[int, int]
     """Engine epoch -> sequence of its last relayed Events."""
+    suspected: list[int]
+    """Epochs of the roster that are suspected at present."""
     strangers: list[Stranger]
+    """Engines of other fingerprints, the most alike first."""
 
 
-class Refused(Message, tag="refused"):
-    """No place in the roster; ``retry`` says whether trying again can help."""
+class Refused(Message, frozen=True, tag="refused"):
+    """No place in the roster; ``retry`` says whether the same Join may succeed soon."""
 
     engine_epoch: int
     reason: str
@@ -118,7 +132,7 @@ class Refused(Message, tag="refused"):
     retry: bool
 
 
-class JoinFirst(Message, tag="join-first"):
+class JoinFirst(Message, frozen=True, tag="join-first"):
     """The coordinator does not know this epoch (it restarted, or declared it dead)."""
 
     coordinator_epoch: int
@@ -128,35 +142,41 @@ class JoinFirst(Message, tag="join-first"):
 # -- broadcasts
 
 
-class Broadcast(Message):
+class Broadcast(Message, frozen=True):
     """Base of broadcasts: numbered per topic within one coordinator epoch."""
 
     coordinator_epoch: int
     sequence: int
 
 
-class EngineJoined(Broadcast, tag="engine-joined"):
+class EngineJoined(Broadcast, frozen=True, tag="engine-joined"):
+    """An engine is new, or events of a known one were lost: scan its slot table."""
+
     engine: EngineInfo
+    engine_sequence: int
+    """Its next Events have this sequence + 1."""
 
 
-class EngineSuspected(Broadcast, tag="engine-suspected"):
+class EngineSuspected(Broadcast, frozen=True, tag="engine-suspected"):
     """No heartbeat: do not use the engine's blocks, but keep everything of it."""
 
     epoch: int
 
 
-class EngineRecovered(Broadcast, tag="engine-recovered"):
+class EngineRecovered(Broadcast, frozen=True, tag="engine-recovered"):
+    """A suspected engine was heard again."""
+
     epoch: int
 
 
-class EngineGone(Broadcast, tag="engine-gone"):
+class EngineGone(Broadcast, frozen=True, tag="engine-gone"):
     """The epoch has ended: left, or its death is confirmed.  Drop all of it."""
 
     epoch: int
     reason: str
 
 
-class EngineEvents(Broadcast, tag="engine-events"):
+class EngineEvents(Broadcast, frozen=True, tag="engine-events"):
     """Events of one engine, relayed."""
 
     epoch: int
@@ -164,7 +184,7 @@ class EngineEvents(Broadcast, tag="engine-events"):
     records: bytes
 
 
-class Tick(Broadcast, tag="tick"):
+class Tick(Broadcast, frozen=True, tag="tick"):
     """Sent about once a second without advancing ``sequence``: shows a lost tail."""
 
     sequences: dict[int, int]
@@ -176,9 +196,9 @@ Reply = Joined | Refused | JoinFirst
 AnyBroadcast = EngineJoined | EngineSuspected | EngineRecovered | EngineGone | EngineEvents | Tick
 
 _encoder = msgspec.msgpack.Encoder()
-_command_decoder = msgspec.msgpack.Decoder(Command)
-_reply_decoder = msgspec.msgpack.Decoder(Reply)
-_broadcast_decoder = msgspec.msgpack.Decoder(AnyBroadcast)
+_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_broadcast_decoder: msgspec.msgpack.Decoder[AnyBroadcast] = msgspec.msgpack.Decoder(AnyBroadcast)
 
 T = TypeVar("T")
 

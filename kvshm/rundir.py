@@ -1,0 +1,110 @@
+"""The run directory: where a user's sockets and lock files lie, and what they are called.
+
+Engines and coordinator find each other through it, and its mode is what keeps other users
+out (libzmq creates socket files that everybody may connect to), so it is only used when it
+is a real directory of mode 0700 that belongs to this user.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from .errors import RunDirectoryError
+
+SOCKET_PATH_BYTES = 107
+"""Longest path of a Unix socket (Linux, without the closing zero)."""
+
+_RANK_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.(?P<epoch>[0-9a-f]{16})\.[0-9]+\.sock")
+
+
+def open_run_directory(path: str | Path | None, environ: Mapping[str, str]) -> Path:
+    """Return the run directory, created with mode 0700 if it is missing.
+
+    ``path`` None: $KVSHM_RUN_DIR, else $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>.
+    Raises RunDirectoryError, naming path and remedy, if it cannot be trusted or made.
+    """
+    directory = Path(path) if path is not None else _default(environ)
+    if not directory.is_absolute():
+        raise RunDirectoryError(
+            f"run directory {directory} is a relative path, which means another place to each "
+            "process; give an absolute one"
+        )
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        _check(directory, os.lstat(directory))
+    except OSError as exc:
+        raise RunDirectoryError(
+            f"run directory {directory} cannot be used: {exc.strerror}; create it with mode "
+            "0700, or set KVSHM_RUN_DIR to a directory of your own"
+        ) from exc
+    return directory
+
+
+def _default(environ: Mapping[str, str]) -> Path:
+    if given := environ.get("KVSHM_RUN_DIR"):
+        return Path(given)
+    if runtime := environ.get("XDG_RUNTIME_DIR"):
+        return Path(runtime) / "kvshm"
+    return Path(f"/tmp/kvshm-{os.geteuid()}")
+
+
+def _check(directory: Path, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise RunDirectoryError(
+            f"run directory {directory} is a link; set KVSHM_RUN_DIR to the place it leads to"
+        )
+    if found.st_uid != os.geteuid():
+        raise RunDirectoryError(
+            f"run directory {directory} belongs to uid {found.st_uid}, this process runs as uid "
+            f"{os.geteuid()}; set KVSHM_RUN_DIR to a directory of your own"
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    if mode != 0o700:
+        raise RunDirectoryError(
+            f"run directory {directory} has mode {mode:04o}, wanted 0700; run chmod 700 {directory}"
+        )
+
+
+def command_endpoint(run_dir: Path, namespace: str) -> str:
+    """Address of the coordinator's ROUTER: joins, leaves, events and heartbeats go there."""
+    return f"ipc://{_socket(run_dir, f'{namespace}.commands')}"
+
+
+def event_endpoint(run_dir: Path, namespace: str) -> str:
+    """Address of the coordinator's PUB: broadcasts come from there."""
+    return f"ipc://{_socket(run_dir, f'{namespace}.events')}"
+
+
+def lock_path(run_dir: Path, namespace: str) -> Path:
+    """File whose flock makes a coordinator the only one of its namespace."""
+    return run_dir / f"{namespace}.lock"
+
+
+def rank_socket(run_dir: Path, namespace: str, epoch: int, rank: int) -> Path:
+    """Socket at which a worker rank hands out the file descriptors of its KV memory."""
+    return _socket(run_dir, f"{namespace}.{epoch:016x}.{rank}.sock")
+
+
+def list_rank_sockets(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:
+    """Return (epoch, path) of the namespace's rank sockets that lie there, alive or not."""
+    found = ((_RANK_SOCKET.fullmatch(path.name), path) for path in sorted(run_dir.iterdir()))
+    return [
+        (int(match["epoch"], 16), path)
+        for match, path in found
+        if match and match["namespace"] == namespace
+    ]
+
+
+def _socket(run_dir: Path, name: str) -> Path:
+    path = run_dir / name
+    length = len(os.fsencode(path))
+    if length > SOCKET_PATH_BYTES:
+        raise RunDirectoryError(
+            f"socket path {path} has {length} bytes, at most {SOCKET_PATH_BYTES} are possible; "
+            "set KVSHM_RUN_DIR to a shorter directory"
+        )
+    return path

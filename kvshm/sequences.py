@@ -1,0 +1,194 @@
+"""What an engine makes of the roster and the broadcasts it receives: order, gaps, who is new.
+
+Two counters tell what was lost (docs/protocol.md).  The topic's sequence counts broadcasts:
+a gap means that a join or a departure may be among the lost, so the engine joins again.
+Each engine's own sequence counts its batches of events: a gap there means that only this
+engine's slot table has to be scanned again.  No sockets, no clock.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Protocol
+
+from .protocol import (
+    AnyBroadcast,
+    EngineEvents,
+    EngineGone,
+    EngineInfo,
+    EngineJoined,
+    EngineRecovered,
+    EngineSuspected,
+    Joined,
+    Tick,
+)
+
+
+class Listener(Protocol):
+    """Who is told about the other engines of the topic."""
+
+    def engine_joined(self, info: EngineInfo) -> None:
+        """Use this engine and scan its slot table.  For an epoch known already: ``info``
+        replaces what was known, and the table is scanned again."""
+        ...
+
+    def engine_suspected(self, epoch: int) -> None:
+        """Do not use this engine's blocks for the time being; keep all that is known."""
+        ...
+
+    def engine_recovered(self, epoch: int) -> None:
+        """The suspected engine may be used again."""
+        ...
+
+    def engine_gone(self, epoch: int, reason: str) -> None:
+        """The epoch has ended: drop all that is known of it."""
+        ...
+
+    def engine_events(self, epoch: int, records: bytes) -> None:
+        """Apply packed block records, in their order."""
+        ...
+
+    def rescan(self, epoch: int) -> None:
+        """Events of this engine were lost: scan its slot table again."""
+        ...
+
+
+class Verdict(Enum):
+    """What a broadcast says about this engine's own place in the roster."""
+
+    MEMBER = "member"
+    GAP = "gap"
+    """Broadcasts were lost: join again to learn the roster."""
+    EXPELLED = "expelled"
+    """The coordinator is another one, or holds this engine's epoch for ended."""
+
+
+class Stream:
+    """One topic's broadcasts as one engine receives them.  Used by one thread."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._own_epoch = 0
+        self._coordinator_epoch = 0
+        self._sequence = 0
+        self._heard: dict[int, int] = {}
+        self._suspected: set[int] = set()
+        self._missing: set[int] = set()
+
+    @property
+    def engines(self) -> dict[int, int]:
+        """Known engines: epoch -> sequence of the last events heard of."""
+        return dict(self._heard)
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """Engines known from before a restart of the coordinator, not yet back."""
+        return frozenset(self._missing)
+
+    def begin(self, joined: Joined) -> None:
+        """Take over the roster of ``joined``: tell of engines that are new, gone, or whose
+        events were lost.  A new epoch of the own cache begins with an empty picture."""
+        if joined.engine_epoch != self._own_epoch:
+            self._heard.clear()
+            self._suspected.clear()
+            self._missing.clear()
+        restarted = joined.coordinator_epoch != self._coordinator_epoch
+        self._own_epoch = joined.engine_epoch
+        self._coordinator_epoch = joined.coordinator_epoch
+        self._sequence = joined.sequence
+        roster = {e.epoch: e for e in joined.roster if e.epoch != joined.engine_epoch}
+        absent = set(self._heard) - set(roster)
+        if restarted:
+            self._missing = absent
+        else:
+            for epoch in sorted(absent - self._missing):
+                self._drop(epoch, "no longer in the roster")
+        for epoch, info in roster.items():
+            self._meet(info, joined.sequences.get(epoch, 0))
+        self._suspect_exactly(set(joined.suspected) & set(roster))
+
+    def take(self, broadcast: AnyBroadcast) -> Verdict:
+        """Pass on what is new in ``broadcast`` and say how this engine stands."""
+        if broadcast.coordinator_epoch != self._coordinator_epoch:
+            return Verdict.EXPELLED
+        if isinstance(broadcast, Tick):
+            return self._tick(broadcast)
+        if broadcast.sequence <= self._sequence:
+            return Verdict.MEMBER
+        if broadcast.sequence > self._sequence + 1:
+            return Verdict.GAP
+        self._sequence = broadcast.sequence
+        if isinstance(broadcast, EngineGone) and broadcast.epoch == self._own_epoch:
+            return Verdict.EXPELLED
+        self._pass_on(broadcast)
+        return Verdict.MEMBER
+
+    def give_up_missing(self) -> None:
+        """Engines that have not come back since the coordinator restarted are gone."""
+        for epoch in sorted(self._missing):
+            self._drop(epoch, "did not join the new coordinator")
+
+    def _tick(self, tick: Tick) -> Verdict:
+        if tick.sequence > self._sequence:
+            return Verdict.GAP
+        if tick.sequence == self._sequence:
+            for epoch, sequence in tick.sequences.items():
+                if sequence > self._heard.get(epoch, sequence):
+                    self._heard[epoch] = sequence
+                    self._listener.rescan(epoch)
+        return Verdict.MEMBER
+
+    def _pass_on(self, broadcast: AnyBroadcast) -> None:
+        match broadcast:
+            case EngineJoined(engine=info) if info.epoch != self._own_epoch:
+                self._heard[info.epoch] = broadcast.engine_sequence
+                self._missing.discard(info.epoch)
+                self._listener.engine_joined(info)
+                self._recover(info.epoch)
+            case EngineEvents(epoch=epoch) if epoch in self._heard:
+                self._events(broadcast)
+            case EngineSuspected(epoch=epoch) if epoch in self._heard:
+                self._suspected.add(epoch)
+                self._listener.engine_suspected(epoch)
+            case EngineRecovered(epoch=epoch):
+                self._recover(epoch)
+            case EngineGone(epoch=epoch) if epoch in self._heard:
+                self._drop(epoch, broadcast.reason)
+            case _:
+                return  # of this engine itself, or of an epoch that is not in the roster
+
+    def _events(self, events: EngineEvents) -> None:
+        epoch, last = events.epoch, self._heard[events.epoch]
+        if events.engine_sequence <= last:
+            return
+        self._heard[epoch] = events.engine_sequence
+        if events.engine_sequence > last + 1:
+            self._listener.rescan(epoch)
+        self._listener.engine_events(epoch, events.records)
+
+    def _meet(self, info: EngineInfo, sequence: int) -> None:
+        known = self._heard.get(info.epoch)
+        self._heard[info.epoch] = sequence
+        self._missing.discard(info.epoch)
+        if known is None:
+            self._listener.engine_joined(info)
+        elif known != sequence:
+            self._listener.rescan(info.epoch)
+
+    def _suspect_exactly(self, suspected: set[int]) -> None:
+        for epoch in sorted(self._suspected - suspected - self._missing):
+            self._recover(epoch)
+        for epoch in sorted(suspected - self._suspected):
+            self._suspected.add(epoch)
+            self._listener.engine_suspected(epoch)
+
+    def _recover(self, epoch: int) -> None:
+        if epoch in self._suspected:
+            self._suspected.discard(epoch)
+            self._listener.engine_recovered(epoch)
+
+    def _drop(self, epoch: int, reason: str) -> None:
+        del self._heard[epoch]
+        self._suspected.discard(epoch)
+        self._missing.discard(epoch)
+        self._listener.engine_gone(epoch, reason)
