@@ -1,0 +1,201 @@
+"""The scheduler's half of a shared cache: the one face between an engine and kvshm.
+
+``join_cache`` gives a SharedCache.  The engine's scheduler publishes what it has computed,
+retracts what it is about to overwrite, probes for prefixes it lacks and begins loads; the
+ranks' half (kvshm/rank.py) carries the loads out.  Nothing here knows vLLM.
+
+Methods run on the scheduler's thread unless their docstring says otherwise; none blocks
+except ``settle`` (bounded by the drain budget) and ``close``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .client import CoordinatorClient
+from .config import Config
+from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
+from .exports import Exports, Lame, Publication
+from .imports import Imports
+from .life import EngineSpec, Founding, Life
+from .log import logger
+from .member import Membership
+from .peers import Peers
+from .plans import Load, LoadReport, Plan
+from .protocol import RankInfo
+from .slots import SlotTable
+from .terms import BlockHash, BlockId, Epoch
+
+log = logger(__name__)
+
+Fields = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Opening:
+    ranks: Sequence[RankInfo]
+    fields: Callable[[], Fields | None]
+
+
+class SharedCache:
+    """One engine's place in the node's prefix cache."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: EngineSpec,
+        run_dir: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config = config
+        self._spec = spec
+        self._clock = clock
+        self._lock = threading.Lock()  # guards _opening and _life across the two threads
+        self._opening: _Opening | None = None
+        self._life: Life | None = None
+        self._imports = Imports(config, clock)
+        self._lame = Lame(self._tables_by_bit)
+        member = Membership(self._open_when_ready, lambda: self._life)
+        self._client = CoordinatorClient(run_dir, config.namespace, member)
+
+    # -- epochs
+
+    @property
+    def epoch(self) -> Epoch | None:
+        """The epoch of this cache; None before it is open and between two epochs."""
+        life = self._life
+        return life.table.epoch if life else None
+
+    @property
+    def table(self) -> SlotTable | None:
+        """Own slot table of the present epoch.  Any thread."""
+        life = self._life
+        return life.table if life else None
+
+    def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
+        """Begin an epoch as soon as ``fields`` gives the fingerprint's fields (it is asked on
+        the client's thread until then).  From there on ``epoch`` is set, and every rank has
+        to open ``table.name`` before others can read its blocks."""
+        self.end_epoch()
+        with self._lock:
+            self._opening = _Opening(ranks, fields)
+        self._client.rejoin()
+
+    def end_epoch(self) -> None:
+        """Withdraw all blocks for good, without waiting: the cache was reset, its weights
+        changed, or something went wrong.  Idempotent."""
+        with self._lock:
+            self._opening = None
+            life, self._life = self._life, None
+        if life is not None:
+            life.end()
+            self._client.rejoin()
+
+    def close(self) -> None:
+        """End the epoch and leave the node.  Blocks up to a second."""
+        self.end_epoch()
+        self._client.close(timeout=1.0)
+
+    def _open_when_ready(self) -> Life | None:
+        """On the client's thread: the present life, begun now if it is due."""
+        with self._lock:
+            opening = self._opening
+            if self._life is None and opening is not None:
+                fields = opening.fields()
+                if fields is not None:
+                    self._opening = None
+                    self._life = self._begin(Founding(
+                        self._config, self._spec, fields, opening.ranks
+                    ))  # fmt: skip
+            return self._life
+
+    def _begin(self, founding: Founding) -> Life:
+        """Raises SegmentError, leaving no segment behind."""
+        table = founding.table()
+        try:
+            peers = Peers(self._config.namespace, self._spec.name, founding.epoch)
+        except BaseException:
+            table.unlink()
+            raise
+        budget = self._config.step_budget_ms(self._spec.asynchronous) / 1000
+        exports = Exports(table, self._client.send_events, self._lame, budget, self._clock)
+        return Life(table, exports, peers, founding.info(table))
+
+    def _tables_by_bit(self) -> dict[int, SlotTable]:
+        life = self._life
+        return life.peers.tables_by_bit() if life else {}
+
+    # -- the exporter's side
+
+    def publish(self, blocks: Sequence[Publication]) -> set[BlockId]:
+        """Show computed blocks to the others.  The caller vouches that every byte of them
+        is written on every rank.  Returns those that are published now."""
+        life = self._life
+        if life is None or not self._config.exports:
+            return set()
+        return life.exports.publish(blocks)
+
+    def retract(self, blocks: Iterable[BlockId]) -> None:
+        """Withdraw published blocks: no lease on them succeeds any more."""
+        if (life := self._life) is not None:
+            life.exports.retract(blocks)
+
+    def settle(self) -> None:
+        """Call before every dispatch, after the last ``retract`` of its step: when it returns
+        nobody holds a lease on a retracted block, and no copy of one will be accepted."""
+        if (life := self._life) is not None:
+            life.exports.settle()
+
+    def flush(self) -> None:
+        """Tell the others of what was published since the last ``settle``; never blocks."""
+        if (life := self._life) is not None:
+            life.exports.flush()
+
+    # -- the importer's side
+
+    def probe(self, hashes: Sequence[BlockHash | bytes], start: int, stop: int) -> Plan | None:
+        """Find who holds blocks ``start`` to ``stop`` of a chain: the longest run from
+        ``start`` on.  A pure look at the own replica; None if nobody has the first one."""
+        life = self._life
+        if life is None or not self._config.imports:
+            return None
+        return self._imports.probe(life, hashes, start, stop)
+
+    def begin_load(self, plan: Plan, load_id: str, targets: Sequence[BlockId]) -> Load:
+        """Lease the plan's blocks and return the load that every rank has to carry out.
+
+        ``targets`` are the own blocks to fill, one per block of the plan.  What cannot be
+        leased any more is listed as lost; the load must be given to the ranks all the same.
+        """
+        return self._imports.begin(self._life, plan, load_id, targets)
+
+    def end_load(self, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:
+        """Account for a load that all ranks have reported; returns the targets that must not
+        be used.  Peers that failed are avoided from now on."""
+        bad = self._imports.end(self._life, load, reports)
+        self.count(LOADS_FAILED if bad else LOADS_DONE)
+        good = sum(t not in bad for piece in load.pieces for t in piece.targets)
+        self.count(IMPORTED_BLOCKS, good)
+        return bad
+
+    def count(self, counter: int, amount: int = 1) -> None:
+        """Add to a counter of the own table; without an epoch it is lost."""
+        if (life := self._life) is not None and amount:
+            life.table.counters.add(counter, amount)
+
+    def log_error(self, text: str) -> None:
+        """Note an error where ``dump_index`` shows it.  Any thread."""
+        if (life := self._life) is not None:
+            life.table.log_error(text)
+
+
+def join_cache(config: Config, spec: EngineSpec, run_dir: Path) -> SharedCache:
+    """Return this engine's half of the node's cache; it joins in the background, now or
+    whenever a coordinator appears, once ``open_epoch`` was called."""
+    log.info("engine %s (pid %d) shares its prefix cache by %s", spec.name, os.getpid(), run_dir)
+    return SharedCache(config, spec, run_dir)

@@ -1,0 +1,122 @@
+"""The importer's side: from a probe of the replica to the end of a load.
+
+Runs on the scheduler's thread.  A probe is a pure look; leases are taken when blocks have
+been allocated, and given back by the ranks (kvshm/rank_load.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from . import counters as c
+from .config import Config
+from .errors import KvshmError
+from .life import Life
+from .log import logger
+from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan, PlannedRun
+from .records import RECORD_BYTES, unpack_records
+from .syncpoints import SyncPoint, sync_point
+from .terms import NO_LEASE_BIT, BlockId, Epoch
+
+log = logger(__name__)
+
+PLAN_SECONDS = 5.0
+"""A plan older than this leases nothing: what it says is too likely to be untrue."""
+
+_PEERS_FAULT = {LoadFailure.UNREACHABLE, LoadFailure.COPY_FAILED, LoadFailure.MISMATCH}
+
+
+class Imports:
+    """Plans loads, takes their leases and learns from how they end."""
+
+    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
+        self._config = config
+        self._clock = clock
+
+    def probe(
+        self, life: Life, hashes: Sequence[bytes], start: int, stop: int
+    ) -> Plan | None:
+        """The longest run of blocks from ``start`` on that usable peers seem to hold."""
+        count = life.table.counters.add
+        count(c.LOOKUPS, 1)
+        if not life.peers.any_usable():
+            count(c.MISS_NO_PEER, 1)
+            return None
+        stop = min(stop, start + self._config.max_import_blocks)
+        runs = life.peers.lookup(hashes, start, stop)
+        found = sum(len(run.records) for run in runs) // RECORD_BYTES
+        if not found:
+            count(c.MISS_NO_OWNER, 1)
+            return None
+        if found * life.table.block_size < self._config.min_prefix_tokens:
+            count(c.MISS_TOO_SHORT, 1)
+            return None
+        count(c.LOOKUP_HITS, 1)
+        count(c.BLOCKS_MATCHED, found)
+        planned = tuple(PlannedRun(run.peer, run.records) for run in runs)
+        return Plan(start, planned, self._clock())
+
+    def begin(
+        self, life: Life | None, plan: Plan, load_id: str, targets: Sequence[BlockId]
+    ) -> Load:
+        """Lease what the plan names, as far as it goes without a gap."""
+        nothing = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
+        if life is None or self._clock() - plan.made_at > PLAN_SECONDS:
+            return nothing
+        ticket = life.table.take_ticket(life.table.num_ranks)
+        if ticket is None:
+            return nothing
+        pieces = tuple(self._lease(life, plan, targets))
+        leased = sum(len(piece.targets) for piece in pieces)
+        sync_point(SyncPoint.LOAD_PLANNED)
+        life.table.counters.add(c.LEASE_LOST, len(targets) - leased)
+        bit = life.table.lease_bit
+        return Load(load_id, life.table.epoch, ticket, bit, pieces, tuple(targets[leased:]))
+
+    def _lease(self, life: Life, plan: Plan, targets: Sequence[BlockId]) -> Iterator[Piece]:
+        done, bit = 0, life.table.lease_bit
+        for run in plan.runs:
+            wanted = len(run.records) // RECORD_BYTES
+            try:
+                leased, taken = run.peer.table.lease(bit, run.records)
+            except KvshmError as exc:
+                log.warning("cannot lease from engine %s: %s", run.peer.info.name, exc)
+                leased, taken = 0, b""
+            if leased:
+                life.table.leases_taken += 1
+                life.table.counters.add(c.LEASES_TAKEN, sum(taken))
+                yield Piece(
+                    peer=Epoch(run.peer.info.epoch),
+                    table=run.peer.info.table,
+                    memory=tuple(rank.memory for rank in run.peer.info.ranks),
+                    records=run.records[: leased * RECORD_BYTES],
+                    taken=taken[:leased],
+                    targets=tuple(targets[done : done + leased]),
+                )
+            done += leased
+            if leased < wanted:
+                self._forget(life, run, leased)
+                return
+
+    def _forget(self, life: Life, run: PlannedRun, index: int) -> None:
+        """What could not be leased is no longer there: try the next owner next time."""
+        record = run.records[index * RECORD_BYTES : (index + 1) * RECORD_BYTES]
+        life.peers.forget(Epoch(run.peer.info.epoch), record)
+
+    def end(self, life: Life | None, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:
+        """Targets that must not be used, as any rank says; peers are judged by the way."""
+        bad: set[BlockId] = set(load.lost)
+        at_fault: set[Epoch] = set()
+        for report in reports:
+            bad.update(report.bad)
+            for failure in report.failures:
+                if life is not None and failure.reason is not LoadFailure.OWN_RESET:
+                    life.peers.forget(failure.peer, failure.records)
+                if failure.reason in _PEERS_FAULT:
+                    at_fault.add(failure.peer)
+        if life is not None:
+            for piece in load.pieces:
+                judge = life.peers.fail if piece.peer in at_fault else life.peers.fine
+                judge(piece.peer)
+        return bad

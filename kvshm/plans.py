@@ -1,0 +1,107 @@
+"""What the scheduler's half of a cache hands to its ranks, and what they answer.
+
+All of these travel between processes of one engine (vLLM pickles them into its step
+metadata), never between engines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .interfaces import MemoryDescriptor
+from .peers import Peer
+from .records import RECORD_BYTES
+from .terms import BlockId, Epoch
+
+NO_TICKET = -1
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """Consecutive blocks that one peer seems to hold.  Holds the peer itself, never its
+    number: a number may be handed on, an attachment stays what it is."""
+
+    peer: Peer
+    records: bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A prefix that other engines seem to hold: a hint, until its blocks are leased.
+
+    ``runs`` cover consecutive blocks from block index ``start`` of the request on.  Stays in
+    the scheduler's process.
+    """
+
+    start: int
+    runs: tuple[PlannedRun, ...]
+    made_at: float
+    """Monotonic seconds; a plan older than PLAN_SECONDS leases nothing."""
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(run.records) for run in self.runs) // RECORD_BYTES
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive blocks of a load that come from one peer."""
+
+    peer: Epoch
+    table: str
+    memory: tuple[MemoryDescriptor, ...]
+    """The peer's KV memory, by rank."""
+    records: bytes
+    taken: bytes
+    """One byte per record: 1 if this load holds the lease and has to give it back."""
+    targets: tuple[BlockId, ...]
+    """Own blocks that receive the copies."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One request's import, as every rank of the importing engine carries it out."""
+
+    load_id: str
+    epoch: Epoch
+    """The importer's own epoch when the leases were taken; a load does not outlive it."""
+    ticket: int
+    """Own table's ticket that counts the ranks still at work; NO_TICKET for an empty load."""
+    lease_bit: int
+    pieces: tuple[Piece, ...]
+    lost: tuple[BlockId, ...]
+    """Targets that were matched but could not be leased: load errors from the start."""
+
+
+class LoadFailure(StrEnum):
+    """Why blocks of a load are not delivered."""
+
+    LEASE_LOST = "lease-lost"
+    UNREACHABLE = "unreachable"
+    COPY_FAILED = "copy-failed"
+    RECLAIMED = "reclaimed"
+    """The exporter reused the block, or its memory ended, while it was being copied."""
+    MISMATCH = "mismatch"
+    """KVSHM_VERIFY: the copied bytes are not those that were published."""
+    OWN_RESET = "own-reset"
+    """The importer's own cache began another epoch meanwhile."""
+
+
+@dataclass(frozen=True)
+class PieceFailure:
+    """The records of one piece that one rank could not deliver."""
+
+    peer: Epoch
+    reason: LoadFailure
+    records: bytes
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """One rank's last word on a load: nothing of it can write any more."""
+
+    load_id: str
+    bad: tuple[BlockId, ...]
+    """Targets whose contents must not be used."""
+    failures: tuple[PieceFailure, ...] = ()

@@ -1,0 +1,133 @@
+"""The worker rank's half of a shared cache: carries out loads on one rank.
+
+A rank owns KV memory (behind a Transport) and one background thread.  The serving thread
+hands it loads and collects reports; it never blocks on a peer.  Per load and rank:
+
+    attach the peer's memory (once per epoch)  ->  copy  ->  RE-CHECK the slots  ->
+    (KVSHM_VERIFY: compare checksums)  ->  last rank releases the leases  ->  report
+
+The order is the protocol (docs/protocol.md): a block counts only if its slot's generation
+and the exporter's life word are unchanged *after* its last byte was copied.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+
+from .interfaces import Transport
+from .log import logger
+from .plans import Load, LoadReport
+from .rank_load import PeerBook, RankLoad
+from .slots import SlotTable
+from .terms import BlockId, Rank
+
+log = logger(__name__)
+
+POLL_SECONDS = 0.0002
+"""Between two polls of copies under way; far below a scheduler step."""
+IDLE_SECONDS = 1.0
+"""How often an idle rank looks whether a peer's memory has ended and can be unmapped."""
+CLOSE_SECONDS = 5.0
+
+
+class RankCache:
+    """One rank's memory, exported and filled.  Used by the rank's serving thread."""
+
+    def __init__(self, transport: Transport, rank: Rank, *, verify: bool = False) -> None:
+        self._transport = transport
+        self._rank = rank
+        self._verify = verify
+        self._table: SlotTable | None = None
+        self._peers = PeerBook(transport, rank)
+        self._loads: queue.SimpleQueue[RankLoad | None] = queue.SimpleQueue()
+        self._reports: deque[LoadReport] = deque()
+        self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
+        self._thread.start()
+
+    @property
+    def table(self) -> SlotTable | None:
+        """The engine's own slot table, mapped by this rank; None outside an epoch."""
+        return self._table
+
+    def open_epoch(self, table_name: str) -> None:
+        """Export own memory under the epoch of ``table_name`` and declare it alive there.
+
+        The life word is set last: before it, no lease on this engine's blocks succeeds.
+        Raises SegmentError or TransportError; then the rank exports nothing.
+        """
+        self.end_epoch()
+        table = SlotTable.open(table_name)
+        try:
+            self._transport.export(table.epoch)
+            table.set_life(self._rank)
+        except BaseException:
+            table.close()
+            raise
+        self._table = table
+
+    def end_epoch(self) -> None:
+        """Declare own memory ended, before it is freed, remapped or given new meaning.
+
+        The mapping of the old table stays until loads that refer to it have ended.
+        """
+        table, self._table = self._table, None
+        if table is not None:
+            table.end_life(self._rank)
+
+    def begin_load(self, load: Load) -> None:
+        """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
+        self._loads.put(RankLoad(load, self._rank, self._table, verify=self._verify))
+
+    def poll(self) -> list[LoadReport]:
+        """Reports of the loads that have ended since the last call; does not block."""
+        reports = []
+        while self._reports:
+            reports.append(self._reports.popleft())
+        return reports
+
+    def write_checksums(self, blocks: list[BlockId]) -> None:
+        """KVSHM_VERIFY: note the checksums of own blocks that were just computed, before
+        they are published.  Blocks for as long as hashing them takes."""
+        table = self._table
+        if table is None or not self._verify or not blocks:
+            return
+        for block, checksum in zip(blocks, self._transport.checksum(blocks), strict=True):
+            table.set_checksum(self._rank, block, checksum)
+
+    def close(self) -> None:
+        """End the epoch, let loads under way end, unmap the peers, close the transport."""
+        self.end_epoch()
+        self._loads.put(None)
+        self._thread.join(timeout=CLOSE_SECONDS)
+        self._transport.close()
+
+    # -- the background thread
+
+    def _run(self) -> None:
+        active: list[RankLoad] = []
+        closing = False
+        while active or not closing:
+            started, closing = self._next(bool(active), closing)
+            if started is not None:
+                started.start(self._peers, self._transport)
+                active.append(started)
+            ended = [load for load in active if load.advance()]
+            active = [load for load in active if load not in ended]
+            self._reports.extend(load.report for load in ended)
+        self._peers.close()
+
+    def _next(self, busy: bool, closing: bool) -> tuple[RankLoad | None, bool]:
+        """The next load to start, if one comes in time, and whether to end after the rest."""
+        if closing:
+            time.sleep(POLL_SECONDS)
+            return None, True
+        try:
+            load = self._loads.get(timeout=POLL_SECONDS if busy else IDLE_SECONDS)
+        except queue.Empty:
+            if not busy:
+                self._peers.unmap_ended()
+            return None, False
+        return load, load is None
