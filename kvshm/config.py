@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import ConfigError, RunDirectoryError
+from .errors import ConfigError
+from .rundir import SOCKET_PATH_BYTES, open_run_directory
 
 PREFIX = "KVSHM_"
-SOCKET_PATH_BYTES = 107
-"""Longest path of a Unix socket (Linux, without the closing zero)."""
-
 SOCKET_NAME_BYTES = 32
-"""What is kept free in it for a socket's name beside the namespace."""
+"""What is kept free in a socket's path for its name, beside the namespace."""
 
 _READ_ELSEWHERE = frozenset({"KVSHM_TEST_SYNC_POINT"})
 # What Kubernetes injects into every pod beside a Service named "kvshm".
@@ -255,25 +252,9 @@ def describe(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def run_directory(config: Config) -> Path:
-    """Return the run directory, created with mode 0700 if missing.
-
-    Raises RunDirectoryError, naming path and remedy, if it cannot be made or is not
-    exclusively this user's.
-    """
-    path = Path(config.run_dir)
-    remedy = "set KVSHM_RUN_DIR to a directory that only you can write"
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-    except OSError as exc:
-        raise RunDirectoryError(f"run directory {path}: {exc.strerror}; {remedy}") from exc
-    if not stat.S_ISDIR(found.st_mode):
-        raise RunDirectoryError(f"run directory {path} is a link; {remedy}")
-    if found.st_uid != os.getuid():
-        raise RunDirectoryError(f"run directory {path} belongs to uid {found.st_uid}; {remedy}")
-    if found.st_mode & 0o022:
-        raise RunDirectoryError(f"run directory {path} is writable by others; chmod 700 it")
-    return path
+    """Return the run directory, created if missing.  Raises RunDirectoryError if it cannot
+    be made or trusted."""
+    return open_run_directory(config.run_dir or None, os.environ)
 
 
 def _value(setting: Setting, text: str) -> Any:
@@ -301,7 +282,7 @@ def _default_run_dir(environ: Mapping[str, str], uid: int | None) -> str:
     runtime = environ.get("XDG_RUNTIME_DIR", "")
     if runtime.startswith("/"):
         return os.path.join(runtime, "kvshm")
-    return f"/tmp/kvshm-{os.getuid() if uid is None else uid}"
+    return f"/tmp/kvshm-{os.geteuid() if uid is None else uid}"
 
 
 def _check_length(config: Config) -> None:

@@ -1,0 +1,144 @@
+"""Activation by environment variable: vLLM calls ``activate`` in each of its processes.
+
+With ``KVSHM_ENABLE`` unset or 0 nothing happens: nothing is imported, nothing touched.
+With 1 the connector becomes known to vLLM under its name, and every engine configuration
+that names no connector of its own gets it.  The official way, ``--kv-transfer-config`` with
+``kv_connector_module_path``, needs none of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+CONNECTOR = "KvshmConnector"
+CONNECTOR_MODULE = "kvshm.hooks.connector"
+TOUCHPOINT = "_post_init_kv_transfer_config"
+
+_said: set[str] = set()
+
+
+def activate() -> None:
+    """Entry point ``vllm.general_plugins``: offer kvshm to vLLM if KVSHM_ENABLE=1.
+
+    Any vLLM process, any number of times.  Raises ConfigError for a bad setting, which
+    stops vLLM's start: a cache that was asked for must not be missing silently.
+    """
+    if os.environ.get("KVSHM_ENABLE", "") in ("", "0"):
+        return
+    import vllm
+
+    from kvshm.config import Config
+
+    from .refusals import version_refusal
+
+    config = Config.from_env(os.environ)
+    _logger().setLevel(config.log_level)
+    reason = version_refusal(vllm.__version_tuple__)
+    if reason is not None:
+        _decline(reason)
+        return
+    _register()
+    _wrap(config.warnings)
+
+
+def ensure_recompute(transfer: KVTransferConfig) -> None:
+    """Make failed loads be recomputed instead of failing their request.
+
+    vLLM's default is "fail"; with kvshm a block may vanish between match and copy, which is
+    a cache miss.  To be called before vLLM's Scheduler reads the policy: here, and in the
+    connector's constructor for engines started without the plugin.
+    """
+    if transfer.kv_load_failure_policy != "recompute":
+        transfer.kv_load_failure_policy = "recompute"
+        _say_once("kv_load_failure_policy set to recompute: a block lost to reuse is a miss")
+
+
+def _register() -> None:
+    """Make the connector known by name (MultiConnector looks its children up by name)."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    except ValueError:
+        # Registered already: a forked child inherits the registry, plugins run again.
+        return
+
+
+def _wrap(warnings: tuple[str, ...]) -> None:
+    """Wrap the method in which vLLM derives connectors from other settings."""
+    from functools import wraps
+
+    from vllm.config import VllmConfig
+
+    original = getattr(VllmConfig, TOUCHPOINT, None)
+    if original is None:
+        _decline(
+            f"this vLLM has no VllmConfig.{TOUCHPOINT}; --kv-transfer-config with "
+            f"kv_connector_module_path={CONNECTOR_MODULE} still works"
+        )
+        return
+    if getattr(original, "kvshm", False):
+        return
+
+    @wraps(original)
+    def post_init(self: VllmConfig) -> None:
+        original(self)
+        for warning in warnings:
+            _say_once(warning, logging.WARNING)
+        _offer(self)
+
+    post_init.kvshm = True  # type: ignore[attr-defined]  # marks the wrapper as ours
+    setattr(VllmConfig, TOUCHPOINT, post_init)
+
+
+def _offer(vllm_config: VllmConfig) -> None:
+    """Fill an empty kv_transfer_config; leave another's alone; correct our own."""
+    from .refusals import config_refusal
+
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.has_connector(CONNECTOR):
+        ensure_recompute(transfer)
+    elif transfer is not None and transfer.kv_connector is not None:
+        _decline(
+            f"kv_transfer_config names {transfer.kv_connector}; a MultiConnector can hold both"
+        )
+    elif vllm_config.model_config is None:
+        return  # no engine: vLLM builds such configurations for its own use
+    elif (reason := config_refusal(vllm_config, os.environ)) is not None:
+        _decline(reason)
+    else:
+        vllm_config.kv_transfer_config = _transfer_config()
+        _say_once("sharing the prefix cache with the other engines of this machine")
+
+
+def _transfer_config() -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+    )
+
+
+def _logger() -> logging.Logger:
+    from kvshm.log import logger
+
+    return logger("kvshm")
+
+
+def _decline(reason: str) -> None:
+    _say_once(f"not sharing the prefix cache: {reason}", logging.WARNING)
+
+
+def _say_once(text: str, level: int = logging.INFO) -> None:
+    """Log a line once per process: vLLM builds its configuration several times."""
+    if text not in _said:
+        _said.add(text)
+        _logger().log(level, text)

@@ -1,0 +1,68 @@
+"""Why kvshm stays out of an engine: one sentence per reason, for the log.
+
+These are the reasons that show in vLLM's configuration; what shows only once the cache and
+the model exist (several KV cache groups, unknown weights) is refused where it is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+OLDEST_VLLM = (0, 32)
+
+
+def version_refusal(version: tuple[int | str, ...]) -> str | None:
+    """Return why this vLLM version cannot be used, or None.  Versions like (0, 0, "dev") of
+    a development tree are taken as new enough."""
+    if version[:2] == (0, 0) or version[:2] >= OLDEST_VLLM:
+        return None
+    found = ".".join(map(str, version))
+    return f"vLLM {found} is too old, kvshm needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} or newer"
+
+
+def config_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
+    """Return why an engine of this configuration cannot share its prefix cache, or None.
+
+    Any process; reads only.  With a reason, a connector that vLLM was told to use anyway
+    must neither publish nor import.
+    """
+    if vllm_config.model_config is None:
+        return "there is no model"
+    for reason, holds in _REASONS.items():
+        if holds(vllm_config):
+            return reason
+    return _allocator_refusal(vllm_config, environ)
+
+
+def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
+    """vLLM itself stops with an error for any connector with this allocator setting."""
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    if vllm_config.model_config.enable_cumem_allocator:
+        return None
+    for name in names:
+        if "expandable_segments:True" in environ.get(name, ""):
+            return f"{name} has expandable_segments:True, which may move the KV cache"
+    return None
+
+
+_REASONS: dict[str, Callable[[VllmConfig], bool]] = {
+    "prefix caching is off (--no-enable-prefix-caching)": lambda c: (
+        not c.cache_config.enable_prefix_caching
+    ),
+    "the model is an encoder-decoder": lambda c: c.model_config.is_encoder_decoder,
+    "the model is a pooling model": lambda c: c.model_config.runner_type == "pooling",
+    "the model is a diffusion model, whose blocks change after they are full": lambda c: (
+        c.model_config.is_diffusion
+    ),
+    "ReplaySSM excludes KV connectors (--use-replayssm)": lambda c: c.cache_config.use_replayssm,
+    "HiSparse keeps part of the KV cache elsewhere": lambda c: (
+        c.attention_config.hisparse_config is not None
+    ),
+    "auxiliary outputs exist only for computed tokens (--enable-return-routed-experts)": lambda c: (
+        c.aux_output_config.enabled
+    ),
+}
