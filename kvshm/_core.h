@@ -43,6 +43,7 @@ enum {
     KVSHM_ROWS_OFFSET = 4096,
     KVSHM_NUM_ROWS = 64,
     KVSHM_ROW_BYTES = 64,
+    KVSHM_ROW_ENTRIES_OFFSET = 16,
     KVSHM_ENTRY_BYTES = 24,
     KVSHM_TOMBSTONE_BYTES = 16,
     KVSHM_RECORD_BYTES = 48,
@@ -56,7 +57,8 @@ enum kvshm_status {
     KVSHM_OK = 0,
     KVSHM_CORRUPT = -1,   /* a header contradicts itself or the segment's length */
     KVSHM_OUT_OF_RANGE = -2, /* a block id, rank, bit or row that does not exist */
-    KVSHM_FULL = -3,      /* the index has no free entry */
+    KVSHM_FULL = -3,      /* the index has no free entry (within the core only) */
+    KVSHM_INVALID = -4,   /* misaligned memory, or arguments that contradict each other */
 };
 
 typedef struct {
@@ -76,38 +78,43 @@ typedef struct {
 
 /* -- slots: exporter's side ---------------------------------------------------------- */
 
-/* EMPTY -> READY for each record; fills in its generation.  parents[i] is the parent tag.
- * A slot that is not EMPTY gets kind 0 and is left alone.  Returns how many were published. */
+/* EMPTY -> READY for each record; fills in its generation and kind.  parents[i] is the parent
+ * tag.  A slot that is not EMPTY is left alone and its record gets kind 0.  Returns how many
+ * were published. */
 int64_t kvshm_publish(kvshm_segment table, kvshm_record *records, const uint64_t *parents,
                       size_t count, uint32_t published_ms);
 
 /* READY -> EMPTY at generation + 1 where nobody holds a lease, else -> DRAINING.  `out` gets
- * a RETRACT record (hash and OLD generation) for each slot that was READY; kind is RETRACT.
- * `draining` gets the block ids that have to be waited for; *num_draining how many.
- * Returns the number of records in `out`. */
+ * a RETRACT record (hash and OLD generation) for each slot that was READY.  `draining` gets
+ * the blocks that have to be waited for, *num_draining how many: those now DRAINING, and those
+ * that were already.  Returns the number of records in `out`.
+ * This one, drain, force and reset end with a seq_cst fence: a block that is EMPTY after the
+ * call may be handed to whoever writes it. */
 int64_t kvshm_retract(kvshm_segment table, const uint32_t *blocks, size_t count,
                       kvshm_record *out, uint32_t *draining, size_t *num_draining);
 
 /* For blocks in DRAINING: those without leases other than `lame` become EMPTY at
  * generation + 1.  The others stay and are packed to the front of `blocks`.  Returns how many
- * stay.  One pass; the caller repeats it within its budget. */
+ * stay; blocks that are not DRAINING do not.  One pass; the caller repeats it within its
+ * budget. */
 int64_t kvshm_drain(kvshm_segment table, uint32_t *blocks, size_t count, uint32_t lame);
 
 /* Force DRAINING blocks to EMPTY at generation + 1 with no leases; *holders gets the union of
- * the lease bits that were overridden.  Ends with a seq_cst fence.  Returns slots forced. */
+ * the lease bits that were overridden.  Returns slots forced. */
 int64_t kvshm_force(kvshm_segment table, const uint32_t *blocks, size_t count, uint32_t *holders);
 
-/* Every slot -> EMPTY at generation + 1, whatever its leases; ends with a seq_cst fence.
- * Returns how many slots were not EMPTY. */
+/* Every slot -> EMPTY at generation + 1, whatever its state and leases.  Returns how many
+ * slots were not EMPTY. */
 int64_t kvshm_reset(kvshm_segment table);
 
 /* -- slots: importer's side ---------------------------------------------------------- */
 
 /* Lease the longest possible prefix of `records` (hash and generation must match, READY) for
- * lease bit `bit` (-1: check only, take nothing).  taken[i] = 1 if the bit was set by this
- * call, 0 if it was set already (another load of this engine holds it) or bit is -1.
- * Nothing is leased if the table is retired, its epoch is not `epoch`, or a life word is not
- * `epoch`.  Returns the length of the leased prefix. */
+ * lease bit `bit` (-1: check only; the table may then be mapped read-only).  taken[i] = 1 if
+ * the bit was set by this call, 0 if it was set already (another load of this engine holds
+ * it) or bit is -1.  Nothing is leased if the table is retired, its epoch is not `epoch`, or a
+ * life word is not `epoch`.  A block id that does not exist ends the prefix: a record comes
+ * from a hint.  Returns the length of the leased prefix. */
 int64_t kvshm_lease(kvshm_segment table, uint64_t epoch, int bit, const kvshm_record *records,
                     size_t count, uint8_t *taken);
 
@@ -116,8 +123,9 @@ int64_t kvshm_lease(kvshm_segment table, uint64_t epoch, int bit, const kvshm_re
 int64_t kvshm_release(kvshm_segment table, int bit, const kvshm_record *records, size_t count,
                       const uint8_t *taken);
 
-/* After the last byte was copied: acquire fence, then good[i] = generation unchanged, and the
- * rank's life word is still `epoch` (else none is good).  Returns how many are good. */
+/* After the last byte was copied: acquire fence, then good[i] = the slot is not EMPTY, its
+ * generation is the record's, and the rank's life word is still `epoch` (else none is good).
+ * Returns how many are good. */
 int64_t kvshm_recheck(kvshm_segment table, uint64_t epoch, uint32_t rank,
                       const kvshm_record *records, size_t count, uint8_t *good);
 
@@ -125,7 +133,8 @@ int64_t kvshm_recheck(kvshm_segment table, uint64_t epoch, uint32_t rank,
 int64_t kvshm_sweep(kvshm_segment table, uint32_t bits);
 
 /* Collect stable READY slots from block `*next` on, at most `count`; advances *next (to
- * num_blocks at the end).  Returns how many records were written. */
+ * num_blocks at the end).  A slot that changes during the call may be left out: its change
+ * makes an event of its own.  Returns how many records were written. */
 int64_t kvshm_scan(kvshm_segment table, uint32_t *next, kvshm_record *records, size_t count);
 
 /* -- words of a table's header --------------------------------------------------------- */
@@ -145,32 +154,39 @@ typedef struct {
     uint64_t added, removed, ignored, full;
 } kvshm_applied;
 
-/* Apply an ordered batch of one engine's events.  `tombstones` holds 16 bytes per block of
- * that engine.  A record counts only if its generation is newer than the tombstone's, or
- * equal with publish -> retract.  Single writer.  When the index is full the record is
- * counted in `full`, its tombstone unchanged. */
+/* An entry's tag is the first 8 bytes of its hash.  Each call keeps the index's count and its
+ * row's entries up to date.  Two processes must never write one index, nor two threads. */
+
+/* Apply an ordered batch of one engine's events.  `tombstones` holds 16 zeroed bytes per block
+ * of that engine.  A record counts only if its generation is newer than the tombstone's (as a
+ * signed 32-bit distance), or equal with publish -> retract; others, and those of an unknown
+ * kind, are counted as ignored.  A newer publish replaces the block's entry.  When the index is
+ * filled to 7/8 a publish is counted in `full`, its tombstone unchanged, so that it can be
+ * applied again to a larger index.  Returns KVSHM_OK; a block id beyond the tombstones is
+ * KVSHM_OUT_OF_RANGE before anything is applied. */
 int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tombstone_bytes,
                           uint32_t row, const kvshm_record *records, size_t count,
                           kvshm_applied *applied);
 
-/* Remove every entry of a row.  Returns how many. */
+/* Remove every entry of a row; its tombstones are the caller's to zero.  Returns how many. */
 int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
 
-/* Longest run of `hashes` from the first on for which some row in `rows` (bit mask) has an
- * entry.  records[i] gets block_id, generation, depth and the hash, owners[i] the row; the
- * run is cut into as few owners as possible.  Lock-free against the writer: a torn read is a
- * miss or a wrong hint, which the lease refuses.  Returns the run's length. */
+/* Longest run of `hashes` (32 bytes each) from the first on for which some row in `rows` (bit
+ * mask) has an entry.  records[i] gets block_id, generation, depth and the hash, owners[i] the
+ * row; the run is cut into as few owners as possible.  Lock-free against the writer: a torn
+ * read is a miss or a wrong hint, which the lease refuses.  Returns the run's length. */
 int64_t kvshm_index_lookup(kvshm_segment index, const uint8_t *hashes, size_t count,
                            uint64_t rows, kvshm_record *records, uint8_t *owners);
 
 /* -- copies ---------------------------------------------------------------------------- */
 
-/* Copy blocks source[i] of every region of `from` onto target[i] of the same region of `to`.
- * Checks all ids before the first byte.  `stop`, if not NULL, is read before each block:
- * non-zero ends the copy early.  Returns the number of blocks copied in all regions. */
+/* Copy blocks source[i] of every region of `from` onto target[i] of the same region of `to`,
+ * in order.  Checks all ids, and that the regions agree in block_bytes, before the first byte.
+ * `stop`, if not NULL, is read before each block: non-zero ends the copy early.  Returns the
+ * number of blocks copied in all regions. */
 int64_t kvshm_copy_blocks(const kvshm_region *from, const kvshm_region *to, size_t regions,
                           const uint32_t *source, const uint32_t *target, size_t count,
-                          const volatile int *stop);
+                          const int32_t *stop);
 
 /* -- tests: a process can be stopped or killed at every SYNC POINT -------------------- */
 

@@ -84,7 +84,7 @@ Lease table: one per namespace, outlives the coordinator; 28 rows of 64 bytes at
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -150,6 +150,7 @@ REVISION_OFFSET = SUCCESSOR_OFFSET + 8
 ROWS_OFFSET = 4096
 NUM_ROWS = 64
 ROW_BYTES = 64
+ROW_ENTRIES_OFFSET = 16
 ENTRY_BYTES = 24
 TOMBSTONE_BYTES = 16
 
@@ -220,3 +221,20 @@ def table_bytes(num_blocks: int, num_ranks: int) -> int:
 def index_bytes(capacity: int) -> int:
     """Size of a replica index segment for ``capacity`` entries."""
     return INDEX_HEADER_BYTES + capacity * ENTRY_BYTES
+
+
+def check_layout(native: Mapping[str, int]) -> None:
+    """Compare the layout the native module was built with against this module's.
+
+    ``kvshm._native`` calls it while it is imported, so it cannot be skipped.  Raises
+    ImportError naming the first constant that differs.
+    """
+    ours: dict[str, object] = dict(globals())
+    for enum in (SlotState, RecordKind):
+        ours |= {f"{enum.__name__}.{member.name}": member.value for member in enum}
+    for name, value in native.items():
+        if ours.get(name) != value:
+            raise ImportError(
+                f"kvshm._native was built with {name} = {value}, records.py says"
+                f" {ours.get(name)}: rebuild the native module"
+            )

@@ -1,0 +1,94 @@
+/* What the parts of the core share: atomic access to words, and checked views of segments.
+ * Nothing outside the core includes this. */
+#ifndef KVSHM_CORE_WORDS_H
+#define KVSHM_CORE_WORDS_H
+
+#include "_core.h"
+
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <string.h>
+
+static inline void sync_point(enum kvshm_sync_point point)
+{
+    if (kvshm_sync_hook)
+        kvshm_sync_hook((int)point);
+}
+
+/* -- words -------------------------------------------------------------------------------- */
+
+static inline _Atomic uint64_t *word_at(const uint8_t *address)
+{
+    return (_Atomic uint64_t *)(uintptr_t)address;
+}
+
+static inline uint64_t get(const uint8_t *address)
+{
+    return atomic_load_explicit(word_at(address), memory_order_relaxed);
+}
+
+static inline uint32_t get_half(const uint8_t *address)
+{
+    return atomic_load_explicit((_Atomic uint32_t *)(uintptr_t)address, memory_order_relaxed);
+}
+
+static inline void put(uint8_t *address, uint64_t value)
+{
+    atomic_store_explicit(word_at(address), value, memory_order_relaxed);
+}
+
+static inline uint64_t get_acquire(const uint8_t *address)
+{
+    return atomic_load_explicit(word_at(address), memory_order_acquire);
+}
+
+/* acq_rel: what the other side did before its change is seen, own writes go before ours. */
+static inline bool swap(uint8_t *address, uint64_t *expected, uint64_t desired)
+{
+    return atomic_compare_exchange_strong_explicit(word_at(address), expected, desired,
+                                                   memory_order_acq_rel, memory_order_acquire);
+}
+
+#define LEASES (((uint64_t)1 << KVSHM_NUM_LEASE_BITS) - 1)
+
+static inline uint64_t make_word(uint32_t generation, enum kvshm_state state, uint64_t leases)
+{
+    return (uint64_t)generation << 32 | (uint64_t)state << KVSHM_NUM_LEASE_BITS | leases;
+}
+
+static inline uint32_t generation_of(uint64_t word) { return (uint32_t)(word >> 32); }
+static inline uint32_t state_of(uint64_t word) { return word >> KVSHM_NUM_LEASE_BITS & 15; }
+
+/* -- views: every number of a header is read once and checked before it is used ------------- */
+
+typedef struct {
+    uint8_t *base, *slots;
+    uint32_t num_blocks, num_ranks;
+} table_view;
+
+/* Check the header all segments share; *bytes gets the segment's own length. */
+int kvshm_open_segment(kvshm_segment segment, uint32_t header_bytes, uint64_t *bytes);
+
+/* Check a slot table; the second and third form also check every block id they are given. */
+int kvshm_open_table(kvshm_segment segment, table_view *table);
+int kvshm_open_for_records(kvshm_segment segment, table_view *table, const kvshm_record *records,
+                           size_t count);
+int kvshm_open_for_blocks(kvshm_segment segment, table_view *table, const uint32_t *blocks,
+                          size_t count);
+
+static inline uint8_t *slot_of(const table_view *table, uint32_t block_id)
+{
+    return table->slots + (uint64_t)block_id * KVSHM_SLOT_BYTES;
+}
+
+/* The hash of a slot may change under a reader's hands, hence word by word and atomically. */
+static inline void read_fields(const uint8_t *slot, kvshm_record *record)
+{
+    for (int i = 0; i < KVSHM_HASH_BYTES; i += 8) {
+        uint64_t part = get(slot + KVSHM_SLOT_HASH_OFFSET + i);
+        memcpy(record->hash + i, &part, 8);
+    }
+    record->depth = get_half(slot + KVSHM_SLOT_DEPTH_OFFSET);
+}
+
+#endif

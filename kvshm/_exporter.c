@@ -1,0 +1,165 @@
+/* Slots, exporter's side: publish, retract, wait for leases, force.  Contracts: _core.h. */
+
+#include "_core_words.h"
+
+static bool publish_slot(uint8_t *slot, kvshm_record *record, uint64_t parent,
+                         uint32_t published_ms)
+{
+    uint64_t word = get_acquire(slot);
+    if (state_of(word) != KVSHM_EMPTY)
+        return false;
+    for (int i = 0; i < KVSHM_HASH_BYTES; i += 8) {
+        uint64_t part;
+        memcpy(&part, record->hash + i, 8);
+        put(slot + KVSHM_SLOT_HASH_OFFSET + i, part);
+    }
+    put(slot + KVSHM_SLOT_PARENT_OFFSET, parent);
+    put(slot + KVSHM_SLOT_DEPTH_OFFSET, (uint64_t)published_ms << 32 | record->depth);
+    record->generation = generation_of(word);
+    sync_point(KVSHM_SYNC_PUBLISH_FILLED);
+    /* SYNC POINT: readers may lease the block from here on.  One try: nobody else writes an
+     * EMPTY slot, except a reset, which must win. */
+    return swap(slot, &word, make_word(record->generation, KVSHM_READY, 0));
+}
+
+int64_t kvshm_publish(kvshm_segment segment, kvshm_record *records, const uint64_t *parents,
+                      size_t count, uint32_t published_ms)
+{
+    table_view table;
+    int status = kvshm_open_for_records(segment, &table, records, count);
+    if (status != KVSHM_OK)
+        return status;
+    int64_t published = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint8_t *slot = slot_of(&table, records[i].block_id);
+        bool done = publish_slot(slot, &records[i], parents[i], published_ms);
+        records[i].kind = done ? KVSHM_PUBLISH : 0;
+        published += done;
+        if (done)
+            sync_point(KVSHM_SYNC_PUBLISHED);
+    }
+    return published;
+}
+
+/* To (generation + 1, EMPTY, no leases) from the value loaded. */
+static bool vacate(uint8_t *slot, uint64_t *word)
+{
+    return swap(slot, word, make_word(generation_of(*word) + 1, KVSHM_EMPTY, 0));
+}
+
+/* Whoever is told that a block may be written learns it after this: no later write to the
+ * block can pass the words changed before. */
+static void fence_before_reuse(void)
+{
+    atomic_thread_fence(memory_order_seq_cst);
+}
+
+/* Leave READY.  Returns the word before, as it was when it was left (or found). */
+static uint64_t leave_ready(uint8_t *slot)
+{
+    uint64_t word = get_acquire(slot);
+    while (state_of(word) == KVSHM_READY) {
+        uint64_t leases = word & LEASES;
+        if (leases ? swap(slot, &word, make_word(generation_of(word), KVSHM_DRAINING, leases))
+                   : vacate(slot, &word))
+            break;
+    }
+    return word;
+}
+
+int64_t kvshm_retract(kvshm_segment segment, const uint32_t *blocks, size_t count,
+                      kvshm_record *out, uint32_t *draining, size_t *num_draining)
+{
+    table_view table;
+    int status = kvshm_open_for_blocks(segment, &table, blocks, count);
+    *num_draining = 0;
+    if (status != KVSHM_OK)
+        return status;
+    int64_t retracted = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint8_t *slot = slot_of(&table, blocks[i]);
+        uint64_t before = leave_ready(slot);
+        if (state_of(before) == KVSHM_READY) {
+            kvshm_record *record = &out[retracted++];
+            read_fields(slot, record); /* frozen until this process publishes again */
+            record->block_id = blocks[i];
+            record->generation = generation_of(before);
+            record->kind = KVSHM_RETRACT;
+            sync_point(KVSHM_SYNC_RETRACTED);
+        }
+        if (state_of(before) != KVSHM_EMPTY && before & LEASES)
+            draining[(*num_draining)++] = blocks[i];
+    }
+    fence_before_reuse();
+    return retracted;
+}
+
+/* Whether a slot still has to be waited for; if not, it is not DRAINING any more. */
+static bool must_wait(uint8_t *slot, uint32_t lame)
+{
+    uint64_t word = get_acquire(slot);
+    while (state_of(word) == KVSHM_DRAINING) {
+        if (word & LEASES & ~(uint64_t)lame)
+            return true;
+        if (vacate(slot, &word))
+            break;
+    }
+    return false;
+}
+
+int64_t kvshm_drain(kvshm_segment segment, uint32_t *blocks, size_t count, uint32_t lame)
+{
+    table_view table;
+    int status = kvshm_open_for_blocks(segment, &table, blocks, count);
+    if (status != KVSHM_OK)
+        return status;
+    int64_t waiting = 0;
+    for (size_t i = 0; i < count; i++)
+        if (must_wait(slot_of(&table, blocks[i]), lame))
+            blocks[waiting++] = blocks[i];
+    fence_before_reuse();
+    return waiting;
+}
+
+int64_t kvshm_force(kvshm_segment segment, const uint32_t *blocks, size_t count, uint32_t *holders)
+{
+    table_view table;
+    int status = kvshm_open_for_blocks(segment, &table, blocks, count);
+    *holders = 0;
+    if (status != KVSHM_OK)
+        return status;
+    int64_t forced = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint8_t *slot = slot_of(&table, blocks[i]);
+        uint64_t word = get_acquire(slot);
+        while (state_of(word) == KVSHM_DRAINING) {
+            if (!vacate(slot, &word))
+                continue;
+            *holders |= (uint32_t)(word & LEASES);
+            forced++;
+            sync_point(KVSHM_SYNC_FORCED);
+            break;
+        }
+    }
+    fence_before_reuse();
+    return forced;
+}
+
+int64_t kvshm_reset(kvshm_segment segment)
+{
+    table_view table;
+    int status = kvshm_open_table(segment, &table);
+    if (status != KVSHM_OK)
+        return status;
+    int64_t occupied = 0;
+    for (uint32_t block = 0; block < table.num_blocks; block++) {
+        uint8_t *slot = slot_of(&table, block);
+        uint64_t word = get_acquire(slot);
+        while (!vacate(slot, &word)) {
+        }
+        occupied += state_of(word) != KVSHM_EMPTY;
+    }
+    fence_before_reuse();
+    return occupied;
+}
+

@@ -1,0 +1,166 @@
+/* Slots, importer's side: lease, re-check, release; sweep and scan.  Contracts: _core.h. */
+
+#include "_core_words.h"
+
+static bool same_hash(const uint8_t *slot, const kvshm_record *record)
+{
+    uint64_t difference = 0;
+    for (int i = 0; i < KVSHM_HASH_BYTES; i += 8) {
+        uint64_t wanted;
+        memcpy(&wanted, record->hash + i, 8);
+        difference |= wanted ^ get(slot + KVSHM_SLOT_HASH_OFFSET + i);
+    }
+    return difference == 0;
+}
+
+static bool alive(const table_view *table, uint64_t epoch)
+{
+    /* acquire: whoever finds the table alive also finds it as it was made */
+    bool good = get_acquire(table->base + KVSHM_EPOCH_OFFSET) == epoch &&
+                get_acquire(table->base + KVSHM_RETIRED_OFFSET) == 0;
+    for (uint32_t rank = 0; good && rank < table->num_ranks; rank++)
+        good = get_acquire(table->base + KVSHM_LIFE_OFFSET + 8 * rank) == epoch;
+    return good;
+}
+
+/* Set `mask` if the slot is READY with the record's generation and hash.  Returns -1 if not,
+ * else whether the bit is new.  Without a mask nothing is written. */
+static int lease_slot(uint8_t *slot, const kvshm_record *record, uint64_t mask)
+{
+    uint64_t word = get_acquire(slot); /* acquire: the hash is read after the word */
+    for (;;) {
+        if (state_of(word) != KVSHM_READY || generation_of(word) != record->generation ||
+            !same_hash(slot, record))
+            return -1;
+        sync_point(KVSHM_SYNC_LEASE_LOADED);
+        if (!mask)
+            return 0;
+        uint64_t before = word;
+        /* SYNC POINT: from here on the exporter waits for us.  Also tried when the bit is set
+         * already: only a CAS proves that word and hash belonged together. */
+        if (swap(slot, &word, word | mask))
+            return !(before & mask);
+    }
+}
+
+int64_t kvshm_lease(kvshm_segment segment, uint64_t epoch, int bit, const kvshm_record *records,
+                    size_t count, uint8_t *taken)
+{
+    table_view table;
+    int status = kvshm_open_table(segment, &table);
+    if (status != KVSHM_OK)
+        return status;
+    if (bit < -1 || bit >= KVSHM_NUM_LEASE_BITS)
+        return KVSHM_OUT_OF_RANGE;
+    if (!alive(&table, epoch))
+        return 0;
+    uint64_t mask = bit < 0 ? 0 : (uint64_t)1 << bit;
+    size_t length = 0;
+    for (; length < count; length++) {
+        if (records[length].block_id >= table.num_blocks)
+            break;
+        int new_bit = lease_slot(slot_of(&table, records[length].block_id), &records[length], mask);
+        if (new_bit < 0)
+            break;
+        taken[length] = (uint8_t)new_bit;
+        if (mask)
+            sync_point(KVSHM_SYNC_LEASED);
+    }
+    if (length && mask) /* release: who sees the count sees the bits */
+        atomic_fetch_add_explicit(word_at(table.base + KVSHM_LEASES_TAKEN_OFFSET), 1,
+                                  memory_order_release);
+    return (int64_t)length;
+}
+
+/* Clear `mask` while the slot fits.  release: own reads of the block come before it; the
+ * exporter's acquiring CAS then writes after them. */
+static bool clear_leases(uint8_t *slot, uint64_t mask, const uint32_t *generation)
+{
+    uint64_t word = get(slot);
+    while (word & mask && (!generation || generation_of(word) == *generation))
+        if (atomic_compare_exchange_strong_explicit(word_at(slot), &word, word & ~mask,
+                                                    memory_order_release, memory_order_relaxed))
+            return true;
+    return false;
+}
+
+int64_t kvshm_release(kvshm_segment segment, int bit, const kvshm_record *records, size_t count,
+                      const uint8_t *taken)
+{
+    table_view table;
+    int status = kvshm_open_for_records(segment, &table, records, count);
+    if (status != KVSHM_OK)
+        return status;
+    if (bit < 0 || bit >= KVSHM_NUM_LEASE_BITS)
+        return KVSHM_OUT_OF_RANGE;
+    int64_t released = 0;
+    for (size_t i = 0; i < count; i++)
+        if (!taken || taken[i])
+            released += clear_leases(slot_of(&table, records[i].block_id), (uint64_t)1 << bit,
+                                     &records[i].generation);
+    return released;
+}
+
+int64_t kvshm_recheck(kvshm_segment segment, uint64_t epoch, uint32_t rank,
+                      const kvshm_record *records, size_t count, uint8_t *good)
+{
+    /* acquire fence: every byte copied before this line was read before the words below */
+    atomic_thread_fence(memory_order_acquire);
+    table_view table;
+    int status = kvshm_open_for_records(segment, &table, records, count);
+    if (status != KVSHM_OK)
+        return status;
+    if (rank >= table.num_ranks)
+        return KVSHM_OUT_OF_RANGE;
+    bool valid = get(table.base + KVSHM_EPOCH_OFFSET) == epoch &&
+                 get(table.base + KVSHM_LIFE_OFFSET + 8 * rank) == epoch;
+    int64_t passed = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t word = get(slot_of(&table, records[i].block_id));
+        good[i] = valid && state_of(word) != KVSHM_EMPTY &&
+                  generation_of(word) == records[i].generation;
+        passed += good[i];
+    }
+    return passed;
+}
+
+int64_t kvshm_sweep(kvshm_segment segment, uint32_t bits)
+{
+    table_view table;
+    int status = kvshm_open_table(segment, &table);
+    if (status != KVSHM_OK)
+        return status;
+    int64_t changed = 0;
+    for (uint32_t block = 0; block < table.num_blocks; block++)
+        changed += clear_leases(slot_of(&table, block), bits & LEASES, NULL);
+    return changed;
+}
+
+/* A seq-lock read of one slot.  A slot that changes meanwhile is left out: its change makes
+ * an event of its own. */
+static bool read_ready(const uint8_t *slot, kvshm_record *record)
+{
+    uint64_t before = get_acquire(slot); /* acquire: the fields are read after the word */
+    if (state_of(before) != KVSHM_READY)
+        return false;
+    read_fields(slot, record);
+    atomic_thread_fence(memory_order_acquire); /* ... and before it is read again */
+    uint64_t after = get(slot);
+    record->generation = generation_of(before);
+    record->kind = KVSHM_PUBLISH;
+    return (before & ~LEASES) == (after & ~LEASES);
+}
+
+int64_t kvshm_scan(kvshm_segment segment, uint32_t *next, kvshm_record *records, size_t count)
+{
+    table_view table;
+    int status = kvshm_open_table(segment, &table);
+    if (status != KVSHM_OK)
+        return status;
+    size_t found = 0;
+    for (; *next < table.num_blocks && found < count; ++*next)
+        if (read_ready(slot_of(&table, *next), &records[found]))
+            records[found++].block_id = *next;
+    return (int64_t)found;
+}
+

@@ -1,0 +1,314 @@
+/* Glue between Python and the core: module, arguments, words, sync points.
+ *
+ * Functions over many blocks run without the GIL; their buffers are held meanwhile.  What a
+ * buffer must allow is stated by its format: w* is written, y* only read. */
+
+#include "_native.h"
+
+#include <signal.h>
+#include <stdatomic.h>
+#include <string.h>
+
+typedef struct {
+    PyObject *corrupt_segment;
+} module_state;
+
+PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status)
+{
+    module_state *state = PyModule_GetState(module);
+    uint64_t version = 0, bytes = 0;
+    kvshm_segment memory = segment_of(segment);
+    switch (status) {
+    case KVSHM_CORRUPT:
+        kvshm_load(memory, KVSHM_VERSION_OFFSET, &version);
+        kvshm_load(memory, KVSHM_SEGMENT_BYTES_OFFSET, &bytes);
+        return PyErr_Format(state->corrupt_segment,
+                            "%zd bytes are mapped, but their header says layout %llu, header "
+                            "%llu bytes, segment %llu bytes, or its counts do not fit in them",
+                            segment->len, (unsigned long long)(uint32_t)version,
+                            (unsigned long long)(version >> 32), (unsigned long long)bytes);
+    case KVSHM_OUT_OF_RANGE:
+        PyErr_SetString(PyExc_IndexError, "no such block, rank, lease bit, row or offset");
+        return NULL;
+    default:
+        PyErr_SetString(PyExc_ValueError, "misaligned memory, or regions that do not match");
+        return NULL;
+    }
+}
+
+/* -- arguments and results ------------------------------------------------------------------- */
+
+void *kvshm_copy_array(const Py_buffer *buffer, size_t size, size_t *count)
+{
+    *count = (size_t)buffer->len / size;
+    if (*count * size != (size_t)buffer->len) {
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no whole number of %zu-byte elements",
+                     buffer->len, size);
+        return NULL;
+    }
+    void *array = PyMem_Malloc((size_t)buffer->len + 1);
+    if (!array)
+        return PyErr_NoMemory();
+    memcpy(array, buffer->buf, (size_t)buffer->len);
+    return array;
+}
+
+uint32_t *kvshm_copy_blocks_list(PyObject *sequence, size_t *count)
+{
+    Py_ssize_t length = PySequence_Size(sequence);
+    if (length < 0)
+        return NULL;
+    uint32_t *blocks = PyMem_Malloc(((size_t)length + 1) * sizeof(uint32_t));
+    if (!blocks) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < length; i++) {
+        PyObject *item = PySequence_GetItem(sequence, i);
+        long long value = item ? PyLong_AsLongLong(item) : -1;
+        Py_XDECREF(item);
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError))
+            goto failed;
+        if (value < 0 || value > UINT32_MAX) {
+            PyErr_Format(PyExc_IndexError, "element %zd is no block id", i);
+            goto failed;
+        }
+        blocks[i] = (uint32_t)value;
+    }
+    *count = (size_t)length;
+    return blocks;
+failed:
+    PyMem_Free(blocks);
+    return NULL;
+}
+
+PyObject *kvshm_list_of_blocks(const uint32_t *blocks, size_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; i++) {
+        PyObject *block = PyLong_FromUnsignedLong(blocks[i]);
+        if (!block || PyList_SetItem(list, (Py_ssize_t)i, block) < 0)
+            Py_CLEAR(list);
+    }
+    return list;
+}
+
+/* -- words ----------------------------------------------------------------------------------- */
+
+static PyObject *native_load(PyObject *module, PyObject *args)
+{
+    Py_buffer segment;
+    unsigned long long offset;
+    if (!PyArg_ParseTuple(args, "y*K:load", &segment, &offset))
+        return NULL;
+    uint64_t value = 0;
+    int64_t status = kvshm_load(segment_of(&segment), offset, &value);
+    PyObject *result =
+        status < 0 ? kvshm_raise(module, &segment, status) : PyLong_FromUnsignedLongLong(value);
+    PyBuffer_Release(&segment);
+    return result;
+}
+
+static PyObject *native_store(PyObject *module, PyObject *args)
+{
+    Py_buffer segment;
+    unsigned long long offset, value;
+    if (!PyArg_ParseTuple(args, "w*KK:store", &segment, &offset, &value))
+        return NULL;
+    int64_t status = kvshm_store(segment_of(&segment), offset, value);
+    PyObject *result = status < 0 ? kvshm_raise(module, &segment, status) : Py_NewRef(Py_None);
+    PyBuffer_Release(&segment);
+    return result;
+}
+
+static PyObject *native_add(PyObject *module, PyObject *args)
+{
+    Py_buffer segment;
+    unsigned long long offset, delta;
+    if (!PyArg_ParseTuple(args, "w*KK:add", &segment, &offset, &delta))
+        return NULL;
+    uint64_t before = 0;
+    int64_t status = kvshm_add(segment_of(&segment), offset, delta, &before);
+    PyObject *result =
+        status < 0 ? kvshm_raise(module, &segment, status) : PyLong_FromUnsignedLongLong(before);
+    PyBuffer_Release(&segment);
+    return result;
+}
+
+static PyObject *native_compare_exchange(PyObject *module, PyObject *args)
+{
+    Py_buffer segment;
+    unsigned long long offset, wanted, desired;
+    if (!PyArg_ParseTuple(args, "w*KKK:compare_exchange", &segment, &offset, &wanted, &desired))
+        return NULL;
+    uint64_t expected = wanted;
+    int64_t status = kvshm_compare_exchange(segment_of(&segment), offset, &expected, desired);
+    PyObject *result =
+        status < 0 ? kvshm_raise(module, &segment, status) : PyBool_FromLong((long)status);
+    PyBuffer_Release(&segment);
+    return result;
+}
+
+static PyObject *native_mark_ready(PyObject *module, PyObject *args)
+{
+    Py_buffer segment;
+    unsigned int version;
+    if (!PyArg_ParseTuple(args, "w*I:mark_ready", &segment, &version))
+        return NULL;
+    int64_t status = kvshm_mark_ready(segment_of(&segment), version);
+    PyObject *result = status < 0 ? kvshm_raise(module, &segment, status) : Py_NewRef(Py_None);
+    PyBuffer_Release(&segment);
+    return result;
+}
+
+static PyObject *native_address(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer buffer;
+    if (!PyArg_ParseTuple(args, "y*:address", &buffer))
+        return NULL;
+    PyObject *result = PyLong_FromVoidPtr(buffer.buf);
+    PyBuffer_Release(&buffer);
+    return result;
+}
+
+/* -- sync points: tests stop or kill the process at one of them ------------------------------- */
+
+static int armed_point = -1, armed_signal;
+static atomic_int armed_countdown;
+
+static void at_sync_point(int point)
+{
+    /* raise, not kill: the signal is delivered to this very thread before raise returns */
+    if (point == armed_point && atomic_fetch_sub(&armed_countdown, 1) == 1)
+        raise(armed_signal);
+}
+
+static PyObject *native_arm_sync_point(PyObject *module, PyObject *args)
+{
+    (void)module;
+    int point, signal_number, nth;
+    if (!PyArg_ParseTuple(args, "iii:arm_sync_point", &point, &signal_number, &nth))
+        return NULL;
+    if (point < 0 || point >= KVSHM_SYNC_CORE_COUNT || nth < 1) {
+        PyErr_SetString(PyExc_ValueError, "no such sync point, or nth below 1");
+        return NULL;
+    }
+    armed_point = point;
+    armed_signal = signal_number;
+    atomic_store(&armed_countdown, nth);
+    kvshm_sync_hook = at_sync_point;
+    Py_RETURN_NONE;
+}
+
+/* -- module ---------------------------------------------------------------------------------- */
+
+#define LAYOUT(name) {#name, KVSHM_##name}
+
+static const struct {
+    const char *name;
+    long long value;
+} layout[] = {
+    LAYOUT(LAYOUT_VERSION), LAYOUT(TABLE_HEADER_BYTES), LAYOUT(VERSION_OFFSET),
+    LAYOUT(HEADER_BYTES_OFFSET), LAYOUT(SEGMENT_BYTES_OFFSET), LAYOUT(EPOCH_OFFSET),
+    LAYOUT(NUM_BLOCKS_OFFSET), LAYOUT(NUM_RANKS_OFFSET), LAYOUT(CREATED_OFFSET),
+    LAYOUT(LEASES_TAKEN_OFFSET), LAYOUT(RETIRED_OFFSET), LAYOUT(LIFE_OFFSET), LAYOUT(MAX_RANKS),
+    LAYOUT(COUNTERS_OFFSET), LAYOUT(NUM_COUNTERS), LAYOUT(TICKETS_OFFSET), LAYOUT(NUM_TICKETS),
+    LAYOUT(SLOT_BYTES), LAYOUT(SLOT_HASH_OFFSET), LAYOUT(SLOT_PARENT_OFFSET),
+    LAYOUT(SLOT_DEPTH_OFFSET), LAYOUT(SLOT_PUBLISHED_OFFSET), LAYOUT(NUM_LEASE_BITS),
+    LAYOUT(INDEX_HEADER_BYTES), LAYOUT(CAPACITY_OFFSET), LAYOUT(COUNT_OFFSET),
+    LAYOUT(SEQUENCE_OFFSET), LAYOUT(ROWS_OFFSET), LAYOUT(NUM_ROWS), LAYOUT(ROW_BYTES),
+    LAYOUT(ROW_ENTRIES_OFFSET), LAYOUT(ENTRY_BYTES), LAYOUT(TOMBSTONE_BYTES),
+    LAYOUT(RECORD_BYTES), LAYOUT(HASH_BYTES),
+    {"SlotState.EMPTY", KVSHM_EMPTY}, {"SlotState.READY", KVSHM_READY},
+    {"SlotState.DRAINING", KVSHM_DRAINING}, {"RecordKind.PUBLISH", KVSHM_PUBLISH},
+    {"RecordKind.RETRACT", KVSHM_RETRACT},
+};
+
+static PyObject *build_layout(void)
+{
+    PyObject *dict = PyDict_New();
+    for (size_t i = 0; dict && i < sizeof layout / sizeof *layout; i++) {
+        PyObject *value = PyLong_FromLongLong(layout[i].value);
+        if (!value || PyDict_SetItemString(dict, layout[i].name, value) < 0)
+            Py_CLEAR(dict);
+        Py_XDECREF(value);
+    }
+    return dict;
+}
+
+/* Refuse to load unless records.py states the same layout. */
+static int check_layout(PyObject *dict)
+{
+    PyObject *records = PyImport_ImportModule("kvshm.records");
+    PyObject *result = records ? PyObject_CallMethod(records, "check_layout", "O", dict) : NULL;
+    Py_XDECREF(result);
+    Py_XDECREF(records);
+    return result ? 0 : -1;
+}
+
+static int native_exec(PyObject *module)
+{
+    module_state *state = PyModule_GetState(module);
+    PyObject *errors = PyImport_ImportModule("kvshm.errors");
+    if (!errors)
+        return -1;
+    state->corrupt_segment = PyObject_GetAttrString(errors, "CorruptSegment");
+    Py_DECREF(errors);
+    PyObject *dict = state->corrupt_segment ? build_layout() : NULL;
+    if (!dict || check_layout(dict) < 0 || PyModule_AddObjectRef(module, "LAYOUT", dict) < 0 ||
+        PyModule_AddIntConstant(module, "NUM_SYNC_POINTS", KVSHM_SYNC_CORE_COUNT) < 0 ||
+        PyModule_AddFunctions(module, kvshm_slot_methods) < 0 ||
+        PyModule_AddFunctions(module, kvshm_index_methods) < 0) {
+        Py_XDECREF(dict);
+        return -1;
+    }
+    Py_DECREF(dict);
+    return 0;
+}
+
+static int native_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    module_state *state = PyModule_GetState(module);
+    Py_VISIT(state->corrupt_segment);
+    return 0;
+}
+
+static int native_clear(PyObject *module)
+{
+    module_state *state = PyModule_GetState(module);
+    Py_CLEAR(state->corrupt_segment);
+    return 0;
+}
+
+static PyMethodDef word_methods[] = {
+    {"load", native_load, METH_VARARGS, NULL},
+    {"store", native_store, METH_VARARGS, NULL},
+    {"add", native_add, METH_VARARGS, NULL},
+    {"compare_exchange", native_compare_exchange, METH_VARARGS, NULL},
+    {"mark_ready", native_mark_ready, METH_VARARGS, NULL},
+    {"address", native_address, METH_VARARGS, NULL},
+    {"arm_sync_point", native_arm_sync_point, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyModuleDef_Slot native_slots[] = {
+    {Py_mod_exec, native_exec},
+    {0, NULL},
+};
+
+static PyModuleDef native_module = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "kvshm._native",
+    .m_doc = "Atomic operations on kvshm's shared memory; contracts in _native.pyi.",
+    .m_size = sizeof(module_state),
+    .m_methods = word_methods,
+    .m_slots = native_slots,
+    .m_traverse = native_traverse,
+    .m_clear = native_clear,
+};
+
+PyMODINIT_FUNC PyInit__native(void)
+{
+    return PyModuleDef_Init(&native_module);
+}

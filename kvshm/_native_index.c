@@ -1,0 +1,189 @@
+/* Glue between Python and the core: replica index and copies. */
+
+#include "_native.h"
+
+#include <string.h>
+
+/* -- index ----------------------------------------------------------------------------------- */
+
+static PyObject *native_index_apply(PyObject *module, PyObject *args)
+{
+    Py_buffer index, tombstones, packed;
+    unsigned int row;
+    if (!PyArg_ParseTuple(args, "w*w*Iy*:index_apply", &index, &tombstones, &row, &packed))
+        return NULL;
+    PyObject *result = NULL;
+    size_t count;
+    kvshm_record *records = kvshm_copy_array(&packed, sizeof *records, &count);
+    if (records) {
+        kvshm_applied applied;
+        int64_t status;
+        Py_BEGIN_ALLOW_THREADS
+        status = kvshm_index_apply(segment_of(&index), tombstones.buf, (uint64_t)tombstones.len,
+                                   row, records, count, &applied);
+        Py_END_ALLOW_THREADS
+        result = status < 0 ? kvshm_raise(module, &index, status)
+                            : Py_BuildValue("(KKKK)", (unsigned long long)applied.added,
+                                            (unsigned long long)applied.removed,
+                                            (unsigned long long)applied.ignored,
+                                            (unsigned long long)applied.full);
+    }
+    PyMem_Free(records);
+    PyBuffer_Release(&index);
+    PyBuffer_Release(&tombstones);
+    PyBuffer_Release(&packed);
+    return result;
+}
+
+static PyObject *native_index_drop_row(PyObject *module, PyObject *args)
+{
+    Py_buffer index;
+    unsigned int row;
+    if (!PyArg_ParseTuple(args, "w*I:index_drop_row", &index, &row))
+        return NULL;
+    int64_t dropped;
+    Py_BEGIN_ALLOW_THREADS
+    dropped = kvshm_index_drop_row(segment_of(&index), row);
+    Py_END_ALLOW_THREADS
+    PyObject *result =
+        dropped < 0 ? kvshm_raise(module, &index, dropped) : PyLong_FromLongLong(dropped);
+    PyBuffer_Release(&index);
+    return result;
+}
+
+/* hashes[start:stop], each padded with zeros to 32 bytes; NULL with an exception. */
+static uint8_t *copy_hashes(PyObject *hashes, Py_ssize_t start, Py_ssize_t stop)
+{
+    uint8_t *array = PyMem_Calloc((size_t)(stop - start) + 1, KVSHM_HASH_BYTES);
+    if (!array) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = start; i < stop; i++) {
+        char *digest;
+        Py_ssize_t size;
+        if (PyBytes_AsStringAndSize(PyList_GetItem(hashes, i), &digest, &size) < 0)
+            break;
+        if (size < 1 || size > KVSHM_HASH_BYTES) {
+            PyErr_Format(PyExc_ValueError, "hash %zd has %zd bytes, not 1 to 32", i, size);
+            break;
+        }
+        memcpy(array + (i - start) * KVSHM_HASH_BYTES, digest, (size_t)size);
+    }
+    if (!PyErr_Occurred())
+        return array;
+    PyMem_Free(array);
+    return NULL;
+}
+
+static PyObject *native_index_lookup(PyObject *module, PyObject *args)
+{
+    Py_buffer index;
+    PyObject *hashes, *result = NULL;
+    Py_ssize_t start, stop;
+    unsigned long long rows;
+    if (!PyArg_ParseTuple(args, "y*O!nnK:index_lookup", &index, &PyList_Type, &hashes, &start,
+                          &stop, &rows))
+        return NULL;
+    if (stop > PyList_Size(hashes))
+        stop = PyList_Size(hashes);
+    if (start < 0 || stop < start)
+        start = stop = 0;
+    size_t count = (size_t)(stop - start);
+    uint8_t *wanted = copy_hashes(hashes, start, stop);
+    kvshm_record *records = PyMem_Malloc((count + 1) * sizeof *records);
+    uint8_t *owners = PyMem_Malloc(count + 1);
+    if (wanted && records && owners) {
+        int64_t length;
+        Py_BEGIN_ALLOW_THREADS
+        length = kvshm_index_lookup(segment_of(&index), wanted, count, rows, records, owners);
+        Py_END_ALLOW_THREADS
+        result = length < 0
+                     ? kvshm_raise(module, &index, length)
+                     : Py_BuildValue("(y#y#)", records, (Py_ssize_t)length * KVSHM_RECORD_BYTES,
+                                     owners, (Py_ssize_t)length);
+    } else if (wanted)
+        PyErr_NoMemory();
+    PyMem_Free(wanted);
+    PyMem_Free(records);
+    PyMem_Free(owners);
+    PyBuffer_Release(&index);
+    return result;
+}
+
+/* -- copies ---------------------------------------------------------------------------------- */
+
+static kvshm_region *copy_regions(PyObject *list, size_t *count)
+{
+    Py_ssize_t length = PyList_Size(list);
+    kvshm_region *regions = PyMem_Malloc(((size_t)length + 1) * sizeof *regions);
+    if (!regions) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < length; i++) {
+        unsigned long long address, stride, block_bytes, num_blocks;
+        PyObject *region = PyList_GetItem(list, i);
+        if (!PyTuple_Check(region) || !PyArg_ParseTuple(region, "KKKK:region", &address, &stride,
+                                                        &block_bytes, &num_blocks)) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_TypeError, "a region is a tuple of four numbers");
+            PyMem_Free(regions);
+            return NULL;
+        }
+        regions[i] = (kvshm_region){(uint8_t *)(uintptr_t)address, stride, block_bytes, num_blocks};
+    }
+    *count = (size_t)length;
+    return regions;
+}
+
+static PyObject *copy_between(PyObject *module, PyObject *lists[4], const Py_buffer *stop)
+{
+    size_t from_count = 0, to_count = 0, source_count = 0, target_count = 0;
+    PyObject *result = NULL;
+    kvshm_region *from = copy_regions(lists[0], &from_count), *to = NULL;
+    uint32_t *source = NULL, *target = NULL;
+    if (!from || !(to = copy_regions(lists[1], &to_count)) ||
+        !(source = kvshm_copy_blocks_list(lists[2], &source_count)) ||
+        !(target = kvshm_copy_blocks_list(lists[3], &target_count)))
+        goto done;
+    if (from_count != to_count || source_count != target_count ||
+        (stop->buf && (stop->len != 4 || (uintptr_t)stop->buf % 4))) {
+        PyErr_SetString(PyExc_ValueError, "regions or block ids differ in number, or stop is "
+                                          "no aligned 4-byte buffer");
+        goto done;
+    }
+    int64_t copied;
+    Py_BEGIN_ALLOW_THREADS
+    copied = kvshm_copy_blocks(from, to, from_count, source, target, source_count, stop->buf);
+    Py_END_ALLOW_THREADS
+    result = copied < 0 ? kvshm_raise(module, stop, copied) : PyLong_FromLongLong(copied);
+done:
+    PyMem_Free(from);
+    PyMem_Free(to);
+    PyMem_Free(source);
+    PyMem_Free(target);
+    return result;
+}
+
+static PyObject *native_copy_blocks(PyObject *module, PyObject *args)
+{
+    PyObject *lists[4], *stop_object;
+    if (!PyArg_ParseTuple(args, "O!O!OOO:copy_blocks", &PyList_Type, &lists[0], &PyList_Type,
+                          &lists[1], &lists[2], &lists[3], &stop_object))
+        return NULL;
+    Py_buffer stop = {0};
+    if (stop_object != Py_None && PyObject_GetBuffer(stop_object, &stop, PyBUF_SIMPLE) < 0)
+        return NULL;
+    PyObject *result = copy_between(module, lists, &stop);
+    PyBuffer_Release(&stop);
+    return result;
+}
+
+PyMethodDef kvshm_index_methods[] = {
+    {"index_apply", native_index_apply, METH_VARARGS, NULL},
+    {"index_drop_row", native_index_drop_row, METH_VARARGS, NULL},
+    {"index_lookup", native_index_lookup, METH_VARARGS, NULL},
+    {"copy_blocks", native_copy_blocks, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,333 @@
+/* Replica index: open addressing with linear probing over 24-byte entries.  One writer, any
+ * number of readers in other processes.  Contracts: _core.h.
+ *
+ * An entry lies between its home (tag mixed, modulo capacity) and the first free entry after
+ * it.  Removal shifts later entries back instead of leaving marks, so that chains stay as
+ * short as the fill allows, and the fill is kept at 7/8 or less, so that each chain ends. */
+
+#include "_core_words.h"
+
+typedef struct {
+    uint8_t *base, *entries;
+    uint64_t capacity;
+} index_view;
+
+typedef struct {
+    uint64_t tag, place, owner;
+} entry;
+
+static int open_index(kvshm_segment segment, index_view *index)
+{
+    uint64_t bytes;
+    int status = kvshm_open_segment(segment, KVSHM_INDEX_HEADER_BYTES, &bytes);
+    if (status != KVSHM_OK)
+        return status;
+    uint64_t capacity = get(segment.base + KVSHM_CAPACITY_OFFSET);
+    uint64_t room = (bytes - KVSHM_INDEX_HEADER_BYTES) / KVSHM_ENTRY_BYTES;
+    if (capacity < 8 || capacity & (capacity - 1) || capacity > room)
+        return KVSHM_CORRUPT;
+    *index = (index_view){segment.base, segment.base + KVSHM_INDEX_HEADER_BYTES, capacity};
+    return KVSHM_OK;
+}
+
+/* -- entries --------------------------------------------------------------------------------- */
+
+static uint64_t tag_of(const uint8_t *hash)
+{
+    uint64_t tag;
+    memcpy(&tag, hash, 8);
+    return tag;
+}
+
+/* Where the chain of a tag begins (murmur3's finalizer: a hash need not be uniform). */
+static uint64_t home_of(const index_view *index, uint64_t tag)
+{
+    tag = (tag ^ tag >> 33) * 0xff51afd7ed558ccdULL;
+    tag = (tag ^ tag >> 33) * 0xc4ceb9fe1a85ec53ULL;
+    return (tag ^ tag >> 33) & (index->capacity - 1);
+}
+
+static uint64_t after(const index_view *index, uint64_t position)
+{
+    return (position + 1) & (index->capacity - 1);
+}
+
+static entry entry_at(const index_view *index, uint64_t position)
+{
+    const uint8_t *at = index->entries + position * KVSHM_ENTRY_BYTES;
+    return (entry){get(at), get(at + 8), get(at + 16)};
+}
+
+static void set_entry(const index_view *index, uint64_t position, entry value)
+{
+    uint8_t *at = index->entries + position * KVSHM_ENTRY_BYTES;
+    put(at, value.tag);
+    put(at + 8, value.place);
+    put(at + 16, value.owner);
+}
+
+static bool is_free(entry e) { return e.owner == 0; }
+static uint32_t row_of(entry e) { return (uint32_t)e.owner - 1; }
+static uint32_t block_of(entry e) { return (uint32_t)e.place; }
+
+/* -- writer ---------------------------------------------------------------------------------- */
+
+static uint64_t begin_write(const index_view *index)
+{
+    uint64_t sequence = get(index->base + KVSHM_SEQUENCE_OFFSET) | 1;
+    put(index->base + KVSHM_SEQUENCE_OFFSET, sequence);
+    atomic_thread_fence(memory_order_release); /* odd before the first entry changes */
+    return sequence;
+}
+
+static void end_write(const index_view *index, uint64_t sequence)
+{
+    /* release: even after the last entry has changed */
+    atomic_store_explicit(word_at(index->base + KVSHM_SEQUENCE_OFFSET), sequence + 1,
+                          memory_order_release);
+}
+
+static void count_entry(const index_view *index, uint32_t row, uint64_t change)
+{
+    uint8_t *total = index->base + KVSHM_COUNT_OFFSET;
+    uint8_t *of_row =
+        index->base + KVSHM_ROWS_OFFSET + row * KVSHM_ROW_BYTES + KVSHM_ROW_ENTRIES_OFFSET;
+    put(total, get(total) + change);
+    put(of_row, get(of_row) + change);
+}
+
+static int insert(const index_view *index, entry value)
+{
+    if (get(index->base + KVSHM_COUNT_OFFSET) >= index->capacity / 8 * 7)
+        return KVSHM_FULL;
+    uint64_t position = home_of(index, value.tag);
+    for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position))
+        if (is_free(entry_at(index, position))) {
+            set_entry(index, position, value);
+            count_entry(index, row_of(value), 1);
+            return KVSHM_OK;
+        }
+    return KVSHM_CORRUPT; /* the count said there was room */
+}
+
+/* Close the hole at `hole`: move back each later entry of the chain whose home allows it. */
+static int remove_at(const index_view *index, uint64_t hole)
+{
+    uint64_t mask = index->capacity - 1, position = hole;
+    count_entry(index, row_of(entry_at(index, hole)), (uint64_t)-1);
+    for (uint64_t step = 0; step < index->capacity; step++) {
+        position = after(index, position);
+        entry e = entry_at(index, position);
+        if (is_free(e)) {
+            set_entry(index, hole, (entry){0, 0, 0});
+            return KVSHM_OK;
+        }
+        uint64_t from_home = (position - home_of(index, e.tag)) & mask;
+        if (from_home >= ((position - hole) & mask)) {
+            set_entry(index, hole, e);
+            hole = position;
+        }
+    }
+    return KVSHM_CORRUPT;
+}
+
+/* Returns 1 if the block's entry was removed, 0 if there was none. */
+static int remove_entry(const index_view *index, uint64_t tag, uint32_t row, uint32_t block)
+{
+    uint64_t position = home_of(index, tag);
+    for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
+        entry e = entry_at(index, position);
+        if (is_free(e))
+            return 0;
+        if (e.tag == tag && row_of(e) == row && block_of(e) == block) {
+            int status = remove_at(index, position);
+            return status == KVSHM_OK ? 1 : status;
+        }
+    }
+    return KVSHM_CORRUPT;
+}
+
+enum { UNHEARD = 0, PUBLISHED = KVSHM_PUBLISH, RETRACTED = KVSHM_RETRACT };
+
+typedef struct {
+    uint64_t tag;
+    uint32_t state, generation;
+} tombstone;
+
+_Static_assert(sizeof(tombstone) == KVSHM_TOMBSTONE_BYTES, "tombstones have no padding");
+
+/* Newer than everything heard of the block?  Generations wrap, hence the signed distance. */
+static bool is_news(const tombstone *known, const kvshm_record *record)
+{
+    int32_t distance = (int32_t)(record->generation - known->generation);
+    if (record->kind != KVSHM_PUBLISH && record->kind != KVSHM_RETRACT)
+        return false;
+    if (known->state == UNHEARD || distance > 0)
+        return true;
+    return distance == 0 && known->state == PUBLISHED && record->kind == KVSHM_RETRACT;
+}
+
+static int apply_record(const index_view *index, tombstone *known, uint32_t row,
+                        const kvshm_record *record, kvshm_applied *applied)
+{
+    if (!is_news(known, record)) {
+        applied->ignored++;
+        return KVSHM_OK;
+    }
+    if (known->state == PUBLISHED) {
+        int removed = remove_entry(index, known->tag, row, record->block_id);
+        if (removed < 0)
+            return removed;
+        applied->removed += (uint64_t)removed;
+    }
+    tombstone heard = {tag_of(record->hash), record->kind, record->generation};
+    if (record->kind == KVSHM_PUBLISH) {
+        int status = insert(index, (entry){heard.tag,
+                                           (uint64_t)record->generation << 32 | record->block_id,
+                                           (uint64_t)record->depth << 32 | (row + 1)});
+        if (status == KVSHM_FULL) { /* never after a removal, so the tombstone still holds */
+            applied->full++;
+            return KVSHM_OK;
+        }
+        if (status != KVSHM_OK)
+            return status;
+        applied->added++;
+    }
+    *known = heard;
+    return KVSHM_OK;
+}
+
+int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t tombstone_bytes,
+                          uint32_t row, const kvshm_record *records, size_t count,
+                          kvshm_applied *applied)
+{
+    index_view index;
+    *applied = (kvshm_applied){0, 0, 0, 0};
+    int status = open_index(segment, &index);
+    if (status != KVSHM_OK)
+        return status;
+    if ((uintptr_t)tombstones % 8)
+        return KVSHM_INVALID;
+    if (row >= KVSHM_NUM_ROWS)
+        return KVSHM_OUT_OF_RANGE;
+    for (size_t i = 0; i < count; i++)
+        if (records[i].block_id >= tombstone_bytes / KVSHM_TOMBSTONE_BYTES)
+            return KVSHM_OUT_OF_RANGE;
+    uint64_t sequence = begin_write(&index);
+    for (size_t i = 0; i < count && status == KVSHM_OK; i++) {
+        tombstone *known = (tombstone *)(void *)tombstones + records[i].block_id;
+        status = apply_record(&index, known, row, &records[i], applied);
+    }
+    end_write(&index, sequence);
+    return status;
+}
+
+int64_t kvshm_index_drop_row(kvshm_segment segment, uint32_t row)
+{
+    index_view index;
+    int status = open_index(segment, &index);
+    if (status != KVSHM_OK)
+        return status;
+    if (row >= KVSHM_NUM_ROWS)
+        return KVSHM_OUT_OF_RANGE;
+    int64_t dropped = 0;
+    uint64_t sequence = begin_write(&index);
+    for (uint64_t position = 0; position < index.capacity && status == KVSHM_OK;) {
+        entry e = entry_at(&index, position);
+        if (is_free(e) || row_of(e) != row) {
+            position++;
+            continue;
+        }
+        status = remove_at(&index, position); /* may bring another one here: look again */
+        dropped++;
+    }
+    end_write(&index, sequence);
+    return status == KVSHM_OK ? dropped : status;
+}
+
+/* -- reader ---------------------------------------------------------------------------------- */
+
+/* Rows of `rows` that hold the tag. */
+static uint64_t rows_with(const index_view *index, uint64_t tag, uint64_t rows)
+{
+    uint64_t found = 0, position = home_of(index, tag);
+    for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
+        entry e = entry_at(index, position);
+        if (is_free(e))
+            break;
+        if (e.tag == tag && row_of(e) < KVSHM_NUM_ROWS)
+            found |= (uint64_t)1 << row_of(e);
+    }
+    return found & rows;
+}
+
+static bool fill_record(const index_view *index, const uint8_t *hash, uint32_t row,
+                        kvshm_record *record)
+{
+    uint64_t tag = tag_of(hash), position = home_of(index, tag);
+    for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
+        entry e = entry_at(index, position);
+        if (is_free(e))
+            break;
+        if (e.tag != tag || row_of(e) != row)
+            continue;
+        memcpy(record->hash, hash, KVSHM_HASH_BYTES);
+        record->block_id = block_of(e);
+        record->generation = (uint32_t)(e.place >> 32);
+        record->depth = (uint32_t)(e.owner >> 32);
+        record->kind = KVSHM_PUBLISH;
+        return true;
+    }
+    return false;
+}
+
+static void own(uint8_t *owners, size_t from, size_t to, uint64_t candidates)
+{
+    if (from < to)
+        memset(owners + from, __builtin_ctzll(candidates), to - from);
+}
+
+/* Cut the longest known prefix into as few owners as possible: keep the rows that hold all of
+ * the current run, begin a new run where none is left. */
+static size_t assign_owners(const index_view *index, const uint8_t *hashes, size_t count,
+                            uint64_t rows, uint8_t *owners)
+{
+    uint64_t candidates = 0;
+    size_t begin = 0, i = 0;
+    for (; i < count; i++) {
+        uint64_t holders = rows_with(index, tag_of(hashes + i * KVSHM_HASH_BYTES), rows);
+        if (!holders)
+            break;
+        if (!(candidates & holders)) {
+            own(owners, begin, i, candidates);
+            begin = i;
+            candidates = holders;
+        }
+        candidates &= holders;
+    }
+    own(owners, begin, i, candidates);
+    return i;
+}
+
+int64_t kvshm_index_lookup(kvshm_segment segment, const uint8_t *hashes, size_t count,
+                           uint64_t rows, kvshm_record *records, uint8_t *owners)
+{
+    index_view index;
+    int status = open_index(segment, &index);
+    if (status != KVSHM_OK)
+        return status;
+    const uint8_t *sequence = index.base + KVSHM_SEQUENCE_OFFSET;
+    size_t length = 0;
+    for (int attempt = 0; attempt < 4; attempt++) {
+        uint64_t before = get_acquire(sequence); /* acquire: entries are read after it */
+        size_t found = assign_owners(&index, hashes, count, rows, owners);
+        for (length = 0; length < found; length++)
+            if (!fill_record(&index, hashes + length * KVSHM_HASH_BYTES, owners[length],
+                             &records[length]))
+                break;
+        atomic_thread_fence(memory_order_acquire); /* ... and before it is read again */
+        if (!(before & 1) && get(sequence) == before)
+            break;
+    }
+    return (int64_t)length;
+}
