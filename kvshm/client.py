@@ -1,0 +1,156 @@
+"""An engine's connection to the coordinator: one thread that owns every socket.
+
+The scheduler's thread only puts batches of events into a queue; it never waits for the
+coordinator and never learns of its troubles.  What the coordinator says reaches the engine
+through a ``Member``, whose methods all run on the client's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from .log import logger
+from .session import Member, Session
+
+__all__ = ["CoordinatorClient", "Member"]
+
+MAX_QUEUED = 4096
+"""Batches of events that may wait for the client's thread; beyond that they are dropped."""
+BUG_PAUSE_SECONDS = 0.5
+
+_log = logger(__name__)
+
+
+class CoordinatorClient:
+    """Keeps this engine in the roster, from construction until ``close``.
+
+    Any thread may call; nothing here blocks (``close`` does, bounded) or raises.  In a
+    forked child it does nothing at all.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        namespace: str,
+        member: Member,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+    ) -> None:
+        self._outbox: deque[bytes | None] = deque()
+        """Batches of events; None stands for ``rejoin``."""
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False
+        self._closing = threading.Event()
+        self._usable = True
+        self._overflown = False
+        self._bug_logged = False
+        self._session: Session | None = Session(run_dir, namespace, member, clock, jitter)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, args=(self._session,), name="kvshm-client", daemon=True
+        )
+        _clients.add(self)
+        self._thread.start()
+
+    def send_events(self, records: bytes) -> None:
+        """Queue one step's packed records.  What cannot be sent is dropped, and the others
+        scan this engine's slot table instead: change the slot before calling this."""
+        if len(self._outbox) >= MAX_QUEUED:
+            self._overflown = True
+            return
+        self._put(records)
+
+    def rejoin(self) -> None:
+        """The engine's cache has begun a new epoch: leave with the old one and join with
+        what ``describe`` returns from now on.  Events queued before belong to the old one."""
+        self._put(None)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Leave and end the thread; waits at most ``timeout`` seconds.  Idempotent."""
+        self._closing.set()
+        self._wake()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            _log.warning("client's thread has not ended within %.1f s", timeout)
+
+    @property
+    def errors(self) -> int:
+        """How many callbacks and messages failed so far."""
+        return self._session.errors if self._session else 0
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the coordinator has this engine in its roster, as far as is known."""
+        return self._session is not None and self._session.is_member
+
+    def _put(self, item: bytes | None) -> None:
+        if self._usable and not self._closing.is_set():
+            self._outbox.append(item)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._usable:
+            os.eventfd_write(self._wake_fd, 1)
+
+    def _forget(self) -> None:
+        """In a forked child: the sockets and the thread are the parent's."""
+        self._usable = False
+        self._thread = self._session = None
+        self._outbox.clear()
+
+    # -- on the client's thread
+
+    def _run(self, session: Session) -> None:
+        session.open(self._wake_fd)
+        while not self._closing.is_set():
+            try:
+                session.wait()
+                self._hand_over(session)
+                session.work()
+            except Exception:
+                self._unexpected()
+        self._hand_over(session)
+        session.close()
+
+    def _hand_over(self, session: Session) -> None:
+        """Pass on what the other threads have queued."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+        while self._outbox:
+            records = self._outbox.popleft()
+            if records is None:
+                session.rejoin()
+            else:
+                session.send_events(records)
+        if self._overflown:
+            self._overflown = False
+            session.drop_events()
+
+    def _unexpected(self) -> None:
+        """A bug must not end the thread, nor fill the log, nor take a whole core."""
+        if not self._bug_logged:
+            self._bug_logged = True
+            _log.exception("client's thread failed (logged once; it goes on)")
+        self._closing.wait(BUG_PAUSE_SECONDS)
+
+
+_clients: weakref.WeakSet[CoordinatorClient] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for client in list(_clients):
+        client._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

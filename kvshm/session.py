@@ -1,0 +1,409 @@
+"""The client's thread: joining, rejoining, heartbeats, and what arrives meanwhile.
+
+::
+
+              describe() gives an EngineInfo: Join sent          Joined
+    WAITING ------------------------------------------> JOINING --------> JOINED
+       ^  ^                no reply, or refused            |                |
+       |  +------------------------------------------------+                |
+       +--------------------------------------------------------------------+
+         broadcasts or own events lost; coordinator lost; rejoin()
+
+Losing broadcasts or own events does not cost the place in the roster (``is_member``), so
+events flow on while the engine joins again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from enum import Enum
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from .errors import ProtocolError
+from .log import logger
+from .protocol import (
+    HEARTBEAT_SECONDS,
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    SILENCE_SECONDS,
+    AnyBroadcast,
+    EngineInfo,
+    Events,
+    Heartbeat,
+    Join,
+    Joined,
+    JoinFirst,
+    Leave,
+    Message,
+    Refused,
+    decode_broadcast,
+    decode_reply,
+    encode,
+)
+from .rundir import command_endpoint, event_endpoint
+from .sequences import Listener, Stream, Verdict
+from .terms import NO_LEASE_BIT
+
+DESCRIBE_SECONDS = 0.05
+REPLY_SECONDS = 2.0
+BACK_OFF_SECONDS = (0.1, 2.0)
+REFUSED_SECONDS = 30.0
+MISSING_SECONDS = 10.0
+"""How long engines may take to join a restarted coordinator before they count as gone."""
+LINGER_MS = 500
+MAX_RECEIVED = 1000
+"""Messages taken from one socket before timers are looked after."""
+
+T = TypeVar("T")
+_log = logger(__name__)
+
+
+class Member(Listener, Protocol):
+    """The engine, as its client sees it; all calls come from the client's thread.  A method
+    that raises is logged once, counted and otherwise ignored."""
+
+    def describe(self) -> EngineInfo | None:
+        """Return what to join with (lease bit aside), None while the engine is not ready;
+        then it is asked again soon."""
+        ...
+
+    def joined(self, reply: Joined) -> None:
+        """The engine is in the roster, with this lease bit.
+
+        ``engine_joined`` for every engine new to this epoch, ``rescan`` and ``engine_gone``
+        for known ones follow, so nothing has to be done about the roster in ``reply``.  It
+        may lack known engines that have yet to join a restarted coordinator.
+        """
+        ...
+
+    def refused(self, message: Refused) -> None:
+        """The engine has no place in the roster.  Called again only for another reason."""
+        ...
+
+    def coordinator_lost(self) -> None:
+        """The coordinator has gone or forgotten this engine; joining again begins now.
+        Called once for each loss.  What is known of the others stays."""
+        ...
+
+    def beat(self) -> None:
+        """Called about once a second, whether there is a coordinator or not."""
+        ...
+
+
+class Guarded:
+    """A member whose exceptions are counted, and logged once for each method."""
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.errors = 0
+        self._logged: set[str] = set()
+
+    def call(self, method: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return method(*args)
+        except Exception:
+            self.failed(f"callback {method.__name__}", exc_info=True)
+            return None
+
+    def failed(self, what: str, *, exc_info: bool = False) -> None:
+        """Count a failure and log it unless one of its kind was."""
+        self.errors += 1
+        kind = what.partition(":")[0]
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _log.error("%s failed (logged once; the client goes on)", what, exc_info=exc_info)
+
+    def engine_joined(self, info: EngineInfo) -> None:
+        self.call(self.member.engine_joined, info)
+
+    def engine_suspected(self, epoch: int) -> None:
+        self.call(self.member.engine_suspected, epoch)
+
+    def engine_recovered(self, epoch: int) -> None:
+        self.call(self.member.engine_recovered, epoch)
+
+    def engine_gone(self, epoch: int, reason: str) -> None:
+        self.call(self.member.engine_gone, epoch, reason)
+
+    def engine_events(self, epoch: int, records: bytes) -> None:
+        self.call(self.member.engine_events, epoch, records)
+
+    def rescan(self, epoch: int) -> None:
+        self.call(self.member.rescan, epoch)
+
+
+class _State(Enum):
+    WAITING = "waiting"
+    JOINING = "joining"
+    JOINED = "joined"
+
+
+class Session:
+    """Everything the client's thread does.  After construction used by that thread only."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        namespace: str,
+        member: Member,
+        clock: Callable[[], float],
+        jitter: Callable[[], float],
+    ) -> None:
+        self._endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
+        self._member = member
+        self._guard = Guarded(member)
+        self._clock = clock
+        self._jitter = jitter
+        self._stream = Stream(self._guard)
+        self._state = _State.WAITING
+        self._topic = b""
+        self._epoch = 0
+        self._sequence = 0
+        self._coordinator_epoch = 0
+        """Of the coordinator that has this engine in its roster; 0: none."""
+        self._lease_bit: int = NO_LEASE_BIT
+        self._refusal = ""
+        self._events_lost = False
+        self._early: list[AnyBroadcast] = []
+        """Broadcasts that arrived between Join and Joined."""
+        self._attempts = 0
+        self._next_try = self._next_beat = self._last_heard = clock()
+        self._reply_due = self._missing_until = 0.0
+
+    @property
+    def errors(self) -> int:
+        return self._guard.errors
+
+    @property
+    def is_member(self) -> bool:
+        return self._coordinator_epoch != 0
+
+    def open(self, wake_fd: int) -> None:
+        """Create and connect the sockets; a write to ``wake_fd`` ends a ``wait``."""
+        self._context = zmq.Context(io_threads=1)
+        self._commands = self._context.socket(zmq.DEALER)
+        self._events = self._context.socket(zmq.SUB)
+        for socket, endpoint in zip((self._commands, self._events), self._endpoints, strict=True):
+            socket.setsockopt(zmq.LINGER, LINGER_MS)
+            socket.setsockopt(zmq.RECONNECT_IVL, 100)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            # Without a coordinator nothing is queued for it: sending fails instead.
+            socket.setsockopt(zmq.IMMEDIATE, 1)
+            socket.setsockopt(zmq.RCVHWM, 10_000)
+            socket.connect(endpoint)
+        self._poller = zmq.Poller()
+        for source in (self._commands, self._events, wake_fd):
+            self._poller.register(source, zmq.POLLIN)
+
+    def close(self) -> None:
+        """Leave, bounded by LINGER, and close everything."""
+        self._leave()
+        self._commands.close()
+        self._events.close(linger=0)
+        self._context.term()
+
+    # -- what the engine wants
+
+    def send_events(self, records: bytes) -> None:
+        """Send one batch, or drop it and make the others scan the slot table."""
+        self._sequence += 1
+        events = Events(epoch=self._epoch, sequence=self._sequence, records=records)
+        if not self.is_member or not self._send(events):
+            self._events_lost = True
+
+    def drop_events(self) -> None:
+        """One or more batches were dropped before they came here."""
+        self._sequence += 1
+        self._events_lost = True
+
+    def rejoin(self) -> None:
+        """Leave with the old epoch and join with a new description."""
+        self._leave()
+        self._refusal = ""
+        self._join_at(self._clock())
+
+    # -- the loop's two halves
+
+    def wait(self) -> None:
+        """Wait until something arrives, somebody wakes the thread or a timer is due."""
+        before = self._clock()
+        timeout = max(0.0, min(self._timers()) - before)
+        self._poller.poll(math.ceil(timeout * 1000))
+        # Time in which this process was stopped is not the coordinator's silence.
+        stopped = self._clock() - before - timeout
+        if stopped > HEARTBEAT_SECONDS:
+            self._last_heard += stopped
+
+    def work(self) -> None:
+        """Handle what has arrived and what is due."""
+        self._receive(self._commands, self._on_reply)
+        self._receive(self._events, self._on_broadcast)
+        now = self._clock()
+        if now >= self._next_beat:
+            self._beat(now)
+        if self._stream.missing and now >= self._missing_until:
+            self._stream.give_up_missing()
+        if now - self._last_heard > SILENCE_SECONDS:
+            self._lose(now)
+        if self._state is _State.JOINED and self._events_lost:
+            self._join_at(now)
+        if self._state is _State.JOINING and now >= self._reply_due:
+            self._back_off(now)
+        if self._state is _State.WAITING and now >= self._next_try:
+            self._join(now)
+
+    def _timers(self) -> list[float]:
+        timers = [self._next_beat]
+        if self._state is not _State.JOINED:
+            timers.append(self._next_try if self._state is _State.WAITING else self._reply_due)
+        return timers
+
+    def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[list[bytes]], None]) -> None:
+        for _ in range(MAX_RECEIVED):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                handle(frames)
+            except ProtocolError as exc:
+                self._guard.failed(f"decoding: {exc}")
+
+    def _send(self, message: Message) -> bool:
+        frame = encode(message)
+        if len(frame) > MAX_MESSAGE_BYTES:
+            self._guard.failed(f"sending: message of {len(frame)} bytes, {MAX_MESSAGE_BYTES} fit")
+            return False
+        try:
+            self._commands.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    # -- joining
+
+    def _join_at(self, when: float) -> None:
+        self._state = _State.WAITING
+        self._attempts = 0
+        self._next_try = when
+
+    def _back_off(self, now: float) -> None:
+        first, longest = BACK_OFF_SECONDS
+        delay = min(longest, first * 2.0 ** min(self._attempts, 16))
+        self._state = _State.WAITING
+        self._attempts += 1
+        self._next_try = now + delay * (0.5 + 0.5 * self._jitter())
+
+    def _join(self, now: float) -> None:
+        info = self._guard.call(self._member.describe)
+        if info is None:
+            self._next_try = now + DESCRIBE_SECONDS
+            return
+        if info.epoch != self._epoch:
+            self._leave()
+            self._epoch, self._sequence = info.epoch, 0
+        self._subscribe(info.fingerprint)
+        self._early.clear()
+        self._events_lost = False
+        engine = msgspec.structs.replace(info, lease_bit=self._lease_bit)
+        if not self._send(Join(protocol=PROTOCOL_VERSION, engine=engine, sequence=self._sequence)):
+            self._back_off(now)
+            return
+        self._state = _State.JOINING
+        self._reply_due = now + REPLY_SECONDS
+
+    def _leave(self) -> None:
+        if self.is_member:
+            self._send(Leave(epoch=self._epoch))
+        self._coordinator_epoch = 0
+
+    def _subscribe(self, topic: bytes) -> None:
+        """Subscribe before the Join: what the roster does not hold must not be missed."""
+        if topic == self._topic:
+            return
+        self._events.setsockopt(zmq.SUBSCRIBE, topic)
+        if self._topic:
+            self._events.setsockopt(zmq.UNSUBSCRIBE, self._topic)
+        self._topic = topic
+
+    def _lose(self, now: float) -> None:
+        """This engine has lost its place in the roster; nothing happens without one."""
+        if self.is_member:
+            self._coordinator_epoch = 0
+            self._guard.call(self._member.coordinator_lost)
+            self._join_at(now)
+
+    def _beat(self, now: float) -> None:
+        self._next_beat = now + HEARTBEAT_SECONDS
+        self._guard.call(self._member.beat)
+        if self.is_member:
+            self._send(Heartbeat(epoch=self._epoch, sequence=self._sequence))
+
+    # -- what the coordinator says
+
+    def _on_reply(self, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            raise ProtocolError(f"reply of {len(frames)} frames, wanted 1")
+        reply = decode_reply(frames[0])
+        self._last_heard = now = self._clock()
+        if reply.engine_epoch != self._epoch:
+            return
+        if isinstance(reply, JoinFirst):
+            # While a Join is under way this answers what was sent before it.
+            if self._state is not _State.JOINING:
+                self._lose(now)
+        elif self._state is not _State.JOINING:
+            return
+        elif isinstance(reply, Refused):
+            self._on_refused(reply, now)
+        else:
+            self._on_joined(reply, now)
+
+    def _on_joined(self, reply: Joined, now: float) -> None:
+        self._state = _State.JOINED
+        self._coordinator_epoch = reply.coordinator_epoch
+        self._lease_bit = reply.lease_bit
+        self._attempts = 0
+        self._refusal = ""
+        self._missing_until = now + MISSING_SECONDS
+        self._guard.call(self._member.joined, reply)
+        self._stream.begin(reply)
+        early, self._early = self._early, []
+        for broadcast in early:
+            if self._state is _State.JOINED:
+                self._take(broadcast)
+
+    def _on_refused(self, reply: Refused, now: float) -> None:
+        self._lose(now)
+        if reply.retry:
+            self._back_off(now)
+        else:
+            self._next_try = now + REFUSED_SECONDS
+        if reply.reason != self._refusal:
+            self._refusal = reply.reason
+            self._guard.call(self._member.refused, reply)
+
+    def _on_broadcast(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            raise ProtocolError(f"broadcast of {len(frames)} frames, wanted 2")
+        if frames[0] != self._topic:
+            return  # a topic left a moment ago
+        broadcast = decode_broadcast(frames[1])
+        self._last_heard = self._clock()
+        if self._state is _State.JOINING:
+            self._early.append(broadcast)
+        elif self._state is _State.JOINED:
+            self._take(broadcast)
+
+    def _take(self, broadcast: AnyBroadcast) -> None:
+        verdict = self._stream.take(broadcast)
+        if verdict is Verdict.GAP:
+            self._join_at(self._clock())
+        elif verdict is Verdict.EXPELLED:
+            self._lose(self._clock())
