@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from .callbacks import Member
 from .log import logger
-from .session import Member, Session
+from .session import Session
 
 __all__ = ["CoordinatorClient", "Member"]
 

@@ -9,8 +9,8 @@ engine's slot table has to be scanned again.  No sockets, no clock.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol
 
+from .callbacks import Listener
 from .protocol import (
     AnyBroadcast,
     EngineEvents,
@@ -22,35 +22,6 @@ from .protocol import (
     Joined,
     Tick,
 )
-
-
-class Listener(Protocol):
-    """Who is told about the other engines of the topic."""
-
-    def engine_joined(self, info: EngineInfo) -> None:
-        """Use this engine and scan its slot table.  For an epoch known already: ``info``
-        replaces what was known, and the table is scanned again."""
-        ...
-
-    def engine_suspected(self, epoch: int) -> None:
-        """Do not use this engine's blocks for the time being; keep all that is known."""
-        ...
-
-    def engine_recovered(self, epoch: int) -> None:
-        """The suspected engine may be used again."""
-        ...
-
-    def engine_gone(self, epoch: int, reason: str) -> None:
-        """The epoch has ended: drop all that is known of it."""
-        ...
-
-    def engine_events(self, epoch: int, records: bytes) -> None:
-        """Apply packed block records, in their order."""
-        ...
-
-    def rescan(self, epoch: int) -> None:
-        """Events of this engine were lost: scan its slot table again."""
-        ...
 
 
 class Verdict(Enum):

@@ -19,20 +19,18 @@ import math
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
 
 import msgspec
 import zmq
 
+from .callbacks import Guarded, Member
 from .errors import ProtocolError
-from .log import logger
 from .protocol import (
     HEARTBEAT_SECONDS,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     SILENCE_SECONDS,
     AnyBroadcast,
-    EngineInfo,
     Events,
     Heartbeat,
     Join,
@@ -46,7 +44,7 @@ from .protocol import (
     encode,
 )
 from .rundir import command_endpoint, event_endpoint
-from .sequences import Listener, Stream, Verdict
+from .sequences import Stream, Verdict
 from .terms import NO_LEASE_BIT
 
 DESCRIBE_SECONDS = 0.05
@@ -58,83 +56,6 @@ MISSING_SECONDS = 10.0
 LINGER_MS = 500
 MAX_RECEIVED = 1000
 """Messages taken from one socket before timers are looked after."""
-
-T = TypeVar("T")
-_log = logger(__name__)
-
-
-class Member(Listener, Protocol):
-    """The engine, as its client sees it; all calls come from the client's thread.  A method
-    that raises is logged once, counted and otherwise ignored."""
-
-    def describe(self) -> EngineInfo | None:
-        """Return what to join with (lease bit aside), None while the engine is not ready;
-        then it is asked again soon."""
-        ...
-
-    def joined(self, reply: Joined) -> None:
-        """The engine is in the roster, with this lease bit.
-
-        ``engine_joined`` for every engine new to this epoch, ``rescan`` and ``engine_gone``
-        for known ones follow, so nothing has to be done about the roster in ``reply``.  It
-        may lack known engines that have yet to join a restarted coordinator.
-        """
-        ...
-
-    def refused(self, message: Refused) -> None:
-        """The engine has no place in the roster.  Called again only for another reason."""
-        ...
-
-    def coordinator_lost(self) -> None:
-        """The coordinator has gone or forgotten this engine; joining again begins now.
-        Called once for each loss.  What is known of the others stays."""
-        ...
-
-    def beat(self) -> None:
-        """Called about once a second, whether there is a coordinator or not."""
-        ...
-
-
-class Guarded:
-    """A member whose exceptions are counted, and logged once for each method."""
-
-    def __init__(self, member: Member) -> None:
-        self.member = member
-        self.errors = 0
-        self._logged: set[str] = set()
-
-    def call(self, method: Callable[..., T], *args: Any) -> T | None:
-        try:
-            return method(*args)
-        except Exception:
-            self.failed(f"callback {method.__name__}", exc_info=True)
-            return None
-
-    def failed(self, what: str, *, exc_info: bool = False) -> None:
-        """Count a failure and log it unless one of its kind was."""
-        self.errors += 1
-        kind = what.partition(":")[0]
-        if kind not in self._logged:
-            self._logged.add(kind)
-            _log.error("%s failed (logged once; the client goes on)", what, exc_info=exc_info)
-
-    def engine_joined(self, info: EngineInfo) -> None:
-        self.call(self.member.engine_joined, info)
-
-    def engine_suspected(self, epoch: int) -> None:
-        self.call(self.member.engine_suspected, epoch)
-
-    def engine_recovered(self, epoch: int) -> None:
-        self.call(self.member.engine_recovered, epoch)
-
-    def engine_gone(self, epoch: int, reason: str) -> None:
-        self.call(self.member.engine_gone, epoch, reason)
-
-    def engine_events(self, epoch: int, records: bytes) -> None:
-        self.call(self.member.engine_events, epoch, records)
-
-    def rescan(self, epoch: int) -> None:
-        self.call(self.member.rescan, epoch)
 
 
 class _State(Enum):
