@@ -1,0 +1,143 @@
+"""How the conformance suite drives each transport: memory, holding copies, settling them.
+
+A new transport adds a rig here and its name to ``RIGS``; the tests do not change.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvshm.interfaces import Copy, CopyState, Region, Transport
+from kvshm.transport.loopback import LoopbackNetwork, LoopbackTransport
+from kvshm.transport.memory import KVMemory
+from kvshm.transport.posix_shm import PosixShmTransport
+
+PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A cache's memories, by size in bytes, and its regions."""
+
+    sizes: tuple[int, ...]
+    regions: tuple[Region, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        return min(region.num_blocks for region in self.regions)
+
+
+@dataclass
+class Peer:
+    """One rank: its transport and host access to its memories."""
+
+    layout: Layout
+    transport: Transport
+    memories: Sequence[memoryview]
+
+    def read(self) -> list[bytearray]:
+        return [bytearray(memory) for memory in self.memories]
+
+    def fill(self, seed: int) -> None:
+        for memory in self.memories:
+            memory[:] = random.Random(seed).randbytes(len(memory))
+
+
+class Rig(ABC):
+    """Makes peers of one transport that can reach each other."""
+
+    def __init__(self) -> None:
+        self.peers: list[Peer] = []
+
+    def peer(self, layout: Layout, fault: str | None = None) -> Peer:
+        """A rank with that layout, filled with bytes of its own."""
+        peer = self._build(layout, fault)
+        self.peers.append(peer)
+        peer.fill(seed=len(self.peers))
+        return peer
+
+    @abstractmethod
+    def _build(self, layout: Layout, fault: str | None) -> Peer: ...
+
+    @abstractmethod
+    def hold(self, importer: Peer) -> Any:
+        """Context: copies the importer begins in it make no progress before its end."""
+
+    @abstractmethod
+    def settle(self, *copies: Copy) -> list[CopyState]:
+        """Let the copies end; return how each did."""
+
+    def close(self) -> None:
+        for peer in self.peers:
+            peer.transport.close()
+
+
+class LoopbackRig(Rig):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = LoopbackNetwork()
+
+    def _build(self, layout: Layout, fault: str | None) -> Peer:
+        memories = [bytearray(size) for size in layout.sizes]
+        transport = LoopbackTransport(memories, layout.regions, 0, self.network, fault)
+        return Peer(layout, transport, [memoryview(memory) for memory in memories])
+
+    @contextmanager
+    def hold(self, importer: Peer) -> Iterator[None]:
+        yield  # nothing moves unless the clock is advanced
+
+    def settle(self, *copies: Copy) -> list[CopyState]:
+        self.network.run()
+        return [copy.poll() for copy in copies]
+
+
+class PosixShmRig(Rig):
+    def __init__(self) -> None:
+        super().__init__()
+        self.run_dir = tempfile.TemporaryDirectory(prefix="kv-")
+        self.memories: list[KVMemory] = []
+
+    def _build(self, layout: Layout, fault: str | None) -> Peer:
+        memories = [KVMemory.create(size) for size in layout.sizes]
+        self.memories += memories
+        path = f"{self.run_dir.name}/{len(self.peers)}"
+        transport = PosixShmTransport(memories, layout.regions, 0, path, fault)
+        return Peer(layout, transport, [memory.buffer for memory in memories])
+
+    @contextmanager
+    def hold(self, importer: Peer) -> Iterator[None]:
+        assert isinstance(importer.transport, PosixShmTransport)
+        gate = threading.Event()
+        importer.transport.copier.submit(lambda: assert_waited(gate))
+        try:
+            yield
+        finally:
+            gate.set()
+
+    def settle(self, *copies: Copy) -> list[CopyState]:
+        deadline = time.monotonic() + PATIENCE
+        while any(copy.poll() is CopyState.PENDING for copy in copies):
+            assert time.monotonic() < deadline, "copies do not end"
+            time.sleep(0.0005)
+        return [copy.poll() for copy in copies]
+
+    def close(self) -> None:
+        super().close()
+        for memory in self.memories:
+            memory.close()
+        self.run_dir.cleanup()
+
+
+def assert_waited(gate: threading.Event) -> None:
+    assert gate.wait(PATIENCE)
+
+
+RIGS: dict[str, type[Rig]] = {"loopback": LoopbackRig, "posix_shm": PosixShmRig}

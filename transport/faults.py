@@ -1,0 +1,38 @@
+"""Wrong copies on purpose: what the oracle tests and ``make demo BREAK=1`` switch on.
+
+A check that has never failed proves nothing.  These faults are real wrong copies, made
+where a bug of a transport would make them, so that everything above must notice.  They are
+chosen by an argument of the transport, never by its own choice; None is the normal way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvshm.errors import TransportError
+from kvshm.terms import BlockId
+
+WRONG_BLOCK = "wrong-block"
+"""Each target gets the block meant for the next one, the last the first's (a plan of a
+single block: the neighbouring slot)."""
+SHIFT = "shift"
+"""Each target gets the slot after its source, the peer's last slot wrapping to slot 0."""
+ZERO = "zero"
+"""Each target gets zeros."""
+
+FAULTS = (WRONG_BLOCK, ZERO, SHIFT)
+
+
+def check_fault(fault: str | None) -> None:
+    """Raise TransportError for an unknown fault."""
+    if fault is not None and fault not in FAULTS:
+        raise TransportError(f"no fault {fault!r}; there are {', '.join(FAULTS)}")
+
+
+def misdirect(source: Sequence[BlockId], num_blocks: int, fault: str | None) -> Sequence[BlockId]:
+    """Return the blocks that ``fault`` reads in place of ``source``."""
+    if fault == SHIFT or (fault == WRONG_BLOCK and len(source) == 1):
+        return [BlockId((block + 1) % num_blocks) for block in source]
+    if fault == WRONG_BLOCK:
+        return [*source[1:], *source[:1]]
+    return source

@@ -1,0 +1,187 @@
+"""A transport inside one process, with a clock that only its user moves.
+
+It ships because whoever builds on the transport interface needs it: several engines'
+``LoopbackTransport`` s hang on one ``LoopbackNetwork``, their memories are bytearrays, and a
+copy makes progress only when ``advance`` is called.  So overlap, cancelling, late completion
+and a source that changes under a copy happen exactly when a test says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from kvshm.errors import StaleAttachment, TransportError
+from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.terms import BlockId, Epoch
+
+from .faults import ZERO, check_fault, misdirect
+from .regions import (
+    block_checksum,
+    check_blocks,
+    check_bounds,
+    check_layouts,
+    check_pairs,
+    count_blocks,
+    spans,
+)
+
+
+class LoopbackNetwork:
+    """What connects LoopbackTransports: who exports which epoch, and the clock of copies."""
+
+    def __init__(self) -> None:
+        self.exports: dict[int, LoopbackTransport] = {}
+        self._copies: list[LoopbackCopy] = []
+
+    def begin(self, copy: LoopbackCopy) -> None:
+        self._copies.append(copy)
+
+    def advance(self, ticks: int = 1) -> None:
+        """Let every pending copy, in the order begun, move one block further per tick.
+
+        A cancelled copy, or one without a block left, ends at its next tick.
+        """
+        for _ in range(ticks):
+            for copy in self._copies:
+                copy.advance()
+        self._copies = [copy for copy in self._copies if copy.poll() is CopyState.PENDING]
+
+    def run(self) -> None:
+        """Advance until no copy is pending."""
+        while self._copies:
+            self.advance()
+
+
+class LoopbackCopy:
+    """A copy that moves with its network's clock, or alone by ``advance``."""
+
+    def __init__(
+        self,
+        attachment: LoopbackAttachment,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+    ) -> None:
+        self._attachment = attachment
+        self._left = deque(zip(source, target, strict=True))
+        self._cancelled = False
+        self._state = CopyState.PENDING
+
+    def poll(self) -> CopyState:
+        return self._state
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    @property
+    def blocks_left(self) -> int:
+        """How many blocks are not copied yet."""
+        return len(self._left)
+
+    def advance(self) -> None:
+        """Copy the next block, or end: DONE if none is left, FAILED if cancelled."""
+        if self._state is not CopyState.PENDING:
+            return
+        if self._left and not self._cancelled:
+            self._attachment.copy_block(*self._left.popleft())
+        elif self._left:
+            self._state = CopyState.FAILED
+        else:
+            self._state = CopyState.DONE
+
+
+class LoopbackAttachment:
+    """A peer transport's memory (kvshm.interfaces.Attachment).  It keeps that memory, as a
+    mapping would, whatever becomes of the peer."""
+
+    def __init__(self, own: LoopbackTransport, descriptor: MemoryDescriptor) -> None:
+        peer = own.network.exports.get(descriptor.details.get("export", -1))
+        if peer is None:
+            raise TransportError(f"nobody exports {descriptor.details}")
+        if peer.epoch != descriptor.epoch:
+            raise StaleAttachment(f"the peer serves epoch {peer.epoch:#x}")
+        check_layouts(own.regions, descriptor.regions)
+        check_bounds(descriptor.regions, [len(memory) for memory in peer.memory])
+        self.epoch = Epoch(descriptor.epoch)
+        self._own = own
+        self._memory = [memory.toreadonly() for memory in peer.memory]
+        self._regions = descriptor.regions
+        self._num_blocks = count_blocks(descriptor.regions)
+        self._closed = False
+
+    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> LoopbackCopy:
+        if self._closed or self._own.closed:
+            raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
+        check_pairs(source, self._num_blocks, target, self._own.num_blocks)
+        source = misdirect(source, self._num_blocks, self._own.fault)
+        return self._own.begin(LoopbackCopy(self, source, target))
+
+    def copy_block(self, source: BlockId, target: BlockId) -> None:
+        """Copy one block's bytes in all regions, at once."""
+        here, there = spans(self._own.regions, target), spans(self._regions, source)
+        for (own, start, end), (peer, first, last) in zip(here, there, strict=True):
+            block = self._memory[peer][first:last]
+            self._own.memory[own][start:end] = bytes(len(block)) if self._own.zeroes else block
+
+    def close(self) -> None:
+        self._closed = True
+
+
+class LoopbackTransport:
+    """One rank's KV cache in bytearrays (kvshm.interfaces.Transport).  One thread only."""
+
+    name = "loopback"
+
+    def __init__(
+        self,
+        memory: bytearray | Sequence[bytearray],
+        regions: Sequence[Region],
+        rank: int,
+        network: LoopbackNetwork,
+        fault: str | None = None,
+    ) -> None:
+        """Share ``memory`` (``Region.handle`` indexes it) with the others on ``network``."""
+        check_fault(fault)
+        memories = (memory,) if isinstance(memory, bytearray) else memory
+        self.memory = [memoryview(m) for m in memories]
+        self.regions = list(regions)
+        check_bounds(self.regions, [len(m) for m in self.memory])
+        self.rank = rank
+        self.network = network
+        self.fault = fault
+        self.zeroes = fault == ZERO
+        self.num_blocks = count_blocks(self.regions)
+        self.epoch = Epoch(0)
+        self.closed = False
+        self._copies: list[LoopbackCopy] = []
+
+    def begin(self, copy: LoopbackCopy) -> LoopbackCopy:
+        self._copies = [c for c in self._copies if c.poll() is CopyState.PENDING]
+        self._copies.append(copy)
+        self.network.begin(copy)
+        return copy
+
+    def export(self, epoch: Epoch) -> MemoryDescriptor:
+        if self.closed:
+            raise TransportError("the transport is closed")
+        self.epoch = epoch
+        self.network.exports[id(self)] = self
+        details = {"export": id(self)}
+        return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
+
+    def attach(self, descriptor: MemoryDescriptor) -> LoopbackAttachment:
+        if self.closed:
+            raise TransportError("the transport is closed")
+        return LoopbackAttachment(self, descriptor)
+
+    def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
+        check_blocks(blocks, self.num_blocks, "this cache's")
+        return [block_checksum(self.memory, self.regions, block) for block in blocks]
+
+    def close(self) -> None:
+        """End the export; pending copies end here, as after the block under way."""
+        self.closed = True
+        self.network.exports.pop(id(self), None)
+        for copy in self._copies:
+            copy.cancel()
+            copy.advance()

@@ -1,0 +1,126 @@
+"""The memory of a CPU engine's KV cache: shared, nameless, reserved in full.
+
+A memfd has no name to leak: the pages go when the last process that maps or holds it is
+gone, SIGKILL included.  It does not count against a small /dev/shm either.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from kvshm import _native
+from kvshm.errors import TransportError
+
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.14 on
+
+
+def _available_bytes() -> int:
+    """What the kernel could hand out without killing anybody: free memory and swap."""
+    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    return 1024 * (kib["MemAvailable"] + kib.get("SwapFree", 0))
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Give the file all its pages now, so that no first touch can fail later."""
+    available = _available_bytes()
+    if nbytes > available:
+        raise TransportError(f"KV memory needs {nbytes} bytes, {available} are available")
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except OSError as exc:
+        raise TransportError(f"KV memory of {nbytes} bytes cannot be reserved: {exc}") from exc
+
+
+def _seal(fd: int) -> None:
+    """Fix the size for good (nobody can cut a peer's mapping: no SIGBUS) and, where the
+    kernel can, refuse every writable mapping but the one that exists."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    with suppress(OSError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+
+
+class KVMemory:
+    """One shared allocation, mapped writable here and nowhere else.
+
+    Whoever lays a KV cache over ``buffer`` (``torch.frombuffer``) keeps the mapping alive by
+    that; ``close`` only ends the sharing.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """Map ``fd``, which from now on belongs to this object."""
+        self._fd = fd
+        self._mapping = mmap.mmap(fd, nbytes)
+        self.nbytes = nbytes
+
+    @classmethod
+    def create(cls, nbytes: int) -> KVMemory:
+        """Reserve ``nbytes`` of zeroed memory.  Raises TransportError if there is no room.
+
+        Blocks while the kernel clears the pages (about a second per 4 GB); call it on the
+        thread, bound to the cores, that will use the memory.
+        """
+        if nbytes <= 0:
+            raise TransportError(f"KV memory must have at least one byte, not {nbytes}")
+        fd = os.memfd_create("kvshm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            _reserve(fd, nbytes)
+            memory = cls(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        with suppress(OSError):  # a kernel without transparent huge pages
+            memory._mapping.madvise(mmap.MADV_HUGEPAGE)
+        _seal(fd)
+        return memory
+
+    @classmethod
+    def adopt(cls, fd: int, nbytes: int) -> KVMemory:
+        """Share memory that lies in a shared-memory file already, as ``share_memory_()``
+        leaves a tensor: a second mapping of the same pages.  ``fd`` stays the caller's.
+
+        Raises TransportError if the file is shorter than ``nbytes`` or cannot be mapped.
+        """
+        size = os.fstat(fd).st_size
+        if not 0 < nbytes <= size:
+            raise TransportError(f"KV memory of {nbytes} bytes in a file of {size} bytes")
+        own = os.dup(fd)
+        try:
+            return cls(own, nbytes)
+        except (OSError, ValueError) as exc:
+            os.close(own)
+            raise TransportError(f"KV memory cannot be mapped: {exc}") from exc
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole memory, writable."""
+        return memoryview(self._mapping)
+
+    @property
+    def address(self) -> int:
+        return _native.address(self._mapping)
+
+    def read_only_fd(self) -> int:
+        """Return a new descriptor that cannot be mapped writable; the caller closes it."""
+        if self._fd < 0:
+            raise TransportError("KV memory is closed")
+        try:
+            # A fresh open, not a dup: the access mode belongs to the open file.
+            return os.open(f"/proc/self/fd/{self._fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as exc:
+            raise TransportError(f"KV memory cannot be opened read-only: {exc}") from exc
+
+    def close(self) -> None:
+        """Give up the descriptor.  Idempotent.  The pages stay for as long as somebody,
+        here or in a peer, has them mapped."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __repr__(self) -> str:
+        return f"<KVMemory {self.nbytes} bytes{' closed' if self._fd < 0 else ''}>"

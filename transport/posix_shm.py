@@ -1,0 +1,248 @@
+"""Transport for KV caches in host memory (vLLM's CPU backend).
+
+The exporter's cache lies in memfds.  Peers ask its descriptor socket for read-only
+descriptors, map them once, and copy blocks out of the mapping: nothing is done by the
+exporter, which need not even live any more::
+
+    exporter                                     importer
+    KVMemory (memfd, mapped writable)            PosixAttachment (same pages, PROT_READ)
+       | read_only_fd                               | begin_copy
+    FdServer  <--- {"epoch": e} --------------   fetch
+              ---- {"status": "ok"} + fds ---->  mmap
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from kvshm import _native
+from kvshm.errors import StaleAttachment, TransportError
+from kvshm.fds import FdServer, close_all, fetch
+from kvshm.interfaces import MemoryDescriptor, Region
+from kvshm.terms import BlockId, Epoch
+
+from .copier import BlockCopy, Copier, CopyPlan, StridedRun
+from .faults import ZERO, check_fault, misdirect
+from .memory import KVMemory
+from .regions import (
+    block_checksum,
+    check_blocks,
+    check_bounds,
+    check_layouts,
+    check_pairs,
+    count_blocks,
+)
+
+FETCH_TIMEOUT = 5.0
+"""Seconds an exporter's socket may take to answer; it is answered by a thread of its own."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """What an importer asks of the descriptor socket."""
+
+    epoch: int
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What it hears: "ok" (the descriptors ride along) or "stale" and the epoch served."""
+
+    status: str
+    epoch: int
+
+
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_answer_decoder = msgspec.msgpack.Decoder(Answer)
+
+
+def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRun]:
+    return [
+        (addresses[r.handle] + r.offset, r.stride, r.block_bytes, r.num_blocks) for r in regions
+    ]
+
+
+def _map_read_only(fds: Sequence[int]) -> list[mmap.mmap]:
+    try:
+        return [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
+    except (OSError, ValueError) as exc:
+        raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
+
+
+def _fetch_memory(descriptor: MemoryDescriptor) -> list[mmap.mmap]:
+    """Ask the exporter for its descriptors and map them.  StaleAttachment, TransportError."""
+    socket_path = descriptor.details.get("socket")
+    if descriptor.transport != PosixShmTransport.name or not isinstance(socket_path, str):
+        raise TransportError(f"no {PosixShmTransport.name} memory: {descriptor}")
+    request = msgspec.msgpack.encode(Request(descriptor.epoch))
+    reply, fds = fetch(socket_path, request, FETCH_TIMEOUT)
+    try:
+        answer = _answer_decoder.decode(reply)
+        if answer.status != "ok" or answer.epoch != descriptor.epoch:
+            raise StaleAttachment(
+                f"{socket_path} serves epoch {answer.epoch:#x}, not {descriptor.epoch:#x}"
+            )
+        return _map_read_only(fds)
+    except msgspec.DecodeError as exc:
+        raise TransportError(f"{socket_path}: undecodable answer: {exc}") from exc
+    finally:
+        close_all(fds)
+
+
+@dataclass(frozen=True, slots=True)
+class _PeerMemory:
+    """A peer's mapped memory.  Unmapped with its last holder: attachment or pending copy."""
+
+    regions: list[StridedRun]
+    mappings: list[mmap.mmap]
+
+
+class PosixAttachment:
+    """A peer rank's memory, mapped read-only (kvshm.interfaces.Attachment)."""
+
+    def __init__(
+        self, own: PosixShmTransport, descriptor: MemoryDescriptor, mappings: list[mmap.mmap]
+    ) -> None:
+        check_layouts(own.regions, descriptor.regions)
+        check_bounds(descriptor.regions, [len(mapping) for mapping in mappings])
+        self.epoch = Epoch(descriptor.epoch)
+        self._own = own
+        self._num_blocks = count_blocks(descriptor.regions)
+        addresses = [_native.address(mapping) for mapping in mappings]
+        self._peer: _PeerMemory | None = _PeerMemory(_runs(descriptor.regions, addresses), mappings)
+
+    @property
+    def closed(self) -> bool:
+        return self._peer is None
+
+    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> BlockCopy:
+        own, peer = self._own, self._peer
+        if peer is None:
+            raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
+        check_pairs(source, self._num_blocks, target, own.num_blocks)
+        regions, zeros = peer.regions, b""
+        if own.fault == ZERO:
+            regions, zeros = _all_zeros(regions)
+        blocks = misdirect(source, self._num_blocks, own.fault)
+        keep = (peer, zeros, own.memory)
+        return own.copier.begin(CopyPlan(regions, blocks, own.target, target, keep))
+
+    def close(self) -> None:
+        """Unmap on the copy thread, after the copies from here.  Idempotent, never blocks."""
+        peer, self._peer = self._peer, None
+        if peer is None:
+            return
+        # After the transport has closed there is no queue any more: dropped here and now.
+        with suppress(TransportError):
+            self._own.copier.submit(partial(_let_go, peer))
+
+
+def _let_go(peer: _PeerMemory) -> None:
+    """The queue held ``peer`` until here; unless a copy still does, it is unmapped now."""
+
+
+def _all_zeros(regions: list[StridedRun]) -> tuple[list[StridedRun], bytes]:
+    """Regions whose every block is the same zeros, and the zeros to keep alive."""
+    zeros = bytes(max(block_bytes for _, _, block_bytes, _ in regions))
+    address = _native.address(zeros)
+    return [(address, 0, block_bytes, count) for _, _, block_bytes, count in regions], zeros
+
+
+class PosixShmTransport:
+    """One rank's KV cache in shared host memory (kvshm.interfaces.Transport).
+
+    ``export``, copies and ``checksum`` belong to one thread; ``attach`` and closing may be
+    called by others.  A forked child must not use it.
+    """
+
+    name = "posix_shm"
+
+    def __init__(
+        self,
+        memory: KVMemory | Sequence[KVMemory],
+        regions: Sequence[Region],
+        rank: int,
+        socket_path: str | Path,
+        fault: str | None = None,
+    ) -> None:
+        """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
+
+        ``socket_path`` is this rank's own name in the run directory.  ``fault`` makes every
+        copy wrong on purpose (faults.py).  The memory stays the caller's to close.  Raises
+        TransportError if the regions do not fit the memory.
+        """
+        check_fault(fault)
+        self.memory = (memory,) if isinstance(memory, KVMemory) else tuple(memory)
+        self.regions = list(regions)
+        check_bounds(self.regions, [m.nbytes for m in self.memory])
+        self.rank = rank
+        self.fault = fault
+        self.num_blocks = count_blocks(self.regions)
+        self.target = _runs(self.regions, [m.address for m in self.memory])
+        self.copier = Copier()
+        self._views = [m.buffer.toreadonly() for m in self.memory]
+        self._socket_path = os.fspath(socket_path)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._epoch = Epoch(0)
+        self._fds: list[int] = []
+        self._server: FdServer | None = None
+        self._attachments: list[PosixAttachment] = []
+
+    def export(self, epoch: Epoch) -> MemoryDescriptor:
+        with self._lock:
+            if self._closed:
+                raise TransportError("the transport is closed")
+            self._epoch = epoch
+            while len(self._fds) < len(self.memory):
+                self._fds.append(self.memory[len(self._fds)].read_only_fd())
+            if self._server is None:
+                self._server = FdServer(self._socket_path, self._answer)
+        details = {"socket": self._socket_path}
+        return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
+
+    def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
+        """Answer one request; on the server's thread, without the lock that closing holds."""
+        epoch = self._epoch
+        try:
+            wanted = _request_decoder.decode(packed).epoch
+        except msgspec.DecodeError:
+            return msgspec.msgpack.encode(Answer("bad request", epoch)), []
+        if wanted != epoch:
+            return msgspec.msgpack.encode(Answer("stale", epoch)), []
+        return msgspec.msgpack.encode(Answer("ok", epoch)), self._fds
+
+    def attach(self, descriptor: MemoryDescriptor) -> PosixAttachment:
+        attachment = PosixAttachment(self, descriptor, _fetch_memory(descriptor))
+        with self._lock:
+            if self._closed:
+                raise TransportError("the transport is closed")
+            self._attachments = [a for a in self._attachments if not a.closed]
+            self._attachments.append(attachment)
+        return attachment
+
+    def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
+        check_blocks(blocks, self.num_blocks, "this cache's")
+        return [block_checksum(self._views, self.regions, block) for block in blocks]
+
+    def close(self) -> None:
+        """End the export, cancel copies, close attachments.  Idempotent.  Returns when nothing
+        is written any more: after the block that is being copied, at most."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._server is not None:
+            self._server.close()
+        for attachment in self._attachments:
+            attachment.close()
+        self.copier.close()
+        close_all(self._fds)
+        self._fds = []
