@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 OLDEST_VLLM = (0, 32)
 
@@ -36,6 +37,23 @@ def config_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str |
         if holds(vllm_config):
             return reason
     return _allocator_refusal(vllm_config, environ)
+
+
+def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
+    """Return why a KV cache of this shape cannot be shared, or None."""
+    groups = len(kv_cache_config.kv_cache_groups)
+    if groups != 1:
+        return f"the model has {groups} KV cache groups, kvshm shares caches with exactly one"
+    if kv_cache_config.hash_block_size is None:
+        return "blocks are not hashed"
+    return None
+
+
+def export_refusal(vllm_config: VllmConfig) -> str | None:
+    """Return why this engine may import but not export, or None."""
+    if vllm_config.scheduler_config.policy == "priority":
+        return "priority scheduling leaves hashed blocks behind that were never computed"
+    return None
 
 
 def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:

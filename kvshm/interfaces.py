@@ -114,13 +114,20 @@ class Transport(Protocol):
         ...
 
 
-def open_transport(name: str, **memory: Any) -> Transport:
-    """Return transport ``name``, built over the memory given.
+def load_transport(name: str) -> Any:
+    """Return the class of transport ``name``; importing it may import what it needs.
 
-    Raises TransportError if no installed package offers a transport of that name.
+    Besides making a Transport it offers ``allocate(nbytes)`` where the transport can provide
+    the memory of a KV cache itself.  Raises TransportError if no installed package offers a
+    transport of that name.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        transport: Transport = entry.load()(**memory)
-        return transport
+        return entry.load()
     known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none"
     raise TransportError(f"no transport {name!r} is installed (installed: {known})")
+
+
+def open_transport(name: str, **memory: Any) -> Transport:
+    """Return transport ``name``, built over the memory given.  Raises TransportError."""
+    transport: Transport = load_transport(name)(**memory)
+    return transport

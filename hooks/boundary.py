@@ -1,0 +1,58 @@
+"""The border to vLLM: no exception of ours crosses it.
+
+In the serving path any failure is a cache miss and a counter.  The traceback is logged once
+per hook; KVSHM_STRICT=1 (tests) lets the exception through instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
+
+from kvshm.log import logger
+
+log = logger(__name__)
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Bounded(Protocol):
+    """What a class needs for its methods to be guarded."""
+
+    strict: bool
+
+    def hook_failed(self, hook: str, exc: Exception) -> None:
+        """Note the failure and make the state safe: afterwards nothing this engine has
+        published may be trusted to stay as it is."""
+        ...
+
+
+_logged: set[str] = set()
+
+
+def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
+    """Make a hook return ``fallback(self, *args)`` instead of raising."""
+
+    def decorate(hook: F) -> F:
+        @functools.wraps(hook)
+        def call(self: Bounded, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception as exc:
+                if self.strict:
+                    raise
+                report(self, hook.__name__, exc)
+                return fallback(self, *args, **kwargs)
+
+        return cast(F, call)
+
+    return decorate
+
+
+def report(owner: Bounded, hook: str, exc: Exception) -> None:
+    """Log the first failure of a hook with its traceback and make ``owner`` safe."""
+    if hook not in _logged:
+        _logged.add(hook)
+        log.exception("%s failed; kvshm is off for this engine, which serves on", hook)
+    owner.hook_failed(hook, exc)

@@ -1,0 +1,70 @@
+"""Watches vLLM's block pool: tells when a block's bytes or its hash are about to change.
+
+The pool has no callback for every such change (a reuse watcher misses evictions and moves of
+hashes), so four methods of the pool *instance* are wrapped.  All of them run in the
+scheduler, strictly before the step that writes is dispatched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from kvshm.errors import KvshmError
+from kvshm.terms import BlockId
+
+TOUCHPOINTS = ("get_new_blocks", "_remove_cached_block_hashes", "reset_prefix_cache", "blocks")
+
+
+class PoolListener(Protocol):
+    """Who wants to know."""
+
+    def block_changes(self, block: BlockId) -> None:
+        """The block is handed out for new contents, or has lost its hash."""
+        ...
+
+    def pool_reset(self) -> None:
+        """Every hash was dropped: the contents may be of other weights from here on."""
+        ...
+
+
+class PoolChanged(KvshmError):
+    """vLLM's block pool lacks something kvshm relies on; names it."""
+
+
+def watch_pool(pool: Any, listener: PoolListener) -> None:
+    """Wrap the pool's methods.  Raises PoolChanged if one of them does not exist: then
+    nothing was wrapped, and nothing may be exported."""
+    missing = [name for name in TOUCHPOINTS if not hasattr(pool, name)]
+    if missing:
+        raise PoolChanged(f"vLLM's block pool has no {', '.join(missing)}")
+    _after(pool, "get_new_blocks", lambda blocks: _each(listener, blocks))
+    _after(pool, "reset_prefix_cache", lambda done: listener.pool_reset() if done else None)
+    _before(pool, "_remove_cached_block_hashes", lambda b: listener.block_changes(b.block_id))
+
+
+def _each(listener: PoolListener, blocks: list[Any]) -> None:
+    for block in blocks:
+        listener.block_changes(block.block_id)
+
+
+def _after(pool: Any, name: str, then: Callable[[Any], None]) -> None:
+    method = getattr(pool, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        then(result)
+        return result
+
+    setattr(pool, name, call)
+
+
+def _before(pool: Any, name: str, first: Callable[[Any], None]) -> None:
+    method = getattr(pool, name)
+
+    def call(block: Any, *args: Any, **kwargs: Any) -> Any:
+        if block.block_hash is not None:
+            first(block)
+        return method(block, *args, **kwargs)
+
+    setattr(pool, name, call)

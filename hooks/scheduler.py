@@ -1,0 +1,175 @@
+"""The connector's half in the scheduler's process: ties exporter and importer to the cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvshm.cache import EngineSpec, SharedCache, join_cache
+from kvshm.config import Config
+from kvshm.log import logger
+from kvshm.terms import BlockId
+
+from .after_prefill import Exporter, Written
+from .before_prefill import Importer
+from .identity import none_hash, scheduler_fields
+from .messages import RankDescription, RankReport, StepMetadata
+from .pool_watch import PoolListener, watch_pool
+
+log = logger(__name__)
+
+
+class SchedulerSide:
+    """One engine's scheduler.  All methods run on the EngineCore's main thread."""
+
+    def __init__(self, config: Config, run_dir: Path, vllm_config: Any, kv_cache_config: Any):
+        self._config = config
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._block_size = int(kv_cache_config.hash_block_size)
+        asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
+        spec = EngineSpec(
+            name=f"vllm-{os.getpid()}",
+            model=str(vllm_config.model_config.model),
+            num_blocks=int(kv_cache_config.num_blocks),
+            block_size=self._block_size,
+            asynchronous=asynchronous,
+        )
+        self.cache: SharedCache = join_cache(config, spec, run_dir)
+        self.importer = Importer(self.cache, config, self._block_size)
+        self.exporter: Exporter | None = None
+        self._slack = 2 * _speculative_tokens(vllm_config)
+        self._manager: Any = None
+        self._requests: dict[str, Any] = {}
+        self._step = 0
+        self._announced: int | None = None
+        self._describe = False
+        self._num_ranks = int(vllm_config.parallel_config.world_size)
+        self._descriptions: dict[int, RankDescription] = {}
+
+    # -- start and epochs
+
+    def bind(self, manager: Any, listener: PoolListener) -> None:
+        """Have ``listener`` watch vLLM's block pool; without that nothing may be exported."""
+        self._manager = manager
+        pool = manager.block_pool
+        exporter = Exporter(self.cache, pool, self._block_size, delay=1 if self._slack else 0)
+        watch_pool(pool, listener)
+        self.exporter = exporter
+
+    def reset(self) -> None:
+        """Begin another life: withdraw everything now, describe the ranks anew next step."""
+        self.cache.end_epoch()
+        if self.exporter is not None:
+            self.exporter.pool_reset()
+        self._descriptions.clear()
+        self._describe = True
+
+    def described(self, ranks: dict[int, RankDescription]) -> None:
+        """Ranks have described themselves; with the last one the next epoch can begin."""
+        self._descriptions.update(ranks)
+        if len(self._descriptions) < self._num_ranks:
+            return
+        ordered = [self._descriptions[rank] for rank in sorted(self._descriptions)]
+        refusals = [d.refusal for d in ordered if d.refusal]
+        if refusals:
+            log.warning("not sharing: %s", refusals[0])
+            return
+        fields = scheduler_fields(
+            self._vllm_config, self._kv_cache_config, [d.fields for d in ordered]
+        )
+
+        def with_none_hash() -> dict[str, str] | None:
+            digest = none_hash()
+            return None if digest is None else {**fields, "none_hash": digest.hex()}
+
+        self.cache.open_epoch([d.info for d in ordered], with_none_hash)
+
+    # -- requests
+
+    def new_request(self, request: Any) -> None:
+        self._requests[request.request_id] = request
+
+    def request_finished(self, request: Any) -> None:
+        self._requests.pop(request.request_id, None)
+        self.importer.finished(request.request_id)
+
+    # -- every step
+
+    def build(self, output: Any) -> StepMetadata:
+        """The last thing before a step is dispatched: withdraw what it writes, wait for
+        leases within the budget, and pack up what the ranks have to do."""
+        busy = output.total_num_scheduled_tokens > 0
+        self._step += 1
+        completes: list[BlockId] = []
+        if self.exporter is not None:
+            self.exporter.publish_computed()
+            if busy:
+                completes = self.exporter.step_built(self._step, self._writes(output))
+        self.cache.settle()
+        metadata = StepMetadata(
+            step=self._step if busy else 0,
+            open_table=self._newly_opened(),
+            describe=self._describe,
+            loads=self.importer.take_loads(),
+            checksums=completes if self._config.verify else [],
+        )
+        self._describe = False
+        return metadata
+
+    def emergency(self) -> StepMetadata:
+        """``build`` after something failed: nothing is shared, but loads must still be told
+        of, or their requests would wait for ever."""
+        return StepMetadata(step=0, loads=self.importer.take_loads())
+
+    def _newly_opened(self) -> str:
+        table = self.cache.table
+        if table is None or table.epoch == self._announced:
+            return ""
+        self._announced = table.epoch
+        return table.name
+
+    def _writes(self, output: Any) -> Iterator[Written]:
+        """Blocks the step writes, and which of them it completes."""
+        size = self._block_size
+        for request_id, count in output.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            blocks = self._manager.get_blocks(request_id).blocks[0]
+            begin = max(0, request.num_computed_tokens - self._slack)
+            end = request.num_computed_tokens + count
+            complete = min(end, request.num_tokens) // size
+            shares = self.importer.wants(request)
+            for index in range(begin // size, min(-(-end // size), len(blocks))):
+                yield Written(
+                    blocks[index].block_id, index, request.block_hashes, shares and index < complete
+                )
+
+    def output(self, finished: set[str], report: RankReport | None) -> None:
+        """A step's output has arrived."""
+        if report is not None:
+            self.importer.reported(report.loads)
+            if report.descriptions:
+                self.described(report.descriptions)
+        for landed in self.importer.land(finished):
+            if self.exporter is not None and not self._refuses(landed.request_id):
+                self.exporter.blocks_loaded(landed.good)
+        if self.exporter is not None:
+            if report is not None and report.step:
+                self.exporter.step_done(report.step)
+            self.cache.flush()
+
+    def _refuses(self, request_id: str) -> bool:
+        request = self._requests.get(request_id)
+        return request is None or not self.importer.wants(request)
+
+    def close(self) -> None:
+        self.cache.close()
+
+
+def _speculative_tokens(vllm_config: Any) -> int:
+    speculative = vllm_config.speculative_config
+    return int(speculative.num_speculative_tokens or 0) if speculative else 0

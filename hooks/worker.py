@@ -1,0 +1,152 @@
+"""The connector's half in each worker process: this rank's memory, its loads, its reports."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvshm.config import Config
+from kvshm.interfaces import Transport, load_transport
+from kvshm.log import logger
+from kvshm.plans import LoadFailure, LoadReport, PieceFailure
+from kvshm.protocol import RankInfo
+from kvshm.rank import RankCache
+from kvshm.rundir import rank_socket
+from kvshm.segment import identity_of
+from kvshm.terms import BlockId, Epoch, Rank
+
+from .identity import find_model, rank_fields
+from .layout import KVPlacement
+from .messages import RankDescription, RankReport, StepMetadata
+
+log = logger(__name__)
+
+
+class WorkerSide:
+    """One rank of one engine.  All methods run on the worker's main thread."""
+
+    def __init__(self, config: Config, run_dir: Path, vllm_config: Any, kv_cache_config: Any):
+        self._config = config
+        self._run_dir = run_dir
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._rank = Rank(vllm_config.parallel_config.rank)
+        self._placement = KVPlacement(load_transport("posix_shm").allocate)
+        self._model: torch.nn.Module | None = None
+        self._transport: Transport | None = None
+        self._cache: RankCache | None = None
+        self._finished: set[str] = set()
+        self._bad: set[BlockId] = set()
+        self._report = RankReport(step=0)
+        self._under_way: set[str] = set()
+
+    # -- start
+
+    def memory_context(self) -> AbstractContextManager[None]:
+        """Around vLLM's allocation of the KV cache: places it in memory that can be shared."""
+        return self._placement.context()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """The KV cache exists: find its regions and make ready to export and fill them."""
+        self._model = find_model()
+        memory, regions = self._placement.regions(self._kv_cache_config, kv_caches)
+        socket = rank_socket(self._run_dir, self._config.namespace, Epoch(_own_token()), self._rank)
+        self._transport = load_transport("posix_shm")(
+            memory=memory,
+            regions=regions,
+            rank=self._rank,
+            socket_path=socket,
+            fault=self._config.fault,
+        )
+        self._cache = RankCache(self._transport, self._rank, verify=self._config.verify)
+
+    def describe(self) -> RankDescription:
+        """What the engine has to know of this rank to join.  Digests the weights: blocks for
+        as long as reading them once takes."""
+        assert self._transport is not None
+        if self._model is None:
+            raise LookupError("the model of this worker cannot be found: weights unknown")
+        fields = rank_fields(self._vllm_config, self._kv_cache_config, self._model)
+        identity = identity_of()
+        memory = self._transport.export(Epoch(0))  # replaced when an epoch is opened
+        return RankDescription(RankInfo(identity.pid, identity.start_time, memory), fields)
+
+    # -- every step
+
+    def step(self, metadata: StepMetadata) -> None:
+        """Before the loads of a step: follow the engine from epoch to epoch."""
+        self._report = RankReport(step=metadata.step)
+        if metadata.describe and self._cache is not None:
+            self._cache.end_epoch()
+            self._report.descriptions[self._rank] = self.describe()
+        if metadata.open_table and self._cache is not None:
+            self._cache.open_epoch(metadata.open_table)
+
+    def begin_loads(self, metadata: StepMetadata) -> None:
+        """Start a step's loads; does not block."""
+        loads, metadata.loads = metadata.loads, []
+        for load in loads:
+            self._under_way.add(load.load_id)
+            if self._cache is None:
+                targets = tuple(t for piece in load.pieces for t in piece.targets)
+                self._ended(LoadReport(load.load_id, targets + load.lost))
+            else:
+                self._cache.begin_load(load)
+
+    def write_checksums(self, metadata: StepMetadata) -> None:
+        """After the model ran, before its output is returned."""
+        if metadata.checksums and self._cache is not None:
+            self._cache.write_checksums(metadata.checksums)
+
+    def collect(self) -> None:
+        """Take in the loads that have ended since the last step."""
+        if self._cache is not None:
+            for report in self._cache.poll():
+                self._ended(report)
+
+    def _ended(self, report: LoadReport) -> None:
+        self._under_way.discard(report.load_id)
+        self._finished.add(report.load_id)
+        self._bad.update(report.bad)
+        self._report.loads.append(report)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose loads have ended on this rank, good or bad."""
+        finished, self._finished = self._finished, set()
+        return finished
+
+    def take_bad(self) -> set[BlockId]:
+        """Blocks of these loads whose contents must not be used."""
+        bad, self._bad = self._bad, set()
+        return bad
+
+    def take_report(self) -> RankReport:
+        """What to tell the scheduler with this step's output."""
+        report, self._report = self._report, RankReport(step=0)
+        return report
+
+    def give_up(self, metadata: StepMetadata | None) -> None:
+        """Something here failed: export nothing any more, and let no request wait for ever."""
+        if self._cache is not None:
+            self._cache.end_epoch()
+        for load in metadata.loads if metadata is not None else []:
+            targets = tuple(t for piece in load.pieces for t in piece.targets)
+            failed = tuple(
+                PieceFailure(p.peer, LoadFailure.UNREACHABLE, p.records) for p in load.pieces
+            )
+            self._ended(LoadReport(load.load_id, targets + load.lost, failed))
+
+    def close(self) -> None:
+        """Withdraw the memory before vLLM frees it."""
+        if self._cache is not None:
+            self._cache.close()
+
+
+def _own_token() -> int:
+    """Names this process's descriptor socket, which serves one epoch after another."""
+    identity = identity_of()
+    return (identity.pid << 40 ^ identity.start_time) & (1 << 64) - 1 or os.getpid()
