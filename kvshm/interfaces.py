@@ -79,24 +79,30 @@ class Attachment(Protocol):
     def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> Copy:
         """Start copying the peer's blocks ``source`` onto own blocks ``target``, pairwise.
 
-        Returns at once.  Both lists have the same length.  Raises TransportError for block
-        ids out of range, before anything was written.  The source may be revoked at any
-        time meanwhile; the caller's re-check decides whether the bytes count.
+        Returns at once.  Both lists have the same length; they may be empty, and one source
+        may appear several times, one target only once.  The lists are not copied: leave them
+        alone until the copy has ended.  Raises TransportError for block ids out of range and
+        after ``close``, before anything was written.  The source may be revoked at any time
+        meanwhile; the caller's re-check decides whether the bytes count.
         """
         ...
 
     def close(self) -> None:
-        """Unmap the peer's memory after own copies from it have ended.  Idempotent."""
+        """Unmap the peer's memory once own copies from it have ended.  Never blocks.
+        Idempotent."""
         ...
 
 
 class Transport(Protocol):
-    """One rank's own KV memory and its way to the peers'.  Used by one thread."""
+    """One rank's own KV memory and its way to the peers'.  Used by one thread, except for
+    ``attach``, which another may call meanwhile."""
 
     name: str
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
-        """Describe own memory to peers under ``epoch``; a second call replaces the first."""
+        """Describe own memory to peers under ``epoch``.  A second call replaces the first:
+        from then on the old descriptor is stale, while copies under way go on.  Raises
+        TransportError if peers cannot be served."""
         ...
 
     def attach(self, descriptor: MemoryDescriptor) -> Attachment:
@@ -110,7 +116,8 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End the export and close every attachment.  Idempotent."""
+        """End the export, cancel copies and close every attachment.  Idempotent.  Returns
+        when nothing writes to own memory any more: blocks for a block's copy at most."""
         ...
 
 
@@ -120,6 +127,18 @@ def load_transport(name: str) -> Any:
     Besides making a Transport it offers ``allocate(nbytes)`` where the transport can provide
     the memory of a KV cache itself.  Raises TransportError if no installed package offers a
     transport of that name.
+    """
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return entry.load()
+    known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none"
+    raise TransportError(f"no transport {name!r} is installed (installed: {known})")
+
+
+def load_transport(name: str) -> Any:
+    """Return the class of transport ``name``: calling it makes a Transport, and it may offer
+    more, such as memory of the kind it can share (``posix_shm``: ``allocate``, ``adopt``).
+
+    Raises TransportError if no installed package offers a transport of that name.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry.load()

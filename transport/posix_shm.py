@@ -163,6 +163,7 @@ class PosixShmTransport:
     """
 
     name = "posix_shm"
+    allocate = staticmethod(KVMemory.create)
 
     def __init__(
         self,
