@@ -124,21 +124,9 @@ class Transport(Protocol):
 def load_transport(name: str) -> Any:
     """Return the class of transport ``name``; importing it may import what it needs.
 
-    Besides making a Transport it offers ``allocate(nbytes)`` where the transport can provide
-    the memory of a KV cache itself.  Raises TransportError if no installed package offers a
-    transport of that name.
-    """
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return entry.load()
-    known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none"
-    raise TransportError(f"no transport {name!r} is installed (installed: {known})")
-
-
-def load_transport(name: str) -> Any:
-    """Return the class of transport ``name``: calling it makes a Transport, and it may offer
-    more, such as memory of the kind it can share (``posix_shm``: ``allocate``, ``adopt``).
-
-    Raises TransportError if no installed package offers a transport of that name.
+    Besides making a Transport it may offer memory of the kind it shares: ``posix_shm`` has
+    ``allocate(nbytes)`` and ``adopt(fd, nbytes)``.  Raises TransportError if no installed
+    package offers a transport of that name.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry.load()
