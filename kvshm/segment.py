@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import posix_ipc  # type: ignore[import-not-found]  # a C module without stubs
 
+from . import _native
 from .errors import (
     CorruptSegment,
     SegmentError,
@@ -308,7 +309,7 @@ def write_header(
     buffer = segment.buffer
     _PREFIX.pack_into(buffer, 0, magic, 0, header_bytes, buffer.nbytes, epoch, *identity)
     # SYNC POINT: from here on openers take the segment for complete
-    struct.pack_into("<I", buffer, VERSION_OFFSET, LAYOUT_VERSION)
+    _native.mark_ready(buffer, LAYOUT_VERSION)
 
 
 def check_header(segment: Segment, magic: bytes | None = None) -> Header:
@@ -317,7 +318,8 @@ def check_header(segment: Segment, magic: bytes | None = None) -> Header:
     Raises SegmentNotReady, VersionMismatch or CorruptSegment.
     """
     name, buffer = segment.name, segment.buffer
-    version = struct.unpack_from("<I", buffer, VERSION_OFFSET)[0]
+    # acquire: the rest of the header is read after the version that vouches for it
+    version = _native.load(buffer, VERSION_OFFSET) & 0xFFFFFFFF
     found, _, header_bytes, nbytes, epoch, *identity = _PREFIX.unpack_from(buffer, 0)
     if version == 0:
         raise SegmentNotReady(f"{name} is not filled yet by its owner")

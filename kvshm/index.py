@@ -1,0 +1,290 @@
+"""The replica index of an engine: which blocks of which engines hold which prefix.
+
+One engine writes its replica, in its scheduler process; lookups there and in other
+processes (kvshm/index_reader.py) run beside the writer without a lock.  Events may be
+lost, repeated or out of order: a private tombstone per block of each engine remembers the
+highest generation heard of and whether it was retracted, so that nothing old comes back.
+
+When the segment is full a larger one is built beside it, announced in the old header and
+put in its place; if shared memory has no room for that, new entries are refused.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from typing import NamedTuple
+
+from . import _native
+from .errors import IndexFull, SegmentError
+from .index_reader import ROW_NAME_BYTES, ROW_STATE_OFFSET, ROW_STRUCT, ReplicaReader, Row
+from .log import logger
+from .records import (
+    CAPACITY_OFFSET,
+    INDEX_HEADER_BYTES,
+    INDEX_MAGIC,
+    NUM_ROWS,
+    RECORD_BYTES,
+    REVISION_OFFSET,
+    ROW_BYTES,
+    ROWS_OFFSET,
+    SUCCESSOR_OFFSET,
+    TOMBSTONE_BYTES,
+    BlockRecord,
+    RecordKind,
+    RowState,
+    index_bytes,
+    pack_records,
+    unpack_records,
+)
+from .segment import INDEX_KIND, Header, Identity, Segment, SegmentName, write_header
+from .terms import HASH_BYTES, BlockHash, BlockId, Epoch, Generation, LeaseBit
+
+log = logger(__name__)
+
+MIN_CAPACITY = 8
+
+_TOMBSTONE = struct.Struct("<QII")
+_REINSERTED = struct.Struct("<Q24xIIII")
+assert _TOMBSTONE.size == TOMBSTONE_BYTES
+assert _REINSERTED.size == RECORD_BYTES
+
+
+class Applied(NamedTuple):
+    """What became of a batch of events."""
+
+    added: int = 0
+    removed: int = 0
+    ignored: int = 0
+    refused: int = 0
+    """Publishes for which there was no room."""
+
+
+class Published(NamedTuple):
+    """One block as the replica had it when a scan of its owner began."""
+
+    tag: int
+    generation: Generation
+
+
+class Replica(ReplicaReader):
+    """The replica as its owner writes it.
+
+    Writers of several threads take turns by a lock; lookups take none.  After ``close``
+    writes are dropped without an error: the threads of an engine end independently.
+    """
+
+    def __init__(self, segment: Segment, name: SegmentName, header: Header) -> None:
+        super().__init__(segment, name)
+        self._header = header
+        self._lock = threading.Lock()
+        self._tombstones: dict[int, bytearray] = {}
+        self._refused = 0
+        self._grow_at = 0
+
+    @classmethod
+    def create(
+        cls, namespace: str, engine: str | int, epoch: Epoch, identity: Identity, capacity: int
+    ) -> Replica:
+        """Create an empty replica for ``capacity`` entries, rounded up to a power of two.
+
+        Raises SegmentExists or SegmentTooSmall.
+        """
+        header = Header(INDEX_MAGIC, INDEX_HEADER_BYTES, epoch, identity)
+        name = SegmentName(namespace, INDEX_KIND, str(engine), epoch)
+        rounded = 1 << (max(capacity, MIN_CAPACITY) - 1).bit_length()
+        return cls(_new_segment(name, rounded, header), name, header)
+
+    @property
+    def refused(self) -> int:
+        """Publishes dropped so far because there was no room."""
+        return self._refused
+
+    # -- rows
+
+    def add_row(self, epoch: Epoch, name: str, num_blocks: int, lease_bit: LeaseBit) -> int:
+        """Begin a live row for another engine and return its number.
+
+        Raises IndexFull if all rows are taken, SegmentError after ``close``.
+        """
+        with self._lock:
+            row = next((r for r in range(NUM_ROWS) if r not in self._tombstones), None)
+            if row is None:
+                raise IndexFull(f"{self.name} has {NUM_ROWS} rows and all are taken")
+            fresh = Row(row, epoch, RowState.FREE, num_blocks, 0, lease_bit, name)
+            _write_row(self._segment.buffer, fresh)
+            _set_state(self._segment.buffer, row, RowState.LIVE)
+            self._tombstones[row] = bytearray(num_blocks * TOMBSTONE_BYTES)
+            return row
+
+    def set_row_state(self, row: int, state: RowState) -> None:
+        """Say whether lookups may use a row: those of other processes use live ones only."""
+        with self._lock:
+            if row in self._tombstones and not self._segment.closed:
+                _set_state(self._segment.buffer, row, state)
+
+    def drop_row(self, row: int) -> int:
+        """Forget an engine, its entries and its tombstones; returns the number of entries."""
+        with self._lock:
+            if self._tombstones.pop(row, None) is None or self._segment.closed:
+                return 0
+            buffer = self._segment.buffer
+            _set_state(buffer, row, RowState.GONE)
+            dropped = _native.index_drop_row(buffer, row)
+            _set_state(buffer, row, RowState.FREE)
+            return dropped
+
+    # -- entries
+
+    def apply(self, row: int, records: bytes) -> Applied:
+        """Apply an ordered batch of one engine's events.
+
+        What is not newer than what was heard before is ignored, and so is all of an unknown
+        row.  A full index grows; if it cannot, publishes are refused.  Raises IndexError for
+        a block the engine does not have and ValueError for a torn batch, both before
+        anything was applied.
+        """
+        with self._lock:
+            tombstones = self._tombstones.get(row)
+            if tombstones is None or self._segment.closed:
+                return Applied(ignored=len(records) // RECORD_BYTES)
+            return self._apply(tombstones, row, records)
+
+    def drop(self, row: int, records: bytes) -> Applied:
+        """Forget packed records that a lease or copy showed to be stale, as if their
+        retracts, lost or still on their way, had arrived."""
+        retracts = (r._replace(kind=RecordKind.RETRACT) for r in unpack_records(records))
+        return self.apply(row, pack_records(retracts))
+
+    def published(self, row: int) -> dict[int, Published]:
+        """Return what the replica holds of a row, by block id: taken before a scan of that
+        engine's table begins, for ``resync``."""
+        with self._lock:
+            tombstones = bytes(self._tombstones.get(row, b""))
+        return {
+            block_id: Published(tag, Generation(generation))
+            for block_id, (tag, state, generation) in enumerate(_TOMBSTONE.iter_unpack(tombstones))
+            if state == RecordKind.PUBLISH
+        }
+
+    def resync(self, row: int, before: dict[int, Published], scanned: bytes) -> Applied:
+        """Bring a row in line with a scan of its engine's table.
+
+        An entry in ``before`` that the scan did not see has left READY, since words change
+        before events are sent: it is removed, unless something newer was heard meanwhile.
+        """
+        seen = {r.block_id: r.generation for r in unpack_records(scanned)}
+        stale = (
+            BlockRecord(_padded(tag), BlockId(block), generation, 0, RecordKind.RETRACT)
+            for block, (tag, generation) in before.items()
+            if block not in seen
+        )
+        return self.apply(row, pack_records(stale) + scanned)
+
+    def check_integrity(self) -> list[str]:
+        """Also: exactly the blocks heard of as published have entries.  Takes the lock."""
+        with self._lock:
+            wrong = super().check_integrity()
+            held = {
+                (e.row, int(e.block_id)): Published(e.tag, e.generation) for e in self.entries()
+            }
+        heard = {(row, b): p for row in self._tombstones for b, p in self.published(row).items()}
+        return wrong + [
+            f"row, block {place}: {held.get(place)} held, {heard.get(place)} heard of"
+            for place in sorted(held.keys() | heard.keys())
+            if held.get(place) != heard.get(place)
+        ]
+
+    def close(self) -> None:
+        """Unmap.  Idempotent; waits for a write under way."""
+        with self._lock:
+            super().close()
+
+    def unlink(self) -> None:
+        """Remove the name; who has the replica mapped keeps it."""
+        with self._lock:
+            self._segment.unlink()
+
+    # -- growth
+
+    def _current(self) -> Segment:
+        return self._segment
+
+    def _apply(self, tombstones: bytearray, row: int, records: bytes) -> Applied:
+        """Apply, growing as needed: applying again does nothing to what was applied before."""
+        apply = _native.index_apply
+        added, removed, ignored, full = apply(self._segment.buffer, tombstones, row, records)
+        while full and self._grow():
+            more = apply(self._segment.buffer, tombstones, row, records)
+            added, removed, full = added + more[0], removed + more[1], more[3]
+        self._refused += full
+        return Applied(added, removed, ignored, full)
+
+    def _grow(self) -> bool:
+        """Try to become larger; after a failure not again until twice as much was refused."""
+        if self._refused < self._grow_at:
+            return False
+        try:
+            self._enlarge()
+        except IndexFull as exc:
+            self._grow_at = 2 * self._refused + 1
+            log.warning("%s; new entries are refused", exc)
+            return False
+        self._grow_at = 0
+        return True
+
+    def _enlarge(self) -> None:
+        name = self._name._replace(revision=self._name.revision + 1)
+        old = self._segment
+        try:
+            larger = _new_segment(name, 2 * self.capacity, self._header)
+        except SegmentError as exc:
+            raise IndexFull(f"{self.name} is full and cannot grow: {exc}") from exc
+        try:
+            self._refill(larger)
+        except BaseException:
+            larger.unlink()
+            raise
+        # A lookup under way keeps the old mapping: it is dropped, not closed.
+        self._segment, self._name = larger, name
+        # SYNC POINT: other processes turn to the larger segment from here on
+        _native.store(old.buffer, SUCCESSOR_OFFSET, name.revision)
+        old.unlink()
+
+    def _refill(self, larger: Segment) -> None:
+        for row in self.rows():
+            _write_row(larger.buffer, row._replace(entries=0))
+        packed = {row: bytearray() for row in self._tombstones}
+        for tag, owner, *place in self.entries():
+            packed[owner] += _REINSERTED.pack(tag, *place, RecordKind.PUBLISH)
+        for owner, records in packed.items():
+            unheard = bytearray(len(self._tombstones[owner]))
+            _native.index_apply(larger.buffer, unheard, owner, records)
+
+
+def _new_segment(name: SegmentName, capacity: int, header: Header) -> Segment:
+    """Create an empty index.  It is valid at once: nobody is sent to a larger one before it
+    is filled, and to who finds it by its name it is an index with fewer entries."""
+    segment = Segment.create(str(name), index_bytes(capacity))
+    _native.store(segment.buffer, CAPACITY_OFFSET, capacity)
+    _native.store(segment.buffer, REVISION_OFFSET, name.revision)
+    write_header(segment, *header)
+    return segment
+
+
+def _padded(tag: int) -> BlockHash:
+    """A hash of the same tag: all that an index keeps of a hash."""
+    return BlockHash(tag.to_bytes(HASH_BYTES, "little"))
+
+
+def _write_row(buffer: memoryview, row: Row) -> None:
+    name = row.name.encode()[:ROW_NAME_BYTES]
+    fields = (row.epoch, row.state, row.num_blocks, row.entries, row.lease_bit + 1, name)
+    ROW_STRUCT.pack_into(buffer, ROWS_OFFSET + row.row * ROW_BYTES, *fields)
+
+
+def _set_state(buffer: memoryview, row: int, state: RowState) -> None:
+    """One 8-byte store, since readers look at any time: state u32, num_blocks u32."""
+    offset = ROWS_OFFSET + row * ROW_BYTES + ROW_STATE_OFFSET
+    num_blocks = _native.load(buffer, offset) >> 32
+    _native.store(buffer, offset, num_blocks << 32 | state)
