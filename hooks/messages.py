@@ -18,7 +18,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 class RankDescription(KVConnectorHandshakeMetadata):
     """How one rank's KV memory is reached, and its share of the fingerprint."""
 
-    info: RankInfo
+    info: RankInfo | None
+    """None with a refusal."""
     fields: dict[str, str]
     refusal: str = ""
     """Why this rank cannot share at all; empty if it can."""

@@ -85,7 +85,7 @@ class SchedulerSide:
             digest = none_hash()
             return None if digest is None else {**fields, "none_hash": digest.hex()}
 
-        self.cache.open_epoch([d.info for d in ordered], with_none_hash)
+        self.cache.open_epoch([d.info for d in ordered if d.info], with_none_hash)
 
     # -- requests
 
@@ -133,20 +133,35 @@ class SchedulerSide:
 
     def _writes(self, output: Any) -> Iterator[Written]:
         """Blocks the step writes, and which of them it completes."""
-        size = self._block_size
         for request_id, count in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
-            if request is None:
+            if request is None or self._goes_on_within_block(request, count):
                 continue
-            blocks = self._manager.get_blocks(request_id).blocks[0]
-            begin = max(0, request.num_computed_tokens - self._slack)
-            end = request.num_computed_tokens + count
-            complete = min(end, request.num_tokens) // size
-            shares = self.importer.wants(request)
-            for index in range(begin // size, min(-(-end // size), len(blocks))):
-                yield Written(
-                    blocks[index].block_id, index, request.block_hashes, shares and index < complete
-                )
+            yield from self._writes_of(request, count)
+
+    def _goes_on_within_block(self, request: Any, count: int) -> bool:
+        """Whether a decode step neither begins nor completes a block: then the block was
+        written by the step before, has no mark, and there is nothing to withdraw.  Most
+        requests of most steps, so this keeps the cost of a step small."""
+        return (
+            count == 1
+            and not self._slack
+            and 0 < request.num_computed_tokens % self._block_size < self._block_size - 1
+        )
+
+    def _writes_of(self, request: Any, count: int) -> Iterator[Written]:
+        size = self._block_size
+        blocks = self._manager.get_blocks(request.request_id).blocks[0]
+        # Drafts may be rejected, so with speculation a step may write further back.
+        begin = max(0, request.num_computed_tokens - self._slack)
+        end = request.num_computed_tokens + count
+        # With asynchronous scheduling the last token's value is still on its way.
+        known = request.num_tokens + request.num_output_placeholders
+        complete = min(end, known) // size
+        shares = self.importer.wants(request)
+        for index in range(begin // size, min(-(-end // size), len(blocks))):
+            block, completed = blocks[index].block_id, shares and index < complete
+            yield Written(block, index, request.block_hashes, completed)
 
     def output(self, finished: set[str], report: RankReport | None) -> None:
         """A step's output has arrived."""

@@ -20,7 +20,7 @@ from kvshm.segment import identity_of
 from kvshm.terms import BlockId, Epoch, Rank
 
 from .identity import find_model, rank_fields
-from .layout import KVPlacement
+from .layout import Placement, regions_of, share_in_place, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
 
 log = logger(__name__)
@@ -35,7 +35,9 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank = Rank(vllm_config.parallel_config.rank)
-        self._placement = KVPlacement(load_transport("posix_shm").allocate)
+        self._transport_type = load_transport("posix_shm")
+        self._allocation = shared_kv_memory(self._transport_type.allocate)
+        self._refusal = "the KV cache was not registered"
         self._model: torch.nn.Module | None = None
         self._transport: Transport | None = None
         self._cache: RankCache | None = None
@@ -46,33 +48,45 @@ class WorkerSide:
 
     # -- start
 
-    def memory_context(self) -> AbstractContextManager[None]:
+    def memory_context(self) -> AbstractContextManager[Any]:
         """Around vLLM's allocation of the KV cache: places it in memory that can be shared."""
-        return self._placement.context()
+        return self._allocation
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV cache exists: find its regions and make ready to export and fill them."""
+        placement = regions_of(self._kv_cache_config, kv_caches)
+        if isinstance(placement, str):
+            self._refusal = placement
+            return
         self._model = find_model()
-        memory, regions = self._placement.regions(self._kv_cache_config, kv_caches)
-        socket = rank_socket(self._run_dir, self._config.namespace, Epoch(_own_token()), self._rank)
-        self._transport = load_transport("posix_shm")(
-            memory=memory,
-            regions=regions,
+        self._kernel_blocks = placement.kernel_blocks
+        socket = rank_socket(self._run_dir, self._config.namespace, os.getpid(), self._rank)
+        self._transport = self._transport_type(
+            memory=self._memory(placement),
+            regions=placement.regions,
             rank=self._rank,
             socket_path=socket,
             fault=self._config.fault,
         )
         self._cache = RankCache(self._transport, self._rank, verify=self._config.verify)
 
+    def _memory(self, placement: Placement) -> Any:
+        """The memory the cache lies in, moved into shared memory if it does not yet."""
+        if self._allocation.memory is not None:
+            return self._allocation.memory
+        log.warning("moving the KV cache into shared memory: %s", self._allocation.failure)
+        return self._transport_type.adopt(*share_in_place(placement))
+
     def describe(self) -> RankDescription:
         """What the engine has to know of this rank to join.  Digests the weights: blocks for
         as long as reading them once takes."""
-        assert self._transport is not None
+        if self._transport is None:
+            return RankDescription(None, {}, self._refusal)
         if self._model is None:
-            raise LookupError("the model of this worker cannot be found: weights unknown")
+            return RankDescription(None, {}, "the model was not found, its weights are unknown")
         fields = rank_fields(self._vllm_config, self._kv_cache_config, self._model)
         identity = identity_of()
-        memory = self._transport.export(Epoch(0))  # replaced when an epoch is opened
+        memory = self._transport.export(Epoch(0))  # serves nothing until an epoch is opened
         return RankDescription(RankInfo(identity.pid, identity.start_time, memory), fields)
 
     # -- every step
@@ -145,8 +159,3 @@ class WorkerSide:
         if self._cache is not None:
             self._cache.close()
 
-
-def _own_token() -> int:
-    """Names this process's descriptor socket, which serves one epoch after another."""
-    identity = identity_of()
-    return (identity.pid << 40 ^ identity.start_time) & (1 << 64) - 1 or os.getpid()

@@ -40,14 +40,10 @@ class Membership:
         self._refusal = ""
         life.table.lease_bit = LeaseBit(reply.lease_bit)
         life.table.counters.add(REJOINS, 1)
-        life.peers.reset_roster(reply.roster)
         for stranger in reply.strangers:
             self._name_stranger(stranger)
-        log.info(
-            "joined: lease bit %d, %d engines to share with",
-            reply.lease_bit,
-            sum(info.epoch != life.table.epoch for info in reply.roster),
-        )
+        peers = sum(info.epoch != life.table.epoch for info in reply.roster)
+        log.info("joined with lease bit %d, %d engines to share with", reply.lease_bit, peers)
 
     def engine_joined(self, info: EngineInfo) -> None:
         if (life := self._present()) is not None and info.epoch != life.table.epoch:
