@@ -66,9 +66,6 @@ int64_t kvshm_lease(kvshm_segment segment, uint64_t epoch, int bit, const kvshm_
         if (mask)
             sync_point(KVSHM_SYNC_LEASED);
     }
-    if (length && mask) /* release: who sees the count sees the bits */
-        atomic_fetch_add_explicit(word_at(table.base + KVSHM_LEASES_TAKEN_OFFSET), 1,
-                                  memory_order_release);
     return (int64_t)length;
 }
 

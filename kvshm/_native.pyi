@@ -93,10 +93,10 @@ def index_drop_row(index: Buffer, row: int, /) -> int:
     """Remove all entries of a row and return how many; the caller zeroes its tombstones."""
 
 def index_lookup(
-    index: Buffer, hashes: list[bytes], start: int, stop: int, rows: int, /
+    index: Buffer, hashes: Sequence[bytes], start: int, stop: int, rows: int, /
 ) -> tuple[bytes, bytes]:
-    """Longest run of ``hashes[start:stop]`` held by rows in the mask ``rows``: its records, and
-    the row of each as one byte."""
+    """Longest run of ``hashes[start:stop]`` (1 to 32 bytes each) held by rows in the mask
+    ``rows``: its records, and the row of each as one byte."""
 
 # -- copies
 

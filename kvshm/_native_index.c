@@ -2,6 +2,7 @@
 
 #include "_native.h"
 
+#include <stdbool.h>
 #include <string.h>
 
 /* -- index ----------------------------------------------------------------------------------- */
@@ -51,6 +52,20 @@ static PyObject *native_index_drop_row(PyObject *module, PyObject *args)
     return result;
 }
 
+static bool copy_digest(PyObject *item, uint8_t *to)
+{
+    char *digest;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(item, &digest, &size) < 0)
+        return false;
+    if (size < 1 || size > KVSHM_HASH_BYTES) {
+        PyErr_Format(PyExc_ValueError, "a block hash has 1 to 32 bytes, not %zd", size);
+        return false;
+    }
+    memcpy(to, digest, (size_t)size);
+    return true;
+}
+
 /* hashes[start:stop], each padded with zeros to 32 bytes; NULL with an exception. */
 static uint8_t *copy_hashes(PyObject *hashes, Py_ssize_t start, Py_ssize_t stop)
 {
@@ -60,20 +75,15 @@ static uint8_t *copy_hashes(PyObject *hashes, Py_ssize_t start, Py_ssize_t stop)
         return NULL;
     }
     for (Py_ssize_t i = start; i < stop; i++) {
-        char *digest;
-        Py_ssize_t size;
-        if (PyBytes_AsStringAndSize(PyList_GetItem(hashes, i), &digest, &size) < 0)
-            break;
-        if (size < 1 || size > KVSHM_HASH_BYTES) {
-            PyErr_Format(PyExc_ValueError, "hash %zd has %zd bytes, not 1 to 32", i, size);
-            break;
+        PyObject *item = PySequence_GetItem(hashes, i);
+        bool copied = item && copy_digest(item, array + (i - start) * KVSHM_HASH_BYTES);
+        Py_XDECREF(item);
+        if (!copied) {
+            PyMem_Free(array);
+            return NULL;
         }
-        memcpy(array + (i - start) * KVSHM_HASH_BYTES, digest, (size_t)size);
     }
-    if (!PyErr_Occurred())
-        return array;
-    PyMem_Free(array);
-    return NULL;
+    return array;
 }
 
 static PyObject *native_index_lookup(PyObject *module, PyObject *args)
@@ -82,11 +92,15 @@ static PyObject *native_index_lookup(PyObject *module, PyObject *args)
     PyObject *hashes, *result = NULL;
     Py_ssize_t start, stop;
     unsigned long long rows;
-    if (!PyArg_ParseTuple(args, "y*O!nnK:index_lookup", &index, &PyList_Type, &hashes, &start,
-                          &stop, &rows))
+    if (!PyArg_ParseTuple(args, "y*OnnK:index_lookup", &index, &hashes, &start, &stop, &rows))
         return NULL;
-    if (stop > PyList_Size(hashes))
-        stop = PyList_Size(hashes);
+    Py_ssize_t available = PySequence_Size(hashes);
+    if (available < 0) {
+        PyBuffer_Release(&index);
+        return NULL;
+    }
+    if (stop > available)
+        stop = available;
     if (start < 0 || stop < start)
         start = stop = 0;
     size_t count = (size_t)(stop - start);

@@ -1,0 +1,98 @@
+"""What kvshm counts: one registry of stable ids, and the counters of one engine.
+
+Counters live in the header of an engine's slot table, so that tools read them from a running
+or a dead engine.  Ids are positions in shared memory: they are never reused or renumbered.
+"""
+
+from __future__ import annotations
+
+from . import _native
+from .records import COUNTERS_OFFSET, NUM_COUNTERS
+from .segment import Segment
+
+REGISTRY: dict[int, Counter] = {}
+"""All counters by id."""
+
+
+class Counter(int):
+    """One thing that is counted; as a number, its id."""
+
+    label: str
+    sentence: str
+
+    def __new__(cls, number: int, label: str, sentence: str) -> Counter:
+        """Register counter ``number``.  ValueError if the id is taken or has no place."""
+        if number in REGISTRY or not 0 <= number < NUM_COUNTERS:
+            raise ValueError(f"counter id {number} is taken or not below {NUM_COUNTERS}")
+        counter = super().__new__(cls, number)
+        counter.label, counter.sentence = label, sentence
+        REGISTRY[number] = counter
+        return counter
+
+    def __repr__(self) -> str:
+        return f"<Counter {int(self)} {self.label}>"
+
+
+# -- exporter's side
+PUBLISHED = Counter(0, "published", "Blocks made readable by other engines.")
+RETRACTED = Counter(1, "retracted", "Blocks withdrawn, for whatever reason.")
+DRAINED = Counter(2, "drained", "Retracted blocks whose leases ended within the budget.")
+FORCED = Counter(3, "forced", "Retracted blocks taken back over leases still held.")
+DRAIN_WAIT_US = Counter(4, "drain_wait_us", "Microseconds spent waiting for leases to end.")
+EVENTS_SENT = Counter(5, "events_sent", "Batches of events handed to the coordinator.")
+EVENTS_DROPPED = Counter(6, "events_dropped", "Batches of events that could not be sent.")
+
+# -- importer's side: looking
+LOOKUPS = Counter(16, "lookups", "Prefixes looked up in the replica.")
+LOOKUP_HITS = Counter(17, "lookup_hits", "Lookups that led to a plan.")
+BLOCKS_MATCHED = Counter(18, "blocks_matched", "Blocks in those plans.")
+MISS_NO_PEER = Counter(19, "miss_no_peer", "Lookups while no other engine was usable.")
+MISS_NO_OWNER = Counter(20, "miss_no_owner", "Lookups whose first block nobody has.")
+MISS_TOO_SHORT = Counter(21, "miss_too_short", "Matches below KVSHM_MIN_PREFIX_TOKENS.")
+MISS_LEASE_LOST = Counter(22, "miss_lease_lost", "Plans of which no block could be leased.")
+MISS_QUARANTINED = Counter(23, "miss_quarantined", "Matches only at peers in quarantine.")
+
+# -- importer's side: loading
+LEASES_TAKEN = Counter(32, "leases_taken", "Leases taken on blocks of other engines.")
+LEASE_LOST = Counter(33, "lease_lost", "Planned blocks that could no longer be leased.")
+LOADS_STARTED = Counter(34, "loads_started", "Loads handed to the worker ranks.")
+LOADS_DONE = Counter(35, "loads_done", "Loads of which every block counts.")
+LOADS_FAILED = Counter(36, "loads_failed", "Loads with at least one block to recompute.")
+IMPORTED_BLOCKS = Counter(37, "imported_blocks", "Blocks taken over from other engines.")
+BLOCKS_COPIED = Counter(38, "blocks_copied", "Blocks copied, summed over ranks.")
+BYTES_COPIED = Counter(39, "bytes_copied", "Bytes copied, summed over ranks.")
+RECHECK_FAILED = Counter(40, "recheck_failed", "Blocks that had changed under the copy.")
+DISCARDED = Counter(41, "discarded", "Copied blocks that were thrown away, for any reason.")
+VERIFIED = Counter(42, "verified", "Blocks whose checksum was found right (KVSHM_VERIFY).")
+MISMATCHED = Counter(43, "mismatched", "Blocks whose checksum was wrong (KVSHM_VERIFY).")
+QUARANTINES = Counter(44, "quarantines", "Peers not used any more after repeated failures.")
+
+# -- replica and coordinator
+INDEX_FULL = Counter(56, "index_full", "Events the replica had no room for.")
+RESYNCS = Counter(57, "resyncs", "Slot tables scanned again after a gap in the events.")
+REJOINS = Counter(58, "rejoins", "Times this epoch joined a coordinator.")
+BAD_MESSAGES = Counter(59, "bad_messages", "Messages that were dropped as undecodable.")
+SWEPT = Counter(60, "swept", "Leases of dead importers cleared from this table.")
+HOOK_ERRORS = Counter(61, "hook_errors", "Exceptions turned into a miss at the hooks.")
+
+
+class Counters:
+    """The counters of one slot table.  Any process that has it mapped writable may add."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    def add(self, counter: int, amount: int = 1) -> None:
+        """Count ``amount`` (not negative) more; atomic.  KeyError for an unknown counter."""
+        number = REGISTRY[counter]
+        if amount < 0:
+            raise ValueError(f"{number.label} cannot count {amount}")
+        _native.add(self._segment.buffer, COUNTERS_OFFSET + 8 * number, amount)
+
+    def read(self, counter: int) -> int:
+        """The present value.  KeyError for an unknown counter."""
+        return _native.load(self._segment.buffer, COUNTERS_OFFSET + 8 * REGISTRY[counter])
+
+    def snapshot(self) -> dict[str, int]:
+        """All values by label, in the order of their ids; each is read on its own."""
+        return {counter.label: self.read(counter) for counter in REGISTRY.values()}

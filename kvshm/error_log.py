@@ -1,0 +1,62 @@
+"""The error log in a slot table's header: distinct errors, how often and when.
+
+It outlives the process, so that tools can say why an engine imported nothing.  Several
+processes may write at once; two that meet in one place may lose one of their entries, never
+more.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from .records import ERROR_BYTES, ERRORS_OFFSET, NUM_ERRORS
+from .segment import Segment
+
+TEXT_BYTES = 104
+_ENTRY = struct.Struct(f"<QQQ{TEXT_BYTES}s")
+assert _ENTRY.size == ERROR_BYTES
+
+
+class LoggedError(NamedTuple):
+    """One distinct error."""
+
+    count: int
+    first_ns: int
+    last_ns: int
+    """CLOCK_REALTIME, like ``first_ns``."""
+    text: str
+
+
+class ErrorLog:
+    """The log of one slot table."""
+
+    def __init__(self, segment: Segment) -> None:
+        self._segment = segment
+
+    def add(self, text: str, now_ns: int) -> None:
+        """Note an error; one that is there already is counted.  A full log forgets the error
+        that has not been seen for the longest time.  The text is cut to 104 bytes."""
+        wanted = text.encode("utf-8", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
+        entries = [self._read(place) for place in range(NUM_ERRORS)]
+        place = next((i for i, entry in enumerate(entries) if entry[3] == wanted), None)
+        if place is None:
+            place = min(range(NUM_ERRORS), key=lambda i: entries[i][2])
+            entries[place] = (0, now_ns, now_ns, wanted)
+        count, first_ns = entries[place][:2]
+        offset = ERRORS_OFFSET + place * ERROR_BYTES
+        _ENTRY.pack_into(self._segment.buffer, offset, count + 1, first_ns, now_ns, wanted)
+
+    def read(self) -> list[LoggedError]:
+        """The errors, most recent last."""
+        entries = [self._read(place) for place in range(NUM_ERRORS)]
+        used = sorted((entry for entry in entries if entry[0]), key=lambda entry: entry[2])
+        return [
+            LoggedError(count, first, last, text.rstrip(b"\0").decode("utf-8", "replace"))
+            for count, first, last, text in used
+        ]
+
+    def _read(self, place: int) -> tuple[int, int, int, bytes]:
+        offset = ERRORS_OFFSET + place * ERROR_BYTES
+        count, first_ns, last_ns, text = _ENTRY.unpack_from(self._segment.buffer, offset)
+        return count, first_ns, last_ns, text

@@ -1,0 +1,100 @@
+"""The places where tests stop or kill a real process: one list for C and Python.
+
+``KVSHM_TEST_SYNC_POINT="<name>:<stop|kill>[:<nth>]"`` in the environment, read once when
+this module is imported, makes the process stop (SIGSTOP) or die (SIGKILL) when it reaches
+the named point for the nth time (default: first).  Unset, a sync point costs one comparison.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from . import _native
+from .errors import ConfigError
+
+VARIABLE = "KVSHM_TEST_SYNC_POINT"
+
+
+class SyncPoint(IntEnum):
+    """A moment between two changes that others can see.  The first six are in the core and
+    have its numbers (_core.h)."""
+
+    PUBLISH_FILLED = 0
+    """Slot filled, word not yet READY."""
+    PUBLISHED = 1
+    """Word READY, event not yet sent."""
+    LEASE_LOADED = 2
+    """Word and hash read, lease bit not yet set."""
+    LEASED = 3
+    """Lease bit set, copy not yet begun."""
+    RETRACTED = 4
+    """READY left, event not yet sent."""
+    FORCED = 5
+    """Generation advanced over leases, block not yet reused."""
+    LOAD_PLANNED = 6
+    """All leases of a load taken, load not yet handed to the ranks."""
+    COPY_BEGINS = 7
+    """A rank is about to attach and copy."""
+    COPIED = 8
+    """A rank's last byte has arrived, re-check not yet done."""
+    RELEASED = 9
+    """Re-checked and given back, not yet reported."""
+
+
+_ACTIONS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
+
+
+class Arming(NamedTuple):
+    """What happens where, and the how manieth time."""
+
+    point: SyncPoint
+    action: signal.Signals
+    nth: int = 1
+
+
+def parse_arming(text: str) -> Arming:
+    """Return what ``<name>:<stop|kill>[:<nth>]`` asks for.  Raises ConfigError."""
+    name, _, rest = text.partition(":")
+    action, _, nth = rest.partition(":")
+    times = int(nth) if nth.isascii() and nth.isdigit() else 0 if nth else 1
+    if name not in SyncPoint.__members__ or action not in _ACTIONS or times < 1:
+        raise ConfigError(
+            f"{VARIABLE}={text!r}: wanted <name>:<stop|kill>[:<nth>] with a name of"
+            f" {', '.join(SyncPoint.__members__)}"
+        )
+    return Arming(SyncPoint[name], _ACTIONS[action], times)
+
+
+class _Armed(NamedTuple):
+    arming: Arming
+    visits: Iterator[int]
+
+
+_armed: _Armed | None = None
+
+
+def arm(arming: Arming) -> None:
+    """Arm one point in this process; in Python a second call replaces the first."""
+    global _armed
+    if arming.point < _native.NUM_SYNC_POINTS:
+        _native.arm_sync_point(arming.point, arming.action, arming.nth)
+    else:
+        _armed = _Armed(arming, itertools.count(1))
+
+
+def sync_point(point: SyncPoint) -> None:
+    """Mark a SYNC POINT of the Python code."""
+    if _armed is None or _armed.arming.point is not point:
+        return
+    if next(_armed.visits) == _armed.arming.nth:
+        # raise_signal, not kill: the signal is delivered to this very thread
+        signal.raise_signal(_armed.arming.action)
+
+
+if VARIABLE in os.environ:
+    arm(parse_arming(os.environ[VARIABLE]))

@@ -1,0 +1,252 @@
+"""The header of a slot table: who made it for what, and the words that speak for all slots.
+
+A life word holds the epoch while one rank's KV memory is what the table says.  Without it no
+lease succeeds and no re-check passes, so zeroing it withdraws everything at once.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from . import _native
+from .counters import Counters
+from .error_log import ErrorLog, LoggedError
+from .errors import CorruptSegment
+from .records import (
+    CREATED_OFFSET,
+    ENGINE_NAME_BYTES,
+    ENGINE_NAME_OFFSET,
+    FINGERPRINT_OFFSET,
+    HEARTBEAT_OFFSET,
+    LEASES_TAKEN_OFFSET,
+    LIFE_OFFSET,
+    MAX_RANKS,
+    MODEL_NAME_BYTES,
+    MODEL_NAME_OFFSET,
+    NUM_BLOCKS_OFFSET,
+    NUM_LEASE_BITS,
+    NUM_RANKS_OFFSET,
+    NUM_TICKETS,
+    RETIRED_OFFSET,
+    TABLE_HEADER_BYTES,
+    TABLE_MAGIC,
+    TICKETS_OFFSET,
+    table_bytes,
+)
+from .segment import TABLE_KIND, Header, Segment, segment_name
+from .terms import Epoch, Fingerprint, LeaseBit
+
+Clock = Callable[[], int]
+"""Nanoseconds of CLOCK_REALTIME."""
+
+_FIXED = struct.Struct("<32sIII")
+_NAMES = struct.Struct(f"<{ENGINE_NAME_BYTES}s{MODEL_NAME_BYTES}s")
+assert FINGERPRINT_OFFSET + _FIXED.size == NUM_RANKS_OFFSET + 4
+assert ENGINE_NAME_OFFSET + ENGINE_NAME_BYTES == MODEL_NAME_OFFSET
+assert NUM_BLOCKS_OFFSET == FINGERPRINT_OFFSET + 32
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What a slot table is made for.  ValueError if no table can be like that."""
+
+    namespace: str
+    engine: str
+    num_blocks: int
+    block_size: int
+    """Tokens per block."""
+    num_ranks: int
+    fingerprint: Fingerprint
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_blocks < 1 << 32 or not 0 < self.block_size < 1 << 32:
+            raise ValueError(f"{self.num_blocks} blocks of {self.block_size} tokens")
+        if not 0 < self.num_ranks <= MAX_RANKS:
+            raise ValueError(f"{self.num_ranks} ranks, a slot table has 1 to {MAX_RANKS}")
+        if len(self.fingerprint) != 32:
+            raise ValueError(f"a fingerprint has 32 bytes, not {len(self.fingerprint)}")
+        if len(self.engine.encode()) > ENGINE_NAME_BYTES:
+            raise ValueError(f"engine name {self.engine!r} has over {ENGINE_NAME_BYTES} bytes")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the segment."""
+        return table_bytes(self.num_blocks, self.num_ranks)
+
+    def segment_name(self, epoch: Epoch) -> str:
+        """Name of the segment in one epoch."""
+        return segment_name(self.namespace, TABLE_KIND, self.engine, epoch)
+
+    def write(self, segment: Segment, created_ns: int) -> None:
+        """Fill the fixed fields of a new segment's header."""
+        buffer, model = segment.buffer, self.model.encode()[:MODEL_NAME_BYTES]
+        fixed = (self.fingerprint, self.num_blocks, self.block_size, self.num_ranks)
+        _FIXED.pack_into(buffer, FINGERPRINT_OFFSET, *fixed)
+        _NAMES.pack_into(buffer, ENGINE_NAME_OFFSET, self.engine.encode(), model)
+        _native.store(buffer, CREATED_OFFSET, created_ns)
+
+
+def _text(field: bytes) -> str:
+    return field.rstrip(b"\0").decode("utf-8", "ignore")
+
+
+class TableHeader:
+    """The header of one mapped table.  What never changes is read once; the rest at each
+    call.  Words may be written by any process that has the table mapped writable."""
+
+    def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
+        """Take over a segment whose common header was checked.  Raises CorruptSegment."""
+        self._segment, self._clock = segment, clock
+        self.name, self.epoch, self.identity = segment.name, header.epoch, header.identity
+        buffer = segment.buffer
+        if header.magic != TABLE_MAGIC or header.header_bytes != TABLE_HEADER_BYTES:
+            raise CorruptSegment(f"{self.name} has a header of {header.header_bytes} bytes")
+        fingerprint, self.num_blocks, self.block_size, self.num_ranks = _FIXED.unpack_from(
+            buffer, FINGERPRINT_OFFSET
+        )
+        if not self.num_blocks or not 0 < self.num_ranks <= MAX_RANKS:
+            raise CorruptSegment(
+                f"{self.name} states {self.num_blocks} blocks, {self.num_ranks} ranks"
+            )
+        if table_bytes(self.num_blocks, self.num_ranks) > buffer.nbytes:
+            raise CorruptSegment(f"{self.name}: {self.num_blocks} blocks exceed {buffer.nbytes} bytes")
+        self.fingerprint = Fingerprint(fingerprint)
+        engine, model = _NAMES.unpack_from(buffer, ENGINE_NAME_OFFSET)
+        self.engine, self.model = _text(engine), _text(model)
+        self.created_ns = _native.load(buffer, CREATED_OFFSET)
+        self.counters = Counters(segment)
+        self._next_ticket = 0
+        self._errors = ErrorLog(segment)
+
+    def _load(self, offset: int) -> int:
+        return _native.load(self._segment.buffer, offset)
+
+    def _store(self, offset: int, value: int) -> None:
+        _native.store(self._segment.buffer, offset, value)
+
+    # -- life
+
+    def _life_offset(self, rank: int) -> int:
+        if not 0 <= rank < self.num_ranks:
+            raise IndexError(f"{self.name} has {self.num_ranks} ranks, no rank {rank}")
+        return LIFE_OFFSET + 8 * rank
+
+    def life(self, rank: int) -> int:
+        """The rank's life word: the epoch while its KV memory is what the table says."""
+        return self._load(self._life_offset(rank))
+
+    def set_life(self, rank: int) -> None:
+        """The rank's KV memory is exported and is what the table says; that rank only."""
+        self._store(self._life_offset(rank), self.epoch)
+
+    def end_life(self, rank: int | None) -> None:
+        """Before the rank's KV memory is freed or remapped (None: that of all ranks).  From
+        here on no lease succeeds and no re-check of that rank passes.  Also called by
+        whoever has confirmed the rank's death."""
+        for ended in range(self.num_ranks) if rank is None else (rank,):
+            self._store(self._life_offset(ended), 0)
+
+    def retire(self) -> None:
+        """No lease will ever succeed again.  For good."""
+        self._store(RETIRED_OFFSET, 1)
+
+    @property
+    def retired(self) -> bool:
+        return self._load(RETIRED_OFFSET) != 0
+
+    def beat(self) -> None:
+        """The owner is alive; about once a second."""
+        _native.add(self._segment.buffer, HEARTBEAT_OFFSET, 1)
+
+    @property
+    def heartbeat(self) -> int:
+        """Counts the owner's beats."""
+        return self._load(HEARTBEAT_OFFSET)
+
+    # -- the owner as an importer
+
+    @property
+    def leases_taken(self) -> int:
+        """Counts the batches of leases the owner has taken on others' blocks."""
+        return self._load(LEASES_TAKEN_OFFSET)
+
+    @leases_taken.setter
+    def leases_taken(self, count: int) -> None:
+        self._store(LEASES_TAKEN_OFFSET, count)
+
+    @property
+    def lease_bit(self) -> LeaseBit:
+        """The owner's bit in others' slots; NO_LEASE_BIT if it has none."""
+        return LeaseBit((self._load(NUM_RANKS_OFFSET) >> 32) - 1)
+
+    @lease_bit.setter
+    def lease_bit(self, bit: LeaseBit) -> None:
+        if not -1 <= bit < NUM_LEASE_BITS:
+            raise IndexError(f"there is no lease bit {bit}")
+        self._store(NUM_RANKS_OFFSET, (bit + 1) << 32 | self.num_ranks)
+
+    # -- load tickets: the last rank to finish a load releases its leases
+
+    def take_ticket(self, ranks: int) -> int | None:
+        """Begin a load that ``ranks`` ranks will finish; the owner's scheduler only.
+
+        Returns the ticket, None if all are in use.  Tickets are handed out in turn, so that
+        one is not used again at once.
+        """
+        if not 0 < ranks <= MAX_RANKS:
+            raise ValueError(f"a load of {ranks} ranks")
+        first = self._next_ticket
+        for ticket in (i % NUM_TICKETS for i in range(first, first + NUM_TICKETS)):
+            if _native.compare_exchange(self._segment.buffer, self._ticket(ticket), 0, ranks):
+                self._next_ticket = ticket + 1
+                return ticket
+        return None
+
+        def finish_ticket(self, ticket: int) -> bool:
+        """This rank has finished the load; once per rank.  True for the last one, who then
+        releases the leases.  IndexError for a ticket that does not exist."""
+        while left := self._load(self._ticket(ticket)):
+            if _native.compare_exchange(
+                self._segment.buffer, self._ticket(ticket), left, left - 1
+            ):
+                return left == 1
+        return False
+
+    @staticmethod
+    def _ticket(ticket: int) -> int:
+        if not 0 <= ticket < NUM_TICKETS:
+            raise IndexError(f"there is no ticket {ticket}")
+        return TICKETS_OFFSET + 8 * ticket
+
+    # -- error log
+
+    def log_error(self, text: str) -> None:
+        """Note an error where tools find it, also after this process has ended."""
+        self._errors.add(text, self._clock())
+
+    def errors(self) -> list[LoggedError]:
+        """The errors noted, most recent last."""
+        return self._errors.read()
+
+    # -- integrity
+
+    def _header_violations(self) -> list[str]:
+        lives = [self.life(rank) for rank in range(self.num_ranks)]
+        tickets = [self._load(self._ticket(i)) for i in range(NUM_TICKETS)]
+        found = [f"life of rank {r} is {w:#x}" for r, w in enumerate(lives) if w not in (0, self.epoch)]
+        found += [f"ticket {i} waits for {n} ranks" for i, n in enumerate(tickets) if n > MAX_RANKS]
+        if self.lease_bit >= NUM_LEASE_BITS:
+            found.append(f"lease bit is {self.lease_bit}")
+        return found
+
+    def close(self) -> None:
+        """Unmap.  Idempotent."""
+        self._segment.close()
+
+    def unlink(self) -> None:
+        """Remove the name; mappings stay valid.  Idempotent."""
+        self._segment.unlink()
