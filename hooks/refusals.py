@@ -1,7 +1,7 @@
 """Why kvshm stays out of an engine: one sentence per reason, for the log.
 
-These are the reasons that show in vLLM's configuration; what shows only once the cache and
-the model exist (several KV cache groups, unknown weights) is refused where it is seen.
+These are the reasons that show in vLLM's configuration; what shows only in the cache and the
+model themselves (several allocations, unknown weights) is refused where it is seen.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 OLDEST_VLLM = (0, 32)
+SHAREABLE_DEVICES = ("cpu",)
+"""vLLM's device types for which there is a transport."""
 
 
 def version_refusal(version: tuple[int | str, ...]) -> str | None:
@@ -40,10 +42,18 @@ def config_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str |
 
 
 def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
-    """Return why a KV cache of this shape cannot be shared, or None."""
-    groups = len(kv_cache_config.kv_cache_groups)
-    if groups != 1:
-        return f"the model has {groups} KV cache groups, kvshm shares caches with exactly one"
+    """Return why a KV cache of this shape cannot be shared, or None.
+
+    A prefix is one chain of blocks only where every layer keeps every block of it.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
+
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        return f"the model has {len(groups)} KV cache groups, kvshm shares caches with exactly one"
+    for spec in iter_layer_specs(groups[0].kv_cache_spec):
+        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or spec.non_causal:
+            return f"some layers have no full causal attention: {spec}"
     if kv_cache_config.hash_block_size is None:
         return "blocks are not hashed"
     return None
@@ -68,6 +78,9 @@ def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> s
 
 
 _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
+    "there is no transport for KV caches on this device": lambda c: (
+        c.device_config.device_type not in SHAREABLE_DEVICES
+    ),
     "prefix caching is off (--no-enable-prefix-caching)": lambda c: (
         not c.cache_config.enable_prefix_caching
     ),

@@ -1,0 +1,205 @@
+"""Where the KV blocks lie: vLLM's KV cache as regions, and in shared memory from the start.
+
+vLLM allocates one buffer per worker and lays every layer over it.  The page of layer ``l``
+and block ``b`` starts at ``offset + l * layer_stride + b * block_stride``, which has two
+shapes::
+
+    layer outermost (LBNHC ...)              block outermost (BLNHC ...)
+    | l0: b0 b1 b2 .. | l1: b0 b1 b2 .. |    | b0: l0 l1 .. | b1: l0 l1 .. | ...
+      one region per layer                     one region that holds all layers
+
+Addresses are taken from the storage, never from a layer's view: a view may be split into
+kernel blocks or have its axes swapped, the storage is the same for all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import torch
+
+from kvshm.errors import KvshmError, TransportError
+from kvshm.interfaces import Region
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A worker's KV cache: one allocation and the regions in it.  Worker only."""
+
+    storage: torch.Tensor
+    """The whole allocation as flat int8; holding it keeps the memory."""
+    regions: list[Region]
+    kernel_blocks: int
+    """Into how many parts the attention kernels split a block (1: not at all)."""
+
+    @property
+    def address(self) -> int:
+        """First byte of the allocation, as it is now (``share_in_place`` moves it)."""
+        return int(self.storage.untyped_storage().data_ptr())
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.storage.untyped_storage().nbytes())
+
+
+def regions_of(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> Placement | str:
+    """Return where the blocks lie, or in one sentence why these cannot be shared.
+
+    ``kv_caches`` is what vLLM hands to ``register_kv_caches``.  Touches no KV bytes.
+    """
+    if (groups := len(kv_cache_config.kv_cache_groups)) != 1:
+        return f"the model has {groups} KV cache groups; only a single one can be shared"
+    if any(tensor.host_resident for tensor in kv_cache_config.kv_cache_tensors):
+        return "part of the KV cache lies in host memory of its own"
+    if not all(isinstance(cache, torch.Tensor) for cache in kv_caches.values()):
+        return "the KV cache of some layer is no single tensor"
+    if len({cache.untyped_storage().data_ptr() for cache in kv_caches.values()}) != 1:
+        return f"the KV caches of {len(kv_caches)} layers do not lie in one allocation"
+    splits = {cache.shape[0] / kv_cache_config.num_blocks for cache in kv_caches.values()}
+    if len(splits) != 1 or not (split := splits.pop()).is_integer():
+        return f"the layers do not split their {kv_cache_config.num_blocks} blocks alike"
+    return _place(kv_cache_config, kv_caches, int(split))
+
+
+def _place(
+    config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], kernel_blocks: int
+) -> Placement | str:
+    storage = _flat(next(iter(kv_caches.values())))
+    regions: dict[Region, None] = {}  # an ordered set: packed tensors share one region
+    for tensor in config.kv_cache_tensors:
+        if (wrong := _contradiction(tensor, config.num_blocks, kv_caches)) is not None:
+            return wrong
+        regions |= dict.fromkeys(_regions(tensor, config.num_blocks))
+    for region in regions:
+        end = region.offset + region.stride * (region.num_blocks - 1) + region.block_bytes
+        if end > storage.numel():
+            return f"{region} ends behind the {storage.numel()} bytes of the KV cache"
+    return Placement(storage, list(regions), kernel_blocks)
+
+
+def _flat(cache: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.int8, device=cache.device).set_(cache.untyped_storage())
+
+
+def _regions(tensor: KVCacheTensor, num_blocks: int) -> list[Region]:
+    """The regions of one set of layers.  Some layouts put heads before blocks and so have
+    several regions per layer; all of it is cut into runs of all blocks."""
+    stride = tensor.block_stride
+    span = num_blocks * stride
+    if tensor.layer_stride < span:
+        return [Region(0, stride, stride, num_blocks)]
+    count = len(tensor.layers) * tensor.layer_stride // span
+    return [Region(tensor.offset + i * span, stride, stride, num_blocks) for i in range(count)]
+
+
+def _contradiction(
+    tensor: KVCacheTensor, num_blocks: int, kv_caches: Mapping[str, torch.Tensor]
+) -> str | None:
+    """Compare the plan with the views that vLLM really made: a wrong address would share
+    another layer's bytes, so every layer's first block must be where the plan has it."""
+    span = num_blocks * tensor.block_stride
+    if tensor.layer_stride >= span and tensor.layer_stride % span:
+        return f"layer stride {tensor.layer_stride} is no multiple of {num_blocks} blocks"
+    for index, name in enumerate(tensor.layers):
+        if (cache := kv_caches.get(name)) is None:
+            return f"the KV cache of layer {name} was not registered"
+        planned = tensor.offset + index * tensor.layer_stride
+        found = cache.data_ptr() - cache.untyped_storage().data_ptr()
+        if found != planned:
+            return f"layer {name} lies at byte {found} of the KV cache, not at {planned}"
+    return None
+
+
+class Memory(Protocol):
+    """Memory that can be shared (the transport ``posix_shm`` has such)."""
+
+    @property
+    def buffer(self) -> memoryview: ...
+
+    @property
+    def address(self) -> int: ...
+
+
+M = TypeVar("M", bound=Memory)
+
+
+class shared_kv_memory(Generic[M]):  # noqa: N801 - a context manager, used like a function
+    """Context in which vLLM's KV cache allocation lands in memory from ``create``.
+
+    For the connector's ``get_mem_pool_context``.  vLLM makes the cache of a CPU worker by
+    exactly one ``torch.zeros(nbytes, dtype=torch.int8, device=cpu)``; while the context is
+    open, the first such call returns a tensor over ``create(nbytes).buffer``, which must be
+    zeroed, and every other call is torch's own.  Afterwards ``memory`` is what was created,
+    or None and ``failure`` says why: the cache then lies in ordinary memory.
+    """
+
+    def __init__(self, create: Callable[[int], M]) -> None:
+        self.memory: M | None = None
+        self.failure = "vLLM did not allocate its KV cache in the known way"
+        self._create = create
+        self._zeros = torch.zeros
+
+    def __enter__(self) -> shared_kv_memory[M]:
+        self._zeros = torch.zeros
+        torch.zeros = self._allocate
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        torch.zeros = self._zeros
+
+    def memory_of(self, placement: Placement) -> M | None:
+        """Return the memory if the KV cache really lies in it, else None."""
+        if self.memory is not None and self.memory.address != placement.address:
+            self.failure = "vLLM's KV cache is not what was allocated first"
+            return None
+        return self.memory
+
+    def _allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.memory is None and _is_kv_cache(args, kwargs):
+            try:
+                self.memory = self._create(args[0])
+                return torch.frombuffer(self.memory.buffer, dtype=torch.int8)
+            except (KvshmError, OSError) as exc:
+                self.failure = str(exc)
+        return self._zeros(*args, **kwargs)
+
+
+def _is_kv_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return (
+        len(args) == 1
+        and type(args[0]) is int
+        and kwargs.keys() == {"dtype", "device"}
+        and kwargs["dtype"] is torch.int8
+        and torch.device(kwargs["device"]).type == "cpu"
+    )
+
+
+def share_in_place(placement: Placement) -> tuple[int, int]:
+    """Move an existing CPU cache into shared memory; return its descriptor and its size.
+
+    The second-best way: needs the cache twice for a moment, and its room in /dev/shm.  All
+    views follow, raw addresses do not, so only before the first forward pass.  The
+    descriptor stays torch's.  Raises TransportError if there is no room.
+    """
+    room = os.statvfs("/dev/shm")
+    available = room.f_bavail * room.f_frsize
+    if placement.nbytes > available:  # torch itself would die of a SIGBUS
+        raise TransportError(
+            f"the KV cache needs {placement.nbytes} bytes of /dev/shm, {available} are available"
+        )
+    descriptor, nbytes = placement.storage.untyped_storage().share_memory_()._share_fd_cpu_()
+    return int(descriptor), int(nbytes)
