@@ -113,7 +113,9 @@ class TableHeader:
                 f"{self.name} states {self.num_blocks} blocks, {self.num_ranks} ranks"
             )
         if table_bytes(self.num_blocks, self.num_ranks) > buffer.nbytes:
-            raise CorruptSegment(f"{self.name}: {self.num_blocks} blocks exceed {buffer.nbytes} bytes")
+            raise CorruptSegment(
+                f"{self.name}: {self.num_blocks} blocks exceed {buffer.nbytes} bytes"
+            )
         self.fingerprint = Fingerprint(fingerprint)
         engine, model = _NAMES.unpack_from(buffer, ENGINE_NAME_OFFSET)
         self.engine, self.model = _text(engine), _text(model)
@@ -206,13 +208,11 @@ class TableHeader:
                 return ticket
         return None
 
-        def finish_ticket(self, ticket: int) -> bool:
+    def finish_ticket(self, ticket: int) -> bool:
         """This rank has finished the load; once per rank.  True for the last one, who then
         releases the leases.  IndexError for a ticket that does not exist."""
         while left := self._load(self._ticket(ticket)):
-            if _native.compare_exchange(
-                self._segment.buffer, self._ticket(ticket), left, left - 1
-            ):
+            if _native.compare_exchange(self._segment.buffer, self._ticket(ticket), left, left - 1):
                 return left == 1
         return False
 
@@ -235,9 +235,10 @@ class TableHeader:
     # -- integrity
 
     def _header_violations(self) -> list[str]:
+        legal = (0, self.epoch)
         lives = [self.life(rank) for rank in range(self.num_ranks)]
         tickets = [self._load(self._ticket(i)) for i in range(NUM_TICKETS)]
-        found = [f"life of rank {r} is {w:#x}" for r, w in enumerate(lives) if w not in (0, self.epoch)]
+        found = [f"life of rank {r} is {w:#x}" for r, w in enumerate(lives) if w not in legal]
         found += [f"ticket {i} waits for {n} ranks" for i, n in enumerate(tickets) if n > MAX_RANKS]
         if self.lease_bit >= NUM_LEASE_BITS:
             found.append(f"lease bit is {self.lease_bit}")
