@@ -1,0 +1,151 @@
+"""A node seen through its shared memory: what engines show, know and have counted.
+
+What comes by itself (joining, hearing of a block) is waited for here, by looking at the
+slot tables and replicas themselves, so that nobody who uses this has to guess a delay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import permutations
+
+from local_node import Engine, Node, PromptTokens, wait_until
+
+from kvshm.counters import PUBLISHED
+from kvshm.errors import SegmentError
+from kvshm.index_reader import ReplicaReader
+from kvshm.records import RowState, SlotState
+from kvshm.segment import INDEX_KIND, TABLE_KIND, list_segments, owner_of, parse_segment_name
+from kvshm.slots import SlotTable
+
+BLOCK_SIZE = 128
+"""Tokens per block of vLLM's CPU backend."""
+SHARING_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Observation:
+    """What happened on one engine while it was observed."""
+
+    tokens: PromptTokens = field(default_factory=lambda: PromptTokens(0, 0, 0))
+    counted: dict[str, int] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> int:
+        """Counters by name: ``seen.verified``."""
+        try:
+            return self.counted[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def assert_imported(self, blocks: int) -> None:
+        """Exactly ``blocks`` blocks were imported, all verified, and none computed instead."""
+        assert self.imported_blocks == self.verified == blocks > 0
+        assert self.mismatched == 0
+        assert self.tokens.imported == blocks * BLOCK_SIZE
+
+
+class SharingNode(Node):
+    """A node whose slot tables and replicas are read beside its engines' answers."""
+
+    def owned(self, engine: Engine) -> set[str]:
+        """Return the names of the segments that the engine's processes own."""
+        pids, owned = engine.processes(), set()
+        for name in map(str, list_segments(self.namespace)):
+            with contextlib.suppress(SegmentError):
+                if owner_of(name).pid in pids:
+                    owned.add(name)
+        return owned
+
+    def _segment(self, engine: Engine, kind: str) -> str | None:
+        """The engine's present segment of a kind."""
+        parsed = filter(None, map(parse_segment_name, self.owned(engine)))
+        found = [name for name in parsed if name.kind == kind]
+        return str(max(found, key=lambda name: name.revision)) if found else None
+
+    def table(self, engine: Engine) -> SlotTable:
+        """Map the engine's present slot table for reading; the caller closes it."""
+        name = self._segment(engine, TABLE_KIND)
+        assert name is not None, f"{engine!r} has no slot table"
+        return SlotTable.open(name, writable=False)
+
+    def counted(self, engine: Engine) -> dict[str, int]:
+        """Return the counters of the engine's present epoch."""
+        with contextlib.closing(self.table(engine)) as table:
+            return table.counters.snapshot()
+
+    def ready(self, engine: Engine) -> set[int]:
+        """Return the ids of the blocks that the engine shows to others."""
+        with contextlib.closing(self.table(engine)) as table:
+            return {i for i, slot in enumerate(table.slots()) if slot.state is SlotState.READY}
+
+    def leased(self, engine: Engine) -> set[int]:
+        """Return the ids of the engine's blocks that somebody holds a lease on."""
+        with contextlib.closing(self.table(engine)) as table:
+            return {i for i, slot in enumerate(table.slots()) if slot.leases}
+
+    def epoch(self, engine: Engine) -> int:
+        """Return the epoch of the engine's cache."""
+        with contextlib.closing(self.table(engine)) as table:
+            return table.epoch
+
+    def reset(self, engine: Engine) -> None:
+        """Reset the engine's prefix cache and wait until its new epoch has begun."""
+        before = self.epoch(engine)
+        engine.request("/reset_prefix_cache", post=True)
+        for _ in wait_until(f"{engine!r} begins another epoch", SHARING_TIMEOUT_S):
+            engine.complete([0], max_tokens=1)  # the ranks hear of it with a step
+            if self._segment(engine, TABLE_KIND) and self.epoch(engine) != before:
+                break
+
+    def known(self, importer: Engine, exporter: Engine) -> int | None:
+        """Return how many of the exporter's blocks the importer's replica has; None while it
+        does not know the exporter as alive."""
+        own, theirs = self._segment(importer, INDEX_KIND), self._segment(exporter, TABLE_KIND)
+        if own is None or theirs is None:
+            return None
+        epoch = self.epoch(exporter)
+        with contextlib.closing(ReplicaReader.open(own)) as replica:
+            for row in replica.rows():
+                if row.epoch == epoch and row.state is RowState.LIVE:
+                    return row.entries
+        return None
+
+    # -- waiting for what comes by itself
+
+    def wait_joined(self, *engines: Engine) -> None:
+        """Wait until each of the engines knows all blocks of each other."""
+        for importer, exporter in permutations(engines, 2):
+            for _ in wait_until(f"{importer!r} knows {exporter!r}", SHARING_TIMEOUT_S):
+                if self._up_to_date(importer, exporter):
+                    break
+
+    def _up_to_date(self, importer: Engine, exporter: Engine) -> bool:
+        return self.known(importer, exporter) == len(self.ready(exporter))
+
+    @contextlib.contextmanager
+    def sharing(self, exporter: Engine, blocks: int) -> Iterator[None]:
+        """On leaving wait until the exporter has published ``blocks`` more blocks and every
+        engine that knows it knows of them."""
+        before = self.counted(exporter)[PUBLISHED.label]
+        yield
+        for _ in wait_until(f"{exporter!r} publishes {blocks} blocks", SHARING_TIMEOUT_S):
+            if self.counted(exporter)[PUBLISHED.label] - before >= blocks:
+                break
+        others = [e for e in self.engines if e is not exporter and e.healthy()]
+        for other in others:
+            if self.known(other, exporter) is not None:
+                for _ in wait_until(f"{other!r} hears of {exporter!r}", SHARING_TIMEOUT_S):
+                    if self._up_to_date(other, exporter):
+                        break
+
+
+@contextlib.contextmanager
+def observe(node: SharingNode, engine: Engine) -> Iterator[Observation]:
+    """Count what the engine does inside the ``with``; filled in on leaving it."""
+    seen = Observation()
+    tokens, counted = engine.prompt_tokens(), node.counted(engine)
+    yield seen
+    seen.tokens = engine.prompt_tokens() - tokens
+    seen.counted = {n: v - counted[n] for n, v in node.counted(engine).items()}

@@ -1,0 +1,50 @@
+"""Nodes under test: strict, verified, counted, and with evidence when a test fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from local_node import Engine, EngineSpec
+from sharing_node import SharingNode
+
+MAX_STARTS = 20
+"""Engines the whole suite may start: each costs 20 seconds."""
+
+reported: list[str] = []
+"""What tests measured without asserting it; printed at the end of the session."""
+
+
+class SharedNode(SharingNode):
+    """A node whose engines verify every imported block and raise at the border to vLLM, so that
+    an error which production would turn into a cache miss fails the test."""
+
+    open: ClassVar[list[SharedNode]] = []
+    starts: ClassVar[list[str]] = []
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__({"KVSHM_VERIFY": "1", "KVSHM_STRICT": "1", **(environment or {})})
+        self.open.append(self)
+
+    def start_engines(self, *specs: EngineSpec) -> list[Engine]:
+        self.starts.extend(spec.name for spec in specs)
+        assert len(self.starts) <= MAX_STARTS, f"too many engine starts: {self.starts}"
+        return super().start_engines(*specs)
+
+    def stop_engines(self, *engines: Engine) -> None:
+        """End engines that only one test needed."""
+        for engine in engines:
+            engine.stop()
+            self.engines.remove(engine)
+
+    def close(self) -> None:
+        super().close()
+        self.open.remove(self)
+
+    def evidence(self) -> Iterator[tuple[str, str]]:
+        """Yield (title, text) of everything that explains a failure on this node."""
+        for engine in self.engines:
+            yield f"{engine!r}: end of its log", engine.log_tail()
+        if self.coordinator_log.exists():
+            yield "coordinator's log", self.coordinator_log.read_text(errors="replace")[-4000:]
+        yield "index dump", self.dump()

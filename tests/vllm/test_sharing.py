@@ -1,0 +1,207 @@
+"""What two real engines share, seen from outside: tokens not computed, answers unchanged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from local_node import Engine, EngineSpec, wait_until
+from sharing_node import BLOCK_SIZE, observe
+from tiny_model import write_model
+
+from .conftest import Pair
+from .oracle import ask_both, assert_bit_equal, prompts, random_prompt, shareable
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+OFFICIAL = {
+    "kv_connector": "KvshmConnector",
+    "kv_connector_module_path": "kvshm.hooks.connector",
+    "kv_role": "kv_both",
+}
+CHUNK = 256
+
+
+@pytest.mark.parametrize("importer", ["a", "b"])
+def test_either_engine_imports_from_the_other(pair: Pair, importer: str) -> None:
+    to, from_ = (pair.a, pair.b) if importer == "a" else (pair.b, pair.a)
+    sent = list(prompts(3, seed=30 + ord(importer)))
+    with observe(pair.node, to) as seen:
+        answers = ask_both(pair.node, from_, to, sent)
+    assert_bit_equal(answers)
+    seen.assert_imported(sum(map(shareable, sent)))
+    assert seen.tokens.computed == sum(map(len, sent)) - seen.tokens.imported
+
+
+def test_decoded_blocks_are_shared_like_prompts(pair: Pair) -> None:
+    prompt = random_prompt(40, BLOCK_SIZE + 20)
+    # The last token was sampled, not computed: its KV exists nowhere yet.
+    with pair.node.sharing(pair.a, (len(prompt) + 300 - 1) // BLOCK_SIZE):
+        story = pair.a.complete(prompt, max_tokens=300)
+    continued = (*prompt, *story.tokens)
+    assert shareable(continued) > shareable(prompt) + 1
+    with observe(pair.node, pair.b) as seen:
+        imported = pair.b.complete(continued)
+    seen.assert_imported(shareable(continued))
+    assert imported == pair.a.complete(continued)
+
+
+@pytest.mark.parametrize(("beyond", "blocks"), [(0, 2), (1, 3), (BLOCK_SIZE - 1, 3)])
+def test_the_last_token_is_always_computed(pair: Pair, beyond: int, blocks: int) -> None:
+    prompt = random_prompt(50 + beyond, 3 * BLOCK_SIZE + beyond)
+    with observe(pair.node, pair.b) as seen:
+        (answers,) = ask_both(pair.node, pair.a, pair.b, [prompt])
+    seen.assert_imported(blocks)
+    assert seen.tokens.computed == len(prompt) - blocks * BLOCK_SIZE >= 1
+    assert_bit_equal([answers])
+
+
+def test_a_part_of_a_longer_entry_hits(pair: Pair) -> None:
+    """A stored prefix plus tokens that it shares with a longer entry, and the prefix with
+    tokens of its own: both hit what they have in common with the entry."""
+    stored = random_prompt(60, 5 * BLOCK_SIZE + 30)
+    with pair.node.sharing(pair.a, 5):
+        pair.a.complete(stored)
+    part = stored[: 3 * BLOCK_SIZE + 50]
+    with observe(pair.node, pair.b) as seen:
+        imported = pair.b.complete(part)
+    seen.assert_imported(3)
+    assert imported == pair.a.complete(part)
+
+    branch = stored[: 4 * BLOCK_SIZE + 50] + random_prompt(61, 200)
+    with observe(pair.node, pair.b) as seen:
+        pair.b.complete(branch)
+    seen.assert_imported(1)
+    assert seen.tokens.local_hit == 3 * BLOCK_SIZE
+
+
+def test_what_was_imported_is_shared_on(pair: Pair) -> None:
+    """The importer publishes an imported block too, so a third engine may take it from either."""
+    (prompt,) = prompts(1, seed=62)
+    with pair.node.sharing(pair.b, shareable(prompt)):
+        ask_both(pair.node, pair.a, pair.b, [prompt])
+    assert len(pair.node.ready(pair.b)) >= shareable(prompt)
+
+
+def test_requests_at_the_same_time_import_a_prefix_once(pair: Pair) -> None:
+    sent = list(prompts(4, seed=65))
+    with pair.node.sharing(pair.a, sum(map(shareable, sent))):
+        for prompt in sent:
+            pair.a.complete(prompt)
+    with observe(pair.node, pair.b) as seen, ThreadPoolExecutor(8) as pool:
+        list(pool.map(pair.b.complete, sent + sent))
+    seen.assert_imported(sum(map(shareable, sent)))
+
+
+# -- a third engine, started when the two others have served for a while, with the official
+#    setting instead of the environment variable, and with small prefill chunks
+
+
+@pytest.fixture(scope="module")
+def late(pair: Pair, model: Path) -> Iterator[Engine]:
+    """Joins late, is activated by --kv-transfer-config and prefills in small chunks."""
+    arguments = ("--kv-transfer-config", json.dumps(OFFICIAL))
+    chunked = ("--max-num-batched-tokens", str(CHUNK))
+    settings = {"KVSHM_ENABLE": ""}
+    spec = EngineSpec("late", model, 1, arguments=arguments + chunked, environment=settings)
+    with pair.node.sharing(pair.a, shareable(EARLY)):
+        pair.a.complete(EARLY)
+    (engine,) = pair.node.start_engines(spec)
+    pair.node.wait_joined(pair.a, pair.b, engine)
+    yield engine
+    pair.node.stop_engines(engine)
+
+
+EARLY = random_prompt(70, 4 * BLOCK_SIZE + 40)
+
+
+def test_an_engine_that_joins_late_finds_what_is_there(pair: Pair, late: Engine) -> None:
+    with observe(pair.node, late) as seen:
+        imported = late.complete(EARLY)
+    seen.assert_imported(shareable(EARLY))
+    assert imported == pair.a.complete(EARLY)
+
+
+def test_chunks_of_a_prefill_are_shared(pair: Pair, late: Engine) -> None:
+    prompt = random_prompt(71, 7 * BLOCK_SIZE + 45)
+    assert len(prompt) > 3 * CHUNK
+    with observe(pair.node, pair.b) as seen:
+        answers = ask_both(pair.node, late, pair.b, [prompt])
+    seen.assert_imported(shareable(prompt))
+    assert_bit_equal(answers)
+
+
+def test_equal_block_ids_of_two_engines_never_mix(pair: Pair, late: Engine) -> None:
+    """Two caches hold different prefixes under the same block ids at the same addresses."""
+    for engine in (pair.a, pair.b):
+        pair.node.reset(engine)
+    pair.node.wait_joined(pair.a, pair.b, late)
+    of_a, of_b = (random_prompt(seed, 5 * BLOCK_SIZE + 20) for seed in (72, 73))
+    hits = []
+    for engine, prompt in ((pair.a, of_a), (pair.b, of_b)):
+        with pair.node.sharing(engine, shareable(prompt)):
+            engine.complete(prompt)
+        hits.append(engine.complete(prompt))
+    common = pair.node.ready(pair.a) & pair.node.ready(pair.b)
+    assert len(common) >= shareable(of_a)
+    with observe(pair.node, late) as seen, ThreadPoolExecutor(2) as pool:
+        list(pool.map(late.complete, [of_a, of_b]))
+    seen.assert_imported(shareable(of_a) + shareable(of_b))
+    # Asked again, one by one: two requests in one batch may round otherwise than one alone.
+    assert [late.complete(of_a), late.complete(of_b)] == hits
+
+
+def test_reset_prefix_cache_withdraws_everything(pair: Pair) -> None:
+    (prompt,) = prompts(1, seed=80)
+    with pair.node.sharing(pair.a, shareable(prompt)):
+        computed = pair.a.complete(prompt)
+    pair.node.reset(pair.a)
+    pair.node.wait_joined(pair.a, pair.b)
+    assert not pair.node.ready(pair.a)
+    with observe(pair.node, pair.b) as seen:
+        own = pair.b.complete(prompt)
+    assert seen.tokens.imported == 0
+    assert own == computed
+    (other,) = prompts(1, seed=81)
+    with observe(pair.node, pair.b) as seen:
+        assert_bit_equal(ask_both(pair.node, pair.a, pair.b, [other]))
+    seen.assert_imported(shareable(other))
+
+
+def test_other_weights_are_refused_by_name(
+    pair: Pair, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = write_model(tmp_path_factory.mktemp("other"), seed=1)
+    (prompt,) = prompts(1, seed=90)
+    with pair.node.sharing(pair.a, shareable(prompt)):
+        ours = pair.a.complete(prompt)
+    (stranger,) = pair.node.start_engines(EngineSpec("other-weights", other, core=0))
+    for _ in wait_until("the stranger learns why it is alone", 30):
+        if "weights differs" in stranger.log():
+            break
+    with observe(pair.node, stranger) as seen:
+        theirs = stranger.complete(prompt)
+    assert seen.tokens.imported == 0
+    assert seen.tokens.computed == len(prompt)
+    assert theirs.tokens != ours.tokens
+    pair.node.stop_engines(stranger)
+
+
+def test_vllm_without_the_switch_is_untouched(pair: Pair, model: Path) -> None:
+    """The plugin is installed, KVSHM_ENABLE is not set: vLLM as it is, bit for bit."""
+    before = pair.node.segments()
+    spec = EngineSpec("plain", model, core=1, environment={"KVSHM_ENABLE": ""})
+    (plain,) = pair.node.start_engines(spec)
+    sent = list(prompts(4, seed=95))
+    for prompt in sent:
+        with pair.node.sharing(pair.a, shareable(prompt)):
+            computed = pair.a.complete(prompt)
+        assert plain.complete(prompt) == computed
+        assert plain.complete(prompt) == pair.a.complete(prompt)
+    assert plain.prompt_tokens().imported == 0
+    assert not [s for s in plain.log().splitlines() if "kvshm" in s and "plugins" not in s]
+    assert pair.node.segments() == before
+    pair.node.stop_engines(plain)
