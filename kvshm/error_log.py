@@ -21,7 +21,7 @@ assert _ENTRY.size == ERROR_BYTES
 class LoggedError(NamedTuple):
     """One distinct error."""
 
-    count: int
+    times: int
     first_ns: int
     last_ns: int
     """CLOCK_REALTIME, like ``first_ns``."""

@@ -98,6 +98,10 @@ class TableHeader:
     """The header of one mapped table.  What never changes is read once; the rest at each
     call.  Words may be written by any process that has the table mapped writable."""
 
+    num_blocks: int
+    block_size: int
+    num_ranks: int
+
     def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
         """Take over a segment whose common header was checked.  Raises CorruptSegment."""
         self._segment, self._clock = segment, clock
