@@ -15,6 +15,7 @@ from pathlib import Path
 from kvshm import _native
 from kvshm.errors import TransportError
 
+_RESERVE_STEP = 1 << 30
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.14 on
 
 
@@ -26,14 +27,22 @@ def _available_bytes() -> int:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Give the file all its pages now, so that no first touch can fail later."""
-    available = _available_bytes()
-    if nbytes > available:
-        raise TransportError(f"KV memory needs {nbytes} bytes, {available} are available")
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-    except OSError as exc:
-        raise TransportError(f"KV memory of {nbytes} bytes cannot be reserved: {exc}") from exc
+    """Give the file all its pages now, so that no first touch can fail later.
+
+    Asking the kernel for more than there is does not fail: it kills processes, not
+    necessarily this one.  Hence the look before each step, for others may be taking memory
+    at the same time.
+    """
+    for start in range(0, nbytes, _RESERVE_STEP):
+        available = _available_bytes()
+        if nbytes - start > available:
+            raise TransportError(
+                f"KV memory needs {nbytes - start} more bytes, {available} are available"
+            )
+        try:
+            os.posix_fallocate(fd, start, min(_RESERVE_STEP, nbytes - start))
+        except OSError as exc:
+            raise TransportError(f"KV memory of {nbytes} bytes: {exc}") from exc
 
 
 def _seal(fd: int) -> None:

@@ -246,4 +246,5 @@ class PosixShmTransport:
             attachment.close()
         self.copier.close()
         close_all(self._fds)
-        self._fds = []
+        # No cycle may keep gigabytes waiting for the garbage collector.
+        self._fds, self._attachments, self._server = [], [], None

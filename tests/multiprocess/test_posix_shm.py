@@ -1,0 +1,274 @@
+"""posix_shm between real processes, some of which die."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvshm.errors import StaleAttachment, TransportError
+from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.transport import posix_shm
+from kvshm.transport.memory import KVMemory
+from kvshm.transport.posix_shm import PosixShmTransport
+
+pytestmark = pytest.mark.multiprocess
+
+PATIENCE = 60.0
+BLOCK, COUNT = 64 << 10, 512
+REGIONS = [Region(0, BLOCK, BLOCK, COUNT)]
+SEED = 20
+
+EXPORTER = """
+import random, sys
+import msgspec
+from kvshm.interfaces import Region
+from kvshm.transport.memory import KVMemory
+from kvshm.transport.posix_shm import PosixShmTransport
+
+path, block, count, seed = sys.argv[1], *map(int, sys.argv[2:])
+memory = KVMemory.create(block * count)
+memory.buffer[:] = random.Random(seed).randbytes(block * count)
+transport = PosixShmTransport(memory, [Region(0, block, block, count)], 0, path)
+for line in sys.stdin:
+    print(msgspec.msgpack.encode(transport.export(int(line))).hex(), flush=True)
+transport.close()
+print("unchanged" if memory.buffer == random.Random(seed).randbytes(block * count) else "CHANGED")
+"""
+
+IMPORTER = """
+import sys
+import msgspec
+from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.transport.memory import KVMemory
+from kvshm.transport.posix_shm import PosixShmTransport
+
+descriptor = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=MemoryDescriptor)
+region = descriptor.regions[0]
+memory = KVMemory.create(region.num_blocks * region.stride)
+transport = PosixShmTransport(memory, [region], 0, sys.argv[2])
+attachment = transport.attach(descriptor)
+blocks = list(range(region.num_blocks))
+while True:
+    copy = attachment.begin_copy(blocks, blocks[::-1])
+    while copy.poll() is CopyState.PENDING:
+        pass
+    print(copy.poll().name, *transport.checksum([0, 1, 2]), flush=True)
+"""
+
+
+class Exporter:
+    def __init__(self, path: str, seed: int = SEED) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", EXPORTER, path, str(BLOCK), str(COUNT), str(seed)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def export(self, epoch: int) -> MemoryDescriptor:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(epoch, file=self.process.stdin, flush=True)
+        packed = bytes.fromhex(self.process.stdout.readline())
+        return msgspec.msgpack.decode(packed, type=MemoryDescriptor)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+
+    def end(self) -> str:
+        return self.process.communicate(timeout=PATIENCE)[0].strip()
+
+
+@pytest.fixture
+def run_dir() -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="kv-")
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def exporter(run_dir: str) -> Iterator[Exporter]:
+    started = Exporter(f"{run_dir}/exporter")
+    yield started
+    with started.process as process:
+        process.kill()
+
+
+@pytest.fixture
+def importer(run_dir: str) -> Iterator[PosixShmTransport]:
+    memory = KVMemory.create(BLOCK * COUNT)
+    transport = PosixShmTransport(memory, REGIONS, 0, f"{run_dir}/importer")
+    yield transport
+    transport.close()
+    memory.close()
+
+
+def exported_bytes(seed: int = SEED) -> bytes:
+    return random.Random(seed).randbytes(BLOCK * COUNT)
+
+
+def settle(copy) -> CopyState:
+    deadline = time.monotonic() + PATIENCE
+    while copy.poll() is CopyState.PENDING:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return copy.poll()
+
+
+def kv_mappings() -> list[str]:
+    """Permissions of the KV memories mapped into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return sorted(line.split()[1] for line in lines if "memfd:kvshm-kv" in line)
+
+
+def test_blocks_come_over_from_another_process(exporter, importer):
+    attachment = importer.attach(exporter.export(1))
+    blocks = list(range(COUNT))
+    random.Random(0).shuffle(blocks)
+    assert settle(attachment.begin_copy(blocks, list(range(COUNT)))) is CopyState.DONE
+    theirs = exported_bytes()
+    wanted = b"".join(theirs[b * BLOCK : (b + 1) * BLOCK] for b in blocks)
+    assert importer.memory[0].buffer == wanted
+    assert exporter.end() == "unchanged"
+
+
+def test_a_peers_memory_is_mapped_read_only(exporter, importer):
+    attachment = importer.attach(exporter.export(1))
+    assert kv_mappings() == ["r--s", "rw-s"]
+    attachment.close()
+
+
+def test_memory_goes_with_a_closed_transport_and_not_with_some_later_collection(exporter, run_dir):
+    memory = KVMemory.create(BLOCK * COUNT)
+    transport = PosixShmTransport(memory, REGIONS, 0, f"{run_dir}/importer")
+    transport.export(7)
+    attachment = transport.attach(exporter.export(1))
+    assert settle(attachment.begin_copy([0], [0])) is CopyState.DONE
+    transport.close()
+    memory.close()
+    gc.disable()
+    try:
+        del memory, transport, attachment
+        assert kv_mappings() == []
+    finally:
+        gc.enable()
+
+
+def test_the_owner_killed_under_a_copy_takes_nothing_with_it(exporter, importer, run_dir):
+    descriptor = exporter.export(1)
+    attachment = importer.attach(descriptor)
+    left_in_shm = set(os.listdir("/dev/shm"))
+    gate = threading.Event()
+    importer.copier.submit(lambda: gate.wait(PATIENCE) and None)
+    blocks = list(range(COUNT))
+    copy = attachment.begin_copy(blocks, blocks)
+    exporter.kill()
+    gate.set()
+    assert settle(copy) is CopyState.DONE
+    assert importer.memory[0].buffer == exported_bytes()
+    with pytest.raises(TransportError, match="has died"):
+        importer.attach(descriptor)
+    assert not set(os.listdir("/dev/shm")) - left_in_shm
+    attachment.close()
+
+
+def test_the_owner_killed_at_any_moment_never_hurts_the_importer(importer, run_dir):
+    """No moment is chosen: copies run without pause while the owner dies."""
+    for round_ in range(5):
+        exporter = Exporter(f"{run_dir}/exporter", seed=round_)
+        attachment = importer.attach(exporter.export(round_ + 1))
+        blocks = list(range(COUNT))
+        copies = [attachment.begin_copy(blocks, blocks) for _ in range(20)]
+        exporter.kill()
+        attachment.close()
+        assert {settle(copy) for copy in copies} == {CopyState.DONE}
+        assert importer.memory[0].buffer == exported_bytes(round_)
+        with exporter.process:
+            pass
+
+
+def test_a_stopped_owner_costs_an_attach_its_timeout_and_copies_nothing(
+    exporter, importer, monkeypatch
+):
+    monkeypatch.setattr(posix_shm, "FETCH_TIMEOUT", 0.1)
+    descriptor = exporter.export(1)
+    attachment = importer.attach(descriptor)
+    os.kill(exporter.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, exporter.process.pid, os.WSTOPPED | os.WNOWAIT)
+    with pytest.raises(TransportError, match="no answer within"):
+        importer.attach(descriptor)
+    assert settle(attachment.begin_copy([0], [1])) is CopyState.DONE
+    assert importer.memory[0].buffer[BLOCK : 2 * BLOCK] == exported_bytes()[:BLOCK]
+
+
+def test_an_old_epochs_descriptor_is_stale_and_names_both_epochs(exporter, importer):
+    old, new = exporter.export(0xA), exporter.export(0xB)
+    with pytest.raises(StaleAttachment, match="serves epoch 0xb, not 0xa"):
+        importer.attach(old)
+    importer.attach(new).close()
+
+
+def test_importers_killed_under_their_copies_leave_the_owner_whole(exporter, run_dir):
+    descriptor = exporter.export(1)
+    packed = msgspec.msgpack.encode(descriptor).hex()
+    importers = [
+        subprocess.Popen(
+            [sys.executable, "-c", IMPORTER, packed, f"{run_dir}/{i}"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i in range(3)
+    ]
+    lines = {process.stdout.readline() for process in importers}
+    assert len(lines) == 1
+    assert lines.pop().startswith("DONE ")
+    for process in importers:
+        with process:
+            process.kill()
+    assert exporter.end() == "unchanged"
+
+
+def test_a_closed_attachment_is_unmapped_after_its_copies_and_leaks_nothing(exporter, importer):
+    descriptor = exporter.export(1)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        attachment = importer.attach(descriptor)
+        copy = attachment.begin_copy([0, 1], [2, 3])
+        attachment.close()
+        assert settle(copy) is CopyState.DONE
+    drained = threading.Event()
+    importer.copier.submit(drained.set)
+    assert drained.wait(PATIENCE)
+    assert "r--s" not in kv_mappings()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_garbage_asked_of_the_socket_is_no_descriptor(exporter, importer):
+    descriptor = exporter.export(1)
+    for garbage in (b"\xc1", msgspec.msgpack.encode({"epoch": "one"}), b"x" * 4000):
+        reply, fds = posix_shm.fetch(descriptor.details["socket"], garbage, PATIENCE)
+        assert fds == []
+        assert b"bad request" in reply
+    importer.attach(descriptor).close()
+
+
+@pytest.mark.parametrize("details", [{}, {"socket": 7}, {"socket": "/nonexistent"}])
+def test_a_descriptor_that_leads_nowhere_is_refused(importer, details):
+    with pytest.raises(TransportError):
+        importer.attach(MemoryDescriptor("posix_shm", 1, 0, REGIONS, details))
+    with pytest.raises(TransportError):
+        importer.attach(MemoryDescriptor("cuda_ipc", 1, 0, REGIONS, details))

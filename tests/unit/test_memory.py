@@ -1,0 +1,139 @@
+"""KV memory: reserved in full, sealed, without a name, gone with its last user."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import weakref
+
+import pytest
+
+from kvshm.errors import TransportError
+from kvshm.transport import memory as memory_module
+from kvshm.transport.memory import KVMemory
+
+
+@pytest.fixture
+def memory():
+    made = KVMemory.create(100_000)
+    yield made
+    made.close()
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_memory_is_zeroed_writable_and_reserved(memory):
+    assert memory.buffer.tobytes() == bytes(100_000)
+    memory.buffer[99_999] = 7
+    stat = os.stat(f"/proc/self/fd/{memory._fd}")
+    assert stat.st_blocks * 512 >= 100_000
+    assert memory.address % mmap.PAGESIZE == 0
+
+
+def test_the_read_only_descriptor_shows_the_same_bytes_and_refuses_writing(memory):
+    fd = memory.read_only_fd()
+    memory.buffer[:5] = b"block"
+    assert os.pread(fd, 5, 0) == b"block"
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, 0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"x", 0)
+    os.close(fd)
+
+
+def test_not_even_a_peer_that_reopens_the_descriptor_can_write(memory):
+    """The seals belong to the memory, so that the owner's uid does not help."""
+    fd = memory.read_only_fd()
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        mmap.mmap(again, 0)
+    with pytest.raises(PermissionError):
+        os.pwrite(again, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(again, 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(again, 1 << 20)
+    os.close(again)
+    os.close(fd)
+
+
+@pytest.fixture
+def reserved(monkeypatch) -> list[tuple[int, int]]:
+    """What would be reserved.  The real thing, asked for too much, has processes killed."""
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        memory_module.os, "posix_fallocate", lambda fd, start, length: asked.append((start, length))
+    )
+    return asked
+
+
+def test_more_memory_than_there_is_names_needed_and_available(reserved):
+    before = open_fds()
+    with pytest.raises(TransportError, match=rf"needs {1 << 60} more bytes, [0-9]+ are available"):
+        KVMemory.create(1 << 60)
+    with pytest.raises(TransportError):
+        KVMemory.create(0)
+    assert reserved == []
+    assert open_fds() == before
+
+
+def test_memory_that_others_take_meanwhile_is_noticed(reserved, monkeypatch):
+    available = iter([5 << 30, 4 << 30, 1 << 30])
+    monkeypatch.setattr(memory_module, "_available_bytes", lambda: next(available))
+    with pytest.raises(TransportError, match=rf"{2 << 30} more bytes, {1 << 30} are available"):
+        KVMemory.create(4 << 30)
+    assert reserved == [(0, 1 << 30), (1 << 30, 1 << 30)]
+
+
+def test_a_kernel_that_refuses_is_a_transport_error(monkeypatch):
+    def refuse(fd: int, start: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    before = open_fds()
+    monkeypatch.setattr(memory_module.os, "posix_fallocate", refuse)
+    with pytest.raises(TransportError, match=r"4096 bytes: .*No space left"):
+        KVMemory.create(4096)
+    assert open_fds() == before
+
+
+def test_closing_keeps_the_pages_for_whoever_holds_them(memory):
+    view = memory.buffer
+    memory.close()
+    memory.close()
+    view[:5] = b"still"
+    assert bytes(view[:5]) == b"still"
+    with pytest.raises(TransportError):
+        memory.read_only_fd()
+
+
+def test_the_mapping_goes_with_its_last_holder():
+    before = open_fds()
+    memory = KVMemory.create(4096)
+    gone = weakref.ref(memory._mapping)
+    view = memory.buffer
+    memory.close()
+    del memory
+    assert gone() is not None
+    del view
+    assert gone() is None
+    assert open_fds() == before
+
+
+def test_adopted_memory_is_the_same_memory():
+    theirs = os.memfd_create("like torch")
+    os.write(theirs, bytes(range(64)))
+    before = open_fds()
+    memory = KVMemory.adopt(theirs, 64)
+    memory.buffer[0] = 99
+    assert os.pread(theirs, 2, 0) == bytes([99, 1])
+    with pytest.raises(TransportError, match="65 bytes in a file of 64"):
+        KVMemory.adopt(theirs, 65)
+    with pytest.raises(TransportError, match="0 bytes"):
+        KVMemory.adopt(theirs, 0)
+    memory.close()
+    del memory
+    assert open_fds() == before
+    os.close(theirs)
