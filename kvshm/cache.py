@@ -77,6 +77,12 @@ class SharedCache:
         life = self._life
         return life.table if life else None
 
+    @property
+    def num_peers(self) -> int:
+        """Engines whose blocks may be used at present.  Any thread."""
+        life = self._life
+        return life.peers.stats().usable if life else 0
+
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` gives the fingerprint's fields (it is asked on
         the client's thread until then).  From there on ``epoch`` is set, and every rank has

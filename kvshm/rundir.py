@@ -18,7 +18,7 @@ from .errors import RunDirectoryError
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket (Linux, without the closing zero)."""
 
-_RANK_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.(?P<epoch>[0-9a-f]{16})\.[0-9]+\.sock")
+_RANK_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.rank\.(?P<pid>[0-9]+)\.[0-9]+\.sock")
 
 
 def open_run_directory(path: str | Path | None, environ: Mapping[str, str]) -> Path:
@@ -84,16 +84,17 @@ def lock_path(run_dir: Path, namespace: str) -> Path:
     return run_dir / f"{namespace}.lock"
 
 
-def rank_socket(run_dir: Path, namespace: str, epoch: int, rank: int) -> Path:
-    """Socket at which a worker rank hands out the file descriptors of its KV memory."""
-    return _socket(run_dir, f"{namespace}.{epoch:016x}.{rank}.sock")
+def rank_socket(run_dir: Path, namespace: str, pid: int, rank: int) -> Path:
+    """Socket at which a worker process hands out the file descriptors of its KV memory, for
+    one epoch after another."""
+    return _socket(run_dir, f"{namespace}.rank.{pid}.{rank}.sock")
 
 
 def list_rank_sockets(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:
-    """Return (epoch, path) of the namespace's rank sockets that lie there, alive or not."""
+    """Return (pid, path) of the namespace's rank sockets that lie there, alive or not."""
     found = ((_RANK_SOCKET.fullmatch(path.name), path) for path in sorted(run_dir.iterdir()))
     return [
-        (int(match["epoch"], 16), path)
+        (int(match["pid"]), path)
         for match, path in found
         if match and match["namespace"] == namespace
     ]

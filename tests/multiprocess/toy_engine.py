@@ -1,0 +1,215 @@
+"""An engine without a model: real slot table, real memory, real coordinator, toy contents.
+
+The bytes of a block are a function of its hash and rank, so every imported byte can be
+judged.  Blocks are few and requests many: blocks are reused all the time, often while
+somebody copies them.  Run as a program it works through random requests and prints one JSON
+line: what it imported, what was forced, and how many bytes were wrong (which must be 0).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+from kvshm.cache import EngineSpec, join_cache
+from kvshm.config import Config
+from kvshm.exports import Publication
+from kvshm.interfaces import Region, load_transport
+from kvshm.plans import LoadReport
+from kvshm.protocol import RankInfo
+from kvshm.rank import RankCache
+from kvshm.rundir import rank_socket
+from kvshm.segment import identity_of
+from kvshm.terms import BlockHash, BlockId, Epoch, Rank, block_hash
+
+BLOCK_SIZE = 16
+REGIONS = 2
+
+
+def chain_of(family: int, length: int) -> list[BlockHash]:
+    """Hashes of a prefix; families share nothing."""
+    return [
+        block_hash(hashlib.sha256(f"{family}/{depth}".encode()).digest()) for depth in range(length)
+    ]
+
+
+class ToyRank:
+    """Memory of one rank and its half of the cache."""
+
+    def __init__(self, config: Config, rank: int, num_blocks: int, region_bytes: int) -> None:
+        transport = load_transport("posix_shm")
+        self.rank, self.region_bytes = Rank(rank), region_bytes
+        self.memory = transport.allocate(REGIONS * num_blocks * region_bytes)
+        self.regions = [
+            Region(r * num_blocks * region_bytes, region_bytes, region_bytes, num_blocks)
+            for r in range(REGIONS)
+        ]
+        self.transport = transport(
+            memory=self.memory,
+            regions=self.regions,
+            rank=rank,
+            socket_path=rank_socket(Path(config.run_dir), config.namespace, os.getpid(), rank),
+            fault=config.fault,
+        )
+        self.cache = RankCache(self.transport, self.rank, verify=config.verify)
+
+    def contents(self, chain_hash: BlockHash, region: int) -> bytes:
+        """What the block must hold."""
+        seed = hashlib.blake2b(chain_hash + bytes([self.rank, region]), digest_size=64).digest()
+        return seed * (self.region_bytes // 64)
+
+    def compute(self, block: BlockId, chain_hash: BlockHash) -> None:
+        """Write a block in two halves, so that a torn copy is visibly torn."""
+        for number, region in enumerate(self.regions):
+            begin, data = region.offset + block * region.stride, self.contents(chain_hash, number)
+            half = len(data) // 2
+            self.memory.buffer[begin : begin + half] = data[:half]
+            self.memory.buffer[begin + half : begin + len(data)] = data[half:]
+
+    def wrong_bytes(self, block: BlockId, chain_hash: BlockHash) -> int:
+        wrong = 0
+        for number, region in enumerate(self.regions):
+            begin, want = region.offset + block * region.stride, self.contents(chain_hash, number)
+            have = bytes(self.memory.buffer[begin : begin + len(want)])
+            wrong += 0 if have == want else sum(a != b for a, b in zip(have, want, strict=True))
+        return wrong
+
+
+class ToyEngine:
+    """Scheduler, block pool and ranks in one process."""
+
+    def __init__(self, num_blocks: int, ranks: int, region_bytes: int) -> None:
+        self.config = Config.from_env(os.environ)
+        spec = EngineSpec(f"toy-{os.getpid()}", "toy", num_blocks, BLOCK_SIZE, asynchronous=True)
+        self.cache = join_cache(self.config, spec, Path(self.config.run_dir))
+        self.ranks = [ToyRank(self.config, r, num_blocks, region_bytes) for r in range(ranks)]
+        self.lru: OrderedDict[BlockId, BlockHash | None] = OrderedDict.fromkeys(
+            BlockId(b) for b in range(num_blocks)
+        )
+        self.by_hash: dict[BlockHash, BlockId] = {}
+        self.wrong = self.imported = self.requests = 0
+
+    def open(self, fields: dict[str, str]) -> None:
+        """Begin an epoch and wait until it is open on every rank."""
+        identity = identity_of()
+        infos = [
+            RankInfo(identity.pid, identity.start_time, rank.transport.export(Epoch(0)))
+            for rank in self.ranks
+        ]
+        self.cache.open_epoch(infos, lambda: fields)
+        while (table := self.cache.table) is None:
+            time.sleep(0.01)
+        for rank in self.ranks:
+            rank.cache.open_epoch(table.name)
+
+    def request(self, chain: list[BlockHash]) -> None:
+        """Serve one request: local hits, imports, and the rest computed."""
+        self.requests += 1
+        local = 0
+        while local < len(chain) and chain[local] in self.by_hash:
+            self.lru.move_to_end(self.by_hash[chain[local]])
+            local += 1
+        plan = self.cache.probe(chain, local, len(chain))
+        blocks = self._allocate(len(chain) - local)
+        good = 0
+        if plan is not None:
+            good = self._import(plan, blocks[: plan.num_blocks], chain[local:])
+        else:
+            self.cache.settle()
+        self._compute(blocks, chain, local, good)
+
+    def _allocate(self, count: int) -> list[BlockId]:
+        """Least recently used blocks, withdrawn from the others' view."""
+        blocks = list(self.lru)[:count]
+        for block in blocks:
+            self.lru.move_to_end(block)
+            owned, self.lru[block] = self.lru[block], None
+            if owned is not None:
+                del self.by_hash[owned]
+        self.cache.retract(blocks)
+        return blocks
+
+    def _import(self, plan: object, targets: list[BlockId], chain: list[BlockHash]) -> int:
+        load = self.cache.begin_load(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
+        self.cache.settle()
+        for rank in self.ranks:
+            rank.cache.begin_load(load)
+        reports: list[LoadReport] = []
+        while len(reports) < len(self.ranks):
+            for rank in self.ranks:
+                reports += rank.cache.poll()
+        bad = self.cache.end_load(load, reports)
+        good = next((i for i, t in enumerate(targets) if t in bad), len(targets))
+        for target, chain_hash in zip(targets[:good], chain, strict=False):
+            self.wrong += sum(rank.wrong_bytes(target, chain_hash) for rank in self.ranks)
+        self.imported += good
+        return good
+
+    def _compute(
+        self, blocks: list[BlockId], chain: list[BlockHash], local: int, good: int
+    ) -> None:
+        for block, chain_hash in list(zip(blocks, chain[local:], strict=True))[good:]:
+            for rank in self.ranks:
+                rank.compute(block, chain_hash)
+        publications = []
+        for index, block in enumerate(blocks, start=local):
+            if index - local >= good:
+                for rank in self.ranks:
+                    rank.cache.write_checksums([block])
+            self.lru[block], self.by_hash[chain[index]] = chain[index], block
+            parent = chain[index - 1] if index else None
+            publications.append(Publication(block, chain[index], parent, index))
+        self.cache.publish(publications)
+        self.cache.flush()
+
+    def summary(self) -> dict[str, object]:
+        table = self.cache.table
+        counters = table.counters.snapshot() if table else {}
+        return {
+            "pid": os.getpid(),
+            "requests": self.requests,
+            "imported": self.imported,
+            "wrong": self.wrong,
+            "violations": table.check_integrity() if table else [],
+            "counters": {k: v for k, v in counters.items() if v},
+        }
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.cache.close()
+        self.cache.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--families", type=int, default=6)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--region-bytes", type=int, default=65536)
+    parser.add_argument("--peers", type=int, default=1, help="wait for so many before the start")
+    options = parser.parse_args()
+    engine = ToyEngine(options.blocks, options.ranks, options.region_bytes)
+    engine.open({"weights": "toy"})
+    print("open", flush=True)
+    while engine.cache.num_peers < options.peers:
+        time.sleep(0.01)
+    print("go", flush=True)
+    dice = random.Random(options.seed)
+    for _ in range(options.requests):
+        family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
+        engine.request(chain_of(family, length))
+    print(json.dumps(engine.summary()), flush=True)
+    input()  # stay readable for the others until told to end
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
