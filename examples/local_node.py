@@ -124,11 +124,11 @@ class Engine:
         body = {"prompt": list(prompt), "logprobs": 5, "max_tokens": max_tokens, **options}
         return stream(self.port, "/v1/completions", {"model": str(self.spec.model), **body})
 
-    def chat(self, messages: Sequence[Mapping[str, str]], max_tokens: int = 16) -> Result:
-        """Answer a chat, greedily; blocks until the last token."""
-        body = {"messages": list(messages), "logprobs": True, "top_logprobs": 5}
-        body |= {"model": str(self.spec.model), "max_tokens": max_tokens}
-        return stream(self.port, "/v1/chat/completions", body)
+    def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Result:
+        """Answer a chat with 16 tokens, greedily; blocks until the last one."""
+        body = {"messages": list(messages), "logprobs": True, "top_logprobs": 5, "max_tokens": 16}
+        model = {"model": str(self.spec.model)}
+        return stream(self.port, "/v1/chat/completions", {**model, **body, **options})
 
     def metrics(self) -> dict[str, float]:
         """Return vLLM's own metrics: name with labels -> value."""

@@ -1,0 +1,97 @@
+"""Time spent inside kvshm's hooks, as a share of the time of each scheduler step.
+
+    PYTHONPATH=examples python benchmarks/bench_hooks.py [--requests 64] [--clients 8]
+
+Engine B runs with a stopwatch around every method of the connector (timed_connector.py)
+while several clients ask it at once; half of the prompts begin with a prefix that engine A
+has, so B computes, imports, decodes, publishes and reuses blocks.  Step time is the worker's,
+from binding a step's metadata to clearing it: shorter than the step as a whole, so the
+share is, if anything, too large.  The model is tiny; a real one's steps are longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from local_node import Engine, EngineSpec
+from measurement import percentiles, report
+from sharing_node import SharingNode, observe
+from tiny_model import write_model
+
+Steps = Mapping[str, tuple[int, int]]
+"""Number of the step -> nanoseconds of the step, nanoseconds of them in kvshm."""
+VOCABULARY = 1500
+PREFIX_TOKENS, TAIL_TOKENS, DECODED_TOKENS = 512, 200, 64
+NUM_BLOCKS = 192
+"""Few enough for blocks to be reused."""
+
+
+def timed_spec(model: Path, directory: Path) -> EngineSpec:
+    """Describe the engine under the stopwatch, activated by the official setting."""
+    transfer = {"kv_connector": "TimedConnector", "kv_connector_module_path": "timed_connector",
+                "kv_role": "kv_both"}  # fmt: skip
+    settings = {
+        "KVSHM_ENABLE": "",
+        "BENCH_HOOKS_DIRECTORY": str(directory),
+        "PYTHONPATH": str(Path(__file__).parent),
+    }
+    arguments = ("--kv-transfer-config", json.dumps(transfer))
+    return EngineSpec("timed", model, 1, NUM_BLOCKS, arguments, settings)
+
+
+def load(node: SharingNode, a: Engine, b: Engine, requests: int, clients: int) -> int:
+    """Ask engine B; returns how many blocks it imported."""
+    drawn = random.Random(1)
+
+    def tokens(count: int) -> list[int]:
+        return [drawn.randrange(VOCABULARY) for _ in range(count)]
+
+    prompts = [tokens(PREFIX_TOKENS + TAIL_TOKENS) for _ in range(requests)]
+    for prompt in prompts[::2]:
+        a.complete(prompt[: PREFIX_TOKENS + 1], max_tokens=2)
+    node.wait_joined(a, b)
+    with observe(node, b) as seen, ThreadPoolExecutor(clients) as pool:
+        list(pool.map(lambda prompt: b.complete(prompt, max_tokens=DECODED_TOKENS), prompts))
+    return seen.imported_blocks
+
+
+def shares(scheduler: Steps, worker: Steps) -> dict[str, list[float]]:
+    """Return, per step, the share of its time spent in kvshm's hooks, in percent."""
+    common = [step for step in worker if step in scheduler]
+    both = [(worker[s][0], scheduler[s][1], worker[s][1]) for s in common]
+    return {
+        "step_ms": [total / 1e6 for total, _, _ in both],
+        "scheduler_percent": [100 * mine / total for total, mine, _ in both],
+        "worker_percent": [100 * mine / total for total, _, mine in both],
+        "hooks_percent": [100 * (one + two) / total for total, one, two in both],
+    }
+
+
+def main() -> None:
+    """Command line: print one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--clients", type=int, default=8)
+    args = parser.parse_args()
+    with SharingNode() as node:
+        model = write_model(node.run_dir / "model")
+        node.start_coordinator()
+        a, b = node.start_engines(
+            EngineSpec("a", model, core=0, num_blocks=1024), timed_spec(model, node.run_dir)
+        )
+        node.wait_joined(a, b)
+        imported = load(node, a, b, args.requests, args.clients)
+        b.stop()
+        sides = ("scheduler", "worker")
+        found = [json.loads((node.run_dir / f"{side}.json").read_text()) for side in sides]
+    measured = {name: percentiles(values) for name, values in shares(*found).items()}
+    report("hooks", imported_blocks=imported, **measured)
+
+
+if __name__ == "__main__":
+    main()
