@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvshm.hooks.connector import KvshmConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvshm.hooks.connector import KvshmConnector
 
 DIRECTORY = "BENCH_HOOKS_DIRECTORY"
 STEP_BEGINS = "bind_connector_metadata"

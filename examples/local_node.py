@@ -23,7 +23,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from completions import Result, stream
 
@@ -275,7 +275,7 @@ class Node:
                 self.end_coordinator(signal.SIGKILL)
         shutil.rmtree(self.run_dir, ignore_errors=True)
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
