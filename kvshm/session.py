@@ -240,7 +240,8 @@ class Session:
         self._reply_due = now + REPLY_SECONDS
 
     def _leave(self) -> None:
-        if self.is_member:
+        """End the present epoch, also if its Join has not been answered yet."""
+        if self._epoch:
             self._send(Leave(epoch=self._epoch))
         self._coordinator_epoch = 0
 

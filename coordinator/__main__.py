@@ -1,0 +1,158 @@
+"""kvshm-coordinator: arguments, signals, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvshm.config import Config
+from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
+from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
+from kvshm.segment import identity_of, is_alive
+from kvshm.version import __version__
+
+from . import logfmt
+from .actions import Log
+from .lease_bits import LeaseBits
+from .lease_table import LeaseTable
+from .lock import take_lock
+from .reaper import Reaper
+from .roster import State
+from .server import Server
+from .state import GRACE_SECONDS
+
+EXIT_CLEAN, EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RUNNING, EXIT_RUN_DIRECTORY = range(5)
+
+_EPILOG = """\
+exit status:
+  0  ended by SIGTERM or SIGINT; engines go on serving
+  1  unexpected error
+  2  bad usage or setting
+  3  another coordinator serves this run directory and namespace
+  4  the run directory cannot be used
+"""
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="kvshm-coordinator",
+        description="Knows the vLLM engines of this machine that share their prefix caches.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--run-dir",
+        help="directory of the sockets (default: $KVSHM_RUN_DIR, else $XDG_RUNTIME_DIR/kvshm, "
+        "else /tmp/kvshm-<uid>)",
+    )
+    parser.add_argument(
+        "--namespace", help="serve the engines of this namespace (default: $KVSHM_NAMESPACE)"
+    )
+    parser.add_argument("--log-level", help="debug, info, warning or error (default: info)")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    return parser.parse_args(argv)
+
+
+def _config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Config:
+    """Options override their environment variables, and are checked like them."""
+    options = {
+        "KVSHM_RUN_DIR": arguments.run_dir,
+        "KVSHM_NAMESPACE": arguments.namespace,
+        "KVSHM_LOG_LEVEL": arguments.log_level,
+    }
+    return Config.from_env({**environ, **{k: v for k, v in options.items() if v is not None}})
+
+
+class _Signals:
+    """SIGTERM and SIGINT end the server at its next turn."""
+
+    def __init__(self) -> None:
+        self.received = False
+        self.wake, write = socket.socketpair()
+        self._write = write
+        write.setblocking(False)
+        signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.received = True
+
+
+def _serve(run_dir: Path, namespace: str) -> None:
+    signals = _Signals()
+    identity = identity_of()
+    reaper = Reaper(run_dir, namespace)
+    leases = LeaseTable.open(namespace, identity)
+    rows = leases.rows()
+    dead = {bit for bit, owner in enumerate(rows) if owner.epoch and not is_alive(owner.identity)}
+    state = State(
+        epoch=secrets.randbits(63) + 1,
+        namespace=namespace,
+        uid=os.geteuid(),
+        boot_id=identity.boot_id,
+        bits=LeaseBits(rows, dead, time.monotonic() + GRACE_SECONDS),
+    )
+    server = Server(state, leases, reaper)
+    endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
+    server.open(*endpoints, signals.wake.fileno())
+    kept = sum(1 for owner in rows if owner.epoch) - len(dead)
+    about: dict[str, object] = {"pid": os.getpid(), "run_dir": run_dir, "namespace": namespace}
+    bits = {"version": __version__, "bits_kept": kept, "bits_of_dead": len(dead)}
+    logfmt.write(Log(logging.INFO, "serving", {**about, **bits}))
+    try:
+        server.run(lambda: signals.received)
+    finally:
+        server.close()
+        for endpoint in endpoints:
+            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
+    _clean_up(reaper, leases)
+    logfmt.write(Log(logging.INFO, "ended", {"pid": os.getpid()}))
+
+
+def _clean_up(reaper: Reaper, leases: LeaseTable) -> None:
+    """Remove what the dead left behind, and the lease table once nobody holds a bit."""
+    reaper.sweep_leftovers()
+    holders = [owner for owner in leases.rows() if owner.epoch and is_alive(owner.identity)]
+    if not holders and not reaper.has_tables():
+        leases.unlink()
+    leases.close()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the coordinator until SIGTERM or SIGINT; return the exit status."""
+    arguments = _arguments(argv)
+    try:
+        config = _config(arguments, os.environ)
+        logfmt.start(config.log_level)
+        os.umask(0o077)
+        run_dir = open_run_directory(config.run_dir, os.environ)
+        lock = take_lock(lock_path(run_dir, config.namespace))
+        _serve(run_dir, config.namespace)
+        os.close(lock)
+    except ConfigError as exc:
+        return _fail(EXIT_USAGE, exc)
+    except AlreadyRunning as exc:
+        return _fail(EXIT_RUNNING, exc)
+    except RunDirectoryError as exc:
+        return _fail(EXIT_RUN_DIRECTORY, exc)
+    except KvshmError as exc:
+        return _fail(EXIT_UNEXPECTED, exc)
+    return EXIT_CLEAN
+
+
+def _fail(status: int, exc: Exception) -> int:
+    print(f"kvshm-coordinator: {exc}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""Who gets a place in the roster, under which conditions, and what he is told.  Pure."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from kvshm.protocol import (
+    PROTOCOL_VERSION,
+    EngineInfo,
+    EngineJoined,
+    EngineRecovered,
+    Join,
+    Joined,
+    Refused,
+    Stranger,
+)
+from kvshm.records import MAX_RANKS
+from kvshm.segment import TABLE_KIND, Identity, parse_segment_name
+from kvshm.terms import NO_LEASE_BIT
+
+from .actions import Action, Examine, Log, Owner, Peer, Refusal, Send, WriteLease
+from .roster import Engine, State, processes_of
+
+FINGERPRINT_BYTES = 32
+_SAME_NAMESPACES = "run engines and coordinator in one pid namespace (containers: --pid=host)"
+_NEW_EPOCH = "begin a new epoch and join with that"
+
+
+def on_join(state: State, peer: Peer, join: Join) -> list[Action]:
+    """Refuse what can be refused at once, let the shell look at the rest."""
+    refusal = (
+        _refuse_speaker(state, peer, join.engine)
+        or _refuse_message(state, join)
+        or _refuse_epoch(state, join.engine)
+    )
+    return [Examine(peer, join)] if refusal is None else refuse(state, peer, join, refusal)
+
+
+def _refuse_speaker(state: State, peer: Peer, engine: EngineInfo) -> Refusal | None:
+    if peer.pid < 0:
+        return Refusal(
+            "the socket does not tell who is speaking", "install a libzmq with SO_PEERCRED support"
+        )
+    if peer.uid != state.uid:
+        return Refusal(
+            f"the engine runs as uid {peer.uid}, the coordinator as uid {state.uid}",
+            "run both as one user",
+        )
+    if peer.pid == 0:
+        return Refusal("the engine is in a pid namespace that is not visible", _SAME_NAMESPACES)
+    if peer.pid != engine.pid:
+        return Refusal(
+            f"the engine calls itself pid {engine.pid}, here it is pid {peer.pid}",
+            _SAME_NAMESPACES,
+        )
+    return None
+
+
+def _refuse_message(state: State, join: Join) -> Refusal | None:
+    engine = join.engine
+    if join.protocol != PROTOCOL_VERSION:
+        return Refusal(
+            f"the engine speaks protocol {join.protocol}, the coordinator {PROTOCOL_VERSION}",
+            "install one version of kvshm in both",
+        )
+    name = parse_segment_name(engine.table)
+    if name is None or (name.namespace, name.kind, name.epoch) != (
+        state.namespace,
+        TABLE_KIND,
+        engine.epoch,
+    ):
+        return Refusal(
+            f"{engine.table!r} is no slot table of namespace {state.namespace!r} and this epoch",
+            "set the same KVSHM_NAMESPACE for both",
+        )
+    if (
+        engine.epoch == 0
+        or len(engine.fingerprint) != FINGERPRINT_BYTES
+        or not 0 < len(engine.ranks) <= MAX_RANKS
+    ):
+        return Refusal("the description of the engine is malformed", "report this as a bug")
+    return None
+
+
+def _refuse_epoch(state: State, engine: EngineInfo) -> Refusal | None:
+    if engine.epoch in state.ended:
+        return Refusal("this epoch has ended", _NEW_EPOCH)
+    known = state.engines.get(engine.epoch)
+    if known is not None and not _is_same(known.info, engine):
+        return Refusal("another engine has this epoch", _NEW_EPOCH)
+    return None
+
+
+def _is_same(known: EngineInfo, other: EngineInfo) -> bool:
+    fixed = ("pid", "start_time", "fingerprint", "table")
+    return all(getattr(known, name) == getattr(other, name) for name in fixed)
+
+
+def refuse(state: State, peer: Peer, join: Join, refusal: Refusal) -> list[Action]:
+    """Say why not; logged once for each sender and reason."""
+    reply = Refused(
+        engine_epoch=join.engine.epoch,
+        reason=refusal.reason,
+        remedy=refusal.remedy,
+        retry=refusal.retry,
+    )
+    about = {"engine": join.engine.name, "remedy": refusal.remedy}
+    return [Send(peer.route, reply), *state.complain(peer, "refused", refusal.reason, **about)]
+
+
+def admit(state: State, peer: Peer, join: Join, now: float) -> list[Action]:
+    """The engine is what it says: it gets its lease bit and the roster.
+
+    The others hear of it only if it is new to them or events of it were lost, so an engine
+    that merely lost broadcasts costs nobody a scan.
+    """
+    engine, known = join.engine, state.engines.get(join.engine.epoch)
+    owner = Owner(engine.epoch, Identity(state.boot_id, engine.pid, engine.start_time))
+    others = state.engines.keys() - {engine.epoch}
+    bit = state.bits.grant(owner, processes_of(engine), engine.lease_bit, others)
+    info = msgspec.structs.replace(engine, lease_bit=bit)
+    state.engines[engine.epoch] = Engine(info, join.sequence, now)
+    actions = state.watch()
+    if bit != NO_LEASE_BIT:
+        actions.append(WriteLease(bit, owner))
+    if known is not None and known.suspected:
+        actions.append(state.publish(info.fingerprint, EngineRecovered, epoch=info.epoch))
+    if known is None or known.sequence != join.sequence or known.info != info:
+        news = {"engine": info, "engine_sequence": join.sequence}
+        actions.append(state.publish(info.fingerprint, EngineJoined, **news))
+    reply = _joined(state, info)
+    actions.append(Send(peer.route, reply))
+    if known is None:
+        actions += _log_join(state, info, reply)
+    return actions
+
+
+def _joined(state: State, info: EngineInfo) -> Joined:
+    others = [e for e in state.engines.values() if e.info.epoch != info.epoch]
+    roster = [e for e in others if e.info.fingerprint == info.fingerprint]
+    strangers = [e.info for e in others if e.info.fingerprint != info.fingerprint]
+    return Joined(
+        protocol=PROTOCOL_VERSION,
+        coordinator_epoch=state.epoch,
+        engine_epoch=info.epoch,
+        lease_bit=info.lease_bit,
+        sequence=state.topics.get(info.fingerprint, 0),
+        roster=[e.info for e in roster],
+        sequences={e.info.epoch: e.sequence for e in roster},
+        suspected=[e.info.epoch for e in roster if e.suspected],
+        strangers=strangers_of(info, strangers),
+    )
+
+
+def strangers_of(info: EngineInfo, others: list[EngineInfo]) -> list[Stranger]:
+    """Describe how engines of other fingerprints differ, the most alike first."""
+    strangers = [Stranger(o.name, o.pid, differences(info, o)) for o in others]
+    return sorted(strangers, key=lambda s: (len(s.differences), s.name, s.pid))
+
+
+def differences(one: EngineInfo, other: EngineInfo) -> dict[str, tuple[str, str]]:
+    """Return the fields of two fingerprints that differ, with both values; never empty for
+    two that do differ."""
+    names = [*one.fields, *(name for name in other.fields if name not in one.fields)]
+    pairs = {name: (one.fields.get(name, ""), other.fields.get(name, "")) for name in names}
+    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return differing or {"fingerprint": (one.fingerprint.hex(), other.fingerprint.hex())}
+
+
+def _log_join(state: State, info: EngineInfo, reply: Joined) -> list[Action]:
+    about: dict[str, object] = {"engine": info.name, "pid": info.pid}
+    epoch, topic = f"{info.epoch:016x}", info.fingerprint.hex()[:16]
+    place = {"epoch": epoch, "bit": info.lease_bit, "ranks": len(info.ranks), "topic": topic}
+    sizes = {"shares_with": len(reply.roster), "engines": len(state.engines)}
+    lines: list[Action] = [Log(logging.INFO, "join", {**about, **place, **sizes})]
+    if info.lease_bit == NO_LEASE_BIT:
+        lines.append(Log(logging.WARNING, "no-lease-bit", about))
+    for stranger in reply.strangers:
+        name, (here, there) = next(iter(stranger.differences.items()))
+        other = {"other": stranger.name, "other_pid": stranger.pid}
+        difference = {"differs": name, "here": here, "there": there}
+        count = {"differing_fields": len(stranger.differences)}
+        lines.append(Log(logging.INFO, "cannot-share", {**about, **other, **difference, **count}))
+    return lines

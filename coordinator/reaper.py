@@ -1,0 +1,196 @@
+"""Looks at engines' segments and sweeps after the dead.  The only part that unlinks.
+
+Nothing here raises for what an engine left behind: a segment that cannot be opened is
+logged and left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, SegmentNotReady
+from kvshm.protocol import EngineInfo
+from kvshm.rundir import list_rank_sockets
+from kvshm.segment import (
+    LEASES_KIND,
+    SHM_DIRECTORY,
+    TABLE_KIND,
+    Identity,
+    SegmentName,
+    identity_of,
+    is_alive,
+    list_segments,
+    owner_of,
+    unlink,
+)
+from kvshm.slots import SlotTable
+
+from . import logfmt
+from .actions import Log, Process, Refusal
+from .roster import processes_of
+
+ABANDONED_SECONDS = 60.0
+"""A segment that nobody has filled for so long was left by a process that died on it."""
+
+_ONE_SHM = "let both see one /dev/shm (containers: --ipc=host, or one mount in both)"
+_ONE_PID_NAMESPACE = "run engines and coordinator in one pid namespace (containers: --pid=host)"
+
+
+class Reaper:
+    """One namespace's segments and rank sockets."""
+
+    def __init__(self, run_dir: Path, namespace: str) -> None:
+        self._run_dir = run_dir
+        self._namespace = namespace
+
+    # -- before a join
+
+    def examine(self, info: EngineInfo) -> Refusal | None:
+        """Say why the engine is not what it says, None if it is.
+
+        That its slot table can be opened here, and holds the random epoch of the Join,
+        proves that engine and coordinator see the same /dev/shm.
+        """
+        for process in sorted(processes_of(info)):
+            if not _runs(process):
+                return Refusal(f"process {process.pid} is not visible here", _ONE_PID_NAMESPACE)
+        try:
+            table = SlotTable.open(info.table, writable=False)
+        except SegmentNotFound:
+            return Refusal(f"{info.table} is not in the coordinator's /dev/shm", _ONE_SHM)
+        except SegmentNotReady as exc:
+            return Refusal(str(exc), "nothing: it is tried again", retry=True)
+        except (KvshmError, OSError) as exc:
+            return Refusal(str(exc), "run both as one user, with one version of kvshm")
+        try:
+            return _compare(table, info)
+        finally:
+            table.close()
+
+    # -- after an end
+
+    def end_life(self, name: str) -> None:
+        """Zero the life words of a slot table."""
+        with self._tolerant("end-life", name):
+            table = SlotTable.open(name)
+            table.end_life(None)
+            table.close()
+
+    def sweep_bits(self, bits: int) -> None:
+        """Clear lease bits in every slot table of the namespace."""
+        for name in self._segments(TABLE_KIND):
+            with self._tolerant("sweep", name):
+                table = SlotTable.open(name)
+                swept = table.sweep(bits)
+                table.close()
+                about: dict[str, object] = {"table": name, "bits": f"{bits:#x}", "slots": swept}
+                logfmt.write(Log(logging.DEBUG, "swept", about))
+
+    def unlink_epoch(self, table: str, epoch: int) -> None:
+        """Remove the slot table and the rank sockets of an epoch."""
+        with self._tolerant("unlink", table):
+            unlink(table)
+        for owner, path in list_rank_sockets(self._run_dir, self._namespace):
+            if owner == epoch:
+                path.unlink(missing_ok=True)
+
+    def sweep_process(self, process: Process) -> None:
+        """Remove every segment of a dead process."""
+        for name, owner in self._owned():
+            if (owner.pid, owner.start_time) == process:
+                self._remove(name, owner)
+
+    def sweep_leftovers(self, keep: Set[int] = frozenset()) -> None:
+        """Remove segments and rank sockets of dead processes, except those of epochs in
+        ``keep``, whose end is yet to be told."""
+        for name, owner in self._owned():
+            if name.epoch not in keep and not is_alive(owner):
+                self._remove(name, owner)
+        for epoch, path in list_rank_sockets(self._run_dir, self._namespace):
+            if epoch not in keep and not _is_served(path):
+                path.unlink(missing_ok=True)
+                logfmt.write(Log(logging.INFO, "removed", {"socket": path}))
+
+    def has_tables(self) -> bool:
+        """Whether any slot table of the namespace is left."""
+        return bool(self._segments(TABLE_KIND))
+
+    # -- the segments
+
+    def _segments(self, kind: str) -> list[str]:
+        return [str(name) for name in list_segments(self._namespace) if name.kind == kind]
+
+    def _owned(self) -> Iterator[tuple[SegmentName, Identity]]:
+        """Yield the engines' segments and their owners; nobody for abandoned births."""
+        for name in list_segments(self._namespace):
+            if name.kind == LEASES_KIND:
+                continue
+            try:
+                yield name, owner_of(str(name))
+            except SegmentNotReady:
+                if _is_abandoned(str(name)):
+                    yield name, Identity(bytes(16), 0, 0)
+            except SegmentNotFound:
+                continue
+            except (SegmentError, OSError) as exc:
+                about: dict[str, object] = {"segment": name, "reason": exc}
+                logfmt.write(Log(logging.DEBUG, "left-alone", about))
+
+    def _remove(self, name: SegmentName, owner: Identity) -> None:
+        if name.kind == TABLE_KIND:
+            self.end_life(str(name))
+        with self._tolerant("unlink", str(name)):
+            unlink(str(name))
+            logfmt.write(Log(logging.INFO, "removed", {"segment": name, "owner_pid": owner.pid}))
+
+    @contextmanager
+    def _tolerant(self, what: str, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (SegmentNotFound, SegmentNotReady):
+            return
+        except (KvshmError, OSError, ValueError, IndexError) as exc:
+            about: dict[str, object] = {"what": what, "segment": name, "reason": exc}
+            logfmt.write(Log(logging.WARNING, "failed", about))
+
+
+def _runs(process: Process) -> bool:
+    try:
+        return is_alive(identity_of(process.pid)._replace(start_time=process.start_time))
+    except (ProcessLookupError, OverflowError):
+        return False
+
+
+def _compare(table: SlotTable, info: EngineInfo) -> Refusal | None:
+    found = (table.epoch, table.identity.pid, table.identity.start_time, table.fingerprint)
+    if found != (info.epoch, info.pid, info.start_time, info.fingerprint):
+        return Refusal(f"{info.table} in the coordinator's /dev/shm is another's", _ONE_SHM)
+    if (table.num_blocks, table.num_ranks) != (info.num_blocks, len(info.ranks)):
+        return Refusal(
+            f"{info.table} has {table.num_blocks} blocks and {table.num_ranks} ranks, the engine "
+            f"states {info.num_blocks} and {len(info.ranks)}",
+            "report this as a bug",
+        )
+    return None
+
+
+def _is_abandoned(name: str) -> bool:
+    try:
+        age = time.time() - os.stat(SHM_DIRECTORY / name).st_mtime
+    except FileNotFoundError:
+        return False
+    return age > ABANDONED_SECONDS
+
+
+def _is_served(path: Path) -> bool:
+    """Whether a process has the socket bound.  Connecting with another socket type tells
+    without a connection coming about."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(os.fspath(path)) not in (errno.ECONNREFUSED, errno.ENOENT)

@@ -1,0 +1,88 @@
+"""The roster and everything else the coordinator knows.  Pure.
+
+Nothing of it is needed to serve a prefix: a new coordinator starts with an empty roster and
+the lease table, and learns the rest from the engines that join it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvshm.protocol import AnyBroadcast, EngineInfo
+
+from .actions import Action, Log, Peer, Process, Publish, Unwatch, Watch
+from .lease_bits import LeaseBits
+
+MAX_COMPLAINTS = 1000
+"""Different complaints that are remembered, and so logged."""
+
+
+@dataclass
+class Engine:
+    """One row of the roster."""
+
+    info: EngineInfo
+    sequence: int
+    """Of its last events: relayed, or known to be lost."""
+    last_heard: float
+    suspected: bool = False
+
+    @property
+    def processes(self) -> set[Process]:
+        return processes_of(self.info)
+
+
+def processes_of(info: EngineInfo) -> set[Process]:
+    """Return the processes without which the engine's epoch is at its end."""
+    ranks = {Process(rank.pid, rank.start_time) for rank in info.ranks}
+    return ranks | {Process(info.pid, info.start_time)}
+
+
+@dataclass
+class State:
+    """What the coordinator knows.  Only ``decide`` changes it."""
+
+    epoch: int
+    namespace: str
+    uid: int
+    boot_id: bytes
+    bits: LeaseBits
+    engines: dict[int, Engine] = field(default_factory=dict)
+    """The roster, by epoch."""
+    topics: dict[bytes, int] = field(default_factory=dict)
+    """Fingerprint -> sequence of its last broadcast; kept when its last engine has gone."""
+    ended: set[int] = field(default_factory=set)
+    """Epochs that were in the roster and will never be again."""
+    watched: set[Process] = field(default_factory=set)
+    complaints: dict[tuple[int, str], int] = field(default_factory=dict)
+    """(pid, what about) -> how often."""
+    last_clock: float | None = None
+    next_leftovers: float = 0.0
+
+    def publish(self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any) -> Publish:
+        """Return the next numbered broadcast of a topic."""
+        sequence = self.topics.get(topic, 0) + 1
+        self.topics[topic] = sequence
+        return Publish(topic, kind(coordinator_epoch=self.epoch, sequence=sequence, **fields))
+
+    def watch(self) -> list[Action]:
+        """Watch exactly those processes whose death matters to an engine or a lease bit."""
+        needed = self.bits.holders.union(*(e.processes for e in self.engines.values()))
+        actions: list[Action] = [Watch(process) for process in sorted(needed - self.watched)]
+        actions += [Unwatch(process) for process in sorted(self.watched - needed)]
+        self.watched = needed
+        return actions
+
+    def complain(self, peer: Peer, event: str, reason: str, **fields: object) -> list[Action]:
+        """Count a complaint about a sender; return a log line the first time."""
+        key = (peer.pid, f"{event} {reason}" if fields else event)
+        count = self.complaints.get(key, 0)
+        if count or len(self.complaints) < MAX_COMPLAINTS:
+            self.complaints[key] = count + 1
+        if count or key not in self.complaints:
+            return []
+        about = {"pid": peer.pid, "uid": peer.uid, "reason": reason, **fields}
+        return [Log(logging.WARNING, event, about)]

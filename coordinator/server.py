@@ -1,0 +1,217 @@
+"""The shell: sockets, pidfds and the clock.  It tells ``decide`` what happened and does what
+``decide`` says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+
+import zmq
+
+from kvshm.errors import ProtocolError
+from kvshm.protocol import HEARTBEAT_SECONDS, MAX_MESSAGE_BYTES, decode_command, encode
+from kvshm.segment import identity_of
+
+from . import logfmt
+from .actions import (
+    Action,
+    Clock,
+    Died,
+    EndLife,
+    Event,
+    Examine,
+    Examined,
+    Garbled,
+    Log,
+    Peer,
+    Process,
+    Publish,
+    Received,
+    Send,
+    SweepBits,
+    SweepLeftovers,
+    SweepProcess,
+    UnlinkEpoch,
+    Unwatch,
+    Watch,
+    WriteLease,
+)
+from .lease_table import LeaseTable
+from .reaper import Reaper
+from .roster import State
+from .state import decide
+
+MAX_RECEIVED = 1000
+"""Messages taken before deaths and the clock are looked after."""
+QUEUE_LENGTH = 10_000
+
+
+class Server:
+    """One coordinator at work.  Used by one thread."""
+
+    def __init__(
+        self,
+        state: State,
+        leases: LeaseTable,
+        reaper: Reaper,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._leases = leases
+        self._reaper = reaper
+        self._clock = clock
+        self._events: deque[Event] = deque()
+        self._pidfds: dict[Process, int] = {}
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._publisher = self._context.socket(zmq.PUB)
+        self._poller = zmq.Poller()
+
+    def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
+        """Bind the sockets; the caller holds the lock.  What arrives on ``wake_fd`` only
+        ends a wait.  Raises zmq.ZMQError."""
+        for socket in (self._router, self._publisher):
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.SNDHWM, QUEUE_LENGTH)
+            socket.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
+        # A longer message ends its sender's connection before any of it is kept.
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._router.bind(command_endpoint)
+        self._publisher.bind(event_endpoint)
+        self._poller.register(self._router, zmq.POLLIN)
+        self._poller.register(wake_fd, zmq.POLLIN)
+
+    def close(self) -> None:
+        for process in list(self._pidfds):
+            self._unwatch(process)
+        self._router.close()
+        self._publisher.close()
+        self._context.term()
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Serve until ``stopping`` says so."""
+        for action in self._state.watch():
+            self._perform(action)
+        next_clock = self._clock()
+        while not stopping():
+            if self._clock() >= next_clock:
+                next_clock = self._clock() + HEARTBEAT_SECONDS
+                self._handle(Clock())
+            self._wait(next_clock - self._clock())
+
+    def _wait(self, seconds: float) -> None:
+        ready = dict(self._poller.poll(max(0, int(seconds * 1000) + 1)))
+        if self._router in ready:
+            self._receive()
+        # What the dead had sent before is handled first, then their deaths.
+        for process, pidfd in list(self._pidfds.items()):
+            if pidfd in ready:
+                self._unwatch(process)
+                self._handle(Died(process))
+
+    def _receive(self) -> None:
+        for _ in range(MAX_RECEIVED):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._handle(_read(frames))
+
+    def _handle(self, event: Event) -> None:
+        """Let ``decide`` decide; actions may bring about further events."""
+        self._events.append(event)
+        while self._events:
+            for action in decide(self._state, self._events.popleft(), self._clock()):
+                self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Send(route, message):
+                self._send(route, encode(message))
+            case Publish(topic, message):
+                self._publisher.send_multipart([topic, encode(message)])
+            case Examine(peer, join):
+                refusal = self._reaper.examine(join.engine)
+                self._events.append(Examined(peer, join, refusal))
+            case Watch(process):
+                self._watch(process)
+            case Unwatch(process):
+                self._unwatch(process)
+            case WriteLease(bit, owner):
+                self._leases.write(bit, owner)
+            case Log():
+                logfmt.write(action)
+            case _:
+                self._sweep(action)
+
+    def _sweep(self, action: Action) -> None:
+        match action:
+            case EndLife(table):
+                self._reaper.end_life(table)
+            case SweepBits(bits):
+                self._reaper.sweep_bits(bits)
+            case UnlinkEpoch(table, epoch):
+                self._reaper.unlink_epoch(table, epoch)
+            case SweepProcess(process):
+                self._reaper.sweep_process(process)
+            case SweepLeftovers(keep):
+                self._reaper.sweep_leftovers(keep)
+            case _:
+                raise AssertionError(f"no such action: {action}")
+
+    def _send(self, route: bytes, frame: bytes) -> None:
+        try:
+            self._router.send_multipart([route, frame], zmq.NOBLOCK)
+        except zmq.ZMQError as exc:  # the engine has gone, or does not read
+            logfmt.write(Log(logging.DEBUG, "unsent", {"route": route.hex(), "reason": exc}))
+
+    def _watch(self, process: Process) -> None:
+        """Open a pidfd, and make sure that it is that process's and not a successor's."""
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError:
+            self._events.append(Died(process))
+            return
+        self._pidfds[process] = pidfd
+        try:
+            same = identity_of(process.pid).start_time == process.start_time
+        except ProcessLookupError:
+            same = False
+        if same:
+            self._poller.register(pidfd, zmq.POLLIN)
+        else:
+            self._unwatch(process)
+            self._events.append(Died(process))
+
+    def _unwatch(self, process: Process) -> None:
+        pidfd = self._pidfds.pop(process, None)
+        if pidfd is None:
+            return
+        if pidfd in self._poller:
+            self._poller.unregister(pidfd)
+        os.close(pidfd)
+
+
+def _read(frames: list[zmq.Frame]) -> Event:
+    """Return a message and its sender."""
+    peer = Peer(frames[0].bytes, *_credentials(frames[-1]))
+    if len(frames) != 2:
+        return Garbled(peer, f"message of {len(frames) - 1} frames, wanted 1")
+    try:
+        return Received(peer, decode_command(frames[1].bytes))
+    except ProtocolError as exc:
+        return Garbled(peer, str(exc))
+
+
+def _credentials(frame: zmq.Frame) -> tuple[int, int]:
+    """Return uid and pid of the sender.  On ipc libzmq appends ``:uid:gid:pid``, as the
+    kernel recorded them at connect, to the frame's Peer-Address."""
+    try:
+        _, uid, _, pid = str(frame.get("Peer-Address")).rsplit(":", 3)
+        return int(uid), int(pid)
+    except (zmq.ZMQError, ValueError):
+        return -1, -1

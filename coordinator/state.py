@@ -1,0 +1,215 @@
+"""What the coordinator does about what happens.  Pure.
+
+``decide`` is the only function that changes a ``State``.  It does no I/O, reads no clock and
+never raises for what an engine sent: it returns actions, and the shell (server.py) carries
+them out in their order.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from kvshm.protocol import (
+    HEARTBEAT_SECONDS,
+    SUSPECT_AFTER_SECONDS,
+    EngineEvents,
+    EngineGone,
+    EngineRecovered,
+    EngineSuspected,
+    Events,
+    Heartbeat,
+    Join,
+    JoinFirst,
+    Leave,
+    Tick,
+)
+from kvshm.records import RECORD_BYTES
+from kvshm.terms import NO_LEASE_BIT
+
+from .actions import (
+    Action,
+    Clock,
+    Died,
+    EndLife,
+    Event,
+    Examined,
+    Garbled,
+    Log,
+    Peer,
+    Process,
+    Publish,
+    Received,
+    Send,
+    SweepBits,
+    SweepLeftovers,
+    SweepProcess,
+    UnlinkEpoch,
+    WriteLease,
+)
+from .joining import admit, on_join, refuse
+from .roster import Engine, State
+
+GRACE_SECONDS = 3 * HEARTBEAT_SECONDS
+"""How long the bits of owners found dead at the start stay as they are."""
+LEFTOVERS_SECONDS = 30.0
+
+
+def decide(state: State, event: Event, now: float) -> list[Action]:
+    """Return what has to be done about ``event``, and take note of it in ``state``."""
+    match event:
+        case Received():
+            if isinstance(event.message, Join):
+                return on_join(state, event.peer, event.message)
+            return _on_message(state, event.peer, event.message, now)
+        case Examined():
+            if event.refusal is not None:
+                return refuse(state, event.peer, event.join, event.refusal)
+            return admit(state, event.peer, event.join, now)
+        case Garbled():
+            return state.complain(event.peer, "garbled", event.error)
+        case Died():
+            return _on_death(state, event.process)
+        case Clock():
+            return _on_clock(state, now)
+
+
+# -- messages of engines in the roster
+
+
+def _on_message(
+    state: State, peer: Peer, message: Leave | Events | Heartbeat, now: float
+) -> list[Action]:
+    engine = state.engines.get(message.epoch)
+    if engine is None:
+        # Events of an epoch that is not in the roster are dropped; a leave has come true.
+        if isinstance(message, Leave):
+            return []
+        reply = JoinFirst(coordinator_epoch=state.epoch, engine_epoch=message.epoch)
+        return [Send(peer.route, reply)]
+    if (peer.uid, peer.pid) != (state.uid, engine.info.pid):
+        return state.complain(peer, "impostor", f"speaks for pid {engine.info.pid}")
+    actions = _heard(state, engine, now)
+    match message:
+        case Leave():
+            actions += _end(state, [engine], "left")
+        case Heartbeat(sequence=sequence):
+            # Higher than relayed: the engine had to drop some.  The next tick tells everybody.
+            engine.sequence = max(engine.sequence, sequence)
+        case Events():
+            actions += _relay(state, peer, engine, message)
+    return actions
+
+
+def _heard(state: State, engine: Engine, now: float) -> list[Action]:
+    engine.last_heard = now
+    if not engine.suspected:
+        return []
+    engine.suspected = False
+    info = engine.info
+    return [
+        state.publish(info.fingerprint, EngineRecovered, epoch=info.epoch),
+        Log(logging.INFO, "recovered", {"engine": info.name, "pid": info.pid}),
+    ]
+
+
+def _relay(state: State, peer: Peer, engine: Engine, events: Events) -> list[Action]:
+    if len(events.records) % RECORD_BYTES:
+        return state.complain(peer, "garbled", f"{len(events.records)} bytes are no records")
+    if events.sequence <= engine.sequence:
+        return state.complain(peer, "repeated", f"events {events.sequence} came again")
+    engine.sequence = events.sequence
+    relayed = {"epoch": events.epoch, "engine_sequence": events.sequence}
+    topic = engine.info.fingerprint
+    return [state.publish(topic, EngineEvents, records=events.records, **relayed)]
+
+
+# -- ends
+
+
+def _on_death(state: State, process: Process) -> list[Action]:
+    """A process has died: every epoch that needs it is over, its bits are orphans."""
+    state.watched.discard(process)
+    orphans = state.bits.died(process)
+    ending = [e for e in state.engines.values() if process in e.processes]
+    actions = _end(state, ending, f"process {process.pid} died", orphans)
+    actions.append(SweepProcess(process))
+    return [*actions, *(WriteLease(bit, state.bits.free(bit)) for bit in orphans)]
+
+
+def _end(
+    state: State, ending: list[Engine], reason: str, orphans: Iterable[int] = ()
+) -> list[Action]:
+    """The epochs of ``ending`` are over.  The order is the point: nothing can be delivered
+    any more, everybody is told, leases are cleared, names are removed."""
+    infos = [engine.info for engine in ending]
+    for info in infos:
+        del state.engines[info.epoch]
+        state.ended.add(info.epoch)
+    actions: list[Action] = [EndLife(info.table) for info in infos]
+    for info in infos:
+        gone = {"epoch": info.epoch, "reason": reason}
+        actions.append(state.publish(info.fingerprint, EngineGone, **gone))
+    actions += _sweep({info.lease_bit for info in infos} - {NO_LEASE_BIT} | set(orphans))
+    actions += [UnlinkEpoch(info.table, info.epoch) for info in infos]
+    for info in infos:
+        about = {"engine": info.name, "pid": info.pid, "epoch": f"{info.epoch:016x}"}
+        fields = {**about, "reason": reason, "engines": len(state.engines)}
+        actions.append(Log(logging.INFO, "leave" if reason == "left" else "death", fields))
+    return [*actions, *state.watch()]
+
+
+def _sweep(bits: Iterable[int]) -> list[Action]:
+    mask = sum(1 << bit for bit in bits)
+    return [SweepBits(mask)] if mask else []
+
+
+# -- time
+
+
+def _on_clock(state: State, now: float) -> list[Action]:
+    # If this process was stopped meanwhile, nobody could be heard: no reason for suspicion.
+    stopped = state.last_clock is not None and now - state.last_clock > SUSPECT_AFTER_SECONDS
+    state.last_clock = now
+    actions: list[Action] = []
+    for engine in state.engines.values():
+        if stopped:
+            engine.last_heard = now
+        elif not engine.suspected and now - engine.last_heard > SUSPECT_AFTER_SECONDS:
+            actions += _suspect(state, engine, now)
+    actions += _ticks(state)
+    due = state.bits.due(now)
+    actions += _sweep(due)
+    actions += [WriteLease(bit, state.bits.free(bit)) for bit in due]
+    if now >= state.next_leftovers:
+        state.next_leftovers = now + LEFTOVERS_SECONDS
+        actions.append(SweepLeftovers(frozenset(state.engines)))
+    return actions
+
+
+def _suspect(state: State, engine: Engine, now: float) -> list[Action]:
+    engine.suspected = True
+    info, silent = engine.info, round(now - engine.last_heard, 1)
+    about = {"engine": info.name, "pid": info.pid, "silent_s": silent}
+    return [
+        state.publish(info.fingerprint, EngineSuspected, epoch=info.epoch),
+        Log(logging.WARNING, "suspected", about),
+    ]
+
+
+def _ticks(state: State) -> list[Action]:
+    """One Tick for each topic that has engines; ticks are not numbered themselves."""
+    heard: dict[bytes, dict[int, int]] = {}
+    for epoch, engine in state.engines.items():
+        heard.setdefault(engine.info.fingerprint, {})[epoch] = engine.sequence
+    return [
+        Publish(
+            topic,
+            Tick(
+                coordinator_epoch=state.epoch,
+                sequence=state.topics[topic],
+                sequences=sequences,
+            ),
+        )
+        for topic, sequences in heard.items()
+    ]
