@@ -36,10 +36,10 @@ void (*kvshm_sync_hook)(int point) = NULL;
 
 int kvshm_open_segment(kvshm_segment segment, uint32_t header_bytes, uint64_t *bytes)
 {
-    if ((uintptr_t)segment.base % 8)
-        return KVSHM_INVALID;
     if (segment.length < header_bytes)
         return KVSHM_CORRUPT;
+    if ((uintptr_t)segment.base % 8)
+        return KVSHM_INVALID;
     /* acquire: pairs with kvshm_mark_ready, the header below is whole */
     uint32_t version = atomic_load_explicit(
         (_Atomic uint32_t *)(uintptr_t)(segment.base + KVSHM_VERSION_OFFSET), memory_order_acquire);

@@ -1,0 +1,332 @@
+"""The native module's replica index, against a plain dictionary."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Sequence
+from itertools import pairwise
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvshm import _native
+from kvshm.errors import CorruptSegment
+from kvshm.records import (
+    CAPACITY_OFFSET,
+    COUNT_OFFSET,
+    ENTRY_BYTES,
+    HEADER_BYTES_OFFSET,
+    INDEX_HEADER_BYTES,
+    LAYOUT_VERSION,
+    NUM_ROWS,
+    ROW_BYTES,
+    ROW_ENTRIES_OFFSET,
+    ROWS_OFFSET,
+    SEQUENCE_OFFSET,
+    TOMBSTONE_BYTES,
+    BlockRecord,
+    RecordKind,
+    index_bytes,
+    pack_records,
+    unpack_records,
+)
+from kvshm.terms import BlockHash, BlockId, Generation
+
+BLOCKS = 16
+ALL_ROWS = 2**64 - 1
+
+
+def make_index(capacity: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, index_bytes(capacity))
+    struct.pack_into("<IQ", memory, HEADER_BYTES_OFFSET, INDEX_HEADER_BYTES, index_bytes(capacity))
+    _native.store(memory, CAPACITY_OFFSET, capacity)
+    _native.mark_ready(memory, LAYOUT_VERSION)
+    return memory
+
+
+def digest(number: int) -> BlockHash:
+    return BlockHash(number.to_bytes(2, "little") * 16)
+
+
+def event(
+    number: int, block: int, generation: int, kind: RecordKind = RecordKind.PUBLISH
+) -> BlockRecord:
+    return BlockRecord(digest(number), BlockId(block), Generation(generation), number % 7, kind)
+
+
+class Index:
+    """An index with the tombstones of two rows."""
+
+    def __init__(self, capacity: int = 64) -> None:
+        self.memory = make_index(capacity)
+        self.tombstones = {row: bytearray(BLOCKS * TOMBSTONE_BYTES) for row in (0, 1, 63)}
+
+    def apply(self, row: int, *events: BlockRecord) -> tuple[int, int, int, int]:
+        return _native.index_apply(self.memory, self.tombstones[row], row, pack_records(events))
+
+    def lookup(
+        self, hashes: Sequence[bytes], rows: int = ALL_ROWS
+    ) -> list[tuple[int, BlockRecord]]:
+        packed, owners = _native.index_lookup(self.memory, hashes, 0, len(hashes), rows)
+        return list(zip(owners, unpack_records(packed), strict=True))
+
+    def count(self) -> int:
+        return _native.load(self.memory, COUNT_OFFSET)
+
+    def row_count(self, row: int) -> int:
+        return _native.load(self.memory, ROWS_OFFSET + row * ROW_BYTES + ROW_ENTRIES_OFFSET)
+
+
+def test_what_is_published_is_found_with_all_it_says() -> None:
+    index = Index()
+    assert index.apply(63, event(1, 5, 9)) == (1, 0, 0, 0)
+    assert index.lookup([digest(1)]) == [(63, event(1, 5, 9))]
+    assert index.lookup([digest(2)]) == []
+    assert (index.count(), index.row_count(63), index.row_count(0)) == (1, 1, 0)
+    assert _native.load(index.memory, SEQUENCE_OFFSET) == 2
+
+
+def test_a_short_digest_is_padded() -> None:
+    index = Index()
+    short = b"0123456789abcdef"
+    index.apply(0, event(1, 5, 9)._replace(block_hash=BlockHash(short.ljust(32, b"\0"))))
+    ((_, found),) = index.lookup((short,))
+    assert found.block_hash == short.ljust(32, b"\0")
+
+
+def test_a_run_ends_where_nobody_goes_on() -> None:
+    index = Index()
+    index.apply(0, event(1, 1, 0), event(2, 2, 0), event(4, 4, 0))
+    found = index.lookup([digest(n) for n in (1, 2, 3, 4)])
+    assert [r.block_id for _, r in found] == [1, 2]
+
+
+def test_start_and_stop_select_part_of_the_prefix() -> None:
+    index = Index()
+    index.apply(0, event(1, 1, 0), event(2, 2, 0), event(3, 3, 0))
+    hashes = [digest(n) for n in (1, 2, 3)]
+    for start, stop, wanted in [(1, 3, [2, 3]), (1, 2, [2]), (2, 99, [3]), (3, 3, []), (2, 1, [])]:
+        packed, owners = _native.index_lookup(index.memory, hashes, start, stop, 1)
+        assert [r.block_id for r in unpack_records(packed)] == wanted
+        assert len(owners) == len(wanted)
+
+
+def test_a_run_is_cut_into_as_few_owners_as_possible() -> None:
+    index = Index()
+    index.apply(0, event(1, 1, 0), event(2, 2, 0))
+    index.apply(1, event(1, 1, 0), event(2, 2, 0), event(3, 3, 0))
+    index.apply(63, event(3, 3, 0), event(4, 4, 0))
+    hashes = [digest(n) for n in (1, 2, 3, 4)]
+    assert [row for row, _ in index.lookup(hashes)] == [1, 1, 1, 63]
+    assert [row for row, _ in index.lookup(hashes, 1 << 0 | 1 << 63)] == [0, 0, 63, 63]
+    assert index.lookup(hashes, 1 << 63) == []
+
+
+def test_a_newer_publication_replaces_the_block() -> None:
+    index = Index()
+    index.apply(0, event(1, 5, 0))
+    assert index.apply(0, event(2, 5, 1)) == (1, 1, 0, 0)
+    assert index.lookup([digest(1)]) == []
+    assert index.count() == 1
+
+
+@pytest.mark.parametrize(
+    ("later", "wanted"),
+    [
+        (event(1, 5, 3), (0, 0, 1, 0)),  # a repeated publication
+        (event(1, 5, 2), (0, 0, 1, 0)),  # an overtaken one
+        (event(1, 5, 2, RecordKind.RETRACT), (0, 0, 1, 0)),  # an overtaken retraction
+        (event(1, 5, 3, RecordKind.RETRACT), (0, 1, 0, 0)),
+        (event(1, 5, 7, RecordKind.RETRACT), (0, 1, 0, 0)),  # one whose publication was lost
+    ],
+)
+def test_only_news_is_applied(later: BlockRecord, wanted: tuple[int, ...]) -> None:
+    index = Index()
+    index.apply(0, event(1, 5, 3))
+    assert index.apply(0, later) == wanted
+
+
+def test_a_retracted_generation_never_comes_back() -> None:
+    index = Index()
+    index.apply(0, event(1, 5, 3, RecordKind.RETRACT))
+    assert index.apply(0, event(1, 5, 3), event(1, 5, 2)) == (0, 0, 2, 0)
+    assert index.apply(0, event(1, 5, 4)) == (1, 0, 0, 0)
+
+
+def test_generations_are_compared_across_the_wrap() -> None:
+    index = Index()
+    index.apply(0, event(1, 5, 2**32 - 1))
+    assert index.apply(0, event(2, 5, 0)) == (1, 1, 0, 0)
+    assert index.apply(0, event(1, 5, 2**32 - 1)) == (0, 0, 1, 0)
+
+
+def test_an_unknown_kind_is_ignored() -> None:
+    index = Index()
+    packed = bytearray(pack_records([event(1, 5, 3)]))
+    packed[-4:] = b"\7\0\0\0"
+    assert _native.index_apply(index.memory, index.tombstones[0], 0, packed) == (0, 0, 1, 0)
+
+
+def test_a_full_index_refuses_and_can_be_told_again() -> None:
+    index = Index(capacity=8)
+    assert index.apply(0, *(event(n, n, 0) for n in range(9))) == (7, 0, 0, 2)
+    assert index.apply(0, event(20, 3, 1)) == (1, 1, 0, 0), "a replacement needs no room"
+    assert index.apply(0, event(1, 1, 0, RecordKind.RETRACT)) == (0, 1, 0, 0)
+    assert index.apply(0, event(7, 7, 0), event(8, 8, 0)) == (1, 0, 0, 1)
+
+
+def test_dropping_a_row_leaves_the_others() -> None:
+    index = Index(capacity=16)
+    for row in (0, 1):
+        index.apply(row, *(event(n, n, 0) for n in range(6)))
+    assert _native.index_drop_row(index.memory, 0) == 6
+    assert [row for row, _ in index.lookup([digest(n) for n in range(6)])] == [1] * 6
+    assert (index.count(), index.row_count(0), index.row_count(1)) == (6, 0, 6)
+
+
+def test_bad_rows_and_blocks_are_refused_before_anything_changes() -> None:
+    index = Index()
+    before = bytes(index.memory)
+    for row, block in [(NUM_ROWS, 1), (0, BLOCKS), (0, 2**32 - 1)]:
+        packed = pack_records([event(1, 1, 0), event(2, block, 0)])
+        with pytest.raises(IndexError):
+            _native.index_apply(index.memory, index.tombstones[0], row, packed)
+    with pytest.raises(IndexError):
+        _native.index_drop_row(index.memory, NUM_ROWS)
+    assert bytes(index.memory) == before
+
+
+@pytest.mark.parametrize("hashes", [[b""], [b"x" * 33], ["x"], [None], 5])
+def test_what_is_no_hash_is_refused(hashes: list[bytes]) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        _native.index_lookup(make_index(8), hashes, 0, 1, ALL_ROWS)
+
+
+@pytest.mark.parametrize("capacity", [0, 4, 63, 128, 2**63, 2**64 - 1])
+def test_a_corrupt_capacity_is_an_exception(capacity: int) -> None:
+    index = Index(64)
+    _native.store(index.memory, CAPACITY_OFFSET, capacity)
+    for call in (
+        lambda: index.apply(0, event(1, 1, 0)),
+        lambda: index.lookup([digest(1)]),
+        lambda: _native.index_drop_row(index.memory, 0),
+    ):
+        with pytest.raises(CorruptSegment):
+            call()
+
+
+def test_an_index_without_a_free_entry_ends_every_probe() -> None:
+    index = Index(8)
+    for offset in range(INDEX_HEADER_BYTES, len(index.memory), ENTRY_BYTES):
+        struct.pack_into("<QII", index.memory, offset + 8, 0, 1, 0)
+    assert index.lookup([digest(1)]) == []
+    with pytest.raises(CorruptSegment):
+        index.apply(0, event(1, 1, 0))
+    with pytest.raises(CorruptSegment):
+        _native.index_drop_row(index.memory, 0)
+
+
+def test_a_writer_that_died_leaves_hints_that_can_be_read() -> None:
+    index = Index()
+    index.apply(0, event(1, 5, 0))
+    _native.store(index.memory, SEQUENCE_OFFSET, 3)
+    assert len(index.lookup([digest(1)])) == 1
+    index.apply(0, event(2, 6, 0))
+    assert _native.load(index.memory, SEQUENCE_OFFSET) == 4
+
+
+numbers = st.integers(0, 11)
+"""Few hashes in few places, so that chains collide, wrap around and fill up."""
+kinds = st.sampled_from(RecordKind)
+batches = st.lists(
+    st.builds(event, numbers, st.integers(0, 7), st.integers(0, 5), kinds), min_size=1, max_size=6
+)
+
+
+class IndexModel(RuleBasedStateMachine):
+    """Every batch of events against (row, block) -> event in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = Index(capacity=16)
+        self.entries: dict[tuple[int, int], BlockRecord] = {}
+        self.heard: dict[tuple[int, int], tuple[int, RecordKind]] = {}
+
+    @rule(row=st.sampled_from([0, 1, 63]), events=batches)
+    def apply(self, row: int, events: list[BlockRecord]) -> None:
+        wanted = [self.expect(row, e) for e in events]
+        assert self.index.apply(row, *events) == tuple(map(sum, zip(*wanted, strict=True)))
+
+    def expect(self, row: int, new: BlockRecord) -> tuple[int, int, int, int]:
+        place = row, new.block_id
+        generation, kind = self.heard.get(place, (-1, RecordKind.RETRACT))
+        again = new.generation == generation and (kind, new.kind) != (1, 2)
+        if new.generation < generation or again:
+            return 0, 0, 1, 0
+        publishes = new.kind is RecordKind.PUBLISH
+        if publishes and place not in self.entries and len(self.entries) == 14:
+            return 0, 0, 0, 1
+        removed = self.entries.pop(place, None) is not None
+        self.heard[place] = new.generation, new.kind
+        if publishes:
+            self.entries[place] = new
+        return int(publishes), int(removed), 0, 0
+
+    @rule(row=st.sampled_from([0, 1, 63]))
+    def drop_row(self, row: int) -> None:
+        mine = [place for place in self.entries if place[0] == row]
+        assert _native.index_drop_row(self.index.memory, row) == len(mine)
+        self.index.tombstones[row][:] = bytes(BLOCKS * TOMBSTONE_BYTES)
+        self.entries = {p: e for p, e in self.entries.items() if p[0] != row}
+        self.heard = {p: h for p, h in self.heard.items() if p[0] != row}
+
+    @rule(wanted=st.lists(numbers, max_size=6), rows=st.sampled_from([1, 2, 1 << 63, ALL_ROWS]))
+    def lookup(self, wanted: list[int], rows: int) -> None:
+        holders = [self.holders(n) & rows for n in wanted]
+        length = next((i for i, h in enumerate(holders) if not h), len(wanted))
+        found = self.index.lookup([digest(n) for n in wanted], rows)
+        assert len(found) == length
+        for n, (row, record) in zip(wanted, found, strict=False):
+            assert self.entries[row, record.block_id] == record
+            assert record.block_hash == digest(n)
+        cuts = sum(a[0] != b[0] for a, b in pairwise(found))
+        assert cuts == self.fewest_cuts(holders[:length])
+
+    def holders(self, number: int) -> int:
+        rows = {row for (row, _), e in self.entries.items() if e.block_hash == digest(number)}
+        return sum(1 << row for row in rows)
+
+    @staticmethod
+    def fewest_cuts(holders: list[int]) -> int:
+        cuts, candidates = 0, ALL_ROWS
+        for here in holders:
+            cuts += not candidates & here
+            candidates = candidates & here or here
+        return cuts
+
+    @invariant()
+    def counts_agree(self) -> None:
+        assert self.index.count() == len(self.entries)
+        for row in (0, 1, 63):
+            assert self.index.row_count(row) == sum(place[0] == row for place in self.entries)
+
+    @invariant()
+    def every_entry_is_found(self) -> None:
+        stored = set()
+        memory = bytes(self.index.memory)[INDEX_HEADER_BYTES:]
+        for tag, block, generation, owner, depth in struct.iter_unpack("<QIIII", memory):
+            if owner:
+                stored.add((owner - 1, block, generation, depth, tag))
+        assert stored == {
+            (row, e.block_id, e.generation, e.depth, int.from_bytes(e.block_hash[:8], "little"))
+            for (row, _), e in self.entries.items()
+        }
+        for (row, _), e in self.entries.items():
+            assert self.index.lookup([e.block_hash], 1 << row)
+
+
+TestIndexModel = IndexModel.TestCase
+TestIndexModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
