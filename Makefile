@@ -41,6 +41,10 @@ wheel: $(TOOLS) ## build dist/kvshm-*-cp311-abi3-*.whl
 	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	@ls dist/kvshm-*.whl
 
+bench: $(ENGINE) $(KVSHM) ## time to first token, and time inside the hooks; one JSON line each
+	PYTHONPATH=examples $(PYTHON) benchmarks/bench_import.py
+	PYTHONPATH=examples $(PYTHON) benchmarks/bench_hooks.py
+
 setup: $(ENGINE) $(KVSHM) ## only build the environment in .venv
 
 clean: ## remove the environment and everything built
