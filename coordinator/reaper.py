@@ -94,18 +94,17 @@ class Reaper:
                 logfmt.write(Log(logging.DEBUG, "swept", about))
 
     def unlink_epoch(self, table: str, epoch: int) -> None:
-        """Remove the slot table and the rank sockets of an epoch."""
+        """Remove the slot table of an epoch, and rank sockets that nobody serves any more."""
         with self._tolerant("unlink", table):
             unlink(table)
-        for owner, path in list_rank_sockets(self._run_dir, self._namespace):
-            if owner == epoch:
-                path.unlink(missing_ok=True)
+        self._sweep_sockets()
 
     def sweep_process(self, process: Process) -> None:
         """Remove every segment of a dead process."""
         for name, owner in self._owned():
             if (owner.pid, owner.start_time) == process:
                 self._remove(name, owner)
+        self._sweep_sockets()
 
     def sweep_leftovers(self, keep: Set[int] = frozenset()) -> None:
         """Remove segments and rank sockets of dead processes, except those of epochs in
@@ -113,14 +112,19 @@ class Reaper:
         for name, owner in self._owned():
             if name.epoch not in keep and not is_alive(owner):
                 self._remove(name, owner)
-        for epoch, path in list_rank_sockets(self._run_dir, self._namespace):
-            if epoch not in keep and not _is_served(path):
-                path.unlink(missing_ok=True)
-                logfmt.write(Log(logging.INFO, "removed", {"socket": path}))
+        self._sweep_sockets()
 
     def has_tables(self) -> bool:
         """Whether any slot table of the namespace is left."""
         return bool(self._segments(TABLE_KIND))
+
+    def _sweep_sockets(self) -> None:
+        """Remove rank sockets left by dead workers.  A worker binds its socket once, so one
+        that nobody serves will never be served again."""
+        for pid, path in list_rank_sockets(self._run_dir, self._namespace):
+            if not _is_served(path):
+                path.unlink(missing_ok=True)
+                logfmt.write(Log(logging.INFO, "removed", {"socket": path, "pid": pid}))
 
     # -- the segments
 

@@ -12,6 +12,7 @@ from .counters import (
     BLOCKS_COPIED,
     BYTES_COPIED,
     DISCARDED,
+    LOADS_STARTED,
     MISMATCHED,
     RECHECK_FAILED,
     VERIFIED,
@@ -116,6 +117,8 @@ class RankLoad:
     def start(self, peers: PeerBook, transport: Transport) -> None:
         """Attach the peers and start all copies.  Never raises."""
         self._transport = transport
+        if self._rank == 0:
+            self._count(LOADS_STARTED, 1)
         for part in self._parts:
             sync_point(SyncPoint.COPY_BEGINS)
             try:
