@@ -1,0 +1,93 @@
+"""Counters: their ids are fixed for good, and no process loses another's counts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from kvshm import counters
+from kvshm.counters import PUBLISHED, REGISTRY, Counter
+from kvshm.records import NUM_COUNTERS
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import Epoch, Fingerprint
+
+
+@pytest.fixture
+def table() -> Iterator[SlotTable]:
+    namespace = f"test-{uuid.uuid4().hex[:12]}"
+    spec = TableSpec(namespace, "e", 1, 16, 1, Fingerprint(bytes(32)))
+    table = SlotTable.create(spec, Epoch(1), identity_of())
+    yield table
+    table.unlink()
+    table.close()
+
+
+def test_ids_are_never_renumbered() -> None:
+    """Tools of one version read tables of another: a number below may be added, not changed."""
+    assert {counter.label: int(counter) for counter in REGISTRY.values()} == {
+        "published": 0, "retracted": 1, "drained": 2, "forced": 3, "drain_wait_us": 4,
+        "events_sent": 5, "events_dropped": 6,
+        "lookups": 16, "lookup_hits": 17, "blocks_matched": 18, "miss_no_peer": 19,
+        "miss_no_owner": 20, "miss_too_short": 21, "miss_lease_lost": 22, "miss_quarantined": 23,
+        "leases_taken": 32, "lease_lost": 33, "loads_started": 34, "loads_done": 35,
+        "loads_failed": 36, "imported_blocks": 37, "blocks_copied": 38, "bytes_copied": 39,
+        "recheck_failed": 40, "discarded": 41, "verified": 42, "mismatched": 43,
+        "quarantines": 44,
+        "index_full": 56, "resyncs": 57, "rejoins": 58, "bad_messages": 59, "swept": 60,
+        "hook_errors": 61,
+    }  # fmt: skip
+
+
+def test_every_counter_is_explained_and_named_after_its_label() -> None:
+    for counter in REGISTRY.values():
+        assert getattr(counters, counter.label.upper()) is counter
+        assert counter.sentence[0].isupper()
+        assert counter.sentence.endswith(".")
+    assert repr(PUBLISHED) == "<Counter 0 published>"
+
+
+@pytest.mark.parametrize("number", [int(PUBLISHED), -1, NUM_COUNTERS])
+def test_an_id_is_given_once(number: int) -> None:
+    with pytest.raises(ValueError, match="taken"):
+        Counter(number, "again", "Again.")
+
+
+def test_counters_are_read_by_label_from_another_mapping(table: SlotTable) -> None:
+    table.counters.add(PUBLISHED)
+    table.counters.add(counters.HOOK_ERRORS, 2**33)
+    reader = SlotTable.open(table.name, writable=False)
+    snapshot = reader.counters.snapshot()
+    assert (snapshot["published"], snapshot["hook_errors"]) == (1, 2**33)
+    assert sum(snapshot.values()) == 1 + 2**33
+    assert reader.counters.read(PUBLISHED) == 1
+    reader.close()
+
+
+def test_only_known_counters_count_and_only_upwards(table: SlotTable) -> None:
+    with pytest.raises(KeyError):
+        table.counters.add(99)
+    with pytest.raises(KeyError):
+        table.counters.read(99)
+    with pytest.raises(ValueError, match="cannot count -1"):
+        table.counters.add(PUBLISHED, -1)
+
+
+ADD = """
+import sys
+from kvshm.counters import PUBLISHED
+from kvshm.slots import SlotTable
+table = SlotTable.open(sys.argv[1])
+for _ in range(20_000):
+    table.counters.add(PUBLISHED)
+"""
+
+
+def test_processes_that_count_at_once_lose_nothing(table: SlotTable) -> None:
+    adding = [subprocess.Popen([sys.executable, "-c", ADD, table.name]) for _ in range(3)]
+    assert [process.wait() for process in adding] == [0, 0, 0]
+    assert table.counters.read(PUBLISHED) == 60_000

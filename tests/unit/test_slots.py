@@ -1,0 +1,436 @@
+"""The slot table as Python sees it: header, life, tickets, error log, integrity."""
+
+from __future__ import annotations
+
+import os
+import struct
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from kvshm import _native
+from kvshm.errors import (
+    CorruptSegment,
+    SegmentError,
+    SegmentExists,
+    SegmentNotFound,
+    SegmentNotReady,
+    VersionMismatch,
+)
+from kvshm.records import (
+    MODEL_NAME_BYTES,
+    NUM_BLOCKS_OFFSET,
+    NUM_ERRORS,
+    NUM_LEASE_BITS,
+    NUM_RANKS_OFFSET,
+    NUM_TICKETS,
+    TABLE_HEADER_BYTES,
+    TICKETS_OFFSET,
+    VERSION_OFFSET,
+    BlockRecord,
+    SlotState,
+    pack_records,
+    unpack_records,
+)
+from kvshm.segment import Segment, identity_of
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import (
+    NO_LEASE_BIT,
+    BlockHash,
+    BlockId,
+    Epoch,
+    Fingerprint,
+    Generation,
+    LeaseBit,
+    Rank,
+)
+
+EPOCH = Epoch(0xFEED_0000_0000_0001)
+HASH = BlockHash(b"h" * 32)
+
+
+def spec_of(namespace: str = "", **changes: object) -> TableSpec:
+    values = {
+        "namespace": namespace or f"test-{uuid.uuid4().hex[:12]}",
+        "engine": "engine-0",
+        "num_blocks": 6,
+        "block_size": 16,
+        "num_ranks": 2,
+        "fingerprint": Fingerprint(b"f" * 32),
+        "model": "llama",
+    }
+    return TableSpec(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Clock:
+    """Nanoseconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000_000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table(clock: Clock) -> Iterator[SlotTable]:
+    table = SlotTable.create(spec_of(), EPOCH, identity_of(), clock)
+    for rank in range(table.num_ranks):
+        table.set_life(rank)
+    yield table
+    table.unlink()
+    table.close()
+
+
+def publish(table: SlotTable, *blocks: int) -> bytes:
+    packed = pack_records(
+        BlockRecord(HASH, BlockId(block), Generation(0), block) for block in blocks
+    )
+    return table.publish(packed, b"parent!!" * len(blocks))
+
+
+def block_ids(packed: bytes) -> list[int]:
+    return [record.block_id for record in unpack_records(packed)]
+
+
+# -- creating and opening
+
+
+def test_what_a_table_was_made_for_is_read_back_by_another_mapping(table: SlotTable) -> None:
+    other = SlotTable.open(table.name)
+    for name in (
+        "name", "epoch", "identity", "num_blocks", "block_size", "num_ranks", "fingerprint",
+        "engine", "model", "created_ns",
+    ):  # fmt: skip
+        assert getattr(other, name) == getattr(table, name), name
+    assert (other.identity.pid, other.engine, other.model) == (os.getpid(), "engine-0", "llama")
+    other.close()
+
+
+def test_a_table_exists_once(table: SlotTable) -> None:
+    namespace = table.name.split(".")[1]
+    with pytest.raises(SegmentExists):
+        SlotTable.create(spec_of(namespace), EPOCH, identity_of())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_blocks": 0},
+        {"num_blocks": 2**32},
+        {"block_size": 0},
+        {"num_ranks": 0},
+        {"num_ranks": 65},
+        {"fingerprint": b"short"},
+        {"engine": "e" * 65},
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        spec_of(**changes)
+
+
+def test_a_long_model_name_is_cut_between_characters() -> None:
+    spec = spec_of(model="x" + "é" * MODEL_NAME_BYTES)
+    table = SlotTable.create(spec, EPOCH, identity_of())
+    try:
+        assert table.model == "x" + "é" * 127
+    finally:
+        table.unlink()
+        table.close()
+
+
+def test_opening_a_table_that_is_gone(table: SlotTable) -> None:
+    table.unlink()
+    with pytest.raises(SegmentNotFound):
+        SlotTable.open(table.name)
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "error"),
+    [
+        (VERSION_OFFSET, 0, SegmentNotReady),
+        (VERSION_OFFSET, 99, VersionMismatch),
+        (NUM_BLOCKS_OFFSET, 0, CorruptSegment),
+        (NUM_BLOCKS_OFFSET, 2**32 - 1, CorruptSegment),
+        (NUM_RANKS_OFFSET, 0, CorruptSegment),
+        (NUM_RANKS_OFFSET, 65, CorruptSegment),
+        (0, 0, CorruptSegment),
+    ],
+)
+def test_a_damaged_table_cannot_be_opened(
+    table: SlotTable, offset: int, value: int, error: type[SegmentError]
+) -> None:
+    segment = Segment.open(table.name, writable=True)
+    struct.pack_into("<I", segment.buffer, offset, value)
+    segment.close()
+    with pytest.raises(error, match=table.name):
+        SlotTable.open(table.name)
+
+
+def test_a_table_damaged_while_open_gives_an_exception(table: SlotTable) -> None:
+    segment = Segment.open(table.name, writable=True)
+    struct.pack_into("<I", segment.buffer, NUM_BLOCKS_OFFSET, 2**31)
+    segment.close()
+    with pytest.raises(CorruptSegment):
+        table.scan()
+
+
+def test_a_closed_table_says_so(table: SlotTable) -> None:
+    table.close()
+    table.close()
+    with pytest.raises(SegmentError, match="closed"):
+        table.scan()
+    assert "closed" in repr(table)
+
+
+# -- slots
+
+
+def test_a_published_slot_says_everything_about_its_block(table: SlotTable, clock: Clock) -> None:
+    clock.now += 7_000_000
+    publish(table, 3)
+    slot = table.slot(3)
+    assert slot.state is SlotState.READY
+    assert slot[2:] == (0, HASH, int.from_bytes(b"parent!!", "little"), 3, 7)
+    assert [s.state is SlotState.READY for s in table.slots()] == [i == 3 for i in range(6)]
+
+
+@pytest.mark.parametrize(("passed_ns", "wanted"), [(-5, 0), (10**18, 2**32 - 1)])
+def test_the_age_of_a_block_saturates(
+    table: SlotTable, clock: Clock, passed_ns: int, wanted: int
+) -> None:
+    clock.now += passed_ns
+    publish(table, 0)
+    assert table.slot(0).published_ms == wanted
+
+
+def test_leases_show_as_bits(table: SlotTable) -> None:
+    held = publish(table, 0, 1)
+    importer = SlotTable.open(table.name)
+    assert importer.lease(LeaseBit(2), held) == (2, b"\1\1")
+    assert importer.lease(LeaseBit(27), held) == (2, b"\1\1")
+    assert table.slot(0).leases == 1 << 2 | 1 << 27
+    assert table.sweep(1 << 27) == 2
+    assert importer.recheck(Rank(1), held) == [True, True]
+    assert importer.release(LeaseBit(2), held, b"\0\1") == 1
+    assert table.retract([BlockId(0), BlockId(1)])[1] == [0]
+    importer.close()
+
+
+def test_a_reader_without_a_lease_bit_needs_no_write_access(table: SlotTable) -> None:
+    held = publish(table, 0, 5)
+    reader = SlotTable.open(table.name, writable=False)
+    assert reader.lease(NO_LEASE_BIT, held) == (2, b"\0\0")
+    assert reader.recheck(Rank(0), held) == [True, True]
+    assert reader.scan() == held
+    assert reader.check_integrity() == []
+    with pytest.raises(ValueError, match="writable"):
+        reader.lease(LeaseBit(0), held)
+    reader.close()
+
+
+def test_scan_finds_every_ready_slot_of_a_large_table() -> None:
+    table = SlotTable.create(spec_of(num_blocks=10_000), EPOCH, identity_of())
+    try:
+        publish(table, *range(0, 10_000, 3))
+        assert block_ids(table.scan()) == list(range(0, 10_000, 3))
+    finally:
+        table.unlink()
+        table.close()
+
+
+def test_reset_and_retire(table: SlotTable) -> None:
+    held = publish(table, 0, 1)
+    table.lease(LeaseBit(2), held)
+    assert not table.retired
+    table.retire()
+    assert table.retired
+    assert table.lease(LeaseBit(3), held)[0] == 0
+    assert table.reset() == 2
+    assert table.recheck(Rank(0), held) == [False, False]
+
+
+def test_checksums_belong_to_a_rank_and_a_block(table: SlotTable) -> None:
+    for rank in (0, 1):
+        for block in range(6):
+            assert table.checksum(Rank(rank), block) == 0
+            table.set_checksum(Rank(rank), block, 100 * rank + block + 2**63)
+    assert [table.checksum(Rank(1), b) for b in range(6)] == [2**63 + 100 + b for b in range(6)]
+    assert table.scan() == b""
+
+
+@pytest.mark.parametrize("block", [-1, 6, 2**32])
+def test_there_is_no_such_block(table: SlotTable, block: int) -> None:
+    for call in (
+        lambda: table.slot(block),
+        lambda: table.checksum(Rank(0), block),
+        lambda: table.retract([BlockId(block)]),
+    ):
+        with pytest.raises(IndexError):
+            call()
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_there_is_no_such_rank(table: SlotTable, rank: int) -> None:
+    for call in (
+        lambda: table.life(rank),
+        lambda: table.set_life(rank),
+        lambda: table.end_life(rank),
+        lambda: table.checksum(Rank(rank), 0),
+        lambda: table.recheck(Rank(rank), b""),
+    ):
+        with pytest.raises((IndexError, OverflowError)):
+            call()
+
+
+# -- the header's words
+
+
+def test_the_life_of_a_rank_ends_alone_or_with_all(table: SlotTable) -> None:
+    held = publish(table, 0)
+    table.end_life(1)
+    assert (table.life(0), table.life(1)) == (EPOCH, 0)
+    assert table.lease(LeaseBit(0), held)[0] == 0
+    assert table.recheck(Rank(0), held) == [True]
+    assert table.recheck(Rank(1), held) == [False]
+    table.end_life(None)
+    assert table.recheck(Rank(0), held) == [False]
+
+
+def test_the_owner_shows_that_it_is_alive_and_leases(table: SlotTable) -> None:
+    table.beat()
+    table.beat()
+    table.leases_taken += 1
+    other = SlotTable.open(table.name)
+    assert (other.heartbeat, other.leases_taken) == (2, 1)
+    other.close()
+
+
+def test_leasing_from_a_table_is_not_counted_as_leasing_by_its_owner(table: SlotTable) -> None:
+    table.lease(LeaseBit(0), publish(table, 0))
+    assert table.leases_taken == 0
+
+
+def test_a_lease_bit_is_kept_beside_the_number_of_ranks(table: SlotTable) -> None:
+    assert table.lease_bit == NO_LEASE_BIT
+    for bit in (0, 27, NO_LEASE_BIT):
+        table.lease_bit = LeaseBit(bit)
+        assert table.lease_bit == bit
+    for bit in (28, -2):
+        with pytest.raises(IndexError):
+            table.lease_bit = LeaseBit(bit)
+    other = SlotTable.open(table.name)
+    assert other.num_ranks == 2
+    other.close()
+
+
+def test_the_last_rank_of_a_load_knows_that_it_is(table: SlotTable) -> None:
+    rank = SlotTable.open(table.name)
+    first, second = table.take_ticket(2), table.take_ticket(1)
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert not rank.finish_ticket(first)
+    assert rank.finish_ticket(second)
+    assert table.finish_ticket(first)
+    assert not table.finish_ticket(first), "finished once too often"
+    rank.close()
+
+
+def test_tickets_run_out_and_come_back_in_turn(table: SlotTable) -> None:
+    taken = [table.take_ticket(1) for _ in range(NUM_TICKETS)]
+    assert sorted(t for t in taken if t is not None) == list(range(NUM_TICKETS))
+    assert table.take_ticket(1) is None
+    for ticket in (9, 5):
+        table.finish_ticket(ticket)
+    assert (table.take_ticket(64), table.take_ticket(64)) == (5, 9)
+
+
+def test_there_are_no_such_tickets(table: SlotTable) -> None:
+    for ranks in (0, 65):
+        with pytest.raises(ValueError, match="ranks"):
+            table.take_ticket(ranks)
+    for ticket in (-1, NUM_TICKETS):
+        with pytest.raises(IndexError):
+            table.finish_ticket(ticket)
+
+
+# -- error log
+
+
+def test_errors_are_kept_apart_and_counted(table: SlotTable, clock: Clock) -> None:
+    table.log_error("copy failed")
+    clock.now += 5
+    table.log_error("é" * 100)
+    clock.now += 5
+    table.log_error("copy failed")
+    reader = SlotTable.open(table.name, writable=False)
+    long, failed = reader.errors()
+    reader.close()
+    assert failed == (2, 1_000_000_000, 1_000_000_010, "copy failed")
+    assert long.text == "é" * 52
+
+
+def test_a_full_error_log_forgets_the_oldest(table: SlotTable, clock: Clock) -> None:
+    for i in range(NUM_ERRORS):
+        clock.now += 1
+        table.log_error(f"error {i}")
+    clock.now += 1
+    table.log_error("error 0")
+    table.log_error("new")
+    texts = [error.text for error in table.errors()]
+    assert len(texts) == NUM_ERRORS
+    assert "error 1" not in texts
+    assert {"error 0", "new"} <= set(texts)
+
+
+# -- integrity
+
+
+def test_a_sound_table_has_nothing_to_report(table: SlotTable) -> None:
+    held = publish(table, 0, 1, 2)
+    table.lease(LeaseBit(4), held)
+    table.retract([BlockId(0)])
+    table.take_ticket(2)
+    assert table.check_integrity() == []
+
+
+@pytest.mark.parametrize(
+    ("offset", "value", "report"),
+    [
+        (TABLE_HEADER_BYTES + 64, 3 << NUM_LEASE_BITS, "slot 1: state 3"),
+        (TABLE_HEADER_BYTES + 128, 1, "slot 2: state 0 with leases 0x1"),
+        (192, EPOCH + 1, "life of rank 0"),
+        (TICKETS_OFFSET + 16, 2**40, "ticket 2"),
+        (NUM_RANKS_OFFSET, 30 << 32 | 2, "lease bit is 29"),
+    ],
+)
+def test_what_is_wrong_is_reported(table: SlotTable, offset: int, value: int, report: str) -> None:
+    segment = Segment.open(table.name, writable=True)
+    _native.store(segment.buffer, offset, value)
+    segment.close()
+    (found,) = table.check_integrity()
+    assert report in found
+
+
+def test_a_slot_in_no_legal_state_is_corrupt(table: SlotTable) -> None:
+    segment = Segment.open(table.name, writable=True)
+    _native.store(segment.buffer, TABLE_HEADER_BYTES, 9 << NUM_LEASE_BITS)
+    segment.close()
+    with pytest.raises(CorruptSegment, match="slot 0"):
+        table.slot(0)
+
+
+def test_repr_is_an_inspection(table: SlotTable) -> None:
+    table.lease(LeaseBit(4), publish(table, 0, 1, 2)[:48])
+    table.retract([BlockId(0), BlockId(1)])
+    table.retire()
+    states = "[4 empty, 1 ready, 1 draining, 1 leased, retired]"
+    assert repr(table) == f"<SlotTable {table.name} {states}>"

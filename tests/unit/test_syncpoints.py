@@ -1,0 +1,163 @@
+"""Sync points: a real process stops or dies at each of them, in C and in Python."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvshm import _native
+from kvshm.errors import ConfigError
+from kvshm.records import SlotState, unpack_records
+from kvshm.segment import identity_of
+from kvshm.slots import Slot, SlotTable, TableSpec
+from kvshm.syncpoints import VARIABLE, SyncPoint, parse_arming, sync_point
+from kvshm.terms import BlockId, Epoch, Fingerprint, LeaseBit
+
+ROUND = """
+import sys
+from kvshm.records import *
+from kvshm.slots import SlotTable
+from kvshm.syncpoints import SyncPoint, sync_point
+from kvshm.terms import BlockHash
+table = SlotTable.open(sys.argv[1])
+record = BlockRecord(BlockHash(b"h" * 32), 0, 0, 0)
+held = table.publish(pack_records([record]), bytes(8))
+table.lease(3, held)
+table.retract([0])
+table.force([0])
+for point in list(SyncPoint)[6:]:
+    sync_point(point)
+print("done")
+"""
+"""One publish, lease, retract and force of slot 0, then every point of the Python code."""
+
+
+@pytest.fixture
+def table() -> Iterator[SlotTable]:
+    namespace = f"test-{uuid.uuid4().hex[:12]}"
+    spec = TableSpec(namespace, "e", 2, 16, 1, Fingerprint(bytes(32)))
+    table = SlotTable.create(spec, Epoch(1), identity_of())
+    table.set_life(0)
+    yield table
+    table.unlink()
+    table.close()
+
+
+def start(table: SlotTable, arming: str) -> subprocess.Popen[bytes]:
+    environ = {**os.environ, VARIABLE: arming}
+    command = [sys.executable, "-c", ROUND, table.name]
+    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
+
+
+def test_both_languages_number_the_points_alike() -> None:
+    header = (Path(_native.__file__).parent / "_core.h").read_text()
+    names = re.findall(r"\bKVSHM_SYNC_([A-Z_]+)(?: = 0)?,", header)
+    assert names == [SyncPoint(i).name for i in range(_native.NUM_SYNC_POINTS)]
+
+
+WORD_AT: dict[SyncPoint, tuple[int, SlotState, int]] = {
+    SyncPoint.PUBLISH_FILLED: (0, SlotState.EMPTY, 0),
+    SyncPoint.PUBLISHED: (0, SlotState.READY, 0),
+    SyncPoint.LEASE_LOADED: (0, SlotState.READY, 0),
+    SyncPoint.LEASED: (0, SlotState.READY, 1 << 3),
+    SyncPoint.RETRACTED: (0, SlotState.DRAINING, 1 << 3),
+    SyncPoint.FORCED: (1, SlotState.EMPTY, 0),
+}
+"""Generation, state and leases of slot 0 while the process rests at the point."""
+
+
+def check_slot(point: SyncPoint, slot: Slot) -> None:
+    assert slot[:3] == WORD_AT.get(point, WORD_AT[SyncPoint.FORCED])
+    assert slot.block_hash == b"h" * 32
+
+
+@pytest.mark.parametrize("point", SyncPoint)
+def test_a_process_stops_there_and_goes_on(table: SlotTable, point: SyncPoint) -> None:
+    process = start(table, f"{point.name}:stop")
+    try:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        assert os.WSTOPSIG(status) == signal.SIGSTOP
+        check_slot(point, table.slot(0))
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert process.communicate()[0] == b"done\n"
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("point", SyncPoint)
+def test_a_process_dies_there(table: SlotTable, point: SyncPoint) -> None:
+    process = start(table, f"{point.name}:kill")
+    assert process.communicate()[0] == b""
+    assert process.returncode == -signal.SIGKILL
+    check_slot(point, table.slot(0))
+    assert table.check_integrity() == []
+
+
+def test_what_a_dead_exporter_had_filled_is_not_readable(table: SlotTable) -> None:
+    """Killed between filling the slot and making it READY: nobody ever sees the block, and
+    the slot can be used again."""
+    start(table, "PUBLISH_FILLED:kill").communicate()
+    assert table.scan() == b""
+    process = start(table, "PUBLISHED:kill:1")
+    process.communicate()
+    (record,) = unpack_records(table.scan())
+    assert record.generation == 0
+
+
+def test_a_lease_that_lost_its_race_is_not_taken(table: SlotTable) -> None:
+    """Stopped between reading word and hash and setting the bit, while the block is reused:
+    the CAS fails and the lease is refused."""
+    process = start(table, "LEASE_LOADED:stop")
+    os.waitpid(process.pid, os.WUNTRACED)
+    assert table.retract([BlockId(0)])[1] == []
+    process.send_signal(signal.SIGCONT)
+    process.communicate()
+    assert table.slot(0)[:3] == (1, SlotState.EMPTY, 0)
+    assert table.sweep(2**28 - 1) == 0
+
+
+def test_the_nth_visit_counts(table: SlotTable) -> None:
+    process = start(table, "PUBLISHED:kill:2")
+    assert process.communicate()[0] == b"done\n"
+    process = start(table, "RELEASED:kill:2")
+    assert process.communicate()[0] == b"done\n"
+
+
+def test_nothing_is_armed_by_default(table: SlotTable) -> None:
+    for point in list(SyncPoint)[_native.NUM_SYNC_POINTS :]:
+        sync_point(point)
+    table.lease(LeaseBit(0), table.scan())
+
+
+@pytest.mark.parametrize(
+    "text", ["", "LEASED", "LEASED:explode", "NOWHERE:stop", "LEASED:stop:0", "LEASED:stop:x"]
+)
+def test_a_setting_that_says_nothing_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=VARIABLE):
+        parse_arming(text)
+
+
+def test_a_bad_setting_stops_the_start(table: SlotTable) -> None:
+    process = start(table, "LEASED:never")
+    assert process.communicate()[0] == b""
+    assert process.returncode == 1
+
+
+def test_what_a_setting_says() -> None:
+    assert parse_arming("COPIED:stop") == (SyncPoint.COPIED, signal.SIGSTOP, 1)
+    assert parse_arming("LEASED:kill:7") == (SyncPoint.LEASED, signal.SIGKILL, 7)
+
+
+@pytest.mark.parametrize(("point", "nth"), [(-1, 1), (_native.NUM_SYNC_POINTS, 1), (0, 0)])
+def test_the_core_arms_only_its_own_points(point: int, nth: int) -> None:
+    with pytest.raises(ValueError, match="sync point"):
+        _native.arm_sync_point(point, signal.SIGKILL, nth)
