@@ -1,0 +1,70 @@
+"""Shows what kvshm has in shared memory: ``python -m kvshm.tools.dump_index``.
+
+Works on a running node, without a coordinator and after a crash; maps everything read-only.
+Run it as the engines' user and in their pid namespace, else living engines look dead.
+Exit status: 0, 1 if there is nothing to show, 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import string
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+if __name__ == "__main__" and not __package__:  # started as a file
+    __package__ = "kvshm.tools"
+
+from .render import render
+from .report import Filters, describe
+from .snapshot import take
+
+
+def _hash_prefix(text: str) -> str:
+    digits = text.lower().removeprefix("0x")
+    if not digits or not set(digits) <= set(string.hexdigits):
+        raise argparse.ArgumentTypeError(f"{text!r} is not the beginning of a hexadecimal hash")
+    return digits
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dump_index", description="Show what kvshm has in shared memory (read-only)."
+    )
+    add = parser.add_argument
+    add("--engine", metavar="NAME|PID|EPOCH", help="only this engine; an epoch is hexadecimal")
+    add("--hash", metavar="PREFIX", type=_hash_prefix, help="list blocks whose hash begins so")
+    add("--leased", action="store_true", help="only leased blocks and who holds them")
+    add("--namespace", help="only this namespace (default: all)")
+    add("--entries", action="store_true", help="list every block, chain and replica entry")
+    add("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _is_empty(report: dict[str, Any]) -> bool:
+    parts = ("engines", "replicas", "unreadable", "lease_table")
+    return not any(space[part] for space in report["namespaces"] for part in parts)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report that the command line asks for; return the exit status."""
+    asked = _parser().parse_args(arguments)
+    filters = Filters(asked.engine, asked.hash, asked.leased, asked.entries)
+    taken = take(asked.namespace, with_entries=asked.entries or asked.hash is not None)
+    report = describe(taken, filters)
+    if asked.json:
+        print(json.dumps(report, indent=2))
+    elif not _is_empty(report):
+        print(render(report, everything=asked.entries))
+    if _is_empty(report):
+        print("nothing of kvshm found that was asked for", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
+    sys.exit(main())
