@@ -309,6 +309,16 @@ def test_what_the_scan_saw_may_be_told_again(racing: Peers, exporter: Make) -> N
     assert racing._replica.count == 1
 
 
+def test_a_publish_heard_after_the_scan_passed_its_slot_stays(
+    racing: Peers, exporter: Make
+) -> None:
+    a = exporter()
+    racing.joined(a.info)
+    RacingTable.after = staticmethod(lambda: racing.events(1, a.publish(1)))
+    racing.rescan(1)
+    assert offered(racing, 1) == [(1, 1, 0)]
+
+
 def test_a_forget_during_a_scan_holds(racing: Peers, exporter: Make) -> None:
     """The scheduler finds a lease impossible while the client's thread scans."""
     a = exporter()
@@ -555,11 +565,8 @@ def test_closed_peers_answer_nothing_and_raise_nothing(
     peers.forget(1, event)
     peers.fail(1)
     peers.gone(1)
-    assert (peers.lookup(HASHES, 0, 9), peers.any_usable(), peers.tables_by_bit()) == (
-        [],
-        False,
-        {},
-    )
+    assert (peers.lookup(HASHES, 0, 9), peers.tables_by_bit()) == ([], {})
+    assert peers.stats() == PeersStats(0, 0, 0, 1, 0)
     assert run.peer.table.epoch == 1
 
 
