@@ -40,7 +40,7 @@ ABANDONED_SECONDS = 60.0
 """A segment that nobody has filled for so long was left by a process that died on it."""
 
 _ONE_SHM = "let both see one /dev/shm (containers: --ipc=host, or one mount in both)"
-_ONE_PID_NAMESPACE = "run engines and coordinator in one pid namespace (containers: --pid=host)"
+_VISIBLE = "restart the engine; run both in one pid namespace (containers: --pid=host)"
 
 
 class Reaper:
@@ -60,7 +60,7 @@ class Reaper:
         """
         for process in sorted(processes_of(info)):
             if not _runs(process):
-                return Refusal(f"process {process.pid} is not visible here", _ONE_PID_NAMESPACE)
+                return Refusal(f"the engine's process {process.pid} does not run here", _VISIBLE)
         try:
             table = SlotTable.open(info.table, writable=False)
         except SegmentNotFound:

@@ -15,6 +15,7 @@ from kvshm.protocol import (
     SUSPECT_AFTER_SECONDS,
     EngineEvents,
     EngineGone,
+    EngineInfo,
     EngineRecovered,
     EngineSuspected,
     Events,
@@ -92,7 +93,8 @@ def _on_message(
     actions = _heard(state, engine, now)
     match message:
         case Leave():
-            actions += _end(state, [engine], "left")
+            actions += _end(state, [engine.info], "left")
+            actions += _log_ends(state, "leave", [engine.info], "left")
         case Heartbeat(sequence=sequence):
             # Higher than relayed: the engine had to drop some.  The next tick tells everybody.
             engine.sequence = max(engine.sequence, sequence)
@@ -131,18 +133,19 @@ def _on_death(state: State, process: Process) -> list[Action]:
     """A process has died: every epoch that needs it is over, its bits are orphans."""
     state.watched.discard(process)
     orphans = state.bits.died(process)
-    ending = [e for e in state.engines.values() if process in e.processes]
-    actions = _end(state, ending, f"process {process.pid} died", orphans)
+    infos = [e.info for e in state.engines.values() if process in e.processes]
+    reason = f"process {process.pid} died"
+    actions = _end(state, infos, reason, orphans)
     actions.append(SweepProcess(process))
-    return [*actions, *(WriteLease(bit, state.bits.free(bit)) for bit in orphans)]
+    actions += [WriteLease(bit, state.bits.free(bit)) for bit in orphans]
+    return [*actions, *_log_ends(state, "death", infos, reason)]
 
 
 def _end(
-    state: State, ending: list[Engine], reason: str, orphans: Iterable[int] = ()
+    state: State, infos: list[EngineInfo], reason: str, orphans: Iterable[int] = ()
 ) -> list[Action]:
-    """The epochs of ``ending`` are over.  The order is the point: nothing can be delivered
-    any more, everybody is told, leases are cleared, names are removed."""
-    infos = [engine.info for engine in ending]
+    """These epochs are over.  The order is the point: nothing can be delivered any more,
+    everybody is told, leases are cleared, names are removed."""
     for info in infos:
         del state.engines[info.epoch]
         state.ended.add(info.epoch)
@@ -152,11 +155,16 @@ def _end(
         actions.append(state.publish(info.fingerprint, EngineGone, **gone))
     actions += _sweep({info.lease_bit for info in infos} - {NO_LEASE_BIT} | set(orphans))
     actions += [UnlinkEpoch(info.table, info.epoch) for info in infos]
+    return [*actions, *state.watch()]
+
+
+def _log_ends(state: State, event: str, infos: list[EngineInfo], reason: str) -> list[Action]:
+    lines: list[Action] = []
     for info in infos:
         about = {"engine": info.name, "pid": info.pid, "epoch": f"{info.epoch:016x}"}
         fields = {**about, "reason": reason, "engines": len(state.engines)}
-        actions.append(Log(logging.INFO, "leave" if reason == "left" else "death", fields))
-    return [*actions, *state.watch()]
+        lines.append(Log(logging.INFO, event, fields))
+    return lines
 
 
 def _sweep(bits: Iterable[int]) -> list[Action]:

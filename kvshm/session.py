@@ -228,7 +228,7 @@ class Session:
             return
         if info.epoch != self._epoch:
             self._leave()
-            self._epoch, self._sequence = info.epoch, 0
+            self._epoch = info.epoch
         self._subscribe(info.fingerprint)
         self._early.clear()
         self._events_lost = False
@@ -243,7 +243,7 @@ class Session:
         """End the present epoch, also if its Join has not been answered yet."""
         if self._epoch:
             self._send(Leave(epoch=self._epoch))
-        self._coordinator_epoch = 0
+        self._epoch = self._sequence = self._coordinator_epoch = 0
 
     def _subscribe(self, topic: bytes) -> None:
         """Subscribe before the Join: what the roster does not hold must not be missed."""

@@ -1,0 +1,56 @@
+"""Fake engines as tests see them: started, spoken to, listened to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .processes import Managed, Node
+
+_SCRIPT = Path(__file__).parent / "fake_engine.py"
+
+
+class FakeEngine:
+    """One fake engine in a process of its own."""
+
+    def __init__(self, node: Node, name: str, *options: str) -> None:
+        place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace, "--name", name)
+        self.process: Managed = node.processes.start(name, str(_SCRIPT), *place, *options)
+        self.name = name
+        self.started = self.heard("started")
+
+    def heard(self, event: str, since: int = 0, **fields: Any) -> dict[str, Any]:
+        """Wait until the engine says ``event`` with these fields; return all it said."""
+
+        def wanted(line: str) -> bool:
+            said = json.loads(line)
+            return said["event"] == event and all(said[k] == v for k, v in fields.items())
+
+        said: dict[str, Any] = json.loads(self.process.wait_out(wanted, since))
+        return said
+
+    def all_heard(self, event: str) -> list[dict[str, Any]]:
+        lines = self.process.out.matching(lambda line: json.loads(line)["event"] == event)
+        return [json.loads(line) for line in lines]
+
+    def joined(self, since: int = 0) -> dict[str, Any]:
+        """Wait until it has a place in the roster."""
+        return self.heard("joined", since)
+
+    def do(self, what: str, **how: Any) -> dict[str, Any]:
+        """Give an order and wait until it was obeyed; return what it said first."""
+        since = self.mark()
+        self.process.say(json.dumps({"do": what, **how}))
+        self.heard("done", since, what=what)
+        line: dict[str, Any] = json.loads(self.process.wait_out(lambda _: True, since))
+        return line
+
+    def mark(self) -> int:
+        """The place up to which it has been heard: ``since`` for what comes later."""
+        return len(self.process.out)
+
+    def end(self) -> None:
+        """Let it leave and end by itself."""
+        self.process.end_input()
+        assert self.process.wait() == 0, self.process.account()

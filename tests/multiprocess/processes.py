@@ -1,0 +1,243 @@
+"""Real processes for tests: started, listened to, killed and always reaped.
+
+Output is read by threads, so a process never blocks on a full pipe and a test can wait for a
+line instead of sleeping.  What the processes wrote to stderr is printed when the test ends;
+pytest shows that if it failed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from kvshm.segment import LEASES_KIND, list_segments, unlink
+
+PATIENCE_SECONDS = 30.0
+"""How long a test waits for what must happen; never a statement about speed."""
+
+
+class Lines:
+    """What one stream has said so far."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._lines: list[str] = []
+        self._ended = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread.start()
+
+    def _read(self, stream: IO[str]) -> None:
+        with stream:
+            for line in stream:
+                with self._changed:
+                    self._lines.append(line.rstrip("\n"))
+                    self._changed.notify_all()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._lines)
+
+    def __str__(self) -> str:
+        with self._changed:
+            return "\n".join(self._lines)
+
+    def matching(self, wanted: Callable[[str], bool], since: int = 0) -> list[str]:
+        """Return the lines said so far for which ``wanted`` holds."""
+        with self._changed:
+            return [line for line in self._lines[since:] if wanted(line)]
+
+    def wait(self, wanted: Callable[[str], bool], since: int = 0) -> str | None:
+        """Return the first line that is wanted; None if the stream ends or time runs out."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        with self._changed:
+            while True:
+                for line in self._lines[since:]:
+                    if wanted(line):
+                        return line
+                since = max(since, len(self._lines))
+                left = deadline - time.monotonic()
+                if self._ended or left <= 0:
+                    return None
+                self._changed.wait(left)
+
+    def join(self) -> None:
+        self._thread.join(PATIENCE_SECONDS)
+
+
+class Managed:
+    """One real process.  ``out`` and ``err`` hold its lines."""
+
+    def __init__(self, name: str, argv: Sequence[str], environ: dict[str, str]) -> None:
+        self.name = name
+        self._process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            env={**os.environ, **environ},
+        )
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self.out = Lines(self._process.stdout)
+        self.err = Lines(self._process.stderr)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def end_input(self) -> None:
+        """Close its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+    def say(self, line: str) -> None:
+        """Write one line to its standard input."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def wait_out(self, wanted: Callable[[str], bool], since: int = 0) -> str:
+        """Wait for a line on stdout; fails the test if it does not come."""
+        line = self.out.wait(wanted, since)
+        assert line is not None, f"{self.name}: line never came\n{self.account()}"
+        return line
+
+    def wait_err(self, pattern: str, since: int = 0) -> str:
+        """Wait for a line on stderr in which the regular expression is found."""
+        line = self.err.wait(lambda text: re.search(pattern, text) is not None, since)
+        assert line is not None, f"{self.name}: no line has {pattern!r}\n{self.account()}"
+        return line
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """SIGKILL, then reap."""
+        self._process.kill()
+        self.wait()
+
+    def terminate(self) -> int:
+        """SIGTERM; return the exit status."""
+        self._process.terminate()
+        return self.wait()
+
+    def wait(self) -> int:
+        """Wait for the end and for the last line; return the exit status."""
+        status = self._process.wait(PATIENCE_SECONDS)
+        self.out.join()
+        self.err.join()
+        return status
+
+    def reap(self) -> None:
+        """Make sure that it has ended; idempotent."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self.end_input()
+        self.wait()
+
+    def account(self) -> str:
+        return f"--- {self.name} (pid {self.pid}) stdout\n{self.out}\n--- stderr\n{self.err}"
+
+
+class Processes:
+    """Every process of one test."""
+
+    def __init__(self) -> None:
+        self._all: list[Managed] = []
+
+    def start(self, name: str, *argv: str, environ: dict[str, str] | None = None) -> Managed:
+        """Start ``argv``; a name that ends in .py is run with this Python."""
+        command = [sys.executable, *argv] if argv[0].endswith(".py") else list(argv)
+        process = Managed(name, command, environ or {})
+        self._all.append(process)
+        return process
+
+    def python(self, name: str, *arguments: str) -> Managed:
+        """Start this Python with ``arguments``."""
+        return self.start(name, sys.executable, *arguments)
+
+    def reap(self) -> None:
+        """End and reap them all, and say what they wrote."""
+        for process in reversed(self._all):
+            process.reap()
+            print(process.account())
+
+
+class Node:
+    """One namespace with its own run directory, and who runs in it."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.processes = processes
+        self.run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
+        self.namespace = "t" + uuid.uuid4().hex[:12]
+
+    def start_coordinator(self, *arguments: str) -> Managed:
+        """Start a coordinator, whether or not it will come up."""
+        place = ("--run-dir", str(self.run_dir), "--namespace", self.namespace)
+        return self.processes.python("coordinator", "-m", "kvshm.coordinator", *place, *arguments)
+
+    def coordinator(self, *arguments: str) -> Managed:
+        """Start a coordinator and wait until it serves."""
+        process = self.start_coordinator(*arguments)
+        process.wait_err("event=serving")
+        return process
+
+    def segments(self, kind: str) -> list[str]:
+        return [str(name) for name in list_segments(self.namespace) if name.kind == kind]
+
+    def remove(self) -> None:
+        """Remove whatever of this namespace is left; every process has been reaped."""
+        for name in list_segments(self.namespace):
+            unlink(str(name))
+        shutil.rmtree(self.run_dir)
+
+    def lease_table(self) -> list[str]:
+        return self.segments(LEASES_KIND)
+
+
+@contextmanager
+def real_processes() -> Iterator[Processes]:
+    processes = Processes()
+    try:
+        yield processes
+    finally:
+        processes.reap()
+
+
+@contextmanager
+def fresh_node() -> Iterator[Node]:
+    """A namespace of its own; afterwards nothing of it is left."""
+    with real_processes() as processes:
+        node = Node(processes)
+        try:
+            yield node
+        finally:
+            processes.reap()
+            node.remove()
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    """Wait for a state of shared memory that nobody announces; fails the test if it does
+    not come about."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    pause = threading.Event()
+    while not holds():
+        assert time.monotonic() < deadline, f"never came about: {what}"
+        pause.wait(0.02)

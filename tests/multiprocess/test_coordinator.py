@@ -1,0 +1,339 @@
+"""The coordinator as a process: who joins, who dies, what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from kvshm.protocol import MAX_MESSAGE_BYTES, Heartbeat, JoinFirst, decode_reply, encode
+from kvshm.rundir import command_endpoint, rank_socket
+from kvshm.segment import INDEX_KIND, TABLE_KIND, Segment, segment_name, write_header
+from kvshm.slots import SlotTable
+from kvshm.terms import Rank
+
+from .engines import FakeEngine
+from .processes import Node, fresh_node, wait_until
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with fresh_node() as node:
+        yield node
+
+
+def leases(table: SlotTable) -> int:
+    """All lease bits set anywhere in a table."""
+    held = 0
+    for slot in table.slots():
+        held |= slot.leases
+    return held
+
+
+# -- coming and going
+
+
+def test_serves_and_ends_cleanly(node: Node) -> None:
+    coordinator = node.coordinator()
+    assert node.lease_table()
+    assert coordinator.terminate() == 0
+    assert "event=ended" in str(coordinator.err)
+    assert [path.name for path in node.run_dir.iterdir()] == [f"{node.namespace}.lock"]
+    assert not node.lease_table()
+
+
+def test_sigint_ends_it_like_sigterm(node: Node) -> None:
+    coordinator = node.coordinator()
+    coordinator.signal(signal.SIGINT)
+    assert coordinator.wait() == 0
+
+
+def test_a_second_one_is_refused_and_the_first_goes_on(node: Node) -> None:
+    first = node.coordinator()
+    second = node.start_coordinator()
+    assert second.wait() == 3
+    assert f"pid {first.pid}" in str(second.err)
+    FakeEngine(node, "a").joined()
+
+
+def test_after_a_kill_the_next_one_starts_at_once(node: Node) -> None:
+    node.coordinator().kill()
+    assert node.coordinator().terminate() == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "status"), [(0o700, None), (0o755, 4), (0o770, 4)], ids=["0700", "0755", "0770"]
+)
+def test_run_directory_is_checked(node: Node, mode: int, status: int | None) -> None:
+    node.run_dir.chmod(mode)
+    coordinator = node.start_coordinator()
+    if status is None:
+        coordinator.wait_err("event=serving")
+        return
+    assert coordinator.wait() == status
+    assert "chmod 700" in str(coordinator.err)
+    node.run_dir.chmod(0o700)
+
+
+def test_bad_settings_and_usage_have_their_own_status(node: Node) -> None:
+    assert node.start_coordinator("--log-level", "loud").wait() == 2
+    assert node.start_coordinator("--no-such-option").wait() == 2
+
+
+def test_version_and_documented_exit_status(node: Node) -> None:
+    version = node.processes.python("version", "-m", "kvshm.coordinator", "--version")
+    assert version.wait() == 0
+    assert str(version.out).startswith("kvshm-coordinator 0.")
+    usage = node.processes.python("help", "-m", "kvshm.coordinator", "--help")
+    assert usage.wait() == 0
+    for status in range(5):
+        assert f"\n  {status}  " in str(usage.out)
+
+
+# -- deaths
+
+
+def test_death_withdraws_sweeps_and_unlinks(node: Node) -> None:
+    coordinator = node.coordinator()
+    living, dying = FakeEngine(node, "living"), FakeEngine(node, "dying")
+    bit = dying.joined()["bit"]
+    living.heard("engine_joined", name="dying")
+    living.do("publish", blocks=[1, 2, 3])
+    assert dying.do("lease", table=living.started["table"])["blocks"] == 3
+    table = SlotTable.open(dying.started["table"])
+    assert table.life(Rank(0)) == table.epoch
+    replica = Segment.create(
+        segment_name(node.namespace, INDEX_KIND, "dying", table.epoch, 2), 4096
+    )
+    write_header(replica, b"KVSHMIDX", 4096, table.epoch, table.identity)
+    replica.close()
+    socket = rank_socket(node.run_dir, node.namespace, table.epoch, 0)
+    socket.touch()
+
+    dying.process.kill()
+
+    gone = living.heard("engine_gone", epoch=table.epoch)
+    assert gone["reason"] == f"process {dying.process.pid} died"
+    assert gone["lives"] in ([0], [])  # withdrawn before anybody was told
+    coordinator.wait_err("event=death engine=dying")
+    assert table.life(Rank(0)) == 0
+    assert leases(SlotTable.open(living.started["table"])) == 0
+    assert node.segments(TABLE_KIND) == [living.started["table"]]
+    assert node.segments(INDEX_KIND) == []
+    assert not socket.exists()
+    successor = FakeEngine(node, "successor")
+    assert successor.joined()["bit"] not in (bit, living.joined()["bit"])  # never used first
+
+
+def test_death_of_a_rank_ends_the_epoch_but_keeps_the_bit(node: Node) -> None:
+    coordinator = node.coordinator()
+    watcher = FakeEngine(node, "watcher")
+    engine = FakeEngine(node, "engine", "--ranks", "2")
+    joined = engine.joined()
+    watcher.heard("engine_joined", name="engine")
+    table = SlotTable.open(engine.started["table"])
+
+    os.kill(engine.started["ranks"][1], signal.SIGKILL)
+
+    watcher.heard("engine_gone", epoch=joined["epoch"])
+    coordinator.wait_err("event=death engine=engine")
+    assert [table.life(Rank(rank)) for rank in range(2)] == [0, 0]
+    engine.heard("coordinator_lost")
+    assert engine.heard("refused")["reason"] == "this epoch has ended"
+    mark = engine.mark()
+    engine.do("new-epoch")
+    assert engine.joined(mark)["bit"] == joined["bit"]
+
+
+def test_leave_is_told_and_swept(node: Node) -> None:
+    coordinator = node.coordinator()
+    staying, leaving = FakeEngine(node, "staying"), FakeEngine(node, "leaving")
+    epoch = leaving.joined()["epoch"]
+    staying.heard("engine_joined", name="leaving")
+    staying.do("publish", blocks=[5])
+    leaving.do("lease", table=staying.started["table"])
+    leaving.end()
+    assert staying.heard("engine_gone", epoch=epoch)["reason"] == "left"
+    coordinator.wait_err("event=leave engine=leaving")
+    assert leases(SlotTable.open(staying.started["table"])) == 0
+
+
+def test_stopped_engine_is_suspected_then_recovered_never_swept(node: Node) -> None:
+    node.coordinator()
+    other, stopped = FakeEngine(node, "other"), FakeEngine(node, "stopped")
+    epoch = stopped.joined()["epoch"]
+    other.heard("engine_joined", name="stopped")
+    other.do("publish", blocks=[1])
+    stopped.do("lease", table=other.started["table"])
+    stopped.process.signal(signal.SIGSTOP)
+    other.heard("engine_suspected", epoch=epoch)
+    held, table = SlotTable.open(other.started["table"]), SlotTable.open(stopped.started["table"])
+    assert leases(held) == 1 << stopped.joined()["bit"]
+    assert table.life(Rank(0)) == epoch
+    assert len(node.segments(TABLE_KIND)) == 2
+    stopped.process.signal(signal.SIGCONT)
+    other.heard("engine_recovered", epoch=epoch)
+    assert leases(held) == 1 << stopped.joined()["bit"]
+    assert not other.all_heard("engine_gone")
+
+
+def test_lease_bits_run_out_and_come_back(node: Node) -> None:
+    """More engines than bits: the rest go without one, and no bit is handed out twice."""
+    coordinator = node.coordinator()
+    engines = [FakeEngine(node, f"e{i}") for i in range(29)]
+    bits = [engine.joined()["bit"] for engine in engines]
+    assert sorted(bits) == [-1, *range(28)]
+    holder = engines[bits.index(7)]
+    holder.process.kill()
+    coordinator.wait_err(f"event=death engine={holder.name}")
+    assert FakeEngine(node, "next").joined()["bit"] == 7
+
+
+# -- restarts
+
+
+def test_restart_keeps_bits_and_sweeps_owners_who_died_meanwhile(node: Node) -> None:
+    first = node.coordinator()
+    a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
+    bits = {engine.name: engine.joined()["bit"] for engine in (a, b)}
+    assert bits["a"] != bits["b"]
+    a.do("publish", blocks=[1, 2])
+    b.heard("engine_joined", name="a")
+    b.do("lease", table=a.started["table"])
+    first.kill()
+    b.process.kill()
+    mark = a.mark()
+
+    second = node.coordinator()
+
+    a.heard("coordinator_lost", mark)
+    assert a.joined(mark)["bit"] == bits["a"]
+    second.wait_err(f"event=removed segment={b.started['table']}")
+    table = SlotTable.open(a.started["table"])
+    wait_until(lambda: leases(table) == 0, "the dead importer's leases are swept")
+    a.heard("engine_gone", mark, epoch=b.joined()["epoch"])
+
+
+def test_clean_end_leaves_living_engines_alone(node: Node) -> None:
+    coordinator = node.coordinator()
+    living, dead = FakeEngine(node, "living"), FakeEngine(node, "dead")
+    living.joined()
+    dead.joined()
+    assert coordinator.terminate() == 0
+    assert sorted(node.segments(TABLE_KIND)) == sorted(
+        engine.started["table"] for engine in (living, dead)
+    )
+    assert node.lease_table()
+    dead.process.kill()
+    assert node.coordinator().terminate() == 0
+    assert node.segments(TABLE_KIND) == [living.started["table"]]
+    assert node.lease_table()
+    assert SlotTable.open(living.started["table"]).life(Rank(0)) != 0
+
+
+# -- refusals
+
+
+def test_other_fingerprints_do_not_meet_and_learn_why(node: Node) -> None:
+    coordinator = node.coordinator()
+    FakeEngine(node, "a", "--fields", '{"model": "m", "weights": "1111"}').joined()
+    other = FakeEngine(
+        node, "b", "--fingerprint", "other", "--fields", '{"model": "m", "weights": "2222"}'
+    )
+    joined = other.joined()
+    assert joined["roster"] == []
+    assert joined["strangers"] == [["a", {"weights": ["2222", "1111"]}]]
+    coordinator.wait_err("event=cannot-share engine=b .* differs=weights here=2222 there=1111")
+
+
+def test_pid_must_be_the_sockets(node: Node) -> None:
+    coordinator = node.coordinator()
+    refused = FakeEngine(node, "liar", "--claim-pid", "1").heard("refused")
+    assert "--pid=host" in refused["remedy"]
+    coordinator.wait_err("event=refused .*engine=liar")
+
+
+def test_table_must_lie_in_the_same_shared_memory(node: Node) -> None:
+    node.coordinator()
+    epoch = 0x1234
+    elsewhere = segment_name(node.namespace, TABLE_KIND, "elsewhere", epoch)
+    engine = FakeEngine(node, "x", "--epoch", str(epoch), "--claim-table", elsewhere)
+    refused = engine.heard("refused")
+    assert elsewhere in refused["reason"]
+    assert "--ipc=host" in refused["remedy"]
+    assert not refused["retry"]
+
+
+def test_another_namespace_is_left_alone(node: Node) -> None:
+    with fresh_node() as neighbour:
+        absent, there = neighbour.coordinator(), FakeEngine(neighbour, "there")
+        there.joined()
+        absent.kill()
+        there.process.kill()
+        coordinator = node.coordinator()
+        here = FakeEngine(node, "here")
+        assert here.joined()["roster"] == []
+        here.process.kill()
+        coordinator.wait_err("event=death engine=here")
+        assert coordinator.terminate() == 0
+        assert neighbour.segments(TABLE_KIND) == [there.started["table"]]
+        assert neighbour.lease_table()
+
+
+# -- what must not crash it
+
+
+@pytest.fixture
+def dealer(node: Node) -> Iterator[zmq.Socket[bytes]]:
+    context = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(command_endpoint(node.run_dir, node.namespace))
+    socket.setsockopt(zmq.RCVTIMEO, 30_000)
+    yield socket
+    socket.close(linger=0)
+    context.term()
+
+
+def answers(dealer: zmq.Socket[bytes]) -> bool:
+    """Whether the coordinator still answers."""
+    dealer.send(encode(Heartbeat(epoch=77, sequence=0)))
+    reply = decode_reply(dealer.recv())
+    return isinstance(reply, JoinFirst) and reply.engine_epoch == 77
+
+
+def test_garbage_is_dropped_and_logged_once(node: Node, dealer: zmq.Socket[bytes]) -> None:
+    coordinator = node.coordinator()
+    unknown = msgspec.msgpack.encode({"type": "no-such-message"})
+    for garbage in (b"", b"\xc1", os.urandom(1000), unknown, b"\x91" * 10_000):
+        dealer.send(garbage)
+    dealer.send_multipart([b"two", b"frames"])
+    assert answers(dealer)
+    assert len(coordinator.err.matching(lambda line: "event=garbled" in line)) == 1
+
+
+def test_oversized_message_ends_only_its_senders_connection(
+    node: Node, dealer: zmq.Socket[bytes]
+) -> None:
+    coordinator = node.coordinator()
+    assert answers(dealer)
+    context = zmq.Context()
+    sender = context.socket(zmq.DEALER)
+    sender.connect(command_endpoint(node.run_dir, node.namespace))
+    sender.send(bytes(MAX_MESSAGE_BYTES + 1))
+    assert answers(dealer)
+    sender.close(linger=0)
+    context.term()
+    assert coordinator.terminate() == 0
+
+
+def test_events_before_a_join_are_answered_with_join_first(
+    node: Node, dealer: zmq.Socket[bytes]
+) -> None:
+    node.coordinator()
+    assert answers(dealer)
