@@ -1,0 +1,171 @@
+"""A real vLLM scheduler with the real connector, driven step by step without a model.
+
+The workers are played by hand: ``run`` answers a step as the model runner would, in any
+order against later ``schedule`` calls, so that asynchronous scheduling's call order can be
+replayed on a machine that cannot run it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvshm.hooks.messages import RankDescription, RankReport
+from kvshm.interfaces import MemoryDescriptor
+from kvshm.protocol import RankInfo
+from kvshm.records import SlotState
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable
+
+BLOCK_SIZE = 16
+
+
+def vllm_config(model: Path, **arguments: Any) -> VllmConfig:
+    """Configuration of an engine that shares, with small blocks."""
+    transfer = KVTransferConfig(
+        kv_connector="KvshmConnector",
+        kv_connector_module_path="kvshm.hooks.connector",
+        kv_role="kv_both",
+    )
+    settings = {"max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 256, **arguments}
+    return EngineArgs(
+        model=str(model), dtype="bfloat16", block_size=32, kv_transfer_config=transfer,
+        enforce_eager=True, **settings,
+    ).create_engine_config()  # fmt: skip
+
+
+@dataclass
+class Sent:
+    """A step that was dispatched: what the scheduler said."""
+
+    output: Any
+
+    @property
+    def metadata(self) -> Any:
+        return self.output.kv_connector_metadata
+
+
+@dataclass
+class DrivenEngine:
+    """Scheduler and hand-played workers."""
+
+    config: VllmConfig
+    num_blocks: int = 32
+    asynchronous: bool = False
+    scheduler: Any = field(init=False)
+    table: SlotTable = field(init=False)
+    tokens: Any = field(default_factory=lambda: itertools.count(1000))
+
+    def __post_init__(self) -> None:
+        spec = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.bfloat16
+        )
+        cache = KVCacheConfig(
+            num_blocks=self.num_blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+            hash_block_size=BLOCK_SIZE,
+        )
+        self.config.cache_config.num_gpu_blocks = self.num_blocks
+        kind = AsyncScheduler if self.asynchronous else Scheduler
+        self.scheduler = kind(
+            vllm_config=self.config,
+            kv_cache_config=cache,
+            structured_output_manager=StructuredOutputManager(self.config),
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+        hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
+        self.connector = self.scheduler.get_kv_connector()
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): description()})
+        self.wait_for_epoch()
+
+    def wait_for_epoch(self) -> None:
+        """Until the client's thread has begun the epoch; then the one rank opens it."""
+        deadline = time.monotonic() + 10
+        while (table := self.connector._scheduler.cache.table) is None:
+            assert time.monotonic() < deadline, "no epoch was begun"
+            time.sleep(0.01)
+        self.table = table
+        table.set_life(0)
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 4, **extra: Any) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        params.update_from_generation_config({}, eos_token_id=0)
+        request = Request(
+            name, prompt, params, pooling_params=None, block_hasher=self.hasher, **extra
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> Sent:
+        return Sent(self.scheduler.schedule())
+
+    def run(self, sent: Sent, report: RankReport | None = None, **result: Any) -> None:
+        """The output of a step comes back."""
+        requests = list(sent.output.num_scheduled_tokens)
+        sampled = [[next(self.tokens)] if self._samples(r) else [] for r in requests]
+        finished = {load.load_id for load in (report.loads if report else [])}
+        self.scheduler.update_from_output(
+            sent.output,
+            ModelRunnerOutput(
+                req_ids=requests,
+                req_id_to_index={r: i for i, r in enumerate(requests)},
+                sampled_token_ids=sampled,
+                kv_connector_output=KVConnectorOutput(
+                    finished_recving=finished or None,
+                    kv_connector_worker_meta=report or RankReport(step=sent.metadata.step),
+                    **result,
+                ),
+            ),
+        )
+
+    def _samples(self, name: str) -> bool:
+        request = self.scheduler.requests.get(name)
+        return request is not None and not request.is_prefill_chunk
+
+    def step(self, report: RankReport | None = None) -> Sent:
+        sent = self.schedule()
+        self.run(sent, report)
+        return sent
+
+    def blocks_of(self, name: str) -> list[int]:
+        return [b.block_id for b in self.scheduler.kv_cache_manager.get_blocks(name).blocks[0]]
+
+    def ready(self) -> set[int]:
+        """Blocks that others may read at this moment."""
+        return {i for i, slot in enumerate(self.table.slots()) if slot.state is SlotState.READY}
+
+    def close(self) -> None:
+        self.connector.shutdown()
+
+
+def description() -> RankDescription:
+    """What the one hand-played rank says of itself."""
+    identity = identity_of()
+    memory = MemoryDescriptor("loopback", 0, 0, [], {})
+    return RankDescription(RankInfo(os.getpid(), identity.start_time, memory), {"weights": "w"})
