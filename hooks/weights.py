@@ -1,0 +1,163 @@
+"""A digest of a model's weights as this process holds them, every word of them.
+
+Model names, paths and configurations do not tell whether two engines compute the same KV:
+weights may be random, fine-tuned or updated in place.  So the weights themselves are read,
+on the device where they lie, with integer arithmetic that wraps around like C's.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import Any
+
+import torch
+
+from kvshm.errors import KvshmError
+
+_CHUNK_WORDS = {"cpu": 3 << 13}
+_CHUNK_WORDS_ELSEWHERE = 1 << 21
+"""Words mixed at a time.  On a CPU what fits a core's cache and stays below the 32768 elements
+from which torch starts threads (waiting for them costs a hundredfold on a busy machine); else
+what fills a GPU with three buffers of 16 MB."""
+
+_COPY_BYTES = 64 << 20
+"""Most that is copied at a time of tensors that do not lie in one piece."""
+
+
+class WeightsUnknown(KvshmError):  # noqa: N818 - named like its siblings in kvshm.errors
+    """Some weights cannot be read, so nothing can be said about two engines' equality."""
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Return a digest (64 hex digits) of all parameters and buffers, with their names, shapes
+    and types, and of the weights that vLLM's CPU kernels have packed away.
+
+    Worker only; blocks for as long as reading everything takes (above 1 GB/s on one core).
+    Changes nothing.  Equal in any two processes with equal weights on equal hardware.  Raises
+    WeightsUnknown.
+    """
+    digest = sha256()
+    mixers: dict[torch.device, _Mixer] = {}
+
+    def add(header: object, tensor: torch.Tensor) -> None:
+        digest.update(repr(header).encode())
+        for piece in _pieces(tensor):
+            if piece.device not in mixers:
+                mixers[piece.device] = _Mixer(piece.device)
+            digest.update(mixers[piece.device].mix(piece))
+
+    for name, tensor in sorted(_tensors(model).items()):
+        add((name, tensor.shape, tensor.stride(), tensor.dtype), tensor)
+    for name, layer in _packed_layers(model):
+        for product in _products(name, layer):
+            add((name, "packed", product.shape), product)
+    return digest.hexdigest()
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name; one that several modules share counts once."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensor's bytes as flat uint8 tensors: as they lie in memory if they lie in
+    one piece, whatever the order of its dimensions; else copied, some rows at a time."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise WeightsUnknown(f"a weight of layout {tensor.layout} on {tensor.device}")
+    outermost_first = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    ordered = tensor.permute(outermost_first)
+    size = ordered.numel() * ordered.element_size()
+    if ordered.is_contiguous() or size <= _COPY_BYTES:
+        yield ordered.contiguous().reshape(-1).view(torch.uint8)
+        return
+    rows = max(1, len(ordered) * _COPY_BYTES // size)
+    for part in ordered.split(rows) if len(ordered) > 1 else ordered:
+        yield from _pieces(part)
+
+
+class _Mixer:
+    """Mixes bytes that lie on one device; its buffers bound the extra memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        size = _CHUNK_WORDS.get(device.type, _CHUNK_WORDS_ELSEWHERE)
+        self._keys = _keys(size, device)
+        self._word = torch.empty_like(self._keys)
+        self._upper = torch.empty_like(self._keys)
+
+    def mix(self, piece: torch.Tensor) -> bytes:
+        """Return 8 bytes per chunk of a flat uint8 tensor, and its length."""
+        sums = [self._sum(words) for words in _chunks(piece, len(self._keys))]
+        found = torch.stack(sums).tolist() if sums else []
+        return struct.pack(f"<{len(found)}qQ", *found, piece.numel())
+
+    def _sum(self, words: torch.Tensor) -> torch.Tensor:
+        """Combine each word with the key of its place, multiply it with its own upper half,
+        which keeps the sum from hiding a swap, and add up modulo 2**64."""
+        size = len(words)
+        word, upper = self._word[:size], self._upper[:size]
+        torch.bitwise_xor(words, self._keys[:size], out=word)
+        torch.bitwise_right_shift(word, 32, out=upper)
+        return upper.bitwise_or_(1).mul_(word).sum()
+
+
+def _chunks(piece: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
+    """Yield the piece as chunks of ``size`` int64 words, the odd end padded with zeros."""
+    whole = piece.numel() // 8 * 8
+    for start in range(0, whole, size * 8):
+        chunk = piece[start : min(start + size * 8, whole)]
+        # A view of words must begin at a multiple of their size.
+        aligned = chunk.storage_offset() % 8 == 0
+        yield (chunk if aligned else chunk.clone()).view(torch.int64)
+    if whole < piece.numel():
+        end = torch.zeros(8, dtype=torch.uint8, device=piece.device)
+        end[: piece.numel() - whole] = piece[whole:]
+        yield end.view(torch.int64)
+
+
+def _keys(size: int, device: torch.device) -> torch.Tensor:
+    """One random-looking word per place (the finaliser of splitmix64 over a counter)."""
+    word = torch.arange(1, size + 1, dtype=torch.int64, device=device)
+    word *= -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        word ^= word >> shift
+        word *= factor
+    return word ^ (word >> 31)
+
+
+def _packed_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the linear layers whose weight only vLLM's CPU kernels still have.
+
+    On CPUs vLLM hands weights to a kernel library in the library's own format and empties
+    the parameter.  Raises WeightsUnknown for one that cannot be asked for it.
+    """
+    for name, module in sorted(model.named_modules()):
+        for key, parameter in module._parameters.items():
+            if not _is_emptied(module, key, parameter):
+                continue
+            if key != "weight" or not hasattr(module, "cpu_linear"):
+                raise WeightsUnknown(f"vLLM keeps {name}.{key} where it cannot be read")
+            yield name, module
+
+
+def _is_emptied(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter | None) -> bool:
+    if parameter is None:  # what int8 kernels leave behind
+        return key == "weight" and hasattr(module, "quant_method")
+    return bool(parameter.numel() == 0 and parameter.device.type == "cpu")
+
+
+def _products(name: str, layer: Any) -> Iterator[torch.Tensor]:
+    """Yield the weight of a packed layer, transposed, some rows at a time: the layer's
+    products with unit vectors are exact, every sum has but one term that is not zero."""
+    dtype = layer.weight.dtype
+    width = getattr(layer, "input_size_per_partition", None) or layer.input_size
+    rows = max(1, min(256, _COPY_BYTES // (width * dtype.itemsize)))
+    try:
+        for start in range(0, width, rows):
+            unit = torch.zeros(min(rows, width - start), width, dtype=dtype)
+            unit.diagonal(start).fill_(1)
+            yield layer.cpu_linear(unit, layer.weight, None).contiguous()
+    except (RuntimeError, TypeError) as exc:
+        raise WeightsUnknown(f"the packed weight of {name} cannot be read: {exc}") from exc

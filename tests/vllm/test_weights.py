@@ -1,0 +1,191 @@
+"""The weights digest: every word counts, at its place, and it is fast enough to wait for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from kvshm.hooks import weights
+from kvshm.hooks.weights import WeightsUnknown, weights_digest
+
+MODEL = """
+import torch
+torch.manual_seed(7)
+model = torch.nn.Module()
+model.first = torch.nn.Linear(33, 17, dtype=torch.bfloat16)
+model.second = torch.nn.Linear(17, 5, dtype=torch.float32)
+model.tied = model.first
+model.big = torch.nn.Parameter(torch.randn(3, 70_000))
+model.register_buffer("scale", torch.tensor(0.5))
+model.register_buffer("cache", torch.arange(13, dtype=torch.uint8), persistent=False)
+"""
+
+
+def small_model() -> torch.nn.Module:
+    names: dict[str, torch.nn.Module] = {}
+    exec(MODEL, names)
+    return names["model"]
+
+
+def edit(change: Callable[[torch.nn.Module], object]) -> str:
+    model = small_model()
+    with torch.no_grad():
+        change(model)
+    return weights_digest(model)
+
+
+def swap(tensor: torch.Tensor, a: int, b: int) -> None:
+    words = tensor.view(-1).view(torch.int64)
+    words[a], words[b] = words[b].clone(), words[a].clone()
+
+
+CHANGES: dict[str, Callable[[torch.nn.Module], object]] = {
+    "one bit of one element": lambda m: m.first.weight.view(torch.int16)[3, 3].bitwise_xor_(1),
+    "the last, odd bytes": lambda m: m.first.weight.view(torch.int16)[16, 32].bitwise_xor_(1),
+    "neighbouring words swapped": lambda m: swap(m.big.data, 0, 1),
+    "words of two chunks swapped": lambda m: swap(m.big.data, 5, (3 << 13) + 5),
+    "a buffer": lambda m: m.scale.add_(0.25),
+    "a buffer that is not saved": lambda m: m.cache[12].add_(1),
+    "a name": lambda m: m.register_buffer("scale2", m._buffers.pop("scale")),
+    "a shape": lambda m: m._parameters.__setitem__(
+        "big", torch.nn.Parameter(m.big.data.view(70_000, 3))
+    ),
+    "a type": lambda m: m._buffers.__setitem__("cache", m.cache.view(torch.int8)),
+    "one zero more": lambda m: m._buffers.__setitem__(
+        "cache", torch.cat([m.cache, torch.zeros(1, dtype=torch.uint8)])
+    ),
+    "another parameter": lambda m: m.register_parameter("p", torch.nn.Parameter(torch.zeros(1))),
+}
+
+
+def test_equal_weights_have_equal_digests() -> None:
+    assert weights_digest(small_model()) == weights_digest(small_model())
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_shows(change: str) -> None:
+    assert edit(CHANGES[change]) != weights_digest(small_model())
+
+
+def test_another_process_computes_the_same() -> None:
+    code = (
+        f"{MODEL}\nfrom kvshm.hooks.weights import weights_digest\n"
+        "torch.set_num_threads(1)\nprint(weights_digest(model))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == weights_digest(small_model())
+
+
+def test_reading_changes_nothing() -> None:
+    model, untouched = small_model(), small_model()
+    strided = torch.nn.Parameter(model.big.data.t()[::2])
+    untouched.register_parameter("strided", torch.nn.Parameter(strided.clone()))
+    model.register_parameter("strided", strided)
+    before = strided.stride(), strided.data_ptr()
+    weights_digest(model)
+    assert (strided.stride(), strided.data_ptr()) == before
+    for name, tensor in untouched.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("index", [(0, 0), (1, 1), (34_999, 2)])
+def test_what_does_not_lie_in_one_piece_counts_too(
+    monkeypatch: pytest.MonkeyPatch, index: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(weights, "_COPY_BYTES", 1000)  # many parts
+
+    def digest(flip: bool) -> str:
+        model = small_model()
+        strided = model.big.data.t()[::2]
+        if flip:
+            strided[index] += 1
+        other = torch.nn.Module()
+        other.register_buffer("strided", strided)
+        return weights_digest(other)
+
+    assert digest(flip=True) != digest(flip=False)
+    assert digest(flip=True) == digest(flip=True)
+
+
+def test_a_weight_that_begins_at_an_odd_address_is_read() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("odd", torch.arange(100, dtype=torch.uint8)[3:])
+    shifted = torch.nn.Module()
+    shifted.register_buffer("odd", torch.arange(3, 100, dtype=torch.uint8))
+    assert weights_digest(module) == weights_digest(shifted)
+
+
+def test_weights_without_contents_are_unknown() -> None:
+    model = small_model()
+    model.register_buffer("nowhere", torch.empty(3, device="meta"))
+    with pytest.raises(WeightsUnknown):
+        weights_digest(model)
+
+
+class Packed(torch.nn.Module):
+    """A linear layer as vLLM leaves it on a CPU: the kernel has the weight, the module none."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.input_size = weight.shape[1]
+        self.weight = torch.nn.Parameter(torch.empty(0, dtype=weight.dtype), requires_grad=False)
+        self.cpu_linear = lambda x, _, bias: torch.nn.functional.linear(x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_packed_weight_is_asked_for(dtype: str) -> None:
+    weight = torch.randn(40, 600, dtype=getattr(torch, dtype))
+    one_bit = weight.clone()
+    one_bit.view(torch.int8)[39, -2] ^= 1
+    swapped = weight[:, torch.arange(600).roll(1)]
+    digests = [weights_digest(Packed(w)) for w in (weight, weight.clone(), one_bit, swapped)]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 3
+
+
+def test_vllms_own_packing_is_read() -> None:
+    utils = pytest.importorskip("vllm.model_executor.layers.utils")
+
+    def packed(weight: torch.Tensor) -> torch.nn.Module:
+        layer = torch.nn.Module()
+        layer.input_size_per_partition = weight.shape[1]
+        layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+        return layer
+
+    torch.manual_seed(1)
+    weight = torch.randn(96, 320, dtype=torch.bfloat16)
+    one_bit = weight.clone()
+    one_bit.view(torch.int16)[95, 319] ^= 1
+    assert packed(weight).weight.numel() == 0, "this vLLM no longer packs: test something else"
+    assert weights_digest(packed(weight)) == weights_digest(packed(weight))
+    assert weights_digest(packed(weight)) != weights_digest(packed(one_bit))
+
+
+def test_what_cannot_be_asked_for_is_unknown() -> None:
+    gone = torch.nn.Module()
+    gone.w2_packed = torch.nn.Parameter(torch.empty(0))
+    int8 = torch.nn.Module()
+    int8.quant_method = object()
+    int8.register_parameter("weight", None)
+    for model in (gone, int8):
+        with pytest.raises(WeightsUnknown, match="cannot be read"):
+            weights_digest(model)
+
+
+def test_a_gigabyte_is_read_in_seconds(record_property: Callable[[str, object], None]) -> None:
+    model = torch.nn.Module()
+    model.register_buffer("gigabyte", torch.empty(1 << 29, dtype=torch.bfloat16).fill_(1.5))
+    start = time.monotonic()
+    weights_digest(model)
+    speed = 2**30 / 1e9 / (time.monotonic() - start)
+    record_property("gigabytes_per_second", speed)
+    print(f"weights digest: {speed:.2f} GB/s on {torch.get_num_threads()} threads")
