@@ -45,6 +45,7 @@ assert ROW_STRUCT.size == ROW_BYTES
 assert ENTRY_STRUCT.size == ENTRY_BYTES
 
 _ENTRIES_AT_ONCE = 4096
+_TAKEN = frozenset(RowState) - {RowState.FREE}
 
 
 class Run(NamedTuple):
@@ -211,7 +212,7 @@ def _rows(buffer: memoryview) -> Iterator[Row]:
         epoch, state, num_blocks, entries, bit, name = ROW_STRUCT.unpack_from(
             buffer, ROWS_OFFSET + row * ROW_BYTES
         )
-        if state in set(RowState) - {RowState.FREE}:
+        if state in _TAKEN:
             text = name.rstrip(b"\0").decode("utf-8", "replace")
             yield Row(row, epoch, RowState(state), num_blocks, entries, LeaseBit(bit - 1), text)
 

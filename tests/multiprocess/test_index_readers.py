@@ -1,0 +1,151 @@
+"""A replica read by a second process through a read-only mapping of its own, while its owner
+writes, grows and dies.  The reader is this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvshm import _native
+from kvshm.index import Replica
+from kvshm.index_reader import ReplicaReader
+from kvshm.records import INDEX_HEADER_BYTES, BlockRecord, unpack_records
+from kvshm.segment import INDEX_KIND, is_alive, owner_of
+
+from .index_writer import CHURNED, NUM_BLOCKS, content_hash
+from .processes import Managed, Node, fresh_node
+
+pytestmark = pytest.mark.multiprocess
+
+WRITER = Path(__file__).with_name("index_writer.py")
+HASHES = [content_hash(content) for content in range(NUM_BLOCKS)]
+STAYING = 40
+"""Contents that the churning writer never touches; with the churned ones they fill an index
+of 128 entries so far that its chains are long."""
+BUSY_LOOKUPS = 5_000
+
+
+class Writer:
+    """The other process, one order at a time."""
+
+    def __init__(self, node: Node) -> None:
+        self.process: Managed = node.processes.start("writer", str(WRITER), node.namespace)
+        self.name = self.process.wait_out(bool)
+
+    def order(self, line: str) -> str:
+        """Give an order and wait until it is answered."""
+        since = len(self.process.out)
+        self.process.say(line)
+        return self.process.wait_out(bool, since)
+
+    def die(self, stage: str) -> None:
+        self.process.say(f"die {stage}")
+        assert self.process.wait() == -9
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with fresh_node() as node:
+        yield node
+
+
+@pytest.fixture
+def writer(node: Node) -> Writer:
+    return Writer(node)
+
+
+@pytest.fixture
+def reader(writer: Writer) -> Iterator[ReplicaReader]:
+    reader = Replica.open(writer.name)
+    yield reader
+    reader.close()
+
+
+def found(reader: ReplicaReader, start: int, stop: int) -> list[BlockRecord]:
+    runs = reader.lookup(HASHES, start, stop)
+    return [record for run in runs for record in unpack_records(run.records)]
+
+
+def holds(reader: ReplicaReader, count: int) -> bool:
+    """Whether the reader finds the contents below ``count``, each where it is."""
+    records = found(reader, 0, NUM_BLOCKS)
+    assert all(r.block_id == n == r.depth for n, r in enumerate(records))
+    return len(records) == count
+
+
+def test_a_reader_finds_what_the_writer_writes(writer: Writer, reader: ReplicaReader) -> None:
+    assert found(reader, 0, 9) == []
+    assert writer.order("grow 20") == "0"
+    assert holds(reader, 20)
+
+
+def test_a_reader_follows_as_the_index_grows(
+    node: Node, writer: Writer, reader: ReplicaReader
+) -> None:
+    for count in (30, 100, 2000, 10_000):
+        assert writer.order(f"grow {count}") == "0"
+        assert holds(reader, count)
+    assert node.segments(INDEX_KIND) == [reader.name]
+    assert reader.name != writer.name
+    assert reader.check_integrity() == []
+
+
+def test_a_reader_cannot_write(writer: Writer, reader: ReplicaReader) -> None:
+    buffer = reader._current().buffer
+    with pytest.raises((BufferError, TypeError)):
+        _native.store(buffer, INDEX_HEADER_BYTES, 1)
+    with pytest.raises((BufferError, TypeError)):
+        _native.index_drop_row(buffer, 0)
+
+
+def test_a_reader_beside_a_busy_writer_sees_next_to_no_torn_records(
+    writer: Writer, reader: ReplicaReader
+) -> None:
+    """A lookup that the writer overtakes again and again may end early or name the wrong
+    block, which the lease then refuses; nearly all must be right."""
+    writer.order(f"grow {STAYING}")
+    writer.order("churn")
+    seen = torn = short = 0
+    for _ in range(BUSY_LOOKUPS):
+        short += len(found(reader, 0, STAYING)) < STAYING
+        for record in found(reader, CHURNED.start, CHURNED.stop):
+            seen += 1
+            torn += HASHES[record.block_id] != record.block_hash
+    assert int(writer.order("grow 0") or 0) > 0
+    assert seen > 0
+    assert torn < seen / 20
+    assert short < BUSY_LOOKUPS / 20
+    print(f"{seen} records, {torn} torn; {short} of {BUSY_LOOKUPS} lookups short")
+    assert holds(reader, STAYING)
+
+
+def test_readers_outlive_a_writer_that_is_killed_at_work(
+    node: Node, writer: Writer, reader: ReplicaReader
+) -> None:
+    writer.order(f"grow {STAYING}")
+    writer.order("churn")
+    assert len(found(reader, 0, STAYING)) <= STAYING
+    writer.process.kill()
+    assert holds(reader, STAYING)
+    late = Replica.open(writer.name)
+    assert holds(late, STAYING)
+    late.close()
+    [leftover] = node.segments(INDEX_KIND)
+    assert not is_alive(owner_of(leftover))
+
+
+@pytest.mark.parametrize("stage", ["filled", "announced"])
+def test_readers_outlive_a_writer_that_dies_as_it_grows(
+    node: Node, writer: Writer, reader: ReplicaReader, stage: str
+) -> None:
+    writer.order(f"grow {STAYING}")
+    assert holds(reader, STAYING)
+    writer.die(stage)
+    leftovers = node.segments(INDEX_KIND)
+    assert len(leftovers) == 2
+    assert not any(is_alive(owner_of(name)) for name in leftovers)
+    known = found(reader, 0, NUM_BLOCKS)
+    assert [r.block_id for r in known] == list(range(len(known)))
+    assert len(known) >= STAYING
