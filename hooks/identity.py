@@ -1,0 +1,236 @@
+"""The fingerprint's fields, read off vLLM: equal fields mean exchangeable block bytes.
+
+Each rank contributes what only it knows (its weights, its layers, its kernels); the
+scheduler's process joins these in rank order with what the configuration says.  Not among
+the fields: the tokenizer (keys are token ids), the model's name and path (the weights
+themselves are compared), and how many blocks there are.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvshm import fingerprint as names
+from kvshm.protocol import PROTOCOL_VERSION
+from kvshm.records import LAYOUT_VERSION
+
+from .weights import weights_digest
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+_FRAMES = 16
+"""How far up the callers the model is looked for; vLLM's runner is 3 to 8 frames away."""
+
+_NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
+"""What a Hugging Face configuration says beside the model; the type is a field of its own."""
+
+
+def none_hash() -> bytes | None:
+    """Return the hash that stands before the first block, or None while vLLM has not chosen
+    it.  EngineCore process; vLLM does so after it has made the connectors."""
+    from vllm.v1.core import kv_cache_utils
+
+    chosen = getattr(kv_cache_utils, "NONE_HASH", None)
+    return None if chosen is None else bytes(chosen)
+
+
+def find_model(depth: int = _FRAMES) -> torch.nn.Module | None:
+    """Return the worker's model, found in the callers' frames, or None.
+
+    Worker only, from within ``register_kv_caches``: vLLM hands the model to no connector,
+    but the model runner that has it is the one that calls.  The first caller whose ``self``
+    has a ``get_model`` that returns a module is taken for it.
+    """
+    frame = sys._getframe(1)
+    for _ in range(depth):
+        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
+        model = get_model() if callable(get_model) else None
+        if isinstance(model, torch.nn.Module):
+            return model
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def rank_fields(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model: torch.nn.Module
+) -> dict[str, str]:
+    """Return what this rank adds to the fingerprint.
+
+    Worker only; reads all weights once and blocks as long.  Raises WeightsUnknown.
+    """
+    return {
+        names.WEIGHTS: weights_digest(model),
+        names.LAYERS: _short(_layers(kv_cache_config)),
+        names.ATTENTION: _attention(vllm_config, kv_cache_config),
+        names.HARDWARE: _hardware(),
+    }
+
+
+def scheduler_fields(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, ranks: Sequence[dict[str, str]]
+) -> dict[str, str]:
+    """Return all fields but NONE_HASH.  ``ranks`` are the ranks' fields in rank order.
+
+    EngineCore process.  Reads only.
+    """
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    own = {
+        names.KVSHM_ABI: f"layout {LAYOUT_VERSION}, protocol {PROTOCOL_VERSION}",
+        names.VLLM_VERSION: _vllm_version(),
+        names.MODEL: str(model.architecture),
+        names.MODEL_CONFIG: _short(_model_config(model)),
+        names.ROPE: _rope(model.hf_text_config),
+        names.QUANTIZATION: _quantization(model),
+        names.DTYPE: str(model.dtype),
+        names.KV_DTYPE: _kv_dtype(cache),
+        names.MAX_MODEL_LEN: str(model.max_model_len),
+        names.LORA: "on" if vllm_config.lora_config is not None else "off",
+        names.SPECULATIVE: _speculative(vllm_config.speculative_config),
+        names.MULTIMODAL: _multimodal(model),
+        names.BLOCK_SIZE: f"{cache.block_size}, hashed {kv_cache_config.hash_block_size}",
+        names.LAYOUT: str(kv_cache_config.kv_cache_layout),
+        names.PARALLEL: _parallel(vllm_config.parallel_config),
+        names.BATCH_INVARIANT: _batch_invariant(),
+        names.HASH_ALGORITHM: str(cache.prefix_caching_hash_algo),
+    }
+    return own | _joined(ranks)
+
+
+def _joined(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
+    """One value per field of the ranks, in their order; weights become one digest."""
+    fields = sorted({name for rank in ranks for name in rank})
+    joined = {name: [rank.get(name, "") for rank in ranks] for name in fields}
+    return {
+        name: _short(values)
+        if name == names.WEIGHTS
+        else " | ".join(values if len(set(values)) > 1 else values[:1])
+        for name, values in joined.items()
+    }
+
+
+def _vllm_version() -> str:
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def _model_config(model: Any) -> object:
+    """The configuration after all overrides, as the model was built from it."""
+    config = model.hf_config.to_dict()
+    return [
+        {key: value for key, value in config.items() if key not in _NOT_THE_MODEL},
+        bool(model.disable_sliding_window),
+    ]
+
+
+def _rope(text_config: Any) -> str:
+    keys = ("rope_parameters", "rope_scaling", "rope_theta")
+    found = {key: getattr(text_config, key) for key in keys if getattr(text_config, key, None)}
+    return _canonical(found) if found else "none"
+
+
+def _quantization(model: Any) -> str:
+    if model.quantization is None:
+        return "none"
+    return f"{model.quantization} {_short(getattr(model, 'quantization_config', None))}"
+
+
+def _kv_dtype(cache: Any) -> str:
+    skipped = list(cache.kv_cache_dtype_skip_layers)
+    return f"{cache.cache_dtype}, not {' '.join(skipped)}" if skipped else str(cache.cache_dtype)
+
+
+def _speculative(config: Any) -> str:
+    """Draft layers keep their KV in the same blocks, so the draft model counts."""
+    if config is None:
+        return "off"
+    draft = getattr(config, "draft_model_config", None)
+    architecture = _short(_model_config(draft)) if draft is not None else "none"
+    return f"{config.method} {config.num_speculative_tokens} {config.model} {architecture}"
+
+
+def _multimodal(model: Any) -> str:
+    """Keys of images and the like name the input, not how this model's files preprocess it:
+    here, and only here, the place of the model counts."""
+    if not model.is_multimodal_model:
+        return "none"
+    return _short([str(model.model), str(model.revision), model.multimodal_config])
+
+
+def _parallel(config: Any) -> str:
+    return (
+        f"tp {config.tensor_parallel_size}, pp {config.pipeline_parallel_size}, "
+        f"dcp {config.decode_context_parallel_size}, "
+        f"pcp {config.prefill_context_parallel_size}, "
+        f"interleave {config.cp_kv_cache_interleave_size}"
+    )
+
+
+def _batch_invariant() -> str:
+    import vllm.envs as envs
+
+    return "on" if envs.VLLM_BATCH_INVARIANT else "off"
+
+
+def _layers(kv_cache_config: KVCacheConfig) -> object:
+    """What a block holds, in order: layers, page sizes and the shape of a page."""
+    return [
+        [list(group.layer_names) for group in kv_cache_config.kv_cache_groups],
+        [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups],
+        [list(tensor.layers) for tensor in kv_cache_config.kv_cache_tensors],
+    ]
+
+
+def _attention(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
+    """The kernels that write the blocks: on CPUs the instruction set decides how keys are
+    packed, so it counts as part of the backend."""
+    layers = vllm_config.compilation_config.static_forward_context
+    found = set()
+    for group in kv_cache_config.kv_cache_groups:
+        for layer in (layers[name] for name in group.layer_names if name in layers):
+            backend = layer.get_attn_backend().__qualname__
+            found.add(f"{backend}/{isa}" if (isa := getattr(layer, "isa", None)) else backend)
+    return " ".join(sorted(found))
+
+
+def _hardware() -> str:
+    if torch.cuda.is_available():
+        return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _short(value: object) -> str:
+    return sha256(_canonical(value).encode()).hexdigest()[:32]
+
+
+def _canonical(value: object) -> str:
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> object:
+    """Turn what JSON does not know into text that is equal in every process: never the
+    default repr, which holds an address."""
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    if hasattr(value, "__dataclass_fields__"):
+        return [
+            type(value).__qualname__,
+            {n: getattr(value, n) for n in value.__dataclass_fields__},
+        ]
+    if isinstance(value, set | frozenset):
+        return sorted(_canonical(item) for item in value)
+    if isinstance(value, torch.dtype | Enum):
+        return str(value)
+    return [type(value).__qualname__, vars(value) if hasattr(value, "__dict__") else []]
