@@ -17,7 +17,14 @@ from typing import NamedTuple
 
 from . import _native
 from .errors import IndexFull, SegmentError
-from .index_reader import ROW_NAME_BYTES, ROW_STATE_OFFSET, ROW_STRUCT, ReplicaReader, Row
+from .index_reader import (
+    ROW_NAME_BYTES,
+    ROW_STATE_OFFSET,
+    ROW_STRUCT,
+    ReplicaReader,
+    Row,
+    used_entries,
+)
 from .log import logger
 from .records import (
     CAPACITY_OFFSET,
@@ -46,8 +53,9 @@ MIN_CAPACITY = 8
 
 _TOMBSTONE = struct.Struct("<QII")
 _REINSERTED = struct.Struct("<Q24xIIII")
+_BLOCK_ID = struct.Struct("<32xI12x")
 assert _TOMBSTONE.size == TOMBSTONE_BYTES
-assert _REINSERTED.size == RECORD_BYTES
+assert _REINSERTED.size == _BLOCK_ID.size == RECORD_BYTES
 
 
 class Applied(NamedTuple):
@@ -173,7 +181,7 @@ class Replica(ReplicaReader):
         An entry in ``before`` that the scan did not see has left READY, since words change
         before events are sent: it is removed, unless something newer was heard meanwhile.
         """
-        seen = {r.block_id: r.generation for r in unpack_records(scanned)}
+        seen = {block_id for (block_id,) in _BLOCK_ID.iter_unpack(scanned)}
         stale = (
             BlockRecord(_padded(tag), BlockId(block), generation, 0, RecordKind.RETRACT)
             for block, (tag, generation) in before.items()
@@ -255,11 +263,12 @@ class Replica(ReplicaReader):
         for row in self.rows():
             _write_row(larger.buffer, row._replace(entries=0))
         packed = {row: bytearray() for row in self._tombstones}
-        for tag, owner, *place in self.entries():
-            packed[owner] += _REINSERTED.pack(tag, *place, RecordKind.PUBLISH)
-        for owner, records in packed.items():
-            unheard = bytearray(len(self._tombstones[owner]))
-            _native.index_apply(larger.buffer, unheard, owner, records)
+        kind = int(RecordKind.PUBLISH)
+        for tag, block_id, generation, owner, depth in used_entries(self._segment.buffer):
+            packed[owner - 1] += _REINSERTED.pack(tag, block_id, generation, depth, kind)
+        for number, records in packed.items():
+            unheard = bytearray(len(self._tombstones[number]))
+            _native.index_apply(larger.buffer, unheard, number, records)
 
 
 def _new_segment(name: SegmentName, capacity: int, header: Header) -> Segment:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from . import _native
@@ -114,7 +114,7 @@ class ReplicaReader:
         return _native.load(self._current().buffer, COUNT_OFFSET)
 
     def lookup(
-        self, hashes: list[bytes], start: int, stop: int, rows_mask: int | None = None
+        self, hashes: Sequence[bytes], start: int, stop: int, rows_mask: int | None = None
     ) -> list[Run]:
         """Return the longest prefix of ``hashes[start:stop]`` that the rows in the mask have,
         cut into as few owners as possible; an empty list if the first block is missing.
@@ -123,6 +123,8 @@ class ReplicaReader:
         """
         buffer = self._current().buffer
         mask = _live_mask(buffer) if rows_mask is None else rows_mask
+        if not isinstance(hashes, list):
+            hashes, start, stop = list(hashes[start:stop]), 0, stop - start
         records, owners = _native.index_lookup(buffer, hashes, start, stop, mask)
         return _runs(records, owners)
 
@@ -221,13 +223,18 @@ def _live_mask(buffer: memoryview) -> int:
     return sum(1 << row.row for row in _rows(buffer) if row.state is RowState.LIVE)
 
 
-def _entries(buffer: memoryview) -> Iterator[Entry]:
+def used_entries(buffer: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield tag, block id, generation, row + 1 and depth of all entries, without a class: a
+    large index has a million of them."""
     chunk = _ENTRIES_AT_ONCE * ENTRY_BYTES
     for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
         packed = bytes(buffer[offset : offset + chunk])
-        for tag, block_id, generation, owner, depth in ENTRY_STRUCT.iter_unpack(packed):
-            if owner:
-                yield Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)
+        yield from (fields for fields in ENTRY_STRUCT.iter_unpack(packed) if fields[3])
+
+
+def _entries(buffer: memoryview) -> Iterator[Entry]:
+    for tag, block_id, generation, owner, depth in used_entries(buffer):
+        yield Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)
 
 
 def _violations(buffer: memoryview) -> list[str]:

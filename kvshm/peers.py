@@ -12,7 +12,7 @@ alone, so a lookup never waits for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -182,7 +182,7 @@ class Peers:
         with self._lock:
             return any(map(self._usable, self._peers.values()))
 
-    def lookup(self, hashes: list[bytes], start: int, stop: int) -> list[PeerRun]:
+    def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> list[PeerRun]:
         """Return the longest prefix of ``hashes[start:stop]`` that usable peers seem to hold,
         cut into as few peers as possible.  Does not mutate."""
         with self._lock:

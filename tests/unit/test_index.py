@@ -89,6 +89,8 @@ def test_a_published_prefix_is_found_as_one_run(replica: Replica, row: int) -> N
     assert replica.lookup(HASHES, 0, 100) == [Run(row, packed(range(5)))]
     assert replica.lookup(HASHES, 2, 4) == [Run(row, packed(range(2, 4)))]
     assert replica.lookup(HASHES, 5, 9) == []
+    assert replica.lookup(tuple(HASHES), 2, 9) == replica.lookup(HASHES, 2, 9)
+    assert replica.lookup((), 2, 9) == []
 
 
 def test_a_lookup_ends_at_the_first_missing_block(replica: Replica, row: int) -> None:
