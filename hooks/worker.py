@@ -39,6 +39,7 @@ class WorkerSide:
         self._allocation = shared_kv_memory(self._transport_type.allocate)
         self._refusal = "the KV cache was not registered"
         self._model: torch.nn.Module | None = None
+        self._kernel_blocks = 1
         self._transport: Transport | None = None
         self._cache: RankCache | None = None
         self._finished: set[str] = set()
@@ -85,6 +86,7 @@ class WorkerSide:
         if self._model is None:
             return RankDescription(None, {}, "the model was not found, its weights are unknown")
         fields = rank_fields(self._vllm_config, self._kv_cache_config, self._model)
+        fields["kernel_blocks"] = str(self._kernel_blocks)  # decides the order within a block
         identity = identity_of()
         memory = self._transport.export(Epoch(0))  # serves nothing until an epoch is opened
         return RankDescription(RankInfo(identity.pid, identity.start_time, memory), fields)
