@@ -29,10 +29,11 @@ GROUP_ID_BYTES = 4
 
 
 class Written(NamedTuple):
-    """A block a step writes: index ``index`` of a request's block table."""
+    """A block a step writes."""
 
     block_id: BlockId
-    index: int
+    position: int
+    """Its place in the request's block table."""
     chain: list[bytes]
     """The request's block hashes; grows as the request does."""
     complete: bool
@@ -128,7 +129,7 @@ class Exporter:
     def _publication(self, written: Written) -> Publication | None:
         """What to publish of a computed block, or None while it cannot be."""
         block = self._pool.blocks[written.block_id]
-        index, chain = written.index, written.chain
+        index, chain = written.position, written.chain
         if block.block_hash is None or block.is_null or index >= len(chain):
             return None
         full = block.block_hash_num_tokens in (None, (index + 1) * self._block_size)

@@ -15,12 +15,6 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-
-from kvshm.config import Config, Role
-from kvshm.counters import HOOK_ERRORS
-from kvshm.log import logger
-from kvshm.rundir import open_run_directory
-from kvshm.terms import BlockId
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -33,6 +27,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
+
+from kvshm.config import Config, Role
+from kvshm.counters import HOOK_ERRORS
+from kvshm.log import logger
+from kvshm.rundir import open_run_directory
+from kvshm.terms import BlockId
 
 from .boundary import guarded, report
 from .messages import RankDescription, RankReport, StepMetadata
@@ -103,7 +103,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(kv_caches)
 
     @guarded(_nothing)
-    def get_handshake_metadata(self) -> RankDescription | None:  # type: ignore[override]
+    def get_handshake_metadata(self) -> RankDescription | None:
         return self._worker.describe() if self._worker else None
 
     @guarded(_nothing)
@@ -150,13 +150,9 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     # -- scheduler
 
     @guarded(_nothing)
-    def set_xfer_handshake_metadata_pp_aware(
-        self, metadata: dict[tuple[int, int], Any]
-    ) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         if self._scheduler:
-            self._scheduler.described(
-                {i: metadata[key] for i, key in enumerate(sorted(metadata))}
-            )
+            self._scheduler.described({i: metadata[key] for i, key in enumerate(sorted(metadata))})
 
     @guarded(_nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:

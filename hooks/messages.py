@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvshm.plans import Load, LoadReport
-from kvshm.protocol import RankInfo
-from kvshm.terms import BlockId
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
 )
+
+from kvshm.plans import Load, LoadReport
+from kvshm.protocol import RankInfo
+from kvshm.terms import BlockId
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvshm.cache import EngineSpec, SharedCache, join_cache
+from kvshm.cache import SharedCache, join_cache
 from kvshm.config import Config
+from kvshm.life import EngineSpec
 from kvshm.log import logger
 from kvshm.terms import BlockId
 

@@ -26,7 +26,7 @@ _COPY_BYTES = 64 << 20
 """Most that is copied at a time of tensors that do not lie in one piece."""
 
 
-class WeightsUnknown(KvshmError):  # noqa: N818 - named like its siblings in kvshm.errors
+class WeightsUnknown(KvshmError):
     """Some weights cannot be read, so nothing can be said about two engines' equality."""
 
 

@@ -160,4 +160,3 @@ class WorkerSide:
         """Withdraw the memory before vLLM frees it."""
         if self._cache is not None:
             self._cache.close()
-

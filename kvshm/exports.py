@@ -44,7 +44,9 @@ class Lame:
         """Lease bits that are not worth waiting for at present."""
         if self._seen:
             tables = self._tables_by_bit()
-            for bit in [b for b, seen in self._seen.items() if self._recovered(tables.get(b), seen)]:
+            for bit in [
+                b for b, seen in self._seen.items() if self._recovered(tables.get(b), seen)
+            ]:
                 del self._seen[bit]
         return sum(1 << bit for bit in self._seen)
 

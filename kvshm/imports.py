@@ -15,7 +15,7 @@ from .errors import KvshmError
 from .life import Life
 from .log import logger
 from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan, PlannedRun
-from .records import RECORD_BYTES, unpack_records
+from .records import RECORD_BYTES
 from .syncpoints import SyncPoint, sync_point
 from .terms import NO_LEASE_BIT, BlockId, Epoch
 
@@ -34,9 +34,7 @@ class Imports:
         self._config = config
         self._clock = clock
 
-    def probe(
-        self, life: Life, hashes: Sequence[bytes], start: int, stop: int
-    ) -> Plan | None:
+    def probe(self, life: Life, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """The longest run of blocks from ``start`` on that usable peers seem to hold."""
         count = life.table.counters.add
         count(c.LOOKUPS, 1)

@@ -163,7 +163,9 @@ class RankLoad:
             self._reject(piece, [False] * count, LoadFailure.OWN_RESET)
             return
         self._count(BLOCKS_COPIED, count)
-        self._count(BYTES_COPIED, count * sum(r.block_bytes for r in piece.memory[self._rank].regions))
+        self._count(
+            BYTES_COPIED, count * sum(r.block_bytes for r in piece.memory[self._rank].regions)
+        )
         if not all(good):
             self._count(RECHECK_FAILED, good.count(False))
             self._reject(piece, good, LoadFailure.RECLAIMED)
@@ -175,11 +177,10 @@ class RankLoad:
         whose exporter wrote no checksum are not compared."""
         assert self._transport is not None
         found = self._transport.checksum(piece.targets)
-        same = [not ok or not want or want == have
-                for ok, want, have in zip(good, wanted, found, strict=True)]  # fmt: skip
-        self._count(
-            VERIFIED, sum(ok and eq and want != 0 for ok, eq, want in zip(good, same, wanted))
-        )
+        triples = zip(good, wanted, found, strict=True)
+        same = [not ok or not want or want == have for ok, want, have in triples]
+        compared = [ok and want != 0 for ok, want in zip(good, wanted, strict=True)]
+        self._count(VERIFIED, sum(a and b for a, b in zip(compared, same, strict=True)))
         if not all(same):
             self._count(MISMATCHED, same.count(False))
             self._reject(piece, same, LoadFailure.MISMATCH)
@@ -208,7 +209,8 @@ class RankLoad:
             if not self._table.finish_ticket(self._load.ticket):
                 return
             for part in self._parts:
-                release_piece(part.piece, self._load.lease_bit, part.peer and part.peer.table)
+                table = part.peer.table if part.peer is not None else None
+                release_piece(part.piece, self._load.lease_bit, table)
         except Exception as exc:
             self._note(f"leases could not be given back, their exporter will: {exc}", exc)
         sync_point(SyncPoint.RELEASED)

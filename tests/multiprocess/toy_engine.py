@@ -17,10 +17,11 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from kvshm.cache import EngineSpec, join_cache
+from kvshm.cache import join_cache
 from kvshm.config import Config
 from kvshm.exports import Publication
 from kvshm.interfaces import Region, load_transport
+from kvshm.life import EngineSpec
 from kvshm.plans import LoadReport
 from kvshm.protocol import RankInfo
 from kvshm.rank import RankCache

@@ -22,9 +22,7 @@ Make = Callable[..., DrivenEngine]
 
 
 @pytest.fixture
-def engine(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Make]:
+def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     made: list[DrivenEngine] = []
     run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
     monkeypatch.setenv("KVSHM_RUN_DIR", str(run_dir))
@@ -89,11 +87,9 @@ def test_asynchronous_scheduling_publishes_no_block_ahead_of_its_output(
     e.add("r", prompt(2, tail=10), max_tokens=60)
     under_way = [e.schedule() for _ in range(ahead)]
     assert e.ready() == set()
-    outputs = 0
-    for _ in range(40):
+    for outputs in range(1, 41):
         under_way.append(e.schedule())
         e.run(under_way.pop(0))
-        outputs += 1
         # the first output computed 42 tokens, each further one a single token more
         computed = 2 * BLOCK_SIZE + 10 + outputs - 1
         blocks = e.blocks_of("r")
