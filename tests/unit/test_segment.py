@@ -7,7 +7,6 @@ import stat
 import struct
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 
 import pytest
@@ -32,16 +31,6 @@ from kvshm.segment import Identity, Segment, SegmentName
 
 NBYTES = 16384
 EPOCH = 0xABCDEF0123456789
-
-
-@pytest.fixture
-def namespace() -> Iterator[str]:
-    name = "t" + uuid.uuid4().hex[:10]
-    yield name
-    left = segments.list_segments(name)
-    for leftover in left:
-        segments.unlink(str(leftover))
-    assert left == []
 
 
 @pytest.fixture

@@ -1,0 +1,73 @@
+"""Other engines, as far as tests of ``kvshm.peers`` need them: real slot tables, events by hand."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from kvshm.peers import Peers
+from kvshm.protocol import EngineInfo, RankInfo
+from kvshm.records import BlockRecord, pack_records, unpack_records
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
+
+OWN_EPOCH = 0xFFFF
+FINGERPRINT = bytes(range(32))
+NUM_BLOCKS = 64
+HASHES = [hashlib.sha256(bytes([n])).digest() for n in range(200)]
+
+
+class Exporter:
+    """Another engine, as far as this one can see it: a slot table and its events."""
+
+    def __init__(self, namespace: str, epoch: int, name: str = "a", ranks: int = 1) -> None:
+        spec = TableSpec(namespace, name, NUM_BLOCKS, 16, ranks, FINGERPRINT)
+        self.table = SlotTable.create(spec, epoch, identity_of())
+        for rank in range(ranks):
+            self.table.set_life(rank)
+        self.info = EngineInfo(
+            epoch=epoch,
+            name=name,
+            pid=1000 + epoch,
+            start_time=1,
+            fingerprint=FINGERPRINT,
+            fields={},
+            table=self.table.name,
+            num_blocks=NUM_BLOCKS,
+            ranks=[RankInfo(pid=1, start_time=1, memory=None)] * ranks,
+            lease_bit=epoch % 28,
+        )
+
+    def publish(self, *contents: int, shift: int = 0) -> bytes:
+        """Block ``n + shift`` gets content ``n``; returns the event."""
+        records = [BlockRecord(HASHES[n], n + shift, 0, n) for n in contents]
+        return self.table.publish(pack_records(records), bytes(8 * len(contents)))
+
+    def reuse(self, *blocks: int) -> bytes:
+        """Retract; returns the event."""
+        return self.table.retract(list(blocks))[0]
+
+    def end(self) -> None:
+        self.table.unlink()
+        self.table.close()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+Make = Callable[..., Exporter]
+"""Creates an engine of the next epoch, 1 at first."""
+
+
+def offered(peers: Peers, content: int) -> list[tuple[int, int, int]]:
+    """(epoch, block, generation) that a lookup of one block names."""
+    return [
+        (run.peer.info.epoch, r.block_id, r.generation)
+        for run in peers.lookup(HASHES, content, content + 1)
+        for r in unpack_records(run.records)
+    ]

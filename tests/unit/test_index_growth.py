@@ -1,0 +1,207 @@
+"""kvshm.index: growth, refusal, readers that follow, and what is not trusted."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from kvshm import index as index_module
+from kvshm import segment as segments
+from kvshm.errors import CorruptSegment, SegmentExists, SegmentNotFound, SegmentTooSmall
+from kvshm.index import Applied, Replica
+from kvshm.index_reader import Run
+from kvshm.records import (
+    CAPACITY_OFFSET,
+    INDEX_MAGIC,
+    RowState,
+)
+
+from .replicas import HASHES, OWN_EPOCH, RETRACT, found, packed
+
+# -- growth and refusal
+
+
+def test_a_full_index_grows_and_loses_nothing(replica: Replica) -> None:
+    a, b = replica.add_row(1, "a", 4096, 0), replica.add_row(2, "b", 4096, 1)
+    replica.apply(a, packed(range(10, 20), 7, RETRACT))
+    small = replica.capacity
+    replica.apply(b, packed(range(30), 2))
+    assert replica.apply(a, packed(range(2000), 7)) == Applied(added=1990, ignored=10)
+    assert replica.capacity > 2000 > small
+    assert replica.lookup(HASHES, 0, 10, 1 << a) == [Run(a, packed(range(10), 7))]
+    assert replica.lookup(HASHES, 20, 4096, 1 << a) == [Run(a, packed(range(20, 2000), 7))]
+    assert replica.lookup(HASHES, 0, 4096, 1 << b) == [Run(b, packed(range(30), 2))]
+    assert [(r.epoch, r.entries) for r in replica.rows()] == [(1, 1990), (2, 30)]
+
+
+def test_growing_leaves_one_name_behind(namespace: str, replica: Replica, row: int) -> None:
+    replica.apply(row, packed(range(500)))
+    [name] = segments.list_segments(namespace)
+    assert str(name) == replica.name
+    assert (name.kind, name.revision) == ("index", 4)
+
+
+def test_the_tombstones_survive_growth(replica: Replica, row: int) -> None:
+    replica.apply(row, packed([1], 5))
+    replica.apply(row, packed([1], 5, RETRACT))
+    replica.apply(row, packed(range(100, 500)))
+    assert replica.apply(row, packed([1], 5)) == Applied(ignored=1)
+
+
+def full_shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From here on no segment can be created; gives the names that were tried."""
+    tried: list[str] = []
+
+    def create(name: str, nbytes: int) -> segments.Segment:
+        tried.append(name)
+        raise SegmentTooSmall(f"{name} needs {nbytes} bytes, 0 available")
+
+    monkeypatch.setattr(index_module.Segment, "create", create)
+    return tried
+
+
+def test_without_room_to_grow_entries_are_refused_never_raised(
+    replica: Replica, row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_shared_memory(monkeypatch)
+    applied = replica.apply(row, packed(range(100)))
+    assert applied == Applied(added=56, refused=44), "64 entries are filled to 7/8"
+    assert replica.refused == 44
+    assert replica.lookup(HASHES, 0, 100) == [Run(row, packed(range(56)))]
+
+
+def test_a_refused_block_is_welcome_again_once_there_is_room(
+    replica: Replica, row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_shared_memory(monkeypatch)
+    replica.apply(row, packed(range(100)))
+    replica.apply(row, packed(range(10), 1, RETRACT))
+    assert replica.apply(row, packed([99])).added == 1
+    assert found(replica, 99) == [(row, 1)]
+
+
+def test_refusals_do_not_ask_for_memory_every_time(
+    replica: Replica, row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = full_shared_memory(monkeypatch)
+    for block in range(1000):
+        replica.apply(row, packed([block]))
+    assert replica.refused == 1000 - 56
+    assert 1 < len(tried) < 20
+
+
+def test_it_grows_after_all_when_memory_is_there_again(
+    replica: Replica, row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        full_shared_memory(patch)
+        replica.apply(row, packed(range(100)))
+    assert replica.apply(row, packed(range(200))) == Applied(added=144, ignored=56)
+    replica.apply(row, packed(range(1000)))
+    assert replica.count == 1000
+
+
+# -- readers
+
+
+def test_a_reader_started_before_the_writer_sees_the_entry(replica: Replica, row: int) -> None:
+    reader = Replica.open(replica.name)
+    assert found(reader, 1) == []
+    replica.apply(row, packed([1]))
+    assert found(reader, 1) == [(row, 1)]
+    assert reader.check_integrity() == []
+    reader.close()
+
+
+def test_a_reader_follows_the_index_as_it_grows(replica: Replica, row: int) -> None:
+    reader = Replica.open(replica.name)
+    replica.apply(row, packed(range(100)))
+    assert found(reader, 99) == [(row, 1)]
+    replica.apply(row, packed(range(3000)))
+    assert found(reader, 2999) == [(row, 1)]
+    assert (reader.name, reader.capacity) == (replica.name, replica.capacity)
+    reader.close()
+
+
+def test_a_reader_that_comes_with_an_old_name_finds_the_newest(replica: Replica, row: int) -> None:
+    first = replica.name
+    replica.apply(row, packed(range(3000)))
+    with pytest.raises(SegmentNotFound):
+        segments.Segment.open(first, writable=False)
+    reader = Replica.open(first)
+    assert (reader.name, reader.count) == (replica.name, 3000)
+    reader.close()
+
+
+def test_a_reader_keeps_what_it_has_when_the_owner_is_swept(replica: Replica, row: int) -> None:
+    reader = Replica.open(replica.name)
+    replica.apply(row, packed(range(100)))
+    replica.unlink()
+    assert found(reader, 1) == [(row, 1)], "the old mapping; the larger one is gone"
+    reader.close()
+
+
+def test_the_entries_are_listed(replica: Replica, row: int) -> None:
+    replica.apply(row, packed([3, 5], 9))
+    listed = sorted((e.row, e.block_id, e.generation, e.depth, e.tag) for e in replica.entries())
+    tags = [struct.unpack("<Q", HASHES[n][:8])[0] for n in (3, 5)]
+    assert listed == [(row, 3, 9, 3, tags[0]), (row, 5, 9, 5, tags[1])]
+
+
+def test_repr_tells_how_full_it_is(replica: Replica, row: int) -> None:
+    replica.apply(row, packed([1, 2]))
+    assert repr(replica) == f"<Replica {replica.name} [2 of 64 entries]>"
+
+
+# -- what must not be trusted
+
+
+def test_a_second_replica_of_the_same_epoch_is_refused(namespace: str, replica: Replica) -> None:
+    with pytest.raises(SegmentExists):
+        Replica.create(namespace, "b", OWN_EPOCH, segments.identity_of(), 64)
+
+
+@pytest.mark.parametrize("capacity", [0, 63, 128, 2**63])
+def test_a_capacity_that_does_not_fit_is_corrupt(replica: Replica, capacity: int) -> None:
+    struct.pack_into("<Q", replica._segment.buffer, CAPACITY_OFFSET, capacity)
+    try:
+        with pytest.raises(CorruptSegment):
+            Replica.open(replica.name)
+    finally:
+        struct.pack_into("<Q", replica._segment.buffer, CAPACITY_OFFSET, 64)
+
+
+def test_only_an_index_is_opened_as_one(namespace: str) -> None:
+    name = segments.segment_name(namespace, "index", "b", 9)
+    segment = segments.Segment.create(name, 8192)
+    segments.write_header(segment, b"KVSHMSLT", 8192, 9, segments.identity_of())
+    with pytest.raises(CorruptSegment, match=INDEX_MAGIC.decode()):
+        Replica.open(name)
+    with pytest.raises(SegmentNotFound, match="no name"):
+        Replica.open("psm_123")
+    segment.close()
+    segment.unlink()
+
+
+def test_after_close_writes_are_dropped_without_an_error(namespace: str) -> None:
+    replica = Replica.create(namespace, "b", OWN_EPOCH, segments.identity_of(), 64)
+    row = replica.add_row(1, "a", 10, 0)
+    replica.unlink()
+    replica.close()
+    replica.close()
+    assert replica.apply(row, packed([1, 2])) == Applied(ignored=2)
+    replica.set_row_state(row, RowState.SUSPECTED)
+    assert replica.drop_row(row) == 0
+
+
+def test_check_integrity_finds_a_wrong_count_and_a_lost_entry(replica: Replica, row: int) -> None:
+    replica.apply(row, packed([1]))
+    count = segments._native.load(replica._segment.buffer, 72)
+    segments._native.store(replica._segment.buffer, 72, count + 1)
+    assert any("2 entries counted, 1 in use" in wrong for wrong in replica.check_integrity())
+    segments._native.store(replica._segment.buffer, 72, count)
+    tombstones = replica._tombstones[row]
+    replica._tombstones[row] = bytearray(len(tombstones))
+    assert any("heard of" in wrong for wrong in replica.check_integrity())
+    replica._tombstones[row] = tombstones

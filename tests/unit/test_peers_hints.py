@@ -1,0 +1,209 @@
+"""kvshm.peers: hints that are stale, raced by scans, or of peers that fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvshm.index import Replica
+from kvshm.peers import QUARANTINE_SECONDS, Peers
+from kvshm.protocol import EngineInfo
+from kvshm.slots import SlotTable
+
+from .exporters import HASHES, OWN_EPOCH, Clock, Make, offered
+
+# -- scans that race with events
+
+
+class RacingTable(SlotTable):
+    """A table whose engine goes on working while it is scanned."""
+
+    before: Callable[[], object] = staticmethod(lambda: None)
+    after: Callable[[], object] = staticmethod(lambda: None)
+
+    def scan(self) -> bytes:
+        type(self).before()
+        found = super().scan()
+        type(self).after()
+        return found
+
+
+@pytest.fixture
+def racing(namespace: str, exporter: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+    peers = Peers(namespace, "racer", OWN_EPOCH, open_table=RacingTable.open)
+    monkeypatch.setattr(RacingTable, "before", RacingTable.before)
+    monkeypatch.setattr(RacingTable, "after", RacingTable.after)
+    yield peers
+    assert peers._replica.check_integrity() == []
+    peers.close()
+
+
+def test_a_retract_that_follows_a_scan_counts(racing: Peers, exporter: Make) -> None:
+    a = exporter()
+    a.publish(1)
+    on_its_way: list[bytes] = []
+    RacingTable.after = staticmethod(lambda: on_its_way.append(a.reuse(1)))
+    racing.joined(a.info)
+    assert offered(racing, 1) == [(1, 1, 0)], "seen READY, not yet heard otherwise"
+    for event in on_its_way:
+        racing.events(1, event)
+    assert offered(racing, 1) == []
+
+
+def test_what_the_scan_saw_may_be_told_again(racing: Peers, exporter: Make) -> None:
+    a = exporter()
+    on_its_way: list[bytes] = []
+    RacingTable.before = staticmethod(lambda: on_its_way.append(a.publish(1)))
+    racing.joined(a.info)
+    for event in on_its_way:
+        racing.events(1, event)
+    assert offered(racing, 1) == [(1, 1, 0)]
+    assert racing._replica.count == 1
+
+
+def test_a_publish_heard_after_the_scan_passed_its_slot_stays(
+    racing: Peers, exporter: Make
+) -> None:
+    a = exporter()
+    racing.joined(a.info)
+    RacingTable.after = staticmethod(lambda: racing.events(1, a.publish(1)))
+    racing.rescan(1)
+    assert offered(racing, 1) == [(1, 1, 0)]
+
+
+def test_a_forget_during_a_scan_holds(racing: Peers, exporter: Make) -> None:
+    """The scheduler finds a lease impossible while the client's thread scans."""
+    a = exporter()
+    event = a.publish(1)
+    racing.joined(a.info)
+    RacingTable.after = staticmethod(lambda: racing.forget(1, event))
+    racing.rescan(1)
+    assert offered(racing, 1) == []
+
+
+def test_a_reuse_during_a_scan_leaves_the_newest(racing: Peers, exporter: Make) -> None:
+    a = exporter()
+    first = a.publish(1)
+    racing.joined(a.info)
+    events: list[bytes] = []
+
+    def reuse() -> None:
+        events.extend([a.reuse(1), a.publish(9, shift=-8)])
+
+    RacingTable.before = staticmethod(reuse)
+    racing.rescan(1)
+    assert (offered(racing, 1), offered(racing, 9)) == ([], [(1, 1, 1)])
+    for event in [first, *events]:
+        racing.events(1, event)
+    assert (offered(racing, 1), offered(racing, 9)) == ([], [(1, 1, 1)])
+
+
+def test_a_rescan_sweeps_what_lost_retracts_left(peers: Peers, exporter: Make) -> None:
+    a = exporter()
+    peers.joined(a.info)
+    peers.events(1, a.publish(1, 2, 3))
+    a.reuse(1, 3)
+    peers.rescan(1)
+    assert [offered(peers, n) for n in (1, 2, 3)] == [[], [(1, 2, 0)], []]
+    peers.rescan(99)
+
+
+# -- stale hints and failing peers
+
+
+def test_after_a_lost_retract_the_next_owner_is_offered(peers: Peers, exporter: Make) -> None:
+    a, b = exporter("a"), exporter("b")
+    for one in (a, b):
+        peers.joined(one.info)
+        peers.events(one.info.epoch, one.publish(1))
+    [run] = peers.lookup(HASHES, 1, 2)
+    stale = a if run.peer.info.epoch == 1 else b
+    stale.reuse(1)
+    assert run.peer.table.lease(3, run.records)[0] == 0
+    peers.forget(run.peer.info.epoch, run.records)
+    [second] = peers.lookup(HASHES, 1, 2)
+    assert second.peer is not run.peer
+    assert second.peer.table.lease(3, second.records)[0] == 1
+    assert second.peer.table.release(3, second.records) == 1
+
+
+def test_forgetting_a_peer_that_has_gone_hits_nobody(peers: Peers, exporter: Make) -> None:
+    a, b = exporter("a"), exporter("b")
+    records = a.publish(1)
+    peers.joined(a.info)
+    peers.gone(1)
+    b.publish(1)
+    peers.joined(b.info)
+    peers.forget(1, records)
+    assert offered(peers, 1) == [(2, 1, 0)]
+
+
+def test_suspected_means_do_not_use_but_keep(peers: Peers, exporter: Make) -> None:
+    a = exporter()
+    peers.joined(a.info)
+    peers.suspected(1)
+    peers.events(1, a.publish(1))
+    assert offered(peers, 1) == []
+    assert not peers.any_usable()
+    peers.recovered(1)
+    assert offered(peers, 1) == [(1, 1, 0)]
+    assert peers.any_usable()
+    peers.suspected(99)
+
+
+def test_other_processes_see_who_is_suspected(peers: Peers, exporter: Make) -> None:
+    a = exporter()
+    a.publish(1)
+    peers.joined(a.info)
+    reader = Replica.open(peers.replica_name)
+    assert len(reader.lookup(HASHES, 1, 2)) == 1
+    peers.suspected(1)
+    assert reader.lookup(HASHES, 1, 2) == []
+    reader.close()
+
+
+def test_three_failures_in_a_row_mean_quarantine(
+    peers: Peers, exporter: Make, clock: Clock
+) -> None:
+    a, b = exporter("a"), exporter("b")
+    a.publish(1)
+    b.publish(1, 2)
+    peers.reset_roster([a.info, b.info])
+    peers.fail(1)
+    peers.fail(1)
+    peers.fine(1)
+    peers.fail(1)
+    peers.fail(1)
+    assert peers.stats().usable == 2
+    peers.fail(1)
+    assert peers.stats().usable == 1
+    assert offered(peers, 1) == [(2, 1, 0)], "the other owner is offered meanwhile"
+    clock.now += QUARANTINE_SECONDS - 0.001
+    assert peers.stats().usable == 1
+    clock.now += 0.002
+    assert peers.stats().usable == 2
+    peers.fail(1)
+    assert peers.stats().usable == 2, "it takes three again"
+    peers.fail(99)
+    peers.fine(99)
+
+
+def test_a_retired_table_is_not_offered(peers: Peers, exporter: Make) -> None:
+    a = exporter()
+    a.publish(1)
+    peers.joined(a.info)
+    a.table.retire()
+    assert offered(peers, 1) == []
+    assert not peers.any_usable()
+
+
+def test_an_engine_that_only_imports_is_watched_but_not_asked(peers: Peers, exporter: Make) -> None:
+    a = exporter()
+    a.publish(1)
+    info = EngineInfo(**{**{f: getattr(a.info, f) for f in a.info.__struct_fields__},
+                         "imports_only": True})  # fmt: skip
+    peers.joined(info)
+    assert offered(peers, 1) == []
+    assert not peers.any_usable()
+    assert peers.tables_by_bit()[1].name == a.table.name
