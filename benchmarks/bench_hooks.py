@@ -20,7 +20,7 @@ from pathlib import Path
 
 from local_node import Engine, EngineSpec
 from measurement import percentiles, report
-from sharing_node import SharingNode, observe
+from sharing_node import BLOCK_SIZE, SharingNode, observe
 from tiny_model import write_model
 
 Steps = Mapping[str, tuple[int, int]]
@@ -53,8 +53,8 @@ def load(node: SharingNode, a: Engine, b: Engine, requests: int, clients: int) -
 
     prompts = [tokens(PREFIX_TOKENS + TAIL_TOKENS) for _ in range(requests)]
     for prompt in prompts[::2]:
-        a.complete(prompt[: PREFIX_TOKENS + 1], max_tokens=2)
-    node.wait_joined(a, b)
+        with node.sharing(a, PREFIX_TOKENS // BLOCK_SIZE):
+            a.complete(prompt[: PREFIX_TOKENS + 1], max_tokens=2)
     with observe(node, b) as seen, ThreadPoolExecutor(clients) as pool:
         list(pool.map(lambda prompt: b.complete(prompt, max_tokens=DECODED_TOKENS), prompts))
     return seen.imported_blocks

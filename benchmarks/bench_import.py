@@ -41,8 +41,8 @@ def main() -> None:
         for number in range(args.rounds + WARM_UP):
             drawn = random.Random(number)
             prompt = [drawn.randrange(VOCABULARY) for _ in range(args.tokens)]
-            answers = {"computed": a.complete(prompt, max_tokens=2)}
-            node.wait_joined(a, b)
+            with node.sharing(a, blocks):
+                answers = {"computed": a.complete(prompt, max_tokens=2)}
             with observe(node, b) as seen:
                 answers["imported"] = b.complete(prompt, max_tokens=2)
             answers["local_hit"] = b.complete(prompt, max_tokens=2)

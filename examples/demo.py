@@ -26,6 +26,9 @@ HEADINGS = (
     "request", "prompt tokens", "computed ms", "imported ms", "local hit ms",
     "tokens imported", "blocks", "MiB copied", "verified", "equal to local hit",
 )  # fmt: skip
+UNSHARED = {"kvshm": {"share": False}}
+"""Keeps a request to its own engine: no import, so that a local hit is one of the same prefix
+that the other engine imported."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,14 @@ def warm_up(engines: list[Engine]) -> None:
 
 def measure(node: SharingNode, a: Engine, b: Engine, request: Request) -> Row:
     """Send one request of the workload in all three ways."""
-    a.chat(request.before)
-    node.wait_joined(a, b)
+    with node.sharing(a):
+        a.chat(request.before)
     with observe(node, b) as seen:
         imported = b.chat(request.asked)
-    local_hit = a.chat(request.asked)
+    local_hit = a.chat(request.asked, kv_transfer_params=UNSHARED)
     # A salt of its own gives a request hashes of its own: nothing cached matches.
-    computed = a.chat(request.asked, cache_salt=uuid.uuid4().hex)
+    salt = uuid.uuid4().hex
+    computed = a.chat(request.asked, kv_transfer_params=UNSHARED, cache_salt=salt)
     return Row(request.kind, computed, imported, local_hit, seen)
 
 

@@ -20,6 +20,8 @@ from kvshm.records import RowState, SlotState
 from kvshm.segment import INDEX_KIND, TABLE_KIND, list_segments, owner_of, parse_segment_name
 from kvshm.slots import SlotTable
 
+Place = tuple[int, int]
+"""Block id and generation: one block of one engine, for as long as it is not reused."""
 BLOCK_SIZE = 128
 """Tokens per block of vLLM's CPU backend."""
 SHARING_TIMEOUT_S = 30.0
@@ -75,11 +77,6 @@ class SharingNode(Node):
         with contextlib.closing(self.table(engine)) as table:
             return table.counters.snapshot()
 
-    def ready(self, engine: Engine) -> set[int]:
-        """Return the ids of the blocks that the engine shows to others."""
-        with contextlib.closing(self.table(engine)) as table:
-            return {i for i, slot in enumerate(table.slots()) if slot.state is SlotState.READY}
-
     def leased(self, engine: Engine) -> set[int]:
         """Return the ids of the engine's blocks that somebody holds a lease on."""
         with contextlib.closing(self.table(engine)) as table:
@@ -99,46 +96,51 @@ class SharingNode(Node):
             if self._segment(engine, TABLE_KIND) and self.epoch(engine) != before:
                 break
 
-    def known(self, importer: Engine, exporter: Engine) -> int | None:
-        """Return how many of the exporter's blocks the importer's replica has; None while it
-        does not know the exporter as alive."""
-        own, theirs = self._segment(importer, INDEX_KIND), self._segment(exporter, TABLE_KIND)
-        if own is None or theirs is None:
+    def shown(self, engine: Engine) -> set[Place]:
+        """Return what the engine shows to others."""
+        with contextlib.closing(self.table(engine)) as table:
+            slots = enumerate(table.slots())
+            return {(i, s.generation) for i, s in slots if s.state is SlotState.READY}
+
+    def known(self, importer: Engine, exporter: Engine) -> set[Place] | None:
+        """Return what the importer's replica has of the exporter; None while it does not
+        know the exporter as alive."""
+        own = self._segment(importer, INDEX_KIND)
+        if own is None or self._segment(exporter, TABLE_KIND) is None:
             return None
         epoch = self.epoch(exporter)
         with contextlib.closing(ReplicaReader.open(own)) as replica:
             for row in replica.rows():
                 if row.epoch == epoch and row.state is RowState.LIVE:
-                    return row.entries
+                    entries = [e for e in replica.entries() if e.row == row.row]
+                    return {(e.block_id, e.generation) for e in entries}
         return None
 
     # -- waiting for what comes by itself
 
     def wait_joined(self, *engines: Engine) -> None:
-        """Wait until each of the engines knows all blocks of each other."""
+        """Wait until each of the engines knows all that the others show."""
         for importer, exporter in permutations(engines, 2):
-            for _ in wait_until(f"{importer!r} knows {exporter!r}", SHARING_TIMEOUT_S):
-                if self._up_to_date(importer, exporter):
-                    break
-
-    def _up_to_date(self, importer: Engine, exporter: Engine) -> bool:
-        return self.known(importer, exporter) == len(self.ready(exporter))
+            self._wait_known(importer, exporter, self.shown(exporter))
 
     @contextlib.contextmanager
-    def sharing(self, exporter: Engine, blocks: int) -> Iterator[None]:
-        """On leaving wait until the exporter has published ``blocks`` more blocks and every
-        engine that knows it knows of them."""
-        before = self.counted(exporter)[PUBLISHED.label]
+    def sharing(self, exporter: Engine, blocks: int = 0) -> Iterator[None]:
+        """On leaving wait until the exporter has published ``blocks`` more blocks, and every
+        engine that knows it knows of all that it has come to show."""
+        before, old = self.counted(exporter)[PUBLISHED.label], self.shown(exporter)
         yield
         for _ in wait_until(f"{exporter!r} publishes {blocks} blocks", SHARING_TIMEOUT_S):
             if self.counted(exporter)[PUBLISHED.label] - before >= blocks:
                 break
-        others = [e for e in self.engines if e is not exporter and e.healthy()]
-        for other in others:
-            if self.known(other, exporter) is not None:
-                for _ in wait_until(f"{other!r} hears of {exporter!r}", SHARING_TIMEOUT_S):
-                    if self._up_to_date(other, exporter):
-                        break
+        for other in self.engines:
+            if other is not exporter and self.known(other, exporter) is not None:
+                self._wait_known(other, exporter, self.shown(exporter) - old)
+
+    def _wait_known(self, importer: Engine, exporter: Engine, places: set[Place]) -> None:
+        for _ in wait_until(f"{importer!r} knows {exporter!r}", SHARING_TIMEOUT_S):
+            known = self.known(importer, exporter)
+            if known is not None and places & self.shown(exporter) <= known:
+                break
 
 
 @contextlib.contextmanager

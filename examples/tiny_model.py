@@ -14,6 +14,7 @@ import json
 from itertools import product
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
@@ -66,7 +67,7 @@ def write_model(directory: Path, seed: int = 0) -> Path:
     if done.exists() and done.read_text() == str(seed):
         return directory
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     directory.mkdir(parents=True, exist_ok=True)
     vocab_size = write_tokenizer(directory)
@@ -86,7 +87,7 @@ def write_model(directory: Path, seed: int = 0) -> Path:
         eos_token_id=vocab_size - len(SPECIAL_TOKENS),
         dtype="bfloat16",
     )
-    model: torch.nn.Module = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(config)
     model.to(torch.bfloat16).save_pretrained(directory)
     done.write_text(str(seed))
     return directory

@@ -42,24 +42,23 @@ class Author:
         return {"role": role, "content": self.words(words)}
 
 
-def system_prompt(author: Author) -> list[Request]:
-    """Different users ask different things below the same long system prompt."""
+def system_prompt(author: Author) -> Request:
+    """Two users ask different things below the same long system prompt."""
     system = author.message("system", 400)
-    first, *others = (author.message("user", 40) for _ in range(3))
-    return [Request("system prompt", (system, first), (system, other)) for other in others]
+    before, asked = ((system, author.message("user", 40)) for _ in range(2))
+    return Request("system prompt", before, asked)
 
 
-def retrieval(author: Author) -> list[Request]:
+def retrieval(author: Author) -> Request:
     """Two questions about the same retrieved documents, below the same instructions."""
     system = author.message("system", 60)
-    documents = [author.words(300) for _ in range(4)]
+    documents = [author.words(200) for _ in range(4)]
     scaffold = "\n\n".join(f"[{i}] {text}" for i, text in enumerate(documents, 1))
 
     def ask() -> Chat:
         return (system, {"role": "user", "content": f"{scaffold}\n\n{author.words(20)}"})
 
-    first = ask()
-    return [Request("RAG scaffold", first, ask()) for _ in range(2)]
+    return Request("RAG scaffold", ask(), ask())
 
 
 def conversation(author: Author) -> list[Request]:
@@ -77,4 +76,5 @@ def conversation(author: Author) -> list[Request]:
 def shared_prefixes(seed: int = 0) -> list[Request]:
     """Return the demo's requests, in the order in which they are sent."""
     author = Author(seed)
-    return [*system_prompt(author), *retrieval(author), *conversation(author)]
+    prompts = [kind(author) for kind in (system_prompt, retrieval) for _ in range(2)]
+    return prompts + conversation(author)

@@ -83,7 +83,7 @@ def test_what_was_imported_is_shared_on(pair: Pair) -> None:
     (prompt,) = prompts(1, seed=62)
     with pair.node.sharing(pair.b, shareable(prompt)):
         ask_both(pair.node, pair.a, pair.b, [prompt])
-    assert len(pair.node.ready(pair.b)) >= shareable(prompt)
+    assert len(pair.node.shown(pair.b)) >= shareable(prompt)
 
 
 def test_requests_at_the_same_time_import_a_prefix_once(pair: Pair) -> None:
@@ -145,7 +145,7 @@ def test_equal_block_ids_of_two_engines_never_mix(pair: Pair, late: Engine) -> N
         with pair.node.sharing(engine, shareable(prompt)):
             engine.complete(prompt)
         hits.append(engine.complete(prompt))
-    common = pair.node.ready(pair.a) & pair.node.ready(pair.b)
+    common = _ids(pair, pair.a) & _ids(pair, pair.b)
     assert len(common) >= shareable(of_a)
     with observe(pair.node, late) as seen, ThreadPoolExecutor(2) as pool:
         list(pool.map(late.complete, [of_a, of_b]))
@@ -154,13 +154,17 @@ def test_equal_block_ids_of_two_engines_never_mix(pair: Pair, late: Engine) -> N
     assert [late.complete(of_a), late.complete(of_b)] == hits
 
 
+def _ids(pair: Pair, engine: Engine) -> set[int]:
+    return {block_id for block_id, _ in pair.node.shown(engine)}
+
+
 def test_reset_prefix_cache_withdraws_everything(pair: Pair) -> None:
     (prompt,) = prompts(1, seed=80)
     with pair.node.sharing(pair.a, shareable(prompt)):
         computed = pair.a.complete(prompt)
     pair.node.reset(pair.a)
     pair.node.wait_joined(pair.a, pair.b)
-    assert not pair.node.ready(pair.a)
+    assert not pair.node.shown(pair.a)
     with observe(pair.node, pair.b) as seen:
         own = pair.b.complete(prompt)
     assert seen.tokens.imported == 0
