@@ -98,7 +98,7 @@ def _regions(tensor: KVCacheTensor, num_blocks: int) -> list[Region]:
     if tensor.layer_stride < span:
         return [Region(0, stride, stride, num_blocks)]
     count = len(tensor.layers) * tensor.layer_stride // span
-    return [Region(i * span, stride, stride, num_blocks) for i in range(count)]
+    return [Region(tensor.offset + i * span, stride, stride, num_blocks) for i in range(count)]
 
 
 def _contradiction(

@@ -164,6 +164,7 @@ class PosixShmTransport:
 
     name = "posix_shm"
     allocate = staticmethod(KVMemory.create)
+    adopt = staticmethod(KVMemory.adopt)
 
     def __init__(
         self,

@@ -1,0 +1,237 @@
+"""Regions and shared memory, on KV caches that vLLM itself plans and allocates."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvshm.errors import TransportError
+from kvshm.hooks.layout import Placement, regions_of, share_in_place, shared_kv_memory
+from kvshm.interfaces import load_transport
+
+from .tiny_config import cache_config, engine_config, spec
+
+CPU = torch.device("cpu")
+EQUAL = {f"layer.{i}": spec() for i in range(3)}
+MIXED = {"layer.0": spec(), "layer.1": spec(head_size=32), "layer.2": spec()}
+Caches = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    return engine_config(tmp_path_factory.mktemp("model"), {})
+
+
+def allocated(config: KVCacheConfig, kernel_block_size: int = 32) -> Caches:
+    layout = KVCacheLayout[str(config.kv_cache_layout)]
+    return allocate_kv_cache(config, CPU, layout, [kernel_block_size])
+
+
+def placed(config: KVCacheConfig, caches: Caches) -> Placement:
+    placement = regions_of(config, caches)
+    assert isinstance(placement, Placement), placement
+    return placement
+
+
+def block_bytes(placement: Placement, block: int) -> list[torch.Tensor]:
+    """A block's bytes in each region, as views."""
+    starts = [(r, r.offset + block * r.stride) for r in placement.regions]
+    return [placement.storage[start : start + r.block_bytes] for r, start in starts]
+
+
+SHAPES = [
+    *((layout.name, EQUAL) for layout in KVCacheLayout),
+    *((layout.name, {"layer.0": spec()}) for layout in KVCacheLayout),
+    *((layout, MIXED) for layout in ("LBNHC", "LBHNC", "BLNHC", "BLHNC")),  # others vLLM refuses
+]
+
+
+@pytest.mark.parametrize(("layout", "specs"), SHAPES)
+def test_a_block_carried_over_its_regions_is_the_same_block_in_every_layer(
+    config: VllmConfig, layout: str, specs: dict[str, object]
+) -> None:
+    """From a cache of 7 blocks into one of 11, whose strides and offsets are others."""
+    ours, theirs = (cache_config(config, layout, n, specs) for n in (7, 11))  # type: ignore[arg-type]
+    source, target = allocated(ours), allocated(theirs)
+    here, there = placed(ours, source), placed(theirs, target)
+    here.storage.random_(0, 64)  # as bfloat16 never NaN, which equals nothing
+    there.storage.fill_(99)
+    untouched = {name: cache.clone() for name, cache in target.items()}
+    assert len(here.regions) == len(there.regions)
+    for mine, other in zip(block_bytes(here, 2), block_bytes(there, 9), strict=True):
+        other.copy_(mine)
+    for name in specs:
+        assert torch.equal(source[name][2], target[name][9])
+        assert torch.equal(target[name][:9], untouched[name][:9])
+        assert torch.equal(target[name][10:], untouched[name][10:])
+
+
+@pytest.mark.parametrize(("layout", "regions"), [("LBNHC", 3), ("LBHNC", 3), ("BLNHC", 1)])
+def test_layers_or_blocks_outermost(config: VllmConfig, layout: str, regions: int) -> None:
+    plan = cache_config(config, layout, 7, EQUAL)
+    placement = placed(plan, allocated(plan))
+    assert len(placement.regions) == regions
+    assert {r.num_blocks for r in placement.regions} == {7}
+    assert sum(r.block_bytes for r in placement.regions) * 7 == placement.nbytes
+    assert placement.kernel_blocks == 1
+
+
+def test_kernel_blocks_are_counted_and_copied_with_their_block(config: VllmConfig) -> None:
+    plan = cache_config(config, "LBNHC", 7, EQUAL)
+    whole = placed(plan, allocated(plan))
+    split = placed(plan, allocated(plan, kernel_block_size=8))
+    assert split.kernel_blocks == 4
+    assert split.regions == whole.regions
+
+
+def several_groups(plan: KVCacheConfig, caches: Caches) -> None:
+    plan.kv_cache_groups.append(KVCacheGroupSpec(["other"], spec()))
+
+
+def own_allocation(plan: KVCacheConfig, caches: Caches) -> None:
+    caches["layer.1"] = caches["layer.1"].clone()
+
+
+def moved(plan: KVCacheConfig, caches: Caches) -> None:
+    caches["layer.1"], caches["layer.2"] = caches["layer.2"], caches["layer.1"]
+
+
+def missing(plan: KVCacheConfig, caches: Caches) -> None:
+    del caches["layer.1"]
+
+
+def no_tensor(plan: KVCacheConfig, caches: Caches) -> None:
+    caches["layer.1"] = [caches["layer.1"]]  # type: ignore[assignment]
+
+
+def host_part(plan: KVCacheConfig, caches: Caches) -> None:
+    plan.kv_cache_tensors[0].host_resident = True
+
+
+def too_long(plan: KVCacheConfig, caches: Caches) -> None:
+    plan.kv_cache_tensors[0].layers = plan.kv_cache_tensors[0].layers[:1]
+    plan.kv_cache_tensors[0].layer_stride *= 4
+
+
+def odd_stride(plan: KVCacheConfig, caches: Caches) -> None:
+    plan.kv_cache_tensors[0].layer_stride += 32
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (several_groups, "2 KV cache groups"),
+        (own_allocation, "one allocation"),
+        (moved, "layer.1 lies at byte"),
+        (missing, "layer.1 was not registered"),
+        (no_tensor, "no single tensor"),
+        (host_part, "host memory"),
+        (too_long, "ends behind"),
+        (odd_stride, "no multiple"),
+    ],
+)
+def test_a_cache_that_cannot_be_shared_is_refused_with_the_reason(
+    config: VllmConfig, spoil: Callable[[KVCacheConfig, Caches], None], reason: str
+) -> None:
+    plan = cache_config(config, "LBNHC", 7, EQUAL)
+    caches = allocated(plan)
+    spoil(plan, caches)
+    answer = regions_of(plan, caches)
+    assert isinstance(answer, str)
+    assert reason in answer
+
+
+def test_the_cache_lands_in_shared_memory(config: VllmConfig) -> None:
+    zeros = torch.zeros
+    plan = cache_config(config, "LBNHC", 7, EQUAL)
+    context = shared_kv_memory(load_transport("posix_shm").allocate)
+    with context:
+        other = torch.zeros(3)
+        caches = allocated(plan)
+        more = torch.zeros(64, dtype=torch.int8, device=CPU)
+    assert torch.zeros is zeros
+    assert other.tolist() == [0, 0, 0]
+    placement = placed(plan, caches)
+    memory = context.memory_of(placement)
+    assert memory is not None
+    assert (memory.address, memory.nbytes) == (placement.address, placement.nbytes)
+    assert more.data_ptr() != placement.address
+    assert not placement.storage.any()
+    placement.storage[-1] = 5
+    reader = os.dup(memory.read_only_fd())
+    with mmap.mmap(reader, memory.nbytes, prot=mmap.PROT_READ) as seen:
+        assert seen[-1] == 5
+    os.close(reader)
+    memory.close()
+
+
+def test_a_failure_restores_torch() -> None:
+    zeros = torch.zeros
+    with pytest.raises(RuntimeError, match="boom"), shared_kv_memory(bytearray):  # type: ignore[type-var]
+        raise RuntimeError("boom")
+    assert torch.zeros is zeros
+
+
+def test_without_room_the_cache_lies_in_ordinary_memory(config: VllmConfig) -> None:
+    def no_room(nbytes: int) -> None:
+        raise TransportError(f"no room for {nbytes} bytes")
+
+    context = shared_kv_memory(no_room)  # type: ignore[arg-type]
+    plan = cache_config(config, "LBNHC", 7, EQUAL)
+    with context:
+        caches = allocated(plan)
+    assert context.memory_of(placed(plan, caches)) is None
+    assert "no room" in context.failure
+
+
+def test_memory_that_vllm_did_not_take_for_its_cache_is_not_mistaken_for_it(
+    config: VllmConfig,
+) -> None:
+    context = shared_kv_memory(load_transport("posix_shm").allocate)
+    plan = cache_config(config, "LBNHC", 7, EQUAL)
+    with context:
+        decoy = torch.zeros(64, dtype=torch.int8, device=CPU)
+        caches = allocated(plan)
+    assert context.memory is not None
+    assert context.memory.address == decoy.data_ptr()
+    assert context.memory_of(placed(plan, caches)) is None
+    assert "allocated first" in context.failure
+    context.memory.close()
+
+
+def test_a_cache_is_moved_into_shared_memory_in_place(config: VllmConfig) -> None:
+    plan = cache_config(config, "LBNHC", 7, EQUAL)
+    caches = allocated(plan)
+    placement = placed(plan, caches)
+    placement.storage.random_(-128, 127)
+    before, address = placement.storage.clone(), placement.address
+    descriptor, nbytes = share_in_place(placement)
+    assert placement.address != address
+    assert torch.equal(placement.storage, before)
+    memory = load_transport("posix_shm").adopt(descriptor, nbytes)
+    caches["layer.0"].view(torch.int8)[0, 0, 0, 0] = 7  # the views have followed
+    assert memory.buffer[0] == 7
+    assert bytes(memory.buffer[-64:]) == before[-64:].numpy().tobytes()
+    memory.close()
+
+
+def test_no_room_in_dev_shm_is_an_error_and_no_sigbus(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = cache_config(config, "LBNHC", 7, EQUAL)
+    placement = placed(plan, allocated(plan))
+    full = os.statvfs_result((4096, 4096, 9, 1, 1, 9, 9, 9, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    with pytest.raises(TransportError, match="4096 are available"):
+        share_in_place(placement)

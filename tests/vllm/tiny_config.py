@@ -1,0 +1,66 @@
+"""vLLM's real configuration objects for a tiny local Llama without weights; no engine."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+TINY_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 128,
+    "torch_dtype": "bfloat16",
+}
+
+
+def engine_config(directory: Path, architecture: dict[str, Any], **given: Any) -> VllmConfig:
+    """Return the configuration of an engine for a Llama written to ``directory``.
+
+    Plugins stay out: a test calls ours itself.
+    """
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(TINY_LLAMA | architecture))
+    arguments = {"skip_tokenizer_init": True, "load_format": "dummy", "block_size": 32, **given}
+    with mock.patch.dict(os.environ, {"VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1"}):
+        return EngineArgs(model=str(directory), **arguments).create_engine_config()
+
+
+def spec(head_size: int = 16, num_kv_heads: int = 2, **more: Any) -> FullAttentionSpec:
+    """Return the KV cache format of one layer."""
+    shape = {"block_size": 32, "num_kv_heads": num_kv_heads, "head_size": head_size, **more}
+    return FullAttentionSpec(dtype=torch.bfloat16, **shape)
+
+
+def cache_config(
+    config: VllmConfig, layout: str, num_blocks: int, specs: dict[str, FullAttentionSpec]
+) -> KVCacheConfig:
+    """Return how vLLM lays out a cache of ``num_blocks`` for these layers, in one group."""
+    same = len(set(specs.values())) == 1
+    whole = next(iter(specs.values())) if same else UniformTypeKVCacheSpecs(32, specs)
+    groups = [KVCacheGroupSpec(list(specs), whole)]
+    config.cache_config.kv_cache_layout = layout
+    memory = num_blocks * sum(s.page_size_bytes for s in specs.values())
+    made = get_kv_cache_config_from_groups(config, groups, memory)
+    made.kv_cache_layout = layout
+    made.hash_block_size = 32
+    return made
