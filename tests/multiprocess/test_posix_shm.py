@@ -27,7 +27,7 @@ from kvshm.transport.posix_shm import PosixShmTransport
 pytestmark = pytest.mark.multiprocess
 
 PATIENCE = 60.0
-BLOCK, COUNT = 64 << 10, 512
+BLOCK, COUNT = 16 << 10, 512
 REGIONS = [Region(0, BLOCK, BLOCK, COUNT)]
 SEED = 20
 
@@ -49,7 +49,7 @@ print("unchanged" if memory.buffer == random.Random(seed).randbytes(block * coun
 """
 
 IMPORTER = """
-import sys
+import sys, time
 import msgspec
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
 from kvshm.transport.memory import KVMemory
@@ -64,8 +64,34 @@ blocks = list(range(region.num_blocks))
 while True:
     copy = attachment.begin_copy(blocks, blocks[::-1])
     while copy.poll() is CopyState.PENDING:
-        pass
+        time.sleep(0.0005)
     print(copy.poll().name, *transport.checksum([0, 1, 2]), flush=True)
+"""
+
+
+FORGETFUL = """
+import gc, sys, threading
+import msgspec
+from kvshm.interfaces import CopyState, MemoryDescriptor
+from kvshm.transport.memory import KVMemory
+from kvshm.transport.posix_shm import PosixShmTransport
+
+descriptor = msgspec.msgpack.decode(bytes.fromhex(sys.argv[1]), type=MemoryDescriptor)
+region = descriptor.regions[0]
+memory = KVMemory.create(region.num_blocks * region.stride)
+transport = PosixShmTransport(memory, [region], 0, sys.argv[2])
+attachment = transport.attach(descriptor)
+copier, gate = transport.copier, threading.Event()
+copier.submit(lambda: gate.wait(60) and None)
+blocks = list(range(region.num_blocks))
+copy = attachment.begin_copy(blocks, blocks)
+del memory, transport, attachment
+gc.collect()
+gate.set()
+copier.submit(lambda: print(copy.poll().name, flush=True))
+done = threading.Event()
+copier.submit(done.set)
+assert done.wait(60)
 """
 
 
@@ -188,7 +214,7 @@ def test_the_owner_killed_under_a_copy_takes_nothing_with_it(exporter, importer,
 
 def test_the_owner_killed_at_any_moment_never_hurts_the_importer(importer, run_dir):
     """No moment is chosen: copies run without pause while the owner dies."""
-    for round_ in range(5):
+    for round_ in range(3):
         exporter = Exporter(f"{run_dir}/exporter", seed=round_)
         attachment = importer.attach(exporter.export(round_ + 1))
         blocks = list(range(COUNT))
@@ -255,6 +281,25 @@ def test_a_closed_attachment_is_unmapped_after_its_copies_and_leaks_nothing(expo
     assert drained.wait(PATIENCE)
     assert "r--s" not in kv_mappings()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_copy_needs_nobody_to_hold_its_memory(exporter, run_dir):
+    """Transport, attachment and memory are dropped without a close under a pending copy."""
+    packed = msgspec.msgpack.encode(exporter.export(1)).hex()
+    done = subprocess.run(
+        [sys.executable, "-c", FORGETFUL, packed, f"{run_dir}/importer"],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "DONE\n", "")
+
+
+def test_another_epochs_request_is_answered_without_descriptors(exporter):
+    descriptor = exporter.export(1)
+    request = msgspec.msgpack.encode({"epoch": 2})
+    reply, fds = posix_shm.fetch(descriptor.details["socket"], request, PATIENCE)
+    assert (msgspec.msgpack.decode(reply), fds) == ({"status": "stale", "epoch": 1}, [])
 
 
 def test_garbage_asked_of_the_socket_is_no_descriptor(exporter, importer):

@@ -176,6 +176,13 @@ def test_the_lease_table_decides_who_holds_a_bit(node, busy):
     assert report["lease_table"]["coordinator"] == {"pid": DEAD.pid, "alive": False}
 
 
+def test_of_two_engines_with_one_bit_the_living_one_holds_it(node, busy):
+    node.table("before", 0xD, DEAD).lease_bit = LeaseBit(3)
+    node.table("zombie", 0xE, DEAD).lease_bit = LeaseBit(3)
+    blocks = engine(node.report(), "exporter")["blocks"]
+    assert blocks[0]["holders"][0]["engine"] == "importer"
+
+
 def test_a_bit_nobody_claims_has_an_unknown_holder(node):
     table = node.table("lonely", 1)
     records, parents = chain_of("a")
