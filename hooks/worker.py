@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvshm.config import Config
+from kvshm.fingerprint import KERNEL_BLOCKS
 from kvshm.interfaces import Transport, load_transport
 from kvshm.log import logger
 from kvshm.plans import LoadFailure, LoadReport, PieceFailure
@@ -22,6 +23,7 @@ from kvshm.terms import BlockId, Epoch, Rank
 from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, share_in_place, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
+from .weights import WeightsUnknown
 
 log = logger(__name__)
 
@@ -73,8 +75,8 @@ class WorkerSide:
 
     def _memory(self, placement: Placement) -> Any:
         """The memory the cache lies in, moved into shared memory if it does not yet."""
-        if self._allocation.memory is not None:
-            return self._allocation.memory
+        if (memory := self._allocation.memory_of(placement)) is not None:
+            return memory
         log.warning("moving the KV cache into shared memory: %s", self._allocation.failure)
         return self._transport_type.adopt(*share_in_place(placement))
 
@@ -85,8 +87,11 @@ class WorkerSide:
             return RankDescription(None, {}, self._refusal)
         if self._model is None:
             return RankDescription(None, {}, "the model was not found, its weights are unknown")
-        fields = rank_fields(self._vllm_config, self._kv_cache_config, self._model)
-        fields["kernel_blocks"] = str(self._kernel_blocks)  # decides the order within a block
+        try:
+            fields = rank_fields(self._vllm_config, self._kv_cache_config, self._model)
+        except WeightsUnknown as exc:
+            return RankDescription(None, {}, str(exc))
+        fields[KERNEL_BLOCKS] = str(self._kernel_blocks)  # decides the order within a block
         identity = identity_of()
         memory = self._transport.export(Epoch(0))  # serves nothing until an epoch is opened
         return RankDescription(RankInfo(identity.pid, identity.start_time, memory), fields)

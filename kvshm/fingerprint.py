@@ -27,6 +27,7 @@ SPECULATIVE = "speculative"
 MULTIMODAL = "multimodal"
 BLOCK_SIZE = "block_size"
 LAYOUT = "layout"
+KERNEL_BLOCKS = "kernel_blocks"
 LAYERS = "layers"
 ATTENTION = "attention"
 HARDWARE = "hardware"
@@ -51,6 +52,7 @@ FIELDS = (
     MULTIMODAL,
     BLOCK_SIZE,
     LAYOUT,
+    KERNEL_BLOCKS,
     LAYERS,
     ATTENTION,
     HARDWARE,
