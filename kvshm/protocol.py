@@ -213,7 +213,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
         raise ProtocolError(f"message of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} allowed")
     try:
         return decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # ValueError: no UTF-8
         raise ProtocolError(f"undecodable message of {len(frame)} bytes: {exc}") from exc
 
 

@@ -1,0 +1,194 @@
+"""What travels between engines and coordinator, read by a decoder that is not ours."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgpack  # type: ignore[import-untyped]  # the independent decoder
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvshm import protocol
+from kvshm.errors import ProtocolError, VersionMismatch
+from kvshm.interfaces import MemoryDescriptor, Region
+from kvshm.protocol import (
+    MAX_MESSAGE_BYTES,
+    PROTOCOL_VERSION,
+    EngineEvents,
+    EngineGone,
+    EngineInfo,
+    EngineJoined,
+    EngineRecovered,
+    EngineSuspected,
+    Events,
+    Heartbeat,
+    Join,
+    Joined,
+    JoinFirst,
+    Leave,
+    Message,
+    RankInfo,
+    Refused,
+    Stranger,
+    Tick,
+    check_version,
+    decode_broadcast,
+    decode_command,
+    decode_reply,
+    encode,
+)
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
+
+BIG = 2**64 - 1
+MEMORY = MemoryDescriptor("posix_shm", BIG, 1, [Region(0, 64, 32, 9)], {"socket": "/r/s"})
+ENGINE = EngineInfo(
+    epoch=BIG,
+    name="a",
+    pid=4242,
+    start_time=17,
+    fingerprint=b"\xff" * 32,
+    fields={"model": "m", "weights": "ähnlich"},
+    table="kvshm.n.slots.a.ffffffffffffffff",
+    num_blocks=9,
+    ranks=[RankInfo(4243, 18, MEMORY)],
+)
+COMMANDS: list[Any] = [
+    Join(protocol=PROTOCOL_VERSION, engine=ENGINE, sequence=3),
+    Leave(epoch=BIG),
+    Events(epoch=BIG, sequence=4, records=b"\x00" * 48),
+    Heartbeat(epoch=BIG, sequence=4),
+]
+REPLIES: list[Any] = [
+    Joined(
+        protocol=PROTOCOL_VERSION,
+        coordinator_epoch=1,
+        engine_epoch=BIG,
+        lease_bit=-1,
+        sequence=8,
+        roster=[ENGINE],
+        sequences={BIG: 4},
+        suspected=[BIG],
+        strangers=[Stranger("b", 7, {"weights": ("1", "2")})],
+    ),
+    Refused(engine_epoch=BIG, reason="r", remedy="m", retry=False),
+    JoinFirst(coordinator_epoch=1, engine_epoch=BIG),
+]
+NUMBERED: dict[str, Any] = {"coordinator_epoch": 1, "sequence": 9}
+BROADCASTS: list[Any] = [
+    EngineJoined(**NUMBERED, engine=ENGINE, engine_sequence=4),
+    EngineSuspected(**NUMBERED, epoch=BIG),
+    EngineRecovered(**NUMBERED, epoch=BIG),
+    EngineGone(**NUMBERED, epoch=BIG, reason="left"),
+    EngineEvents(**NUMBERED, epoch=BIG, engine_sequence=5, records=b"\x01" * 48),
+    Tick(**NUMBERED, sequences={BIG: 5}),
+]
+ALL = [
+    *((decode_command, message) for message in COMMANDS),
+    *((decode_reply, message) for message in REPLIES),
+    *((decode_broadcast, message) for message in BROADCASTS),
+]
+
+
+def name_of(value: object) -> str:
+    return type(value).__name__ if isinstance(value, Message) else ""
+
+
+@pytest.mark.parametrize(("decode", "message"), ALL, ids=name_of)
+def test_round_trip(decode: Any, message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+@pytest.mark.parametrize(("decode", "message"), ALL, ids=name_of)
+def test_an_independent_decoder_reads_the_same(decode: Any, message: Message) -> None:
+    """The msgpack package sees a map of the message's fields and its type."""
+    found = msgpack.unpackb(encode(message), strict_map_key=False)
+    expected = msgspec.to_builtins(message, builtin_types=(bytes,))
+    assert found == untupled(expected)
+    assert found["type"] == message.__struct_config__.tag
+
+
+def untupled(value: Any) -> Any:
+    """msgpack has no tuples."""
+    if isinstance(value, dict):
+        return {key: untupled(item) for key, item in value.items()}
+    return [untupled(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def test_every_message_is_tried_here() -> None:
+    leaves = {
+        kind
+        for kind in vars(protocol).values()
+        if isinstance(kind, type) and issubclass(kind, Message) and not kind.__subclasses__()
+    }
+    assert leaves == {type(message) for _, message in ALL}
+
+
+def test_a_newer_minor_version_may_add_fields() -> None:
+    frame = msgpack.packb({"type": "heartbeat", "epoch": 1, "sequence": 2, "mood": "good"})
+    assert decode_command(frame) == Heartbeat(epoch=1, sequence=2)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        b"",
+        b"\xc1",
+        b"\x80",
+        b"\x91" * 100_000,
+        msgpack.packb({"type": "leave"}),
+        msgpack.packb({"type": "leave", "epoch": "1"}),
+        msgpack.packb({"type": "joined", "epoch": 1}),
+        msgpack.packb({"type": "events", "epoch": 1, "sequence": 1, "records": "text"}),
+        encode(COMMANDS[0])[:-1],
+        encode(COMMANDS[0]) + b"\x00",
+    ],
+    ids=["empty", "reserved", "no type", "deep", "no field", "text for a number",
+         "not a command", "text for bytes", "cut", "longer"],
+)  # fmt: skip
+def test_undecodable_frames(frame: bytes) -> None:
+    with pytest.raises(ProtocolError, match=f"message of {len(frame)} bytes"):
+        decode_command(frame)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_protocol_error(frame: bytes) -> None:
+    for decode in (decode_command, decode_reply, decode_broadcast):
+        with suppress(ProtocolError):
+            assert isinstance(decode(frame), Message)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data())
+def test_flipped_bytes_are_a_message_or_a_protocol_error(data: st.DataObject) -> None:
+    frame = bytearray(encode(COMMANDS[0]))
+    for _ in range(3):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    with suppress(ProtocolError):
+        assert isinstance(decode_command(bytes(frame)), Message)
+
+
+def test_oversized_frame_is_not_even_looked_at() -> None:
+    with pytest.raises(ProtocolError, match="at most"):
+        decode_command(bytes(MAX_MESSAGE_BYTES + 1))
+
+
+def test_version_is_compared_and_both_are_named() -> None:
+    check_version(PROTOCOL_VERSION)
+    with pytest.raises(VersionMismatch, match=f"protocol 99, this kvshm {PROTOCOL_VERSION}"):
+        check_version(99)
+
+
+@pytest.mark.parametrize("message", [m for _, m in ALL], ids=name_of)
+def test_the_document_draws_every_message(message: Message) -> None:
+    """docs/protocol.md lists each message's fields, all of them and no others."""
+    row = re.search(rf"^\| `{message.__struct_config__.tag}` \|[^|]*\| (.*) \|$",
+                    DOCUMENT.read_text("utf-8"), re.MULTILINE)  # fmt: skip
+    assert row, f"docs/protocol.md does not draw {message.__struct_config__.tag}"
+    assert re.findall(r"`(\w+)`", row[1]) == list(message.__struct_fields__)

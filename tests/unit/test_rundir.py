@@ -1,0 +1,99 @@
+"""The run directory is only used when it is this user's alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvshm.errors import RunDirectoryError
+from kvshm.rundir import (
+    SOCKET_PATH_BYTES,
+    command_endpoint,
+    event_endpoint,
+    list_rank_sockets,
+    lock_path,
+    open_run_directory,
+    rank_socket,
+)
+
+
+def test_created_with_mode_0700_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = open_run_directory(tmp_path / "run", {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert open_run_directory(path, {}) == path
+
+
+def test_order_of_defaults(tmp_path: Path) -> None:
+    own, runtime = str(tmp_path / "own"), str(tmp_path)
+    environ = {"KVSHM_RUN_DIR": own, "XDG_RUNTIME_DIR": runtime}
+    assert open_run_directory(tmp_path / "given", environ) == tmp_path / "given"
+    assert open_run_directory(None, environ) == Path(own)
+    assert open_run_directory(None, {"XDG_RUNTIME_DIR": runtime}) == tmp_path / "kvshm"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o770, 0o707, 0o1700, 0o500])
+def test_other_modes_are_refused_with_the_remedy(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    with pytest.raises(RunDirectoryError, match=f"chmod 700 {tmp_path}"):
+        open_run_directory(tmp_path, {})
+    tmp_path.chmod(0o700)
+
+
+def test_links_files_and_relative_paths_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirectoryError, match="is a link"):
+        open_run_directory(tmp_path / "link", {})
+    with pytest.raises(RunDirectoryError, match="File exists"):
+        open_run_directory(tmp_path / "file", {})
+    with pytest.raises(RunDirectoryError, match="relative"):
+        open_run_directory("run", {})
+    with pytest.raises(RunDirectoryError, match="No such file"):
+        open_run_directory(tmp_path / "no" / "such", {})
+
+
+def test_another_users_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(RunDirectoryError, match="belongs to uid"):
+        open_run_directory(tmp_path, {})
+
+
+def test_names_of_one_namespace_are_its_own() -> None:
+    run_dir = Path("/r")
+    names = {
+        f(run_dir, namespace)
+        for f in (command_endpoint, event_endpoint, lambda r, n: str(lock_path(r, n)))
+        for namespace in ("a", "b")
+    }
+    assert len(names) == 6
+    assert command_endpoint(run_dir, "a") == "ipc:///r/a.commands"
+
+
+def test_a_socket_path_that_is_too_long_is_refused_with_the_remedy() -> None:
+    longest = Path("/" + "d" * (SOCKET_PATH_BYTES - len("/n.commands") - 1))
+    assert len(command_endpoint(longest, "n")) == len("ipc://") + SOCKET_PATH_BYTES
+    with pytest.raises(RunDirectoryError, match=r"108 bytes.*KVSHM_RUN_DIR"):
+        command_endpoint(Path(f"{longest}d"), "n")
+    umlauts = Path("/" + "ä" * 50)
+    with pytest.raises(RunDirectoryError, match="KVSHM_RUN_DIR"):
+        command_endpoint(umlauts, "n")
+
+
+def test_rank_sockets_are_found_by_namespace(tmp_path: Path) -> None:
+    for namespace, epoch, rank in (("n", 1, 0), ("n", 1, 12), ("n", 2**64 - 1, 0), ("m", 1, 0)):
+        rank_socket(tmp_path, namespace, epoch, rank).touch()
+    for stranger in ("n.lock", "n.commands", "n.zz.0.sock", "n.000000000000000x.0.sock"):
+        (tmp_path / stranger).touch()
+    found = [epoch for epoch, _ in list_rank_sockets(tmp_path, "n")]
+    assert found == [1, 1, 2**64 - 1]

@@ -1,0 +1,283 @@
+"""The pure half of the client: whatever is lost, an engine ends up knowing what is true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvshm.protocol import (
+    PROTOCOL_VERSION,
+    AnyBroadcast,
+    EngineEvents,
+    EngineGone,
+    EngineInfo,
+    EngineJoined,
+    EngineRecovered,
+    EngineSuspected,
+    Joined,
+    Tick,
+)
+from kvshm.sequences import Stream, Verdict
+
+OWN = 1000
+
+
+def engine(epoch: int) -> EngineInfo:
+    return EngineInfo(
+        epoch=epoch,
+        name=f"e{epoch}",
+        pid=epoch,
+        start_time=1,
+        fingerprint=b"f" * 32,
+        fields={},
+        table="",
+        num_blocks=1,
+        ranks=[],
+    )
+
+
+def joined(sequence: int, coordinator: int = 1, own: int = OWN, **engines: int) -> Joined:
+    """A reply; ``engines`` gives the sequence of each engine e<epoch>."""
+    epochs = {int(name[1:]): heard for name, heard in engines.items()}
+    return Joined(
+        protocol=PROTOCOL_VERSION,
+        coordinator_epoch=coordinator,
+        engine_epoch=own,
+        lease_bit=0,
+        sequence=sequence,
+        roster=[engine(epoch) for epoch in epochs],
+        sequences=epochs,
+        suspected=[],
+        strangers=[],
+    )
+
+
+class Recorder:
+    """A listener that remembers its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+    def drain(self) -> list[tuple[Any, ...]]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+def stream_at(sequence: int, **engines: int) -> tuple[Stream, Recorder]:
+    recorder = Recorder()
+    stream = Stream(recorder)
+    stream.begin(joined(sequence, **engines))
+    recorder.drain()
+    return stream, recorder
+
+
+def events(sequence: int, engine_sequence: int, epoch: int = 7) -> EngineEvents:
+    return EngineEvents(
+        coordinator_epoch=1,
+        sequence=sequence,
+        epoch=epoch,
+        engine_sequence=engine_sequence,
+        records=b"%d" % engine_sequence,
+    )
+
+
+def test_first_roster_announces_everybody_but_oneself() -> None:
+    recorder = Recorder()
+    Stream(recorder).begin(joined(5, e7=1, e8=2, e1000=3))
+    assert recorder.calls == [("engine_joined", engine(7)), ("engine_joined", engine(8))]
+
+
+def test_next_roster_tells_differences_only() -> None:
+    stream, recorder = stream_at(5, e7=1, e8=2, e9=0)
+    stream.begin(joined(9, e7=1, e8=3, e10=0))
+    assert recorder.calls == [
+        ("engine_gone", 9, "no longer in the roster"),
+        ("rescan", 8),
+        ("engine_joined", engine(10)),
+    ]
+
+
+def test_own_new_epoch_begins_with_an_empty_picture() -> None:
+    stream, recorder = stream_at(5, e7=1)
+    stream.begin(joined(6, own=OWN + 1, e7=1))
+    assert recorder.calls == [("engine_joined", engine(7))]
+
+
+def test_broadcasts_follow_each_other_or_tell_a_gap() -> None:
+    stream, recorder = stream_at(5, e7=1)
+    assert stream.take(events(5, 1)) is Verdict.MEMBER  # in the roster already
+    assert stream.take(events(6, 2)) is Verdict.MEMBER
+    assert stream.take(events(8, 4)) is Verdict.GAP
+    assert recorder.calls == [("engine_events", 7, b"2")]
+
+
+def test_gap_of_one_engine_is_a_rescan_before_its_events() -> None:
+    stream, recorder = stream_at(5, e7=1)
+    assert stream.take(events(6, 3)) is Verdict.MEMBER
+    assert stream.take(events(7, 3)) is Verdict.MEMBER
+    assert recorder.calls == [("rescan", 7), ("engine_events", 7, b"3")]
+
+
+def test_events_of_an_unknown_epoch_are_dropped() -> None:
+    stream, recorder = stream_at(5)
+    assert stream.take(events(6, 1)) is Verdict.MEMBER
+    assert recorder.calls == []
+    assert stream.engines == {}
+
+
+def test_tick_shows_a_lost_tail() -> None:
+    stream, recorder = stream_at(5, e7=1)
+    tick = {"coordinator_epoch": 1, "sequences": {7: 2, OWN: 99}}
+    assert stream.take(Tick(sequence=4, **tick)) is Verdict.MEMBER
+    assert recorder.calls == []
+    assert stream.take(Tick(sequence=5, **tick)) is Verdict.MEMBER
+    assert stream.take(Tick(sequence=5, **tick)) is Verdict.MEMBER
+    assert recorder.calls == [("rescan", 7)]
+    assert stream.take(Tick(sequence=6, **tick)) is Verdict.GAP
+
+
+def test_another_coordinator_or_own_end_expels() -> None:
+    stream, _ = stream_at(5)
+    assert stream.take(Tick(coordinator_epoch=2, sequence=5, sequences={})) is Verdict.EXPELLED
+    own = EngineGone(coordinator_epoch=1, sequence=6, epoch=OWN, reason="r")
+    assert stream.take(own) is Verdict.EXPELLED
+
+
+def test_engines_may_be_missing_for_a_while_after_a_restart() -> None:
+    stream, recorder = stream_at(5, e7=3, e8=1, e9=0)
+    stream.begin(joined(0, coordinator=2, e8=1))
+    assert recorder.drain() == []
+    assert stream.missing == {7, 9}
+    back = EngineJoined(coordinator_epoch=2, sequence=1, engine=engine(7), engine_sequence=3)
+    stream.take(back)
+    assert recorder.drain() == [("engine_joined", engine(7))]
+    stream.give_up_missing()
+    assert recorder.drain() == [("engine_gone", 9, "did not join the new coordinator")]
+    assert stream.engines == {8: 1, 7: 3}
+
+
+def test_suspicion_ends_with_recovery_return_or_roster() -> None:
+    stream, recorder = stream_at(0, e7=0, e8=0)
+    numbered = {"coordinator_epoch": 1}
+    stream.take(EngineSuspected(**numbered, sequence=1, epoch=7))
+    stream.take(EngineSuspected(**numbered, sequence=2, epoch=8))
+    stream.take(EngineRecovered(**numbered, sequence=3, epoch=7))
+    stream.take(EngineRecovered(**numbered, sequence=4, epoch=7))
+    assert recorder.drain() == [
+        ("engine_suspected", 7),
+        ("engine_suspected", 8),
+        ("engine_recovered", 7),
+    ]
+    stream.begin(joined(9, e7=0, e8=0))
+    assert recorder.drain() == [("engine_recovered", 8)]
+
+
+class Anything(RuleBasedStateMachine):
+    """Engines come, go and publish; broadcasts are lost, engines' batches too, and the
+    coordinator restarts.  After the next tick that arrives, nothing is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.coordinator = 1
+        self.sequence = 0
+        self.truth: dict[int, set[int]] = {}
+        """Epoch -> blocks in its slot table."""
+        self.sent: dict[int, int] = {}
+        self.next_epoch = 1
+        self.replica: dict[int, set[int]] = {}
+        self.stream = Stream(self)
+        self.join()
+
+    # -- listener: a replica that scans the truth
+
+    def engine_joined(self, info: EngineInfo) -> None:
+        self.replica[info.epoch] = set(self.truth.get(info.epoch, ()))
+
+    def engine_gone(self, epoch: int, reason: str) -> None:
+        del self.replica[epoch]
+
+    def engine_events(self, epoch: int, records: bytes) -> None:
+        self.replica[epoch].add(int(records))
+
+    def rescan(self, epoch: int) -> None:
+        self.replica[epoch] = set(self.truth.get(epoch, ()))
+
+    def engine_suspected(self, epoch: int) -> None: ...
+
+    def engine_recovered(self, epoch: int) -> None: ...
+
+    # -- the world
+
+    def join(self) -> None:
+        engines = {f"e{epoch}": self.sent[epoch] for epoch in self.truth}
+        self.stream.begin(joined(self.sequence, self.coordinator, **engines))
+
+    def broadcast(self, arrives: bool, make: Any, **fields: Any) -> None:
+        self.sequence += 1
+        numbered = {"coordinator_epoch": self.coordinator, "sequence": self.sequence}
+        if arrives:
+            self.deliver(make(**numbered, **fields))
+
+    def deliver(self, broadcast: AnyBroadcast) -> None:
+        if self.stream.take(broadcast) is not Verdict.MEMBER:
+            self.join()
+
+    @rule(arrives=st.booleans())
+    def engine_comes(self, arrives: bool) -> None:
+        epoch = self.next_epoch
+        self.next_epoch += 1
+        self.truth[epoch], self.sent[epoch] = set(), 0
+        self.broadcast(arrives, EngineJoined, engine=engine(epoch), engine_sequence=0)
+
+    @precondition(lambda self: self.truth)
+    @rule(data=st.data(), arrives=st.booleans(), relayed=st.booleans())
+    def engine_publishes(self, data: st.DataObject, arrives: bool, relayed: bool) -> None:
+        epoch = data.draw(st.sampled_from(sorted(self.truth)))
+        self.sent[epoch] += 1
+        block = self.sent[epoch]
+        self.truth[epoch].add(block)
+        if relayed:
+            fields = {"epoch": epoch, "engine_sequence": block, "records": b"%d" % block}
+            self.broadcast(arrives, EngineEvents, **fields)
+
+    @precondition(lambda self: self.truth)
+    @rule(data=st.data(), arrives=st.booleans())
+    def engine_goes(self, data: st.DataObject, arrives: bool) -> None:
+        epoch = data.draw(st.sampled_from(sorted(self.truth)))
+        del self.truth[epoch]
+        self.broadcast(arrives, EngineGone, epoch=epoch, reason="r")
+
+    @rule()
+    def coordinator_restarts(self) -> None:
+        """Everybody joins the new one, this engine first."""
+        self.coordinator += 1
+        self.sequence = 0
+        self.stream.begin(joined(0, self.coordinator))
+        for epoch in self.truth:
+            fields = {"engine": engine(epoch), "engine_sequence": self.sent[epoch]}
+            self.broadcast(True, EngineJoined, **fields)
+        self.stream.give_up_missing()
+
+    @rule()
+    def tick_arrives(self) -> None:
+        tick = Tick(
+            coordinator_epoch=self.coordinator,
+            sequence=self.sequence,
+            sequences={epoch: self.sent[epoch] for epoch in self.truth},
+        )
+        self.deliver(tick)
+        assert self.replica == self.truth
+
+    @invariant()
+    def knows_whom_it_keeps(self) -> None:
+        assert self.replica.keys() == self.stream.engines.keys()
+
+
+Anything.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestAnything = Anything.TestCase
