@@ -25,6 +25,8 @@ PLAN_SECONDS = 5.0
 """A plan older than this leases nothing: what it says is too likely to be untrue."""
 
 _PEERS_FAULT = {LoadFailure.UNREACHABLE, LoadFailure.COPY_FAILED, LoadFailure.MISMATCH}
+_HINT_WAS_WRONG = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
+"""The block is not, or no longer, what the replica says; the others may just be tried again."""
 
 
 class Imports:
@@ -109,7 +111,7 @@ class Imports:
         for report in reports:
             bad.update(report.bad)
             for failure in report.failures:
-                if life is not None and failure.reason is not LoadFailure.OWN_RESET:
+                if life is not None and failure.reason in _HINT_WAS_WRONG:
                     life.peers.forget(failure.peer, failure.records)
                 if failure.reason in _PEERS_FAULT:
                     at_fault.add(failure.peer)

@@ -1,0 +1,127 @@
+"""Toy engines that reuse their few blocks all the time, on a real node: no wrong byte, ever.
+
+Each request's imported blocks are compared byte for byte with what their hash says they
+hold.  That the comparison can fail is shown by the built-in faults.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshm.slots import SlotTable
+
+from .processes import Managed, Node, fresh_node, wait_until
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+TOY = str(Path(__file__).with_name("toy_engine.py"))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with fresh_node() as node:
+        node.coordinator()
+        yield node
+
+
+def start(node: Node, seed: int, *options: str, **settings: str) -> Managed:
+    environ = {
+        **os.environ,
+        "KVSHM_RUN_DIR": str(node.run_dir),
+        "KVSHM_NAMESPACE": node.namespace,
+        "KVSHM_VERIFY": "1",
+        **settings,
+    }
+    argv = (sys.executable, TOY, "--seed", str(seed), *options)
+    return node.processes.start(f"toy-{seed}", *argv, environ=environ)
+
+
+def result(engine: Managed) -> dict[str, Any]:
+    """What the engine prints when its requests are done."""
+    outcome: dict[str, Any] = json.loads(engine.wait_out(lambda line: line.startswith("{")))
+    return outcome
+
+
+def finish(engines: list[Managed]) -> list[dict[str, Any]]:
+    """Results of all; then they may end."""
+    results = [result(engine) for engine in engines]
+    for engine in engines:
+        engine.say("")
+        assert engine.wait() == 0
+    return results
+
+
+def table_of(node: Node, engine: Managed) -> SlotTable:
+    (name,) = [n for n in node.segments("slots") if f"toy-{engine.pid}" in n]
+    return SlotTable.open(name, writable=False)
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_no_wrong_byte_in_a_churn_of_three(node: Node, ranks: str) -> None:
+    options = ("--requests", "120", "--ranks", ranks, "--peers", "2")
+    results = finish([start(node, seed, *options) for seed in (1, 2, 3)])
+    assert sum(r["imported"] for r in results) > 30
+    assert [r["wrong"] for r in results] == [0, 0, 0]
+    assert [r["violations"] for r in results] == [[], [], []]
+    for counters in (r["counters"] for r in results):
+        assert counters.get("mismatched", 0) == 0
+        assert counters["verified"] > 0
+    assert sum(r["counters"].get("recheck_failed", 0) for r in results) > 0
+
+
+@pytest.mark.parametrize("fault", ["wrong-block", "zero", "shift"])
+def test_the_comparison_sees_each_fault(node: Node, fault: str) -> None:
+    good = start(node, 1, "--peers", "0")
+    blind = start(node, 2, KVSHM_FAULT=fault, KVSHM_VERIFY="0", KVSHM_ROLE="consumer")
+    results = finish([good, blind])
+    assert results[0]["wrong"] == 0
+    assert results[1]["wrong"] > 0
+
+
+@pytest.mark.parametrize("fault", ["wrong-block", "zero", "shift"])
+def test_verification_keeps_each_fault_out(node: Node, fault: str) -> None:
+    good, faulty = start(node, 1), start(node, 2, KVSHM_FAULT=fault)
+    results = finish([good, faulty])
+    assert results[1]["counters"]["mismatched"] > 0
+    assert results[1]["wrong"] == 0
+
+
+def test_an_importer_stopped_between_copy_and_check_delivers_nothing_stale(node: Node) -> None:
+    """The exporter goes on, reuses what is being read, and waits no longer than its budget."""
+    exporter = start(node, 1, "--requests", "400")
+    importer = start(node, 2, KVSHM_TEST_SYNC_POINT="COPIED:stop:3")
+    results = [result(exporter)]
+    counters = results[0]["counters"]
+    assert counters["forced"] > 0
+    importer.signal(signal.SIGCONT)
+    results.append(result(importer))
+    assert results[1]["counters"]["recheck_failed"] > 0
+    assert results[1]["wrong"] == 0
+    for engine in (exporter, importer):
+        engine.say("")
+        assert engine.wait() == 0
+
+
+@pytest.mark.parametrize("point", ["LEASED", "COPY_BEGINS", "COPIED", "PUBLISHED", "RETRACTED"])
+def test_an_engine_killed_anywhere_harms_nobody(node: Node, point: str) -> None:
+    """Its leases are swept, its segments go, and the others deliver no wrong byte."""
+    options = ("--requests", "150")
+    others = [start(node, seed, *options, "--peers", "2") for seed in (1, 2)]
+    victim = start(node, 3, KVSHM_TEST_SYNC_POINT=f"{point}:kill:5")
+    assert victim.wait() == -signal.SIGKILL
+    tables = [table_of(node, engine) for engine in others]
+    wait_until(lambda: len(node.segments("slots")) == 2, "the dead engine's table to go")
+    (dead_bit,) = {0, 1, 2} - {table.lease_bit for table in tables}
+    for table in tables:
+        assert not any(slot.leases >> dead_bit & 1 for slot in table.slots())
+        table.close()
+    results = finish(others)
+    assert [r["wrong"] for r in results] == [0, 0]
