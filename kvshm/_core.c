@@ -16,13 +16,13 @@
  *   scan             word acquire, fields relaxed,        a seq-lock read: unchanged word, hence
  *                    fence acquire, word relaxed          untorn fields
  *   ready mark       release, read with acquire           openers see a whole header
- *   life, retired    store seq_cst                        before the owner frees its memory
+ *   life, retired    store, then fence seq_cst            before the owner frees its memory
  *   index            sequence odd, fence release,         a seq-lock; its reader may give up, since
  *                    entries relaxed, sequence release    what it finds is a hint
  *
- * Nobody ever stores plainly to a slot's word: each change is a CAS, so that the modification
- * order of the word is one unbroken release sequence.  A CAS that changes no lease and fails
- * is tried again from the value it found. */
+ * Nobody ever stores plainly to a slot's word: each change is a read-modify-write, so that the
+ * exporter's next one synchronises with all releases before it.  A CAS that fails starts again
+ * with the value it found, and with all checks of that value; only publish gives up. */
 
 #include "_core_words.h"
 
@@ -107,8 +107,11 @@ int64_t kvshm_load(kvshm_segment segment, uint64_t offset, uint64_t *value)
 int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value)
 {
     int status = check_word(segment, offset);
-    if (status == KVSHM_OK) /* seq_cst: a zeroed life word is out before memory is freed */
+    if (status == KVSHM_OK) {
         atomic_store_explicit(word_at(segment.base + offset), value, memory_order_seq_cst);
+        /* seq_cst: no later write passes a zeroed life word (a store alone lets it, on Arm) */
+        atomic_thread_fence(memory_order_seq_cst);
+    }
     return status;
 }
 

@@ -135,7 +135,7 @@ int64_t kvshm_scan(kvshm_segment table, uint32_t *next, kvshm_record *records, s
 
 /* 8-byte atomics at a checked, aligned offset of a segment. */
 int64_t kvshm_load(kvshm_segment segment, uint64_t offset, uint64_t *value);      /* acquire */
-int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value);      /* seq_cst */
+int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value); /* seq_cst + fence */
 int64_t kvshm_add(kvshm_segment segment, uint64_t offset, uint64_t delta, uint64_t *before); /* acq_rel */
 int64_t kvshm_compare_exchange(kvshm_segment segment, uint64_t offset, uint64_t *expected,
                                uint64_t desired);               /* acq_rel; 1 done, 0 not */

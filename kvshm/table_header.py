@@ -44,6 +44,7 @@ Clock = Callable[[], int]
 
 _FIXED = struct.Struct("<32sIII")
 _NAMES = struct.Struct(f"<{ENGINE_NAME_BYTES}s{MODEL_NAME_BYTES}s")
+_TICKETS = struct.Struct(f"<{NUM_TICKETS}Q")
 assert FINGERPRINT_OFFSET + _FIXED.size == NUM_RANKS_OFFSET + 4
 assert ENGINE_NAME_OFFSET + ENGINE_NAME_BYTES == MODEL_NAME_OFFSET
 assert NUM_BLOCKS_OFFSET == FINGERPRINT_OFFSET + 32
@@ -241,7 +242,7 @@ class TableHeader:
     def _header_violations(self) -> list[str]:
         legal = (0, self.epoch)
         lives = [self.life(rank) for rank in range(self.num_ranks)]
-        tickets = [self._load(self._ticket(i)) for i in range(NUM_TICKETS)]
+        tickets = _TICKETS.unpack_from(self._segment.buffer, TICKETS_OFFSET)
         found = [f"life of rank {r} is {w:#x}" for r, w in enumerate(lives) if w not in legal]
         found += [f"ticket {i} waits for {n} ranks" for i, n in enumerate(tickets) if n > MAX_RANKS]
         if self.lease_bit >= NUM_LEASE_BITS:

@@ -133,6 +133,7 @@ static void *run_exporter(void *argument)
         uint64_t word, parent = 0;
         take_back(r, block);
         kvshm_load(r->table, KVSHM_TABLE_HEADER_BYTES + block * KVSHM_SLOT_BYTES, &word);
+        write_block(r, block, ~0ULL);
         write_block(r, block, word >> 32);
         kvshm_record record = {.block_id = block};
         memset(record.hash, (int)(word >> 32 & 0xff), sizeof record.hash);

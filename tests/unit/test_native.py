@@ -149,6 +149,7 @@ def test_force_overrides_and_names_the_holders(table: mmap.mmap) -> None:
     _native.retract(table, [1, 2, 3])
     assert _native.force(table, [1, 2, 3]) == (2, 1 << 5 | 1 << 27)
     assert _native.recheck(table, EPOCH, 0, held) == b"\0\0"
+    assert _native.sweep(table, 2**28 - 1) == 0, "no bit stays in a slot that was forced"
     fresh = publish(table, 1)
     _native.lease(table, EPOCH, 5, fresh)
     assert _native.release(table, 5, held, None) == 0, "an old lease's release touches nothing"

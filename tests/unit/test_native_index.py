@@ -329,4 +329,4 @@ class IndexModel(RuleBasedStateMachine):
 
 
 TestIndexModel = IndexModel.TestCase
-TestIndexModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestIndexModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
