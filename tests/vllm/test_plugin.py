@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -17,24 +16,13 @@ pytest.importorskip("vllm")
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-from vllm.engine.arg_utils import EngineArgs
 
 from kvshm.errors import ConfigError
 from kvshm.hooks import plugin
 from kvshm.hooks.refusals import version_refusal
 
-TINY_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "vocab_size": 128,
-    "torch_dtype": "bfloat16",
-}
+from .tiny_config import engine_config
+
 Lines = list[str]
 MakeConfig = Callable[..., VllmConfig]
 
@@ -42,20 +30,12 @@ MakeConfig = Callable[..., VllmConfig]
 @pytest.fixture
 def make_config(tmp_path: Path) -> MakeConfig:
     """Build the configuration an engine for a tiny local Llama would get."""
-    (tmp_path / "config.json").write_text(json.dumps(TINY_LLAMA))
-
-    def make(**given: Any) -> VllmConfig:
-        defaults = {"model": str(tmp_path), "skip_tokenizer_init": True, "load_format": "dummy"}
-        return EngineArgs(**{**defaults, **given}).create_engine_config()
-
-    return make
+    return lambda **given: engine_config(tmp_path / "model", {}, **given)
 
 
 @pytest.fixture(autouse=True)
 def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo the plugin's changes to vLLM, and keep vLLM from running installed plugins."""
-    monkeypatch.setenv("VLLM_PLUGINS", "")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    """Undo the plugin's changes to vLLM."""
     for name in [n for n in os.environ if n.startswith("KVSHM_")]:
         monkeypatch.delenv(name)
     registry = KVConnectorFactory._registry
@@ -86,12 +66,6 @@ def lines() -> Iterator[Lines]:
 def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHM_ENABLE", "1")
     plugin.activate()
-
-
-@pytest.fixture
-def connector_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM asks the connector class about HMA while it builds its configuration."""
-    pytest.importorskip(plugin.CONNECTOR_MODULE)
 
 
 @pytest.mark.parametrize("value", [None, "", "0"])
@@ -130,7 +104,7 @@ def test_a_misspelt_switch_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> N
         plugin.activate()
 
 
-@pytest.mark.usefixtures("enabled", "connector_module")
+@pytest.mark.usefixtures("enabled")
 def test_an_empty_transfer_config_is_filled(make_config: MakeConfig, lines: Lines) -> None:
     config = make_config()
     transfer = config.kv_transfer_config
@@ -151,7 +125,7 @@ def test_activating_again_changes_nothing() -> None:
     assert plugin.CONNECTOR in KVConnectorFactory._registry
 
 
-@pytest.mark.usefixtures("enabled", "connector_module")
+@pytest.mark.usefixtures("enabled")
 @pytest.mark.parametrize("module", [None, plugin.CONNECTOR_MODULE])
 def test_our_own_transfer_config_gets_the_policy(
     make_config: MakeConfig, lines: Lines, module: str | None
@@ -242,7 +216,7 @@ def test_warnings_about_settings_reach_the_log(
         ((0, 0, "dev"), True),
     ],
 )
-def test_vllm_versions(version: tuple[int | str, ...], usable: bool) -> None:
+def test_which_vllm_versions_are_new_enough(version: tuple[int | str, ...], usable: bool) -> None:
     reason = version_refusal(version)
     assert (reason is None) == usable
     assert usable or "0.32 or newer" in str(reason)

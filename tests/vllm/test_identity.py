@@ -1,0 +1,224 @@
+"""The fingerprint's fields on vLLM's real configuration objects: what must count, counts."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.utils.hashing import sha256
+from vllm.v1.core import kv_cache_utils
+
+from kvshm import fingerprint as names
+from kvshm.fingerprint import FIELDS, differences, fingerprint
+from kvshm.hooks.identity import find_model, none_hash, rank_fields, scheduler_fields
+
+from .tiny_config import cache_config, engine_config, spec
+
+Fields = dict[str, str]
+TWO_LAYERS = {f"model.layers.{i}.self_attn.attn": spec() for i in range(2)}
+
+
+class Backend:
+    """Stands for an attention backend: only its name counts."""
+
+
+class Layer:
+    """Stands for an attention layer."""
+
+    isa = "vec"
+
+    def get_attn_backend(self) -> type[Backend]:
+        return Backend
+
+
+def small_model(seed: int = 1) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    return torch.nn.Linear(8, 8)
+
+
+def all_fields(directory: Path, architecture: dict[str, Any] | None = None, **given: Any) -> Fields:
+    """What an engine with this configuration and one rank would join with."""
+    vllm_config = engine_config(directory, architecture or {}, **given)
+    kv_cache_config = cache_config(vllm_config, "LBNHC", 8, TWO_LAYERS)
+    vllm_config.compilation_config.static_forward_context.update(dict.fromkeys(TWO_LAYERS, Layer()))
+    ranks = [rank_fields(vllm_config, kv_cache_config, small_model())]
+    return scheduler_fields(vllm_config, kv_cache_config, ranks)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Fields:
+    return all_fields(tmp_path_factory.mktemp("plain"))
+
+
+def test_every_field_is_filled(plain: Fields) -> None:
+    late = {names.NONE_HASH, names.KERNEL_BLOCKS}  # known elsewhere
+    assert plain.keys() == set(FIELDS) - late
+    assert all(isinstance(value, str) and 0 < len(value) <= 200 for value in plain.values())
+    assert plain[names.MODEL] == "LlamaForCausalLM"
+    assert plain[names.ATTENTION] == "Backend/vec"
+    assert plain[names.HASH_ALGORITHM] == "sha256"
+
+
+def test_the_same_model_elsewhere_and_with_more_blocks_is_the_same(
+    plain: Fields, tmp_path: Path
+) -> None:
+    again = all_fields(tmp_path / "elsewhere", num_gpu_blocks_override=77, max_num_seqs=3)
+    assert differences(plain, again) == {}
+    assert fingerprint(plain) == fingerprint(again)
+
+
+ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"architecture": {"rms_norm_eps": 1e-3}}, names.MODEL_CONFIG),
+        ({"hf_overrides": {"rms_norm_eps": 1e-3}}, names.MODEL_CONFIG),
+        ({"hf_overrides": {"rope_parameters": ROPE}}, names.ROPE),
+        ({"dtype": "float32"}, names.DTYPE),
+        ({"kv_cache_dtype": "fp8"}, names.KV_DTYPE),
+        ({"max_model_len": 128}, names.MAX_MODEL_LEN),
+        ({"enable_lora": True}, names.LORA),
+        ({"block_size": 64}, names.BLOCK_SIZE),
+        ({"prefix_caching_hash_algo": "sha256_cbor"}, names.HASH_ALGORITHM),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value,
+)
+def test_a_difference_in_the_configuration_is_named(
+    plain: Fields, tmp_path: Path, given: dict[str, Any], field: str
+) -> None:
+    other = all_fields(tmp_path / "other", **given)
+    assert field in differences(plain, other)
+    assert fingerprint(plain) != fingerprint(other)
+
+
+def test_overrides_count_like_an_edited_configuration(tmp_path: Path) -> None:
+    edited = all_fields(tmp_path / "a", {"rms_norm_eps": 1e-3})
+    overridden = all_fields(tmp_path / "b", hf_overrides={"rms_norm_eps": 1e-3})
+    assert edited == overridden
+
+
+def test_batch_invariance_counts(
+    plain: Fields, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = engine_config(tmp_path / "m", {})
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    kv_cache_config = cache_config(config, "LBNHC", 8, TWO_LAYERS)
+    other = scheduler_fields(config, kv_cache_config, [])
+    assert other[names.BATCH_INVARIANT] == "on" != plain[names.BATCH_INVARIANT]
+
+
+def test_parallel_sizes_count(plain: Fields, tmp_path: Path) -> None:
+    config = engine_config(tmp_path / "m", {}, tensor_parallel_size=2)
+    other = scheduler_fields(config, cache_config(config, "LBNHC", 8, TWO_LAYERS), [])
+    assert differences(plain, other)[names.PARALLEL][1].startswith("tp 2, pp 1, dcp 1, pcp 1")
+
+
+@pytest.mark.parametrize("change", ["layout", "heads", "order"])
+def test_what_stands_in_a_block_counts(plain: Fields, tmp_path: Path, change: str) -> None:
+    config = engine_config(tmp_path / "m", {})
+    layers = dict(TWO_LAYERS)
+    if change == "heads":
+        layers = {name: spec(head_size=32, num_kv_heads=1) for name in layers}
+    if change == "order":
+        layers = dict(reversed(layers.items()))
+    layout = "BLNHC" if change == "layout" else "LBNHC"
+    kv_cache_config = cache_config(config, layout, 8, layers)
+    ranks = [rank_fields(config, kv_cache_config, small_model())]
+    other = scheduler_fields(config, kv_cache_config, ranks)
+    field = names.LAYOUT if change == "layout" else names.LAYERS
+    assert field in differences(plain, other)
+
+
+def test_ranks_are_joined_in_their_order(tmp_path: Path) -> None:
+    config = engine_config(tmp_path / "m", {})
+    kv_cache_config = cache_config(config, "LBNHC", 8, TWO_LAYERS)
+    a, b = (rank_fields(config, kv_cache_config, small_model(seed)) for seed in (1, 2))
+    b = b | {names.HARDWARE: "another"}
+
+    def weights_and_hardware(*ranks: Fields) -> tuple[str, str]:
+        joined = scheduler_fields(config, kv_cache_config, ranks)
+        return joined[names.WEIGHTS], joined[names.HARDWARE]
+
+    assert weights_and_hardware(a, b)[0] != weights_and_hardware(b, a)[0]
+    assert weights_and_hardware(a, b)[1] == f"{a[names.HARDWARE]} | another"
+    assert weights_and_hardware(a, a)[1] == a[names.HARDWARE]
+    assert weights_and_hardware(a) != weights_and_hardware(a, a)
+
+
+def some_fields(directory: Path) -> Fields:
+    config = engine_config(directory, {}, enable_lora=True)
+    return scheduler_fields(config, cache_config(config, "LBNHC", 8, {"layer": spec()}), [])
+
+
+def test_another_process_reads_the_same_fields(tmp_path: Path) -> None:
+    """Nothing in them depends on addresses, on hash seeds or on the order of sets."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from pathlib import Path\n"
+        "from tiny_config import cache_config, engine_config, spec\n"
+        "from kvshm.hooks.identity import scheduler_fields\n"
+        "Fields = dict\n"
+        f"{inspect.getsource(some_fields)}\n"
+        f"print(some_fields(Path({str(tmp_path / 'm')!r})))"
+    )
+    environ = {**os.environ, "PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-c", code]
+    told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    assert told.stdout.splitlines()[-1] == str(some_fields(tmp_path / "m"))
+
+
+def test_the_none_hash_is_known_once_vllm_has_chosen_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(kv_cache_utils, "NONE_HASH", raising=False)
+    assert none_hash() is None
+    kv_cache_utils.init_none_hash(sha256)
+    found = none_hash()
+    assert found is not None
+    assert found.hex().startswith("066b1e89")
+
+
+class Runner:
+    """Calls its connector as vLLM's model runner does, from a method of its own."""
+
+    def __init__(self, model: object) -> None:
+        self.model = model
+
+    def get_model(self) -> object:
+        return self.model
+
+    def initialize_kv_cache(self) -> torch.nn.Module | None:
+        return Connector().register_kv_caches({})
+
+
+class Connector:
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> torch.nn.Module | None:
+        return (lambda: find_model())()  # one frame more, and it has no self
+
+
+def test_the_model_is_found_at_the_caller() -> None:
+    model = small_model()
+    assert Runner(model).initialize_kv_cache() is model
+
+
+def test_no_model_is_none() -> None:
+    assert Runner("no module").initialize_kv_cache() is None
+    assert find_model(depth=1) is None
+
+
+def test_vllms_runners_still_have_get_model() -> None:
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    for runner in (CPUModelRunner, GPUModelRunner):
+        assert callable(runner.get_model)
+        assert callable(runner.initialize_kv_cache)
