@@ -113,8 +113,7 @@ def test_an_importer_stopped_between_copy_and_check_delivers_nothing_stale(node:
 @pytest.mark.parametrize("point", ["LEASED", "COPY_BEGINS", "COPIED", "PUBLISHED", "RETRACTED"])
 def test_an_engine_killed_anywhere_harms_nobody(node: Node, point: str) -> None:
     """Its leases are swept, its segments go, and the others deliver no wrong byte."""
-    options = ("--requests", "150")
-    others = [start(node, seed, *options, "--peers", "2") for seed in (1, 2)]
+    others = [start(node, seed, "--requests", "150") for seed in (1, 2)]
     victim = start(node, 3, KVSHM_TEST_SYNC_POINT=f"{point}:kill:5")
     assert victim.wait() == -signal.SIGKILL
     tables = [table_of(node, engine) for engine in others]
