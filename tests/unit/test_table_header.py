@@ -1,0 +1,156 @@
+"""The words of a slot table's header: life, heartbeat, lease bit, load tickets, error log."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+
+from kvshm.records import NUM_ERRORS, NUM_TICKETS, BlockRecord, pack_records
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import (
+    NO_LEASE_BIT,
+    BlockHash,
+    BlockId,
+    Epoch,
+    Fingerprint,
+    Generation,
+    LeaseBit,
+    Rank,
+)
+
+EPOCH = Epoch(0xFEED_0000_0000_0001)
+
+
+class Clock:
+    """Nanoseconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000_000
+
+    def __call__(self) -> int:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def table(clock: Clock) -> Iterator[SlotTable]:
+    spec = TableSpec(f"test-{uuid.uuid4().hex[:12]}", "e", 1, 16, 2, Fingerprint(bytes(32)))
+    table = SlotTable.create(spec, EPOCH, identity_of(), clock)
+    for rank in range(table.num_ranks):
+        table.set_life(rank)
+    yield table
+    table.unlink()
+    table.close()
+
+
+@pytest.fixture
+def held(table: SlotTable) -> bytes:
+    """The record of block 0, published."""
+    record = BlockRecord(BlockHash(b"h" * 32), BlockId(0), Generation(0), 0)
+    return table.publish(pack_records([record]), bytes(8))
+
+
+def test_the_life_of_a_rank_ends_alone_or_with_all(table: SlotTable, held: bytes) -> None:
+    table.end_life(1)
+    assert (table.life(0), table.life(1)) == (EPOCH, 0)
+    assert table.lease(LeaseBit(0), held)[0] == 0
+    assert table.recheck(Rank(0), held) == [True]
+    assert table.recheck(Rank(1), held) == [False]
+    table.end_life(None)
+    assert table.recheck(Rank(0), held) == [False]
+
+
+def test_the_owner_shows_that_it_is_alive_and_leases(table: SlotTable) -> None:
+    table.beat()
+    table.beat()
+    table.leases_taken += 1
+    other = SlotTable.open(table.name)
+    assert (other.heartbeat, other.leases_taken) == (2, 1)
+    other.close()
+
+
+def test_leasing_from_a_table_is_not_counted_as_leasing_by_its_owner(
+    table: SlotTable, held: bytes
+) -> None:
+    table.lease(LeaseBit(0), held)
+    assert table.leases_taken == 0
+
+
+def test_a_lease_bit_is_kept_beside_the_number_of_ranks(table: SlotTable) -> None:
+    assert table.lease_bit == NO_LEASE_BIT
+    for bit in (0, 27, NO_LEASE_BIT):
+        table.lease_bit = LeaseBit(bit)
+        assert table.lease_bit == bit
+    for bit in (28, -2):
+        with pytest.raises(IndexError):
+            table.lease_bit = LeaseBit(bit)
+    other = SlotTable.open(table.name)
+    assert other.num_ranks == 2
+    other.close()
+
+
+def test_the_last_rank_of_a_load_knows_that_it_is(table: SlotTable) -> None:
+    rank = SlotTable.open(table.name)
+    first, second = table.take_ticket(2), table.take_ticket(1)
+    assert first is not None
+    assert second is not None
+    assert first != second
+    assert not rank.finish_ticket(first)
+    assert rank.finish_ticket(second)
+    assert table.finish_ticket(first)
+    assert not table.finish_ticket(first), "finished once too often"
+    rank.close()
+
+
+def test_tickets_run_out_and_come_back_in_turn(table: SlotTable) -> None:
+    taken = [table.take_ticket(1) for _ in range(NUM_TICKETS)]
+    assert sorted(t for t in taken if t is not None) == list(range(NUM_TICKETS))
+    assert table.take_ticket(1) is None
+    for ticket in (9, 5):
+        table.finish_ticket(ticket)
+    assert (table.take_ticket(64), table.take_ticket(64)) == (5, 9)
+
+
+def test_there_are_no_such_tickets(table: SlotTable) -> None:
+    for ranks in (0, 65):
+        with pytest.raises(ValueError, match="ranks"):
+            table.take_ticket(ranks)
+    for ticket in (-1, NUM_TICKETS):
+        with pytest.raises(IndexError):
+            table.finish_ticket(ticket)
+
+
+# -- error log
+
+
+def test_errors_are_kept_apart_and_counted(table: SlotTable, clock: Clock) -> None:
+    table.log_error("copy failed")
+    clock.now += 5
+    table.log_error("é" * 100)
+    clock.now += 5
+    table.log_error("copy failed")
+    reader = SlotTable.open(table.name, writable=False)
+    long, failed = reader.errors()
+    reader.close()
+    assert failed == (2, 1_000_000_000, 1_000_000_010, "copy failed")
+    assert long.text == "é" * 52
+
+
+def test_a_full_error_log_forgets_the_oldest(table: SlotTable, clock: Clock) -> None:
+    for i in range(NUM_ERRORS):
+        clock.now += 1
+        table.log_error(f"error {i}")
+    clock.now += 1
+    table.log_error("error 0")
+    table.log_error("new")
+    texts = [error.text for error in table.errors()]
+    assert len(texts) == NUM_ERRORS
+    assert "error 1" not in texts
+    assert {"error 0", "new"} <= set(texts)
