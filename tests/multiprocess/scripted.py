@@ -1,0 +1,143 @@
+"""A coordinator that does what a test says, and a client under test that remembers."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from kvshm.client import CoordinatorClient
+from kvshm.protocol import (
+    PROTOCOL_VERSION,
+    AnyBroadcast,
+    Command,
+    EngineEvents,
+    EngineInfo,
+    Heartbeat,
+    Joined,
+    Message,
+    decode_command,
+    encode,
+)
+from kvshm.rundir import command_endpoint, event_endpoint
+
+from .processes import PATIENCE_SECONDS
+
+
+def engine_info(epoch: int, name: str = "x") -> EngineInfo:
+    return EngineInfo(
+        epoch=epoch,
+        name=name,
+        pid=1,
+        start_time=1,
+        fingerprint=b"f" * 32,
+        fields={},
+        table="",
+        num_blocks=1,
+        ranks=[],
+    )
+
+
+class Recorder:
+    """A member that remembers its calls."""
+
+    def __init__(self) -> None:
+        self.epoch = 100
+        self._calls: list[tuple[Any, ...]] = []
+        self._changed = threading.Condition()
+
+    def describe(self) -> EngineInfo:
+        return engine_info(self.epoch, "own")
+
+    def __getattr__(self, name: str) -> Any:
+        def record(*arguments: Any) -> None:
+            with self._changed:
+                self._calls.append((name, *arguments))
+                self._changed.notify_all()
+
+        record.__name__ = name
+        return record
+
+    @property
+    def calls(self) -> list[tuple[Any, ...]]:
+        """What was called so far, beats and the reply of ``joined`` aside."""
+        with self._changed:
+            calls = [call for call in self._calls if call[0] != "beat"]
+        return [call[:1] if call[0] == "joined" else call for call in calls]
+
+    def wait(self, *call: Any) -> None:
+        """Wait until it has been called like this."""
+        with self._changed:
+            reached = self._changed.wait_for(lambda: call in self._calls, PATIENCE_SECONDS)
+        assert reached, f"{call} never came, only {self.calls}"
+
+
+class Script:
+    """Both sockets of a coordinator, and a client under test."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.member = Recorder()
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._publisher = self._context.socket(zmq.XPUB)
+        self._router.bind(command_endpoint(run_dir, "n"))
+        self._publisher.bind(event_endpoint(run_dir, "n"))
+        for socket in (self._router, self._publisher):
+            socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_SECONDS * 1000))
+        self._route = b""
+        self.client = CoordinatorClient(run_dir, "n", self.member, jitter=lambda: 1.0)
+        assert self._publisher.recv() == b"\1" + b"f" * 32  # subscribed
+
+    def close(self) -> None:
+        self.client.close()
+        self._context.destroy(linger=0)
+
+    def receive(self) -> Command:
+        self._route, frame = self._router.recv_multipart()
+        return decode_command(frame)
+
+    def expect(self, kind: type[Message]) -> Any:
+        """Return the next command of a kind; heartbeats in between do not matter."""
+        command = self.receive()
+        while isinstance(command, Heartbeat) and kind is not Heartbeat:
+            command = self.receive()
+        assert isinstance(command, kind), command
+        return command
+
+    def answer(self, message: Message) -> None:
+        self._router.send_multipart([self._route, encode(message)])
+
+    def send_raw(self, reply: list[bytes], *broadcasts: list[bytes]) -> None:
+        """Send frames that may be no messages at all."""
+        self._router.send_multipart([self._route, *reply])
+        for frames in broadcasts:
+            self._publisher.send_multipart([b"f" * 32, *frames])
+
+    def publish(self, message: AnyBroadcast) -> None:
+        self._publisher.send_multipart([b"f" * 32, encode(message)])
+
+    def joined(self, sequence: int = 0, coordinator: int = 1, **engines: int) -> Joined:
+        """A reply; ``engines`` gives the sequence of each engine e<epoch>."""
+        epochs = {int(name[1:]): heard for name, heard in engines.items()}
+        return Joined(
+            protocol=PROTOCOL_VERSION,
+            coordinator_epoch=coordinator,
+            engine_epoch=self.member.epoch,
+            lease_bit=5,
+            sequence=sequence,
+            roster=[engine_info(epoch) for epoch in epochs],
+            sequences=epochs,
+            suspected=[],
+            strangers=[],
+        )
+
+    def events(self, sequence: int, engine_sequence: int, records: bytes) -> EngineEvents:
+        return EngineEvents(
+            coordinator_epoch=1,
+            sequence=sequence,
+            epoch=7,
+            engine_sequence=engine_sequence,
+            records=records,
+        )

@@ -1,0 +1,166 @@
+"""The client against a scripted coordinator that loses, repeats and forgets."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvshm.protocol import (
+    EngineGone,
+    EngineJoined,
+    Events,
+    Heartbeat,
+    Join,
+    JoinFirst,
+    Leave,
+    Refused,
+    Tick,
+)
+
+from .scripted import Script, engine_info
+
+pytestmark = pytest.mark.multiprocess
+
+
+@pytest.fixture
+def script() -> Iterator[Script]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        script = Script(Path(directory))
+        yield script
+        script.close()
+
+
+def test_broadcasts_up_to_the_roster_are_dropped(script: Script) -> None:
+    script.expect(Join)
+    for sequence in (1, 2, 3):
+        script.publish(script.events(sequence, sequence, b"%d" % sequence))
+    script.answer(script.joined(sequence=2, e7=2))
+    script.member.wait("engine_events", 7, b"3")
+    names = [call[0] for call in script.member.calls]
+    assert names == ["joined", "engine_joined", "engine_events"]
+
+
+def test_lost_broadcast_makes_it_join_again(script: Script) -> None:
+    script.expect(Join)
+    script.answer(script.joined(sequence=4, e7=1))
+    script.member.wait("engine_joined", engine_info(7))
+    script.publish(script.events(6, 3, b"late"))
+    join = script.expect(Join)
+    assert join.engine.lease_bit == 5
+    assert script.client.is_member
+    script.answer(script.joined(sequence=6, e7=3, e8=0))
+    script.member.wait("rescan", 7)
+    script.member.wait("engine_joined", engine_info(8))
+    assert ("engine_events", 7, b"late") not in script.member.calls
+    assert ("coordinator_lost",) not in script.member.calls
+
+
+def test_lost_tail_shows_in_a_tick(script: Script) -> None:
+    script.expect(Join)
+    script.answer(script.joined(sequence=4, e7=1))
+    script.member.wait("engine_joined", engine_info(7))
+    script.publish(Tick(coordinator_epoch=1, sequence=5, sequences={7: 2}))
+    script.expect(Join)
+
+
+def test_events_an_engine_had_to_drop_make_one_rescan(script: Script) -> None:
+    script.expect(Join)
+    script.answer(script.joined(sequence=0, e7=1))
+    script.publish(Tick(coordinator_epoch=1, sequence=0, sequences={7: 2}))
+    script.member.wait("rescan", 7)
+    script.publish(script.events(1, 4, b"4"))
+    script.publish(script.events(2, 4, b"again"))
+    script.publish(script.events(3, 5, b"5"))
+    script.member.wait("engine_events", 7, b"5")
+    assert script.member.calls[2:] == [
+        ("rescan", 7),
+        ("rescan", 7),
+        ("engine_events", 7, b"4"),
+        ("engine_events", 7, b"5"),
+    ]
+
+
+def test_events_wait_for_the_place_in_the_roster(script: Script) -> None:
+    join = script.expect(Join)
+    script.client.send_events(b"dropped")
+    script.answer(script.joined())
+    again = script.expect(Join)  # what was dropped has to be scanned by the others
+    assert (join.sequence, again.sequence) == (0, 1)
+    script.answer(script.joined())
+    script.client.send_events(b"sent")
+    assert script.expect(Events) == Events(epoch=100, sequence=2, records=b"sent")
+    assert script.expect(Heartbeat).sequence == 2
+
+
+def test_forgetful_coordinator_is_joined_again_once(script: Script) -> None:
+    script.expect(Join)
+    script.answer(script.joined(sequence=9, e7=1))
+    script.expect(Heartbeat)
+    for _ in range(3):  # one for each message that was on its way
+        script.answer(JoinFirst(coordinator_epoch=2, engine_epoch=100))
+    join = script.expect(Join)
+    assert join.engine.lease_bit == 5
+    script.answer(script.joined(coordinator=2))
+    script.expect(Heartbeat)
+    assert script.member.calls.count(("coordinator_lost",)) == 1
+    assert ("engine_gone", 7, "no longer in the roster") not in script.member.calls
+
+
+def test_gone_engine_and_its_late_events(script: Script) -> None:
+    script.expect(Join)
+    script.answer(script.joined(sequence=0, e7=0))
+    script.publish(EngineGone(coordinator_epoch=1, sequence=1, epoch=7, reason="r"))
+    script.publish(script.events(2, 1, b"ghost"))
+    news = EngineJoined(coordinator_epoch=1, sequence=3, engine=engine_info(9), engine_sequence=0)
+    script.publish(news)
+    script.member.wait("engine_joined", engine_info(9))
+    assert ("engine_gone", 7, "r") in script.member.calls
+    assert ("engine_events", 7, b"ghost") not in script.member.calls
+
+
+def test_new_epoch_leaves_with_the_old_one_first(script: Script) -> None:
+    script.expect(Join)  # not answered: the coordinator may have taken it in all the same
+    script.member.epoch = 101
+    script.client.rejoin()
+    assert script.expect(Leave).epoch == 100
+    join = script.expect(Join)
+    assert (join.engine.epoch, join.sequence) == (101, 0)
+
+
+def test_refusal_is_told_once_and_a_new_epoch_tries_at_once(script: Script) -> None:
+    refused = Refused(engine_epoch=100, reason="r", remedy="do", retry=True)
+    for _ in range(2):
+        script.expect(Join)
+        script.answer(refused)
+    script.expect(Join)
+    assert script.member.calls == [("refused", refused)]
+    script.answer(Refused(engine_epoch=100, reason="other", remedy="do", retry=False))
+    script.member.epoch = 102
+    script.client.rejoin()
+    script.expect(Leave)
+    assert script.expect(Join).engine.epoch == 102
+
+
+def test_undecodable_messages_are_counted(script: Script) -> None:
+    script.expect(Join)
+    script.send_raw([b"\xc1"], [b"\xc1"], [b"two", b"frames"])
+    script.answer(script.joined(e7=0))
+    script.publish(script.events(1, 1, b"1"))
+    script.member.wait("engine_events", 7, b"1")
+    assert script.client.errors == 3
+
+
+def test_close_leaves(script: Script) -> None:
+    script.expect(Join)
+    script.answer(script.joined())
+    script.expect(Heartbeat)
+    script.client.send_events(b"last")
+    script.client.close()
+    assert script.expect(Events).records == b"last"
+    assert script.expect(Leave).epoch == 100
+    script.client.send_events(b"after")
+    script.client.rejoin()
+    script.client.close()

@@ -1,0 +1,100 @@
+"""A coordinator's state as tests speak to it: no socket, no process, no clock."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from kvshm.coordinator.actions import (
+    Action,
+    Examine,
+    Examined,
+    Owner,
+    Peer,
+    Process,
+    Publish,
+    Received,
+    Send,
+)
+from kvshm.coordinator.lease_bits import NOBODY, LeaseBits
+from kvshm.coordinator.roster import State
+from kvshm.coordinator.state import GRACE_SECONDS, decide
+from kvshm.interfaces import MemoryDescriptor
+from kvshm.protocol import (
+    PROTOCOL_VERSION,
+    Command,
+    EngineInfo,
+    Join,
+    Joined,
+    RankInfo,
+)
+from kvshm.records import NUM_LEASE_BITS, RECORD_BYTES
+from kvshm.segment import segment_name
+
+UID = 1000
+BOOT = b"b" * 16
+RECORD = bytes(RECORD_BYTES)
+
+A = TypeVar("A")
+
+
+def new_state(
+    rows: list[Owner] | None = None, dead: frozenset[int] = frozenset(), now: float = 0.0
+) -> State:
+    rows = rows or [NOBODY] * NUM_LEASE_BITS
+    return State(
+        epoch=1,
+        namespace="n",
+        uid=UID,
+        boot_id=BOOT,
+        bits=LeaseBits(rows, dead, now + GRACE_SECONDS),
+    )
+
+
+def engine(epoch: int, *, pid: int = 0, ranks: tuple[int, ...] = (), **fields: Any) -> EngineInfo:
+    """An engine of one process (pid = epoch unless given), or with ranks of their own."""
+    pid = pid or epoch
+    memory = MemoryDescriptor("none", epoch, 0, [], {})
+    described: dict[str, Any] = {
+        "epoch": epoch,
+        "name": f"e{epoch}",
+        "pid": pid,
+        "start_time": pid * 10,
+        "fingerprint": b"f" * 32,
+        "fields": {},
+        "table": segment_name("n", "slots", f"e{epoch}", epoch),
+        "num_blocks": 8,
+        "ranks": [RankInfo(rank, rank * 10, memory) for rank in ranks or (pid,)],
+    }
+    return EngineInfo(**{**described, **fields})
+
+
+def peer_of(info: EngineInfo) -> Peer:
+    return Peer(b"route%d" % info.pid, UID, info.pid)
+
+
+def process(pid: int) -> Process:
+    return Process(pid, pid * 10)
+
+
+def say(state: State, info: EngineInfo, message: Command, now: float = 0.0) -> list[Action]:
+    return decide(state, Received(peer_of(info), message), now)
+
+
+def join(
+    state: State, info: EngineInfo, now: float = 0.0, sequence: int = 0
+) -> tuple[Joined, list[Action]]:
+    """Join, with whatever the shell looks at found in order."""
+    message = Join(protocol=PROTOCOL_VERSION, engine=info, sequence=sequence)
+    assert say(state, info, message, now) == [Examine(peer_of(info), message)]
+    actions = decide(state, Examined(peer_of(info), message, None), now)
+    (reply,) = [a.message for a in actions if isinstance(a, Send)]
+    assert isinstance(reply, Joined)
+    return reply, actions
+
+
+def only(actions: list[Action], kind: type[A]) -> list[A]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def published(actions: list[Action]) -> list[Any]:
+    return [action.message for action in only(actions, Publish)]
