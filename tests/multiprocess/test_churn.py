@@ -60,6 +60,7 @@ def finish(engines: list[Managed]) -> list[dict[str, Any]]:
 
 
 def table_of(node: Node, engine: Managed) -> SlotTable:
+    engine.wait_out(lambda line: line == "open")
     (name,) = [n for n in node.segments("slots") if f"toy-{engine.pid}" in n]
     return SlotTable.open(name, writable=False)
 
@@ -118,6 +119,7 @@ def test_an_engine_killed_anywhere_harms_nobody(node: Node, point: str) -> None:
     assert victim.wait() == -signal.SIGKILL
     tables = [table_of(node, engine) for engine in others]
     wait_until(lambda: len(node.segments("slots")) == 2, "the dead engine's table to go")
+    wait_until(lambda: all(table.lease_bit >= 0 for table in tables), "both to have joined")
     (dead_bit,) = {0, 1, 2} - {table.lease_bit for table in tables}
     for table in tables:
         assert not any(slot.leases >> dead_bit & 1 for slot in table.slots())
