@@ -80,7 +80,7 @@ def test_no_wrong_byte_in_a_churn_of_three(node: Node, ranks: str) -> None:
 
 @pytest.mark.parametrize("fault", ["wrong-block", "zero", "shift"])
 def test_the_comparison_sees_each_fault(node: Node, fault: str) -> None:
-    good = start(node, 1, "--peers", "0")
+    good = start(node, 1, "--peers", "0", "--loads", "0")
     blind = start(node, 2, KVSHM_FAULT=fault, KVSHM_VERIFY="0", KVSHM_ROLE="consumer")
     results = finish([good, blind])
     assert results[0]["wrong"] == 0

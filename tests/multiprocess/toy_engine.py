@@ -31,6 +31,7 @@ from kvshm.terms import BlockHash, BlockId, Epoch, Rank, block_hash
 
 BLOCK_SIZE = 16
 REGIONS = 2
+POLL_SECONDS = 0.0002
 
 
 def chain_of(family: int, length: int) -> list[BlockHash]:
@@ -94,7 +95,7 @@ class ToyEngine:
             BlockId(b) for b in range(num_blocks)
         )
         self.by_hash: dict[BlockHash, BlockId] = {}
-        self.wrong = self.imported = self.requests = 0
+        self.wrong = self.imported = self.requests = self.loads = 0
 
     def open(self, fields: dict[str, str]) -> None:
         """Begin an epoch and wait until it is open on every rank."""
@@ -137,12 +138,14 @@ class ToyEngine:
         return blocks
 
     def _import(self, plan: object, targets: list[BlockId], chain: list[BlockHash]) -> int:
+        self.loads += 1
         load = self.cache.begin_load(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
         self.cache.settle()
         for rank in self.ranks:
             rank.cache.begin_load(load)
         reports: list[LoadReport] = []
         while len(reports) < len(self.ranks):
+            time.sleep(POLL_SECONDS)
             for rank in self.ranks:
                 reports += rank.cache.poll()
         bad = self.cache.end_load(load, reports)
@@ -191,6 +194,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--loads", type=int, default=20, help="go on until so many imports")
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--families", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=1)
@@ -204,7 +208,10 @@ def main() -> None:
         time.sleep(0.01)
     print("go", flush=True)
     dice = random.Random(options.seed)
-    for _ in range(options.requests):
+    # On a busy machine the first events may take long to arrive: go on until some have.
+    while engine.requests < options.requests or (
+        engine.loads < options.loads and engine.requests < 20 * options.requests
+    ):
         family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
         engine.request(chain_of(family, length))
     print(json.dumps(engine.summary()), flush=True)
