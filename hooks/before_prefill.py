@@ -90,10 +90,11 @@ class Importer:
 
     def wants(self, request: Any) -> bool:
         """Whether this request may share, in either direction."""
-        params = (getattr(request, "kv_transfer_params", None) or {}).get("kvshm") or {}
-        if params.get("share") is False or request.lora_request is not None:
+        if request.lora_request is not None:
             return False  # an adapter's name says nothing of its contents
-        return self._config.share is not Share.SALTED_ONLY or request.cache_salt is not None
+        if self._config.share is Share.SALTED_ONLY and request.cache_salt is None:
+            return False
+        return _asked_to_share(request.kv_transfer_params)
 
     def allocated(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
         """Blocks were allocated: lease and plan the load of the external ones."""
@@ -113,7 +114,8 @@ class Importer:
         request_id, chain = request.request_id, request.block_hashes
         targets = tuple(t for piece in load.pieces for t in piece.targets) + load.lost
         self._imports[request_id] = _Import(load, targets, first, chain)
-        self._first_hashes[chain[first]] = request_id
+        if first < len(chain):
+            self._first_hashes[chain[first]] = request_id
         self._new = [other for other in self._new if other.load_id != request_id] + [load]
 
     def take_loads(self) -> list[Load]:
@@ -159,11 +161,18 @@ class Importer:
         return self._clock() - since < TWIN_WAIT_SECONDS
 
     def _forget_first(self, request_id: str, done: _Import) -> None:
-        first = done.chain[done.first_index]
-        if self._first_hashes.get(first) == request_id:
-            del self._first_hashes[first]
+        for first in done.chain[done.first_index : done.first_index + 1]:
+            if self._first_hashes.get(first) == request_id:
+                del self._first_hashes[first]
 
     @staticmethod
     def _empty(request_id: str, targets: tuple[BlockId, ...]) -> Load:
         """A load that brings nothing: every target is a load error, so vLLM computes it."""
         return Load(request_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), targets)
+
+
+def _asked_to_share(params: object) -> bool:
+    """What a request says by ``kv_transfer_params={"kvshm": {"share": false}}``.  Comes from
+    clients: whatever else than true it says instead, it is not taken for consent."""
+    own = params.get("kvshm", {}) if isinstance(params, dict) else {}
+    return isinstance(own, dict) and own.get("share", True) is True

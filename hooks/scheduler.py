@@ -113,11 +113,13 @@ class SchedulerSide:
         metadata = StepMetadata(
             step=self._step if busy else 0,
             open_table=self._newly_opened(),
-            describe=self._describe,
+            describe=self._describe and busy,
             loads=self.importer.take_loads(),
             checksums=completes if self._config.verify else [],
         )
-        self._describe = False
+        # Weights are digested when the model runs with them: a step without a model may lie
+        # between a reset and the change of weights that it was made for.
+        self._describe = self._describe and not busy
         return metadata
 
     def emergency(self) -> StepMetadata:

@@ -47,7 +47,6 @@ class WorkerSide:
         self._finished: set[str] = set()
         self._bad: set[BlockId] = set()
         self._report = RankReport(step=0)
-        self._under_way: set[str] = set()
 
     # -- start
 
@@ -109,14 +108,14 @@ class WorkerSide:
 
     def begin_loads(self, metadata: StepMetadata) -> None:
         """Start a step's loads; does not block."""
-        loads, metadata.loads = metadata.loads, []
-        for load in loads:
-            self._under_way.add(load.load_id)
+        while metadata.loads:
+            load = metadata.loads[0]
             if self._cache is None:
                 targets = tuple(t for piece in load.pieces for t in piece.targets)
                 self._ended(LoadReport(load.load_id, targets + load.lost))
             else:
                 self._cache.begin_load(load)
+            metadata.loads.pop(0)  # only now: what fails before is reported by ``give_up``
 
     def write_checksums(self, metadata: StepMetadata) -> None:
         """After the model ran, before its output is returned."""
@@ -130,7 +129,6 @@ class WorkerSide:
                 self._ended(report)
 
     def _ended(self, report: LoadReport) -> None:
-        self._under_way.discard(report.load_id)
         self._finished.add(report.load_id)
         self._bad.update(report.bad)
         self._report.loads.append(report)

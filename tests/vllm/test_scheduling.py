@@ -160,12 +160,13 @@ def test_priority_scheduling_imports_only(engine: Make) -> None:
     assert e.ready() == set()
 
 
-def test_a_lora_or_unshared_request_publishes_nothing(engine: Make) -> None:
+@pytest.mark.parametrize("said", [{"share": False}, {"share": "no"}, {"share": None}, "nonsense"])
+def test_a_request_that_does_not_want_to_share_publishes_nothing(engine: Make, said: Any) -> None:
     e = engine()
-    request = e.add("a", prompt(3))
-    request.kv_transfer_params = {"kvshm": {"share": False}}
+    e.add("a", prompt(3)).kv_transfer_params = {"kvshm": said}
+    e.add("b", prompt(2, first=900)).kv_transfer_params = {"kvshm": {}}
     e.step()
-    assert e.ready() == set()
+    assert e.ready() == set(e.blocks_of("b")[:2])
 
 
 def test_a_block_rewritten_in_place_is_withdrawn(engine: Make) -> None:
