@@ -12,7 +12,8 @@ ROOT = Path(__file__).parent.parent
 COMPONENTS = {"coordinator", "transport", "hooks", "tools"}
 PRODUCT = sorted(p for d in {"kvshm", *COMPONENTS} for p in (ROOT / d).glob("*.py"))
 OTHERS = sorted(p for d in ("tests", "examples", "benchmarks") for p in (ROOT / d).rglob("*.py"))
-MAY_IMPORT = {"torch": {"hooks", "transport/cuda_ipc"}, "vllm": {"hooks"}}
+MAY_IMPORT = {"vllm": {"hooks"}, "torch": {"hooks", "cuda"}, "triton": {"cuda"}}
+"""Rooms: a folder, or the transport's modules named cuda_*."""
 NAMELESS = {"utils", "util", "helpers", "common", "misc"}
 """Module names that name no concept."""
 
@@ -47,8 +48,10 @@ def test_components_meet_only_in_the_core(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
 def test_engines_and_devices_stay_in_their_rooms(path: Path) -> None:
-    """vLLM is imported by the hooks only, torch also by the CUDA transport."""
-    rooms = {path.parent.name, f"{path.parent.name}/{path.stem}"}
+    """vLLM is imported by the hooks only, torch also by the CUDA transport, triton by that."""
+    rooms = {path.parent.name}
+    if path.parent.name == "transport" and path.stem.startswith("cuda_"):
+        rooms.add("cuda")
     for level, name in imports(path):
         top = name.split(".")[0]
         assert level or rooms & MAY_IMPORT.get(top, rooms), f"may not import {top}"
