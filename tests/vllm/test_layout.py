@@ -176,6 +176,31 @@ def test_the_cache_lands_in_shared_memory(config: VllmConfig) -> None:
     memory.close()
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: torch.zeros(64, dtype=torch.int32, device=CPU),
+        lambda: torch.zeros(64, dtype=torch.int8),
+        lambda: torch.zeros(8, 8, dtype=torch.int8, device=CPU),
+        lambda: torch.zeros((64,), dtype=torch.int8, device=CPU),
+        lambda: torch.zeros(64, dtype=torch.int8, device="meta"),
+        lambda: torch.zeros(64, dtype=torch.int8, device=CPU, requires_grad=False),
+    ],
+)
+def test_other_allocations_are_torchs_own(call: Callable[[], torch.Tensor]) -> None:
+    context = shared_kv_memory(load_transport("posix_shm").allocate)
+    expected = call()
+    with context:
+        made = call()
+    assert (made.shape, made.dtype, made.device) == (
+        expected.shape,
+        expected.dtype,
+        expected.device,
+    )
+    assert context.memory is None
+    assert "known way" in context.failure
+
+
 def test_a_failure_restores_torch() -> None:
     zeros = torch.zeros
     with pytest.raises(RuntimeError, match="boom"), shared_kv_memory(bytearray):  # type: ignore[type-var]
