@@ -24,6 +24,7 @@ from .actions import Log
 from .lease_bits import LeaseBits
 from .lease_table import LeaseTable
 from .lock import take_lock
+from .notify import READY, STOPPING, notify
 from .reaper import Reaper
 from .roster import State
 from .server import Server
@@ -56,7 +57,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--namespace", help="serve the engines of this namespace (default: $KVSHM_NAMESPACE)"
     )
-    parser.add_argument("--log-level", help="debug, info, warning or error (default: info)")
+    parser.add_argument(
+        "--log-level", help="debug, info, warning or error (default: $KVSHM_LOG_LEVEL)"
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     return parser.parse_args(argv)
 
@@ -108,9 +111,11 @@ def _serve(run_dir: Path, namespace: str) -> None:
     about: dict[str, object] = {"pid": os.getpid(), "run_dir": run_dir, "namespace": namespace}
     bits = {"version": __version__, "bits_kept": kept, "bits_of_dead": len(dead)}
     logfmt.write(Log(logging.INFO, "serving", {**about, **bits}))
+    notify(READY, os.environ)
     try:
         server.run(lambda: signals.received)
     finally:
+        notify(STOPPING, os.environ)
         server.close()
         for endpoint in endpoints:
             Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -133,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _config(arguments, os.environ)
         logfmt.start(config.log_level)
+        for warning in config.warnings:
+            logfmt.write(Log(logging.WARNING, "unknown-setting", {"reason": warning}))
         os.umask(0o077)
         run_dir = open_run_directory(config.run_dir, os.environ)
         lock = take_lock(lock_path(run_dir, config.namespace))

@@ -69,7 +69,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         if (reason := export_refusal(vllm_config)) is not None:
             log.warning("importing only: %s", reason)
             config = dataclasses.replace(config, role=Role.CONSUMER)
-        run_dir = open_run_directory(config.run_dir or None, os.environ)
+        run_dir = open_run_directory(config.run_dir, os.environ)
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(config, run_dir, vllm_config, kv_cache_config)
         else:

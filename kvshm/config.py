@@ -12,19 +12,18 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .rundir import SOCKET_PATH_BYTES, open_run_directory
+from .rundir import SOCKET_PATH_BYTES, choose_run_directory
 
 PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
 """What is kept free in a socket's path for its name, beside the namespace."""
 
 _READ_ELSEWHERE = frozenset({"KVSHM_TEST_SYNC_POINT"})
-# What Kubernetes injects into every pod beside a Service named "kvshm".
-_KUBERNETES = re.compile(r"KVSHM_PORT|KVSHM_PORT_.*|KVSHM_SERVICE_.*")
+# What Kubernetes injects into every pod beside a Service named "kvshm" or "kvshm-...".
+_KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
 
 
 class Role(StrEnum):
@@ -207,12 +206,11 @@ class Config:
     """What looks like a mistake but stops nothing; to be logged once."""
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str], uid: int | None = None) -> Config:
-        """Return the checked settings.  Touches nothing but its arguments (and the own uid
-        unless given).  Raises ConfigError naming setting, value and remedy."""
+    def from_env(cls, environ: Mapping[str, str]) -> Config:
+        """Return the checked settings.  Touches nothing but its argument.  Raises ConfigError
+        naming setting, value and remedy."""
         values = {s.field: _value(s, environ[s.name]) for s in SETTINGS if environ.get(s.name)}
         given = frozenset(s.name for s in SETTINGS if s.field in values)
-        values.setdefault("run_dir", _default_run_dir(environ, uid))
         config = cls(**values, given=given, warnings=_strangers(environ))
         _check_length(config)
         return config
@@ -241,20 +239,31 @@ SETTINGS: tuple[Setting, ...] = tuple(
 )
 
 
-def describe(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return (name, value in force, "environment" or "default") of every setting.  Raises
-    ConfigError like ``Config.from_env``."""
+class Described(NamedTuple):
+    """A setting as it stands."""
+
+    name: str
+    value: str
+    """In force; "unset" where there is none."""
+    origin: str
+    """Where it came from."""
+
+
+def describe(environ: Mapping[str, str]) -> list[Described]:
+    """Return every setting as it stands.  Raises ConfigError like ``Config.from_env``."""
     config = Config.from_env(environ)
-    return [
-        (s.name, _shown(getattr(config, s.field)), _origin(s.name in config.given))
-        for s in SETTINGS
-    ]
+    return [_described(setting, config, environ) for setting in SETTINGS]
 
 
-def run_directory(config: Config) -> Path:
-    """Return the run directory, created if missing.  Raises RunDirectoryError if it cannot
-    be made or trusted."""
-    return open_run_directory(config.run_dir or None, os.environ)
+def _described(setting: Setting, config: Config, environ: Mapping[str, str]) -> Described:
+    value = getattr(config, setting.field)
+    if setting.name in config.given:
+        return Described(setting.name, _shown(value), "environment")
+    if setting.field == "run_dir":
+        chosen = choose_run_directory("", environ)
+        runtime = environ.get("XDG_RUNTIME_DIR", "").startswith("/")
+        return Described(setting.name, str(chosen), "XDG_RUNTIME_DIR" if runtime else "default")
+    return Described(setting.name, _shown(value), "default")
 
 
 def _value(setting: Setting, text: str) -> Any:
@@ -272,17 +281,6 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return "unset" if value in (None, "") else str(value)
-
-
-def _origin(given: bool) -> str:
-    return "environment" if given else "default"
-
-
-def _default_run_dir(environ: Mapping[str, str], uid: int | None) -> str:
-    runtime = environ.get("XDG_RUNTIME_DIR", "")
-    if runtime.startswith("/"):
-        return os.path.join(runtime, "kvshm")
-    return f"/tmp/kvshm-{os.geteuid() if uid is None else uid}"
 
 
 def _check_length(config: Config) -> None:

@@ -21,13 +21,24 @@ SOCKET_PATH_BYTES = 107
 _RANK_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.rank\.(?P<pid>[0-9]+)\.[0-9]+\.sock")
 
 
-def open_run_directory(path: str | Path | None, environ: Mapping[str, str]) -> Path:
+def choose_run_directory(given: str, environ: Mapping[str, str]) -> Path:
+    """Return where the run directory is; looks at no file.
+
+    ``given`` is KVSHM_RUN_DIR; if empty it is $XDG_RUNTIME_DIR/kvshm, and without that (or
+    where it is relative, which its specification calls invalid) /tmp/kvshm-<uid>.
+    """
+    if given:
+        return Path(given)
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) / "kvshm" if runtime.startswith("/") else _per_user()
+
+
+def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
     """Return the run directory, created with mode 0700 if it is missing.
 
-    ``path`` None: $KVSHM_RUN_DIR, else $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>.
     Raises RunDirectoryError, naming path and remedy, if it cannot be trusted or made.
     """
-    directory = Path(path) if path is not None else _default(environ)
+    directory = choose_run_directory(given, environ)
     if not directory.is_absolute():
         raise RunDirectoryError(
             f"run directory {directory} is a relative path, which means another place to each "
@@ -44,11 +55,7 @@ def open_run_directory(path: str | Path | None, environ: Mapping[str, str]) -> P
     return directory
 
 
-def _default(environ: Mapping[str, str]) -> Path:
-    if given := environ.get("KVSHM_RUN_DIR"):
-        return Path(given)
-    if runtime := environ.get("XDG_RUNTIME_DIR"):
-        return Path(runtime) / "kvshm"
+def _per_user() -> Path:
     return Path(f"/tmp/kvshm-{os.geteuid()}")
 
 

@@ -11,6 +11,7 @@ import pytest
 from kvshm.errors import RunDirectoryError
 from kvshm.rundir import (
     SOCKET_PATH_BYTES,
+    choose_run_directory,
     command_endpoint,
     event_endpoint,
     list_rank_sockets,
@@ -23,26 +24,27 @@ from kvshm.rundir import (
 def test_created_with_mode_0700_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        path = open_run_directory(tmp_path / "run", {})
+        path = open_run_directory(str(tmp_path / "run"), {})
     finally:
         os.umask(before)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
-    assert open_run_directory(path, {}) == path
+    assert open_run_directory(str(path), {}) == path
 
 
-def test_order_of_defaults(tmp_path: Path) -> None:
-    own, runtime = str(tmp_path / "own"), str(tmp_path)
-    environ = {"KVSHM_RUN_DIR": own, "XDG_RUNTIME_DIR": runtime}
-    assert open_run_directory(tmp_path / "given", environ) == tmp_path / "given"
-    assert open_run_directory(None, environ) == Path(own)
-    assert open_run_directory(None, {"XDG_RUNTIME_DIR": runtime}) == tmp_path / "kvshm"
+def test_where_it_is() -> None:
+    runtime = {"XDG_RUNTIME_DIR": "/run/user/7"}
+    assert choose_run_directory("/given", runtime) == Path("/given")
+    assert choose_run_directory("", runtime) == Path("/run/user/7/kvshm")
+    own = Path(f"/tmp/kvshm-{os.geteuid()}")
+    assert choose_run_directory("", {}) == own
+    assert choose_run_directory("", {"XDG_RUNTIME_DIR": "relative"}) == own
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o770, 0o707, 0o1700, 0o500])
 def test_other_modes_are_refused_with_the_remedy(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     with pytest.raises(RunDirectoryError, match=f"chmod 700 {tmp_path}"):
-        open_run_directory(tmp_path, {})
+        open_run_directory(str(tmp_path), {})
     tmp_path.chmod(0o700)
 
 
@@ -51,13 +53,13 @@ def test_links_files_and_relative_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "file").touch()
     with pytest.raises(RunDirectoryError, match="is a link"):
-        open_run_directory(tmp_path / "link", {})
+        open_run_directory(str(tmp_path / "link"), {})
     with pytest.raises(RunDirectoryError, match="File exists"):
-        open_run_directory(tmp_path / "file", {})
+        open_run_directory(str(tmp_path / "file"), {})
     with pytest.raises(RunDirectoryError, match="relative"):
         open_run_directory("run", {})
     with pytest.raises(RunDirectoryError, match="No such file"):
-        open_run_directory(tmp_path / "no" / "such", {})
+        open_run_directory(str(tmp_path / "no" / "such"), {})
 
 
 def test_another_users_directory_is_refused(
@@ -66,7 +68,7 @@ def test_another_users_directory_is_refused(
     tmp_path.chmod(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(RunDirectoryError, match="belongs to uid"):
-        open_run_directory(tmp_path, {})
+        open_run_directory(str(tmp_path), {})
 
 
 def test_names_of_one_namespace_are_its_own() -> None:

@@ -1,0 +1,55 @@
+"""``kvshm``: one command for whoever runs a node.
+
+``kvshm config`` prints every setting, its value and where it came from, as this environment
+has them; ``kvshm dump-index`` shows what is in shared memory.  Exit status: that of the verb,
+2 for a wrong command line or a bad setting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from kvshm.config import Config, describe
+from kvshm.errors import ConfigError
+from kvshm.version import __version__
+
+from . import dump_index
+
+EXIT_USAGE = 2
+
+
+def print_config(environ: Mapping[str, str]) -> int:
+    """Print the settings of ``environ``, one per line; return the exit status."""
+    try:
+        settings = describe(environ)
+    except ConfigError as exc:
+        print(f"kvshm: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    widths = [max(len(setting[column]) for setting in settings) for column in (0, 1)]
+    for name, value, origin in settings:
+        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+    for warning in Config.from_env(environ).warnings:
+        print(f"kvshm: {warning}", file=sys.stderr)
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for; return the exit status."""
+    parser = argparse.ArgumentParser(prog="kvshm", description=__doc__.partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("config", help="print each setting, its value and where it came from")
+    verbs.add_parser("dump-index", help="show what is in shared memory", add_help=False)
+    asked, rest = parser.parse_known_args(arguments)
+    if asked.verb == "dump-index":
+        return dump_index.main(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return print_config(os.environ)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
