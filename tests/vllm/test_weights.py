@@ -51,6 +51,7 @@ CHANGES: dict[str, Callable[[torch.nn.Module], object]] = {
     "one bit of one element": lambda m: m.first.weight.view(torch.int16)[3, 3].bitwise_xor_(1),
     "the last, odd bytes": lambda m: m.first.weight.view(torch.int16)[16, 32].bitwise_xor_(1),
     "neighbouring words swapped": lambda m: swap(m.big.data, 0, 1),
+    "two highest bits, which cancel in a sum": lambda m: m.big.data.view(-1)[1:5:2].neg_(),
     "words of two chunks swapped": lambda m: swap(m.big.data, 5, (3 << 13) + 5),
     "a buffer": lambda m: m.scale.add_(0.25),
     "a buffer that is not saved": lambda m: m.cache[12].add_(1),
