@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvshm.protocol import AnyBroadcast, Command, Join, Reply
+from kvshm.protocol import AnyBroadcast, Command, ForeignJoin, Join, Reply
 from kvshm.segment import Identity
 
 
@@ -60,6 +60,13 @@ class Garbled(NamedTuple):
     error: str
 
 
+class Foreign(NamedTuple):
+    """A Join of another version of the protocol arrived, which could not be decoded."""
+
+    peer: Peer
+    join: ForeignJoin
+
+
 class Examined(NamedTuple):
     """The answer to ``Examine``: whether the engine is what it says."""
 
@@ -78,7 +85,7 @@ class Clock(NamedTuple):
     """About a second has passed."""
 
 
-Event = Received | Garbled | Examined | Died | Clock
+Event = Received | Garbled | Foreign | Examined | Died | Clock
 
 # -- actions
 

@@ -6,15 +6,19 @@ import logging
 
 import msgspec
 
+from kvshm.errors import VersionMismatch
 from kvshm.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
     EngineJoined,
     EngineRecovered,
+    ForeignEngine,
+    ForeignJoin,
     Join,
     Joined,
     Refused,
     Stranger,
+    check_version,
 )
 from kvshm.records import MAX_RANKS
 from kvshm.segment import TABLE_KIND, Identity, parse_segment_name
@@ -22,6 +26,7 @@ from kvshm.terms import NO_LEASE_BIT
 
 from .actions import Action, Examine, Log, Owner, Peer, Refusal, Send, WriteLease
 from .roster import Engine, State, processes_of
+from .versions import who_upgrades
 
 FINGERPRINT_BYTES = 32
 _SAME_NAMESPACES = "run engines and coordinator in one pid namespace (containers: --pid=host)"
@@ -31,14 +36,23 @@ _NEW_EPOCH = "begin a new epoch and join with that"
 def on_join(state: State, peer: Peer, join: Join) -> list[Action]:
     """Refuse what can be refused at once, let the shell look at the rest."""
     refusal = (
-        _refuse_speaker(state, peer, join.engine)
-        or _refuse_message(state, join)
+        _refuse_speaker(state, peer)
+        or _refuse_protocol(join.protocol, join.engine)
+        or _refuse_pid(peer, join.engine)
+        or _refuse_message(state, join.engine)
         or _refuse_epoch(state, join.engine)
     )
-    return [Examine(peer, join)] if refusal is None else refuse(state, peer, join, refusal)
+    return [Examine(peer, join)] if refusal is None else refuse(state, peer, join.engine, refusal)
 
 
-def _refuse_speaker(state: State, peer: Peer, engine: EngineInfo) -> Refusal | None:
+def on_foreign(state: State, peer: Peer, join: ForeignJoin) -> list[Action]:
+    """Refuse an engine whose protocol has another Join than ours."""
+    refusal = _refuse_speaker(state, peer) or _refuse_protocol(join.protocol, join.engine)
+    assert refusal is not None, "a foreign join is one of another version"
+    return refuse(state, peer, join.engine, refusal)
+
+
+def _refuse_speaker(state: State, peer: Peer) -> Refusal | None:
     if peer.pid < 0:
         return Refusal(
             "the socket does not tell who is speaking", "install a libzmq with SO_PEERCRED support"
@@ -50,6 +64,18 @@ def _refuse_speaker(state: State, peer: Peer, engine: EngineInfo) -> Refusal | N
         )
     if peer.pid == 0:
         return Refusal("the engine is in a pid namespace that is not visible", _SAME_NAMESPACES)
+    return None
+
+
+def _refuse_protocol(protocol: int, engine: EngineInfo | ForeignEngine) -> Refusal | None:
+    try:
+        check_version(protocol)
+    except VersionMismatch as exc:
+        return who_upgrades("protocol", exc, engine.kvshm_version)
+    return None
+
+
+def _refuse_pid(peer: Peer, engine: EngineInfo) -> Refusal | None:
     if peer.pid != engine.pid:
         return Refusal(
             f"the engine calls itself pid {engine.pid}, here it is pid {peer.pid}",
@@ -58,13 +84,7 @@ def _refuse_speaker(state: State, peer: Peer, engine: EngineInfo) -> Refusal | N
     return None
 
 
-def _refuse_message(state: State, join: Join) -> Refusal | None:
-    engine = join.engine
-    if join.protocol != PROTOCOL_VERSION:
-        return Refusal(
-            f"the engine speaks protocol {join.protocol}, the coordinator {PROTOCOL_VERSION}",
-            "install one version of kvshm in both",
-        )
+def _refuse_message(state: State, engine: EngineInfo) -> Refusal | None:
     name = parse_segment_name(engine.table)
     if name is None or (name.namespace, name.kind, name.epoch) != (
         state.namespace,
@@ -98,15 +118,17 @@ def _is_same(known: EngineInfo, other: EngineInfo) -> bool:
     return all(getattr(known, name) == getattr(other, name) for name in fixed)
 
 
-def refuse(state: State, peer: Peer, join: Join, refusal: Refusal) -> list[Action]:
+def refuse(
+    state: State, peer: Peer, engine: EngineInfo | ForeignEngine, refusal: Refusal
+) -> list[Action]:
     """Say why not; logged once for each sender and reason."""
     reply = Refused(
-        engine_epoch=join.engine.epoch,
+        engine_epoch=engine.epoch,
         reason=refusal.reason,
         remedy=refusal.remedy,
         retry=refusal.retry,
     )
-    about = {"engine": join.engine.name, "remedy": refusal.remedy}
+    about = {"engine": engine.name, "remedy": refusal.remedy}
     return [Send(peer.route, reply), *state.complain(peer, "refused", refusal.reason, **about)]
 
 

@@ -15,7 +15,14 @@ from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, SegmentNotReady
+from kvshm.counters import SWEPT
+from kvshm.errors import (
+    KvshmError,
+    SegmentError,
+    SegmentNotFound,
+    SegmentNotReady,
+    VersionMismatch,
+)
 from kvshm.protocol import EngineInfo
 from kvshm.rundir import list_rank_sockets
 from kvshm.segment import (
@@ -35,6 +42,7 @@ from kvshm.slots import SlotTable
 from . import logfmt
 from .actions import Log, Process, Refusal
 from .roster import processes_of
+from .versions import who_upgrades
 
 ABANDONED_SECONDS = 60.0
 """A segment that nobody has filled for so long was left by a process that died on it."""
@@ -67,8 +75,10 @@ class Reaper:
             return Refusal(f"{info.table} is not in the coordinator's /dev/shm", _ONE_SHM)
         except SegmentNotReady as exc:
             return Refusal(str(exc), "nothing: it is tried again", retry=True)
+        except VersionMismatch as exc:
+            return who_upgrades("layout", exc, info.kvshm_version)
         except (KvshmError, OSError) as exc:
-            return Refusal(str(exc), "run both as one user, with one version of kvshm")
+            return Refusal(str(exc), "run engine and coordinator as one user")
         try:
             return _compare(table, info)
         finally:
@@ -89,6 +99,7 @@ class Reaper:
             with self._tolerant("sweep", name):
                 table = SlotTable.open(name)
                 swept = table.sweep(bits)
+                table.counters.add(SWEPT, swept)
                 table.close()
                 about: dict[str, object] = {"table": name, "bits": f"{bits:#x}", "slots": swept}
                 logfmt.write(Log(logging.DEBUG, "swept", about))
@@ -158,8 +169,8 @@ class Reaper:
     def _tolerant(self, what: str, name: str) -> Iterator[None]:
         try:
             yield
-        except (SegmentNotFound, SegmentNotReady):
-            return
+        except (SegmentNotFound, SegmentNotReady, VersionMismatch):
+            return  # gone, or nobody's yet, or of engines that no engine of ours ever met
         except (KvshmError, OSError, ValueError, IndexError) as exc:
             about: dict[str, object] = {"what": what, "segment": name, "reason": exc}
             logfmt.write(Log(logging.WARNING, "failed", about))

@@ -12,7 +12,13 @@ from collections.abc import Callable
 import zmq
 
 from kvshm.errors import ProtocolError
-from kvshm.protocol import HEARTBEAT_SECONDS, MAX_MESSAGE_BYTES, decode_command, encode
+from kvshm.protocol import (
+    HEARTBEAT_SECONDS,
+    MAX_MESSAGE_BYTES,
+    decode_command,
+    encode,
+    foreign_join,
+)
 from kvshm.segment import identity_of
 
 from . import logfmt
@@ -24,6 +30,7 @@ from .actions import (
     Event,
     Examine,
     Examined,
+    Foreign,
     Garbled,
     Log,
     Peer,
@@ -201,10 +208,12 @@ def _read(frames: list[zmq.Frame]) -> Event:
     peer = Peer(frames[0].bytes, *_credentials(frames[-1]))
     if len(frames) != 2:
         return Garbled(peer, f"message of {len(frames) - 1} frames, wanted 1")
+    frame = frames[1].bytes
     try:
-        return Received(peer, decode_command(frames[1].bytes))
+        return Received(peer, decode_command(frame))
     except ProtocolError as exc:
-        return Garbled(peer, str(exc))
+        foreign = foreign_join(frame)
+        return Garbled(peer, str(exc)) if foreign is None else Foreign(peer, foreign)
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

@@ -35,6 +35,7 @@ from .actions import (
     EndLife,
     Event,
     Examined,
+    Foreign,
     Garbled,
     Log,
     Peer,
@@ -48,7 +49,7 @@ from .actions import (
     UnlinkEpoch,
     WriteLease,
 )
-from .joining import admit, on_join, refuse
+from .joining import admit, on_foreign, on_join, refuse
 from .roster import Engine, State
 
 GRACE_SECONDS = 3 * HEARTBEAT_SECONDS
@@ -65,8 +66,10 @@ def decide(state: State, event: Event, now: float) -> list[Action]:
             return _on_message(state, event.peer, event.message, now)
         case Examined():
             if event.refusal is not None:
-                return refuse(state, event.peer, event.join, event.refusal)
+                return refuse(state, event.peer, event.join.engine, event.refusal)
             return admit(state, event.peer, event.join, now)
+        case Foreign():
+            return on_foreign(state, event.peer, event.join)
         case Garbled():
             return state.complain(event.peer, "garbled", event.error)
         case Died():

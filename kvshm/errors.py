@@ -39,6 +39,11 @@ class SegmentTooSmall(SegmentError):
 class VersionMismatch(SegmentError):
     """The segment or message was written by another version; names both."""
 
+    def __init__(self, message: str, theirs: int, ours: int) -> None:
+        super().__init__(message)
+        self.theirs = theirs
+        self.ours = ours
+
 
 class CorruptSegment(SegmentError):
     """A count, offset or magic in a segment contradicts the rest; nothing of it is used."""

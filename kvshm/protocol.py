@@ -71,6 +71,22 @@ class Join(Message, frozen=True, tag="join"):
     one last relayed, some were lost and everybody rescans the engine."""
 
 
+class ForeignEngine(msgspec.Struct, frozen=True):
+    """What ``ForeignJoin`` says of its sender."""
+
+    epoch: int
+    name: str = ""
+    kvshm_version: str = ""
+
+
+class ForeignJoin(msgspec.Struct, frozen=True, tag_field="type", tag="join"):
+    """As much of a Join as has the same name and meaning in every version of the protocol,
+    and Refused is the same in all of them too: so whoever is too old can be told."""
+
+    protocol: int
+    engine: ForeignEngine
+
+
 class Leave(Message, frozen=True, tag="leave"):
     """The engine's cache of this epoch ends; its table is retired already."""
 
@@ -197,6 +213,7 @@ AnyBroadcast = EngineJoined | EngineSuspected | EngineRecovered | EngineGone | E
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_foreign_decoder = msgspec.msgpack.Decoder(ForeignJoin)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _broadcast_decoder: msgspec.msgpack.Decoder[AnyBroadcast] = msgspec.msgpack.Decoder(AnyBroadcast)
 
@@ -222,6 +239,16 @@ def decode_command(frame: bytes) -> Command:
     return _decode(_command_decoder, frame)
 
 
+def foreign_join(frame: bytes) -> ForeignJoin | None:
+    """Return what can be read of a frame that ``decode_command`` refused, if it is a Join of
+    another version of the protocol."""
+    try:
+        join = _foreign_decoder.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    return join if join.protocol != PROTOCOL_VERSION else None
+
+
 def decode_reply(frame: bytes) -> Reply:
     """Decode what the coordinator answered.  Raises ProtocolError."""
     return _decode(_reply_decoder, frame)
@@ -235,4 +262,5 @@ def decode_broadcast(frame: bytes) -> AnyBroadcast:
 def check_version(theirs: int) -> None:
     """Raise VersionMismatch, naming both versions, unless ``theirs`` is ours."""
     if theirs != PROTOCOL_VERSION:
-        raise VersionMismatch(f"peer speaks protocol {theirs}, this kvshm {PROTOCOL_VERSION}")
+        message = f"peer speaks protocol {theirs}, this kvshm {PROTOCOL_VERSION}"
+        raise VersionMismatch(message, theirs, PROTOCOL_VERSION)

@@ -312,8 +312,13 @@ def write_header(
     _native.mark_ready(buffer, LAYOUT_VERSION)
 
 
-def check_header(segment: Segment, magic: bytes | None = None) -> Header:
+def check_header(
+    segment: Segment, magic: bytes | None = None, *, any_layout: bool = False
+) -> Header:
     """Return the header of an opened segment (``magic`` None: of any kind).
+
+    With ``any_layout`` the rest of the segment may be another version's: what the header
+    holds lies at the same place in all of them.
 
     Raises SegmentNotReady, VersionMismatch or CorruptSegment.
     """
@@ -325,8 +330,9 @@ def check_header(segment: Segment, magic: bytes | None = None) -> Header:
         raise SegmentNotReady(f"{name} is not filled yet by its owner")
     if not found.startswith(b"KVSHM") or (magic is not None and found != magic):
         raise CorruptSegment(f"{name} begins with {found!r}, wanted {magic or b'KVSHM...'!r}")
-    if version != LAYOUT_VERSION:
-        raise VersionMismatch(f"{name} has layout {version}, this kvshm reads {LAYOUT_VERSION}")
+    if version != LAYOUT_VERSION and not any_layout:
+        message = f"{name} has layout {version}, this kvshm reads {LAYOUT_VERSION}"
+        raise VersionMismatch(message, version, LAYOUT_VERSION)
     if nbytes != buffer.nbytes or not _PREFIX.size <= header_bytes <= nbytes:
         raise CorruptSegment(
             f"{name} states {nbytes} bytes with a header of {header_bytes}, has {buffer.nbytes}"
@@ -335,12 +341,13 @@ def check_header(segment: Segment, magic: bytes | None = None) -> Header:
 
 
 def owner_of(name: str) -> Identity:
-    """Return who created the segment, of whatever kind; mapped read-only for the moment.
+    """Return who created the segment, of whatever kind and layout; mapped read-only for the
+    moment.
 
     Raises what ``Segment.open`` and ``check_header`` raise.
     """
     segment = Segment.open(name, writable=False)
     try:
-        return check_header(segment).identity
+        return check_header(segment, any_layout=True).identity
     finally:
         segment.close()

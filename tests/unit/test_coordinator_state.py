@@ -10,6 +10,7 @@ import pytest
 from kvshm.coordinator.actions import (
     Clock,
     Examined,
+    Foreign,
     Garbled,
     Log,
     Owner,
@@ -28,15 +29,19 @@ from kvshm.protocol import (
     EngineEvents,
     EngineJoined,
     Events,
+    ForeignEngine,
+    ForeignJoin,
     Heartbeat,
     Join,
     Joined,
     JoinFirst,
     Leave,
     Refused,
+    Stranger,
     Tick,
 )
 from kvshm.segment import Identity
+from kvshm.version import __version__
 
 from .coordinators import (
     BOOT,
@@ -111,6 +116,14 @@ def test_topics_are_numbered_apart_and_strangers_named_most_alike_first() -> Non
         ("e6", {"weights": ("1", "2"), "extra": ("y", "")}),
         ("e5", {"model": ("m", "x"), "weights": ("1", "9"), "extra": ("y", "")}),
     ]
+    told = {topic: message.stranger for topic, message in only(actions, Publish)[1:]}
+    assert told == {
+        b"5" * 32: Stranger(
+            "e8", 8, {"model": ("x", "m"), "weights": ("9", "1"), "extra": ("", "y")}
+        ),
+        b"6" * 32: Stranger("e8", 8, {"weights": ("2", "1"), "extra": ("", "y")}),
+        b"7" * 32: Stranger("e8", 8, {"extra": ("", "y")}),
+    }
     lines = [line.fields for line in only(actions, Log) if line.event == "cannot-share"]
     assert [(line["other"], line["differs"]) for line in lines] == [
         ("e7", "extra"),
@@ -150,12 +163,30 @@ def test_refused_at_once(
     assert not state.engines
 
 
-def test_refused_for_its_protocol() -> None:
-    state = new_state()
-    actions = say(state, engine(5), Join(protocol=99, engine=engine(5)))
+@pytest.mark.parametrize(
+    ("protocol", "remedy"),
+    [
+        (PROTOCOL_VERSION + 1, "the coordinator's environment to 9.8"),
+        (PROTOCOL_VERSION - 1, f"the engine's environment to {__version__}"),
+    ],
+)
+@pytest.mark.parametrize("decodable", [True, False])
+def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
+    protocol: int, remedy: str, decodable: bool
+) -> None:
+    state, info = new_state(), engine(5, kvshm_version="9.8")
+    if decodable:
+        actions = say(state, info, Join(protocol=protocol, engine=info))
+    else:
+        join = ForeignJoin(protocol, ForeignEngine(5, "e5", "9.8"))
+        actions = decide(state, Foreign(peer_of(info), join), 0.0)
     (reply,) = [a.message for a in only(actions, Send)]
     assert isinstance(reply, Refused)
-    assert "protocol 99" in reply.reason
+    assert reply.engine_epoch == 5
+    for named in (f"protocol {protocol} (kvshm 9.8)", f"{PROTOCOL_VERSION} (kvshm {__version__})"):
+        assert named in reply.reason
+    assert remedy in reply.remedy
+    assert not state.engines
 
 
 def test_refused_by_the_shells_findings() -> None:

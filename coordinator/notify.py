@@ -1,0 +1,32 @@
+"""Tells a service manager how the coordinator fares (sd_notify(3)); without one, nobody."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+
+from . import logfmt
+from .actions import Log
+
+READY = "READY=1"
+STOPPING = "STOPPING=1"
+
+
+def notify(state: str, environ: Mapping[str, str]) -> None:
+    """Send ``state`` to the datagram socket that NOTIFY_SOCKET names, if it names one.
+
+    Does not block and does not raise: a manager that cannot be told is logged.
+    """
+    address = environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):  # an abstract socket
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+            manager.setblocking(False)
+            manager.sendto(state.encode(), address)
+    except OSError as exc:
+        about: dict[str, object] = {"socket": environ["NOTIFY_SOCKET"], "reason": exc}
+        logfmt.write(Log(logging.WARNING, "not-notified", about))
