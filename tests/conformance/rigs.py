@@ -11,11 +11,17 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
+
+import pytest
+from gpu_memory import DeviceBytes, held, no_gpu
 
 from kvshm.interfaces import Copy, CopyState, Region, Transport
+from kvshm.transport.cuda_export import DeviceMemory
+from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
+from kvshm.transport.cuda_ipc import CudaIpcTransport, current_driver
 from kvshm.transport.loopback import LoopbackNetwork, LoopbackTransport
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport
@@ -140,4 +146,76 @@ def assert_waited(gate: threading.Event) -> None:
     assert gate.wait(PATIENCE)
 
 
-RIGS: dict[str, type[Rig]] = {"loopback": LoopbackRig, "posix_shm": PosixShmRig}
+class CudaRig(Rig):
+    """Memories on GPUs; the driver is a subclass's choice."""
+
+    @abstractmethod
+    def driver(self) -> Any: ...
+
+    @abstractmethod
+    def memory(self, driver: Any, nbytes: int) -> tuple[DeviceMemory, Any]:
+        """Device memory, and what tests read and write it through."""
+
+    @abstractmethod
+    def gate(self, transport: CudaIpcTransport) -> AbstractContextManager[None]:
+        """Context in which the transport's copy stream stands still."""
+
+    def _build(self, layout: Layout, fault: str | None) -> Peer:
+        driver = self.driver()
+        made = [self.memory(driver, size) for size in layout.sizes]
+        memories = [memory for memory, _ in made]
+        transport = CudaIpcTransport(memories, layout.regions, 0, "", fault, driver=driver)
+        return Peer(layout, transport, [view for _, view in made])
+
+    @contextmanager
+    def hold(self, importer: Peer) -> Iterator[None]:
+        assert isinstance(importer.transport, CudaIpcTransport)
+        with self.gate(importer.transport):
+            yield
+
+    settle = PosixShmRig.settle
+
+
+class FakeCudaRig(CudaRig):
+    """Every peer a process of its own, on a driver played in host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.machine = FakeMachine()
+
+    def driver(self) -> Any:
+        return self.machine.process()
+
+    def memory(self, driver: Any, nbytes: int) -> tuple[DeviceMemory, Any]:
+        address = driver.make(nbytes)
+        return DeviceMemory(address, nbytes), driver.bytes_at(address, nbytes)
+
+    def gate(self, transport: CudaIpcTransport) -> AbstractContextManager[None]:
+        return cast(FakeDriver, transport.driver).hold(transport.engine.stream)
+
+
+class RealCudaRig(CudaRig):
+    """The machine's GPU.  One process: handles are exchanged by tests/gpu, not here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if (reason := no_gpu()) is not None:
+            pytest.skip(reason)
+
+    def driver(self) -> Any:
+        return current_driver()
+
+    def memory(self, driver: Any, nbytes: int) -> tuple[DeviceMemory, Any]:
+        view = DeviceBytes(nbytes)
+        return DeviceMemory(view.tensor.data_ptr(), nbytes, view.tensor), view
+
+    def gate(self, transport: CudaIpcTransport) -> AbstractContextManager[None]:
+        return held(transport.engine.stream)
+
+
+RIGS: dict[str, type[Rig]] = {
+    "cuda_ipc": RealCudaRig,
+    "cuda_ipc_fake": FakeCudaRig,
+    "loopback": LoopbackRig,
+    "posix_shm": PosixShmRig,
+}

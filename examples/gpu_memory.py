@@ -1,0 +1,69 @@
+"""GPU memory as examples, benchmarks and GPU tests need it; torch is imported only when used."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+NEEDED = ("torch", "triton", "cuda.bindings")
+
+
+def no_gpu() -> str | None:
+    """Why GPU memory cannot be shared on this machine, or None."""
+    for name in NEEDED:
+        try:
+            found = importlib.util.find_spec(name)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            return f"no GPU test can run: {name} is not installed"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "no GPU test can run: torch sees no CUDA device"
+    return None
+
+
+class DeviceBytes:
+    """Memory on the current GPU that reads and writes like a bytearray, slowly."""
+
+    def __init__(self, nbytes: int) -> None:
+        import torch
+
+        self.tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
+
+    def __len__(self) -> int:
+        return int(self.tensor.numel())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.tensor.tolist())
+
+    def __setitem__(self, span: slice, packed: bytes) -> None:
+        import torch
+
+        host = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        self.tensor[span] = host.to(self.tensor.device)
+        torch.cuda.current_stream().synchronize()  # of all streams: a held one would not end
+
+
+@contextmanager
+def held(stream: Any) -> Iterator[None]:
+    """Nothing that is put on ``stream`` inside runs before the end."""
+    from cuda.bindings import driver as cu
+
+    from kvshm.transport.cuda_ipc import current_driver
+
+    driver = current_driver()
+    word = driver.host_allocate(4)
+    word.view[:] = bytes(4)
+    equal = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)
+    (code,) = cu.cuStreamWaitValue32(stream.handle, word.address, 1, equal)
+    assert code == cu.CUresult.CUDA_SUCCESS, code
+    try:
+        yield
+    finally:
+        word.view[0] = 1
+        driver.synchronize(stream)
+        driver.host_free(word)

@@ -1,0 +1,227 @@
+"""Copies between GPU caches: enqueued on a stream of their own, polled by an event.
+
+    own compute stream ──┐ (what writes to the destination is waited for)
+    copy stream          └─ ids ─ copy ─ event ─►  poll: event done?  DONE, or FAILED
+
+Nothing here ever waits for a peer: whether its bytes still count is decided by the slots,
+after the event.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvshm.errors import TransportError
+from kvshm.interfaces import CopyState
+from kvshm.log import logger
+from kvshm.terms import BlockId
+
+from .cuda_driver import CudaError, Driver, HostBuffer, RegionTable, Stream
+
+_log = logger(__name__)
+
+PROGRAMS = 64
+"""How many programs the kernel has unless told otherwise."""
+ID_BYTES = 8
+MAX_TILES = 1 << 31
+TILE_BYTES = 16384
+_IDS_AT = 64
+"""In a slot's host memory: the stop word, then the ids on a cache line of their own."""
+_SMALLEST_SLOT = 1024
+
+
+class Route(Enum):
+    """How the bytes of a pair of caches travel."""
+
+    KERNEL = "kernel"
+    BATCH = "batch"
+    """By the copy engines; for large fragments between GPUs."""
+    STAGED = "staged"
+    """One by one, through host memory: GPUs that cannot reach each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Where blocks are copied from and to, and by which route."""
+
+    table: RegionTable
+    route: Route
+
+
+class _Slot:
+    """What one copy occupies: its event, its stop word and its block ids."""
+
+    def __init__(self, driver: Driver, pairs: int) -> None:
+        self.pairs = pairs
+        self.event = driver.new_event()
+        self.host: HostBuffer = driver.host_allocate(_IDS_AT + 2 * pairs * ID_BYTES)
+        self.ids = driver.allocate(2 * pairs * ID_BYTES)
+
+    def fill(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> int:
+        """Write the ids and clear the stop word; return the ids' bytes."""
+        packed = array("q", source)
+        packed.extend(target)
+        nbytes = len(packed) * ID_BYTES
+        self.host.view[0:4] = bytes(4)
+        self.host.view[_IDS_AT : _IDS_AT + nbytes] = packed.tobytes()
+        return nbytes
+
+    def stop(self) -> None:
+        self.host.view[0] = 1
+
+    def free(self, driver: Driver) -> None:
+        driver.free_event(self.event)
+        driver.host_free(self.host)
+        driver.free(self.ids)
+
+
+class CudaCopy:
+    """A copy on the stream (kvshm.interfaces.Copy)."""
+
+    def __init__(self, engine: CopyEngine, slot: _Slot, ended: Callable[[], None]) -> None:
+        self.slot = slot
+        self.state = CopyState.PENDING
+        self.cancelled = False
+        self.ended = ended
+        self._engine = engine
+
+    def poll(self) -> CopyState:
+        if self.state is CopyState.PENDING:
+            self._engine.reap()
+        return self.state
+
+    def cancel(self) -> None:
+        self._engine.cancel(self)
+
+
+class CopyEngine:
+    """The copy stream of one cache.  Any thread; its lock is never held while waiting for the
+    GPU, except in ``close``."""
+
+    def __init__(self, driver: Driver, compute: Stream, programs: int = PROGRAMS) -> None:
+        self._driver = driver
+        self._compute = compute
+        self._programs = programs
+        self._lock = threading.Lock()
+        self._free: list[_Slot] = []
+        self._pending: list[CudaCopy] = []
+        self._closed = False
+        self.stream = driver.new_stream()
+
+    def follow(self, compute: Stream) -> None:
+        """The model runs on ``compute`` from now on."""
+        self._compute = compute
+
+    def begin(
+        self, way: Way, source: Sequence[BlockId], target: Sequence[BlockId],
+        ended: Callable[[], None],
+    ) -> CudaCopy:  # fmt: skip
+        """Enqueue a copy; ``ended`` is called once when nothing of it reads or writes any
+        more.  Raises TransportError (also CudaError) with nothing enqueued that writes."""
+        if len(source) * len(way.table.rows) * (way.table.largest // TILE_BYTES + 1) >= MAX_TILES:
+            raise TransportError(f"{len(source)} blocks are too many for one copy")
+        with self._lock:
+            if self._closed:
+                raise TransportError("the transport is closed")
+            slot = self._take(len(source))
+            copy = CudaCopy(self, slot, ended)
+            try:
+                if source:
+                    self._enqueue(way, slot, source, target)
+                self._driver.record(slot.event, self.stream)
+            except BaseException:
+                # What was enqueued may be running: the slot is not used again before close.
+                slot.stop()
+                raise
+            self._pending.append(copy)
+        return copy
+
+    def _enqueue(
+        self, way: Way, slot: _Slot, source: Sequence[BlockId], target: Sequence[BlockId]
+    ) -> None:
+        driver, pairs = self._driver, len(source)
+        nbytes = slot.fill(source, target)
+        driver.wait(self.stream, self._compute)
+        ids = slot.host.view[_IDS_AT : _IDS_AT + nbytes]
+        if way.route is Route.KERNEL:
+            driver.copy(slot.ids, slot.host.address + _IDS_AT, nbytes, self.stream)
+            driver.copy_kernel(
+                way.table, slot.ids, slot.host.address, pairs, self.stream, self._programs
+            )
+        else:
+            copy = driver.copy_batch if way.route is Route.BATCH else driver.copy_loop
+            half = pairs * ID_BYTES
+            copy(way.table, ids[:half], ids[half:], self.stream)
+
+    def _take(self, pairs: int) -> _Slot:
+        for index, slot in enumerate(self._free):
+            if slot.pairs >= pairs:
+                return self._free.pop(index)
+        size = _SMALLEST_SLOT
+        while size < pairs:
+            size *= 2
+        return _Slot(self._driver, size)
+
+    def reap(self) -> None:
+        """Settle the copies that have ended."""
+        with self._lock:
+            ended = [copy for copy in self._pending if self._settle(copy)]
+            self._pending = [copy for copy in self._pending if copy.state is CopyState.PENDING]
+        for copy in ended:
+            copy.ended()
+
+    def _settle(self, copy: CudaCopy) -> bool:
+        try:
+            if not self._driver.done(copy.slot.event):
+                return False
+            copy.state = CopyState.FAILED if copy.cancelled else CopyState.DONE
+            self._free.append(copy.slot)
+        except CudaError as exc:
+            # Such an error ends the whole context: nothing runs there any more.
+            _log.error("a copy failed on the GPU: %s", exc)
+            copy.state = CopyState.FAILED
+        return True
+
+    def cancel(self, copy: CudaCopy) -> None:
+        """A kernel that has not begun will do nothing; what runs, runs on."""
+        self.reap()
+        with self._lock:
+            if copy.state is CopyState.PENDING:
+                copy.cancelled = True
+                copy.slot.stop()
+
+    def quiet(self) -> bool:
+        """Whether no copy is pending."""
+        return not self._pending
+
+    def close(self) -> None:
+        """Cancel and wait for the stream: then nothing writes any more.  Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.reap()
+        with self._lock:
+            for copy in self._pending:
+                copy.cancelled = True
+                copy.slot.stop()
+        self._settle_all()
+        with self._lock:
+            free, self._free = self._free, []
+        try:
+            for slot in free:
+                slot.free(self._driver)
+            self._driver.free_stream(self.stream)
+        except CudaError as exc:
+            _log.warning("memory of the copy stream is not freed: %s", exc)
+
+    def _settle_all(self) -> None:
+        try:
+            self._driver.synchronize(self.stream)
+        except CudaError as exc:
+            _log.error("the copy stream ended with an error: %s", exc)
+        self.reap()

@@ -1,0 +1,222 @@
+"""The few CUDA driver calls that the transport makes, behind one interface.
+
+``NvidiaDriver`` (cuda_nvidia) makes them; ``FakeDriver`` (cuda_fake) plays them in host
+memory, so that everything around them is tested without a GPU.  The same tests run over both.
+
+Every method may be called by any thread and sets the device's context itself.  Addresses are
+plain integers, as the driver sees them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from kvshm.errors import TransportError
+
+WORDS = (16, 4, 1)
+"""Access widths of the kernel, in bytes, widest first."""
+
+
+class CudaError(TransportError):
+    """A driver call failed.  ``code`` is CUDA's name of the error."""
+
+    def __init__(self, call: str, code: str) -> None:
+        super().__init__(f"{call}: {code}")
+        self.call = call
+        self.code = code
+
+
+class Row(NamedTuple):
+    """One region of a copy: block ``i`` goes from ``source + i * source_stride`` to
+    ``target + j * target_stride``."""
+
+    source: int
+    target: int
+    source_stride: int
+    target_stride: int
+    block_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionTable:
+    """The regions of a copy, here and in device memory (``address``: int64[len(rows)][5])."""
+
+    rows: tuple[Row, ...]
+    address: int
+
+    @property
+    def word(self) -> int:
+        """The widest access that every fragment allows."""
+        numbers = [number for row in self.rows for number in row]
+        return next(w for w in WORDS if all(number % w == 0 for number in numbers))
+
+    @property
+    def largest(self) -> int:
+        return max(row.block_bytes for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """Page-locked host memory that the GPU can read and write too."""
+
+    address: int
+    view: memoryview = field(repr=False)
+    owner: Any = field(default=None, repr=False)
+
+
+class Chunk(NamedTuple):
+    """One piece of VMM memory, ready to hand over: a file descriptor, or a fabric handle."""
+
+    nbytes: int
+    fd: int = -1
+    fabric: bytes = b""
+
+
+class Stream(NamedTuple):
+    """A queue of the device's work."""
+
+    handle: int
+    owner: Any = None
+
+
+class Driver(Protocol):
+    """One GPU as one process sees it.  Methods raise CudaError unless they say otherwise."""
+
+    @property
+    def uuid(self) -> str:
+        """The device's name on every process of the machine, whatever is visible to it."""
+        ...
+
+    @property
+    def process(self) -> str:
+        """A name of this process that no other has."""
+        ...
+
+    # -- memory
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        """Base and length of the allocation that holds ``address``."""
+        ...
+
+    def allocate(self, nbytes: int) -> int:
+        """Memory for own use, which no other process can open."""
+        ...
+
+    def free(self, address: int) -> None:
+        """What ``allocate`` gave, once nothing uses it; does not wait for the device."""
+        ...
+
+    def allocate_shared(self, nbytes: int) -> int:
+        """Memory that other processes can open by ``ipc_handle``.  Never freed: a peer may
+        have it open, and then freeing it is undefined."""
+        ...
+
+    def host_allocate(self, nbytes: int) -> HostBuffer: ...
+
+    def host_free(self, buffer: HostBuffer) -> None:
+        """Does not wait for the device: the memory is kept for the next one who asks."""
+        ...
+
+    # -- other processes' memory
+
+    def ipc_handle(self, base: int) -> bytes:
+        """64 bytes by which other processes can open the allocation at ``base``."""
+        ...
+
+    def ipc_open(self, handle: bytes, device: str) -> int:
+        """Map another process's allocation; its address here.  ``device``: under which visible
+        GPU it is opened (``""``: under this one)."""
+        ...
+
+    def ipc_close(self, address: int, device: str) -> None:
+        """May wait for the device."""
+        ...
+
+    def vmm_chunk(self, address: int, *, fabric: bool) -> Chunk:
+        """The VMM chunk at ``address``, with a new descriptor that is the caller's to close."""
+        ...
+
+    def vmm_allocate(self, nbytes: int, *, fabric: bool) -> tuple[int, int]:
+        """VMM memory that can be exported: address, and bytes after rounding up.  Never
+        freed, as for ``allocate_shared``."""
+        ...
+
+    def vmm_map(self, chunks: list[Chunk]) -> int:
+        """Map chunks one after the other, read-only; their address.  Takes no descriptor."""
+        ...
+
+    def vmm_unmap(self, address: int, chunks: list[Chunk]) -> None: ...
+
+    def peer_access(self, device: str) -> bool | None:
+        """Whether this GPU reaches that one's memory; None: it is not visible here."""
+        ...
+
+    def enable_peer(self, device: str) -> None:
+        """Let this GPU reach the memory that *this process* allocates on that one."""
+        ...
+
+    # -- work
+
+    def new_stream(self) -> Stream:
+        """A stream that waits for no other by itself."""
+        ...
+
+    def free_stream(self, stream: Stream) -> None:
+        """Work on it still ends."""
+        ...
+
+    def compute_stream(self) -> Stream:
+        """The calling thread's current stream: where its model runs."""
+        ...
+
+    def wait(self, stream: Stream, earlier: Stream) -> None:
+        """What is put on ``stream`` from now on runs after what is on ``earlier`` now."""
+        ...
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        """Between any two addresses, host memory included."""
+        ...
+
+    def copy_batch(
+        self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
+    ) -> None:
+        """All fragments by the copy engines.  Block ids are int64."""
+        ...
+
+    def copy_loop(
+        self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
+    ) -> None:
+        """All fragments one by one; the driver finds a way where GPUs cannot reach each other."""
+        ...
+
+    def copy_kernel(
+        self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
+    ) -> None:
+        """All fragments by one launch of the kernel (cuda_kernel).  ``ids`` in device memory,
+        ``stop`` in host memory."""
+        ...
+
+    def new_event(self) -> Any: ...
+
+    def free_event(self, event: Any) -> None: ...
+
+    def record(self, event: Any, stream: Stream) -> None: ...
+
+    def done(self, event: Any) -> bool:
+        """Whether everything before ``record`` has ended; does not block.  An error of that
+        work is raised here."""
+        ...
+
+    def synchronize(self, stream: Stream) -> None: ...
+
+
+def write(driver: Driver, address: int, packed: bytes, stream: Stream) -> None:
+    """Write device memory and wait until it is there."""
+    buffer = driver.host_allocate(len(packed))
+    try:
+        buffer.view[:] = packed
+        driver.copy(address, buffer.address, len(packed), stream)
+        driver.synchronize(stream)
+    finally:
+        driver.host_free(buffer)

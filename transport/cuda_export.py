@@ -1,0 +1,181 @@
+"""The exporter's side on CUDA: how other processes get at memory that stays where it is.
+
+Two kinds of memory, told apart by trying::
+
+    kind      memory                                      handed over as
+    ipc       cudaMalloc: torch's caching allocator       64 bytes per allocation + offset
+    fd        VMM: expandable segments, vLLM's cumem      descriptors over a socket (cuda_vmm)
+    fabric    VMM made for fabric handles                 64 bytes per chunk
+
+Beside the KV cache lies a *probe*: 4 KiB of random bytes, exported like the cache, that begin
+with the epoch now served.  Peers read it when they attach; so a handle that opens the wrong
+memory, a pair of GPUs that only seems to reach each other, and a stale descriptor all show
+before a block is read.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import xxhash
+
+from kvshm.errors import TransportError
+from kvshm.terms import Epoch
+
+from .cuda_driver import CudaError, Driver, Stream, write
+from .cuda_vmm import MAX_FABRIC_CHUNKS, fabric_chunks, length_of_chunks
+
+PROBE_BYTES = 4096
+PROBE_EPOCH_BYTES = 8
+_PROBE_ALLOCATION = 2 << 20
+"""An allocation of its own: a smaller one shares its handle with strangers' memory."""
+IPC, FD, FABRIC = "ipc", "fd", "fabric"
+
+REMEDY = (
+    "share from plain cudaMalloc memory (no PYTORCH_ALLOC_CONF=backend:cudaMallocAsync, no "
+    "expandable_segments:True), or have vLLM's allocator make exportable memory "
+    "(--enable-cumem-allocator on a driver with POSIX or fabric handles)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Memory on the GPU as its owner knows it."""
+
+    address: int
+    nbytes: int
+    owner: Any = None
+    """Kept alive by whoever may still read the memory."""
+
+
+class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
+    """How another process opens one memory.  Its first byte lies ``offset`` bytes behind the
+    beginning of what ``handle`` opens, which has ``allocation`` bytes in all."""
+
+    kind: str
+    nbytes: int
+    offset: int
+    allocation: int
+    handle: bytes = b""
+    """ipc: one handle; fabric: one of 64 bytes per chunk, in order; fd: empty."""
+    chunks: tuple[int, ...] = ()
+    """fabric: bytes of each chunk."""
+    number: int = 0
+    """fd: what to ask the socket for."""
+
+
+class CudaDetails(msgspec.Struct, frozen=True):
+    """``MemoryDescriptor.details`` of this transport.  Nothing of it depends on the epoch."""
+
+    process: str
+    life: int
+    """Random: one life of this memory and its handles."""
+    device: str
+    memories: tuple[SharedMemory, ...]
+    probe: SharedMemory
+    probe_checksum: int
+    """xxh3 of the probe behind its epoch word."""
+    socket: str = ""
+
+
+def share(driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
+    """Find out how ``memory`` can be exported.  Raises TransportError if it cannot."""
+    refusals = []
+    for kind, way in _WAYS.items():
+        try:
+            return way(driver, memory, number)
+        except CudaError as exc:
+            refusals.append(f"{kind}: {exc}")
+    raise TransportError(f"the KV cache cannot be exported ({'; '.join(refusals)}): {REMEDY}")
+
+
+def _by_ipc(driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
+    base, nbytes = driver.address_range(memory.address)
+    if memory.address + memory.nbytes > base + nbytes:
+        raise CudaError("cuMemGetAddressRange", "several allocations one behind the other")
+    handle = driver.ipc_handle(base)
+    return SharedMemory(IPC, memory.nbytes, memory.address - base, nbytes, handle)
+
+
+def _by_fd(driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
+    base, total = length_of_chunks(driver, memory.address, memory.nbytes)
+    return SharedMemory(FD, memory.nbytes, memory.address - base, total, number=number)
+
+
+def _by_fabric(driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
+    base, chunks = fabric_chunks(driver, memory.address, memory.nbytes)
+    if len(chunks) > MAX_FABRIC_CHUNKS:
+        raise CudaError("cuMemExportToShareableHandle", f"{len(chunks)} chunks are too many")
+    return SharedMemory(
+        FABRIC, memory.nbytes, memory.address - base, sum(c.nbytes for c in chunks),
+        b"".join(c.fabric for c in chunks), tuple(c.nbytes for c in chunks),
+    )  # fmt: skip
+
+
+_WAYS: dict[str, Callable[[Driver, DeviceMemory, int], SharedMemory]] = {
+    IPC: _by_ipc,
+    FD: _by_fd,
+    FABRIC: _by_fabric,
+}
+
+
+class Probe:
+    """The exporter's probe: memory of the same kind as its KV cache."""
+
+    def __init__(self, driver: Driver, kind: str, stream: Stream) -> None:
+        self._driver = driver
+        self._stream = stream
+        self._kind = kind
+        self.address = _take_allocation(driver, kind)
+        random = secrets.token_bytes(PROBE_BYTES - PROBE_EPOCH_BYTES)
+        self.checksum = xxhash.xxh3_64_intdigest(random)
+        write(driver, self.address + PROBE_EPOCH_BYTES, random, stream)
+
+    def serve(self, epoch: Epoch | int) -> None:
+        """Whoever attaches from now on must come for ``epoch``."""
+        packed = epoch.to_bytes(PROBE_EPOCH_BYTES, "little")
+        write(self._driver, self.address, packed, self._stream)
+
+    def share(self, number: int) -> SharedMemory:
+        return _WAYS[self._kind](self._driver, DeviceMemory(self.address, PROBE_BYTES), number)
+
+    def withdraw(self) -> None:
+        """Serve nobody; the memory is kept for this process's next probe."""
+        self.serve(0)
+        _spare[(self._driver.process, self._driver.uuid, self._kind)].append(self.address)
+
+
+_spare: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+
+
+def _take_allocation(driver: Driver, kind: str) -> int:
+    if spare := _spare[(driver.process, driver.uuid, kind)]:
+        return spare.pop()
+    if kind == IPC:
+        return driver.allocate_shared(_PROBE_ALLOCATION)
+    return driver.vmm_allocate(_PROBE_ALLOCATION, fabric=kind == FABRIC)[0]
+
+
+def probe_epoch(packed: bytes, checksum: int) -> int:
+    """The epoch that a probe read from a peer says.  Raises TransportError if it is no probe
+    of that peer: then what was opened is not its memory."""
+    if xxhash.xxh3_64_intdigest(packed[PROBE_EPOCH_BYTES:PROBE_BYTES]) != checksum:
+        raise TransportError(
+            "the peer's memory was opened, but other bytes than its own are read there: no IPC "
+            "between these processes or GPUs (containers need one PID and IPC namespace)"
+        )
+    return int.from_bytes(packed[:PROBE_EPOCH_BYTES], "little")
+
+
+def check_sizes(memories: Sequence[SharedMemory]) -> None:
+    """Raise TransportError for memory that does not lie within its allocation."""
+    for memory in memories:
+        if memory.offset < 0 or memory.nbytes < 0:
+            raise TransportError(f"impossible memory: {memory}")
+        if memory.offset + memory.nbytes > memory.allocation:
+            raise TransportError(f"memory ends behind its allocation: {memory}")

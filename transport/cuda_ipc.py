@@ -1,0 +1,362 @@
+"""Transport for KV caches in GPU memory: peers map it where it lies and copy blocks out of it.
+
+    exporter                                        importer
+    KV cache (torch's or vLLM's allocation)         attach: open every allocation once,
+       | cuIpcGetMemHandle, or VMM chunks                    read the probe, lay out the table
+    details in the roster  ------------------->     begin_copy: ids, kernel, event on a stream
+       | probe: 4 KiB, begins with the epoch                of its own
+                                                    poll: event done?
+
+torch, triton and cuda-bindings are imported when a transport is made, not before.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from kvshm.errors import StaleAttachment, TransportError
+from kvshm.interfaces import MemoryDescriptor, Region
+from kvshm.log import logger
+from kvshm.terms import BlockId, Epoch
+
+from .copier import Copier
+from .cuda_checksum import Reader
+from .cuda_copy import PROGRAMS, CopyEngine, CudaCopy, Route, Way
+from .cuda_driver import CudaError, Driver, Row, write
+from .cuda_export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_sizes, share
+from .cuda_mappings import Mapping, Mappings
+from .cuda_probe import Prober, upload
+from .cuda_vmm import ChunkServer
+from .faults import ZERO, check_fault, misdirect
+from .regions import check_blocks, check_bounds, check_layouts, check_pairs, count_blocks
+
+_log = logger(__name__)
+
+
+class CudaAttachment:
+    """A peer rank's memory on this GPU's reach (kvshm.interfaces.Attachment)."""
+
+    def __init__(
+        self, own: CudaIpcTransport, descriptor: MemoryDescriptor, way: Way,
+        mappings: list[Mapping], keep: object,
+    ) -> None:  # fmt: skip
+        self.epoch = Epoch(descriptor.epoch)
+        self.route = way.route
+        self._own = own
+        self._way = way
+        self._mappings = mappings
+        self._keep = keep
+        self._num_blocks = count_blocks(descriptor.regions)
+        self._lock = threading.Lock()
+        self._copies = 0
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> CudaCopy:
+        own = self._own
+        check_pairs(source, self._num_blocks, target, own.num_blocks)
+        blocks = misdirect(source, self._num_blocks, own.fault)
+        with self._lock:
+            if self._closed:
+                raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
+            self._copies += 1
+        try:
+            return own.engine.begin(self._way, blocks, target, self._copy_ended)
+        except BaseException:
+            self._copy_ended()
+            raise
+
+    def _copy_ended(self) -> None:
+        with self._lock:
+            self._copies -= 1
+            last = self._closed and not self._copies
+        if last:
+            self._let_go()
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            last = not self._copies
+        if last:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Nothing of ours reads the memory any more: unmap it, on the closing thread."""
+        self._keep = None
+        self._own.let_go(self._mappings, self._way.table.address)
+
+
+class CudaIpcTransport:
+    """One rank's KV cache in GPU memory (kvshm.interfaces.Transport).
+
+    ``export`` and the constructor belong to the thread that runs the model (its current
+    stream is what copies wait for); everything else may be called by any thread.
+    """
+
+    name = "cuda_ipc"
+    adopt = staticmethod(DeviceMemory)
+
+    def __init__(
+        self,
+        memory: DeviceMemory | Sequence[DeviceMemory],
+        regions: Sequence[Region],
+        rank: int,
+        socket_path: str | Path = "",
+        fault: str | None = None,
+        *,
+        staging: bool = False,
+        programs: int = PROGRAMS,
+        driver: Driver | None = None,
+    ) -> None:
+        """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
+
+        ``socket_path``: where VMM memory is handed over.  ``staging``: copy through host
+        memory where two GPUs cannot reach each other, instead of leaving them unshared.
+        ``programs``: how many programs the copy kernel has.  ``driver``: of the GPU that
+        torch calls current unless given.  The memory stays the caller's.  Raises
+        TransportError.
+        """
+        check_fault(fault)
+        self.memory = (memory,) if isinstance(memory, DeviceMemory) else tuple(memory)
+        self.regions = list(regions)
+        check_bounds(self.regions, [m.nbytes for m in self.memory])
+        self.rank = rank
+        self.fault = fault
+        self.num_blocks = count_blocks(self.regions)
+        self.epoch = Epoch(0)
+        self.staging = staging
+        self.driver = current_driver() if driver is None else driver
+        compute = self.driver.compute_stream()
+        self.engine = CopyEngine(self.driver, compute, programs)
+        self.mappings = Mappings(self.driver)
+        self._reader = Reader(self.driver, compute)
+        self._prober = Prober(self.driver, programs)
+        self._socket_path = str(socket_path)
+        self._lock = threading.Lock()
+        self._closer = Copier()
+        self._closed = False
+        self._probe: Probe | None = None
+        self._server: ChunkServer | None = None
+        self._details: CudaDetails | None = None
+        self._zeros = 0
+        self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
+
+    # -- the exporter's side
+
+    def export(self, epoch: Epoch) -> MemoryDescriptor:
+        """See Transport.  Epoch 0 describes the memory anew: its handles may have changed."""
+        with self._lock:
+            self._check_open()
+            compute = self.driver.compute_stream()
+            self.engine.follow(compute)
+            self._reader.follow(compute)
+            if self._details is None or not epoch:
+                self._details = self._describe(self._details)
+            assert self._probe is not None
+            self._probe.serve(epoch)
+            self.epoch = epoch
+            _exports[self._details.life] = self
+            details = msgspec.to_builtins(self._details, builtin_types=(bytes,))
+        return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
+
+    def _describe(self, before: CudaDetails | None) -> CudaDetails:
+        memories = tuple(share(self.driver, m, i) for i, m in enumerate(self.memory))
+        if self._probe is None:
+            self._probe = Probe(self.driver, memories[0].kind, self._prober.stream)
+        probe = self._probe.share(len(memories))
+        # Chunks behind a descriptor may be others than before without showing it.
+        same = before is not None and memories == before.memories
+        same = same and all(memory.kind == IPC for memory in memories)
+        life = before.life if before is not None and same else secrets.randbits(63)
+        if any(memory.kind == FD for memory in (*memories, probe)):
+            self._serve(life)
+        return CudaDetails(
+            self.driver.process, life, self.driver.uuid, memories, probe,
+            self._probe.checksum, self._socket_path,
+        )  # fmt: skip
+
+    def _serve(self, life: int) -> None:
+        assert self._probe is not None
+        if self._server is None:
+            spans = [(m.address, m.nbytes) for m in self.memory]
+            spans.append((self._probe.address, 1))
+            self._server = ChunkServer(self.driver, self._socket_path, life, spans)
+        self._server.life = life
+
+    # -- the importer's side
+
+    def attach(self, descriptor: MemoryDescriptor) -> CudaAttachment:
+        details = self._details_of(descriptor)
+        check_layouts(self.regions, descriptor.regions)
+        check_bounds(descriptor.regions, [m.nbytes for m in details.memories])
+        check_sizes([*details.memories, details.probe])
+        route = self._route(details)
+        self._check_open()
+        opened: list[Mapping] = []
+        try:
+            addresses, keep = self._reach(details, route, opened)
+            found = self._prober.read(addresses.pop(), route, details.probe_checksum)
+            if found != descriptor.epoch:
+                raise StaleAttachment(f"the peer serves epoch {found:#x}")
+            way = self._way(descriptor, addresses, route)
+        except BaseException:
+            self.let_go(opened, 0)
+            raise
+        attachment = CudaAttachment(self, descriptor, way, opened, keep)
+        with self._lock:
+            if not self._closed:
+                self._attachments.add(attachment)
+                return attachment
+        attachment.close()
+        raise TransportError("the transport is closed")
+
+    def _details_of(self, descriptor: MemoryDescriptor) -> CudaDetails:
+        if descriptor.transport != self.name:
+            raise TransportError(f"no {self.name} memory: {descriptor.transport}")
+        try:
+            return msgspec.convert(descriptor.details, CudaDetails)
+        except msgspec.ValidationError as exc:
+            raise TransportError(f"undecodable {self.name} details: {exc}") from exc
+
+    def _route(self, details: CudaDetails) -> Route:
+        """Decide how the peer is reached, if at all."""
+        reachable = self.driver.peer_access(details.device)
+        if reachable is not False:
+            return Route.KERNEL  # None: not visible here; the probe decides
+        if self.staging:
+            return Route.STAGED
+        raise TransportError(
+            f"GPU {self.driver.uuid} cannot reach GPU {details.device}; staging through host "
+            "memory is off"
+        )
+
+    def _reach(
+        self, details: CudaDetails, route: Route, opened: list[Mapping]
+    ) -> tuple[list[int], object]:
+        """Addresses of the peer's memories and, last, its probe; what keeps them valid."""
+        if details.process == self.driver.process:
+            return self._reach_inside(details)
+        under = details.device if route is Route.STAGED else ""
+        addresses = []
+        for memory in (*details.memories, details.probe):
+            mapping = self.mappings.open(details, memory, under)
+            opened.append(mapping)
+            addresses.append(mapping.address + memory.offset)
+        return addresses, None
+
+    def _reach_inside(self, details: CudaDetails) -> tuple[list[int], object]:
+        """The peer lives in this process: a handle cannot be opened where it was made."""
+        peer = _exports.get(details.life)
+        if peer is None or peer._probe is None:
+            raise TransportError("the peer, in this process, has closed its transport")
+        if details.device != self.driver.uuid:
+            self.driver.enable_peer(details.device)
+        addresses = [memory.address for memory in peer.memory]
+        return [*addresses, peer._probe.address], peer.memory
+
+    def _way(self, descriptor: MemoryDescriptor, addresses: list[int], route: Route) -> Way:
+        rows = []
+        for mine, theirs in zip(self.regions, descriptor.regions, strict=True):
+            source = addresses[theirs.handle] + theirs.offset
+            target = self.memory[mine.handle].address + mine.offset
+            rows.append(Row(source, target, theirs.stride, mine.stride, mine.block_bytes))
+        details = self._details_of(descriptor)
+        if route is Route.KERNEL and details.device != self.driver.uuid:
+            route = self._prober.faster(rows[0], descriptor.regions[0].num_blocks, details.device)
+        if self.fault == ZERO:
+            rows = [row._replace(source=self._zeroed(), source_stride=0) for row in rows]
+        return Way(upload(self.driver, rows, self._prober.stream), route)
+
+    def _zeroed(self) -> int:
+        """Device memory full of zeros, as long as the longest block of a region."""
+        if not self._zeros:
+            nbytes = max(region.block_bytes for region in self.regions)
+            self._zeros = self.driver.allocate(nbytes)
+            write(self.driver, self._zeros, bytes(nbytes), self._prober.stream)
+        return self._zeros
+
+    def let_go(self, mappings: list[Mapping], table: int) -> None:
+        """Unmap and free on the closing thread; both may wait for the GPU."""
+        job = partial(self._unmap, mappings, table)
+        try:
+            self._closer.submit(job)
+        except TransportError:
+            job()  # the transport is closing: nothing is served any more
+
+    def _unmap(self, mappings: list[Mapping], table: int) -> None:
+        for mapping in mappings:
+            self.mappings.release(mapping)
+        if table:
+            with suppress(CudaError):
+                self.driver.free(table)
+
+    # -- both
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("the transport is closed")
+
+    def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
+        """See Transport.  Copies the blocks to the host first: for KVSHM_VERIFY only."""
+        check_blocks(blocks, self.num_blocks, "this cache's")
+        self._check_open()
+        return self._reader.checksum([m.address for m in self.memory], self.regions, blocks)
+
+    def close(self) -> None:
+        """See Transport.  Waits for kernels that already run."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._details is not None:
+                _exports.pop(self._details.life, None)
+        if self._server is not None:
+            self._server.close()
+        self.engine.close()
+        for attachment in list(self._attachments):
+            attachment.close()
+        self._closer.close()
+        self._reader.close()
+        self._withdraw()
+        self._prober.close()
+
+    def _withdraw(self) -> None:
+        try:
+            if self._probe is not None:
+                self._probe.withdraw()
+            if self._zeros:
+                self.driver.free(self._zeros)
+        except CudaError as exc:
+            _log.warning("memory of the transport is not freed: %s", exc)
+        self._probe = None
+
+
+_exports: weakref.WeakValueDictionary[int, CudaIpcTransport] = weakref.WeakValueDictionary()
+"""What this process exports, by life, for peers in the same process."""
+
+
+def current_driver() -> Driver:
+    """The driver of torch's current GPU.  Raises TransportError where something is missing."""
+    try:
+        import torch
+
+        from .cuda_nvidia import NvidiaDriver
+
+        return NvidiaDriver(torch.cuda.current_device())
+    except ImportError as exc:
+        raise TransportError(f"CUDA memory cannot be shared: {exc}") from exc
+    except RuntimeError as exc:
+        raise TransportError(f"there is no usable GPU: {exc}") from exc

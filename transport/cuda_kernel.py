@@ -1,0 +1,80 @@
+"""The kernel that copies scattered blocks on one GPU: one launch, whatever the number of blocks.
+
+Imported only when a copy is launched: it needs triton, which torch with CUDA brings along.
+Addresses come from a table of regions and a list of block ids, so that a copy of 1,000 blocks
+of 64 regions ships 8 KB of ids and no pointer per fragment::
+
+    table    int64[regions][5]: source address, target address, source stride, target stride,
+             bytes per block
+    ids      int64[2][pairs]: source blocks, then target blocks
+    stop     int32, in host memory: nothing is copied by a program that finds it set
+
+One *tile* is up to ``TILE`` words of one fragment.  Few programs walk over all tiles, so that
+a model that runs at the same time keeps its multiprocessors.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+WARPS = 8
+TILE_BYTES = 16384
+"""Per program and step; 8 warps of 16-byte accesses, four of them in flight per thread."""
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _copy_kernel(  # type: ignore[no-untyped-def, unused-ignore]
+    table: tl.int64,
+    ids: tl.int64,
+    stop: tl.int64,
+    pairs: tl.int32,
+    regions: tl.int32,
+    chunks: tl.int32,
+    WORD: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+):
+    word_type = tl.int64 if WORD >= 8 else (tl.int32 if WORD == 4 else tl.int8)
+    word_bytes = 8 if WORD >= 8 else WORD
+    table_words = table.to(tl.pointer_type(tl.int64))
+    id_words = ids.to(tl.pointer_type(tl.int64))
+    stopped = tl.load(stop.to(tl.pointer_type(tl.int32)), volatile=True)
+    tiles = pairs * regions * chunks
+    tiles = tl.where(stopped == 0, tiles, 0)
+    lanes = tl.arange(0, TILE)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        chunk = tile % chunks
+        fragment = tile // chunks
+        row = table_words + (fragment % regions) * 5
+        pair = fragment // regions
+        source = tl.load(row) + tl.load(id_words + pair) * tl.load(row + 2)
+        target = tl.load(row + 1) + tl.load(id_words + pairs + pair) * tl.load(row + 3)
+        words = tl.load(row + 4) // word_bytes
+        reading = source.to(tl.pointer_type(word_type))
+        writing = target.to(tl.pointer_type(word_type))
+        if WORD == 16:  # what makes the compiler choose 16-byte accesses
+            reading = tl.multiple_of(reading, 16)
+            writing = tl.multiple_of(writing, 16)
+            words = tl.multiple_of(words, 2)
+        offsets = chunk * TILE + lanes
+        inside = offsets < words
+        copied = tl.load(reading + offsets, mask=inside)
+        tl.store(writing + offsets, copied, mask=inside)
+
+
+def launch(
+    table: int, ids: int, stop: int, pairs: int, regions: int, *,
+    block_bytes: int, word: int, programs: int,
+) -> None:  # fmt: skip
+    """Enqueue the copy on torch's current stream.  ``block_bytes`` is the largest fragment;
+    every address, stride and fragment must be a multiple of ``word`` (16, 4 or 1) bytes.
+
+    Any thread, torch's current device being that of the addresses; does not block, except to
+    compile at the first call with a new ``word``.
+    """
+    tile = TILE_BYTES // min(word, 8)
+    chunks = -(-block_bytes // (tile * min(word, 8)))
+    grid = min(programs, pairs * regions * chunks)
+    _copy_kernel[(grid,)](
+        table, ids, stop, pairs, regions, chunks, WORD=word, TILE=tile, num_warps=WARPS
+    )

@@ -1,0 +1,122 @@
+"""Other processes' GPU memory, mapped into this one: every allocation once.
+
+A mapping is known by the life of the exporter's memory and the handle, never by the handle
+alone: drivers hand out byte-identical handles for new memory at an old address.  It is closed
+with its last user, on a thread of its own because closing may wait for the device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvshm.errors import TransportError
+from kvshm.log import logger
+
+from .cuda_driver import Chunk, CudaError, Driver
+from .cuda_export import FABRIC, FD, IPC, CudaDetails, SharedMemory
+from .cuda_vmm import fetch_chunks, map_chunks
+
+_log = logger(__name__)
+_FABRIC_BYTES = 64
+
+
+class _Key(NamedTuple):
+    life: int
+    kind: str
+    handle: bytes
+    number: int
+
+
+@dataclass
+class Mapping:
+    """One allocation of a peer's, mapped here."""
+
+    address: int
+    key: _Key
+    unmap: Callable[[], None] = field(repr=False)
+    users: int = 1
+
+
+class Mappings:
+    """The mappings of one transport.  Any thread."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._open: dict[_Key, Mapping] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def open(self, details: CudaDetails, memory: SharedMemory, under: str) -> Mapping:
+        """Map the allocation that holds ``memory``, or find it mapped.  Blocks.  ``under``: the
+        GPU under which it is opened.  Raises TransportError."""
+        key = _Key(details.life, memory.kind, memory.handle, memory.number)
+        with self._lock:
+            if (mapping := self._open.get(key)) is not None:
+                mapping.users += 1
+                return mapping
+            if memory.kind == IPC and self._mapped_for_another_life(key):
+                # The driver would answer with the old mapping, whose memory is gone.
+                raise TransportError("an earlier life of this memory is still mapped here")
+            address, unmap = self._map(details, memory, under)
+            mapping = self._open[key] = Mapping(address, key, unmap)
+        return mapping
+
+    def _mapped_for_another_life(self, key: _Key) -> bool:
+        return any(k.handle == key.handle and k.life != key.life for k in self._open)
+
+    def _map(
+        self, details: CudaDetails, memory: SharedMemory, under: str
+    ) -> tuple[int, Callable[[], None]]:
+        if memory.kind == IPC:
+            return self._map_allocation(memory, under)
+        if memory.kind == FD:
+            chunks = fetch_chunks(details.socket, details.life, memory.number)
+        elif memory.kind == FABRIC:
+            chunks = _fabric(memory)
+        else:
+            raise TransportError(f"memory of unknown kind {memory.kind!r}")
+        return map_chunks(self._driver, chunks, memory.offset + memory.nbytes)
+
+    def _map_allocation(self, memory: SharedMemory, under: str) -> tuple[int, Callable[[], None]]:
+        address = self._driver.ipc_open(memory.handle, under)
+
+        def unmap() -> None:
+            self._driver.ipc_close(address, under)
+
+        try:
+            _, nbytes = self._driver.address_range(address)
+            if nbytes < memory.offset + memory.nbytes:
+                raise TransportError(
+                    f"the peer's allocation has {nbytes} bytes here, its cache ends at "
+                    f"{memory.offset + memory.nbytes}"
+                )
+        except BaseException:
+            unmap()
+            raise
+        return address, unmap
+
+    def release(self, mapping: Mapping) -> None:
+        """One user less; with the last one the memory is unmapped.  May wait for the GPU."""
+        with self._lock:
+            mapping.users -= 1
+            if mapping.users:
+                return
+            try:
+                mapping.unmap()
+            except CudaError as exc:
+                _log.warning("a peer's memory could not be unmapped: %s", exc)
+            del self._open[mapping.key]
+
+
+def _fabric(memory: SharedMemory) -> list[Chunk]:
+    if len(memory.handle) != _FABRIC_BYTES * len(memory.chunks) or not memory.chunks:
+        raise TransportError(f"{len(memory.handle)} bytes of fabric handles: {memory.chunks}")
+    return [
+        Chunk(nbytes, fabric=memory.handle[i * _FABRIC_BYTES : (i + 1) * _FABRIC_BYTES])
+        for i, nbytes in enumerate(memory.chunks)
+    ]

@@ -1,0 +1,363 @@
+"""The real driver calls (cuda_driver.Driver), through cuda-bindings and torch.
+
+Imported only where a CUDA transport is made.  The driver API is used, not the runtime's: what
+it offers depends on the driver alone, and its errors do not stay behind for torch to find.
+torch is asked for three things: which stream a thread computes on, a stream that triton
+launches on, and arithmetic on long lists of addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from .cuda_driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
+
+IPC_HANDLE_BYTES = 64
+_PROCESS = uuid.uuid4().hex
+_host_lock = threading.Lock()
+_host_kept: dict[int, list[int]] = {}
+"""Page-locked memory nobody uses, by size: freeing it would wait for the device."""
+_FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+_FABRIC = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+_PORTABLE_AND_MAPPED = 3
+_NO_TIMING = 2
+_NON_BLOCKING = 1
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """Call the driver; return its one value, if it has any.  Raises CudaError."""
+    code, *values = function(*arguments)
+    if code != cu.CUresult.CUDA_SUCCESS:
+        raise CudaError(function.__name__, code.name)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: order of access to the source, two location hints, flags."""
+
+    _fields_ = (
+        ("src_access_order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_STREAM_ORDER = 1
+
+
+class NvidiaDriver:
+    """One GPU, by torch's index of it."""
+
+    def __init__(self, ordinal: int) -> None:
+        """Raises CudaError where there is no such GPU or no driver."""
+        _call(cu.cuInit, 0)
+        self.ordinal = ordinal
+        self._device = _call(cu.cuDeviceGet, ordinal)
+        self._context = _call(cu.cuDevicePrimaryCtxRetain, self._device)
+        self._library = ctypes.CDLL("libcuda.so.1")
+        self._of_thread = threading.local()
+        with self._current():
+            self._memory_stream = int(_call(cu.cuStreamCreate, _NON_BLOCKING))
+
+    @property
+    def uuid(self) -> str:
+        return self._uuid_of(self._device)
+
+    @property
+    def process(self) -> str:
+        return _PROCESS
+
+    @staticmethod
+    def _uuid_of(device: Any) -> str:
+        # The second version tells MIG instances apart; newer bindings know only that one.
+        function = getattr(cu, "cuDeviceGetUuid_v2", cu.cuDeviceGetUuid)
+        return bytes(_call(function, device).bytes).hex()
+
+    @contextmanager
+    def _current(self, context: Any = None) -> Iterator[None]:
+        """A helper thread has no context of its own; the serving thread has this one."""
+        wanted = self._context if context is None else context
+        if int(_call(cu.cuCtxGetCurrent)) == int(wanted):
+            yield
+            return
+        _call(cu.cuCtxPushCurrent, wanted)
+        try:
+            yield
+        finally:
+            _call(cu.cuCtxPopCurrent)
+
+    def _device_of(self, uuid: str) -> Any | None:
+        devices = [_call(cu.cuDeviceGet, i) for i in range(_call(cu.cuDeviceGetCount))]
+        return next((d for d in devices if self._uuid_of(d) == uuid), None)
+
+    def _context_of(self, device: str) -> Any:
+        if not device or device == self.uuid:
+            return self._context
+        if (found := self._device_of(device)) is None:
+            raise CudaError("cuDeviceGet", f"GPU {device} is not visible here")
+        return _call(cu.cuDevicePrimaryCtxRetain, found)
+
+    # -- memory
+
+    def address_range(self, address: int) -> tuple[int, int]:
+        with self._current():
+            base, nbytes = _call(cu.cuMemGetAddressRange, address)
+        return int(base), int(nbytes)
+
+    def allocate(self, nbytes: int) -> int:
+        # From the pool: cuMemFree would wait for all of the device, the model included.
+        with self._current():
+            address = int(_call(cu.cuMemAllocAsync, nbytes, self._memory_stream))
+            _call(cu.cuStreamSynchronize, self._memory_stream)
+        return address
+
+    def free(self, address: int) -> None:
+        with self._current():
+            _call(cu.cuMemFreeAsync, address, self._memory_stream)
+
+    def allocate_shared(self, nbytes: int) -> int:
+        with self._current():
+            return int(_call(cu.cuMemAlloc, nbytes))
+
+    def host_allocate(self, nbytes: int) -> HostBuffer:
+        rounded = 1 << max(12, (nbytes - 1).bit_length())
+        with _host_lock:
+            kept = _host_kept.get(rounded)
+            address = kept.pop() if kept else 0
+        if not address:
+            with self._current():
+                address = int(_call(cu.cuMemHostAlloc, rounded, _PORTABLE_AND_MAPPED))
+        array = (ctypes.c_char * nbytes).from_address(address)
+        return HostBuffer(address, memoryview(array).cast("B"), rounded)
+
+    def host_free(self, buffer: HostBuffer) -> None:
+        with _host_lock:
+            _host_kept.setdefault(buffer.owner, []).append(buffer.address)
+
+    # -- other processes' memory
+
+    def ipc_handle(self, base: int) -> bytes:
+        with self._current():
+            handle = _call(cu.cuIpcGetMemHandle, base)
+        # Not its attribute ``reserved``: bindings from 13.4 on have none.
+        return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
+
+    def ipc_open(self, handle: bytes, device: str) -> int:
+        opened = cu.CUipcMemHandle()
+        ctypes.memmove(int(opened.getPtr()), handle, IPC_HANDLE_BYTES)
+        flags = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        with self._current(self._context_of(device)):
+            return int(_call(cu.cuIpcOpenMemHandle, opened, int(flags)))
+
+    def ipc_close(self, address: int, device: str) -> None:
+        with self._current(self._context_of(device)):
+            _call(cu.cuIpcCloseMemHandle, address)
+
+    def vmm_chunk(self, address: int, *, fabric: bool) -> Chunk:
+        _, nbytes = self.address_range(address)
+        with self._current():
+            handle = _call(cu.cuMemRetainAllocationHandle, address)
+            try:
+                kind = _FABRIC if fabric else _FD
+                exported = _call(cu.cuMemExportToShareableHandle, handle, kind, 0)
+            finally:
+                _call(cu.cuMemRelease, handle)
+        if fabric:
+            return Chunk(nbytes, fabric=bytes(exported.data))
+        return Chunk(nbytes, fd=int(exported))
+
+    def vmm_allocate(self, nbytes: int, *, fabric: bool) -> tuple[int, int]:
+        kind = _FABRIC if fabric else _FD
+        properties = cu.CUmemAllocationProp()
+        properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = self.ordinal
+        properties.requestedHandleTypes = kind
+        minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        with self._current():
+            step = int(_call(cu.cuMemGetAllocationGranularity, properties, minimum))
+            rounded = -(-nbytes // step) * step
+            handle = _call(cu.cuMemCreate, rounded, properties, 0)
+            try:
+                address = int(_call(cu.cuMemAddressReserve, rounded, 0, 0, 0))
+                _call(cu.cuMemMap, address, rounded, 0, handle, 0)
+                self._allow(
+                    address, rounded, cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+                )
+            finally:
+                _call(cu.cuMemRelease, handle)
+        return address, rounded
+
+    def vmm_map(self, chunks: list[Chunk]) -> int:
+        total = sum(chunk.nbytes for chunk in chunks)
+        with self._current():
+            base = int(_call(cu.cuMemAddressReserve, total, 0, 0, 0))
+            mapped: list[Chunk] = []
+            try:
+                for chunk in chunks:
+                    self._map(base + sum(c.nbytes for c in mapped), chunk)
+                    mapped.append(chunk)
+                self._allow(base, total, cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ)
+            except BaseException:
+                self._unmap(base, mapped, total)
+                raise
+        return base
+
+    def _map(self, address: int, chunk: Chunk) -> None:
+        if chunk.fabric:
+            fabric = cu.CUmemFabricHandle()
+            fabric.data = chunk.fabric
+            handle = _call(cu.cuMemImportFromShareableHandle, fabric.getPtr(), _FABRIC)
+        else:
+            handle = _call(cu.cuMemImportFromShareableHandle, chunk.fd, _FD)
+        try:
+            _call(cu.cuMemMap, address, chunk.nbytes, 0, handle, 0)
+        finally:
+            _call(cu.cuMemRelease, handle)  # the mapping holds the memory from here on
+
+    def _allow(self, address: int, nbytes: int, flags: Any) -> None:
+        access = cu.CUmemAccessDesc()
+        access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.ordinal
+        access.flags = flags
+        _call(cu.cuMemSetAccess, address, nbytes, [access], 1)
+
+    def vmm_unmap(self, address: int, chunks: list[Chunk]) -> None:
+        with self._current():
+            self._unmap(address, chunks, sum(chunk.nbytes for chunk in chunks))
+
+    @staticmethod
+    def _unmap(address: int, mapped: list[Chunk], reserved: int) -> None:
+        start = address
+        for chunk in mapped:
+            _call(cu.cuMemUnmap, start, chunk.nbytes)
+            start += chunk.nbytes
+        _call(cu.cuMemAddressFree, address, reserved)
+
+    def peer_access(self, device: str) -> bool | None:
+        if device == self.uuid:
+            return True
+        found = self._device_of(device)
+        if found is None:
+            return None
+        return bool(_call(cu.cuDeviceCanAccessPeer, self._device, found))
+
+    def enable_peer(self, device: str) -> None:
+        peer = self._context_of(device)
+        with self._current():
+            try:
+                _call(cu.cuCtxEnablePeerAccess, peer, 0)
+            except CudaError as exc:
+                if exc.code != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
+                    raise
+
+    # -- work
+
+    def new_stream(self) -> Stream:
+        # Not one of torch's: those are handed out in turn and may be somebody else's too.
+        with self._current():
+            handle = int(_call(cu.cuStreamCreate, _NON_BLOCKING))
+        return Stream(handle, torch.cuda.ExternalStream(handle, device=self.ordinal))
+
+    def free_stream(self, stream: Stream) -> None:
+        with self._current():
+            _call(cu.cuStreamDestroy, stream.handle)
+
+    def compute_stream(self) -> Stream:
+        stream = torch.cuda.current_stream(self.ordinal)
+        return Stream(stream.cuda_stream, stream)
+
+    def wait(self, stream: Stream, earlier: Stream) -> None:
+        event = getattr(self._of_thread, "event", None)
+        if event is None:
+            event = self._of_thread.event = self.new_event()
+        with self._current():
+            _call(cu.cuEventRecord, event, earlier.handle)
+            _call(cu.cuStreamWaitEvent, stream.handle, event, 0)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
+        with self._current():
+            _call(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
+
+    def copy_batch(
+        self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
+    ) -> None:
+        source, target, sizes = _fragments(table, sources, targets)
+        attributes, first = _Attributes(_STREAM_ORDER), ctypes.c_size_t(0)
+        arguments = [
+            target.data_ptr(), source.data_ptr(), sizes.data_ptr(), sizes.numel(),
+            ctypes.addressof(attributes), ctypes.addressof(first), 1,
+        ]  # fmt: skip
+        function = getattr(self._library, "cuMemcpyBatchAsync_v2", None)
+        if function is None:  # before CUDA 13: it also says which copy was wrong
+            function = self._library.cuMemcpyBatchAsync
+            failed = ctypes.c_size_t(0)
+            arguments.append(ctypes.addressof(failed))
+        with self._current():
+            code = function(*(ctypes.c_size_t(a) for a in [*arguments, stream.handle]))
+        if code:
+            raise CudaError("cuMemcpyBatchAsync", cu.CUresult(code).name)
+
+    def copy_loop(
+        self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
+    ) -> None:
+        columns = [column.tolist() for column in _fragments(table, sources, targets)]
+        with self._current():
+            for source, target, nbytes in zip(*columns, strict=True):
+                _call(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
+
+    def copy_kernel(
+        self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
+    ) -> None:
+        from .cuda_kernel import launch
+
+        with torch.cuda.stream(stream.owner):
+            launch(
+                table.address, ids, stop, pairs, len(table.rows),
+                block_bytes=table.largest, word=table.word, programs=programs,
+            )  # fmt: skip
+
+    def new_event(self) -> Any:
+        with self._current():
+            return _call(cu.cuEventCreate, _NO_TIMING)
+
+    def free_event(self, event: Any) -> None:
+        with self._current():
+            _call(cu.cuEventDestroy, event)
+
+    def record(self, event: Any, stream: Stream) -> None:
+        with self._current():
+            _call(cu.cuEventRecord, event, stream.handle)
+
+    def done(self, event: Any) -> bool:
+        with self._current():
+            (code,) = cu.cuEventQuery(event)
+        if code == cu.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if code != cu.CUresult.CUDA_SUCCESS:
+            raise CudaError("cuEventQuery", code.name)
+        return True
+
+    def synchronize(self, stream: Stream) -> None:
+        with self._current():
+            _call(cu.cuStreamSynchronize, stream.handle)
+
+
+def _fragments(
+    table: RegionTable, sources: memoryview, targets: memoryview
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Source address, target address and bytes of every fragment."""
+    rows = torch.tensor(table.rows, dtype=torch.int64)
+    source = torch.frombuffer(sources, dtype=torch.int64)
+    target = torch.frombuffer(targets, dtype=torch.int64)
+    reads = (rows[:, 0:1] + source * rows[:, 2:3]).reshape(-1)
+    writes = (rows[:, 1:2] + target * rows[:, 3:4]).reshape(-1)
+    return reads, writes, rows[:, 4].repeat_interleave(len(source))

@@ -1,0 +1,103 @@
+"""What an importer does with a peer's memory before it counts as reachable."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Sequence
+
+from kvshm.errors import TransportError
+from kvshm.interfaces import CopyState
+from kvshm.log import logger
+from kvshm.terms import BlockId
+
+from .cuda_copy import CopyEngine, Route, Way
+from .cuda_driver import Driver, RegionTable, Row, Stream, write
+from .cuda_export import PROBE_BYTES, probe_epoch
+
+_log = logger(__name__)
+
+_MEASURED_FRAGMENTS = 64
+_MEASURED_BYTES = 64 << 20
+_REPEATS = 3
+
+
+class Prober:
+    """Reads probes and measures routes, on a stream of its own that waits for nothing else.
+    Any thread; one at a time."""
+
+    def __init__(self, driver: Driver, programs: int) -> None:
+        self._driver = driver
+        self._lock = threading.Lock()
+        self._chosen: dict[tuple[str, int], Route] = {}
+        self.stream = driver.new_stream()
+        self._engine = CopyEngine(driver, self.stream, programs)
+
+    def read(self, probe: int, route: Route, checksum: int) -> int:
+        """Copy a peer's probe as its blocks will be copied; return the epoch it serves.
+        Blocks.  Raises TransportError if other bytes are found."""
+        driver = self._driver
+        with self._lock:
+            scratch, host = driver.allocate(PROBE_BYTES), driver.host_allocate(PROBE_BYTES)
+            try:
+                self._copy(Row(probe, scratch, 0, 0, PROBE_BYTES), route, 1)
+                driver.copy(host.address, scratch, PROBE_BYTES, self.stream)
+                driver.synchronize(self.stream)
+                return probe_epoch(bytes(host.view), checksum)
+            finally:
+                driver.host_free(host)
+                driver.free(scratch)
+
+    def _copy(self, row: Row, route: Route, blocks: int) -> float:
+        """Copy blocks 0, 1, ... onto blocks 0, 1, ... and wait; return the seconds it took."""
+        ids = [BlockId(block) for block in range(blocks)]
+        table = upload(self._driver, [row], self.stream)
+        try:
+            begun = time.perf_counter()
+            copy = self._engine.begin(Way(table, route), ids, ids, lambda: None)
+            self._driver.synchronize(self._engine.stream)
+            seconds = time.perf_counter() - begun
+            if copy.poll() is not CopyState.DONE:
+                raise TransportError("the peer's memory cannot be read")
+            return seconds
+        finally:
+            self._driver.free(table.address)
+
+    def faster(self, row: Row, num_blocks: int, device: str) -> Route:
+        """Which of kernel and copy engines is faster for fragments like ``row``'s from that
+        GPU; measured once per size.  Blocks for some milliseconds; writes only to scratch."""
+        with self._lock:
+            key = (device, row.block_bytes)
+            if key not in self._chosen:
+                self._chosen[key] = self._measure(row, num_blocks, device)
+            return self._chosen[key]
+
+    def _measure(self, row: Row, num_blocks: int, device: str) -> Route:
+        fit = max(1, _MEASURED_BYTES // row.block_bytes)
+        blocks = min(_MEASURED_FRAGMENTS, num_blocks, fit)
+        scratch = self._driver.allocate(blocks * row.block_bytes)
+        try:
+            into = row._replace(target=scratch, target_stride=row.block_bytes)
+            seconds = {
+                route: min(self._copy(into, route, blocks) for _ in range(_REPEATS))
+                for route in (Route.KERNEL, Route.BATCH)
+            }
+        finally:
+            self._driver.free(scratch)
+        best = min(seconds, key=lambda route: seconds[route])
+        text = ", ".join(f"{route.value} {s * 1e6:.0f} us" for route, s in seconds.items())
+        _log.info("%d fragments of %d bytes from GPU %s: %s", blocks, row.block_bytes, device, text)
+        return best
+
+    def close(self) -> None:
+        self._engine.close()
+        self._driver.free_stream(self.stream)
+
+
+def upload(driver: Driver, rows: Sequence[Row], stream: Stream) -> RegionTable:
+    """Put a table of regions into device memory; its address is the caller's to free."""
+    packed = array("q", [number for row in rows for number in row]).tobytes()
+    address = driver.allocate(len(packed))
+    write(driver, address, packed, stream)
+    return RegionTable(tuple(rows), address)
