@@ -17,14 +17,8 @@ from typing import NamedTuple
 
 from . import _native
 from .errors import IndexFull, SegmentError
-from .index_reader import (
-    ROW_NAME_BYTES,
-    ROW_STATE_OFFSET,
-    ROW_STRUCT,
-    ReplicaReader,
-    Row,
-    used_entries,
-)
+from .index_parts import ROW_NAME_BYTES, ROW_STATE_OFFSET, ROW_STRUCT, Row, used_entries
+from .index_reader import ReplicaReader
 from .log import logger
 from .records import (
     CAPACITY_OFFSET,
@@ -263,9 +257,11 @@ class Replica(ReplicaReader):
         for row in self.rows():
             _write_row(larger.buffer, row._replace(entries=0))
         packed = {row: bytearray() for row in self._tombstones}
+        blocks = {row: len(t) // TOMBSTONE_BYTES for row, t in self._tombstones.items()}
         kind = int(RecordKind.PUBLISH)
         for tag, block_id, generation, owner, depth in used_entries(self._segment.buffer):
-            packed[owner - 1] += _REINSERTED.pack(tag, block_id, generation, depth, kind)
+            if block_id < blocks.get(owner - 1, 0):  # else somebody spoiled the entry: a miss
+                packed[owner - 1] += _REINSERTED.pack(tag, block_id, generation, depth, kind)
         for number, records in packed.items():
             unheard = bytearray(len(self._tombstones[number]))
             _native.index_apply(larger.buffer, unheard, number, records)

@@ -7,25 +7,18 @@ owner's slot table decides.
 
 from __future__ import annotations
 
-import struct
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from . import _native
 from .errors import CorruptSegment, SegmentError, SegmentNotFound
+from .index_parts import Entry, Row, entries, live_mask, rows, violations
 from .records import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,
-    ENTRY_BYTES,
-    INDEX_HEADER_BYTES,
     INDEX_MAGIC,
-    NUM_ROWS,
     RECORD_BYTES,
-    ROW_BYTES,
-    ROWS_OFFSET,
     SUCCESSOR_OFFSET,
-    RowState,
     index_bytes,
 )
 from .segment import (
@@ -35,17 +28,6 @@ from .segment import (
     list_segments,
     parse_segment_name,
 )
-from .terms import BlockId, Epoch, Generation, LeaseBit
-
-ROW_STATE_OFFSET = 8
-ROW_NAME_BYTES = 32
-ROW_STRUCT = struct.Struct(f"<QIIQIxxxx{ROW_NAME_BYTES}s")
-ENTRY_STRUCT = struct.Struct("<QIIII")
-assert ROW_STRUCT.size == ROW_BYTES
-assert ENTRY_STRUCT.size == ENTRY_BYTES
-
-_ENTRIES_AT_ONCE = 4096
-_TAKEN = frozenset(RowState) - {RowState.FREE}
 
 
 class Run(NamedTuple):
@@ -54,28 +36,6 @@ class Run(NamedTuple):
     row: int
     records: bytes
     """Packed block records, in the order of the prefix."""
-
-
-class Row(NamedTuple):
-    """One engine the replica knows."""
-
-    row: int
-    epoch: Epoch
-    state: RowState
-    num_blocks: int
-    entries: int
-    lease_bit: LeaseBit
-    name: str
-
-
-class Entry(NamedTuple):
-    """One block of one engine as the replica has it; ``tag`` is the hash's first 8 bytes."""
-
-    tag: int
-    row: int
-    block_id: BlockId
-    generation: Generation
-    depth: int
 
 
 class ReplicaReader:
@@ -122,7 +82,7 @@ class ReplicaReader:
         ``rows_mask`` None means all live rows.  Any process; does not mutate.
         """
         buffer = self._current().buffer
-        mask = _live_mask(buffer) if rows_mask is None else rows_mask
+        mask = live_mask(buffer) if rows_mask is None else rows_mask
         if not isinstance(hashes, list):
             hashes, start, stop = list(hashes[start:stop]), 0, stop - start
         records, owners = _native.index_lookup(buffer, hashes, start, stop, mask)
@@ -130,15 +90,15 @@ class ReplicaReader:
 
     def rows(self) -> list[Row]:
         """Return the engines the replica knows."""
-        return list(_rows(self._current().buffer))
+        return list(rows(self._current().buffer))
 
     def entries(self) -> Iterator[Entry]:
         """Yield all entries; one that moves meanwhile may be missing or come twice."""
-        return _entries(self._current().buffer)
+        return entries(self._current().buffer)
 
     def check_integrity(self) -> list[str]:
         """Return what is wrong with the index, in words; for a quiet writer it is empty."""
-        return _violations(self._current().buffer)
+        return violations(self._current().buffer)
 
     def close(self) -> None:
         """Unmap.  Idempotent."""
@@ -149,9 +109,9 @@ class ReplicaReader:
 
     def _current(self) -> Segment:
         """Follow the announcements of larger segments to the newest that can be opened."""
-        while revision := _native.load(self._segment.buffer, SUCCESSOR_OFFSET):
+        while (newer := _native.load(self._segment.buffer, SUCCESSOR_OFFSET)) > self._name.revision:
             try:
-                self._segment, self._name = _open_newest(self._name._replace(revision=revision))
+                self._segment, self._name = _open_newest(self._name._replace(revision=newer))
             except SegmentError:
                 break  # its owner has gone, or is just creating the next: keep what there is
         return self._segment
@@ -196,7 +156,7 @@ def check_capacity(segment: Segment) -> None:
         )
 
 
-# -- the parts of a mapped index
+# -- what a lookup found
 
 
 def _runs(records: bytes, owners: bytes) -> list[Run]:
@@ -207,52 +167,3 @@ def _runs(records: bytes, owners: bytes) -> list[Run]:
             runs.append(Run(owners[begin], records[begin * RECORD_BYTES : end * RECORD_BYTES]))
             begin = end
     return runs
-
-
-def _rows(buffer: memoryview) -> Iterator[Row]:
-    for row in range(NUM_ROWS):
-        epoch, state, num_blocks, entries, bit, name = ROW_STRUCT.unpack_from(
-            buffer, ROWS_OFFSET + row * ROW_BYTES
-        )
-        if state in _TAKEN:
-            text = name.rstrip(b"\0").decode("utf-8", "replace")
-            yield Row(row, epoch, RowState(state), num_blocks, entries, LeaseBit(bit - 1), text)
-
-
-def _live_mask(buffer: memoryview) -> int:
-    return sum(1 << row.row for row in _rows(buffer) if row.state is RowState.LIVE)
-
-
-def used_entries(buffer: memoryview) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield tag, block id, generation, row + 1 and depth of all entries, without a class: a
-    large index has a million of them."""
-    chunk = _ENTRIES_AT_ONCE * ENTRY_BYTES
-    for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
-        packed = bytes(buffer[offset : offset + chunk])
-        yield from (fields for fields in ENTRY_STRUCT.iter_unpack(packed) if fields[3])
-
-
-def _entries(buffer: memoryview) -> Iterator[Entry]:
-    for tag, block_id, generation, owner, depth in used_entries(buffer):
-        yield Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)
-
-
-def _violations(buffer: memoryview) -> list[str]:
-    """The conservation laws: each used entry is counted once, in the header and in its row."""
-    found = list(_entries(buffer))
-    count = _native.load(buffer, COUNT_OFFSET)
-    wrong = [] if len(found) == count else [f"{count} entries counted, {len(found)} in use"]
-    per_row = Counter(entry.row for entry in found)
-    for row in _rows(buffer):
-        if per_row.pop(row.row, 0) != row.entries:
-            wrong.append(f"row {row.row} counts {row.entries} entries and has another number")
-    wrong += [f"{n} entries of row {row}, which is free" for row, n in per_row.items()]
-    places = Counter((entry.row, entry.block_id) for entry in found)
-    wrong += [f"{n} entries of block {place}" for place, n in places.items() if n > 1]
-    return wrong + [f"entry {entry} cannot be found" for entry in found if _lost(buffer, entry)]
-
-
-def _lost(buffer: memoryview, entry: Entry) -> bool:
-    """Whether a lookup of the entry's tag in its row alone finds nothing."""
-    digest = entry.tag.to_bytes(8, "little").ljust(32, b"\0")
-    return not _native.index_lookup(buffer, [digest], 0, 1, 1 << entry.row)[1]

@@ -20,6 +20,7 @@ from .errors import CorruptSegment
 from .records import (
     GENERATION_SHIFT,
     LEASE_MASK,
+    NUM_LEASE_BITS,
     SLOT_BYTES,
     STATE_SHIFT,
     TABLE_HEADER_BYTES,
@@ -136,14 +137,14 @@ class SlotTable(TableHeader):
         nothing is taken and the re-check alone protects the copy; the table may then be
         mapped read-only.
         """
-        return _native.lease(self._segment.buffer, self.epoch, bit, records)
+        return _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
 
     def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
         """Give back the leases that ``lease`` reported as taken (None: all of the records).
 
         Returns how many were still held: the exporter may have overridden some.
         """
-        return _native.release(self._segment.buffer, bit, records, taken)
+        return _native.release(self._segment.buffer, _bounded(bit), records, taken)
 
     def recheck(self, rank: Rank, records: bytes) -> list[bool]:
         """Whether each record's bytes, copied from ``rank`` before this call, count."""
@@ -161,7 +162,10 @@ class SlotTable(TableHeader):
         missing; their changes make events of their own."""
         parts, block = [], 0
         while block < self.num_blocks:
-            records, block = _native.scan(self._segment.buffer, block, _SCAN_BATCH)
+            begin = block
+            records, block = _native.scan(self._segment.buffer, begin, _SCAN_BATCH)
+            if block == begin:
+                raise CorruptSegment(f"{self.name} had {self.num_blocks} blocks, now only {begin}")
             parts.append(records)
         return b"".join(parts)
 
@@ -232,6 +236,11 @@ class SlotTable(TableHeader):
         leased = sum(bool(word & LEASE_MASK) for word in words)
         retired = ", retired" if self.retired else ""
         return f"<SlotTable {self.name} [{states}, {leased} leased{retired}]>"
+
+
+def _bounded(bit: int) -> int:
+    """The bit, or one that does not exist but fits a C int: it may stem from a spoiled header."""
+    return min(bit, NUM_LEASE_BITS)
 
 
 def _is_sound(word: int) -> bool:

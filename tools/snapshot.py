@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from kvshm.error_log import LoggedError
 from kvshm.errors import CorruptSegment, KvshmError, SegmentNotFound
-from kvshm.index_reader import Entry, ReplicaReader, Row
+from kvshm.index_parts import Entry, Row
+from kvshm.index_reader import ReplicaReader
 from kvshm.records import (
     LEASE_ROW_BYTES,
     LEASE_ROWS_OFFSET,

@@ -1,0 +1,172 @@
+"""The parts of a mapped replica index: its rows, its entries, and what must hold of them.
+
+Everything here reads a buffer, mapped or copied, and trusts no number in it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from . import _native
+from .records import (
+    COUNT_OFFSET,
+    ENTRY_BYTES,
+    INDEX_HEADER_BYTES,
+    NUM_ROWS,
+    ROW_BYTES,
+    ROWS_OFFSET,
+    SEQUENCE_OFFSET,
+    RowState,
+)
+from .terms import BlockId, Epoch, Generation, LeaseBit
+
+ROW_STATE_OFFSET = 8
+ROW_NAME_BYTES = 32
+ROW_STRUCT = struct.Struct(f"<QIIQIxxxx{ROW_NAME_BYTES}s")
+ENTRY_STRUCT = struct.Struct("<QIIII")
+assert ROW_STRUCT.size == ROW_BYTES
+assert ENTRY_STRUCT.size == ENTRY_BYTES
+
+_ENTRIES_AT_ONCE = 4096
+_TAKEN = frozenset(RowState) - {RowState.FREE}
+_WORD = (1 << 64) - 1
+
+Fields = tuple[int, int, int, int, int]
+"""Tag, block id, generation, row + 1 and depth of an entry, as they stand in memory."""
+
+
+class Row(NamedTuple):
+    """One engine the replica knows."""
+
+    row: int
+    epoch: Epoch
+    state: RowState
+    num_blocks: int
+    entries: int
+    lease_bit: LeaseBit
+    name: str
+
+
+class Entry(NamedTuple):
+    """One block of one engine as the replica has it; ``tag`` is the hash's first 8 bytes."""
+
+    tag: int
+    row: int
+    block_id: BlockId
+    generation: Generation
+    depth: int
+
+
+def rows(buffer: memoryview) -> Iterator[Row]:
+    """Yield the rows that are taken.  One whose state is unknown is not."""
+    for row in range(NUM_ROWS):
+        epoch, state, num_blocks, count, bit, name = ROW_STRUCT.unpack_from(
+            buffer, ROWS_OFFSET + row * ROW_BYTES
+        )
+        if state in _TAKEN:
+            text = name.rstrip(b"\0").decode("utf-8", "replace")
+            yield Row(row, epoch, RowState(state), num_blocks, count, LeaseBit(bit - 1), text)
+
+
+def live_mask(buffer: memoryview) -> int:
+    """Bit mask of the rows that lookups may use."""
+    return sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
+
+
+def _all_entries(buffer: memoryview) -> Iterator[Fields]:
+    chunk = _ENTRIES_AT_ONCE * ENTRY_BYTES
+    for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
+        yield from ENTRY_STRUCT.iter_unpack(bytes(buffer[offset : offset + chunk]))
+
+
+def used_entries(buffer: memoryview) -> Iterator[Fields]:
+    """Yield the entries in use without a class: a large index has a million of them."""
+    return (fields for fields in _all_entries(buffer) if fields[3])
+
+
+def entries(buffer: memoryview) -> Iterator[Entry]:
+    """Yield the entries in use."""
+    return map(_entry, used_entries(buffer))
+
+
+def _entry(fields: Fields) -> Entry:
+    tag, block_id, generation, owner, depth = fields
+    return Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)
+
+
+# -- what must hold whenever the writer is not at work
+
+
+def violations(buffer: memoryview) -> list[str]:
+    """Return what is wrong, as ``place: law`` each; nothing while the writer is quiet.
+
+    Each used entry is counted once in the header and once in its row; it names a block that
+    its row has, and no other entry names that block; probing for it from the home of its tag
+    meets no free entry before it.  The sequence is even.
+    """
+    places = [place for place, fields in enumerate(_all_entries(buffer)) if fields[3]]
+    found = list(entries(buffer))
+    taken = {row.row: row for row in rows(buffer)}
+    wrong = _miscounted(buffer, found, taken)
+    twice = Counter((entry.row, entry.block_id) for entry in found)
+    for place, entry in zip(places, found, strict=True):
+        if entry.row in taken and entry.block_id >= taken[entry.row].num_blocks:
+            blocks = taken[entry.row].num_blocks
+            wrong.append(f"entry {place}: names block {entry.block_id}, its row has {blocks}")
+    wrong += [
+        f"row {row}: {n} entries name block {block}" for (row, block), n in twice.items() if n > 1
+    ]
+    capacity = (buffer.nbytes - INDEX_HEADER_BYTES) // ENTRY_BYTES
+    return wrong + [
+        f"entry {place}: cannot be found by its tag" for place in _lost(places, found, capacity)
+    ]
+
+
+def _miscounted(buffer: memoryview, found: Sequence[Entry], taken: dict[int, Row]) -> list[str]:
+    count, sequence = (_native.load(buffer, at) for at in (COUNT_OFFSET, SEQUENCE_OFFSET))
+    wrong = [] if len(found) == count else [f"header: {count} entries counted, {len(found)} in use"]
+    if sequence % 2:
+        wrong.append(f"header: sequence {sequence} is odd, a write was never ended")
+    used = Counter(entry.row for entry in found)
+    for row in taken.values():
+        if used[row.row] != row.entries:
+            wrong.append(f"row {row.row}: {row.entries} entries counted, {used[row.row]} in use")
+    return wrong + [
+        f"row {row}: {n} entries, but the row is free"
+        for row, n in used.items()
+        if row not in taken
+    ]
+
+
+def _lost(places: Sequence[int], found: Sequence[Entry], capacity: int) -> Iterator[int]:
+    """Yield the places that probing cannot reach: a free one lies between home and place."""
+    if not places:
+        return
+    begin = places[0]
+    if begin == 0 and places[-1] == capacity - 1:  # the first run began before the end
+        begin = _begin_of_last_run(places) - capacity
+    for before, place, entry in zip([places[0] - 1, *places], places, found, strict=False):
+        if place != before + 1:
+            begin = place
+        if (place - _home(entry.tag, capacity)) % capacity > place - begin:
+            yield place
+
+
+def _begin_of_last_run(places: Sequence[int]) -> int:
+    begin = places[-1]
+    for place in reversed(places):
+        if begin - place > 1:
+            break
+        begin = place
+    return begin
+
+
+def _home(tag: int, capacity: int) -> int:
+    """Where the search for a tag begins: _replica.c's home_of, stated a second time because
+    a check that asked the core would repeat its mistakes."""
+    tag = (tag ^ tag >> 33) * 0xFF51AFD7ED558CCD & _WORD
+    tag = (tag ^ tag >> 33) * 0xC4CEB9FE1A85EC53 & _WORD
+    return (tag ^ tag >> 33) % capacity

@@ -1,0 +1,302 @@
+"""Segments to be spoiled byte by byte, and everybody who reads them.
+
+A reader is tried as somebody who had the segment mapped before the byte was flipped, and as
+somebody who opens it afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvshm.coordinator.actions import Owner
+from kvshm.coordinator.lease_bits import LeaseBits
+from kvshm.coordinator.lease_table import LeaseTable
+from kvshm.index import Replica
+from kvshm.index_reader import ReplicaReader
+from kvshm.records import (
+    BOOT_ID_OFFSET,
+    EPOCH_OFFSET,
+    INDEX_HEADER_BYTES,
+    LEASE_ROWS_OFFSET,
+    LIFE_OFFSET,
+    RETIRED_OFFSET,
+    SLOT_BYTES,
+    SLOT_HASH_OFFSET,
+    SLOT_PARENT_OFFSET,
+    TABLE_HEADER_BYTES,
+    BlockRecord,
+    RowState,
+    pack_records,
+)
+from kvshm.segment import Segment, check_header, identity_of, is_alive, parse_segment_name
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import (
+    NO_LEASE_BIT,
+    BlockHash,
+    BlockId,
+    Epoch,
+    Fingerprint,
+    Generation,
+    LeaseBit,
+    Rank,
+)
+from kvshm.tools.render import render
+from kvshm.tools.report import Filters, describe
+from kvshm.tools.snapshot import take
+
+BLOCKS, RANKS = 16, 2
+EPOCH = Epoch(0x1122334455667788)
+
+Readers = Iterator[tuple[str, Callable[[], object]]]
+
+
+def record(block: int) -> BlockRecord:
+    return BlockRecord(BlockHash(bytes([block + 1]) * 32), BlockId(block), Generation(0), block)
+
+
+PUBLISHED = pack_records(record(block) for block in range(8))
+UNPUBLISHED = pack_records(record(block) for block in range(8, BLOCKS))
+MANY = pack_records(record(block) for block in range(8, 64))
+"""More than an index for 64 entries takes."""
+PARENTS = bytes(8 * 8)
+HASHES = [record(block).block_hash for block in range(BLOCKS)]
+LEASABLE = 7
+"""READY blocks of the table: the last one published is DRAINING."""
+SOME = [BlockId(block) for block in range(3)]
+
+
+def make_table(namespace: str) -> SlotTable:
+    """A table in use: READY, leased and DRAINING blocks, counts, an error, a ticket."""
+    spec = TableSpec(namespace, "fuzzed", BLOCKS, 16, RANKS, Fingerprint(bytes(range(32))), "m")
+    table = SlotTable.create(spec, EPOCH, identity_of())
+    for rank in range(RANKS):
+        table.set_life(Rank(rank))
+    table.publish(PUBLISHED, PARENTS)
+    table.lease(LeaseBit(3), PUBLISHED)
+    table.release(LeaseBit(3), PUBLISHED[:240])
+    table.retract([BlockId(7)])
+    table.lease_bit = LeaseBit(0)
+    table.counters.add(0, 8)
+    table.log_error("one error")
+    table.take_ticket(RANKS)
+    return table
+
+
+def make_index(namespace: str) -> Replica:
+    """An index with entries of one engine, and a second one without."""
+    replica = Replica.create(namespace, "fuzzed", EPOCH, identity_of(), 64)
+    replica.apply(replica.add_row(Epoch(7), "other", 64, LeaseBit(2)), PUBLISHED)
+    replica.add_row(Epoch(8), "third", BLOCKS, LeaseBit(4))
+    return replica
+
+
+class Subject:
+    """One segment: its sound contents, and the flipped ones that its readers find."""
+
+    header_bytes: int
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        with open(f"/dev/shm/{name}", "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 0)
+        self.sound = self._contents = bytes(self._memory)
+        self.spoiled = 0
+        """Offset of the byte that was flipped last."""
+
+    def flip(self, offset: int, mask: int) -> None:
+        contents = bytearray(self.sound)
+        contents[offset] ^= mask
+        self.spoiled, self._contents = offset, bytes(contents)
+
+    def write(self) -> None:
+        """Put the flipped contents there: readers may have changed something."""
+        self._memory[:] = self._contents
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """The segment keeps its name, whoever removes or replaces it."""
+        path, kept = f"/dev/shm/{self.name}", f"/dev/shm/{self.name}.kept"
+        os.link(path, kept)
+        try:
+            yield
+        finally:
+            Path(path).unlink(missing_ok=True)
+            os.rename(kept, path)
+
+    def readers(self) -> Readers:
+        raise NotImplementedError
+
+    def forget(self) -> None:
+        """Unmap what was mapped since the flip."""
+
+
+class Table(Subject):
+    header_bytes = TABLE_HEADER_BYTES
+
+    def __init__(self, namespace: str) -> None:
+        self._held = make_table(namespace)
+        self._opened: list[SlotTable] = []
+        super().__init__(self._held.name)
+
+    def readers(self) -> Readers:
+        yield "SlotTable.open", lambda: self._opened.append(SlotTable.open(self.name))
+        for table in (self._held, *self._opened):
+            yield from self._reading(table)
+            yield from self._changing(table)
+
+    def _reading(self, table: SlotTable) -> Readers:
+        ranks = [Rank(rank) for rank in range(min(table.num_ranks, 2 * RANKS))]
+        blocks = range(min(table.num_blocks, 2 * BLOCKS))
+        yield "scan", table.scan
+        yield "slot", lambda: [table.slot(block) for block in blocks]
+        yield "check_integrity", table.check_integrity
+        yield "repr", table.__repr__
+        yield "errors", table.errors
+        yield "counters", table.counters.snapshot
+        yield "life", lambda: [table.life(rank) for rank in ranks]
+        yield "words", lambda: (table.retired, table.heartbeat, table.leases_taken)
+        yield "checksum", lambda: [table.checksum(rank, b) for rank in ranks for b in blocks]
+        yield "recheck", lambda: [table.recheck(rank, PUBLISHED) for rank in ranks]
+        yield "check only", lambda: self._lease(table, NO_LEASE_BIT)
+        yield "lease", lambda: self._lease(table, LeaseBit(5))
+        yield "lease with own bit", lambda: self._lease(table, table.lease_bit)
+
+    def _lease(self, table: SlotTable, bit: int) -> None:
+        """What was spoiled must be missed: an epoch, a life word, a generation, a hash."""
+        length, _ = table.lease(LeaseBit(bit), PUBLISHED)
+        assert length <= self._leasable(), f"{length} blocks leased"
+
+    def _leasable(self) -> int:
+        """How many blocks may be leased though one byte is spoiled."""
+        epoch = range(EPOCH_OFFSET, BOOT_ID_OFFSET)
+        retired = range(RETIRED_OFFSET, RETIRED_OFFSET + 8)
+        lives = range(LIFE_OFFSET, LIFE_OFFSET + 8 * RANKS)
+        if any(self.spoiled in word for word in (epoch, retired, lives)):
+            return 0
+        block, within = divmod(self.spoiled - TABLE_HEADER_BYTES, SLOT_BYTES)
+        generation_and_hash = range(SLOT_HASH_OFFSET - 4, SLOT_PARENT_OFFSET)
+        return block if 0 <= block < LEASABLE and within in generation_and_hash else LEASABLE
+
+    @staticmethod
+    def _changing(table: SlotTable) -> Readers:
+        yield "release", lambda: table.release(LeaseBit(3), PUBLISHED)
+        yield "sweep", lambda: table.sweep(0xF)
+        yield "publish", lambda: table.publish(UNPUBLISHED, PARENTS)
+        yield "retract", lambda: table.retract(SOME)
+        yield "drain", lambda: table.drain([*SOME, BlockId(7)], 0)
+        yield "force", lambda: table.force([*SOME, BlockId(7)])
+        yield "reset", table.reset
+        yield "take_ticket", lambda: table.take_ticket(RANKS)
+        yield "finish_ticket", lambda: table.finish_ticket(0)
+        yield "end_life", lambda: table.end_life(None)
+        yield "log_error", lambda: table.log_error("another error")
+        yield "beat", table.beat
+        yield "count", lambda: table.counters.add(0)
+
+    def forget(self) -> None:
+        while self._opened:
+            self._opened.pop().close()
+
+
+class Index(Subject):
+    header_bytes = INDEX_HEADER_BYTES
+
+    def __init__(self, namespace: str) -> None:
+        replica = make_index(namespace)
+        super().__init__(replica.name)
+        self._header = check_header(replica._segment)
+        self._tombstones = {row: bytes(t) for row, t in replica._tombstones.items()}
+        self._held = ReplicaReader.open(self.name)
+        self._opened: list[ReplicaReader] = []
+
+    def readers(self) -> Readers:
+        yield "ReplicaReader.open", lambda: self._opened.append(ReplicaReader.open(self.name))
+        for reader in (self._held, *self._opened):
+            yield from self._reading(reader)
+        for what, change in self._changes():
+            yield f"owner's {what}", lambda change=change: self._as_owner(change)
+
+    @staticmethod
+    def _reading(reader: ReplicaReader) -> Readers:
+        yield "lookup", lambda: reader.lookup(HASHES, 0, BLOCKS)
+        yield "lookup in all rows", lambda: reader.lookup(HASHES, 0, BLOCKS, (1 << 64) - 1)
+        yield "rows", reader.rows
+        yield "entries", lambda: list(reader.entries())
+        yield "check_integrity", reader.check_integrity
+        yield "repr", reader.__repr__
+
+    @staticmethod
+    def _changes() -> Iterator[tuple[str, Callable[[Replica], object]]]:
+        yield "lookup", lambda r: r.lookup(HASHES, 0, BLOCKS)
+        yield "check_integrity", lambda r: r.check_integrity()
+        yield "apply", lambda r: r.apply(0, UNPUBLISHED[:96])
+        yield "apply that grows", lambda r: r.apply(0, MANY)
+        yield "drop", lambda r: r.drop(0, PUBLISHED)
+        yield "drop_row", lambda r: r.drop_row(0)
+        yield "add_row", lambda r: r.add_row(Epoch(9), "x", 4, LeaseBit(1))
+        yield "set_row_state", lambda r: r.set_row_state(0, RowState.SUSPECTED)
+        yield "resync", lambda r: r.resync(0, r.published(0), UNPUBLISHED[:48])
+
+    def _as_owner(self, change: Callable[[Replica], object]) -> None:
+        """The segment is its owner's, with what the owner remembers apart from it."""
+        parsed = parse_segment_name(self.name)
+        assert parsed is not None
+        owner = Replica(Segment.open(self.name, writable=True), parsed, self._header)
+        owner._tombstones = {row: bytearray(t) for row, t in self._tombstones.items()}
+        with self.kept():  # growing removes the name
+            try:
+                change(owner)
+            finally:
+                if owner.name != self.name:
+                    owner.unlink()
+                owner.close()
+
+    def forget(self) -> None:
+        while self._opened:
+            self._opened.pop().close()
+
+
+class Leases(Subject):
+    header_bytes = LEASE_ROWS_OFFSET
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace, self._identity = namespace, identity_of()
+        self._held = LeaseTable.open(namespace, self._identity)
+        for bit in (0, 3, 27):
+            self._held.write(bit, Owner(EPOCH + bit, self._identity))
+        (name,) = [n for n in os.listdir("/dev/shm") if n.startswith(f"kvshm.{namespace}.leases")]
+        super().__init__(name)
+
+    def readers(self) -> Readers:
+        yield "held rows", lambda: self._restart(self._held)
+        yield "LeaseTable.open", self._open
+
+    def _open(self) -> None:
+        """As a new coordinator; a table that cannot be read is replaced."""
+        with self.kept():
+            table = LeaseTable.open(self._namespace, self._identity)
+            self._restart(table)
+            table.close()
+
+    def _restart(self, table: LeaseTable) -> None:
+        rows = table.rows()
+        dead = {
+            bit for bit, owner in enumerate(rows) if owner.epoch and not is_alive(owner.identity)
+        }
+        bits = LeaseBits(rows, dead, 0.0)
+        granted = bits.grant(Owner(5, self._identity), [], 3, set())
+        table.write(granted, bits.owner(granted))
+        for bit in bits.due(1.0):
+            table.write(bit, bits.free(bit))
+
+
+def dump(namespace: str) -> None:
+    """The dump, as people and as programs read it."""
+    report = describe(take(namespace, with_entries=True), Filters(entries=True))
+    render(report, everything=True)
+    json.dumps(report)
