@@ -1,0 +1,155 @@
+"""What the transport relies on in a CUDA driver: the same tests over the fake and the real one."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import time
+from array import array
+from typing import Any
+
+import pytest
+from gpu_memory import no_gpu
+
+from kvshm.transport.cuda_driver import CudaError, Driver, RegionTable, Row, write
+from kvshm.transport.cuda_fake import FakeMachine
+from kvshm.transport.cuda_ipc import current_driver
+from kvshm.transport.cuda_probe import upload
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
+def driver(request: pytest.FixtureRequest) -> Driver:
+    if request.param == "fake":
+        return FakeMachine().process()
+    if (reason := no_gpu()) is not None:
+        pytest.skip(reason)
+    return current_driver()
+
+
+def read(driver: Driver, address: int, nbytes: int) -> bytes:
+    buffer, stream = driver.host_allocate(nbytes), driver.new_stream()
+    driver.copy(buffer.address, address, nbytes, stream)
+    driver.synchronize(stream)
+    found = bytes(buffer.view)
+    driver.host_free(buffer)
+    return found
+
+
+def filled(driver: Driver, nbytes: int, seed: int) -> tuple[int, bytes]:
+    packed = random.Random(seed).randbytes(nbytes)
+    address = driver.allocate(nbytes)
+    write(driver, address, packed, driver.new_stream())
+    return address, packed
+
+
+def ended(driver: Driver, event: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not driver.done(event):
+        assert time.monotonic() < deadline
+
+
+def test_what_is_written_is_read(driver: Driver) -> None:
+    address, packed = filled(driver, 5000, seed=1)
+    assert read(driver, address, 5000) == packed
+    driver.free(address)
+
+
+def test_an_allocation_knows_its_range_from_any_address_in_it(driver: Driver) -> None:
+    base = driver.allocate_shared(1 << 21)
+    found, nbytes = driver.address_range(base + 12345)
+    assert found == base
+    assert nbytes >= 1 << 21
+
+
+def test_a_handle_has_64_bytes_and_cannot_be_opened_where_it_was_made(driver: Driver) -> None:
+    handle = driver.ipc_handle(driver.allocate_shared(1 << 21))
+    assert len(handle) == 64
+    with pytest.raises(CudaError):
+        driver.ipc_open(handle, "")
+
+
+def test_memory_of_the_pool_has_no_handle(driver: Driver) -> None:
+    base, _ = driver.address_range(driver.allocate(1 << 20))
+    with pytest.raises(CudaError):
+        driver.ipc_handle(base)
+
+
+def test_vmm_memory_has_no_handle_but_a_descriptor(driver: Driver) -> None:
+    address, nbytes = driver.vmm_allocate(1 << 20, fabric=False)
+    with pytest.raises(CudaError):
+        driver.ipc_handle(address)
+    chunk = driver.vmm_chunk(address, fabric=False)
+    assert chunk.nbytes == nbytes
+    assert chunk.fd >= 0
+    with pytest.raises(CudaError):
+        driver.vmm_chunk(driver.allocate_shared(1 << 21), fabric=False)
+
+
+def test_a_stream_runs_after_what_another_had_before(driver: Driver) -> None:
+    (a, _), (b, _) = filled(driver, 1 << 20, 2), filled(driver, 1 << 20, 3)
+    first, second = driver.new_stream(), driver.new_stream()
+    out, packed = driver.allocate(1 << 20), read(driver, a, 1 << 20)
+    driver.copy(b, a, 1 << 20, first)
+    driver.wait(second, first)
+    driver.copy(out, b, 1 << 20, second)
+    event = driver.new_event()
+    driver.record(event, second)
+    ended(driver, event)
+    assert read(driver, out, 1 << 20) == packed
+
+
+@pytest.mark.parametrize("way", ["kernel", "batch", "loop"])
+@pytest.mark.parametrize(
+    ("nbytes", "stride", "offset"),
+    [(64, 64, 0), (4096, 4160, 16), (36, 44, 4), (63, 70, 5), (40000, 40016, 32)],
+)
+def test_every_way_copies_the_same_fragments(
+    driver: Driver, way: str, nbytes: int, stride: int, offset: int
+) -> None:
+    count = 9
+    source, packed = filled(driver, count * stride + offset, 4)
+    target, before = filled(driver, count * stride + offset, 5)
+    row = Row(source + offset, target + offset, stride, stride, nbytes)
+    stream = driver.new_stream()
+    table = upload(driver, [row, row], stream)
+    sources, targets = [3, 8, 3], [0, 5, 7]
+    wanted = bytearray(before)
+    for one, other in zip(sources, targets, strict=True):
+        here, there = offset + one * stride, offset + other * stride
+        wanted[there : there + nbytes] = packed[here : here + nbytes]
+    submit(driver, way, table, sources, targets, stream)
+    driver.synchronize(stream)
+    assert read(driver, target, len(before)) == wanted
+
+
+def submit(
+    driver: Driver, way: str, table: RegionTable, sources: list[int], targets: list[int],
+    stream: Any, stopped: bool = False,
+) -> None:  # fmt: skip
+    one, other = array("q", sources), array("q", targets)
+    if way != "kernel":
+        copy = driver.copy_batch if way == "batch" else driver.copy_loop
+        copy(table, memoryview(one).cast("B"), memoryview(other).cast("B"), stream)
+        return
+    ids = driver.allocate(len(sources) * 16)
+    write(driver, ids, (one + other).tobytes(), stream)
+    stop = driver.host_allocate(4)
+    ctypes.memset(stop.address, int(stopped), 4)
+    driver.copy_kernel(table, ids, stop.address, len(sources), stream, 3)
+
+
+def test_a_kernel_that_was_stopped_before_it_began_does_nothing(driver: Driver) -> None:
+    (source, _), (target, before) = filled(driver, 4096, 6), filled(driver, 4096, 7)
+    stream = driver.new_stream()
+    table = upload(driver, [Row(source, target, 1024, 1024, 1024)], stream)
+    submit(driver, "kernel", table, [0], [1], stream, stopped=True)
+    driver.synchronize(stream)
+    assert read(driver, target, 4096) == before
+
+
+@pytest.mark.parametrize(
+    ("numbers", "word"), [((16, 32, 48), 16), ((8, 32, 48), 4), ((4, 8, 12), 4), ((16, 32, 63), 1)]
+)
+def test_the_widest_access_divides_everything(numbers: tuple[int, int, int], word: int) -> None:
+    stride, address, nbytes = numbers
+    assert RegionTable((Row(address, address, stride, stride, nbytes),), 0).word == word
