@@ -105,7 +105,7 @@ def violations(buffer: memoryview) -> list[str]:
 
     Each used entry is counted once in the header and once in its row; it names a block that
     its row has, and no other entry names that block; probing for it from the home of its tag
-    meets no free entry before it.  The sequence is even.
+    meets no free entry before it.  No two rows are of one epoch.  The sequence is even.
     """
     places = [place for place, fields in enumerate(_all_entries(buffer)) if fields[3]]
     found = list(entries(buffer))
@@ -134,11 +134,24 @@ def _miscounted(buffer: memoryview, found: Sequence[Entry], taken: dict[int, Row
     for row in taken.values():
         if used[row.row] != row.entries:
             wrong.append(f"row {row.row}: {row.entries} entries counted, {used[row.row]} in use")
+    wrong += _strange_rows(buffer, taken)
     return wrong + [
         f"row {row}: {n} entries, but the row is free"
         for row, n in used.items()
         if row not in taken
     ]
+
+
+def _strange_rows(buffer: memoryview, taken: dict[int, Row]) -> list[str]:
+    wrong, epochs = [], dict[int, int]()
+    for row in taken.values():
+        if epochs.setdefault(row.epoch, row.row) != row.row:
+            wrong.append(f"row {row.row}: of epoch {row.epoch:016x}, as row {epochs[row.epoch]} is")
+    for number in range(NUM_ROWS):
+        state = ROW_STRUCT.unpack_from(buffer, ROWS_OFFSET + number * ROW_BYTES)[1]
+        if state != RowState.FREE and number not in taken:
+            wrong.append(f"row {number}: there is no state {state}")
+    return wrong
 
 
 def _lost(places: Sequence[int], found: Sequence[Entry], capacity: int) -> Iterator[int]:

@@ -2,7 +2,8 @@
 
 Works on a running node, without a coordinator and after a crash; maps everything read-only.
 Run it as the engines' user and in their pid namespace, else living engines look dead.
-Exit status: 0, 1 if there is nothing to show, 2 for a wrong command line.
+Exit status: 0, 1 if there is nothing to show, 2 for a wrong command line, 3 if ``--check``
+found something wrong.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 if __name__ == "__main__" and not __package__:  # started as a file
     __package__ = "kvshm.tools"
 
+from .check import check
 from .render import render
 from .report import Filters, describe
 from .snapshot import take
@@ -32,7 +34,10 @@ def _hash_prefix(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dump_index", description="Show what kvshm has in shared memory (read-only)."
+        prog="dump_index",
+        description="Show what kvshm has in shared memory (read-only).",
+        epilog="exit status: 0; 1 nothing to show; 2 wrong command line; 3 --check found "
+        "something wrong",
     )
     add = parser.add_argument
     add("--engine", metavar="NAME|PID|EPOCH", help="only this engine; an epoch is hexadecimal")
@@ -41,7 +46,32 @@ def _parser() -> argparse.ArgumentParser:
     add("--namespace", help="only this namespace (default: all)")
     add("--entries", action="store_true", help="list every block, chain and replica entry")
     add("--json", action="store_true", help="as JSON")
+    add(
+        "--check",
+        action="store_true",
+        help="instead of showing, check that everything is sound; one line for each law that "
+        "does not hold: segment, place, law",
+    )
     return parser
+
+
+def _check(namespace: str | None, as_json: bool) -> int:
+    """Print what is wrong; return the exit status."""
+    found = check(namespace)
+    if as_json:
+        wrong = [{"segment": v.segment, "place": v.place, "law": v.law} for v in found.suspects]
+        print(json.dumps({"checked": found.checked, "violations": wrong}, indent=2))
+    else:
+        for violation in found.suspects:
+            print(violation)
+    if found.suspects:
+        return 3
+    if not found.checked:
+        print("nothing of kvshm found to check", file=sys.stderr)
+        return 1
+    if not as_json:
+        print("sound: " + ", ".join(f"{n} {kind}" for kind, n in sorted(found.checked.items())))
+    return 0
 
 
 def _is_empty(report: dict[str, Any]) -> bool:
@@ -51,7 +81,12 @@ def _is_empty(report: dict[str, Any]) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report that the command line asks for; return the exit status."""
-    asked = _parser().parse_args(arguments)
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    if asked.check:
+        if asked.engine or asked.hash or asked.leased or asked.entries:
+            parser.error("--check takes no other options than --namespace and --json")
+        return _check(asked.namespace, asked.json)
     filters = Filters(asked.engine, asked.hash, asked.leased, asked.entries)
     taken = take(asked.namespace, with_entries=asked.entries or asked.hash is not None)
     report = describe(taken, filters)

@@ -45,6 +45,7 @@ class TableSnapshot:
     """One engine's slot table; ``slots`` holds those in use by block id."""
 
     name: SegmentName
+    epoch: int
     engine: str
     identity: Identity
     alive: bool
@@ -149,22 +150,24 @@ def take(namespace: str | None, with_entries: bool) -> Snapshot:
 
 def _read(taken: Snapshot, name: SegmentName, with_entries: bool) -> None:
     if name.kind == TABLE_KIND:
-        taken.tables.append(_read_table(name))
+        taken.tables.append(read_table(name))
     elif name.kind == INDEX_KIND:
         replica = _read_replica(name, with_entries)
         if all(known.name != replica.name for known in taken.replicas):
             taken.replicas.append(replica)
     elif name.kind == LEASES_KIND:
-        taken.leases.append(_read_leases(name))
+        taken.leases.append(read_leases(name))
     else:
         taken.unreadable.append(Unreadable(name, f"kind {name.kind!r} is unknown to this kvshm"))
 
 
-def _read_table(name: SegmentName) -> TableSnapshot:
+def read_table(name: SegmentName) -> TableSnapshot:
+    """Read one slot table.  Raises SegmentError."""
     table = SlotTable.open(str(name), writable=False)
     try:
         return TableSnapshot(
             name=name,
+            epoch=table.epoch,
             engine=table.engine,
             identity=table.identity,
             alive=is_alive(table.identity),
@@ -217,7 +220,8 @@ def _read_replica(name: SegmentName, with_entries: bool) -> ReplicaSnapshot:
         reader.close()
 
 
-def _read_leases(name: SegmentName) -> LeaseTableSnapshot:
+def read_leases(name: SegmentName) -> LeaseTableSnapshot:
+    """Read one lease table.  Raises SegmentError."""
     segment = Segment.open(str(name), writable=False)
     try:
         identity = check_header(segment, LEASE_TABLE_MAGIC).identity
