@@ -49,7 +49,7 @@ from kvshm.tools.render import render
 from kvshm.tools.report import Filters, describe
 from kvshm.tools.snapshot import take
 
-BLOCKS, RANKS = 16, 2
+BLOCKS, RANKS = 20, 2  # a flipped bit of 20 makes it smaller, too
 EPOCH = Epoch(0x1122334455667788)
 
 Readers = Iterator[tuple[str, Callable[[], object]]]
@@ -63,7 +63,6 @@ PUBLISHED = pack_records(record(block) for block in range(8))
 UNPUBLISHED = pack_records(record(block) for block in range(8, BLOCKS))
 MANY = pack_records(record(block) for block in range(8, 64))
 """More than an index for 64 entries takes."""
-PARENTS = bytes(8 * 8)
 HASHES = [record(block).block_hash for block in range(BLOCKS)]
 LEASABLE = 7
 """READY blocks of the table: the last one published is DRAINING."""
@@ -76,7 +75,7 @@ def make_table(namespace: str) -> SlotTable:
     table = SlotTable.create(spec, EPOCH, identity_of())
     for rank in range(RANKS):
         table.set_life(Rank(rank))
-    table.publish(PUBLISHED, PARENTS)
+    table.publish(PUBLISHED, bytes(8 * 8))
     table.lease(LeaseBit(3), PUBLISHED)
     table.release(LeaseBit(3), PUBLISHED[:240])
     table.retract([BlockId(7)])
@@ -186,7 +185,7 @@ class Table(Subject):
     def _changing(table: SlotTable) -> Readers:
         yield "release", lambda: table.release(LeaseBit(3), PUBLISHED)
         yield "sweep", lambda: table.sweep(0xF)
-        yield "publish", lambda: table.publish(UNPUBLISHED, PARENTS)
+        yield "publish", lambda: table.publish(UNPUBLISHED, bytes(8 * (BLOCKS - 8)))
         yield "retract", lambda: table.retract(SOME)
         yield "drain", lambda: table.drain([*SOME, BlockId(7)], 0)
         yield "force", lambda: table.force([*SOME, BlockId(7)])
