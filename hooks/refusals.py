@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 OLDEST_VLLM = (0, 32)
-SHAREABLE_DEVICES = ("cpu",)
+SHAREABLE_DEVICES = ("cpu", "cuda")
 """vLLM's device types for which there is a transport."""
 
 

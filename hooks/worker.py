@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvshm.config import Config
+from kvshm.errors import TransportError
 from kvshm.fingerprint import KERNEL_BLOCKS
 from kvshm.interfaces import Transport, load_transport
 from kvshm.log import logger
@@ -27,6 +28,9 @@ from .weights import WeightsUnknown
 
 log = logger(__name__)
 
+TRANSPORTS = {"cpu": "posix_shm", "cuda": "cuda_ipc"}
+"""By vLLM's name of the device that holds the KV cache (refusals.SHAREABLE_DEVICES)."""
+
 
 class WorkerSide:
     """One rank of one engine.  All methods run on the worker's main thread."""
@@ -37,8 +41,11 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank = Rank(vllm_config.parallel_config.rank)
-        self._transport_type = load_transport("posix_shm")
-        self._allocation = shared_kv_memory(self._transport_type.allocate)
+        device = vllm_config.device_config.device_type
+        self._transport_type = load_transport(TRANSPORTS[device])
+        # On a GPU the cache stays where vLLM puts it.
+        allocate = getattr(self._transport_type, "allocate", None)
+        self._allocation = shared_kv_memory(allocate) if allocate is not None else None
         self._refusal = "the KV cache was not registered"
         self._model: torch.nn.Module | None = None
         self._kernel_blocks = 1
@@ -50,7 +57,7 @@ class WorkerSide:
 
     # -- start
 
-    def memory_context(self) -> AbstractContextManager[Any]:
+    def memory_context(self) -> AbstractContextManager[Any] | None:
         """Around vLLM's allocation of the KV cache: places it in memory that can be shared."""
         return self._allocation
 
@@ -63,17 +70,25 @@ class WorkerSide:
         self._model = find_model()
         self._kernel_blocks = placement.kernel_blocks
         socket = rank_socket(self._run_dir, self._config.namespace, os.getpid(), self._rank)
-        self._transport = self._transport_type(
-            memory=self._memory(placement),
-            regions=placement.regions,
-            rank=self._rank,
-            socket_path=socket,
-            fault=self._config.fault,
-        )
+        try:
+            self._transport = self._transport_type(
+                memory=self._memory(placement),
+                regions=placement.regions,
+                rank=self._rank,
+                socket_path=socket,
+                fault=self._config.fault,
+            )
+        except TransportError as exc:
+            self._refusal = str(exc)
+            return
         self._cache = RankCache(self._transport, self._rank, verify=self._config.verify)
 
     def _memory(self, placement: Placement) -> Any:
         """The memory the cache lies in, moved into shared memory if it does not yet."""
+        if self._allocation is None:
+            return self._transport_type.adopt(
+                placement.address, placement.nbytes, placement.storage
+            )
         if (memory := self._allocation.memory_of(placement)) is not None:
             return memory
         log.warning("moving the KV cache into shared memory: %s", self._allocation.failure)
@@ -92,7 +107,10 @@ class WorkerSide:
             return RankDescription(None, {}, str(exc))
         fields[KERNEL_BLOCKS] = str(self._kernel_blocks)  # decides the order within a block
         identity = identity_of()
-        memory = self._transport.export(Epoch(0))  # serves nothing until an epoch is opened
+        try:
+            memory = self._transport.export(Epoch(0))  # serves nothing until an epoch is opened
+        except TransportError as exc:
+            return RankDescription(None, {}, str(exc))
         return RankDescription(RankInfo(identity.pid, identity.start_time, memory), fields)
 
     # -- every step

@@ -47,7 +47,7 @@ def test_layers_of_several_shapes_in_one_group_are_fine(config: VllmConfig) -> N
         ("cache_config", {"enable_prefix_caching": False}, "prefix caching is off"),
         ("cache_config", {"use_replayssm": True}, "ReplaySSM"),
         ("model_config", {"runner_type": "pooling"}, "pooling model"),
-        ("device_config", {"device_type": "cuda"}, "no transport"),
+        ("device_config", {"device_type": "tpu"}, "no transport"),
         ("attention_config", {"hisparse_config": object()}, "HiSparse"),
     ],
 )
