@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -152,25 +153,35 @@ def assert_only_own_memory(rank: Rank) -> None:
     assert foreign == []
 
 
+def settled(transport: CudaIpcTransport) -> None:
+    """What was handed to the closing thread so far is done."""
+    done = threading.Event()
+    transport._closer.submit(done.set)
+    assert done.wait(30)
+
+
 def test_a_mapping_outlives_copies_begun_before_the_close(node: Node) -> None:
     one, two = node.rank(), node.rank()
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    with two.driver.hold(two.transport.engine.stream):
-        copy = attachment.begin_copy([BlockId(1)], [BlockId(1)])
+    stream = two.transport.engine.stream
+    first = attachment.begin_copy([BlockId(0)], [BlockId(0)])
+    stream.owner.run()
+    with two.driver.hold(stream):
+        second = attachment.begin_copy([BlockId(1)], [BlockId(1)])
         attachment.close()
+        assert first.poll() is CopyState.DONE
+        settled(two.transport)
         assert len(two.transport.mappings) == 2
-        assert copy.poll() is CopyState.PENDING
-    assert copy.poll() is CopyState.DONE
+        assert second.poll() is CopyState.PENDING
+    assert second.poll() is CopyState.DONE
     assert two.cache[BLOCK] == 1
-    two.transport._closer.close()
+    settled(two.transport)
     assert len(two.transport.mappings) == 0
 
 
 def test_many_attachments_leave_nothing_behind(node: Node) -> None:
     one, two = node.rank(), node.rank()
     descriptor = wire(one.transport.export(EPOCH))
-    two.transport.attach(descriptor).close()
-    two.transport._closer.submit(lambda: None)
     for _ in range(1000):
         two.transport.attach(descriptor).close()
     two.transport._closer.close()
