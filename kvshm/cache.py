@@ -20,7 +20,9 @@ from pathlib import Path
 from .client import CoordinatorClient
 from .config import Config
 from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
+from .errors import SegmentError
 from .exports import Exports, Lame, Publication
+from .forks import guard_forks
 from .imports import Imports
 from .life import EngineSpec, Founding, Life
 from .log import logger
@@ -62,6 +64,7 @@ class SharedCache:
         self._lame = Lame(self._tables_by_bit)
         member = Membership(self._open_when_ready, lambda: self._life)
         self._client = CoordinatorClient(run_dir, config.namespace, member)
+        guard_forks(self)
 
     # -- epochs
 
@@ -107,6 +110,11 @@ class SharedCache:
         self.end_epoch()
         self._client.close(timeout=1.0)
 
+    def forget_in_child(self) -> None:
+        """The epoch is the parent's: here there is none (kvshm/forks.py)."""
+        self._lock = threading.Lock()
+        self._opening = self._life = None
+
     def _open_when_ready(self) -> Life | None:
         """On the client's thread: the present life, begun now if it is due."""
         with self._lock:
@@ -115,10 +123,15 @@ class SharedCache:
                 fields = opening.fields()
                 if fields is not None:
                     self._opening = None
-                    self._life = self._begin(Founding(
-                        self._config, self._spec, fields, opening.ranks
-                    ))  # fmt: skip
+                    self._life = self._try_to_begin(fields, opening.ranks)
             return self._life
+
+    def _try_to_begin(self, fields: Fields, ranks: Sequence[RankInfo]) -> Life | None:
+        try:
+            return self._begin(Founding(self._config, self._spec, fields, ranks))
+        except SegmentError as exc:  # most likely a /dev/shm that is too small
+            log.warning("not sharing the prefix cache: %s (serving on, unshared)", exc)
+            return None
 
     def _begin(self, founding: Founding) -> Life:
         """Raises SegmentError, leaving no segment behind."""

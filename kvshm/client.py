@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .callbacks import Member
+from .forks import guard_forks
 from .log import logger
 from .session import Session
 
@@ -58,7 +59,7 @@ class CoordinatorClient:
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, args=(self._session,), name="kvshm-client", daemon=True
         )
-        _clients.add(self)
+        guard_forks(self)
         self._thread.start()
 
     def send_events(self, records: bytes) -> None:
@@ -104,8 +105,8 @@ class CoordinatorClient:
         if self._usable:
             os.eventfd_write(self._wake_fd, 1)
 
-    def _forget(self) -> None:
-        """In a forked child: the sockets and the thread are the parent's."""
+    def forget_in_child(self) -> None:
+        """The sockets and the thread are the parent's (kvshm/forks.py)."""
         self._usable = False
         self._thread = self._session = None
         self._outbox.clear()
@@ -144,14 +145,3 @@ class CoordinatorClient:
             self._bug_logged = True
             _log.exception("client's thread failed (logged once; it goes on)")
         self._closing.wait(BUG_PAUSE_SECONDS)
-
-
-_clients: weakref.WeakSet[CoordinatorClient] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for client in list(_clients):
-        client._forget()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -21,11 +21,11 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .errors import TransportError
+from .forks import guard_forks
 from .log import logger
 
 MAX_PATH_BYTES = 107
@@ -179,7 +179,7 @@ class FdServer:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._closing = threading.Event()
         self._closed = False
-        _servers.add(self)
+        guard_forks(self)
         self._thread = threading.Thread(target=self._serve, name="kvshm-fds", daemon=True)
         self._thread.start()
 
@@ -203,7 +203,7 @@ class FdServer:
             opened.close()
         self._deadlines.clear()
 
-    def _forget_in_child(self) -> None:
+    def forget_in_child(self) -> None:
         """In a forked child, where the thread does not exist: drop the inherited sockets, so
         that the socket dies with the parent, and never touch the path."""
         self._closed = True
@@ -264,14 +264,3 @@ class FdServer:
         self._selector.unregister(client)
         del self._deadlines[client]
         client.close()
-
-
-_servers: weakref.WeakSet[FdServer] = weakref.WeakSet()
-
-
-def _forget_servers_in_child() -> None:
-    for server in list(_servers):
-        server._forget_in_child()
-
-
-os.register_at_fork(after_in_child=_forget_servers_in_child)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 
+from .forks import guard_forks
 from .interfaces import Transport
 from .log import logger
 from .plans import Load, LoadReport
@@ -45,7 +46,9 @@ class RankCache:
         self._loads: queue.SimpleQueue[RankLoad | None] = queue.SimpleQueue()
         self._reports: deque[LoadReport] = deque()
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
+        self._inherited = False
         self._thread.start()
+        guard_forks(self)
 
     @property
     def table(self) -> SlotTable | None:
@@ -98,11 +101,18 @@ class RankCache:
             table.set_checksum(self._rank, block, checksum)
 
     def close(self) -> None:
-        """End the epoch, let loads under way end, unmap the peers, close the transport."""
+        """End the epoch, let loads under way end, unmap the peers, close the transport.  In a
+        forked child, where all of that is the parent's, nothing happens."""
+        if self._inherited:
+            return
         self.end_epoch()
         self._loads.put(None)
         self._thread.join(timeout=CLOSE_SECONDS)
         self._transport.close()
+
+    def forget_in_child(self) -> None:
+        """Memory and epoch are the parent's (kvshm/forks.py)."""
+        self._inherited, self._table = True, None
 
     # -- the background thread
 

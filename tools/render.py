@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 Json = dict[str, Any]
@@ -20,12 +22,7 @@ def render(report: Json, *, everything: bool = False) -> str:
 
 def _namespace(space: Json, everything: bool) -> Iterator[str]:
     yield f"namespace {space['namespace']}"
-    if space["engines"]:
-        yield from _table(
-            "engine|pid|process|epoch|model|fingerprint|block size|empty|ready|draining|leased|"
-            "bit|life|beats",
-            [_engine(engine) for engine in space["engines"]],
-        )
+    yield from _engines(space["engines"])
     if space["lease_table"]:
         yield from _lease_table(space["lease_table"])
     for engine in space["engines"]:
@@ -35,6 +32,19 @@ def _namespace(space: Json, everything: bool) -> Iterator[str]:
     for broken in space["unreadable"]:
         yield f"\n  unreadable: {broken['segment']}\n    {broken['problem']}"
     yield ""
+
+
+def _engines(engines: list[Json]) -> Iterator[str]:
+    """One table for each group that shares; with several groups each has a heading."""
+    groups = [list(group) for _, group in groupby(engines, key=itemgetter("fingerprint"))]
+    for group in groups:
+        if len(groups) > 1:
+            yield f"\n  fingerprint {group[0]['fingerprint'][:12]}: {len(group)} engines"
+        yield from _table(
+            "engine|pid|process|epoch|model|fingerprint|block size|empty|ready|draining|leased|"
+            "bit|life|beats",
+            [_engine(engine) for engine in group],
+        )
 
 
 def _engine(engine: Json) -> Sequence[object]:

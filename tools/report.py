@@ -44,7 +44,9 @@ def describe(taken: Snapshot, filters: Filters) -> Json:
 
 def _namespace(taken: Snapshot, namespace: str, filters: Filters) -> Json:
     part, holders = taken.only(namespace), Holders(taken.only(namespace))
-    engines = [_engine(t, holders, filters) for t in part.tables if _is_engine(t.name, t, filters)]
+    # Those that share stand together.
+    tables = sorted(part.tables, key=lambda table: (table.fingerprint, table.name))
+    engines = [_engine(t, holders, filters) for t in tables if _is_engine(t.name, t, filters)]
     replicas = [_replica(r, filters) for r in part.replicas if _is_engine(r.name, r, filters)]
     unreadable = [broken for broken in part.unreadable if _is_engine(broken.name, None, filters)]
     narrow = filters.leased or filters.block_hash is not None

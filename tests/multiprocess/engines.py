@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .processes import Managed, Node
 
 _SCRIPT = Path(__file__).parent / "fake_engine.py"
+PYTHON = (sys.executable,)
 
 
 class FakeEngine:
     """One fake engine in a process of its own."""
 
-    def __init__(self, node: Node, name: str, *options: str) -> None:
+    def __init__(
+        self, node: Node, name: str, *options: str, python: Sequence[str] = PYTHON
+    ) -> None:
+        """``python``: the command that runs Python, perhaps another one or somewhere else."""
         place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace, "--name", name)
-        self.process: Managed = node.processes.start(name, str(_SCRIPT), *place, *options)
+        self.process: Managed = node.processes.start(name, *python, str(_SCRIPT), *place, *options)
         self.name = name
         self.started = self.heard("started")
 

@@ -188,14 +188,18 @@ class Node:
         self.run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
         self.namespace = "t" + uuid.uuid4().hex[:12]
 
-    def start_coordinator(self, *arguments: str) -> Managed:
-        """Start a coordinator, whether or not it will come up."""
+    def start_coordinator(
+        self, *arguments: str, python: Sequence[str] = (sys.executable,)
+    ) -> Managed:
+        """Start a coordinator, whether or not it will come up.  ``python``: the command that
+        runs Python, perhaps another one or somewhere else."""
         place = ("--run-dir", str(self.run_dir), "--namespace", self.namespace)
-        return self.processes.python("coordinator", "-m", "kvshm.coordinator", *place, *arguments)
+        module = (*python, "-P", "-m", "kvshm.coordinator")
+        return self.processes.start("coordinator", *module, *place, *arguments)
 
-    def coordinator(self, *arguments: str) -> Managed:
+    def coordinator(self, *arguments: str, python: Sequence[str] = (sys.executable,)) -> Managed:
         """Start a coordinator and wait until it serves."""
-        process = self.start_coordinator(*arguments)
+        process = self.start_coordinator(*arguments, python=python)
         process.wait_err("event=serving")
         return process
 

@@ -6,23 +6,15 @@ hold.  That the comparison can fail is shown by the built-in faults.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from kvshm.slots import SlotTable
-
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import Node, fresh_node, wait_until
+from .toys import finish, result, start, table_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
-
-TOY = str(Path(__file__).with_name("toy_engine.py"))
 
 
 @pytest.fixture
@@ -30,39 +22,6 @@ def node() -> Iterator[Node]:
     with fresh_node() as node:
         node.coordinator()
         yield node
-
-
-def start(node: Node, seed: int, *options: str, **settings: str) -> Managed:
-    environ = {
-        **os.environ,
-        "KVSHM_RUN_DIR": str(node.run_dir),
-        "KVSHM_NAMESPACE": node.namespace,
-        "KVSHM_VERIFY": "1",
-        **settings,
-    }
-    argv = (sys.executable, TOY, "--seed", str(seed), *options)
-    return node.processes.start(f"toy-{seed}", *argv, environ=environ)
-
-
-def result(engine: Managed) -> dict[str, Any]:
-    """What the engine prints when its requests are done."""
-    outcome: dict[str, Any] = json.loads(engine.wait_out(lambda line: line.startswith("{")))
-    return outcome
-
-
-def finish(engines: list[Managed]) -> list[dict[str, Any]]:
-    """Results of all; then they may end."""
-    results = [result(engine) for engine in engines]
-    for engine in engines:
-        engine.say("")
-        assert engine.wait() == 0
-    return results
-
-
-def table_of(node: Node, engine: Managed) -> SlotTable:
-    engine.wait_out(lambda line: line == "open")
-    (name,) = [n for n in node.segments("slots") if f"toy-{engine.pid}" in n]
-    return SlotTable.open(name, writable=False)
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import sys
 import time
 from collections import OrderedDict
 from pathlib import Path
@@ -44,8 +45,11 @@ def chain_of(family: int, length: int) -> list[BlockHash]:
 class ToyRank:
     """Memory of one rank and its half of the cache."""
 
-    def __init__(self, config: Config, rank: int, num_blocks: int, region_bytes: int) -> None:
+    def __init__(
+        self, config: Config, rank: int, num_blocks: int, region_bytes: int, model: str
+    ) -> None:
         transport = load_transport("posix_shm")
+        self.model = model.encode()
         self.rank, self.region_bytes = Rank(rank), region_bytes
         self.memory = transport.allocate(REGIONS * num_blocks * region_bytes)
         self.regions = [
@@ -63,7 +67,8 @@ class ToyRank:
 
     def contents(self, chain_hash: BlockHash, region: int) -> bytes:
         """What the block must hold."""
-        seed = hashlib.blake2b(chain_hash + bytes([self.rank, region]), digest_size=64).digest()
+        what = chain_hash + bytes([self.rank, region]) + self.model
+        seed = hashlib.blake2b(what, digest_size=64).digest()
         return seed * (self.region_bytes // 64)
 
     def compute(self, block: BlockId, chain_hash: BlockHash) -> None:
@@ -86,25 +91,29 @@ class ToyRank:
 class ToyEngine:
     """Scheduler, block pool and ranks in one process."""
 
-    def __init__(self, num_blocks: int, ranks: int, region_bytes: int) -> None:
-        self.config = Config.from_env(os.environ)
-        spec = EngineSpec(f"toy-{os.getpid()}", "toy", num_blocks, BLOCK_SIZE, asynchronous=True)
+    def __init__(self, num_blocks: int, ranks: int, region_bytes: int, model: str = "toy") -> None:
+        self.config, self.model = Config.from_env(os.environ), model
+        spec = EngineSpec(f"toy-{os.getpid()}", model, num_blocks, BLOCK_SIZE, asynchronous=True)
         self.cache = join_cache(self.config, spec, Path(self.config.run_dir))
-        self.ranks = [ToyRank(self.config, r, num_blocks, region_bytes) for r in range(ranks)]
+        self.ranks = [
+            ToyRank(self.config, r, num_blocks, region_bytes, model) for r in range(ranks)
+        ]
         self.lru: OrderedDict[BlockId, BlockHash | None] = OrderedDict.fromkeys(
             BlockId(b) for b in range(num_blocks)
         )
         self.by_hash: dict[BlockHash, BlockId] = {}
         self.wrong = self.imported = self.requests = self.loads = 0
 
-    def open(self, fields: dict[str, str]) -> None:
+    def open(self, *, wait: bool = True) -> None:
         """Begin an epoch and wait until it is open on every rank."""
         identity = identity_of()
         infos = [
             RankInfo(identity.pid, identity.start_time, rank.transport.export(Epoch(0)))
             for rank in self.ranks
         ]
-        self.cache.open_epoch(infos, lambda: fields)
+        self.cache.open_epoch(infos, lambda: {"weights": self.model})
+        if not wait:
+            return
         while (table := self.cache.table) is None:
             time.sleep(0.01)
         for rank in self.ranks:
@@ -172,6 +181,20 @@ class ToyEngine:
         self.cache.publish(publications)
         self.cache.flush()
 
+    def fork(self) -> None:
+        """Have children inherit all of it: one ends at once, one ends it in order first."""
+        for closing in (False, True):
+            child = os.fork()
+            if child == 0:
+                if closing:
+                    self.cache.retract(list(self.lru))
+                    self.cache.settle()
+                    self.close()
+                sys.exit(0)
+            print(
+                "child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True
+            )
+
     def summary(self) -> dict[str, object]:
         table = self.cache.table
         counters = table.counters.snapshot() if table else {}
@@ -200,9 +223,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--region-bytes", type=int, default=65536)
     parser.add_argument("--peers", type=int, default=1, help="wait for so many before the start")
+    parser.add_argument("--model", default="toy", help="what the contents depend on")
+    parser.add_argument("--unshared", action="store_true", help="do not wait for an epoch")
+    parser.add_argument("--fork", action="store_true", help="fork after the first requests")
     options = parser.parse_args()
-    engine = ToyEngine(options.blocks, options.ranks, options.region_bytes)
-    engine.open({"weights": "toy"})
+    engine = ToyEngine(options.blocks, options.ranks, options.region_bytes, options.model)
+    engine.open(wait=not options.unshared)
     print("open", flush=True)
     while engine.cache.num_peers < options.peers:
         time.sleep(0.01)
@@ -214,6 +240,8 @@ def main() -> None:
     ):
         family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
         engine.request(chain_of(family, length))
+        if options.fork and engine.requests == 10:
+            engine.fork()
     print(json.dumps(engine.summary()), flush=True)
     input()  # stay readable for the others until told to end
     engine.close()

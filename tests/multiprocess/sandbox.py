@@ -1,0 +1,38 @@
+"""Namespaces of the kernel for tests, as containers have them: of mounts and of pids.
+
+Each is a command that another command is appended to, so that the process which a test
+starts, signals and reaps is the one within.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+
+import pytest
+
+Command = tuple[str, ...]
+
+OWN_PIDS: Command = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""Runs a command in a pid namespace of its own, as its process 1."""
+
+
+def fresh_tmpfs(*mounts: tuple[str, str]) -> Command:
+    """Run a command where each of the (path, size) is an empty tmpfs of that size."""
+    script = "".join(
+        f"mount -t tmpfs -o size={size},mode=1777 tmpfs {path} && " for path, size in mounts
+    )
+    return ("unshare", "--mount", "sh", "-c", f'{script} exec "$@"', "sh")
+
+
+def beside(pid: int) -> Command:
+    """Run a command among the mounts of another process."""
+    return ("nsenter", f"--target={pid}", "--mount", "--")
+
+
+def skip_unless_permitted(commands: Iterable[Command]) -> None:
+    """Skip the test, with the reason, where the kernel does not permit one of these."""
+    for command in commands:
+        tried = subprocess.run([*command, "true"], capture_output=True, text=True)
+        if tried.returncode:
+            pytest.skip(f"{command[0]} is not permitted here: {tried.stderr.strip()}")

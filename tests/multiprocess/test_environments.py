@@ -1,0 +1,304 @@
+"""Where people run engines: containers, small /dev/shm, run directories that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import zmq
+
+from kvshm.protocol import EngineEvents, decode_broadcast
+from kvshm.rundir import event_endpoint, rank_socket
+from kvshm.segment import INDEX_KIND, TABLE_KIND
+from kvshm.terms import Rank
+
+from . import toys
+from .engines import PYTHON, FakeEngine
+from .processes import Node, fresh_node, wait_until
+from .sandbox import OWN_PIDS, beside, fresh_tmpfs, skip_unless_permitted
+
+pytestmark = pytest.mark.multiprocess
+
+OWN_SHM = fresh_tmpfs(("/dev/shm", "16m"))
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with fresh_node() as node:
+        yield node
+
+
+@pytest.fixture
+def namespaces() -> None:
+    skip_unless_permitted([OWN_SHM, OWN_PIDS])
+
+
+# -- containers
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("who", ["engine", "coordinator"])
+def test_a_separate_dev_shm_is_refused_with_the_remedy(node: Node, who: str) -> None:
+    within = {who: (*OWN_SHM, sys.executable)}
+    coordinator = node.coordinator(python=within.get("coordinator", PYTHON))
+    engine = FakeEngine(node, "apart", python=within.get("engine", PYTHON))
+    refused = engine.heard("refused")
+    assert "is not in the coordinator's /dev/shm" in refused["reason"]
+    assert "--ipc=host" in refused["remedy"]
+    coordinator.wait_err("event=refused .*engine=apart .*--ipc=host")
+    engine.do("publish", blocks=[1])  # it serves on
+    engine.end()
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("who", ["engine", "coordinator", "both"])
+def test_a_separate_pid_namespace_is_refused_with_the_remedy(node: Node, who: str) -> None:
+    apart = (*OWN_PIDS, sys.executable)
+    coordinator = node.coordinator(python=PYTHON if who == "engine" else apart)
+    engine = FakeEngine(node, "apart", python=PYTHON if who == "coordinator" else apart)
+    refused = engine.heard("refused")
+    seen = "calls itself pid 1" if who == "engine" else "pid namespace that is not visible"
+    assert seen in refused["reason"]
+    assert "--pid=host" in refused["remedy"]
+    coordinator.wait_err("event=refused .*engine=apart .*--pid=host")
+    engine.do("publish", blocks=[1])
+    engine.end()
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_one_pid_namespace_apart_from_the_hosts_is_as_good(node: Node) -> None:
+    """A pod whose containers share their pids and /dev/shm, seen from within."""
+    coordinator = node.coordinator(python=(*OWN_PIDS, sys.executable))
+    children = Path(f"/proc/{coordinator.pid}/task/{coordinator.pid}/children").read_text()
+    inside = ("nsenter", f"--target={children.split()[0]}", "--pid", "--mount", "--")
+    a, b = (FakeEngine(node, name, python=(*inside, sys.executable)) for name in "ab")
+    a.heard("engine_joined", name="b")
+    a.do("publish", blocks=[1])
+    assert b.heard("engine_events")["blocks"] == [1]
+    for engine in (a, b):
+        engine.end()
+
+
+# -- run directories
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_without_xdg_runtime_dir_all_meet_in_tmp(node: Node) -> None:
+    unset = ("env", "-u", "XDG_RUNTIME_DIR", "-u", "KVSHM_RUN_DIR", "-u", "KVSHM_NAMESPACE")
+    own_tmp = (*fresh_tmpfs(("/tmp", "1m"), ("/dev/shm", "1m")), *unset, sys.executable, "-P", "-m")
+    coordinator = node.processes.start("coordinator", *own_tmp, "kvshm.coordinator")
+    coordinator.wait_err(f"event=serving .*run_dir=/tmp/kvshm-{os.geteuid()} namespace=default")
+    second = node.processes.start(
+        "second", *beside(coordinator.pid), *unset, sys.executable, "-P", "-m", "kvshm.coordinator"
+    )
+    assert second.wait() == 3
+    assert f"pid {coordinator.pid}" in str(second.err)
+    assert coordinator.terminate() == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_run_directory_of_another_owner_is_refused(node: Node) -> None:
+    os.chown(node.run_dir, 1, 1)
+    coordinator = node.start_coordinator()
+    assert coordinator.wait() == 4
+    assert "belongs to uid 1, this process runs as uid 0" in str(coordinator.err)
+    assert "set KVSHM_RUN_DIR to a directory of your own" in str(coordinator.err)
+
+
+def test_a_run_directory_that_is_a_link_is_refused(node: Node) -> None:
+    link = node.run_dir / "link"
+    link.symlink_to(node.run_dir)
+    coordinator = node.start_coordinator("--run-dir", str(link))
+    assert coordinator.wait() == 4
+    assert f"run directory {link} is a link; set KVSHM_RUN_DIR" in str(coordinator.err)
+
+
+@pytest.mark.parametrize("length", [70, 200])
+def test_a_path_too_long_for_a_socket_is_refused_by_name(node: Node, length: int) -> None:
+    path = "/tmp/".ljust(length, "x")
+    coordinator = node.start_coordinator("--run-dir", path)
+    assert coordinator.wait() == 2
+    assert path in str(coordinator.err)
+    assert "shorter" in str(coordinator.err)
+    assert not Path(path).exists()
+
+
+# -- a /dev/shm that is too small
+
+
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize(("size", "what"), [("12k", "slots"), ("256k", "index")])
+def test_a_dev_shm_too_small_for_an_engine_leaves_it_unshared(
+    node: Node, size: str, what: str
+) -> None:
+    """Bytes needed and available are named once, nothing is left behind, requests are served."""
+    coordinator = node.coordinator(python=(*fresh_tmpfs(("/dev/shm", size)), sys.executable))
+    there = beside(coordinator.pid)
+    options = ("--unshared", "--peers", "0", "--loads", "0", "--blocks", "100")
+    engine = toys.start(node, 1, *options, python=(*there, sys.executable))
+    (result,) = toys.finish([engine])
+    assert (result["requests"], result["imported"], result["wrong"]) == (200, 0, 0)
+    (line,) = engine.err.matching(lambda line: "not sharing the prefix cache" in line)
+    found = re.search(rf"kvshm.*\.{what}\..* needs (\d+) bytes, /dev/shm has (\d+) available", line)
+    assert found, line
+    assert int(found[1]) > int(found[2])
+    assert "enlarge /dev/shm (docker: --shm-size)" in line
+    left = subprocess.run([*there, "ls", "/dev/shm"], capture_output=True, text=True, check=True)
+    assert left.stdout.split() == [f"kvshm.{node.namespace}.leases.coordinator.0000000000000000"]
+
+
+@pytest.mark.usefixtures("namespaces")
+def test_a_dev_shm_too_small_for_the_coordinator_ends_it_with_a_sentence(node: Node) -> None:
+    full = (*fresh_tmpfs(("/dev/shm", "4k")), "sh", "-c", 'echo > /dev/shm/full && exec "$@"', "sh")
+    coordinator = node.start_coordinator(python=(*full, sys.executable))
+    assert coordinator.wait() == 1
+    assert re.search(r"needs \d+ bytes, /dev/shm has 0 available", str(coordinator.err))
+    assert "Traceback" not in str(coordinator.err)
+
+
+# -- several models, several namespaces
+
+Heard = Callable[[int], Iterator[tuple[bytes, EngineEvents]]]
+
+
+@contextmanager
+def eavesdropper(node: Node) -> Iterator[Heard]:
+    """Give the next so many broadcasts of events, whatever their topic, and what came since."""
+    context = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.setsockopt(zmq.SUBSCRIBE, b"")
+    socket.connect(event_endpoint(node.run_dir, node.namespace))
+
+    def heard(count: int) -> Iterator[tuple[bytes, EngineEvents]]:
+        while socket.poll(30_000 if count > 0 else 0):
+            topic, frame = socket.recv_multipart()
+            broadcast = decode_broadcast(frame)
+            if isinstance(broadcast, EngineEvents):
+                count -= 1
+                yield topic, broadcast
+
+    yield heard
+    socket.close(linger=0)
+    context.term()
+
+
+def test_two_models_of_two_engines_share_within_each_and_the_dump_groups_them(node: Node) -> None:
+    coordinator = node.coordinator()
+    engines = [toys.start(node, seed, "--model", model) for seed, model in enumerate("abab")]
+    results = [toys.result(engine) for engine in engines]
+    assert all(result["imported"] > 0 for result in results)
+    assert [result["wrong"] for result in results] == [0, 0, 0, 0]
+    coordinator.wait_err("event=cannot-share .* differs=weights")
+    dump = node.processes.python("dump", "-m", "kvshm.tools.dump_index", "--json",
+                                 "--namespace", node.namespace)  # fmt: skip
+    assert dump.wait() == 0
+    (space,) = json.loads(str(dump.out))["namespaces"]
+    assert [engine["model"] for engine in space["engines"]] in (list("aabb"), list("bbaa"))
+    place = ("--namespace", node.namespace)
+    text = node.processes.python("text", "-m", "kvshm.tools.dump_index", *place)
+    assert text.wait() == 0
+    groups = [set(re.findall(r" ([ab])  ", part)) for part in str(text.out).split("fingerprint ")]
+    assert {"a"} in groups
+    assert {"b"} in groups
+    of_model = {engine["epoch"]: engine["model"] for engine in space["engines"]}
+    for replica in space["replicas"]:
+        known = {of_model[row["epoch"]] for row in replica["rows"]}
+        assert known == {of_model[replica["epoch"]]}
+    for engine in engines:
+        engine.say("")
+        assert engine.wait() == 0
+
+
+def test_no_event_crosses_from_one_model_to_the_other(node: Node) -> None:
+    """Each engine hears everything of its own model and nothing of the other, on the wire."""
+    node.coordinator()
+    with eavesdropper(node) as heard:
+        pairs = [
+            [FakeEngine(node, f"{model}{i}", "--fingerprint", model) for i in (1, 2)]
+            for model in ("a", "b")
+        ]
+        for one, two in pairs:
+            one.heard("engine_joined", name=two.name)
+            two.heard("engine_joined", name=one.name)
+        for first, (one, two) in zip((10, 20), pairs, strict=True):
+            one.do("publish", blocks=[first])
+            two.do("publish", blocks=[first + 1])
+            assert two.heard("engine_events")["blocks"] == [first]
+            assert one.heard("engine_events")["blocks"] == [first + 1]
+        epochs = [{engine.joined()["epoch"] for engine in pair} for pair in pairs]
+        for own, pair in zip(epochs, pairs, strict=True):
+            for engine in pair:
+                told = engine.all_heard("engine_joined") + engine.all_heard("engine_events")
+                assert {said["epoch"] for said in told} <= own
+        topics = {b"a": epochs[0], b"b": epochs[1]}
+        events = list(heard(4))
+        assert len(events) == 4
+        for topic, event in events:
+            assert event.epoch in topics[topic.rstrip(b"\0")]
+
+
+def test_namespaces_in_one_run_directory_know_nothing_of_each_other(node: Node) -> None:
+    other = Node(node.processes)
+    other.run_dir.rmdir()
+    other.run_dir = node.run_dir
+    coordinators = [node.coordinator(), other.coordinator()]
+    here = [FakeEngine(node, name) for name in ("a", "b")]
+    there = FakeEngine(other, "a")
+    here[0].heard("engine_joined", name="b")
+    assert there.joined()["roster"] == []
+    here[1].process.kill()
+    here[0].heard("engine_gone")
+    coordinators[0].kill()  # what it left is not the other's to sweep
+    there.process.kill()
+    coordinators[1].wait_err("event=death engine=a")
+    assert node.segments(TABLE_KIND) == [here[0].started["table"]]
+    assert other.segments(TABLE_KIND) == []
+    assert coordinators[1].terminate() == 0
+    assert not other.lease_table()
+    assert node.lease_table()
+
+
+# -- lives of an engine
+
+
+def test_a_restarted_engine_shares_again_and_its_old_life_is_swept(node: Node) -> None:
+    coordinator = node.coordinator()
+    staying, first = toys.start(node, 1), toys.start(node, 2)
+    toys.result(first)
+    table = toys.table_of(node, first).name
+    first.kill()
+    coordinator.wait_err(f"event=death .*pid={first.pid} ")
+    wait_until(lambda: table not in node.segments(TABLE_KIND), "the old table to go")
+    again = toys.start(node, 3)
+    results = toys.finish([staying, again])
+    assert results[1]["imported"] > 0
+    assert [result["wrong"] for result in results] == [0, 0]
+
+
+def test_children_forked_after_the_join_neither_use_nor_end_what_is_the_parents(
+    node: Node,
+) -> None:
+    coordinator = node.coordinator()
+    forking, other = toys.start(node, 1, "--fork"), toys.start(node, 2)
+    results = [toys.result(engine) for engine in (forking, other)]
+    assert forking.out.matching(lambda line: "child" in line) == ["child ended with 0"] * 2
+    table = toys.table_of(node, forking)
+    assert table.life(Rank(0)) == table.epoch
+    assert not table.retired
+    table.close()
+    assert len(node.segments(INDEX_KIND)) == 2
+    assert rank_socket(node.run_dir, node.namespace, forking.pid, 0).exists()
+    assert all(result["imported"] > 0 for result in results)
+    assert [(result["wrong"], result["violations"]) for result in results] == [(0, [])] * 2
+    assert not coordinator.err.matching(lambda line: "event=leave" in line)
+    for engine in (forking, other):
+        engine.say("")
+        assert engine.wait() == 0
+    assert not node.segments(TABLE_KIND)

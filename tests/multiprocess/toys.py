@@ -1,0 +1,54 @@
+"""Toy engines as tests see them: started, asked for their results, ended."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvshm.slots import SlotTable
+
+from .processes import Managed, Node
+
+TOY = str(Path(__file__).with_name("toy_engine.py"))
+
+
+def start(
+    node: Node,
+    seed: int,
+    *options: str,
+    python: Sequence[str] = (sys.executable,),
+    **settings: str,
+) -> Managed:
+    """Start one.  ``python``: the command that runs Python; ``settings``: KVSHM_*."""
+    environ = {
+        "KVSHM_RUN_DIR": str(node.run_dir),
+        "KVSHM_NAMESPACE": node.namespace,
+        "KVSHM_VERIFY": "1",
+        **settings,
+    }
+    argv = (*python, TOY, "--seed", str(seed), *options)
+    return node.processes.start(f"toy-{seed}", *argv, environ=environ)
+
+
+def result(engine: Managed) -> dict[str, Any]:
+    """What the engine prints when its requests are done."""
+    outcome: dict[str, Any] = json.loads(engine.wait_out(lambda line: line.startswith("{")))
+    return outcome
+
+
+def finish(engines: list[Managed]) -> list[dict[str, Any]]:
+    """Results of all; then they may end."""
+    results = [result(engine) for engine in engines]
+    for engine in engines:
+        engine.say("")
+        assert engine.wait() == 0
+    return results
+
+
+def table_of(node: Node, engine: Managed) -> SlotTable:
+    engine.wait_out(lambda line: line == "open")
+    (name,) = [n for n in node.segments("slots") if f"toy-{engine.pid}" in n]
+    return SlotTable.open(name, writable=False)
