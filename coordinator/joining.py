@@ -7,6 +7,7 @@ import logging
 import msgspec
 
 from kvshm.errors import VersionMismatch
+from kvshm.fingerprint import differences
 from kvshm.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
@@ -18,6 +19,7 @@ from kvshm.protocol import (
     Joined,
     Refused,
     Stranger,
+    StrangerJoined,
     check_version,
 )
 from kvshm.records import MAX_RANKS
@@ -152,11 +154,24 @@ def admit(state: State, peer: Peer, join: Join, now: float) -> list[Action]:
     if known is None or known.sequence != join.sequence or known.info != info:
         news = {"engine": info, "engine_sequence": join.sequence}
         actions.append(state.publish(info.fingerprint, EngineJoined, **news))
+    if known is None:
+        actions += _introduce(state, info)
     reply = _joined(state, info)
     actions.append(Send(peer.route, reply))
     if known is None:
         actions += _log_join(state, info, reply)
     return actions
+
+
+def _introduce(state: State, info: EngineInfo) -> list[Action]:
+    """Tell the engines of every other fingerprint that there is one they cannot share with;
+    those of one fingerprint differ from it in the same fields."""
+    others = {e.info.fingerprint: e.info for e in state.engines.values()}
+    del others[info.fingerprint]
+    return [
+        state.publish(topic, StrangerJoined, stranger=stranger_to(other, info))
+        for topic, other in others.items()
+    ]
 
 
 def _joined(state: State, info: EngineInfo) -> Joined:
@@ -178,17 +193,14 @@ def _joined(state: State, info: EngineInfo) -> Joined:
 
 def strangers_of(info: EngineInfo, others: list[EngineInfo]) -> list[Stranger]:
     """Describe how engines of other fingerprints differ, the most alike first."""
-    strangers = [Stranger(o.name, o.pid, differences(info, o)) for o in others]
+    strangers = [stranger_to(info, other) for other in others]
     return sorted(strangers, key=lambda s: (len(s.differences), s.name, s.pid))
 
 
-def differences(one: EngineInfo, other: EngineInfo) -> dict[str, tuple[str, str]]:
-    """Return the fields of two fingerprints that differ, with both values; never empty for
-    two that do differ."""
-    names = [*one.fields, *(name for name in other.fields if name not in one.fields)]
-    pairs = {name: (one.fields.get(name, ""), other.fields.get(name, "")) for name in names}
-    differing = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-    return differing or {"fingerprint": (one.fingerprint.hex(), other.fingerprint.hex())}
+def stranger_to(one: EngineInfo, other: EngineInfo) -> Stranger:
+    """Say why ``one`` cannot share with ``other``."""
+    digests = {"fingerprint": (one.fingerprint.hex(), other.fingerprint.hex())}
+    return Stranger(other.name, other.pid, differences(one.fields, other.fields) or digests)
 
 
 def _log_join(state: State, info: EngineInfo, reply: Joined) -> list[Action]:

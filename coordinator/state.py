@@ -220,6 +220,7 @@ def _ticks(state: State) -> list[Action]:
                 coordinator_epoch=state.epoch,
                 sequence=state.topics[topic],
                 sequences=sequences,
+                strangers=len(state.engines) - len(sequences),
             ),
         )
         for topic, sequences in heard.items()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 from .log import logger
-from .protocol import EngineInfo, Joined, Refused
+from .protocol import EngineInfo, Joined, Refused, Stranger
 
 T = TypeVar("T")
 _log = logger(__name__)
@@ -44,6 +44,15 @@ class Listener(Protocol):
         """Events of this engine were lost: scan its slot table again."""
         ...
 
+    def stranger_joined(self, stranger: Stranger) -> None:
+        """An engine that this one cannot share with is new on the node."""
+        ...
+
+    def strangers_counted(self, count: int) -> None:
+        """How many such engines there are has changed since it was told last, here or with
+        ``joined``."""
+        ...
+
 
 class Member(Listener, Protocol):
     """The engine, as its client sees it.  A method that raises is logged once, counted
@@ -74,6 +83,10 @@ class Member(Listener, Protocol):
 
     def beat(self) -> None:
         """Called about once a second, whether there is a coordinator or not."""
+        ...
+
+    def count(self, counter: int, amount: int = 1) -> None:
+        """Add to one of the engine's counters (kvshm/counters.py)."""
         ...
 
 
@@ -117,3 +130,9 @@ class Guarded:
 
     def rescan(self, epoch: int) -> None:
         self.call(self.member.rescan, epoch)
+
+    def stranger_joined(self, stranger: Stranger) -> None:
+        self.call(self.member.stranger_joined, stranger)
+
+    def strangers_counted(self, count: int) -> None:
+        self.call(self.member.strangers_counted, count)

@@ -53,7 +53,8 @@ class CoordinatorClient:
         weakref.finalize(self, os.close, self._wake_fd).atexit = False
         self._closing = threading.Event()
         self._usable = True
-        self._overflown = False
+        self._overflows = self._overflows_told = 0
+        """Batches dropped here: by the thread that sends, and as the client's thread knows."""
         self._bug_logged = False
         self._session: Session | None = Session(run_dir, namespace, member, clock, jitter)
         self._thread: threading.Thread | None = threading.Thread(
@@ -66,7 +67,7 @@ class CoordinatorClient:
         """Queue one step's packed records.  What cannot be sent is dropped, and the others
         scan this engine's slot table instead: change the slot before calling this."""
         if len(self._outbox) >= MAX_QUEUED:
-            self._overflown = True
+            self._overflows += 1
             return
         self._put(records)
 
@@ -135,9 +136,9 @@ class CoordinatorClient:
                 session.rejoin()
             else:
                 session.send_events(records)
-        if self._overflown:
-            self._overflown = False
-            session.drop_events()
+        if lost := self._overflows - self._overflows_told:
+            self._overflows_told += lost
+            session.drop_events(lost)
 
     def _unexpected(self) -> None:
         """A bug must not end the thread, nor fill the log, nor take a whole core."""

@@ -46,11 +46,12 @@ EVENTS_DROPPED = Counter(6, "events_dropped", "Batches of events that could not 
 LOOKUPS = Counter(16, "lookups", "Prefixes looked up in the replica.")
 LOOKUP_HITS = Counter(17, "lookup_hits", "Lookups that led to a plan.")
 BLOCKS_MATCHED = Counter(18, "blocks_matched", "Blocks in those plans.")
-MISS_NO_PEER = Counter(19, "miss_no_peer", "Lookups while no other engine was usable.")
+MISS_NO_PEER = Counter(19, "miss_no_peer", "Lookups while no other engine was there.")
 MISS_NO_OWNER = Counter(20, "miss_no_owner", "Lookups whose first block nobody has.")
 MISS_TOO_SHORT = Counter(21, "miss_too_short", "Matches below KVSHM_MIN_PREFIX_TOKENS.")
 MISS_LEASE_LOST = Counter(22, "miss_lease_lost", "Plans of which no block could be leased.")
 MISS_QUARANTINED = Counter(23, "miss_quarantined", "Matches only at peers in quarantine.")
+MISS_FINGERPRINT = Counter(24, "miss_fingerprint", "Lookups while no engine here was compatible.")
 
 # -- importer's side: loading
 LEASES_TAKEN = Counter(32, "leases_taken", "Leases taken on blocks of other engines.")

@@ -40,14 +40,11 @@ class Imports:
         """The longest run of blocks from ``start`` on that usable peers seem to hold."""
         count = life.table.counters.add
         count(c.LOOKUPS, 1)
-        if not life.peers.any_usable():
-            count(c.MISS_NO_PEER, 1)
-            return None
         stop = min(stop, start + self._config.max_import_blocks)
         runs = life.peers.lookup(hashes, start, stop)
         found = sum(len(run.records) for run in runs) // RECORD_BYTES
         if not found:
-            count(c.MISS_NO_OWNER, 1)
+            count(life.peers.why_missed(hashes, start), 1)
             return None
         if found * life.table.block_size < self._config.min_prefix_tokens:
             count(c.MISS_TOO_SHORT, 1)
@@ -62,15 +59,18 @@ class Imports:
     ) -> Load:
         """Lease what the plan names, as far as it goes without a gap."""
         nothing = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
-        if life is None or self._clock() - plan.made_at > PLAN_SECONDS:
+        if life is None:
             return nothing
-        ticket = life.table.take_ticket(life.table.num_ranks)
+        fresh = self._clock() - plan.made_at <= PLAN_SECONDS
+        ticket = life.table.take_ticket(life.table.num_ranks) if fresh else None
         if ticket is None:
+            life.table.counters.add(c.MISS_LEASE_LOST)
             return nothing
         pieces = tuple(self._lease(life, plan, targets))
         leased = sum(len(piece.targets) for piece in pieces)
         sync_point(SyncPoint.LOAD_PLANNED)
         life.table.counters.add(c.LEASE_LOST, len(targets) - leased)
+        life.table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
         bit = life.table.lease_bit
         return Load(load_id, life.table.epoch, ticket, bit, pieces, tuple(targets[leased:]))
 
@@ -117,6 +117,12 @@ class Imports:
                     at_fault.add(failure.peer)
         if life is not None:
             for piece in load.pieces:
-                judge = life.peers.fail if piece.peer in at_fault else life.peers.fine
-                judge(piece.peer)
+                self._judge(life, piece.peer, piece.peer in at_fault)
         return bad
+
+    @staticmethod
+    def _judge(life: Life, peer: Epoch, at_fault: bool) -> None:
+        if not at_fault:
+            life.peers.fine(peer)
+        elif life.peers.fail(peer):
+            life.table.counters.add(c.QUARANTINES)

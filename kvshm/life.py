@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from .config import Config, Role
+from .config import Config
 from .exports import Exports
 from .fingerprint import fingerprint
 from .peers import Peers
@@ -90,7 +90,7 @@ class Founding:
             table=table.name,
             num_blocks=self.spec.num_blocks,
             ranks=[self._of_this_epoch(rank) for rank in self.ranks],
-            imports_only=self.config.role is Role.CONSUMER,
+            imports_only=not self.config.exports,
             kvshm_version=__version__,
         )
 

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .counters import REJOINS, RESYNCS
+from .counters import INDEX_FULL, REJOINS, RESYNCS
 from .life import Life
 from .log import logger
+from .miss_report import MissReport
 from .protocol import EngineInfo, Joined, Refused, Stranger
+from .strangers import note, sentence
 from .terms import Epoch, LeaseBit
 
 log = logger(__name__)
+
+STRANGERS_NAMED = 8
+"""Of a join's strangers the most alike: the slot table's error log holds 16 entries."""
 
 
 class Membership:
@@ -26,8 +31,9 @@ class Membership:
     ) -> None:
         self._begin = begin
         self._present = present
-        self._strangers: set[tuple[int, str]] = set()
+        self._named: set[str] = set()
         self._refusal = ""
+        self._misses = MissReport()
 
     def describe(self) -> EngineInfo | None:
         life = self._begin()
@@ -40,8 +46,9 @@ class Membership:
         self._refusal = ""
         life.table.lease_bit = LeaseBit(reply.lease_bit)
         life.table.counters.add(REJOINS, 1)
-        for stranger in reply.strangers:
-            self._name_stranger(stranger)
+        life.peers.strangers = len(reply.strangers)
+        for stranger in reply.strangers[:STRANGERS_NAMED]:
+            self._name(life, stranger)
         peers = sum(info.epoch != life.table.epoch for info in reply.roster)
         log.info("joined with lease bit %d, %d engines to share with", reply.lease_bit, peers)
 
@@ -72,6 +79,14 @@ class Membership:
             life.table.counters.add(RESYNCS, 1)
             life.peers.rescan(Epoch(epoch))
 
+    def stranger_joined(self, stranger: Stranger) -> None:
+        if (life := self._present()) is not None:
+            self._name(life, stranger)
+
+    def strangers_counted(self, count: int) -> None:
+        if (life := self._present()) is not None:
+            life.peers.strangers = count
+
     def refused(self, message: Refused) -> None:
         text = f"the coordinator refuses this engine: {message.reason}; {message.remedy}"
         if text != self._refusal:
@@ -82,22 +97,27 @@ class Membership:
         log.warning("no coordinator: serving on with what is known, joining again when it is back")
 
     def beat(self) -> None:
-        """About once a second: show life in the own table."""
+        """About once a second: show life in the own table, and tell of misses now and then."""
         if (life := self._present()) is not None:
             life.table.beat()
+            counters, refused = life.table.counters, life.peers.stats().refused_entries
+            counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
+            if (line := self._misses.line(life.table)) is not None:
+                log.info("%s", line)
+
+    def count(self, counter: int, amount: int = 1) -> None:
+        if (life := self._present()) is not None:
+            life.table.counters.add(counter, amount)
 
     def _of(self, epoch: int) -> Life | None:
         life = self._present()
         return life if life is not None and life.table.epoch == epoch else None
 
-    def _name_stranger(self, stranger: Stranger) -> None:
-        """Say once why an engine on this node cannot be shared with."""
-        for field, (ours, theirs) in stranger.differences.items():
-            if (stranger.pid, field) in self._strangers:
-                return
-            self._strangers.add((stranger.pid, field))
-            log.warning(
-                "engine %s (pid %d) cannot share with this one: %s differs (%s here, %s there)",
-                stranger.name, stranger.pid, field, ours, theirs,
-            )  # fmt: skip
-            return
+    def _name(self, life: Life, stranger: Stranger) -> None:
+        """Say why an engine of this node cannot be shared with: once in the log, and in the
+        own table for ``dump_index``."""
+        life.table.log_error(note(stranger))
+        line = sentence(stranger)
+        if line not in self._named:
+            self._named.add(line)
+            log.warning("%s", line)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
 
+from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED, Counter
 from .errors import CorruptSegment, KvshmError, StaleAttachment
 from .index import Replica
 from .log import logger
@@ -102,6 +103,8 @@ class Peers:
         self._complaints: set[tuple[int, str]] = set()
         self._skipped = 0
         self._strange_events = 0
+        self.strangers = 0
+        """Engines of other fingerprints on this node; set on the client's thread."""
 
     @property
     def replica_name(self) -> str:
@@ -177,10 +180,17 @@ class Peers:
 
     # -- the scheduler's thread
 
-    def any_usable(self) -> bool:
-        """Whether any peer's blocks may be used at the moment."""
+    def why_missed(self, hashes: Sequence[bytes], start: int) -> Counter:
+        """Return the counter of the reason why ``lookup`` found nobody for block ``start``."""
+        now = self._clock()
         with self._lock:
-            return any(map(self._usable, self._peers.values()))
+            peers = [peer for peer in self._peers.values() if self._offers(peer)]
+        avoided = sum(1 << peer.row for peer in peers if peer.avoided_until > now)
+        if avoided and self._replica.lookup(hashes, start, start + 1, avoided):
+            return MISS_QUARANTINED
+        if peers:
+            return MISS_NO_OWNER
+        return MISS_FINGERPRINT if self.strangers else MISS_NO_PEER
 
     def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> list[PeerRun]:
         """Return the longest prefix of ``hashes[start:stop]`` that usable peers seem to hold,
@@ -200,21 +210,23 @@ class Peers:
             if peer is not None:
                 self._replica.drop(peer.row, records)
 
-    def fail(self, epoch: Epoch) -> None:
-        """Count a failed load from a peer; the third in a row puts it in quarantine."""
+    def fail(self, epoch: Epoch) -> bool:
+        """Count a failed load from a peer; the third in a row puts it in quarantine, which
+        is what is returned."""
         with self._lock:
             peer = self._peers.get(epoch)
             if peer is None:
-                return
+                return False
             peer.failures += 1
             if peer.failures < QUARANTINE_FAILURES:
-                return
+                return False
             peer.failures = 0
             peer.avoided_until = self._clock() + QUARANTINE_SECONDS
         log.warning(
             "engine %s (pid %d) failed %d times, it is avoided for %.0f s",
             peer.info.name, peer.info.pid, QUARANTINE_FAILURES, QUARANTINE_SECONDS,
         )  # fmt: skip
+        return True
 
     def fine(self, epoch: Epoch) -> None:
         """A load from a peer went well: its failures are forgotten."""
@@ -262,9 +274,12 @@ class Peers:
 
     def _usable(self, peer: Peer) -> bool:
         """Whether lookups may name the peer; a hint like everything here, the lease decides."""
-        if peer.suspected or peer.info.imports_only or peer.table.retired:
-            return False
-        return peer.avoided_until <= self._clock()
+        return self._offers(peer) and peer.avoided_until <= self._clock()
+
+    @staticmethod
+    def _offers(peer: Peer) -> bool:
+        """Whether the peer itself has something to offer, quarantine aside."""
+        return not (peer.suspected or peer.info.imports_only or peer.table.retired)
 
     def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
         with self._lock:

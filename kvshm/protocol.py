@@ -113,12 +113,13 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class Stranger(msgspec.Struct, frozen=True, array_like=True):
-    """An engine of the roster that cannot share with the joining one, and why."""
+    """An engine of the roster that cannot share with the one that is told, and why."""
 
     name: str
     pid: int
     differences: dict[str, tuple[str, str]]
-    """Fingerprint field -> (the joining engine's value, the stranger's)."""
+    """Fingerprint field -> (the value of the engine that is told, the stranger's), causes
+    before consequences; never empty."""
 
 
 class Joined(Message, frozen=True, tag="joined"):
@@ -200,16 +201,33 @@ class EngineEvents(Broadcast, frozen=True, tag="engine-events"):
     records: bytes
 
 
+class StrangerJoined(Broadcast, frozen=True, tag="stranger-joined"):
+    """An engine of another fingerprint is new: the engines of this topic cannot share with
+    it, and may say so."""
+
+    stranger: Stranger
+
+
 class Tick(Broadcast, frozen=True, tag="tick"):
     """Sent about once a second without advancing ``sequence``: shows a lost tail."""
 
     sequences: dict[int, int]
     """Engine epoch -> sequence of its last relayed Events."""
+    strangers: int = 0
+    """Engines of other fingerprints in the roster."""
 
 
 Command = Join | Leave | Events | Heartbeat
 Reply = Joined | Refused | JoinFirst
-AnyBroadcast = EngineJoined | EngineSuspected | EngineRecovered | EngineGone | EngineEvents | Tick
+AnyBroadcast = (
+    EngineJoined
+    | EngineSuspected
+    | EngineRecovered
+    | EngineGone
+    | EngineEvents
+    | StrangerJoined
+    | Tick
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)

@@ -20,6 +20,7 @@ from .protocol import (
     EngineRecovered,
     EngineSuspected,
     Joined,
+    StrangerJoined,
     Tick,
 )
 
@@ -45,6 +46,7 @@ class Stream:
         self._heard: dict[int, int] = {}
         self._suspected: set[int] = set()
         self._missing: set[int] = set()
+        self._strangers = 0
 
     @property
     def engines(self) -> dict[int, int]:
@@ -67,6 +69,7 @@ class Stream:
         self._own_epoch = joined.engine_epoch
         self._coordinator_epoch = joined.coordinator_epoch
         self._sequence = joined.sequence
+        self._strangers = len(joined.strangers)
         roster = {e.epoch: e for e in joined.roster if e.epoch != joined.engine_epoch}
         absent = set(self._heard) - set(roster)
         if restarted:
@@ -102,6 +105,9 @@ class Stream:
     def _tick(self, tick: Tick) -> Verdict:
         if tick.sequence > self._sequence:
             return Verdict.GAP
+        if tick.strangers != self._strangers:
+            self._strangers = tick.strangers
+            self._listener.strangers_counted(tick.strangers)
         if tick.sequence == self._sequence:
             for epoch, sequence in tick.sequences.items():
                 if sequence > self._heard.get(epoch, sequence):
@@ -125,6 +131,8 @@ class Stream:
                 self._recover(epoch)
             case EngineGone(epoch=epoch) if epoch in self._heard:
                 self._drop(epoch, broadcast.reason)
+            case StrangerJoined(stranger=stranger):
+                self._listener.stranger_joined(stranger)
             case _:
                 return  # of this engine itself, or of an epoch that is not in the roster
 

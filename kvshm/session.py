@@ -24,6 +24,7 @@ import msgspec
 import zmq
 
 from .callbacks import Guarded, Member
+from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT
 from .errors import ProtocolError
 from .protocol import (
     HEARTBEAT_SECONDS,
@@ -135,13 +136,15 @@ class Session:
         """Send one batch, or drop it and make the others scan the slot table."""
         self._sequence += 1
         events = Events(epoch=self._epoch, sequence=self._sequence, records=records)
-        if not self.is_member or not self._send(events):
-            self._events_lost = True
+        sent = self.is_member and self._send(events)
+        self._guard.call(self._member.count, EVENTS_SENT if sent else EVENTS_DROPPED)
+        self._events_lost = self._events_lost or not sent
 
-    def drop_events(self) -> None:
-        """One or more batches were dropped before they came here."""
+    def drop_events(self, batches: int) -> None:
+        """So many batches were dropped before they came here."""
         self._sequence += 1
         self._events_lost = True
+        self._guard.call(self._member.count, EVENTS_DROPPED, batches)
 
     def rejoin(self) -> None:
         """Leave with the old epoch and join with a new description."""
@@ -195,6 +198,7 @@ class Session:
                 handle(frames)
             except ProtocolError as exc:
                 self._guard.failed(f"decoding: {exc}")
+                self._guard.call(self._member.count, BAD_MESSAGES)
 
     def _send(self, message: Message) -> bool:
         frame = encode(message)
@@ -289,6 +293,8 @@ class Session:
 
     def _on_joined(self, reply: Joined, now: float) -> None:
         self._state = _State.JOINED
+        if self.is_member and self._coordinator_epoch != reply.coordinator_epoch:
+            self._guard.call(self._member.coordinator_lost)  # it restarted before it was missed
         self._coordinator_epoch = reply.coordinator_epoch
         self._lease_bit = reply.lease_bit
         self._attempts = 0

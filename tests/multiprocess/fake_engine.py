@@ -17,7 +17,7 @@ from typing import Any
 
 from kvshm.client import CoordinatorClient
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.protocol import EngineInfo, Joined, RankInfo, Refused
+from kvshm.protocol import EngineInfo, Joined, RankInfo, Refused, Stranger
 from kvshm.records import BlockRecord, pack_records, unpack_records
 from kvshm.segment import Identity, identity_of, is_alive
 from kvshm.slots import SlotTable, TableSpec
@@ -127,6 +127,15 @@ class Engine:
     def rescan(self, epoch: int) -> None:
         self._scan(epoch)
         say("rescan", epoch=epoch, blocks=self._held(epoch))
+
+    def stranger_joined(self, stranger: Stranger) -> None:
+        say("stranger_joined", name=stranger.name, differences=stranger.differences)
+
+    def strangers_counted(self, count: int) -> None:
+        say("strangers_counted", count=count)
+
+    def count(self, counter: int, amount: int = 1) -> None:
+        self.table.counters.add(counter, amount)
 
     def refused(self, message: Refused) -> None:
         say("refused", reason=message.reason, remedy=message.remedy, retry=message.retry)

@@ -242,13 +242,19 @@ def test_clean_end_leaves_living_engines_alone(node: Node) -> None:
 
 def test_other_fingerprints_do_not_meet_and_learn_why(node: Node) -> None:
     coordinator = node.coordinator()
-    FakeEngine(node, "a", "--fields", '{"model": "m", "weights": "1111"}').joined()
+    first = FakeEngine(node, "a", "--fields", '{"model": "m", "weights": "1111"}')
+    first.joined()
     other = FakeEngine(
         node, "b", "--fingerprint", "other", "--fields", '{"model": "m", "weights": "2222"}'
     )
     joined = other.joined()
     assert joined["roster"] == []
     assert joined["strangers"] == [["a", {"weights": ["2222", "1111"]}]]
+    told = first.heard("stranger_joined")
+    assert (told["name"], told["differences"]) == ("b", {"weights": ["1111", "2222"]})
+    first.heard("strangers_counted", count=1)
+    other.process.kill()
+    first.heard("strangers_counted", count=0)
     coordinator.wait_err("event=cannot-share engine=b .* differs=weights here=2222 there=1111")
 
 

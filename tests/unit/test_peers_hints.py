@@ -6,6 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvshm.counters import (
+    MISS_FINGERPRINT,
+    MISS_NO_OWNER,
+    MISS_NO_PEER,
+    MISS_QUARANTINED,
+)
 from kvshm.index import Replica
 from kvshm.peers import QUARANTINE_SECONDS, Peers
 from kvshm.protocol import EngineInfo
@@ -145,10 +151,10 @@ def test_suspected_means_do_not_use_but_keep(peers: Peers, exporter: Make) -> No
     peers.suspected(1)
     peers.events(1, a.publish(1))
     assert offered(peers, 1) == []
-    assert not peers.any_usable()
+    assert peers.stats().usable == 0
     peers.recovered(1)
     assert offered(peers, 1) == [(1, 1, 0)]
-    assert peers.any_usable()
+    assert peers.stats().usable == 1
     peers.suspected(99)
 
 
@@ -167,17 +173,18 @@ def test_three_failures_in_a_row_mean_quarantine(
     peers: Peers, exporter: Make, clock: Clock
 ) -> None:
     a, b = exporter("a"), exporter("b")
-    a.publish(1)
+    a.publish(1, 3)
     b.publish(1, 2)
     peers.reset_roster([a.info, b.info])
-    peers.fail(1)
-    peers.fail(1)
+    assert not peers.fail(1)
+    assert not peers.fail(1)
     peers.fine(1)
-    peers.fail(1)
-    peers.fail(1)
+    assert not peers.fail(1)
+    assert not peers.fail(1)
     assert peers.stats().usable == 2
-    peers.fail(1)
+    assert peers.fail(1)
     assert peers.stats().usable == 1
+    assert peers.why_missed(HASHES, 3) is MISS_QUARANTINED
     assert offered(peers, 1) == [(2, 1, 0)], "the other owner is offered meanwhile"
     clock.now += QUARANTINE_SECONDS - 0.001
     assert peers.stats().usable == 1
@@ -195,7 +202,7 @@ def test_a_retired_table_is_not_offered(peers: Peers, exporter: Make) -> None:
     peers.joined(a.info)
     a.table.retire()
     assert offered(peers, 1) == []
-    assert not peers.any_usable()
+    assert peers.stats().usable == 0
 
 
 def test_an_engine_that_only_imports_is_watched_but_not_asked(peers: Peers, exporter: Make) -> None:
@@ -205,5 +212,16 @@ def test_an_engine_that_only_imports_is_watched_but_not_asked(peers: Peers, expo
                          "imports_only": True})  # fmt: skip
     peers.joined(info)
     assert offered(peers, 1) == []
-    assert not peers.any_usable()
+    assert peers.stats().usable == 0
     assert peers.tables_by_bit()[1].name == a.table.name
+
+
+def test_a_miss_has_a_reason(peers: Peers, exporter: Make) -> None:
+    assert peers.why_missed(HASHES, 1) is MISS_NO_PEER
+    peers.strangers = 1
+    assert peers.why_missed(HASHES, 1) is MISS_FINGERPRINT
+    a = exporter()
+    peers.joined(a.info)
+    assert peers.why_missed(HASHES, 1) is MISS_NO_OWNER
+    peers.suspected(1)
+    assert peers.why_missed(HASHES, 1) is MISS_FINGERPRINT

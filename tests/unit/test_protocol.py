@@ -26,6 +26,8 @@ from kvshm.protocol import (
     EngineRecovered,
     EngineSuspected,
     Events,
+    ForeignEngine,
+    ForeignJoin,
     Heartbeat,
     Join,
     Joined,
@@ -35,12 +37,14 @@ from kvshm.protocol import (
     RankInfo,
     Refused,
     Stranger,
+    StrangerJoined,
     Tick,
     check_version,
     decode_broadcast,
     decode_command,
     decode_reply,
     encode,
+    foreign_join,
 )
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
@@ -86,7 +90,8 @@ BROADCASTS: list[Any] = [
     EngineRecovered(**NUMBERED, epoch=BIG),
     EngineGone(**NUMBERED, epoch=BIG, reason="left"),
     EngineEvents(**NUMBERED, epoch=BIG, engine_sequence=5, records=b"\x01" * 48),
-    Tick(**NUMBERED, sequences={BIG: 5}),
+    StrangerJoined(**NUMBERED, stranger=Stranger("b", 7, {"weights": ("1", "2")})),
+    Tick(**NUMBERED, sequences={BIG: 5}, strangers=1),
 ]
 ALL = [
     *((decode_command, message) for message in COMMANDS),
@@ -183,6 +188,23 @@ def test_version_is_compared_and_both_are_named() -> None:
     check_version(PROTOCOL_VERSION)
     with pytest.raises(VersionMismatch, match=f"protocol 99, this kvshm {PROTOCOL_VERSION}"):
         check_version(99)
+
+
+def test_of_another_versions_join_that_cannot_be_decoded_enough_is_read() -> None:
+    engine = {"epoch": 7, "name": "e", "kvshm_version": "9.8", "num_blocks": "many", "new": 1}
+    frame = msgspec.msgpack.encode({"type": "join", "protocol": 99, "engine": engine})
+    with pytest.raises(ProtocolError):
+        decode_command(frame)
+    assert foreign_join(frame) == ForeignJoin(99, ForeignEngine(7, "e", "9.8"))
+
+
+def test_what_is_no_join_of_another_version_is_garbage() -> None:
+    own = msgspec.msgpack.encode(
+        {"type": "join", "protocol": PROTOCOL_VERSION, "engine": {"epoch": 7}}
+    )
+    leave = msgspec.msgpack.encode({"type": "leave", "protocol": 99, "engine": {"epoch": 7}})
+    for frame in (own, leave, b"", b"\xc1", b"\x91" * 10_000):
+        assert foreign_join(frame) is None
 
 
 @pytest.mark.parametrize("message", [m for _, m in ALL], ids=name_of)

@@ -1,0 +1,131 @@
+"""Why an engine imports nothing: said by counters, by a line, and by both sides of a pair."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from kvshm import counters as c
+from kvshm.error_log import TEXT_BYTES
+from kvshm.life import Life
+from kvshm.member import Membership
+from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
+from kvshm.peers import Peers
+from kvshm.protocol import Joined, Stranger
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.strangers import note, sentence
+from kvshm.terms import Epoch, Fingerprint
+
+from .exporters import OWN_EPOCH, Clock
+
+WEIGHTS = "0123456789abcdef" * 2
+OTHER = Stranger("vllm-7", 7, {"dtype": ("bf16", "f16"), "weights": (WEIGHTS, WEIGHTS[::-1])})
+
+
+@pytest.fixture
+def table(namespace: str) -> Iterator[SlotTable]:
+    spec = TableSpec(namespace, "me", 8, 16, 1, Fingerprint(bytes(32)))
+    table = SlotTable.create(spec, Epoch(OWN_EPOCH), identity_of())
+    yield table
+    table.unlink()
+    table.close()
+
+
+def test_engines_with_lookups_and_no_hits_are_told_why(table: SlotTable, clock: Clock) -> None:
+    report = MissReport(clock)
+    count = table.counters.add
+    clock.now += PERIOD_SECONDS + 1
+    assert report.line(table) is None, "nothing was looked up"
+    for number, reason in enumerate(REASONS, start=1):
+        count(c.LOOKUPS, number)
+        count(reason, number)
+    clock.now += PERIOD_SECONDS - 1
+    assert report.line(table) is None, "not yet"
+    clock.now += 1
+    assert report.line(table) == (
+        "no hit in 21 lookups of the last 60 s: "
+        "no peer 1, fingerprint 2, too short 3, no owner 4, lease lost 5, quarantined 6"
+    )
+    clock.now += PERIOD_SECONDS
+    assert report.line(table) is None, "nothing was looked up since"
+    count(c.LOOKUPS, 2)
+    count(c.MISS_NO_OWNER)
+    count(c.IMPORTED_BLOCKS)
+    clock.now += PERIOD_SECONDS
+    assert report.line(table) is None, "there was a hit"
+    count(c.LOOKUPS)
+    clock.now += PERIOD_SECONDS
+    line = report.line(table)
+    assert line == "no hit in 1 lookups of the last 60 s: loads under way or failed"
+
+
+def test_another_epochs_counters_begin_at_zero(
+    table: SlotTable, namespace: str, clock: Clock
+) -> None:
+    report = MissReport(clock)
+    table.counters.add(c.LOOKUPS, 5)
+    table.counters.add(c.MISS_NO_PEER, 5)
+    clock.now += PERIOD_SECONDS
+    assert "no peer 5" in str(report.line(table))
+    spec = TableSpec(namespace, "me", 8, 16, 1, Fingerprint(bytes(32)))
+    another = SlotTable.create(spec, Epoch(OWN_EPOCH + 1), identity_of())
+    another.counters.add(c.LOOKUPS)
+    another.counters.add(c.MISS_NO_PEER)
+    clock.now += PERIOD_SECONDS
+    assert "in 1 lookups of the last 60 s: no peer 1" in str(report.line(another))
+    another.unlink()
+
+
+def test_a_stranger_is_named_with_both_values() -> None:
+    assert sentence(OTHER) == (
+        "engine vllm-7 (pid 7) cannot share with this one: dtype differs (bf16 here, f16 there), "
+        f"weights differs ({WEIGHTS} here, {WEIGHTS[::-1]} there)"
+    )
+    many = Stranger("x", 1, dict.fromkeys("abcde", ("1", "2")))
+    assert sentence(many).endswith("c differs (1 here, 2 there) and 2 more")
+
+
+@pytest.mark.parametrize("same", [0, 5, 90])
+def test_a_note_fits_the_error_log_and_shows_where_values_differ(same: int) -> None:
+    assert note(OTHER) == "cannot share with vllm-7: dtype is bf16 here, f16 there"
+    ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
+    text = note(Stranger("vllm-4194304", 4194304, {"batch_invariant": (ours, theirs)}))
+    assert len(text) <= TEXT_BYTES
+    assert "1 here, " in text
+    assert text.endswith("2 there")
+
+
+def test_both_sides_say_it_once_and_note_it(
+    table: SlotTable, peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(table, None, peers, None)  # type: ignore[arg-type]
+    member = Membership(lambda: life, lambda: life)
+    reply = Joined(
+        protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
+        roster=[], sequences={}, suspected=[], strangers=[OTHER],
+    )  # fmt: skip
+    with caplog.at_level(logging.WARNING, "vllm.kvshm"):
+        member.joined(reply)
+        member.joined(reply)
+        late = Stranger("vllm-8", 8, {"block_size": ("16", "32")})
+        member.stranger_joined(late)
+    assert caplog.messages == [sentence(OTHER), sentence(late)]
+    assert {e.text: e.times for e in table.errors()} == {note(OTHER): 2, note(late): 1}
+    assert peers.strangers == 1
+    member.strangers_counted(2)
+    assert peers.strangers == 2
+
+
+def test_the_client_counts_into_the_present_table(table: SlotTable, peers: Peers) -> None:
+    life = Life(table, None, peers, None)  # type: ignore[arg-type]
+    present: list[Life] = [life]
+    member = Membership(lambda: None, lambda: present[0] if present else None)
+    member.count(c.EVENTS_SENT)
+    member.count(c.EVENTS_DROPPED, 3)
+    present.clear()
+    member.count(c.EVENTS_SENT)
+    told = table.counters.snapshot()
+    assert (told["events_sent"], told["events_dropped"]) == (1, 3)
