@@ -107,12 +107,12 @@ def violations(buffer: memoryview) -> list[str]:
     its row has, and no other entry names that block; probing for it from the home of its tag
     meets no free entry before it.  No two rows are of one epoch.  The sequence is even.
     """
-    places = [place for place, fields in enumerate(_all_entries(buffer)) if fields[3]]
-    found = list(entries(buffer))
+    used = {place: _entry(f) for place, f in enumerate(_all_entries(buffer)) if f[3]}
+    places, found = list(used), list(used.values())
     taken = {row.row: row for row in rows(buffer)}
     wrong = _miscounted(buffer, found, taken)
     twice = Counter((entry.row, entry.block_id) for entry in found)
-    for place, entry in zip(places, found, strict=True):
+    for place, entry in used.items():
         if entry.row in taken and entry.block_id >= taken[entry.row].num_blocks:
             blocks = taken[entry.row].num_blocks
             wrong.append(f"entry {place}: names block {entry.block_id}, its row has {blocks}")
