@@ -67,3 +67,12 @@ def held(stream: Any) -> Iterator[None]:
         word.view[0] = 1
         driver.synchronize(stream)
         driver.host_free(word)
+
+
+def gpu_count() -> int:
+    """How many GPUs there are that memory can be shared on."""
+    if no_gpu() is not None:
+        return 0
+    import torch
+
+    return int(torch.cuda.device_count())
