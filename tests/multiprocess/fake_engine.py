@@ -22,6 +22,7 @@ from kvshm.records import BlockRecord, pack_records, unpack_records
 from kvshm.segment import Identity, identity_of, is_alive
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm.version import __version__
 
 NUM_BLOCKS = 64
 
@@ -87,6 +88,7 @@ class Engine:
                 RankInfo(r.pid, r.start_time, MemoryDescriptor("none", self.epoch, i, [], {}))
                 for i, r in enumerate(self.ranks)
             ],
+            kvshm_version=__version__,
         )
 
     def joined(self, reply: Joined) -> None:

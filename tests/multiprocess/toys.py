@@ -33,10 +33,17 @@ def start(
     return node.processes.start(f"toy-{seed}", *argv, environ=environ)
 
 
-def result(engine: Managed) -> dict[str, Any]:
+def result(engine: Managed, since: int = 0) -> dict[str, Any]:
     """What the engine prints when its requests are done."""
-    outcome: dict[str, Any] = json.loads(engine.wait_out(lambda line: line.startswith("{")))
+    outcome: dict[str, Any] = json.loads(engine.wait_out(lambda line: line.startswith("{"), since))
     return outcome
+
+
+def more(engine: Managed) -> dict[str, Any]:
+    """Have it serve as many requests again, and return what it then prints."""
+    since = len(engine.out)
+    engine.say("more")
+    return result(engine, since)
 
 
 def finish(engines: list[Managed]) -> list[dict[str, Any]]:

@@ -1,0 +1,104 @@
+"""Two versions of kvshm as wheels, each installed in an environment of its own.
+
+The one is this tree.  The other is made from a copy of it: its version, the protocol's and the
+layout's are raised, and a field of what engines say when they join has another name, as a
+changed protocol may well have it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from kvshm.protocol import PROTOCOL_VERSION
+from kvshm.records import LAYOUT_VERSION
+from kvshm.version import __version__
+
+ROOT = Path(__file__).parents[2]
+NEWER_VERSION = "99.0.0"
+_NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+_PATCH = (
+    ("kvshm/version.py", f'__version__ = "{__version__}"', f'__version__ = "{NEWER_VERSION}"'),
+    (
+        "kvshm/protocol.py",
+        f"PROTOCOL_VERSION = {PROTOCOL_VERSION}\n",
+        f"PROTOCOL_VERSION = {PROTOCOL_VERSION + 1}\n",
+    ),
+    (
+        "kvshm/protocol.py",
+        "class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):",
+        "class EngineInfo(\n"
+        '    msgspec.Struct, frozen=True, kw_only=True, rename={"num_blocks": "block_count"}\n'
+        "):",
+    ),
+    (
+        "kvshm/records.py",
+        f"\nLAYOUT_VERSION = {LAYOUT_VERSION}\n",
+        f"\nLAYOUT_VERSION = {LAYOUT_VERSION + 1}\n",
+    ),
+    (
+        "kvshm/_core.h",
+        f"KVSHM_LAYOUT_VERSION = {LAYOUT_VERSION},",
+        f"KVSHM_LAYOUT_VERSION = {LAYOUT_VERSION + 1},",
+    ),
+)
+
+
+class Installed(NamedTuple):
+    """One version of kvshm in an environment that has nothing but its base requirements."""
+
+    python: tuple[str, ...]
+    """Command that runs its Python, undisturbed by this environment's."""
+    version: str
+    protocol: int
+    layout: int
+
+
+def _run(*command: str | Path, cwd: Path) -> None:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "KVSHM"))}
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stderr}"
+
+
+def _install(room: Path, patch: Sequence[tuple[str, str, str]]) -> tuple[str, ...]:
+    """Build a wheel of a patched copy of this tree, install it, return its Python."""
+    tree, wheels, venv = room / "tree", room / "wheels", room / "venv"
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=_NOT_SOURCE)
+    for name, old, new in patch:
+        text = (tree / name).read_text("utf-8")
+        assert text.count(old) == 1, f"{name} has {text.count(old)} of {old!r}"
+        (tree / name).write_text(text.replace(old, new), "utf-8")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    _run(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, ".", cwd=tree)
+    _run(sys.executable, "-m", "venv", "--without-pip", venv, cwd=room)
+    python = venv / "bin/python"
+    _run(*pip, "--python", python, "install", next(wheels.glob("*.whl")), cwd=room)
+    return (str(python), "-I")
+
+
+def install_two(room: Path) -> tuple[Installed, Installed]:
+    """Build and install both below ``room``, at the same time."""
+    rooms = room / "present", room / "newer"
+    for each in rooms:
+        each.mkdir()
+    with ThreadPoolExecutor() as pool:
+        present, newer = pool.map(_install, rooms, ((), _PATCH))
+    return (
+        Installed(present, __version__, PROTOCOL_VERSION, LAYOUT_VERSION),
+        Installed(newer, NEWER_VERSION, PROTOCOL_VERSION + 1, LAYOUT_VERSION + 1),
+    )
+
+
+def said_by(installed: Installed, *arguments: str) -> tuple[int, str]:
+    """Run one of its modules; return exit status and all that it wrote."""
+    done = subprocess.run(
+        [*installed.python, "-m", *arguments], capture_output=True, text=True, cwd="/"
+    )
+    return done.returncode, re.sub(r"\s+", " ", done.stdout + done.stderr)
