@@ -120,7 +120,8 @@ def _serve(run_dir: Path, namespace: str) -> None:
         for endpoint in endpoints:
             Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
     _clean_up(reaper, leases)
-    logfmt.write(Log(logging.INFO, "ended", {"pid": os.getpid()}))
+    about = {"pid": os.getpid(), "complaints": state.num_complaints}
+    logfmt.write(Log(logging.INFO, "ended", about))
 
 
 def _clean_up(reaper: Reaper, leases: LeaseTable) -> None:

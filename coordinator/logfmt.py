@@ -8,6 +8,9 @@ import time
 
 from .actions import Log
 
+MAX_VALUE = 1000
+"""Characters of a value that are written."""
+
 _LOGGER = logging.getLogger("kvshm.coordinator")
 
 
@@ -16,13 +19,20 @@ def quote(value: object) -> str:
     text = str(value)
     if text and not any(c.isspace() or c in '"=\\' or not c.isprintable() for c in text):
         return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
+    return f'"{"".join(shown)}"'
 
 
 def line(event: str, fields: dict[str, object]) -> str:
     """Return ``event=... key=value ...``."""
-    return " ".join(f"{key}={quote(value)}" for key, value in {"event": event, **fields}.items())
+    words = ((key, _cut(str(value))) for key, value in {"event": event, **fields}.items())
+    return " ".join(f"{key}={quote(value)}" for key, value in words)
+
+
+def _cut(text: str) -> str:
+    """A value is what an engine says, which may be megabytes."""
+    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
 
 
 def write(log: Log) -> None:

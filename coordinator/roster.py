@@ -59,6 +59,8 @@ class State:
     watched: set[Process] = field(default_factory=set)
     complaints: dict[tuple[int, str], int] = field(default_factory=dict)
     """(pid, what about) -> how often."""
+    num_complaints: int = 0
+    """Messages dropped or refused, also those that are not remembered."""
     last_clock: float | None = None
     next_leftovers: float = 0.0
 
@@ -78,6 +80,7 @@ class State:
 
     def complain(self, peer: Peer, event: str, reason: str, **fields: object) -> list[Action]:
         """Count a complaint about a sender; return a log line the first time."""
+        self.num_complaints += 1
         key = (peer.pid, f"{event} {reason}" if fields else event)
         count = self.complaints.get(key, 0)
         if count or len(self.complaints) < MAX_COMPLAINTS:

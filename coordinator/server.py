@@ -54,6 +54,9 @@ from .state import decide
 MAX_RECEIVED = 1000
 """Messages taken before deaths and the clock are looked after."""
 QUEUE_LENGTH = 10_000
+MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
+"""A message longer than allowed is received, to be counted and to say who sent it; one longer
+than this ends its sender's connection before any of it is kept."""
 
 
 class Server:
@@ -84,8 +87,7 @@ class Server:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.SNDHWM, QUEUE_LENGTH)
             socket.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
-        # A longer message ends its sender's connection before any of it is kept.
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.bind(command_endpoint)
         self._publisher.bind(event_endpoint)
