@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -35,13 +36,16 @@ class PeerError(RuntimeError):
 class GpuPeer:
     """Another process with a cache; a context manager."""
 
-    def __init__(self, device: int = 0, visible: str | None = None) -> None:
-        """``visible`` sets CUDA_VISIBLE_DEVICES for it."""
-        environment = dict(os.environ)
+    def __init__(
+        self, device: int = 0, visible: str | None = None, program: str = __file__
+    ) -> None:
+        """``visible`` sets CUDA_VISIBLE_DEVICES for it; ``program`` answers by ``answer_calls``
+        and is given the device's number."""
+        environment = {**os.environ, "GPU_PEER": "1"}
         if visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible
         self.process = subprocess.Popen(
-            [sys.executable, __file__, str(device)],
+            [sys.executable, program, str(device)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
 
@@ -239,23 +243,26 @@ class Cache:
 
     # -- with slots: an exporter that reuses its blocks while others copy them
 
-    def serve(self, namespace: str, epoch: int) -> str:
-        """Create a slot table, publish all blocks, and rewrite them at random until ``rest``;
-        the name of the table."""
+    def publish_all(self, namespace: str, epoch: int) -> str:
+        """Create a slot table and publish all blocks; the name of the table."""
         from kvshm.segment import identity_of
         from kvshm.slots import SlotTable, TableSpec
         from kvshm.terms import Fingerprint
 
-        fingerprint = Fingerprint(b"f" * 32)
-        spec = TableSpec(namespace, "a", self.blocks, 16, 1, fingerprint)
+        spec = TableSpec(namespace, "a", self.blocks, 16, 1, Fingerprint(b"f" * 32))
         self.table = SlotTable.create(spec, epoch, identity_of())
         self.table.set_life(0)
-        self._churner = threading.Thread(target=self._churn, daemon=True)
-        self.busy.set()
         for block in range(self.blocks):
             self._publish(block)
-        self._churner.start()
         return str(self.table.name)
+
+    def serve(self, namespace: str, epoch: int) -> str:
+        """Publish all blocks and rewrite them at random until ``rest``; the table's name."""
+        name = self.publish_all(namespace, epoch)
+        self._churner = threading.Thread(target=self._churn, daemon=True)
+        self.busy.set()
+        self._churner.start()
+        return name
 
     def _publish(self, block: int) -> None:
         from kvshm.records import BlockRecord, pack_records
@@ -283,6 +290,10 @@ class Cache:
         """End the rewriting and remove the table."""
         self.busy.clear()
         self._churner.join()
+        self.unpublish()
+
+    def unpublish(self) -> None:
+        """Remove the table."""
         self.table.unlink()
         self.table.close()
 
@@ -318,6 +329,24 @@ class Cache:
 
     # -- the device
 
+    def burn(self, on: bool) -> None:
+        """Keep the GPU busy with matrix products, or stop."""
+        self.burning = on
+        if on:
+            self._burner = threading.Thread(target=self._burn, daemon=True)
+            self._burner.start()
+        else:
+            self._burner.join()
+
+    def _burn(self) -> None:
+        torch = self.torch
+        torch.cuda.set_device(self.tensor.device)
+        square = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        while self.burning:
+            for _ in range(10):
+                torch.mm(square, square)
+            torch.cuda.current_stream().synchronize()
+
     def memory_used(self) -> int:
         """Bytes in use on the whole device."""
         free, total = self.torch.cuda.mem_get_info()
@@ -342,18 +371,19 @@ class _Foreign:
         }  # fmt: skip
 
 
-def main() -> None:
+def answer_calls(make: Callable[[int], Any]) -> None:
+    """Be the program of a GpuPeer: call methods of what ``make(device)`` returns."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
-    cache = Cache(int(sys.argv[1]))
+    called = make(int(sys.argv[1]))
     for line in sys.stdin:
         method, arguments = json.loads(line)
         try:
-            reply = [True, getattr(cache, method)(**arguments)]
+            reply = [True, getattr(called, method)(**arguments)]
         except Exception as exc:
             reply = [False, f"{type(exc).__name__}: {exc}"]
         print(json.dumps(reply), file=answers, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    answer_calls(Cache)

@@ -72,6 +72,8 @@ class Engine:
         All engines compute with one thread, bound to ``spec.core``: results are compared
         bit for bit, and rounding depends on the number of threads.
         """
+        # A process group, not a session: the kernel schedules sessions as units (autogroup), and
+        # where engines share a core one that spins can then halt another one for seconds.
         self.spec = spec
         self.port = free_port()
         self.log_path = log_path
@@ -89,7 +91,7 @@ class Engine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
 
     def __repr__(self) -> str:
@@ -232,7 +234,7 @@ class Node:
                 env=clean_environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
 
     def end_coordinator(self, number: int = signal.SIGTERM) -> int:
