@@ -14,7 +14,7 @@ import zmq
 from kvshm.errors import ProtocolError
 from kvshm.protocol import (
     HEARTBEAT_SECONDS,
-    MAX_MESSAGE_BYTES,
+    MAX_RECEIVED_BYTES,
     decode_command,
     encode,
     foreign_join,
@@ -54,9 +54,6 @@ from .state import decide
 MAX_RECEIVED = 1000
 """Messages taken before deaths and the clock are looked after."""
 QUEUE_LENGTH = 10_000
-MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
-"""A message longer than allowed is received, to be counted and to say who sent it; one longer
-than this ends its sender's connection before any of it is kept."""
 
 
 class Server:

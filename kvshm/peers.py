@@ -18,14 +18,14 @@ from threading import Lock
 from typing import NamedTuple
 
 from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED, Counter
-from .errors import CorruptSegment, KvshmError, StaleAttachment
+from .errors import CorruptSegment, KvshmError, ProtocolError, StaleAttachment
 from .index import Replica
 from .log import logger
 from .protocol import EngineInfo
-from .records import RowState
+from .records import NUM_LEASE_BITS, RowState
 from .segment import identity_of
 from .slots import SlotTable
-from .terms import Epoch, LeaseBit
+from .terms import NO_LEASE_BIT, Epoch, LeaseBit
 
 log = logger(__name__)
 
@@ -327,3 +327,5 @@ def _check_table(table: SlotTable, info: EngineInfo) -> None:
         raise CorruptSegment(
             f"{info.table} (blocks, ranks, fingerprint) is {found}, the roster says {said}"
         )
+    if not NO_LEASE_BIT <= info.lease_bit < NUM_LEASE_BITS:
+        raise ProtocolError(f"the roster gives it lease bit {info.lease_bit}")

@@ -16,6 +16,9 @@ from .interfaces import MemoryDescriptor
 
 PROTOCOL_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
+"""A message longer than allowed is received, to be counted and to say who sent it; one longer
+than this ends its sender's connection before any of it is kept."""
 
 HEARTBEAT_SECONDS = 1.0
 """How often engines send Heartbeat and the coordinator sends Tick."""

@@ -139,6 +139,14 @@ def segment_name(
     return name
 
 
+def _path(name: str) -> str:
+    """The name as the system wants it.  ValueError if it names no file of the directory: it
+    may come from a message, and posix_ipc crashes on a zero in it."""
+    if "\0" in name or "/" in name:
+        raise ValueError(f"{name!r} holds a character that has no place in a name")
+    return "/" + name
+
+
 def parse_segment_name(name: str) -> SegmentName | None:
     """Return the parts of a segment's name, None if it is not one of kvshm's."""
     match = _NAME.fullmatch(name)
@@ -166,9 +174,11 @@ def list_segments(namespace: str | None = None) -> list[SegmentName]:
 
 
 def unlink(name: str) -> None:
-    """Remove the name; mappings stay valid.  Nothing happens if it is gone already."""
+    """Remove the name; mappings stay valid.  Nothing happens if it is gone already.
+
+    ValueError for what cannot be a name."""
     try:
-        posix_ipc.unlink_shared_memory("/" + name)
+        posix_ipc.unlink_shared_memory(_path(name))
     except posix_ipc.ExistentialError:
         return
     except posix_ipc.PermissionsError as exc:
@@ -216,7 +226,7 @@ class Segment:
         left behind then.
         """
         try:
-            memory = posix_ipc.SharedMemory("/" + name, posix_ipc.O_CREX, mode=0o600)
+            memory = posix_ipc.SharedMemory(_path(name), posix_ipc.O_CREX, mode=0o600)
         except posix_ipc.ExistentialError as exc:
             raise SegmentExists(f"{name} exists already") from exc
         except (OSError, ValueError, posix_ipc.Error) as exc:
@@ -237,7 +247,7 @@ class Segment:
         Raises SegmentNotFound, SegmentNotReady (not sized yet) or SegmentError.
         """
         try:
-            memory = posix_ipc.SharedMemory("/" + name, read_only=not writable)
+            memory = posix_ipc.SharedMemory(_path(name), read_only=not writable)
         except posix_ipc.ExistentialError as exc:
             raise SegmentNotFound(f"{name} does not exist: its owner has gone") from exc
         except posix_ipc.PermissionsError as exc:

@@ -25,10 +25,11 @@ import zmq
 
 from .callbacks import Guarded, Member
 from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT
-from .errors import ProtocolError
+from .errors import ProtocolError, VersionMismatch
 from .protocol import (
     HEARTBEAT_SECONDS,
     MAX_MESSAGE_BYTES,
+    MAX_RECEIVED_BYTES,
     PROTOCOL_VERSION,
     SILENCE_SECONDS,
     AnyBroadcast,
@@ -40,6 +41,7 @@ from .protocol import (
     Leave,
     Message,
     Refused,
+    check_version,
     decode_broadcast,
     decode_reply,
     encode,
@@ -114,7 +116,7 @@ class Session:
             socket.setsockopt(zmq.LINGER, LINGER_MS)
             socket.setsockopt(zmq.RECONNECT_IVL, 100)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+            socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
             # Without a coordinator nothing is queued for it: sending fails instead.
             socket.setsockopt(zmq.IMMEDIATE, 1)
             socket.setsockopt(zmq.RCVHWM, 10_000)
@@ -196,8 +198,9 @@ class Session:
                 return
             try:
                 handle(frames)
-            except ProtocolError as exc:
-                self._guard.failed(f"decoding: {exc}")
+            except (ProtocolError, VersionMismatch) as exc:
+                what = "joining" if isinstance(exc, VersionMismatch) else "decoding"
+                self._guard.failed(f"{what}: {exc}")
                 self._guard.call(self._member.count, BAD_MESSAGES)
 
     def _send(self, message: Message) -> bool:
@@ -289,6 +292,7 @@ class Session:
         elif isinstance(reply, Refused):
             self._on_refused(reply, now)
         else:
+            check_version(reply.protocol)
             self._on_joined(reply, now)
 
     def _on_joined(self, reply: Joined, now: float) -> None:

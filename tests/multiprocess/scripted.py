@@ -115,6 +115,9 @@ class Script:
         for frames in broadcasts:
             self._publisher.send_multipart([b"f" * 32, *frames])
 
+    def publish_raw(self, frame: bytes) -> None:
+        self._publisher.send_multipart([b"f" * 32, frame])
+
     def publish(self, message: AnyBroadcast) -> None:
         self._publisher.send_multipart([b"f" * 32, encode(message)])
 

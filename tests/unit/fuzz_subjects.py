@@ -45,6 +45,7 @@ from kvshm.terms import (
     LeaseBit,
     Rank,
 )
+from kvshm.tools.check import look
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, describe
 from kvshm.tools.snapshot import take
@@ -295,7 +296,8 @@ class Leases(Subject):
 
 
 def dump(namespace: str) -> None:
-    """The dump, as people and as programs read it."""
+    """The dump, as people and as programs read it, and the check."""
     report = describe(take(namespace, with_entries=True), Filters(entries=True))
     render(report, everything=True)
     json.dumps(report)
+    look(namespace)
