@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
+from kvshm.terms import BlockId, Epoch, Rank
+
 CALL_TIMEOUT_S = 120.0
 
 
@@ -180,7 +182,7 @@ class Cache:
 
     # -- transport
 
-    def export(self, epoch: int) -> str:
+    def export(self, epoch: Epoch) -> str:
         import msgspec
 
         return msgspec.msgpack.encode(self.transport.export(epoch)).hex()
@@ -211,7 +213,7 @@ class Cache:
             self.attach(descriptor)
             self.detach()
 
-    def begin(self, source: list[int], target: list[int]) -> None:
+    def begin(self, source: list[BlockId], target: list[BlockId]) -> None:
         """Begin a copy of the last attachment."""
         self.copies[0] = self.attachments[-1].begin_copy(source, target)
 
@@ -224,26 +226,26 @@ class Cache:
             assert time.monotonic() < deadline, "the copy does not end"
         return str(state.value)
 
-    def copy(self, source: list[int], target: list[int]) -> str:
+    def copy(self, source: list[BlockId], target: list[BlockId]) -> str:
         self.begin(source, target)
         return self.finish()
 
     def copy_for(self, seconds: float) -> dict[str, int]:
         """Copy everything, again and again; how many copies ended how."""
-        count = min(self.blocks, self.attachments[-1]._num_blocks)
+        blocks = block_ids(min(self.blocks, self.attachments[-1]._num_blocks))
         states: dict[str, int] = {}
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            state = self.copy(list(range(count)), list(range(count)))
+            state = self.copy(blocks, blocks)
             states[state] = states.get(state, 0) + 1
         return states
 
-    def checksum(self, blocks: list[int]) -> list[int]:
+    def checksum(self, blocks: list[BlockId]) -> list[int]:
         return list(self.transport.checksum(blocks))
 
     # -- with slots: an exporter that reuses its blocks while others copy them
 
-    def publish_all(self, namespace: str, epoch: int) -> str:
+    def publish_all(self, namespace: str, epoch: Epoch) -> str:
         """Create a slot table and publish all blocks; the name of the table."""
         from kvshm.segment import identity_of
         from kvshm.slots import SlotTable, TableSpec
@@ -251,12 +253,12 @@ class Cache:
 
         spec = TableSpec(namespace, "a", self.blocks, 16, 1, Fingerprint(b"f" * 32))
         self.table = SlotTable.create(spec, epoch, identity_of())
-        self.table.set_life(0)
-        for block in range(self.blocks):
+        self.table.set_life(Rank(0))
+        for block in block_ids(self.blocks):
             self._publish(block)
         return str(self.table.name)
 
-    def serve(self, namespace: str, epoch: int) -> str:
+    def serve(self, namespace: str, epoch: Epoch) -> str:
         """Publish all blocks and rewrite them at random until ``rest``; the table's name."""
         name = self.publish_all(namespace, epoch)
         self._churner = threading.Thread(target=self._churn, daemon=True)
@@ -264,14 +266,14 @@ class Cache:
         self._churner.start()
         return name
 
-    def _publish(self, block: int) -> None:
+    def _publish(self, block: BlockId) -> None:
         from kvshm.records import BlockRecord, pack_records
         from kvshm.terms import BlockHash, Generation
 
         self.view()[block] = self.torch.randint(
             0, 256, (self.layers, self.block_bytes), dtype=self.torch.uint8, device="cuda"
         )
-        self.table.set_checksum(0, block, self.transport.checksum([block])[0])
+        self.table.set_checksum(Rank(0), block, self.transport.checksum([block])[0])
         digest = BlockHash(random.randbytes(32))
         record = BlockRecord(digest, block, Generation(0), 0)
         assert self.table.publish(pack_records([record]), bytes(8))
@@ -280,7 +282,7 @@ class Cache:
         """Retract, free, rewrite on the GPU, and publish when the GPU has done it."""
         self.torch.cuda.set_device(self.tensor.device)
         while self.busy.is_set():
-            block = random.randrange(self.blocks)
+            block = BlockId(random.randrange(self.blocks))
             _, draining = self.table.retract([block])
             if draining:
                 self.table.force(draining)
@@ -316,7 +318,7 @@ class Cache:
         from kvshm.records import unpack_records
 
         records = list(unpack_records(packed))
-        targets = list(range(len(records)))
+        targets = block_ids(len(records))
         if self.copy([r.block_id for r in records], targets) != "done":
             seen["failed"] += 1
             return
@@ -360,6 +362,11 @@ class Cache:
 
     def close(self) -> None:
         self.transport.close()
+
+
+def block_ids(count: int) -> list[BlockId]:
+    """The first so many."""
+    return [BlockId(block) for block in range(count)]
 
 
 class _Foreign:

@@ -19,6 +19,8 @@ from typing import Any
 from gpu_memory import no_gpu
 from gpu_peer import GpuPeer, answer_calls
 
+from kvshm.terms import BlockId, Epoch
+
 
 class Side:
     """What runs in each of the two processes."""
@@ -47,7 +49,7 @@ class Side:
         memory = CudaIpcTransport.adopt(cache.data_ptr(), per_layer * self.shape.layers, cache)
         self.transport = CudaIpcTransport(memory, regions, 0)
 
-    def export(self, epoch: int) -> str:
+    def export(self, epoch: Epoch) -> str:
         import msgspec
 
         return msgspec.msgpack.encode(self.transport.export(epoch)).hex()
@@ -60,7 +62,7 @@ class Side:
         found = msgspec.msgpack.decode(bytes.fromhex(descriptor), type=MemoryDescriptor)
         self.attachment = self.transport.attach(found)
 
-    def load(self, source: list[int], target: list[int]) -> float:
+    def load(self, source: list[BlockId], target: list[BlockId]) -> float:
         """Import blocks; seconds until they are there."""
         from kvshm.interfaces import CopyState
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,20 @@
 # Every command stays below five minutes; the most telling one comes first.
 
 GPU_PYTHON ?= python3
-GPU_TEST := $(GPU_PYTHON) -m pytest -p no:cacheprovider -q -rs --timeout 250
-GPU_BENCH := PYTHONPATH=examples $(GPU_PYTHON)
+GPU_BENCH := PYTHONPATH=$(CURDIR):$(CURDIR)/examples $(GPU_PYTHON)
+# Warnings are no errors here: they are those of a torch we did not choose.
+GPU_TEST := $(GPU_BENCH) -m pytest -p no:cacheprovider -q -rs -W default --timeout 250
+GPU_WHEELS := pyzmq msgspec posix-ipc xxhash pytest pytest-timeout
 
-.PHONY: gpu-ready test-gpu bench-gpu verify-gpu-vllm
+.PHONY: gpu-wheels gpu-ready test-gpu bench-gpu verify-gpu-vllm
+
+gpu-wheels: wheel ## collect in dist/gpu what a GPU machine with Python 3.12 lacks
+	$(PYTHON) -m pip download --quiet --python-version 3.12 --only-binary=:all: \
+		--dest dist/gpu $(GPU_WHEELS)
+	cp dist/kvshm-*.whl dist/gpu
 
 gpu-ready:
-	@$(GPU_PYTHON) -c 'import kvshm._native, kvshm.transport.cuda_ipc' || \
+	@$(GPU_BENCH) -c 'import kvshm._native, kvshm.transport.cuda_ipc' || \
 	{ echo "install kvshm and its requirements into $(GPU_PYTHON) first: docs/gpu.md" >&2; exit 1; }
 
 test-gpu: gpu-ready ## the CUDA transport on real GPUs, several processes; needs no vLLM

@@ -1,0 +1,211 @@
+"""Copying scattered blocks between processes on a GPU, beside everything one might use instead.
+
+    python benchmarks/bench_gpu_copy.py [--bytes 268435456]
+
+One JSON line per fragment size and state of the exporter: GB/s of payload of the transport, of
+one contiguous device-to-device copy of as many bytes (the yardstick), of a loop of
+cudaMemcpyAsync, of cudaMemcpyBatchAsync and of torch indexing; then the fixed cost of an import
+and what copying does to a matrix product that runs at the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from gpu_memory import gpu_count, no_gpu
+from gpu_peer import Cache, GpuPeer, block_ids
+from measurement import percentiles, report
+
+from kvshm.terms import BlockId
+
+FRAGMENTS = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
+LAYERS = 8
+REPEATS = 10
+PROGRAMS = (16, 32, 64, 128, 264)
+
+
+def main() -> int:
+    if (reason := no_gpu()) is not None:
+        print(reason)
+        return 1
+    total = arguments().bytes
+    for device in range(min(2, gpu_count())):
+        with GpuPeer(device=device) as exporter:
+            for fragment in FRAGMENTS:
+                rates(exporter, device, fragment, total)
+    with GpuPeer() as exporter:
+        fixed_cost(exporter)
+        for programs in PROGRAMS:
+            interference(exporter, programs)
+    return 0
+
+
+def prepare(exporter: GpuPeer, fragment: int, total: int, **options: Any) -> Cache:
+    """Caches of ``total`` bytes here and at the exporter; this one has attached that one."""
+    shape: dict[str, Any] = {
+        "layers": LAYERS,
+        "blocks": total // LAYERS // fragment,
+        "block_bytes": fragment,
+    }
+    exporter.call("make", seed=1, **shape)
+    cache = Cache(0)
+    cache.make(seed=2, **shape, **options)
+    cache.attach(exporter.call("export", epoch=1))
+    return cache
+
+
+def release(exporter: GpuPeer, cache: Cache) -> None:
+    cache.detach()
+    cache.close()
+    exporter.call("close")
+
+
+def seconds_of(work: Callable[[], Any]) -> float:
+    """The best of several runs, each until the device has done it."""
+    import torch
+
+    best = float("inf")
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def rates(exporter: GpuPeer, device: int, fragment: int, total: int) -> None:
+    """Rates of every way for one fragment size, with the exporter idle and busy."""
+    cache = prepare(exporter, fragment, total)
+    count = cache.blocks // 2
+    source = random.Random(1).sample(block_ids(cache.blocks), count)
+    target = random.Random(2).sample(block_ids(cache.blocks), count)
+    payload = count * LAYERS * fragment
+    ways = ways_of(cache, source, target, payload)
+    for busy in (False, True):
+        if busy:
+            exporter.call("burn", on=True)
+        found = {name: round(payload / seconds_of(way) / 1e9, 2) for name, way in ways.items()}
+        if busy:
+            exporter.call("burn", on=False)
+        report(
+            "gpu copy", exporter_gpu=device, exporter_busy=busy, fragment=fragment, blocks=count,
+            layers=LAYERS, payload=payload, gb_per_s=found, device=gpu(),
+            of_contiguous=round(found["transport"] / found["contiguous"], 3),
+            route=cache.attachments[-1].route.value,
+        )  # fmt: skip
+    release(exporter, cache)
+
+
+def ways_of(
+    cache: Cache, source: list[BlockId], target: list[BlockId], payload: int
+) -> dict[str, Callable[[], Any]]:
+    """What is measured, by name.  All but the transport copy from the peer's mapping too."""
+    import torch
+
+    driver, stream = cache.transport.driver, cache.transport.driver.new_stream()
+    table = cache.attachments[-1]._way.table
+    from_ids, tfrom_ids = (memoryview(array("q", ids)).cast("B") for ids in (source, target))
+    here, other = cache.view(), torch.empty_like(cache.tensor)
+    there = other.view(LAYERS, cache.blocks, cache.block_bytes).transpose(0, 1)
+    rows = torch.tensor(source, device="cuda"), torch.tensor(target, device="cuda")
+    peer = min(row.source for row in table.rows)
+
+    def indexed() -> None:
+        here[rows[1]] = there[rows[0]]
+
+    return {
+        "transport": lambda: cache.copy(source, target),
+        "contiguous": lambda: driver.copy(other.data_ptr(), peer, payload, stream),
+        "loop": lambda: driver.copy_loop(table, from_ids, tfrom_ids, stream),
+        "batch": lambda: driver.copy_batch(table, from_ids, tfrom_ids, stream),
+        "torch indexing, own memory": indexed,
+    }
+
+
+def fixed_cost(exporter: GpuPeer) -> None:
+    """Microseconds of an import that carries next to nothing, and of attaching 16 GiB."""
+    cache = prepare(exporter, 4096, 1 << 22)
+    begun, done = [], []
+    for _ in range(1000):
+        start = time.perf_counter()
+        cache.begin([BlockId(0)], [BlockId(1)])
+        begun.append((time.perf_counter() - start) * 1e6)
+        cache.finish()
+        done.append((time.perf_counter() - start) * 1e6)
+    release(exporter, cache)
+    report("gpu import of one block", begin_us=percentiles(begun), done_us=percentiles(done))
+    exporter.call("make", seed=1, layers=1, blocks=1, block_bytes=4096, lead=16 << 30)
+    cache = Cache(0)
+    cache.make(seed=2, layers=1, blocks=1, block_bytes=4096)
+    found = cache.attach(exporter.call("export", epoch=1))
+    report("gpu attach of 16 GiB", seconds=round(found["seconds"], 4), device=gpu())
+    release(exporter, cache)
+
+
+def interference(exporter: GpuPeer, programs: int) -> None:
+    """How much slower a matrix product gets while blocks are copied without a pause."""
+    import torch
+
+    cache = prepare(exporter, 64 << 10, 1 << 28, programs=programs)
+    blocks = block_ids(cache.blocks)
+    copying = seconds_of(lambda: cache.copy(blocks, blocks))
+    square = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+
+    def products() -> None:
+        for _ in range(20):
+            torch.mm(square, square)
+
+    alone = seconds_of(products)
+    slowed = {}
+    for share in (0.5, 1.0):
+        cache.begin(blocks, blocks)
+        slowed[f"{share:.0%}"] = round(beside(cache, blocks, products, copying / share) / alone, 3)
+    payload = cache.blocks * LAYERS * cache.block_bytes
+    report(
+        "gpu copy beside a matrix product", programs=programs, device=gpu(),
+        gb_per_s=round(payload / copying / 1e9, 2), matmul_ms=round(alone * 50, 3),
+        slowdown_at_share_of_peak=slowed,
+    )  # fmt: skip
+    release(exporter, cache)
+
+
+def beside(
+    cache: Cache, blocks: list[BlockId], work: Callable[[], None], every: float
+) -> float:  # fmt: skip
+    """Seconds of ``work`` while a copy begins every ``every`` seconds at most."""
+    import torch
+
+    done = torch.cuda.Event()
+    begun = following = time.perf_counter()
+    work()
+    done.record()
+    while not done.query():
+        if time.perf_counter() >= following and cache.copies[0].poll().value != "pending":
+            cache.begin(blocks, blocks)
+            following = time.perf_counter() + every
+    seconds = time.perf_counter() - begun
+    cache.finish()
+    return seconds
+
+
+def gpu() -> str:
+    import torch
+
+    return str(torch.cuda.get_device_name())
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--bytes", type=int, default=1 << 28, help="bytes of each cache")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

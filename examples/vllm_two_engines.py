@@ -1,0 +1,146 @@
+"""Two vLLM engines, the same requests twice: first cold, then with what the other has computed.
+
+    python examples/vllm_two_engines.py --device cuda --model Qwen/Qwen2.5-1.5B-Instruct
+    python examples/vllm_two_engines.py --device cpu
+
+Each phase sends the same prompts to one engine after the other, once without and once with
+kvshm, and prints latency, throughput and where the prompt tokens came from.  Ends with 1 if
+the second engine imported nothing; on CPU, where rounding is the same, also if an answer depends
+on whether its blocks were imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from completions import Result
+from local_node import Engine, EngineSpec, Node, PromptTokens
+
+SETTLE_SECONDS = 1.0
+"""For the last publications to arrive; sharing does not depend on it, the numbers do."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one engine did with all prompts."""
+
+    results: list[Result]
+    seconds: float
+    tokens: PromptTokens
+
+    def __str__(self) -> str:
+        firsts = sorted(result.ttft_s * 1e3 for result in self.results)
+        rate = len(self.results) / self.seconds
+        return (
+            f"first token p50 {firsts[len(firsts) // 2]:8.1f} ms, max {firsts[-1]:8.1f} ms, "
+            f"{rate:6.2f} requests/s; prompt tokens: {self.tokens.computed} computed, "
+            f"{self.tokens.local_hit} hit, {self.tokens.imported} imported"
+        )
+
+
+def main() -> int:
+    options = arguments()
+    with model_of(options) as model:
+        plain = phases(options, model, {"KVSHM_ENABLE": "0"})
+        shared = phases(options, model, {"KVSHM_ENABLE": "1"})
+    for name, pair in (("without kvshm", plain), ("with kvshm", shared)):
+        for engine, phase in zip(("first engine ", "second engine"), pair, strict=True):
+            print(f"{name:14} {engine}: {phase}")
+    answers = zip(plain[1].results, shared[1].results, strict=True)
+    agreement = mean([one.agreement(other) for one, other in answers])
+    print(f"second engine's answers agree in {agreement:.1%} of their tokens")
+    if not shared[1].tokens.imported:
+        print("FAILED: the second engine imported nothing")
+        return 1
+    return 0 if agreement == 1 or options.device == "cuda" else 1
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+@contextmanager
+def model_of(options: argparse.Namespace) -> Iterator[str]:
+    """The model asked for, or a tiny one with random weights."""
+    if options.model:
+        yield options.model
+        return
+    from tiny_model import write_model
+
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        yield str(write_model(Path(directory)))
+
+
+def phases(
+    options: argparse.Namespace, model: str, environment: dict[str, str]
+) -> tuple[Phase, Phase]:
+    """Send all prompts to the first engine, then to the second."""
+    with Node(environment) as node:
+        node.start_coordinator()
+        a, b = node.start_engines(*(spec(options, model, i) for i in range(2)))
+        prompts = list(prompts_of(options))
+        for engine in (a, b):
+            engine.complete(prompts[0][:40], max_tokens=2)  # compiles what it will run
+        first = run(a, prompts, options)
+        time.sleep(SETTLE_SECONDS)
+        return first, run(b, prompts, options)
+
+
+def spec(options: argparse.Namespace, model: str, number: int) -> EngineSpec:
+    """The engines differ in nothing but their GPU, if there are two to use."""
+    environment: dict[str, str] = {}
+    extra: tuple[str, ...] = ()
+    if options.device == "cuda":
+        environment["CUDA_VISIBLE_DEVICES"] = options.gpus.split(",")[number]
+        extra = ("--gpu-memory-utilization", str(options.memory))
+    return EngineSpec(
+        name=f"engine-{number}", model=Path(model), core=number, num_blocks=options.blocks,
+        arguments=extra, environment=environment,
+    )  # fmt: skip
+
+
+def prompts_of(options: argparse.Namespace) -> Iterator[list[int]]:
+    """Prompts of token ids: a few long prefixes, many tails."""
+    numbers = random.Random(1)
+    prefixes = [
+        [numbers.randrange(10, 600) for _ in range(options.tokens)] for _ in range(options.prefixes)
+    ]
+    for number in range(options.requests):
+        tail = [numbers.randrange(10, 600) for _ in range(40)]
+        yield prefixes[number % options.prefixes] + tail
+
+
+def run(engine: Engine, prompts: list[list[int]], options: argparse.Namespace) -> Phase:
+    """Send the prompts, so many at a time."""
+    before, begun = engine.prompt_tokens(), time.perf_counter()
+    with ThreadPoolExecutor(options.parallel) as pool:
+        results = list(pool.map(lambda prompt: engine.complete(prompt, max_tokens=16), prompts))
+    seconds = time.perf_counter() - begun
+    return Phase(results, seconds, engine.prompt_tokens() - before)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cpu")
+    parser.add_argument("--model", default="", help="a model of vLLM's; default: tiny, random")
+    parser.add_argument("--gpus", default="0,0", help="the GPU of each engine")
+    parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU per engine")
+    parser.add_argument("--blocks", type=int, default=512, help="KV blocks per engine")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a prefix")
+    parser.add_argument("--prefixes", type=int, default=4, help="how many prefixes")
+    parser.add_argument("--requests", type=int, default=16, help="how many requests")
+    parser.add_argument("--parallel", type=int, default=4, help="requests at a time")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
