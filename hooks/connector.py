@@ -30,6 +30,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvshm.config import Config, Role
 from kvshm.counters import HOOK_ERRORS
+from kvshm.errors import RunDirectoryError
 from kvshm.log import logger
 from kvshm.rundir import open_run_directory
 from kvshm.terms import BlockId
@@ -69,11 +70,14 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         if (reason := export_refusal(vllm_config)) is not None:
             log.warning("importing only: %s", reason)
             config = dataclasses.replace(config, role=Role.CONSUMER)
-        run_dir = open_run_directory(config.run_dir, os.environ)
-        if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(config, run_dir, vllm_config, kv_cache_config)
-        else:
-            self._worker = WorkerSide(config, run_dir, vllm_config, kv_cache_config)
+        try:
+            run_dir = open_run_directory(config.run_dir, os.environ)
+            if role is KVConnectorRole.SCHEDULER:
+                self._scheduler = SchedulerSide(config, run_dir, vllm_config, kv_cache_config)
+            else:
+                self._worker = WorkerSide(config, run_dir, vllm_config, kv_cache_config)
+        except RunDirectoryError as exc:
+            log.warning("not sharing the prefix cache: %s", exc)
 
     @property
     def requires_kv_delivery(self) -> bool:

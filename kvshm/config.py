@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -211,7 +211,8 @@ class Config:
         naming setting, value and remedy."""
         values = {s.field: _value(s, environ[s.name]) for s in SETTINGS if environ.get(s.name)}
         given = frozenset(s.name for s in SETTINGS if s.field in values)
-        config = cls(**values, given=given, warnings=_strangers(environ))
+        warnings = (*_strangers(environ), *_left_out(environ))
+        config = cls(**values, given=given, warnings=warnings)
         _check_length(config)
         return config
 
@@ -291,6 +292,18 @@ def _check_length(config: Config) -> None:
             f"KVSHM_RUN_DIR={config.run_dir!r} has {length} bytes, at most {room} leave room "
             f"for a socket of namespace {config.namespace!r}; choose a shorter path"
         )
+
+
+def _left_out(environ: Mapping[str, str]) -> Iterator[str]:
+    """vLLM loads the plugins that VLLM_PLUGINS names, and without ours nobody reads
+    KVSHM_ENABLE.  Then no process of vLLM can say so, but ``kvshm config`` can."""
+    plugins = environ.get("VLLM_PLUGINS")
+    if environ.get("KVSHM_ENABLE") != "1" or plugins is None or "kvshm" in plugins.split(","):
+        return
+    yield (
+        f"VLLM_PLUGINS={plugins!r} leaves kvshm out, so vLLM does not look at KVSHM_ENABLE; "
+        "add kvshm to it"
+    )
 
 
 def _strangers(environ: Mapping[str, str]) -> tuple[str, ...]:

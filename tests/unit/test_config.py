@@ -112,6 +112,24 @@ def test_what_kubernetes_injects_is_ignored() -> None:
     assert Config.from_env({f"KVSHM_{n}": "tcp://10.0.0.1" for n in names}).warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("environ", "warned"),
+    [
+        ({"KVSHM_ENABLE": "1", "VLLM_PLUGINS": "lora_resolver"}, True),
+        ({"KVSHM_ENABLE": "1", "VLLM_PLUGINS": ""}, True),
+        ({"KVSHM_ENABLE": "1", "VLLM_PLUGINS": "lora_resolver,kvshm"}, False),
+        ({"KVSHM_ENABLE": "1"}, False),
+        ({"VLLM_PLUGINS": "lora_resolver"}, False),
+    ],
+)
+def test_plugins_that_leave_kvshm_out_are_warned_about(
+    environ: dict[str, str], warned: bool
+) -> None:
+    warnings = Config.from_env(environ).warnings
+    assert [w for w in warnings if "leaves kvshm out" in w and "add kvshm" in w] == list(warnings)
+    assert bool(warnings) == warned
+
+
 def test_describe_names_value_and_origin() -> None:
     environ = {"KVSHM_VERIFY": "1", "XDG_RUNTIME_DIR": "/run/u"}
     told = {name: (value, origin) for name, value, origin in describe(environ)}
