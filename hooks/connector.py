@@ -9,6 +9,7 @@ table and nothing else.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -31,18 +32,23 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvshm.config import Config, Role
 from kvshm.counters import HOOK_ERRORS
 from kvshm.errors import RunDirectoryError
-from kvshm.log import logger
+from kvshm.log import logger, set_level
 from kvshm.rundir import open_run_directory
 from kvshm.terms import BlockId
 
 from .boundary import guarded, report
 from .messages import RankDescription, RankReport, StepMetadata
 from .plugin import ensure_recompute
+from .pool_watch import PoolChanged
 from .refusals import cache_refusal, config_refusal, export_refusal
 from .scheduler import SchedulerSide
 from .worker import WorkerSide
 
 log = logger(__name__)
+
+# vLLM imports this module when it is told to use it, while it makes its configuration: here a
+# bad setting stops the start with its reason, before a model is loaded.
+Config.from_env(os.environ)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -58,17 +64,22 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        ensure_recompute(self._kv_transfer_config)
+        # Workers see the same reasons; what is to be said is said once per engine.
+        level = logging.WARNING if role is KVConnectorRole.SCHEDULER else logging.DEBUG
         config = Config.from_env(os.environ)
+        set_level(config.log_level)
+        ensure_recompute(self._kv_transfer_config, say=role is KVConnectorRole.SCHEDULER)
+        for warning in () if config.enable else config.warnings:  # else the plugin has said it
+            log.log(level, "%s", warning)
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         refusal = config_refusal(vllm_config, os.environ) or cache_refusal(kv_cache_config)
         if refusal is not None:
-            log.warning("not sharing the prefix cache: %s", refusal)
+            log.log(level, "not sharing the prefix cache: %s", refusal)
             return
         if (reason := export_refusal(vllm_config)) is not None:
-            log.warning("importing only: %s", reason)
+            log.log(level, "importing only: %s", reason)
             config = dataclasses.replace(config, role=Role.CONSUMER)
         try:
             run_dir = open_run_directory(config.run_dir, os.environ)
@@ -77,7 +88,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             else:
                 self._worker = WorkerSide(config, run_dir, vllm_config, kv_cache_config)
         except RunDirectoryError as exc:
-            log.warning("not sharing the prefix cache: %s", exc)
+            log.log(level, "not sharing the prefix cache: %s", exc)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -161,8 +172,14 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler:
+        if self._scheduler is None:
+            return
+        try:
             self._scheduler.bind(kv_cache_manager, self)
+        except PoolChanged as exc:
+            log.warning("not sharing the prefix cache: %s", exc)
+            self._scheduler.close()
+            self._scheduler = None
 
     @guarded(_nothing)
     def block_changes(self, block: BlockId) -> None:

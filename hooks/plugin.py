@@ -33,11 +33,12 @@ def activate() -> None:
     import vllm
 
     from kvshm.config import Config
+    from kvshm.log import set_level
 
     from .refusals import version_refusal
 
     config = Config.from_env(os.environ)
-    _logger().setLevel(config.log_level)
+    set_level(config.log_level)
     reason = version_refusal(vllm.__version_tuple__)
     if reason is not None:
         _decline(reason)
@@ -46,16 +47,21 @@ def activate() -> None:
     _wrap(config.warnings)
 
 
-def ensure_recompute(transfer: KVTransferConfig) -> None:
-    """Make failed loads be recomputed instead of failing their request.
+def ensure_recompute(transfer: KVTransferConfig, *, say: bool = True) -> None:
+    """Make failed loads be recomputed instead of failing their request; ``say`` so, once.
 
     vLLM's default is "fail"; with kvshm a block may vanish between match and copy, which is
     a cache miss.  To be called before vLLM's Scheduler reads the policy: here, and in the
     connector's constructor for engines started without the plugin.
     """
     if transfer.kv_load_failure_policy != "recompute":
+        given = transfer.kv_load_failure_policy
         transfer.kv_load_failure_policy = "recompute"
-        _say_once("kv_load_failure_policy set to recompute: a block lost to reuse is a miss")
+        if say:
+            _say_once(
+                f"kv_load_failure_policy={given} overridden with recompute: a block that is lost "
+                "to reuse is a miss, no error"
+            )
 
 
 def _register() -> None:
@@ -98,7 +104,7 @@ def _wrap(warnings: tuple[str, ...]) -> None:
 
 def _offer(vllm_config: VllmConfig) -> None:
     """Fill an empty kv_transfer_config; leave another's alone; correct our own."""
-    from .refusals import config_refusal
+    from .refusals import config_refusal, touchpoint_refusal
 
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.has_connector(CONNECTOR):
@@ -109,7 +115,7 @@ def _offer(vllm_config: VllmConfig) -> None:
         )
     elif vllm_config.model_config is None:
         return  # no engine: vLLM builds such configurations for its own use
-    elif (reason := config_refusal(vllm_config, os.environ)) is not None:
+    elif (reason := config_refusal(vllm_config, os.environ) or touchpoint_refusal()) is not None:
         _decline(reason)
     else:
         vllm_config.kv_transfer_config = _transfer_config()

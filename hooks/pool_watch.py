@@ -13,7 +13,9 @@ from typing import Any, Protocol
 from kvshm.errors import KvshmError
 from kvshm.terms import BlockId
 
-TOUCHPOINTS = ("get_new_blocks", "_remove_cached_block_hashes", "reset_prefix_cache", "blocks")
+FOR_SHARING = ("reset_prefix_cache",)
+"""Without it new weights would go unnoticed: nothing may be shared in either direction."""
+FOR_EXPORT = ("get_new_blocks", "_remove_cached_block_hashes", "blocks")
 
 
 class PoolListener(Protocol):
@@ -32,15 +34,24 @@ class PoolChanged(KvshmError):
     """vLLM's block pool lacks something kvshm relies on; names it."""
 
 
-def watch_pool(pool: Any, listener: PoolListener) -> None:
-    """Wrap the pool's methods.  Raises PoolChanged if one of them does not exist: then
-    nothing was wrapped, and nothing may be exported."""
-    missing = [name for name in TOUCHPOINTS if not hasattr(pool, name)]
-    if missing:
-        raise PoolChanged(f"vLLM's block pool has no {', '.join(missing)}")
-    _after(pool, "get_new_blocks", lambda blocks: _each(listener, blocks))
+def watch_resets(pool: Any, listener: PoolListener) -> None:
+    """Have the listener told when all hashes are dropped.  Raises PoolChanged if that cannot
+    be: then nothing was wrapped, and nothing may be shared."""
+    _require(pool, FOR_SHARING)
     _after(pool, "reset_prefix_cache", lambda done: listener.pool_reset() if done else None)
+
+
+def watch_blocks(pool: Any, listener: PoolListener) -> None:
+    """Have the listener told of every single block's change.  Raises PoolChanged if that
+    cannot be: then nothing was wrapped, and nothing may be exported."""
+    _require(pool, FOR_EXPORT)
+    _after(pool, "get_new_blocks", lambda blocks: _each(listener, blocks))
     _before(pool, "_remove_cached_block_hashes", lambda b: listener.block_changes(b.block_id))
+
+
+def _require(pool: Any, names: tuple[str, ...]) -> None:
+    if missing := [name for name in names if not hasattr(pool, name)]:
+        raise PoolChanged(f"the block pool of this vLLM has no {', '.join(missing)}")
 
 
 def _each(listener: PoolListener, blocks: list[Any]) -> None:

@@ -35,10 +35,25 @@ def config_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str |
     """
     if vllm_config.model_config is None:
         return "there is no model"
-    for reason, holds in _REASONS.items():
-        if holds(vllm_config):
-            return reason
-    return _allocator_refusal(vllm_config, environ)
+    try:
+        held = (reason for reason, holds in _REASONS.items() if holds(vllm_config))
+        return next(held, None) or _allocator_refusal(vllm_config, environ)
+    except AttributeError as exc:
+        return f"in this vLLM {type(exc.obj).__name__} has no {exc.name}"
+
+
+def touchpoint_refusal() -> str | None:
+    """Return what of vLLM's interface for connectors is not as kvshm knows it, or None.
+
+    Imports the connector.  It is not asked where vLLM was told to use the connector: then
+    vLLM's own error says so.
+    """
+    try:
+        from .connector import KvshmConnector
+    except ImportError as exc:
+        return f"this vLLM is not as kvshm knows it: {exc}"
+    unknown = ", ".join(sorted(getattr(KvshmConnector, "__abstractmethods__", ())))
+    return f"this vLLM wants connectors to have {unknown}" if unknown else None
 
 
 def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
@@ -46,8 +61,10 @@ def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
 
     A prefix is one chain of blocks only where every layer keeps every block of it.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
-
+    try:
+        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
+    except ImportError as exc:
+        return f"this vLLM is not as kvshm knows it: {exc}"
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         return f"the model has {len(groups)} KV cache groups, kvshm shares caches with exactly one"
@@ -80,6 +97,9 @@ def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> s
 _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "there is no transport for KV caches on this device": lambda c: (
         c.device_config.device_type not in SHAREABLE_DEVICES
+    ),
+    "Ray runs the workers, perhaps on other machines (--distributed-executor-backend ray)": (
+        lambda c: c.parallel_config.distributed_executor_backend == "ray"
     ),
     "prefix caching is off (--no-enable-prefix-caching)": lambda c: (
         not c.cache_config.enable_prefix_caching

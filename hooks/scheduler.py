@@ -17,7 +17,7 @@ from .after_prefill import Exporter, Written
 from .before_prefill import Importer
 from .identity import none_hash, scheduler_fields
 from .messages import RankDescription, RankReport, StepMetadata
-from .pool_watch import PoolListener, watch_pool
+from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
 
 log = logger(__name__)
 
@@ -53,12 +53,19 @@ class SchedulerSide:
     # -- start and epochs
 
     def bind(self, manager: Any, listener: PoolListener) -> None:
-        """Have ``listener`` watch vLLM's block pool; without that nothing may be exported."""
+        """Have ``listener`` watch vLLM's block pool; what cannot be watched is not exported.
+        Raises PoolChanged if nothing may be shared at all."""
         self._manager = manager
         pool = manager.block_pool
-        exporter = Exporter(self.cache, pool, self._block_size, delay=1 if self._slack else 0)
-        watch_pool(pool, listener)
-        self.exporter = exporter
+        watch_resets(pool, listener)
+        if not self._config.exports:
+            return
+        try:
+            watch_blocks(pool, listener)
+        except PoolChanged as exc:
+            log.warning("importing only: %s", exc)
+            return
+        self.exporter = Exporter(self.cache, pool, self._block_size, delay=1 if self._slack else 0)
 
     def reset(self) -> None:
         """Begin another life: withdraw everything now, describe the ranks anew next step."""
@@ -76,7 +83,7 @@ class SchedulerSide:
         ordered = [self._descriptions[rank] for rank in sorted(self._descriptions)]
         refusals = [d.refusal for d in ordered if d.refusal]
         if refusals:
-            log.warning("not sharing: %s", refusals[0])
+            log.warning("not sharing the prefix cache: %s", refusals[0])
             return
         fields = scheduler_fields(
             self._vllm_config, self._kv_cache_config, [d.fields for d in ordered]

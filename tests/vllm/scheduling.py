@@ -73,6 +73,8 @@ class DrivenEngine:
     config: VllmConfig
     num_blocks: int = 32
     asynchronous: bool = False
+    shares: bool = True
+    """Whether an epoch is expected to begin."""
     scheduler: Any = field(init=False)
     table: SlotTable = field(init=False)
     tokens: Any = field(default_factory=lambda: itertools.count(1000))
@@ -102,7 +104,8 @@ class DrivenEngine:
         self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
         self.connector = self.scheduler.get_kv_connector()
         self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): description()})
-        self.wait_for_epoch()
+        if self.shares:
+            self.wait_for_epoch()
 
     def wait_for_epoch(self) -> None:
         """Until the client's thread has begun the epoch; then the one rank opens it."""
@@ -113,8 +116,15 @@ class DrivenEngine:
         self.table = table
         table.set_life(0)
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 4, **extra: Any) -> Request:
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 4,
+        extra_args: dict[str, Any] | None = None,
+        **extra: Any,
+    ) -> Request:
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra_args)
         params.update_from_generation_config({}, eos_token_id=0)
         request = Request(
             name, prompt, params, pooling_params=None, block_hasher=self.hasher, **extra

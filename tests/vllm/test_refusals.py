@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from kvshm.hooks.refusals import cache_refusal, config_refusal, export_refusal
+from kvshm.hooks.connector import KvshmConnector
+from kvshm.hooks.refusals import (
+    cache_refusal,
+    config_refusal,
+    export_refusal,
+    touchpoint_refusal,
+)
 
 from .tiny_config import cache_config, engine_config, spec
 
@@ -48,6 +55,8 @@ def test_layers_of_several_shapes_in_one_group_are_fine(config: VllmConfig) -> N
         ("cache_config", {"use_replayssm": True}, "ReplaySSM"),
         ("model_config", {"runner_type": "pooling"}, "pooling model"),
         ("device_config", {"device_type": "tpu"}, "no transport"),
+        ("model_config", {"is_encoder_decoder": True}, "encoder-decoder"),
+        ("parallel_config", {"distributed_executor_backend": "ray"}, "Ray runs the workers"),
         ("attention_config", {"hisparse_config": object()}, "HiSparse"),
     ],
 )
@@ -95,3 +104,19 @@ def test_priority_scheduling_only_imports(tmp_path: Path) -> None:
     config = engine_config(tmp_path / "m", {}, scheduling_policy="priority")
     assert config_refusal(config, {}) is None
     assert "never computed" in str(export_refusal(config))
+
+
+def test_a_setting_that_vllm_no_longer_has_is_named(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "cache_config", object())
+    assert config_refusal(config, {}) == "in this vLLM object has no enable_prefix_caching"
+
+
+def test_a_connector_interface_that_has_changed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert touchpoint_refusal() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(KvshmConnector, "__abstractmethods__", frozenset({"new_duty"}))
+        assert touchpoint_refusal() == "this vLLM wants connectors to have new_duty"
+    monkeypatch.setitem(sys.modules, "kvshm.hooks.connector", None)
+    assert str(touchpoint_refusal()).startswith("this vLLM is not as kvshm knows it: ")

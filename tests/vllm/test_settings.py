@@ -1,0 +1,286 @@
+"""Every setting has the effect it promises: two real schedulers on one node, no model.
+
+Both live in this process, meet through a real coordinator, and are driven step by step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from local_node import wait_until
+
+from kvshm import miss_report
+from kvshm.hooks import plugin, pool_watch
+from kvshm.log import set_level
+from kvshm.segment import list_segments, unlink
+
+from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
+
+PROMPT = list(range(1, 3 * BLOCK_SIZE + 4))
+OTHER_PROMPT = list(range(900, 900 + 3 * BLOCK_SIZE + 4))
+UNSHARED = {"kv_transfer_params": {"kvshm": {"share": False}}}
+
+Make = Callable[..., DrivenEngine]
+
+
+@pytest.fixture
+def namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A namespace with a coordinator, where engines made by the test meet."""
+    run_dir = tempfile.mkdtemp(prefix="kv-")
+    name = Path(run_dir).name.lower()
+    for variable in [v for v in os.environ if v.startswith("KVSHM_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("KVSHM_RUN_DIR", run_dir)
+    monkeypatch.setenv("KVSHM_NAMESPACE", name)
+    monkeypatch.setenv("KVSHM_STRICT", "1")
+    monkeypatch.setattr(plugin, "_said", set())
+    with subprocess.Popen([sys.executable, "-m", "kvshm.coordinator"]) as coordinator:
+        yield name
+        coordinator.terminate()
+    # A lease table is kept for the processes that had a bit: here it is this one.
+    for left in list_segments(name):
+        unlink(str(left))
+    shutil.rmtree(run_dir)
+
+
+@pytest.fixture
+def engine(model: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Make an engine with settings of its own, joined to the coordinator."""
+    made: list[DrivenEngine] = []
+
+    def make(
+        settings: dict[str, str] | None = None, *, shares: bool = True, **arguments: Any
+    ) -> DrivenEngine:
+        with monkeypatch.context() as patch:
+            for name, value in (settings or {}).items():
+                patch.setenv(name, value)
+            made.append(DrivenEngine(vllm_config(model, **arguments), shares=shares))
+        for _ in wait_until("the engine joins", 10):
+            if not shares or made[-1].table.lease_bit >= 0:
+                break
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """What kvshm logs, by a filter: vLLM removes handlers whenever it configures logging."""
+    said: list[str] = []
+
+    def hear(record: logging.LogRecord) -> bool:
+        said.append(record.getMessage())
+        return True
+
+    rooms = ["kvshm", "kvshm.member", "kvshm.hooks.connector", "kvshm.hooks.scheduler"]
+    loggers = [logging.getLogger(f"vllm.{room}") for room in rooms]
+    for one in loggers:
+        one.addFilter(hear)
+    yield said
+    for one in loggers:
+        one.removeFilter(hear)
+
+
+def compute(engine: DrivenEngine, prompt: list[int] = PROMPT, **extra: Any) -> set[int]:
+    """Have the engine compute a prompt; returns what others may read afterwards."""
+    engine.add(f"computed-{prompt[0]}", prompt, max_tokens=1, **extra)
+    engine.step()
+    engine.step()
+    return engine.ready()
+
+
+def imported(engine: DrivenEngine, prompt: list[int] = PROMPT, **extra: Any) -> int:
+    """Blocks that the engine sets out to import for a prompt."""
+    engine.add("importing", prompt, max_tokens=1, **extra)
+    return sum(len(p.targets) for load in engine.schedule().metadata.loads for p in load.pieces)
+
+
+def know(importer: DrivenEngine, exporter: DrivenEngine) -> None:
+    """Wait until the importer's replica has what the exporter shows."""
+    cache = importer.connector._scheduler.cache
+    for _ in wait_until("the importer knows the exporter", 10):
+        stats = cache._life.peers.stats()
+        if stats.attached and cache._life.peers._replica.count >= len(exporter.ready()):
+            break
+
+
+def counted(engine: DrivenEngine) -> dict[str, int]:
+    return engine.table.counters.snapshot()
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks"),
+    [
+        ({}, 3),
+        ({"KVSHM_ROLE": "consumer"}, 3),
+        ({"KVSHM_ROLE": "producer"}, 0),
+        ({"KVSHM_SHARE": "none"}, 0),
+        ({"KVSHM_SHARE": "salted-only"}, 0),
+        ({"KVSHM_MAX_IMPORT_BLOCKS": "2"}, 2),
+        ({"KVSHM_MIN_PREFIX_TOKENS": str(3 * BLOCK_SIZE)}, 3),
+        ({"KVSHM_MIN_PREFIX_TOKENS": str(3 * BLOCK_SIZE + 1)}, 0),
+    ],
+    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_what_an_engine_imports(engine: Make, settings: dict[str, str], blocks: int) -> None:
+    exporter = engine()
+    assert len(compute(exporter)) == 3
+    importer = engine(settings)
+    know(importer, exporter)
+    assert imported(importer) == blocks
+    too_short = "KVSHM_MIN_PREFIX_TOKENS" in settings and not blocks
+    assert counted(importer)["miss_too_short"] == too_short
+    assert counted(importer)["lookups"] == (blocks > 0 or too_short)
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks"),
+    [
+        ({"KVSHM_ROLE": "producer"}, 3),
+        ({"KVSHM_ROLE": "consumer"}, 0),
+        ({"KVSHM_SHARE": "none"}, 0),
+        ({"KVSHM_SHARE": "salted-only"}, 0),
+    ],
+    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_what_an_engine_exports(engine: Make, settings: dict[str, str], blocks: int) -> None:
+    assert len(compute(engine(settings))) == blocks
+
+
+def test_salted_only_shares_what_has_a_salt(engine: Make) -> None:
+    exporter = engine({"KVSHM_SHARE": "salted-only"})
+    assert len(compute(exporter, cache_salt="s")) == 3
+    importer = engine({"KVSHM_SHARE": "salted-only"})
+    know(importer, exporter)
+    assert imported(importer, cache_salt="s") == 3
+
+
+def test_a_request_may_stay_out_in_both_directions(engine: Make) -> None:
+    """The wish comes as it does over HTTP, in the sampling parameters' extra arguments."""
+    exporter, importer = engine(), engine()
+    assert compute(exporter, OTHER_PROMPT, extra_args=UNSHARED) == set()
+    assert len(compute(exporter)) == 3
+    know(importer, exporter)
+    assert imported(importer, extra_args=UNSHARED) == 0
+    assert counted(importer)["lookups"] == 0
+
+
+def test_an_engine_that_only_imports_follows_no_block(engine: Make) -> None:
+    consumer = engine({"KVSHM_ROLE": "consumer"})
+    compute(consumer)
+    assert consumer.connector._scheduler.exporter is None
+
+
+# -- who cannot share says so, on both sides and in the dump
+
+
+def test_both_sides_name_the_field_that_differs(
+    engine: Make, namespace: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(miss_report, "PERIOD_SECONDS", 0.0)
+    engine()
+    newcomer = engine(max_model_len=256)
+    wanted = {
+        f"max_model_len differs ({ours} here, {theirs} there)"
+        for ours, theirs in (("512", "256"), ("256", "512"))
+    }
+    for _ in wait_until("both sides say it", 10):
+        if wanted <= {line.rpartition(": ")[2] for line in lines if "cannot share" in line}:
+            break
+    assert imported(newcomer) == 0
+    assert counted(newcomer)["miss_fingerprint"] == 1
+    for _ in wait_until("the line about misses", 10):
+        if any(line.endswith("fingerprint 1") for line in lines if "no hit in 1" in line):
+            break
+    command = [sys.executable, "-m", "kvshm.tools.cli", "dump-index", "--namespace", namespace]
+    dump = subprocess.run(command, capture_output=True, text=True).stdout
+    assert "max_model_len is 512 here, 256 there" in dump
+    assert "max_model_len is 256 here, 512 there" in dump
+    assert len([line for line in lines if "cannot share" in line]) == 2
+
+
+# -- what of vLLM is missing is named, once
+
+
+def test_without_a_touchpoint_for_exports_it_imports_only(
+    engine: Make, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = engine()
+    compute(exporter)
+    monkeypatch.setattr(pool_watch, "FOR_EXPORT", ("get_new_blocks", "of_old"))
+    importer = engine()
+    know(importer, exporter)
+    assert imported(importer) == 3
+    assert compute(importer, OTHER_PROMPT) == set()
+    said = [line for line in lines if "block pool" in line]
+    assert said == ["importing only: the block pool of this vLLM has no of_old"]
+
+
+def test_without_a_touchpoint_for_resets_it_serves_unshared(
+    engine: Make, lines: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_watch, "FOR_SHARING", ("of_old",))
+    alone = engine({}, shares=False)
+    alone.add("r", PROMPT)
+    assert alone.schedule().output.num_scheduled_tokens == {"r": len(PROMPT)}
+    said = [line for line in lines if "block pool" in line]
+    assert said == ["not sharing the prefix cache: the block pool of this vLLM has no of_old"]
+
+
+def test_priority_scheduling_imports_only_and_says_so(engine: Make, lines: list[str]) -> None:
+    exporter = engine()
+    compute(exporter)
+    importer = engine(scheduling_policy="priority")
+    know(importer, exporter)
+    assert imported(importer) == 3
+    assert compute(importer, OTHER_PROMPT) == set()
+    (line,) = [line for line in lines if "importing only" in line]
+    assert "never computed" in line
+
+
+def test_a_failure_policy_is_overridden_and_that_is_said_once(
+    engine: Make, lines: list[str]
+) -> None:
+    assert engine().config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    engine()
+    (line,) = [line for line in lines if "kv_load_failure_policy" in line]
+    assert line.startswith("kv_load_failure_policy=fail overridden with recompute")
+
+
+# -- the log level, with the official setting as well
+
+
+@pytest.mark.parametrize(("level", "shown"), [("error", 0), ("warning", 1), ("debug", 3)])
+def test_the_log_level_decides_what_is_shown(
+    engine: Make, capsys: pytest.CaptureFixture[str], level: str, shown: int
+) -> None:
+    vllm = logging.getLogger("vllm")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel("INFO")
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    vllm.addHandler(handler)
+    engine({"KVSHM_LOG_LEVEL": level})
+    capsys.readouterr()
+    try:
+        for name in ("debug", "info", "warning"):
+            logging.getLogger("vllm.kvshm.anything").log(getattr(logging, name.upper()), name)
+    finally:
+        vllm.removeHandler(handler)
+        set_level("INFO")
+    everything = ["DEBUG debug", "INFO info", "WARNING warning"]
+    said = [line for line in capsys.readouterr().err.splitlines() if line in everything]
+    assert said == everything[3 - shown :]
