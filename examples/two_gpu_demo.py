@@ -51,7 +51,7 @@ def one_copy(exporter: GpuPeer, importer: GpuPeer, blocks: int) -> int:
     print(
         f"{count:4} blocks, {megabytes:7.1f} MB: {state} in {milliseconds:6.2f} ms, {wrong} wrong"
     )
-    return wrong
+    return int(wrong)
 
 
 def arguments() -> argparse.Namespace:

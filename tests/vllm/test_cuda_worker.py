@@ -1,0 +1,192 @@
+"""The connector's half in a CUDA worker, in the order in which Model Runner V2 calls it.
+
+The GPU is played (FakeDriver); everything else is real: the worker's side, vLLM's own cache
+allocation, slot tables, the load's thread.  Model Runner V2 starts loads after it has launched
+the forward pass, so the copy must wait for it: its blocks may have late writers.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvshm.config import Config
+from kvshm.errors import TransportError
+from kvshm.hooks import worker as worker_module
+from kvshm.hooks.layout import shared_kv_memory
+from kvshm.hooks.messages import StepMetadata
+from kvshm.hooks.worker import WorkerSide
+from kvshm.plans import Load, Piece
+from kvshm.records import BlockRecord, pack_records
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation
+from kvshm.transport import cuda_ipc
+from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
+
+from .tiny_config import cache_config, engine_config, spec
+
+BLOCKS = 8
+LAYERS = {f"layer.{i}": spec() for i in range(2)}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
+    made = engine_config(tmp_path_factory.mktemp("model"), {})
+    made.device_config.device_type = "cuda"
+    return made
+
+
+@dataclass
+class DeviceBuffer:
+    """Memory of the fake GPU, for vLLM to lay its cache over."""
+
+    driver: FakeDriver
+    address: int
+    nbytes: int
+
+    @property
+    def buffer(self) -> memoryview:
+        return self.driver.bytes_at(self.address, self.nbytes)
+
+
+@dataclass
+class Played:
+    """One worker with its table."""
+
+    side: WorkerSide
+    driver: FakeDriver
+    table: SlotTable
+    caches: dict[str, torch.Tensor]
+
+    def close(self) -> None:
+        self.side.close()
+        self.table.unlink()
+        self.table.close()
+
+
+Make = Callable[[int], Played]
+
+
+@pytest.fixture
+def make(config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    machine, namespace = FakeMachine(), "t" + uuid.uuid4().hex[:10]
+    monkeypatch.setattr(worker_module, "find_model", torch.nn.Module)
+    monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
+    made: list[Played] = []
+
+    def one(epoch: int) -> Played:
+        driver = machine.process()
+        monkeypatch.setattr(cuda_ipc, "current_driver", lambda: driver)
+        planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
+        side = WorkerSide(Config(namespace=namespace), tmp_path, config, planned)
+        assert side.memory_context() is None  # the cache stays where vLLM puts it
+        with shared_kv_memory(lambda n: DeviceBuffer(driver, driver.make(n), n)):
+            caches = allocate_kv_cache(planned, torch.device("cpu"), KVCacheLayout.LBNHC, [32])
+        side.register(caches)
+        table_spec = TableSpec(
+            namespace, f"e{epoch}", BLOCKS, 32, 1, Fingerprint(bytes(32)), "model"
+        )
+        table = SlotTable.create(table_spec, Epoch(epoch), identity_of())
+        made.append(Played(side, driver, table, caches))
+        return made[-1]
+
+    yield one
+    for played in made:
+        played.close()
+
+
+def load_of(exporter: Played, importer: Played, source: int, target: int) -> Load:
+    """Publish a block and plan its import, as the schedulers would."""
+    description = exporter.side.describe()
+    assert description.info is not None, description.refusal
+    memory = msgspec.structs.replace(description.info.memory, epoch=exporter.table.epoch)
+    for one in (exporter, importer):
+        one.side.step(StepMetadata(step=1, open_table=one.table.name))
+    record = BlockRecord(BlockHash(b"h" * 32), BlockId(source), Generation(0), 0)
+    records = exporter.table.publish(pack_records([record]), bytes(8))
+    piece = Piece(
+        exporter.table.epoch, exporter.table.name, (memory,), records, b"\0", (BlockId(target),)
+    )
+    ticket = importer.table.take_ticket(1)
+    assert ticket is not None
+    return Load("request", importer.table.epoch, ticket, 0, (piece,), ())
+
+
+def finished(side: WorkerSide) -> set[str]:
+    side.collect()
+    return side.take_finished()
+
+
+def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_load_begun_behind_a_launched_forward_pass_ends_after_it(make: Make) -> None:
+    exporter, importer = make(1), make(2)
+    for value, played in ((3, exporter), (5, importer)):
+        for cache in played.caches.values():
+            cache.fill_(value)
+    metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
+    importer.side.step(metadata)
+    compute, target = importer.driver.compute_stream(), importer.caches["layer.0"][6]
+    late = importer.driver.make(target.numel() * target.element_size())
+    with importer.driver.hold(compute):
+        # The forward pass runs, and some kernel in it still writes to the block.
+        nbytes = target.numel() * target.element_size()
+        importer.driver.copy(target.data_ptr(), late, nbytes, compute)
+        importer.side.begin_loads(metadata)
+        transport: Any = importer.side._transport
+        until(lambda: transport.engine.stream.owner.work)
+        assert finished(importer.side) == set()
+    until(lambda: "request" in finished(importer.side))
+    assert importer.side.take_bad() == set()
+    for cache in importer.caches.values():
+        assert bool((cache[6] == 3).all())
+        assert bool((cache[5] == 5).all())
+
+
+def test_a_block_reused_while_it_is_copied_is_a_load_error(make: Make) -> None:
+    exporter, importer = make(1), make(2)
+    metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
+    with importer.driver.hold(importer.driver.compute_stream()):
+        importer.side.begin_loads(metadata)
+        transport: Any = importer.side._transport
+        until(lambda: transport.engine.stream.owner.work)
+        exporter.table.retract([BlockId(1)])
+        exporter.table.force([BlockId(1)])
+    until(lambda: "request" in finished(importer.side))
+    assert importer.side.take_bad() == {6}
+
+
+def test_a_gpu_that_cannot_share_is_a_reason_and_no_failure(
+    make: Make, config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = make(1)
+
+    def missing() -> None:
+        raise TransportError("no driver here")
+
+    monkeypatch.setattr(cuda_ipc, "current_driver", missing)
+    planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
+    side = WorkerSide(Config(), tmp_path, config, planned)
+    side.register(played.caches)
+    assert side.describe().refusal == "no driver here"
+    side.close()
