@@ -21,7 +21,7 @@ from kvshm.errors import CorruptSegment
 from kvshm.index import Replica
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import ENTRY_BYTES, INDEX_HEADER_BYTES, NUM_BLOCKS_OFFSET, SUCCESSOR_OFFSET
-from kvshm.segment import identity_of, list_segments, parse_segment_name, unlink
+from kvshm.segment import SHM_DIRECTORY, identity_of, parse_segment_name
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint, LeaseBit
 
@@ -53,8 +53,8 @@ def fuzz(subject: str, part: int, *, parts: int = PARTS, program: Path = FUZZER)
         argv = [sys.executable, str(program), subject, *place]
         return Outcome(subprocess.run(argv, capture_output=True, text=True, check=False))
     finally:
-        for name in list_segments(namespace):
-            unlink(str(name))
+        for left in SHM_DIRECTORY.glob(f"kvshm.{namespace}.*"):
+            left.unlink()
 
 
 @pytest.mark.timeout(300)
