@@ -91,6 +91,7 @@ class _Signals:
 
 
 def _serve(run_dir: Path, namespace: str) -> None:
+    endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
     signals = _Signals()
     identity = identity_of()
     reaper = Reaper(run_dir, namespace)
@@ -105,7 +106,6 @@ def _serve(run_dir: Path, namespace: str) -> None:
         bits=LeaseBits(rows, dead, time.monotonic() + GRACE_SECONDS),
     )
     server = Server(state, leases, reaper)
-    endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
     server.open(*endpoints, signals.wake.fileno())
     kept = sum(1 for owner in rows if owner.epoch) - len(dead)
     about: dict[str, object] = {"pid": os.getpid(), "run_dir": run_dir, "namespace": namespace}

@@ -7,6 +7,7 @@ kvshm/records.py's.
 from __future__ import annotations
 
 import logging
+import os
 import struct
 
 from kvshm.errors import CorruptSegment, SegmentNotFound, SegmentNotReady, VersionMismatch
@@ -19,6 +20,7 @@ from kvshm.records import (
 )
 from kvshm.segment import (
     LEASES_KIND,
+    SHM_DIRECTORY,
     Identity,
     Segment,
     check_header,
@@ -29,6 +31,7 @@ from kvshm.segment import (
 
 from . import logfmt
 from .actions import Log, Owner
+from .lock import lock_segment
 
 _ROW = struct.Struct("<QQQ16s")
 _OWNER = struct.Struct("<QQ16s")
@@ -38,29 +41,29 @@ _HOLDER = "coordinator"
 class LeaseTable:
     """The mapped table of one namespace."""
 
-    def __init__(self, segment: Segment) -> None:
+    def __init__(self, segment: Segment, lock: int) -> None:
         self._segment = segment
+        self._lock = lock
 
     @classmethod
     def open(cls, namespace: str, identity: Identity) -> LeaseTable:
-        """Open the namespace's table, or create it.  One that cannot be read is replaced.
+        """Open the namespace's table, or create it, and keep it locked.  One that cannot be
+        read is replaced.
 
-        Raises SegmentError if there is no room or the table is another user's.
+        Raises AlreadyRunning if another coordinator has it, SegmentError if there is no room
+        or the table is another user's.
         """
         name = segment_name(namespace, LEASES_KIND, _HOLDER, 0)
-        try:
-            segment = Segment.open(name, writable=True)
-            check_header(segment, LEASE_TABLE_MAGIC)
-            if segment.buffer.nbytes < LEASE_TABLE_BYTES:
-                raise CorruptSegment(f"{name} has only {segment.buffer.nbytes} bytes")
-        except SegmentNotFound:
+        path = SHM_DIRECTORY / name
+        lock = lock_segment(path, namespace)
+        segment = _open(name) if lock is not None else None
+        if segment is None:
             segment = Segment.create(name, LEASE_TABLE_BYTES)
-        except (SegmentNotReady, VersionMismatch, CorruptSegment) as exc:
-            logfmt.write(Log(logging.WARNING, "lease-table-replaced", {"reason": exc}))
-            unlink(name)
-            segment = Segment.create(name, LEASE_TABLE_BYTES)
+            lock = lock_segment(path, namespace)
+        if lock is None:
+            raise SegmentNotFound(f"{name} was removed while it was being created")
         write_header(segment, LEASE_TABLE_MAGIC, LEASE_ROWS_OFFSET, 0, identity)
-        return cls(segment)
+        return cls(segment, lock)
 
     def rows(self) -> list[Owner]:
         """Who holds or held each bit."""
@@ -81,9 +84,26 @@ class LeaseTable:
 
     def close(self) -> None:
         self._segment.close()
+        os.close(self._lock)
 
     def unlink(self) -> None:
         self._segment.unlink()
+
+
+def _open(name: str) -> Segment | None:
+    """Map an existing table; one that cannot be read is removed."""
+    try:
+        segment = Segment.open(name, writable=True)
+        check_header(segment, LEASE_TABLE_MAGIC)
+        if segment.buffer.nbytes < LEASE_TABLE_BYTES:
+            raise CorruptSegment(f"{name} has only {segment.buffer.nbytes} bytes")
+        return segment
+    except SegmentNotFound:
+        return None
+    except (SegmentNotReady, VersionMismatch, CorruptSegment) as exc:
+        logfmt.write(Log(logging.WARNING, "lease-table-replaced", {"reason": exc}))
+        unlink(name)
+        return None
 
 
 def _offset(bit: int) -> int:

@@ -1,7 +1,10 @@
-"""One coordinator per run directory and namespace.
+"""One coordinator per run directory and namespace, and per /dev/shm and namespace.
 
-A second bind on a live ``ipc://`` path succeeds and steals it, so the lock is taken before
-any socket is touched.  The kernel lets go of it when its holder ends, however it ends.
+A second bind on a live ``ipc://`` path succeeds and steals it, so the first lock is taken
+before any socket is touched.  The second one keeps apart coordinators of other run
+directories, perhaps in containers that see /dev/shm but not each other's pids: each would
+take the other's engines for dead and sweep them.  The kernel lets go of a lock when its
+holder ends, however it ends.
 """
 
 from __future__ import annotations
@@ -10,7 +13,35 @@ import fcntl
 import os
 from pathlib import Path
 
-from kvshm.errors import AlreadyRunning, RunDirectoryError
+from kvshm.errors import AlreadyRunning, RunDirectoryError, SegmentError
+
+
+def lock_segment(path: Path, namespace: str) -> int | None:
+    """Take the lock that goes with the segment at ``path``, for the life of this process;
+    return its descriptor, None if there is no such segment (any more).
+
+    Raises AlreadyRunning, or SegmentError if it is another user's.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as exc:
+        raise SegmentError(f"{path} cannot be opened: {exc.strerror}; set KVSHM_NAMESPACE") from exc
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(fd), os.stat(path)):
+            return fd
+    except FileNotFoundError:
+        pass  # its last holder ended between the two
+    except BlockingIOError as exc:
+        os.close(fd)
+        raise AlreadyRunning(
+            f"another coordinator, with another run directory or in another container, serves "
+            f"namespace {namespace!r} in this /dev/shm; give each its own KVSHM_NAMESPACE"
+        ) from exc
+    os.close(fd)
+    return None
 
 
 def take_lock(path: Path) -> int:

@@ -70,7 +70,8 @@ def _check(directory: Path, found: os.stat_result) -> None:
             f"{os.geteuid()}; set KVSHM_RUN_DIR to a directory of your own"
         )
     mode = stat.S_IMODE(found.st_mode)
-    if mode != 0o700:
+    # Set-group-id is inherited from the directory above (Kubernetes: fsGroup) and harmless.
+    if mode & ~stat.S_ISGID != 0o700:
         raise RunDirectoryError(
             f"run directory {directory} has mode {mode:04o}, wanted 0700; run chmod 700 {directory}"
         )

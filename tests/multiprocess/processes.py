@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from pathlib import Path
 from typing import IO
 
@@ -187,6 +188,20 @@ class Node:
         self.processes = processes
         self.run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
         self.namespace = "t" + uuid.uuid4().hex[:12]
+        self._neighbours: list[Node] = []
+
+    def with_other_namespace(self) -> Node:
+        """Return another namespace in the same run directory."""
+        other = copy(self)
+        other.namespace = "t" + uuid.uuid4().hex[:12]
+        self._neighbours.append(other)
+        return other
+
+    def with_other_run_dir(self) -> Node:
+        """Return the same namespace with a run directory of its own, inside this one's."""
+        other = copy(self)
+        other.run_dir = self.run_dir / "other"
+        return other
 
     def start_coordinator(
         self, *arguments: str, python: Sequence[str] = (sys.executable,)
@@ -208,8 +223,9 @@ class Node:
 
     def remove(self) -> None:
         """Remove whatever of this namespace is left; every process has been reaped."""
-        for name in list_segments(self.namespace):
-            unlink(str(name))
+        for node in (self, *self._neighbours):
+            for name in list_segments(node.namespace):
+                unlink(str(name))
         shutil.rmtree(self.run_dir)
 
     def lease_table(self) -> list[str]:

@@ -17,6 +17,7 @@ import zmq
 from kvshm.protocol import EngineEvents, decode_broadcast
 from kvshm.rundir import event_endpoint, rank_socket
 from kvshm.segment import INDEX_KIND, TABLE_KIND
+from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
 from . import toys
@@ -86,6 +87,28 @@ def test_one_pid_namespace_apart_from_the_hosts_is_as_good(node: Node) -> None:
         engine.end()
 
 
+@pytest.mark.usefixtures("namespaces")
+@pytest.mark.parametrize("apart", [(), OWN_PIDS], ids=["same-pids", "other-pids"])
+def test_a_second_coordinator_never_takes_the_firsts_engines_for_dead(
+    node: Node, apart: tuple[str, ...]
+) -> None:
+    """One /dev/shm and one namespace, two run directories: as two containers with the host's
+    /dev/shm, whose pids mean nothing to each other."""
+    first, other = node.coordinator(), node.with_other_run_dir()
+    engine = FakeEngine(node, "living")
+    engine.joined()
+    second = other.start_coordinator(python=(*apart, sys.executable))
+    assert second.wait() == 3
+    assert f"serves namespace '{node.namespace}' in this /dev/shm" in str(second.err)
+    assert "give each its own KVSHM_NAMESPACE" in str(second.err)
+    table = SlotTable.open(engine.started["table"], writable=False)
+    assert table.life(Rank(0)) == table.epoch
+    table.close()
+    engine.end()
+    assert first.terminate() == 0
+    assert other.coordinator().terminate() == 0
+
+
 # -- run directories
 
 
@@ -128,6 +151,20 @@ def test_a_path_too_long_for_a_socket_is_refused_by_name(node: Node, length: int
     assert path in str(coordinator.err)
     assert "shorter" in str(coordinator.err)
     assert not Path(path).exists()
+
+
+def test_a_default_run_directory_too_long_for_a_socket_is_refused_too(node: Node) -> None:
+    runtime = node.run_dir / ("x" * 100)
+    runtime.mkdir(0o700)
+    environ = {"XDG_RUNTIME_DIR": str(runtime), "KVSHM_NAMESPACE": node.namespace}
+    command = (sys.executable, "-P", "-m", "kvshm.coordinator")
+    coordinator = node.processes.start("coordinator", *command, environ=environ)
+    assert coordinator.wait() == 4
+    assert re.search(
+        r"socket path .* has \d+ bytes, at most 107 are possible; set KVSHM_RUN_DIR to a shorter",
+        str(coordinator.err),
+    )
+    assert not node.lease_table()
 
 
 # -- a /dev/shm that is too small
@@ -245,9 +282,7 @@ def test_no_event_crosses_from_one_model_to_the_other(node: Node) -> None:
 
 
 def test_namespaces_in_one_run_directory_know_nothing_of_each_other(node: Node) -> None:
-    other = Node(node.processes)
-    other.run_dir.rmdir()
-    other.run_dir = node.run_dir
+    other = node.with_other_namespace()
     coordinators = [node.coordinator(), other.coordinator()]
     here = [FakeEngine(node, name) for name in ("a", "b")]
     there = FakeEngine(other, "a")
@@ -255,6 +290,7 @@ def test_namespaces_in_one_run_directory_know_nothing_of_each_other(node: Node) 
     assert there.joined()["roster"] == []
     here[1].process.kill()
     here[0].heard("engine_gone")
+    wait_until(lambda: len(node.segments(TABLE_KIND)) == 1, "the dead engine's table to go")
     coordinators[0].kill()  # what it left is not the other's to sweep
     there.process.kill()
     coordinators[1].wait_err("event=death engine=a")

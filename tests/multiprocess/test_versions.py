@@ -100,9 +100,7 @@ def test_upgrade_without_a_gap_by_a_second_namespace(
     node: Node, versions: tuple[Installed, Installed]
 ) -> None:
     """docs/deployment.md: old and new engines share among themselves, in one run directory."""
-    later = Node(node.processes)
-    later.run_dir.rmdir()
-    later.run_dir = node.run_dir
+    later = node.with_other_namespace()
     coordinators, engines = [], []
     for place, installed in zip((node, later), versions, strict=True):
         coordinators.append(place.coordinator(python=installed.python))

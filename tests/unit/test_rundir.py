@@ -48,6 +48,14 @@ def test_other_modes_are_refused_with_the_remedy(tmp_path: Path, mode: int) -> N
     tmp_path.chmod(0o700)
 
 
+def test_an_inherited_set_group_id_bit_is_harmless(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2777)
+    run_dir = open_run_directory(str(tmp_path / "run"), {})
+    assert stat.S_IMODE(run_dir.stat().st_mode) in (0o700, 0o2700)
+    run_dir.chmod(0o2700)
+    assert open_run_directory(str(run_dir), {}) == run_dir
+
+
 def test_links_files_and_relative_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
