@@ -1,0 +1,227 @@
+"""What docs/deployment.md and deploy/ promise: units, recipes, and every command in them."""
+
+from __future__ import annotations
+
+import configparser
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshm.coordinator.__main__ import EXIT_RUN_DIRECTORY, EXIT_USAGE
+from kvshm.records import LEASE_TABLE_BYTES, index_bytes, table_bytes
+
+from .processes import Managed, Node, fresh_node
+from .sandbox import fresh_tmpfs, skip_unless_permitted
+
+pytestmark = pytest.mark.multiprocess
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/deployment.md").read_text("utf-8")
+SYSTEM_UNIT = ROOT / "deploy/systemd/kvshm-coordinator.service"
+USER_UNIT = ROOT / "deploy/systemd/user/kvshm-coordinator.service"
+POD = ROOT / "deploy/kubernetes/pod.yaml"
+SCRIPTS = Path(sys.executable).parent
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with fresh_node() as node:
+        yield node
+
+
+# -- telling a service manager
+
+
+class Manager:
+    """A service manager's end of NOTIFY_SOCKET."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.socket.bind(address)
+        self.socket.settimeout(30)
+        self.environ = {"NOTIFY_SOCKET": address.replace("\0", "@")}
+
+    def told(self) -> bytes:
+        return self.socket.recv(4096)
+
+    def told_nothing(self) -> bool:
+        self.socket.setblocking(False)
+        try:
+            return not self.socket.recv(4096)
+        except BlockingIOError:
+            return True
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(node: Node, request: pytest.FixtureRequest) -> Iterator[Manager]:
+    address = str(node.run_dir / "notify") if request.param == "path" else f"\0{node.namespace}"
+    manager = Manager(address)
+    yield manager
+    manager.socket.close()
+
+
+def coordinator(node: Node, environ: dict[str, str]) -> Managed:
+    place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
+    command = (sys.executable, "-P", "-m", "kvshm.coordinator", *place)
+    return node.processes.start("coordinator", *command, environ=environ)
+
+
+def test_the_service_manager_is_told_when_it_serves_and_when_it_stops(
+    node: Node, manager: Manager
+) -> None:
+    process = coordinator(node, manager.environ)
+    assert manager.told() == b"READY=1"
+    assert "event=serving" in str(process.err)
+    assert process.terminate() == 0
+    assert manager.told() == b"STOPPING=1"
+    assert manager.told_nothing()
+
+
+def test_one_that_cannot_serve_never_says_it_is_ready(node: Node, manager: Manager) -> None:
+    node.coordinator()
+    assert coordinator(node, manager.environ).wait() == 3
+    assert manager.told_nothing()
+
+
+def test_a_manager_that_does_not_listen_is_no_error(node: Node) -> None:
+    process = coordinator(node, {"NOTIFY_SOCKET": str(node.run_dir / "nobody")})
+    process.wait_err("event=not-notified .*No such file")
+    assert process.terminate() == 0
+
+
+# -- units
+
+
+def unit(path: Path) -> dict[str, str]:
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(path.read_text("utf-8"))
+    return dict(parser["Service"])
+
+
+@pytest.mark.parametrize("path", [SYSTEM_UNIT, USER_UNIT], ids=["system", "user"])
+def test_units_restart_what_can_mend_itself_and_keep_the_engines_sockets(path: Path) -> None:
+    service = unit(path)
+    assert (service["Type"], service["Restart"]) == ("notify", "always")
+    assert service["RestartPreventExitStatus"] == f"{EXIT_USAGE} {EXIT_RUN_DIRECTORY}"
+    assert service["RuntimeDirectoryPreserve"] == "yes"
+    assert service["RuntimeDirectoryMode"] == "0700"
+
+
+@pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze not installed")
+@pytest.mark.parametrize("path", [SYSTEM_UNIT, USER_UNIT], ids=["system", "user"])
+def test_systemd_finds_no_fault_with_the_units(node: Node, path: Path) -> None:
+    """It also looks whether the program is there, so here that is this environment's."""
+    start = f"ExecStart={SCRIPTS / 'kvshm-coordinator'}"
+    copy = node.run_dir / path.name
+    copy.write_text(re.sub(r"ExecStart=.*", start, path.read_text("utf-8")))
+    mode = ["--user"] if path is USER_UNIT else []
+    done = subprocess.run(
+        ["systemd-analyze", *mode, "verify", copy],
+        env={**os.environ, "XDG_RUNTIME_DIR": str(node.run_dir)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- Kubernetes
+
+
+def test_the_pod_shares_what_must_be_shared() -> None:
+    yaml = pytest.importorskip("yaml")
+    spec: dict[str, Any] = yaml.safe_load(POD.read_text("utf-8"))["spec"]
+    assert spec["shareProcessNamespace"] is True
+    assert spec["securityContext"]["runAsUser"] == 1000
+    kinds = {volume["name"]: volume["emptyDir"] for volume in spec["volumes"]}
+    assert kinds["shm"]["medium"] == "Memory"
+    for container in spec["containers"]:
+        mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        assert mounts == {"/dev/shm": "shm", "/run/kvshm": "run"}
+        environ = {variable["name"]: variable["value"] for variable in container["env"]}
+        assert Path(environ["KVSHM_RUN_DIR"]).parent == Path("/run/kvshm")
+        assert "securityContext" not in container
+
+
+# -- the page
+
+
+def test_sizes_on_the_page_are_the_real_ones() -> None:
+    assert f"100,000 blocks, 1 rank: {table_bytes(100_000, 1):,}" in PAGE
+    assert table_bytes(1000, 3) == 8192 + (64 + 8 * 3) * 1000
+    assert f"1,048,576 entries: {index_bytes(1 << 20):,}" in PAGE
+    assert f"one per namespace | {LEASE_TABLE_BYTES} |" in PAGE
+
+
+def commands() -> list[str]:
+    """Every command line of the page."""
+    blocks = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def program(command: str) -> str:
+    """Its first word that sets no variable."""
+    return next(word for word in command.split() if "=" not in word)
+
+
+ELSEWHERE = {"docker", "kubectl", "systemctl", "loginctl", "vllm"}
+"""Need a daemon that is not there in a test, or minutes."""
+
+
+def test_every_command_on_the_page_that_can_run_runs(node: Node) -> None:
+    """In an empty /dev/shm, /run (with home and run directory) and /etc/systemd of its own."""
+    places = ("/dev/shm", "/run", "/etc/systemd")
+    within = fresh_tmpfs(*((place, "8m") for place in places))
+    skip_unless_permitted([within])
+    script = [line for line in commands() if program(line) not in ELSEWHERE]
+    assert {program(line) for line in script} == {"kvshm-coordinator", "kvshm", "install", "df"}
+    lines = ["set -e", "mkdir -p /etc/systemd/system $HOME $XDG_RUNTIME_DIR"]
+    coordinators = 0
+    for line in script:
+        lines.append(line)
+        if line.endswith("&"):
+            coordinators += 1
+            sockets = "$(find $XDG_RUNTIME_DIR -name '*.events' | wc -l)"
+            lines.append(f"until [ {sockets} = {coordinators} ]; do kill -0 $!; sleep 0.1; done")
+    lines += ["stat -c %a:%u:%g /run/kvshm", "jobs -p | xargs kill", "wait"]
+    done = subprocess.run(
+        [*within, "bash", "-c", "\n".join(lines)],
+        cwd=ROOT,
+        env={
+            "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+            "HOME": "/run/home",
+            "XDG_RUNTIME_DIR": "/run/own",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "700:1000:1000" in done.stdout
+    assert done.stderr.count("event=serving") == coordinators == 2
+    for namespace in ("default", "next"):
+        assert f"run_dir=/run/own/kvshm namespace={namespace}" in done.stderr
+
+
+@pytest.mark.skipif(not shutil.which("docker"), reason="docker is not installed")
+def test_docker_knows_every_option_on_the_page() -> None:
+    known = subprocess.run(["docker", "run", "--help"], capture_output=True, text=True).stdout
+    lines = [line for line in commands() if line.startswith("docker run")]
+    assert len(lines) == 3
+    for line in lines:
+        given = line.partition(" IMAGE")[0]
+        for option in re.findall(r" (--[a-z-]+)", given):
+            assert re.search(rf" {option} ", known), option
+
+
+def test_the_page_names_files_that_exist() -> None:
+    for name in re.findall(r"deploy/[\w./-]+", PAGE):
+        assert (ROOT / name).is_file(), name
