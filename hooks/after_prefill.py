@@ -61,6 +61,9 @@ class Exporter:
         self._pool = pool
         self._block_size = block_size
         self._delay = delay
+        self.expecting = True
+        """Whether an epoch is to begin: what is computed until then is shown once it has.
+        Without one, marks would only pile up."""
         self._generations: list[int] = [0] * len(pool.blocks)
         self._steps: deque[_Step] = deque()
         self._computed: dict[BlockId, Written] = {}
@@ -87,9 +90,10 @@ class Exporter:
     def step_built(self, number: int, writes: Iterable[Written]) -> list[BlockId]:
         """A step is about to be dispatched; returns the blocks it completes."""
         tags: list[_Tag] = []
+        shown = self.expecting or self._cache.table is not None
         for written in writes:
             self.block_changes(written.block_id)
-            if written.complete:
+            if written.complete and shown:
                 tags.append(_Tag(written, self._generations[written.block_id]))
         if tags:
             self._steps.append(_Step(number, tags))
@@ -114,6 +118,8 @@ class Exporter:
     def publish_computed(self) -> None:
         """Publish what is computed and hashed by now.  The rest keeps its mark: decoded and
         imported blocks get their hash a little later."""
+        if self._cache.table is None:
+            return
         ready = [p for w in self._computed.values() if (p := self._publication(w)) is not None]
         if not ready:
             return

@@ -68,6 +68,8 @@ class Importer:
         self._first_hashes: dict[bytes, str] = {}
         self._waiting_since: dict[str, float] = {}
         self._failed: set[str] = set()
+        self._ended: set[str] = set()
+        """Requests that ended while their load goes on."""
 
     def match(self, request: Any, num_local_tokens: int) -> int | None:
         """Tokens beyond the local hit that another engine holds; None: ask again, the same
@@ -92,6 +94,8 @@ class Importer:
         """Whether this request may share, in either direction."""
         if request.lora_request is not None:
             return False  # an adapter's name says nothing of its contents
+        if request.mm_features:
+            return False  # nor does an image's name, which may be the client's own
         if self._config.share is Share.SALTED_ONLY and request.cache_salt is None:
             return False
         return _asked_to_share(request.kv_transfer_params)
@@ -125,7 +129,7 @@ class Importer:
 
     def reported(self, reports: Iterable[LoadReport]) -> None:
         """What ranks said; a load has landed only when vLLM says all of them have."""
-        for report in reports:
+        for report in (r for r in reports if r.load_id in self._imports):
             self._reports.setdefault(report.load_id, []).append(report)
 
     def land(self, request_ids: Iterable[str]) -> list[Landed]:
@@ -136,8 +140,9 @@ class Importer:
         done = self._imports.pop(request_id)
         self._forget_first(request_id, done)
         bad = self._cache.end_load(done.load, self._reports.pop(request_id, []))
-        if bad:
+        if bad and request_id not in self._ended:
             self._failed.add(request_id)
+        self._ended.discard(request_id)
         good = []
         for offset, target in enumerate(done.targets):
             if target in bad:
@@ -150,6 +155,8 @@ class Importer:
         self._plans.pop(request_id, None)
         self._waiting_since.pop(request_id, None)
         self._failed.discard(request_id)
+        if request_id in self._imports:
+            self._ended.add(request_id)
 
     def _twin_is_loading(self, request_id: str, chain: list[bytes], start: int) -> bool:
         """Whether to wait, boundedly, for another request's import of the same block."""

@@ -55,4 +55,7 @@ def report(owner: Bounded, hook: str, exc: Exception) -> None:
     if hook not in _logged:
         _logged.add(hook)
         log.exception("%s failed; kvshm is off for this engine, which serves on", hook)
-    owner.hook_failed(hook, exc)
+    try:
+        owner.hook_failed(hook, exc)
+    except Exception:
+        log.exception("%s failed, and so did making that safe", hook)

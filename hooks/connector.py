@@ -81,6 +81,9 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         if (reason := export_refusal(vllm_config)) is not None:
             log.log(level, "importing only: %s", reason)
             config = dataclasses.replace(config, role=Role.CONSUMER)
+        # vLLM keeps late writers out of imported blocks only for an engine that may import.
+        if not self._kv_transfer_config.is_kv_consumer:
+            config = dataclasses.replace(config, role=Role.PRODUCER)
         try:
             run_dir = open_run_directory(config.run_dir, os.environ)
             if role is KVConnectorRole.SCHEDULER:
@@ -98,10 +101,10 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Fail closed: withdraw everything, so that nobody reads what we no longer guard."""
         if self._scheduler is not None:
+            self._scheduler.exporter = None
             self._scheduler.cache.count(HOOK_ERRORS)
             self._scheduler.cache.log_error(f"{hook}: {exc}")
             self._scheduler.cache.end_epoch()
-            self._scheduler.exporter = None
         if self._worker is not None:
             bound = self._connector_metadata
             self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)

@@ -33,8 +33,9 @@ class StepMetadata(KVConnectorMetadata):
     step: int
     open_table: str = ""
     """A new epoch has begun: the slot table every rank has to open."""
-    describe: bool = False
-    """The old epoch has ended (weights may have changed): describe yourself again."""
+    describe: int = 0
+    """The old epoch has ended (weights may have changed): describe yourself again, in answer
+    to the reset of this number.  0: no need."""
     loads: list[Load] = field(default_factory=list)
     checksums: list[BlockId] = field(default_factory=list)
     """KVSHM_VERIFY: blocks whose last token this step computes."""
@@ -48,6 +49,12 @@ class RankReport(KVConnectorWorkerMetadata):
     loads: list[LoadReport] = field(default_factory=list)
     descriptions: dict[int, RankDescription] = field(default_factory=dict)
     """New descriptions, by rank."""
+    describes: int = 0
+    """The reset they answer; those of an earlier one are of weights that may be gone."""
+    weights_changed: bool = False
+    """The weights were loaded anew since the last report."""
+    failed: bool = False
+    """A hook failed on this rank: it neither exports nor imports any more."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Merge another rank's report of the same step."""
@@ -56,4 +63,7 @@ class RankReport(KVConnectorWorkerMetadata):
             step=min(self.step, other.step),
             loads=self.loads + other.loads,
             descriptions=self.descriptions | other.descriptions,
+            describes=max(self.describes, other.describes),
+            weights_changed=self.weights_changed or other.weights_changed,
+            failed=self.failed or other.failed,
         )

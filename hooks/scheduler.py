@@ -46,7 +46,9 @@ class SchedulerSide:
         self._requests: dict[str, Any] = {}
         self._step = 0
         self._announced: int | None = None
+        self._resets = 0
         self._describe = False
+        self._starts: dict[str, int] = {}
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self._descriptions: dict[int, RankDescription] = {}
 
@@ -69,14 +71,28 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """Begin another life: withdraw everything now, describe the ranks anew next step."""
+        self.withdraw()
+        self._resets += 1
+        self._describe = True
+        if self.exporter is not None:
+            self.exporter.expecting = True
+
+    def withdraw(self) -> None:
+        """Show nothing any more, and import nothing, until another epoch is begun."""
         self.cache.end_epoch()
         if self.exporter is not None:
             self.exporter.pool_reset()
+            self.exporter.expecting = False
         self._descriptions.clear()
-        self._describe = True
 
-    def described(self, ranks: dict[int, RankDescription]) -> None:
-        """Ranks have described themselves; with the last one the next epoch can begin."""
+    def described(self, ranks: dict[int, RankDescription], answers: int = 0) -> None:
+        """Ranks have described themselves; with the last one the next epoch can begin.
+
+        Descriptions that answer an earlier reset are ignored: they left before the latest
+        one, and the weights may have changed since.
+        """
+        if answers != self._resets:
+            return
         self._descriptions.update(ranks)
         if len(self._descriptions) < self._num_ranks:
             return
@@ -84,6 +100,7 @@ class SchedulerSide:
         refusals = [d.refusal for d in ordered if d.refusal]
         if refusals:
             log.warning("not sharing the prefix cache: %s", refusals[0])
+            self.withdraw()
             return
         fields = scheduler_fields(
             self._vllm_config, self._kv_cache_config, [d.fields for d in ordered]
@@ -102,6 +119,7 @@ class SchedulerSide:
 
     def request_finished(self, request: Any) -> None:
         self._requests.pop(request.request_id, None)
+        self._starts.pop(request.request_id, None)
         self.importer.finished(request.request_id)
 
     # -- every step
@@ -120,7 +138,7 @@ class SchedulerSide:
         metadata = StepMetadata(
             step=self._step if busy else 0,
             open_table=self._newly_opened(),
-            describe=self._describe and busy,
+            describe=self._resets if self._describe and busy else 0,
             loads=self.importer.take_loads(),
             checksums=completes if self._config.verify else [],
         )
@@ -143,11 +161,20 @@ class SchedulerSide:
 
     def _writes(self, output: Any) -> Iterator[Written]:
         """Blocks the step writes, and which of them it completes."""
+        if self._slack:
+            self._note_starts(output)
         for request_id, count in output.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             if request is None or self._goes_on_within_block(request, count):
                 continue
             yield from self._writes_of(request, count)
+
+    def _note_starts(self, output: Any) -> None:
+        """With speculation: where requests that begin, or begin again, start to compute."""
+        begun = {new.req_id for new in output.scheduled_new_reqs}
+        for request_id in begun | set(output.scheduled_cached_reqs.resumed_req_ids):
+            if (request := self._requests.get(request_id)) is not None:
+                self._starts[request_id] = request.num_computed_tokens
 
     def _goes_on_within_block(self, request: Any, count: int) -> bool:
         """Whether a decode step neither begins nor completes a block: then the block was
@@ -162,8 +189,10 @@ class SchedulerSide:
     def _writes_of(self, request: Any, count: int) -> Iterator[Written]:
         size = self._block_size
         blocks = self._manager.get_blocks(request.request_id).blocks[0]
-        # Drafts may be rejected, so with speculation a step may write further back.
-        begin = max(0, request.num_computed_tokens - self._slack)
+        # Drafts may be rejected, so with speculation a step may write further back, but never
+        # into what the request found computed when it began.
+        found = self._starts.get(request.request_id, request.num_computed_tokens)
+        begin = max(found, request.num_computed_tokens - self._slack)
         end = request.num_computed_tokens + count
         # With asynchronous scheduling the last token's value is still on its way.
         known = request.num_tokens + request.num_output_placeholders
@@ -177,8 +206,12 @@ class SchedulerSide:
         """A step's output has arrived."""
         if report is not None:
             self.importer.reported(report.loads)
+            if report.failed:
+                self.withdraw()
+            elif report.weights_changed:
+                self.reset()
             if report.descriptions:
-                self.described(report.descriptions)
+                self.described(report.descriptions, report.describes)
         for landed in self.importer.land(finished):
             if self.exporter is not None and not self._refuses(landed.request_id):
                 self.exporter.blocks_loaded(landed.good)

@@ -8,7 +8,8 @@ on the device where they lie, with integer arithmetic that wraps around like C's
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from hashlib import sha256
 from typing import Any
 
@@ -28,6 +29,25 @@ _COPY_BYTES = 64 << 20
 
 class WeightsUnknown(KvshmError):
     """Some weights cannot be read, so nothing can be said about two engines' equality."""
+
+
+def watch_weights(model: torch.nn.Module, changing: Callable[[], None]) -> None:
+    """Have ``changing`` called before weights are loaded into the model again.
+
+    Worker only.  vLLM tells a connector of new weights only by a reset of the cache, which
+    may come later than the weights, or not at all.  Weights that are written without the
+    model's ``load_weights`` are not noticed.
+    """
+    load = getattr(model, "load_weights", None)
+    if load is None:
+        return
+
+    @wraps(load)
+    def load_weights(*args: Any, **kwargs: Any) -> Any:
+        changing()
+        return load(*args, **kwargs)
+
+    model.load_weights = load_weights
 
 
 def weights_digest(model: torch.nn.Module) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvshm.config import Config
-from kvshm.errors import TransportError
+from kvshm.errors import KvshmError, TransportError
 from kvshm.fingerprint import KERNEL_BLOCKS
 from kvshm.interfaces import Transport, load_transport
 from kvshm.log import logger
@@ -24,7 +24,7 @@ from kvshm.terms import BlockId, Epoch, Rank
 from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, share_in_place, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
-from .weights import WeightsUnknown
+from .weights import WeightsUnknown, watch_weights
 
 log = logger(__name__)
 
@@ -68,6 +68,8 @@ class WorkerSide:
             self._refusal = placement
             return
         self._model = find_model()
+        if self._model is not None:
+            watch_weights(self._model, self._weights_change)
         self._kernel_blocks = placement.kernel_blocks
         socket = rank_socket(self._run_dir, self._config.namespace, os.getpid(), self._rank)
         try:
@@ -82,6 +84,16 @@ class WorkerSide:
             self._refusal = str(exc)
             return
         self._cache = RankCache(self._transport, self._rank, verify=self._config.verify)
+
+    def _weights_change(self) -> None:
+        """New weights are about to be loaded: what this rank holds is of the old ones."""
+        self._report.weights_changed = True
+        if self._cache is None:
+            return
+        try:
+            self._cache.end_epoch()
+        except KvshmError as exc:  # then the scheduler ends it with the next step
+            log.warning("cannot end the epoch before new weights: %s", exc)
 
     def _memory(self, placement: Placement) -> Any:
         """The memory the cache lies in, moved into shared memory if it does not yet."""
@@ -117,9 +129,10 @@ class WorkerSide:
 
     def step(self, metadata: StepMetadata) -> None:
         """Before the loads of a step: follow the engine from epoch to epoch."""
-        self._report = RankReport(step=metadata.step)
+        self._report.step = metadata.step
         if metadata.describe and self._cache is not None:
             self._cache.end_epoch()
+            self._report.describes = metadata.describe
             self._report.descriptions[self._rank] = self.describe()
         if metadata.open_table and self._cache is not None:
             self._cache.open_epoch(metadata.open_table)
@@ -170,7 +183,9 @@ class WorkerSide:
         """Something here failed: export nothing any more, and let no request wait for ever."""
         if self._cache is not None:
             self._cache.end_epoch()
-        for load in metadata.loads if metadata is not None else []:
+        self._report.failed = True
+        while metadata is not None and metadata.loads:
+            load = metadata.loads.pop(0)  # reported here, so nobody may begin it any more
             targets = tuple(t for piece in load.pieces for t in piece.targets)
             failed = tuple(
                 PieceFailure(p.peer, LoadFailure.UNREACHABLE, p.records) for p in load.pieces

@@ -17,7 +17,7 @@ from .log import logger
 from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan, PlannedRun
 from .records import RECORD_BYTES
 from .syncpoints import SyncPoint, sync_point
-from .terms import NO_LEASE_BIT, BlockId, Epoch
+from .terms import NO_LEASE_BIT, BlockId, Epoch, LeaseBit
 
 log = logger(__name__)
 
@@ -52,30 +52,32 @@ class Imports:
         count(c.LOOKUP_HITS, 1)
         count(c.BLOCKS_MATCHED, found)
         planned = tuple(PlannedRun(run.peer, run.records) for run in runs)
-        return Plan(start, planned, self._clock())
+        return Plan(life.table.epoch, start, planned, self._clock())
 
     def begin(
         self, life: Life | None, plan: Plan, load_id: str, targets: Sequence[BlockId]
     ) -> Load:
         """Lease what the plan names, as far as it goes without a gap."""
         nothing = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
-        if life is None:
+        if life is None or life.table.epoch != plan.epoch:
             return nothing
         fresh = self._clock() - plan.made_at <= PLAN_SECONDS
         ticket = life.table.take_ticket(life.table.num_ranks) if fresh else None
         if ticket is None:
             life.table.counters.add(c.MISS_LEASE_LOST)
             return nothing
-        pieces = tuple(self._lease(life, plan, targets))
+        bit = life.table.lease_bit  # read once: a rejoin may bring another one
+        pieces = tuple(self._lease(life, bit, plan, targets))
         leased = sum(len(piece.targets) for piece in pieces)
         sync_point(SyncPoint.LOAD_PLANNED)
         life.table.counters.add(c.LEASE_LOST, len(targets) - leased)
         life.table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
-        bit = life.table.lease_bit
         return Load(load_id, life.table.epoch, ticket, bit, pieces, tuple(targets[leased:]))
 
-    def _lease(self, life: Life, plan: Plan, targets: Sequence[BlockId]) -> Iterator[Piece]:
-        done, bit = 0, life.table.lease_bit
+    def _lease(
+        self, life: Life, bit: LeaseBit, plan: Plan, targets: Sequence[BlockId]
+    ) -> Iterator[Piece]:
+        done = 0
         for run in plan.runs:
             wanted = len(run.records) // RECORD_BYTES
             try:

@@ -34,6 +34,8 @@ class Plan:
     the scheduler's process.
     """
 
+    epoch: Epoch
+    """The importer's own epoch; in another one the plan leases nothing."""
     start: int
     runs: tuple[PlannedRun, ...]
     made_at: float

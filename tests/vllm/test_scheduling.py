@@ -16,7 +16,7 @@ from kvshm.hooks.messages import RankReport
 from kvshm.plans import LoadReport
 from kvshm.records import SlotState
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, description, vllm_config
+from .scheduling import BLOCK_SIZE, DrivenEngine, Sent, description, vllm_config
 
 Make = Callable[..., DrivenEngine]
 
@@ -44,6 +44,13 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 def prompt(blocks: int, tail: int = 3, first: int = 1) -> list[int]:
     """Token ids of so many full blocks and a tail."""
     return [first + i for i in range(blocks * BLOCK_SIZE + tail)]
+
+
+def described(sent: Sent) -> RankReport:
+    """The one rank describes itself, as the step asked it to."""
+    asked = sent.metadata.describe
+    assert asked
+    return RankReport(sent.metadata.step, descriptions={0: description()}, describes=asked)
 
 
 def test_a_block_is_readable_only_after_the_output_of_the_step_that_computed_it(
@@ -147,10 +154,50 @@ def test_a_reset_ends_the_epoch_and_the_next_begins_with_new_descriptions(engine
     e.add("b", prompt(2, first=300), max_tokens=3)
     sent = e.schedule()
     assert sent.metadata.describe
-    e.run(sent, RankReport(step=sent.metadata.step, descriptions={0: description()}))
+    e.run(sent, described(sent))
     e.wait_for_epoch()
     assert e.table.epoch != old.epoch
-    assert e.schedule().metadata.open_table == e.table.name
+    sent = e.schedule()
+    assert sent.metadata.open_table == e.table.name
+    e.run(sent)
+    assert e.ready() == set(e.blocks_of("b")[:2])  # computed before the epoch had begun
+
+
+def test_a_description_from_before_the_latest_reset_opens_no_epoch(engine: Make) -> None:
+    """It is of weights that may be gone by now."""
+    e = engine()
+    e.add("a", prompt(3), max_tokens=30)
+    e.step()
+    e.connector.reset_cache()
+    late = e.schedule()
+    e.connector.reset_cache()
+    e.run(late, described(late))
+    assert e.connector._scheduler.cache.table is None
+    sent = e.schedule()
+    assert sent.metadata.describe == late.metadata.describe + 1
+    e.run(sent, described(sent))
+    e.wait_for_epoch()
+
+
+def test_weights_loaded_without_a_reset_begin_another_epoch(engine: Make) -> None:
+    e = engine()
+    e.add("a", prompt(3), max_tokens=30)
+    sent = e.schedule()
+    e.run(sent, RankReport(step=sent.metadata.step, weights_changed=True))
+    assert e.table.retired
+    assert e.schedule().metadata.describe
+
+
+def test_a_failed_rank_ends_sharing_and_costs_nothing_from_then_on(engine: Make) -> None:
+    e = engine()
+    e.add("a", prompt(3), max_tokens=30)
+    e.step()
+    sent = e.schedule()
+    e.run(sent, RankReport(step=sent.metadata.step, failed=True))
+    assert e.table.retired
+    e.add("b", prompt(3, first=400), max_tokens=2)
+    assert not e.step().metadata.describe
+    assert e.connector._scheduler.exporter._computed == {}
 
 
 def test_priority_scheduling_imports_only(engine: Make) -> None:
