@@ -1,0 +1,80 @@
+"""The worker's half when something fails: every load is reported once, and only once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvshm.errors import TransportError
+from kvshm.hooks.connector import KvshmConnector
+from kvshm.hooks.messages import RankReport, StepMetadata
+from kvshm.hooks.worker import WorkerSide
+from kvshm.plans import NO_TICKET, Load
+from kvshm.rank import RankCache
+from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
+
+GONE = "kvshm.test.slots.gone.0000000000000001"
+
+
+class Unexportable:
+    """A transport that has run out of descriptors."""
+
+    def export(self, epoch: Epoch) -> Any:
+        raise TransportError(f"no descriptor left for {epoch}")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.fixture
+def connector() -> Iterator[KvshmConnector]:
+    """A worker's connector, without the engine around it."""
+    side = object.__new__(WorkerSide)
+    side._finished, side._bad, side._report = set(), set(), RankReport(0)
+    side._cache = RankCache(Unexportable(), Rank(0))  # type: ignore[arg-type]
+    made = object.__new__(KvshmConnector)
+    made.strict, made._scheduler, made._worker, made._connector_metadata = False, None, side, None
+    yield made
+    side.close()
+
+
+def step(connector: KvshmConnector, metadata: StepMetadata) -> tuple[set[str], set[int], Any]:
+    """What vLLM's model runner calls in one step: finished loads, bad blocks, the report."""
+    connector.bind_connector_metadata(metadata)
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    finished = connector.get_transfer_results(set()).finished_recving
+    bad = connector.get_block_ids_with_load_errors()
+    report = connector.build_connector_worker_meta()
+    connector.clear_connector_metadata()
+    return set(finished), bad, report
+
+
+def test_loads_of_a_step_whose_epoch_cannot_be_opened_are_reported_once(
+    connector: KvshmConnector,
+) -> None:
+    """vLLM asserts on a second report, and a load under way after the first may write into
+    blocks that are somebody else's by then."""
+    targets = (BlockId(5), BlockId(6))
+    load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), targets)
+    finished, bad, report = step(connector, StepMetadata(1, open_table=GONE, loads=[load]))
+    assert (finished, bad) == ({"r"}, set(targets))
+    assert report.failed
+    deadline = time.monotonic() + 0.5
+    while time.monotonic() < deadline:
+        finished, bad, report = step(connector, StepMetadata(2))
+        assert (finished, bad, report.loads) == (set(), set(), [])
+
+
+def test_new_weights_end_the_epoch_and_are_reported(connector: KvshmConnector) -> None:
+    assert connector._worker is not None
+    connector._worker._weights_change()
+    _, _, report = step(connector, StepMetadata(1))
+    assert report.weights_changed
+    _, _, report = step(connector, StepMetadata(2))
+    assert not report.weights_changed
