@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvshm.slots import SlotTable
+
 from .engines import FakeEngine
 from .processes import Node, fresh_node
 
@@ -71,6 +73,9 @@ def test_killed_and_restarted_coordinator_costs_nothing(node: Node) -> None:
     assert "engine_joined" in found or "rescan" in found
     a.do("publish", blocks=[3])
     b.heard("engine_events", marks[1], blocks=[1, 2, 3])
+    counted = SlotTable.open(a.started["table"]).counters.snapshot()
+    assert counted["events_sent"] >= 2  # zmq may have taken what was sent to nobody
+    assert counted["events_sent"] + counted["events_dropped"] == 3
     assert not a.all_heard("engine_gone") + b.all_heard("engine_gone")
 
 

@@ -119,6 +119,17 @@ def test_both_sides_say_it_once_and_note_it(
     assert peers.strangers == 2
 
 
+def test_what_the_replica_had_no_room_for_is_counted(
+    table: SlotTable, peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(table, None, peers, None)  # type: ignore[arg-type]
+    member = Membership(lambda: life, lambda: life)
+    for refused in (2, 2, 5):
+        monkeypatch.setattr(peers._replica, "_refused", refused)
+        member.beat()
+        assert table.counters.snapshot()["index_full"] == refused
+
+
 def test_the_client_counts_into_the_present_table(table: SlotTable, peers: Peers) -> None:
     life = Life(table, None, peers, None)  # type: ignore[arg-type]
     present: list[Life] = [life]

@@ -24,6 +24,8 @@ from local_node import wait_until
 from kvshm import miss_report
 from kvshm.hooks import plugin, pool_watch
 from kvshm.log import set_level
+from kvshm.peers import QUARANTINE_FAILURES
+from kvshm.plans import LoadFailure, LoadReport, PieceFailure
 from kvshm.segment import list_segments, unlink
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
@@ -211,6 +213,28 @@ def test_both_sides_name_the_field_that_differs(
     assert "max_model_len is 512 here, 256 there" in dump
     assert "max_model_len is 256 here, 512 there" in dump
     assert len([line for line in lines if "cannot share" in line]) == 2
+
+
+# -- why a match came to nothing, by counters
+
+
+def test_misses_after_the_match_are_counted(engine: Make) -> None:
+    exporter, importer = engine(), engine()
+    compute(exporter)
+    know(importer, exporter)
+    cache, chain = importer.connector._scheduler.cache, importer.add("r", PROMPT).block_hashes
+    for attempt in range(QUARANTINE_FAILURES):
+        plan = cache.probe(chain, 0, 3)
+        load = cache.begin_load(plan, f"load-{attempt}", [1, 2, 3])
+        failure = PieceFailure(load.pieces[0].peer, LoadFailure.UNREACHABLE, b"")
+        cache.end_load(load, [LoadReport(load.load_id, (1, 2, 3), (failure,))])
+    assert cache.probe(chain, 0, 3) is None
+    stale = exporter.connector._scheduler.cache
+    stale.retract(exporter.ready())
+    cache.begin_load(plan, "late", [1, 2, 3])
+    told = counted(importer)
+    assert (told["loads_failed"], told["quarantines"], told["miss_quarantined"]) == (3, 1, 1)
+    assert (told["miss_lease_lost"], told["lease_lost"]) == (1, 3)
 
 
 # -- what of vLLM is missing is named, once
