@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.errors import SegmentError, SegmentNotFound
-from kvshm.segment import is_alive, list_segments, owner_of
+from kvshm.errors import SegmentError
+from kvshm.segment import SegmentName, is_alive, list_segments, owner_of
 
 ROOT = Path(__file__).parent
 ORDER = ("unit", "core", "conformance", "model", "multiprocess", "gpu", "vllm")
@@ -26,16 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_cost)
 
 
-def _left_behind(name: str) -> bool:
-    """Whether a segment has no living owner outside of this process: somebody else may well
+def _in_use_elsewhere(segment: SegmentName) -> bool:
+    """Whether a living process other than this one owns the segment: somebody else may well
     run kvshm on this machine while its tests run."""
     try:
-        owner = owner_of(name)
-    except SegmentNotFound:
-        return False
+        owner = owner_of(str(segment))
     except SegmentError:
-        return True
-    return owner.pid == os.getpid() or not is_alive(owner)
+        return False
+    return owner.pid != os.getpid() and is_alive(owner)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -43,6 +41,7 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
     """The session fails if it ends with a segment that did not exist before."""
     before = set(list_segments())
     yield
-    left = [str(name) for name in list_segments() if name not in before]
-    left = [name for name in left if _left_behind(name)]
+    now = list_segments()
+    busy = {segment.namespace for segment in now if _in_use_elsewhere(segment)}
+    left = [str(s) for s in now if s not in before and s.namespace not in busy]
     assert not left, f"left in shared memory: {left}"
