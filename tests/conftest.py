@@ -43,5 +43,6 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
     yield
     now = list_segments()
     busy = {segment.namespace for segment in now if _in_use_elsewhere(segment)}
-    left = [str(s) for s in now if s not in before and s.namespace not in busy]
+    suspects = {s for s in now if s not in before and s.namespace not in busy}
+    left = [str(s) for s in list_segments() if s in suspects]  # some may have gone meanwhile
     assert not left, f"left in shared memory: {left}"
