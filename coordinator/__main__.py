@@ -16,7 +16,7 @@ from pathlib import Path
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
 from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
-from kvshm.segment import identity_of, is_alive
+from kvshm.segment import identity_of, is_alive, is_dead
 from kvshm.version import __version__
 
 from . import logfmt
@@ -97,20 +97,26 @@ def _serve(run_dir: Path, namespace: str) -> None:
     reaper = Reaper(run_dir, namespace)
     leases = LeaseTable.open(namespace, identity)
     rows = leases.rows()
-    dead = {bit for bit, owner in enumerate(rows) if owner.epoch and not is_alive(owner.identity)}
+    taken = {bit: owner.identity for bit, owner in enumerate(rows) if owner.epoch}
+    dead = {bit for bit, identity in taken.items() if is_dead(identity)}
+    unknown = {bit for bit in taken.keys() - dead if not is_alive(taken[bit])}
     state = State(
         epoch=secrets.randbits(63) + 1,
         namespace=namespace,
         uid=os.geteuid(),
         boot_id=identity.boot_id,
-        bits=LeaseBits(rows, dead, time.monotonic() + GRACE_SECONDS),
+        bits=LeaseBits(rows, dead, time.monotonic() + GRACE_SECONDS, unknown),
     )
     server = Server(state, leases, reaper)
     server.open(*endpoints, signals.wake.fileno())
-    kept = sum(1 for owner in rows if owner.epoch) - len(dead)
     about: dict[str, object] = {"pid": os.getpid(), "run_dir": run_dir, "namespace": namespace}
-    bits = {"version": __version__, "bits_kept": kept, "bits_of_dead": len(dead)}
+    bits = {"version": __version__, "bits_kept": len(taken) - len(dead), "bits_of_dead": len(dead)}
     logfmt.write(Log(logging.INFO, "serving", {**about, **bits}))
+    if unknown:
+        remedy = f"remove /dev/shm/kvshm.{namespace}.* when no engine of the namespace runs"
+        reason = "their owners were in another pid namespace: nobody gets these bits"
+        fields: dict[str, object] = {"bits": len(unknown), "reason": reason, "remedy": remedy}
+        logfmt.write(Log(logging.WARNING, "bits-unknown", fields))
     notify(READY, os.environ)
     try:
         server.run(lambda: signals.received)
@@ -127,7 +133,7 @@ def _serve(run_dir: Path, namespace: str) -> None:
 def _clean_up(reaper: Reaper, leases: LeaseTable) -> None:
     """Remove what the dead left behind, and the lease table once nobody holds a bit."""
     reaper.sweep_leftovers()
-    holders = [owner for owner in leases.rows() if owner.epoch and is_alive(owner.identity)]
+    holders = [owner for owner in leases.rows() if owner.epoch and not is_dead(owner.identity)]
     if not holders and not reaper.has_tables():
         leases.unlink()
     leases.close()

@@ -39,9 +39,16 @@ class _Bit:
 class LeaseBits:
     """The 28 bits of one namespace."""
 
-    def __init__(self, rows: Sequence[Owner], dead: Set[int], sweep_at: float) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Owner],
+        dead: Set[int],
+        sweep_at: float,
+        unknown: Set[int] = frozenset(),
+    ) -> None:
         """``rows``: what the lease table says; ``dead``: bits whose owner does not live any
-        more, to be swept at ``sweep_at``."""
+        more, to be swept at ``sweep_at``; ``unknown``: bits whose owner cannot be seen, which
+        stay taken."""
         assert len(rows) == NUM_LEASE_BITS
         self._bits = [_Bit(owner) for owner in rows]
         for number, bit in enumerate(self._bits):
@@ -49,7 +56,7 @@ class LeaseBits:
                 continue
             if number in dead:
                 bit.sweep_at = sweep_at
-            else:
+            elif number not in unknown:
                 bit.holders = {Process(bit.owner.identity.pid, bit.owner.identity.start_time)}
 
     @property

@@ -33,6 +33,7 @@ from kvshm.segment import (
     SegmentName,
     identity_of,
     is_alive,
+    is_dead,
     list_segments,
     owner_of,
     unlink,
@@ -47,6 +48,7 @@ from .versions import who_upgrades
 ABANDONED_SECONDS = 60.0
 """A segment that nobody has filled for so long was left by a process that died on it."""
 
+_NOBODY = Identity(bytes(16), 0, 0)
 _ONE_SHM = "let both see one /dev/shm (containers: --ipc=host, or one mount in both)"
 _VISIBLE = "restart the engine; run both in one pid namespace (containers: --pid=host)"
 
@@ -112,16 +114,18 @@ class Reaper:
 
     def sweep_process(self, process: Process) -> None:
         """Remove every segment of a dead process."""
+        dead = identity_of()._replace(pid=process.pid, start_time=process.start_time)
         for name, owner in self._owned():
-            if (owner.pid, owner.start_time) == process:
+            if owner == dead:
                 self._remove(name, owner)
         self._sweep_sockets()
 
     def sweep_leftovers(self, keep: Set[int] = frozenset()) -> None:
         """Remove segments and rank sockets of dead processes, except those of epochs in
-        ``keep``, whose end is yet to be told."""
+        ``keep``, whose end is yet to be told.  Whether a process of another pid namespace
+        lives cannot be seen from here: what it has made stays."""
         for name, owner in self._owned():
-            if name.epoch not in keep and not is_alive(owner):
+            if name.epoch not in keep and (owner == _NOBODY or is_dead(owner)):
                 self._remove(name, owner)
         self._sweep_sockets()
 
@@ -151,7 +155,7 @@ class Reaper:
                 yield name, owner_of(str(name))
             except SegmentNotReady:
                 if _is_abandoned(str(name)):
-                    yield name, Identity(bytes(16), 0, 0)
+                    yield name, _NOBODY
             except SegmentNotFound:
                 continue
             except (SegmentError, OSError) as exc:

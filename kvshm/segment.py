@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import mmap
 import os
 import re
@@ -47,9 +48,12 @@ assert _PREFIX.size == START_TIME_OFFSET + 8
 
 
 class Identity(NamedTuple):
-    """One process, told apart from a later one of the same pid and from other boots."""
+    """One process, told apart from a later one of the same pid and from those of other boots
+    and other pid namespaces, where its pid means another process or none."""
 
     boot_id: bytes
+    """Where pid and start time mean something: a digest of the machine's boot and the pid
+    namespace."""
     pid: int
     start_time: int
     """Field 22 of /proc/PID/stat: clock ticks since boot."""
@@ -57,9 +61,10 @@ class Identity(NamedTuple):
 
 @functools.cache
 def _boot_id() -> bytes:
-    return bytes.fromhex(
-        Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip().replace("-", "")
-    )
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    namespace = os.stat("/proc/self/ns/pid")
+    place = b"%s %d %d" % (boot, namespace.st_dev, namespace.st_ino)
+    return hashlib.blake2b(place, digest_size=16).digest()
 
 
 def _parse_stat(stat: str) -> tuple[str, int]:
@@ -85,12 +90,24 @@ def identity_of(pid: int | None = None) -> Identity:
 
 
 def is_alive(identity: Identity) -> bool:
-    """Whether exactly this process still runs (a zombie does not).
+    """Whether exactly this process is known to run still (a zombie does not).
 
-    Both processes must see the same /proc, that is share a pid namespace.
+    Nothing is known of a process in another pid namespace: ask ``is_dead`` before taking
+    anything away from it.
     """
-    if identity.boot_id != _boot_id():
-        return False
+    return identity.boot_id == _boot_id() and _runs(identity)
+
+
+def is_dead(identity: Identity) -> bool:
+    """Whether this process is known to have ended.
+
+    Not so in another pid namespace (a container with the same /dev/shm): it may well run.
+    Nor after another boot, of which shared memory holds nothing.
+    """
+    return identity.boot_id == _boot_id() and not _runs(identity)
+
+
+def _runs(identity: Identity) -> bool:
     try:
         state, start_time = _read_stat(identity.pid)
     except ProcessLookupError:

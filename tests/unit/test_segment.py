@@ -260,6 +260,15 @@ def test_the_same_pid_of_another_life_is_not_alive(change: str) -> None:
     assert not segments.is_alive(identity._replace(**{change: other}))
 
 
+def test_a_process_elsewhere_is_neither_known_to_live_nor_to_be_dead() -> None:
+    here = segments.identity_of()
+    elsewhere = here._replace(boot_id=bytes(16))
+    assert not segments.is_alive(elsewhere)
+    assert not segments.is_dead(elsewhere)
+    assert not segments.is_dead(here)
+    assert segments.is_dead(here._replace(start_time=here.start_time + 1))
+
+
 def test_stat_is_parsed_after_the_last_bracket() -> None:
     fields = " ".join(str(n) for n in range(4, 53))
     assert segments._parse_stat(f"77 (a) Z (b c) S {fields}") == ("S", 22)
@@ -275,6 +284,7 @@ def test_a_zombie_and_a_reaped_process_are_dead() -> None:
     assert not segments.is_alive(identity), "killed, but not reaped yet"
     child.communicate()
     assert not segments.is_alive(identity)
+    assert segments.is_dead(identity)
     with pytest.raises(ProcessLookupError):
         segments.identity_of(child.pid)
 
@@ -292,5 +302,5 @@ def test_a_leftover_segment_of_a_dead_run_is_recognised(namespace: str) -> None:
     done = subprocess.run([sys.executable, "-c", script, name], timeout=60, check=False)
     assert done.returncode == -9
     assert [str(s) for s in segments.list_segments(namespace)] == [name]
-    assert not segments.is_alive(segments.owner_of(name))
+    assert segments.is_dead(segments.owner_of(name))
     segments.unlink(name)
