@@ -1,7 +1,8 @@
 """The worker rank's half of a shared cache: carries out loads on one rank.
 
 A rank owns KV memory (behind a Transport) and one background thread.  The serving thread
-hands it loads and collects reports; it never blocks on a peer.  Per load and rank:
+hands it loads and collects reports; neither blocks on a peer, which is attached on a thread
+of its own (kvshm/rank_peers.py).  Per load and rank:
 
     attach the peer's memory (once per epoch)  ->  copy  ->  RE-CHECK the slots  ->
     (KVSHM_VERIFY: compare checksums)  ->  last rank releases the leases  ->  report
@@ -16,12 +17,15 @@ import queue
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
+from .counters import LOADS_STARTED
 from .forks import guard_forks
 from .interfaces import Transport
 from .log import logger
 from .plans import Load, LoadReport
-from .rank_load import PeerBook, RankLoad
+from .rank_load import RankLoad
+from .rank_peers import PeerBook
 from .slots import SlotTable
 from .terms import BlockId, Rank
 
@@ -29,20 +33,32 @@ log = logger(__name__)
 
 POLL_SECONDS = 0.0002
 """Between two polls of copies under way; far below a scheduler step."""
-IDLE_SECONDS = 1.0
-"""How often an idle rank looks whether a peer's memory has ended and can be unmapped."""
+TIDY_SECONDS = 1.0
+"""How often a rank looks whether a peer's memory has ended and can be unmapped."""
 CLOSE_SECONDS = 5.0
 
 
 class RankCache:
     """One rank's memory, exported and filled.  Used by the rank's serving thread."""
 
-    def __init__(self, transport: Transport, rank: Rank, *, verify: bool = False) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        rank: Rank,
+        *,
+        verify: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._transport = transport
         self._rank = rank
         self._verify = verify
+        self._clock = clock
+        self.failed = ""
+        """Why the rank exports nothing although it was told to; empty while all is well."""
         self._table: SlotTable | None = None
-        self._peers = PeerBook(transport, rank)
+        self._peers = PeerBook(transport, rank, clock)
+        self._tidy_at = clock() + TIDY_SECONDS
+        self._untidy = False
         self._loads: queue.SimpleQueue[RankLoad | None] = queue.SimpleQueue()
         self._reports: deque[LoadReport] = deque()
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
@@ -59,9 +75,18 @@ class RankCache:
         """Export own memory under the epoch of ``table_name`` and declare it alive there.
 
         The life word is set last: before it, no lease on this engine's blocks succeeds.
-        Raises SegmentError or TransportError; then the rank exports nothing.
+        Raises SegmentError or TransportError; then the rank exports nothing, and ``failed``
+        says why until an epoch is opened.
         """
         self.end_epoch()
+        try:
+            self._table = self._export(table_name)
+        except Exception as exc:
+            self.failed = f"rank {self._rank} cannot export: {exc}"
+            raise
+        self.failed = ""
+
+    def _export(self, table_name: str) -> SlotTable:
         table = SlotTable.open(table_name)
         try:
             self._transport.export(table.epoch)
@@ -69,7 +94,7 @@ class RankCache:
         except BaseException:
             table.close()
             raise
-        self._table = table
+        return table
 
     def end_epoch(self) -> None:
         """Declare own memory ended, before it is freed, remapped or given new meaning.
@@ -82,7 +107,10 @@ class RankCache:
 
     def begin_load(self, load: Load) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
-        self._loads.put(RankLoad(load, self._rank, self._table, verify=self._verify))
+        table = self._table
+        if self._rank == 0 and table is not None:
+            table.counters.add(LOADS_STARTED, 1)
+        self._loads.put(RankLoad(load, self._peers, table, verify=self._verify))
 
     def poll(self) -> list[LoadReport]:
         """Reports of the loads that have ended since the last call; does not block."""
@@ -101,11 +129,13 @@ class RankCache:
             table.set_checksum(self._rank, block, checksum)
 
     def close(self) -> None:
-        """End the epoch, let loads under way end, unmap the peers, close the transport.  In a
-        forked child, where all of that is the parent's, nothing happens."""
+        """End the epoch, let copies under way end, unmap the peers, close the transport.  Loads
+        that wait for a peer to be attached are given up.  In a forked child, where all of that
+        is the parent's, nothing happens."""
         if self._inherited:
             return
         self.end_epoch()
+        self._peers.give_up()
         self._loads.put(None)
         self._thread.join(timeout=CLOSE_SECONDS)
         self._transport.close()
@@ -122,11 +152,11 @@ class RankCache:
         while active or not closing:
             started, closing = self._next(bool(active), closing)
             if started is not None:
-                started.start(self._peers, self._transport)
                 active.append(started)
             ended = [load for load in active if load.advance()]
             active = [load for load in active if load not in ended]
             self._reports.extend(load.report for load in ended)
+            self._tidy(active)
         self._peers.close()
 
     def _next(self, busy: bool, closing: bool) -> tuple[RankLoad | None, bool]:
@@ -135,9 +165,21 @@ class RankCache:
             time.sleep(POLL_SECONDS)
             return None, True
         try:
-            load = self._loads.get(timeout=POLL_SECONDS if busy else IDLE_SECONDS)
+            load = self._loads.get(timeout=POLL_SECONDS if busy else TIDY_SECONDS)
         except queue.Empty:
-            if not busy:
-                self._peers.unmap_ended()
             return None, False
         return load, load is None
+
+    def _tidy(self, active: list[RankLoad]) -> None:
+        """By the clock, busy or not: unmap peers that have ended.  Never raises: without this
+        thread every later load would wait for ever."""
+        now = self._clock()
+        if now < self._tidy_at:
+            return
+        self._tidy_at = now + TIDY_SECONDS
+        try:
+            self._peers.unmap_ended({epoch for load in active for epoch in load.peers})
+        except Exception:
+            if not self._untidy:
+                log.exception("peers that have ended could not be unmapped")
+            self._untidy = True

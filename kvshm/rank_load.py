@@ -1,91 +1,34 @@
 """One load on one rank, from attaching the peers to the report.
 
 Runs on the rank's background thread only.  A failure of any kind ends in a report with bad
-targets, which the engine recomputes; a load never ends without a report.
+targets, which the engine recomputes.  A load never ends without a report, and there is none
+before the last of its copies has ended.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from .counters import (
     BLOCKS_COPIED,
     BYTES_COPIED,
     DISCARDED,
-    LOADS_STARTED,
     MISMATCHED,
     RECHECK_FAILED,
     VERIFIED,
 )
-from .errors import KvshmError, StaleAttachment, TransportError
-from .interfaces import Attachment, Copy, CopyState, Transport
+from .errors import KvshmError, SegmentNotFound
+from .interfaces import Copy, CopyState
 from .log import logger
 from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
+from .rank_peers import PeerBook, PeerMemory
 from .records import RECORD_BYTES, unpack_records
 from .slots import SlotTable
 from .syncpoints import SyncPoint, sync_point
-from .terms import BlockId, Epoch, LeaseBit, Rank
+from .terms import BlockId, LeaseBit
 
 log = logger(__name__)
-
-
-@dataclass(frozen=True)
-class PeerMemory:
-    """One epoch of a peer as this rank sees it: its slot table and the same rank's memory.
-
-    Table and memory are always of one epoch (``attach`` refuses anything else), so that a
-    generation in the table speaks of the bytes in the mapping.
-    """
-
-    table: SlotTable
-    memory: Attachment
-
-    @classmethod
-    def attach(cls, piece: Piece, rank: Rank, transport: Transport) -> PeerMemory:
-        """Open both.  Blocks; raises KvshmError."""
-        if rank >= len(piece.memory):
-            raise TransportError(f"peer {piece.peer:016x} has no rank {rank}")
-        table = SlotTable.open(piece.table)
-        try:
-            if table.epoch != piece.peer:
-                raise StaleAttachment(f"{piece.table} is of epoch {table.epoch:016x}")
-            return cls(table, transport.attach(piece.memory[rank]))
-        except BaseException:
-            table.close()
-            raise
-
-    def ended(self, rank: Rank) -> bool:
-        """Whether the peer's memory is no longer what its table says."""
-        return self.table.retired or self.table.life(rank) != self.table.epoch
-
-    def close(self) -> None:
-        self.memory.close()
-        self.table.close()
-
-
-class PeerBook:
-    """The peers this rank has attached, by epoch."""
-
-    def __init__(self, transport: Transport, rank: Rank) -> None:
-        self._transport = transport
-        self._rank = rank
-        self._peers: dict[Epoch, PeerMemory] = {}
-
-    def of(self, piece: Piece) -> PeerMemory:
-        """The peer of a piece, attached on first use.  Blocks then; raises KvshmError."""
-        peer = self._peers.get(piece.peer)
-        if peer is None:
-            peer = self._peers[piece.peer] = PeerMemory.attach(piece, self._rank, self._transport)
-        return peer
-
-    def unmap_ended(self) -> None:
-        """Unmap peers that have ended, so that their memory can be freed."""
-        for epoch in [e for e, peer in self._peers.items() if peer.ended(self._rank)]:
-            self._peers.pop(epoch).close()
-
-    def close(self) -> None:
-        while self._peers:
-            self._peers.popitem()[1].close()
 
 
 @dataclass
@@ -99,52 +42,74 @@ class _Part:
 
 
 class RankLoad:
-    """Carries out one load; ``start`` once, then ``advance`` until it says True."""
+    """Carries out one load: ``advance`` it until that says True."""
 
     def __init__(
-        self, load: Load, rank: Rank, table: SlotTable | None, *, verify: bool = False
+        self, load: Load, peers: PeerBook, table: SlotTable | None, *, verify: bool = False
     ) -> None:
         self._load = load
-        self._rank = rank
+        self._peers = peers
+        self._rank = peers.rank
         self._table = table
         self._verify = verify
         self._parts = [_Part(piece) for piece in load.pieces]
         self._failures: list[PieceFailure] = []
         self._bad: list[BlockId] = list(load.lost)
-        self._transport: Transport | None = None
+        self._spoilt = False
+        self._released = False
+        self.peers = frozenset(piece.peer for piece in load.pieces)
+        """Epochs whose attachments this load needs until it has ended."""
         self.report = LoadReport(load.load_id, ())
 
-    def start(self, peers: PeerBook, transport: Transport) -> None:
-        """Attach the peers and start all copies.  Never raises."""
-        self._transport = transport
-        if self._rank == 0:
-            self._count(LOADS_STARTED, 1)
-        for part in self._parts:
-            sync_point(SyncPoint.COPY_BEGINS)
-            try:
-                part.peer = peers.of(part.piece)
-                part.copy = part.peer.memory.begin_copy(_sources(part.piece), part.piece.targets)
-            except Exception as exc:
-                part.failure = LoadFailure.UNREACHABLE
-                self._note(f"cannot read from engine {part.piece.peer:016x}: {exc}", exc)
-
     def advance(self) -> bool:
-        """Whether the load has ended; then ``report`` is complete.  Never raises."""
-        copies = [part.copy.poll() for part in self._parts if part.copy is not None]
-        if CopyState.PENDING in copies:
-            return False
+        """Go on as far as possible without waiting; whether the load has ended, and then
+        ``report`` is complete.  Never raises."""
         try:
-            for part in self._parts:
-                self._judge(part)
+            if self._pending():
+                return False
+            if not self._spoilt:
+                for part in self._parts:
+                    self._judge(part)
+            self._release()
         except Exception as exc:
-            self._bad = [t for piece in self._load.pieces for t in piece.targets]
-            self._bad += self._load.lost
-            self._note(f"a load could not be checked and is discarded: {exc}", exc)
-        self._release()
-        self.report = LoadReport(
-            self._load.load_id, tuple(dict.fromkeys(self._bad)), tuple(self._failures)
-        )
+            self._spoil(exc)
+            return False  # its copies may still write: they are asked again
+        bad = tuple(dict.fromkeys(self._bad))
+        self.report = LoadReport(self._load.load_id, bad, tuple(self._failures))
         return True
+
+    def _pending(self) -> bool:
+        """Whether a peer is being attached or a copy may still write."""
+        begun = [self._begin(part) for part in self._parts] if not self._spoilt else []
+        states = [part.copy.poll() for part in self._parts if part.copy is not None]
+        return not all(begun) or CopyState.PENDING in states
+
+    def _begin(self, part: _Part) -> bool:
+        """Whether a piece's copy has begun or never will; begins it once the peer is there."""
+        if part.copy is not None or part.failure is not None:
+            return True
+        if self._own_epoch_ended():
+            part.failure = LoadFailure.OWN_RESET
+            return True
+        try:
+            part.peer = self._peers.find(part.piece)
+            if part.peer is None:
+                return False
+            sync_point(SyncPoint.COPY_BEGINS)
+            part.copy = part.peer.memory.begin_copy(_sources(part.piece), part.piece.targets)
+        except Exception as exc:
+            part.failure = LoadFailure.UNREACHABLE
+            self._note(f"cannot read from engine {part.piece.peer:016x}: {exc}", exc)
+        return True
+
+    def _spoil(self, exc: Exception) -> None:
+        """Deliver nothing of this load.  Noted once, however often it happens."""
+        if self._spoilt:
+            return
+        self._spoilt = True
+        self._bad = [target for piece in self._load.pieces for target in piece.targets]
+        self._bad += self._load.lost
+        self._note(f"a load could not be checked and is discarded: {exc}", exc)
 
     def _judge(self, part: _Part) -> None:
         """Decide which of a piece's targets may be used; none of its copies writes any more."""
@@ -175,8 +140,7 @@ class RankLoad:
     def _compare(self, piece: Piece, good: list[bool], wanted: list[int]) -> None:
         """KVSHM_VERIFY: the bytes that arrived must be the bytes that were published.  Blocks
         whose exporter wrote no checksum are not compared."""
-        assert self._transport is not None
-        found = self._transport.checksum(piece.targets)
+        found = self._peers.transport.checksum(piece.targets)
         triples = zip(good, wanted, found, strict=True)
         same = [not ok or not want or want == have for ok, want, have in triples]
         compared = [ok and want != 0 for ok, want in zip(good, wanted, strict=True)]
@@ -191,7 +155,9 @@ class RankLoad:
 
     def _own_epoch_ended(self) -> bool:
         table = self._table
-        return table is None or table.retired or table.epoch != self._load.epoch
+        if table is None or table.retired or table.epoch != self._load.epoch:
+            return True
+        return table.life(self._rank) != table.epoch
 
     def _reject(self, piece: Piece, good: list[bool], reason: LoadFailure) -> None:
         size = RECORD_BYTES
@@ -202,18 +168,32 @@ class RankLoad:
         self._count(DISCARDED, len(bad))
 
     def _release(self) -> None:
-        """Give the leases back: the last rank to finish does it for all of them."""
-        if self._table is None or self._load.ticket == NO_TICKET:
+        """Give the leases back, once: the last rank to finish does it for all of them."""
+        if self._released or self._load.ticket == NO_TICKET:
             return
-        try:
-            if not self._table.finish_ticket(self._load.ticket):
-                return
-            for part in self._parts:
-                table = part.peer.table if part.peer is not None else None
+        self._released = True
+        if not self._is_last():
+            return
+        for part in self._parts:
+            table = part.peer.table if part.peer is not None else None
+            try:
                 release_piece(part.piece, self._load.lease_bit, table)
-        except Exception as exc:
-            self._note(f"leases could not be given back, their exporter will: {exc}", exc)
+            except Exception as exc:
+                self._note(f"leases could not be given back, their exporter will: {exc}", exc)
         sync_point(SyncPoint.RELEASED)
+
+    def _is_last(self) -> bool:
+        """Whether no other rank needs the leases.  A rank that has no table of the load's
+        epoch cannot count itself out, so nobody would ever be last: it says yes.  That is
+        safe, because leases only save copies in vain; what others still copy is re-checked.
+        The ticket stays in use until its table ends."""
+        if self._table is None or self._table.epoch != self._load.epoch:
+            return True
+        try:
+            return self._table.finish_ticket(self._load.ticket)
+        except Exception as exc:
+            self._note(f"a load's ticket cannot be counted: {exc}", exc)
+            return True
 
     def _count(self, counter: int, amount: int) -> None:
         if self._table is not None and amount:
@@ -221,19 +201,23 @@ class RankLoad:
 
     def _note(self, text: str, exc: Exception | None = None) -> None:
         log.warning("%s", text, exc_info=None if isinstance(exc, KvshmError) else exc)
-        if self._table is not None:
-            self._table.log_error(text)
+        with suppress(Exception):  # the log above has it; nothing may be lost for the note
+            if self._table is not None:
+                self._table.log_error(text)
 
 
 def release_piece(piece: Piece, bit: LeaseBit | int, table: SlotTable | None) -> None:
     """Clear the leases a piece took.  Without ``table`` it is opened for the purpose; a peer
-    that has gone needs no release.  Raises SegmentError if it cannot be opened."""
+    that has gone needs no release.  Raises SegmentError."""
     if bit < 0 or not any(piece.taken):
         return
     if table is not None:
         table.release(LeaseBit(bit), piece.records, piece.taken)
         return
-    table = SlotTable.open(piece.table)
+    try:
+        table = SlotTable.open(piece.table)
+    except SegmentNotFound:
+        return
     try:
         table.release(LeaseBit(bit), piece.records, piece.taken)
     finally:

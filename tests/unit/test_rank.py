@@ -1,0 +1,386 @@
+"""kvshm.rank: a rank whose peers hang, end or go wrong, and whose own epoch fails.
+
+Slot tables are real; the transport does what a test tells it to.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import pytest
+
+from kvshm.errors import StaleAttachment, TransportError
+from kvshm.interfaces import CopyState
+from kvshm.plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece
+from kvshm.rank import RankCache
+from kvshm.rank_load import RankLoad
+from kvshm.rank_peers import FAILED_SECONDS, PeerBook
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import BlockId, Epoch, LeaseBit, Rank
+
+from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
+from .played_transport import PlayedTransport, memory_of
+
+OWN = Epoch(0x5000)
+BIT = LeaseBit(3)
+
+
+def piece_of(peer: Exporter, block: int, taken: bytes = b"\0") -> Piece:
+    """Block ``block`` of the peer, newly published, onto own block ``block + 10``."""
+    records = peer.publish(block)
+    if any(taken):
+        assert peer.table.lease(BIT, records) == (1, taken)
+    memory = (memory_of(peer.info.epoch),)
+    target = (BlockId(block + 10),)
+    return Piece(Epoch(peer.info.epoch), peer.info.table, memory, records, taken, target)
+
+
+def load_of(*pieces: Piece, ticket: int = NO_TICKET, name: str = "load") -> Load:
+    return Load(name, OWN, ticket, BIT, pieces, ())
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def reports(cache: RankCache, number: int) -> dict[str, LoadReport]:
+    found: dict[str, LoadReport] = {}
+
+    def enough() -> bool:
+        found.update((report.load_id, report) for report in cache.poll())
+        return len(found) >= number
+
+    until(enough)
+    return found
+
+
+@pytest.fixture
+def own(namespace: str) -> Iterator[SlotTable]:
+    spec = TableSpec(namespace, "own", NUM_BLOCKS, 16, 2, FINGERPRINT)
+    table = SlotTable.create(spec, OWN, identity_of())
+    yield table
+    table.unlink()
+    table.close()
+
+
+@pytest.fixture
+def transport() -> PlayedTransport:
+    return PlayedTransport()
+
+
+@pytest.fixture
+def cache(transport: PlayedTransport, clock: Clock) -> Iterator[RankCache]:
+    cache = RankCache(transport, Rank(0), clock=clock)
+    yield cache
+    for hung in transport.hung.values():
+        hung.set()
+    until(lambda: not cache._peers._attaching)
+    cache.close()
+    assert not cache._thread.is_alive()
+    assert all(memory.closed for memory in transport.memories.values())
+
+
+@pytest.fixture
+def opened(cache: RankCache, own: SlotTable) -> RankCache:
+    """The cache in its epoch."""
+    cache.open_epoch(own.name)
+    return cache
+
+
+def in_use(table: SlotTable, ticket: int) -> int:
+    """How many ranks a ticket still waits for."""
+    return table._load(table._ticket(ticket))
+
+
+# -- peers that hang or fail
+
+
+def test_a_hung_peer_holds_only_its_own_loads_up(
+    opened: RankCache, transport: PlayedTransport, exporter: Make
+) -> None:
+    hung, fresh = exporter("hung"), exporter("fresh")
+    transport.hung[hung.info.epoch] = threading.Event()
+    transport.broken.add(hung.info.epoch)
+    opened.begin_load(load_of(piece_of(hung, 1), name="stuck"))
+    until(lambda: transport.attaches == [hung.info.epoch])
+    for n in range(3):
+        opened.begin_load(load_of(piece_of(fresh, n), name=f"good {n}"))
+    good = reports(opened, 3)
+    assert sorted(good) == ["good 0", "good 1", "good 2"]
+    assert all(report.bad == () for report in good.values())
+    transport.hung[hung.info.epoch].set()
+    stuck = reports(opened, 1)["stuck"]
+    assert stuck.bad == (11,)
+    assert [failure.reason for failure in stuck.failures] == [LoadFailure.UNREACHABLE]
+
+
+def test_a_load_reports_once_all_its_peers_have_been_tried(
+    opened: RankCache, transport: PlayedTransport, exporter: Make
+) -> None:
+    """What is copied already waits for what is still being attached: one report a load."""
+    near, slow = exporter("near"), exporter("slow")
+    transport.hung[slow.info.epoch] = threading.Event()
+    opened.begin_load(load_of(piece_of(near, 1), piece_of(slow, 2)))
+    until(lambda: len(transport.copies) == 1)
+    assert opened.poll() == []
+    transport.hung[slow.info.epoch].set()
+    assert reports(opened, 1)["load"] == LoadReport("load", ())
+    assert len(transport.copies) == 2
+
+
+def test_a_failed_peer_is_not_asked_again_for_a_while(
+    opened: RankCache, transport: PlayedTransport, exporter: Make, clock: Clock
+) -> None:
+    peer = exporter()
+    transport.broken.add(peer.info.epoch)
+    for n in range(4):
+        opened.begin_load(load_of(piece_of(peer, n), name=f"{n}"))
+        assert reports(opened, 1)[f"{n}"].bad == (n + 10,)
+    assert len(transport.attaches) == 1
+    transport.broken.clear()
+    clock.now += FAILED_SECONDS
+    opened.begin_load(load_of(piece_of(peer, 4), name="again"))
+    assert reports(opened, 1)["again"].bad == ()
+    assert len(transport.attaches) == 2
+
+
+def test_a_table_of_another_epoch_or_without_the_rank_is_not_attached(
+    transport: PlayedTransport, exporter: Make
+) -> None:
+    peer = exporter()
+    piece = piece_of(peer, 1)
+    other = Piece(Epoch(77), piece.table, piece.memory, piece.records, b"\0", piece.targets)
+    book, second = PeerBook(transport, Rank(0)), PeerBook(transport, Rank(1))
+    for asked, wanted in ((book, other), (second, piece)):
+        assert asked.find(wanted) is None
+        until(lambda asked=asked: asked._failed)  # type: ignore[misc]
+        with pytest.raises(TransportError):
+            asked.find(wanted)
+    assert transport.attaches == []
+
+
+def test_closing_waits_for_no_hung_peer(
+    opened: RankCache, transport: PlayedTransport, exporter: Make
+) -> None:
+    """What is attached after all is let go again: the fixture sees to that."""
+    peer = exporter()
+    transport.hung[peer.info.epoch] = threading.Event()
+    opened.begin_load(load_of(piece_of(peer, 1)))
+    until(lambda: transport.attaches)
+    opened.close()
+    assert not opened._thread.is_alive()
+    assert reports(opened, 1)["load"].bad == (11,)
+
+
+def test_nothing_is_copied_into_memory_whose_epoch_ended_meanwhile(
+    opened: RankCache, transport: PlayedTransport, exporter: Make
+) -> None:
+    peer = exporter()
+    transport.hung[peer.info.epoch] = threading.Event()
+    opened.begin_load(load_of(piece_of(peer, 1)))
+    until(lambda: transport.attaches)
+    opened.end_epoch()
+    transport.hung[peer.info.epoch].set()
+    [failure] = reports(opened, 1)["load"].failures
+    assert failure.reason is LoadFailure.OWN_RESET
+    assert transport.copies == []
+
+
+# -- leases of a rank without a table
+
+
+def leased(cache: RankCache, own: SlotTable, exporter: Make) -> tuple[Exporter, int]:
+    peer, ticket = exporter(), own.take_ticket(1)
+    assert ticket is not None
+    cache.begin_load(load_of(piece_of(peer, 1, b"\1"), ticket=ticket))
+    return peer, ticket
+
+
+def test_a_rank_with_a_table_counts_the_ticket_and_releases(
+    opened: RankCache, own: SlotTable, exporter: Make
+) -> None:
+    peer, ticket = leased(opened, own, exporter)
+    assert reports(opened, 1)["load"].bad == ()
+    assert peer.table.slot(1).leases == 0
+    assert in_use(own, ticket) == 0
+
+
+def test_a_rank_without_a_table_gives_its_leases_back(
+    cache: RankCache, own: SlotTable, exporter: Make
+) -> None:
+    peer, _ = leased(cache, own, exporter)
+    [failure] = reports(cache, 1)["load"].failures
+    assert failure.reason is LoadFailure.OWN_RESET
+    assert peer.table.slot(1).leases == 0
+
+
+def test_a_load_of_an_earlier_epoch_leaves_the_tickets_of_this_one_alone(
+    cache: RankCache, own: SlotTable, namespace: str, exporter: Make
+) -> None:
+    spec = TableSpec(namespace, "next", NUM_BLOCKS, 16, 1, FINGERPRINT)
+    table = SlotTable.create(spec, Epoch(OWN + 1), identity_of())
+    cache.open_epoch(table.name)
+    other = table.take_ticket(1)
+    peer, ticket = leased(cache, own, exporter)
+    assert other == ticket
+    assert reports(cache, 1)["load"].bad == (11,)
+    assert peer.table.slot(1).leases == 0
+    assert in_use(table, ticket) == 1
+    cache.end_epoch()
+    table.unlink()
+    table.close()
+
+
+def test_one_peer_that_has_gone_keeps_no_other_lease(
+    opened: RankCache, own: SlotTable, transport: PlayedTransport, exporter: Make
+) -> None:
+    gone, peer = exporter("gone"), exporter()
+    ticket = own.take_ticket(1)
+    assert ticket is not None
+    pieces = (piece_of(gone, 1, b"\1"), piece_of(peer, 2, b"\1"))
+    gone.table.unlink()
+    opened.begin_load(load_of(*pieces, ticket=ticket))
+    assert reports(opened, 1)["load"].bad == (11,)
+    assert peer.table.slot(2).leases == 0
+    assert not [e for e in own.errors() if "leases" in e.text], "a peer that has gone is no error"
+
+
+def test_why_a_rank_exports_nothing_is_said_until_it_does(
+    cache: RankCache, own: SlotTable, transport: PlayedTransport
+) -> None:
+    assert cache.failed == ""
+    transport.export_error = TransportError("no room for a socket")
+    with pytest.raises(TransportError):
+        cache.open_epoch(own.name)
+    assert "rank 0" in cache.failed
+    assert "no room for a socket" in cache.failed
+    assert cache.table is None
+    transport.export_error = None
+    cache.open_epoch(own.name)
+    assert cache.failed == ""
+
+
+# -- peers that have ended
+
+
+def test_an_ended_peer_is_unmapped_by_a_rank_that_is_never_idle(
+    opened: RankCache, transport: PlayedTransport, exporter: Make, clock: Clock
+) -> None:
+    ended, living = exporter("ended"), exporter("living")
+    opened.begin_load(load_of(piece_of(ended, 1), piece_of(living, 2)))
+    reports(opened, 1)
+    memory = transport.memories[ended.info.epoch]
+    ended.table.end_life(0)
+    transport.state = CopyState.PENDING
+    opened.begin_load(load_of(piece_of(living, 3)))
+    until(lambda: len(transport.copies) == 3)  # busy from here on
+    clock.now += 2
+    until(lambda: memory.closed)
+    assert not transport.memories[living.info.epoch].closed
+    transport.copies[-1].state = CopyState.DONE
+    assert reports(opened, 1)["load"].bad == ()
+
+
+def test_an_ended_peer_stays_mapped_while_a_load_has_yet_to_check_it(
+    opened: RankCache, own: SlotTable, transport: PlayedTransport, exporter: Make, clock: Clock
+) -> None:
+    transport.state = CopyState.PENDING
+    peer, _ = leased(opened, own, exporter)
+    until(lambda: transport.copies)
+    peer.table.end_life(0)
+    ticks = count()
+    tidied = opened._peers.unmap_ended
+    opened._peers.unmap_ended = lambda used: (tidied(used), next(ticks))[0]  # type: ignore[method-assign]
+    clock.now += 2
+    until(lambda: opened._tidy_at > clock.now)
+    until(lambda: repr(ticks) != "count(0)")
+    assert not transport.memories[peer.info.epoch].closed
+    transport.copies[0].state = CopyState.DONE
+    [failure] = reports(opened, 1)["load"].failures
+    assert failure.reason is LoadFailure.RECLAIMED
+    assert peer.table.slot(1).leases == 0
+    clock.now += 2
+    until(lambda: transport.memories[peer.info.epoch].closed)
+
+
+# -- what must not happen, happens
+
+
+def test_the_load_thread_outlives_what_cannot_be_unmapped(
+    opened: RankCache,
+    exporter: Make,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    calls = []
+
+    def fail(used: object) -> None:
+        calls.append(used)
+        raise OSError("munmap")
+
+    monkeypatch.setattr(opened._peers, "unmap_ended", fail)
+    with caplog.at_level(logging.ERROR):
+        for n in range(3):
+            clock.now += 2
+            opened.begin_load(load_of(piece_of(exporter(f"e{n}"), n), name=f"{n}"))
+            assert reports(opened, 1)[f"{n}"].bad == ()
+    assert len(calls) == 3
+    assert len([r for r in caplog.records if "unmapped" in r.message]) == 1
+
+
+def test_a_spoilt_load_reports_all_its_targets_once_nothing_can_write(
+    opened: RankCache,
+    own: SlotTable,
+    transport: PlayedTransport,
+    exporter: Make,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One copy's poll fails while the other still writes; even the note of it fails."""
+    transport.state = CopyState.PENDING
+    peer, ticket = exporter(), own.take_ticket(1)
+    assert ticket is not None
+    pieces = (piece_of(peer, 1, b"\1"), piece_of(peer, 2, b"\1"))
+    opened.begin_load(load_of(*pieces, ticket=ticket))
+    until(lambda: len(transport.copies) == 2)
+    table = opened.table
+    assert table is not None
+    table.log_error = own.slot  # type: ignore[method-assign,assignment]  # raises when called so
+    first, second = transport.copies
+    first.error = RuntimeError("driver")
+    until(lambda: "driver" in caplog.text)
+    first.error, first.state = None, CopyState.DONE
+    opened.begin_load(load_of(name="behind"))
+    assert list(reports(opened, 1)) == ["behind"], "the thread went round, and did not report"
+    second.state = CopyState.DONE
+    assert reports(opened, 1)["load"].bad == (11, 12)
+    assert peer.table.slot(1).leases == peer.table.slot(2).leases == 0
+    assert in_use(own, ticket) == 0
+    assert len([r for r in caplog.records if "discarded" in r.message]) == 1
+
+
+def test_a_load_whose_check_fails_is_bad_and_gives_its_leases_back(
+    opened: RankCache, own: SlotTable, exporter: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> list[bool]:
+        raise StaleAttachment("recheck")
+
+    monkeypatch.setattr(SlotTable, "recheck", fail)
+    peer, ticket = leased(opened, own, exporter)
+    assert reports(opened, 1)["load"].bad == (11,)
+    assert peer.table.slot(1).leases == 0
+    assert in_use(own, ticket) == 0
+
+
+def test_a_load_says_which_peers_it_needs(exporter: Make, transport: PlayedTransport) -> None:
+    a, b = exporter("a"), exporter("b")
+    load = load_of(piece_of(a, 1), piece_of(b, 2), piece_of(a, 3))
+    assert RankLoad(load, PeerBook(transport, Rank(0)), None).peers == {1, 2}
