@@ -19,7 +19,7 @@ from kvshm.protocol import (
     encode,
     foreign_join,
 )
-from kvshm.segment import identity_of
+from kvshm.segment import identity_of, is_dead
 
 from . import logfmt
 from .actions import (
@@ -72,6 +72,9 @@ class Server:
         self._clock = clock
         self._events: deque[Event] = deque()
         self._pidfds: dict[Process, int] = {}
+        self._unwatchable: set[Process] = set()
+        """Processes that have no pidfd: looked at with each tick of the clock."""
+        self._unwatchable_logged = False
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._publisher = self._context.socket(zmq.PUB)
@@ -92,7 +95,7 @@ class Server:
         self._poller.register(wake_fd, zmq.POLLIN)
 
     def close(self) -> None:
-        for process in list(self._pidfds):
+        for process in [*self._pidfds, *self._unwatchable]:
             self._unwatch(process)
         self._router.close()
         self._publisher.close()
@@ -106,6 +109,7 @@ class Server:
         while not stopping():
             if self._clock() >= next_clock:
                 next_clock = self._clock() + HEARTBEAT_SECONDS
+                self._look_at_unwatchable()
                 self._handle(Clock())
             self._wait(next_clock - self._clock())
 
@@ -176,30 +180,56 @@ class Server:
             logfmt.write(Log(logging.DEBUG, "unsent", {"route": route.hex(), "reason": exc}))
 
     def _watch(self, process: Process) -> None:
-        """Open a pidfd, and make sure that it is that process's and not a successor's."""
+        """Open a pidfd, and make sure that it is that process's and not a successor's.
+
+        Only that there is no such process is its death: with descriptors short, or pidfds
+        forbidden, it is looked at now and then instead.
+        """
         try:
             pidfd = os.pidfd_open(process.pid)
-        except OSError:
+        except ProcessLookupError:
             self._events.append(Died(process))
             return
+        except OSError as exc:
+            self._watch_without(process, exc)
+            return
         self._pidfds[process] = pidfd
-        try:
-            same = identity_of(process.pid).start_time == process.start_time
-        except ProcessLookupError:
-            same = False
-        if same:
-            self._poller.register(pidfd, zmq.POLLIN)
-        else:
+        if _has_ended(process):
             self._unwatch(process)
             self._events.append(Died(process))
+        else:
+            self._poller.register(pidfd, zmq.POLLIN)
+
+    def _watch_without(self, process: Process, why: OSError) -> None:
+        self._unwatchable.add(process)
+        if not self._unwatchable_logged:
+            self._unwatchable_logged = True
+            remedy = "permit pidfd_open, and more open files (ulimit -n)"
+            about: dict[str, object] = {"pid": process.pid, "reason": why, "remedy": remedy}
+            logfmt.write(Log(logging.WARNING, "looks-for-deaths-each-second", about))
+
+    def _look_at_unwatchable(self) -> None:
+        for process in list(self._unwatchable):
+            if _has_ended(process):
+                self._unwatchable.discard(process)
+                self._handle(Died(process))
 
     def _unwatch(self, process: Process) -> None:
+        self._unwatchable.discard(process)
         pidfd = self._pidfds.pop(process, None)
         if pidfd is None:
             return
         if pidfd in self._poller:
             self._poller.unregister(pidfd)
         os.close(pidfd)
+
+
+def _has_ended(process: Process) -> bool:
+    """Whether the process is known to have ended; what cannot be read is no death."""
+    try:
+        return is_dead(identity_of()._replace(pid=process.pid, start_time=process.start_time))
+    except OSError:
+        return False
 
 
 def _read(frames: list[zmq.Frame]) -> Event:
