@@ -18,6 +18,9 @@ from .lease_bits import LeaseBits
 
 MAX_COMPLAINTS = 1000
 """Different complaints that are remembered, and so logged."""
+MAX_ENDED = 1024
+"""Ended epochs that are remembered.  What comes late of one ended before it would have been
+on its way for as long as a thousand others took to end."""
 
 
 @dataclass
@@ -53,9 +56,12 @@ class State:
     engines: dict[int, Engine] = field(default_factory=dict)
     """The roster, by epoch."""
     topics: dict[bytes, int] = field(default_factory=dict)
-    """Fingerprint -> sequence of its last broadcast; kept when its last engine has gone."""
-    ended: set[int] = field(default_factory=set)
-    """Epochs that were in the roster and will never be again."""
+    """Fingerprint -> sequence of its last broadcast; kept a while when its last engine has
+    gone."""
+    idle_topics: set[bytes] = field(default_factory=set)
+    """Topics that had no engine when they were last looked at."""
+    ended: dict[int, None] = field(default_factory=dict)
+    """The last epochs that were in the roster and will never be again, oldest first."""
     watched: set[Process] = field(default_factory=set)
     complaints: dict[tuple[int, str], int] = field(default_factory=dict)
     """(pid, what about) -> how often."""
@@ -69,6 +75,21 @@ class State:
         sequence = self.topics.get(topic, 0) + 1
         self.topics[topic] = sequence
         return Publish(topic, kind(coordinator_epoch=self.epoch, sequence=sequence, **fields))
+
+    def end(self, epoch: int) -> None:
+        """Take an epoch off the roster for good."""
+        del self.engines[epoch]
+        self.ended[epoch] = None
+        if len(self.ended) > MAX_ENDED:
+            del self.ended[next(iter(self.ended))]
+
+    def forget_idle_topics(self) -> None:
+        """Forget topics that had no engine the last time either: whoever joins one later is
+        told with its Joined that numbers begin anew."""
+        idle = self.topics.keys() - {engine.info.fingerprint for engine in self.engines.values()}
+        for topic in idle & self.idle_topics:
+            del self.topics[topic]
+        self.idle_topics = idle - self.idle_topics
 
     def watch(self) -> list[Action]:
         """Watch exactly those processes whose death matters to an engine or a lease bit."""

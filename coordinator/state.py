@@ -150,8 +150,7 @@ def _end(
     """These epochs are over.  The order is the point: nothing can be delivered any more,
     everybody is told, leases are cleared, names are removed."""
     for info in infos:
-        del state.engines[info.epoch]
-        state.ended.add(info.epoch)
+        state.end(info.epoch)
     actions: list[Action] = [EndLife(info.table) for info in infos]
     for info in infos:
         gone = {"epoch": info.epoch, "reason": reason}
@@ -194,6 +193,7 @@ def _on_clock(state: State, now: float) -> list[Action]:
     actions += [WriteLease(bit, state.bits.free(bit)) for bit in due]
     if now >= state.next_leftovers:
         state.next_leftovers = now + LEFTOVERS_SECONDS
+        state.forget_idle_topics()
         actions.append(SweepLeftovers(frozenset(state.engines)))
     return actions
 
