@@ -115,7 +115,7 @@ class CoordinatorClient:
     # -- on the client's thread
 
     def _run(self, session: Session) -> None:
-        session.open(self._wake_fd)
+        session.open(self._wake_fd, lambda: self._hand_over(session))
         while not self._closing.is_set():
             try:
                 session.wait()

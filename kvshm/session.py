@@ -107,8 +107,13 @@ class Session:
     def is_member(self) -> bool:
         return self._coordinator_epoch != 0
 
-    def open(self, wake_fd: int) -> None:
-        """Create and connect the sockets; a write to ``wake_fd`` ends a ``wait``."""
+    def open(self, wake_fd: int, hand_over: Callable[[], None]) -> None:
+        """Create and connect the sockets; a write to ``wake_fd`` ends a ``wait``.
+
+        ``hand_over`` passes on what the other threads have queued so far; it is called
+        before a new epoch begins, so that nothing of the old one is sent as the new one's.
+        """
+        self._hand_over = hand_over
         self._context = zmq.Context(io_threads=1)
         self._commands = self._context.socket(zmq.DEALER)
         self._events = self._context.socket(zmq.SUB)
@@ -149,10 +154,18 @@ class Session:
         self._guard.call(self._member.count, EVENTS_DROPPED, batches)
 
     def rejoin(self) -> None:
-        """Leave with the old epoch and join with a new description."""
-        self._leave()
-        self._refusal = ""
-        self._join_at(self._clock())
+        """Leave with the old epoch and join with a new description.
+
+        Never leaves the epoch that is described now: ``work`` may have found and joined with
+        it before this was asked for, and an epoch that was left is over for good.
+        """
+        info = self._guard.call(self._member.describe)
+        present = info is not None and info.epoch == self._epoch
+        if not present:
+            self._leave()
+        if self._state is _State.WAITING or not present:
+            self._refusal = ""
+            self._join_at(self._clock())
 
     # -- the loop's two halves
 
@@ -234,6 +247,7 @@ class Session:
             self._next_try = now + DESCRIBE_SECONDS
             return
         if info.epoch != self._epoch:
+            self._hand_over()
             self._leave()
             self._epoch = info.epoch
         self._subscribe(info.fingerprint)
@@ -316,7 +330,7 @@ class Session:
         if reply.retry:
             self._back_off(now)
         else:
-            self._next_try = now + REFUSED_SECONDS
+            self._join_at(now + REFUSED_SECONDS)
         if reply.reason != self._refusal:
             self._refusal = reply.reason
             self._guard.call(self._member.refused, reply)

@@ -44,12 +44,12 @@ class Recorder:
     """A member that remembers its calls."""
 
     def __init__(self) -> None:
-        self.epoch = 100
+        self.epoch: int | None = 100
         self._calls: list[tuple[Any, ...]] = []
         self._changed = threading.Condition()
 
-    def describe(self) -> EngineInfo:
-        return engine_info(self.epoch, "own")
+    def describe(self) -> EngineInfo | None:
+        return None if self.epoch is None else engine_info(self.epoch, "own")
 
     def __getattr__(self, name: str) -> Any:
         def record(*arguments: Any) -> None:
@@ -106,6 +106,10 @@ class Script:
         assert isinstance(command, kind), command
         return command
 
+    def is_told(self, seconds: float) -> bool:
+        """Whether a command comes within so many seconds."""
+        return bool(self._router.poll(int(seconds * 1000)))
+
     def answer(self, message: Message) -> None:
         self._router.send_multipart([self._route, encode(message)])
 
@@ -123,6 +127,7 @@ class Script:
 
     def joined(self, sequence: int = 0, coordinator: int = 1, **engines: int) -> Joined:
         """A reply; ``engines`` gives the sequence of each engine e<epoch>."""
+        assert self.member.epoch is not None
         epochs = {int(name[1:]): heard for name, heard in engines.items()}
         return Joined(
             protocol=PROTOCOL_VERSION,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
 from kvshm.protocol import (
     EngineGone,
+    EngineInfo,
     EngineJoined,
     Events,
     Heartbeat,
@@ -19,6 +22,7 @@ from kvshm.protocol import (
     Refused,
     Tick,
 )
+from kvshm.session import REPLY_SECONDS
 
 from .scripted import Script, engine_info
 
@@ -142,6 +146,63 @@ def test_refusal_is_told_once_and_a_new_epoch_tries_at_once(script: Script) -> N
     script.client.rejoin()
     script.expect(Leave)
     assert script.expect(Join).engine.epoch == 102
+
+
+def test_a_first_refusal_for_good_is_not_tried_again_soon(script: Script) -> None:
+    script.expect(Join)
+    script.answer(Refused(engine_epoch=100, reason="r", remedy="do", retry=False))
+    script.member.wait("refused", ANY)
+    quiet_until = time.monotonic() + 2 * REPLY_SECONDS
+    while (left := quiet_until - time.monotonic()) > 0:
+        assert not script.is_told(left), "asks again before REFUSED_SECONDS are over"
+
+
+def test_a_rejoin_that_comes_after_the_join_does_not_leave_the_new_epoch(script: Script) -> None:
+    script.expect(Join)
+    script.answer(script.joined())
+    script.member.epoch = 101  # found by a join for another reason, before rejoin is called
+    script.publish(script.events(5, 1, b"a gap"))
+    assert script.expect(Leave).epoch == 100
+    assert script.expect(Join).engine.epoch == 101
+    joined = script.joined()
+    script.answer(joined)
+    script.member.wait("joined", joined)
+    script.client.rejoin()
+    script.client.send_events(b"after")
+    assert script.expect(Events).epoch == 101
+
+
+def test_events_of_the_old_epoch_are_never_sent_as_the_new_ones(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.expect(Join)
+    script.answer(script.joined())
+    script.member.wait("joined", script.joined())
+
+    def describe() -> EngineInfo:
+        if script.member.epoch == 100:  # the epoch ends while the client's thread is at work
+            script.client.send_events(b"old")
+            script.client.rejoin()
+            script.member.epoch = 101
+        return engine_info(101, "own")
+
+    monkeypatch.setattr(script.member, "describe", describe, raising=False)
+    script.publish(script.events(5, 1, b"a gap"))
+    events = script.expect(Events)
+    assert (events.epoch, events.records) == (100, b"old")
+    assert script.expect(Leave).epoch == 100
+    join = script.expect(Join)
+    assert (join.engine.epoch, join.sequence) == (101, 0)
+
+
+def test_an_ended_epoch_is_left_though_no_new_one_has_begun(script: Script) -> None:
+    script.expect(Join)
+    script.answer(script.joined())
+    script.member.epoch = None
+    script.client.rejoin()
+    assert script.expect(Leave).epoch == 100
+    script.member.epoch = 101
+    assert script.expect(Join).engine.epoch == 101
 
 
 def test_undecodable_messages_are_counted(script: Script) -> None:
