@@ -29,7 +29,7 @@ from completions import Result, stream
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
-LOG_TAIL_LINES = 60
+LOG_TAIL_LINES = 150
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,9 @@ class Engine:
         return self.log_path.read_text(errors="replace")
 
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
-        """Return the end of the log."""
-        return "\n".join(self.log().splitlines()[-lines:])
+        """Return the end of the log, without the list of routes and the polls for metrics."""
+        said = [s for s in self.log().splitlines() if "Route: " not in s and '"GET /' not in s]
+        return "\n".join(said[-lines:])
 
     def signal(self, number: int) -> None:
         """Send a signal to every process of this server."""
