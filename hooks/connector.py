@@ -65,10 +65,13 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # Workers see the same reasons; what is to be said is said once per engine.
-        level = logging.WARNING if role is KVConnectorRole.SCHEDULER else logging.DEBUG
+        scheduler = role is KVConnectorRole.SCHEDULER
+        level = logging.WARNING if scheduler else logging.DEBUG
         config = Config.from_env(os.environ)
         set_level(config.log_level)
-        ensure_recompute(self._kv_transfer_config, say=role is KVConnectorRole.SCHEDULER)
+        # Only the scheduler reads the policy.
+        if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
+            log.info("%s", overridden)
         for warning in () if config.enable else config.warnings:  # else the plugin has said it
             log.log(level, "%s", warning)
         self.strict = config.strict

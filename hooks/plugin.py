@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 CONNECTOR = "KvshmConnector"
 CONNECTOR_MODULE = "kvshm.hooks.connector"
 TOUCHPOINT = "_post_init_kv_transfer_config"
+
+_STARTED_BY_VLLM = ("EngineCore", "VllmWorker", "ApiServer")
+"""Names of the processes that are given a configuration made before they were started."""
 
 _said: set[str] = set()
 
@@ -47,21 +51,22 @@ def activate() -> None:
     _wrap(config.warnings)
 
 
-def ensure_recompute(transfer: KVTransferConfig, *, say: bool = True) -> None:
-    """Make failed loads be recomputed instead of failing their request; ``say`` so, once.
+def ensure_recompute(transfer: KVTransferConfig) -> str | None:
+    """Make failed loads be recomputed instead of failing their request; returns what to log
+    if that was not so.
 
     vLLM's default is "fail"; with kvshm a block may vanish between match and copy, which is
     a cache miss.  To be called before vLLM's Scheduler reads the policy: here, and in the
     connector's constructor for engines started without the plugin.
     """
-    if transfer.kv_load_failure_policy != "recompute":
-        given = transfer.kv_load_failure_policy
-        transfer.kv_load_failure_policy = "recompute"
-        if say:
-            _say_once(
-                f"kv_load_failure_policy={given} overridden with recompute: a block that is lost "
-                "to reuse is a miss, no error"
-            )
+    given = transfer.kv_load_failure_policy
+    if given == "recompute":
+        return None
+    transfer.kv_load_failure_policy = "recompute"
+    return (
+        f"kv_load_failure_policy={given} overridden with recompute: a block that is lost to "
+        "reuse is a miss, no error"
+    )
 
 
 def _register() -> None:
@@ -108,7 +113,8 @@ def _offer(vllm_config: VllmConfig) -> None:
 
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.has_connector(CONNECTOR):
-        ensure_recompute(transfer)
+        if overridden := ensure_recompute(transfer):
+            _say_once(overridden)
     elif transfer is not None and transfer.kv_connector is not None:
         _decline(
             f"kv_transfer_config names {transfer.kv_connector}; a MultiConnector can hold both"
@@ -144,7 +150,8 @@ def _decline(reason: str) -> None:
 
 
 def _say_once(text: str, level: int = logging.INFO) -> None:
-    """Log a line once per process: vLLM builds its configuration several times."""
-    if text not in _said:
+    """Log a line once per engine: vLLM builds its configuration several times, first of all
+    in the process that starts the others."""
+    if text not in _said and not current_process().name.startswith(_STARTED_BY_VLLM):
         _said.add(text)
         _logger().log(level, text)
