@@ -1,4 +1,4 @@
-"""docs/settings.md says what config.py says, setting by setting."""
+"""docs/configuration.md says what config.py says, setting by setting."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvshm.config import SETTINGS, Setting
 from kvshm.syncpoints import VARIABLE
 
-PAGE = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
 ROWS = {
     cells[0].strip("`"): cells[1:]
     for line in PAGE.splitlines()
