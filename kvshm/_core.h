@@ -37,6 +37,7 @@ enum {
     KVSHM_ROWS_OFFSET = 4096,
     KVSHM_NUM_ROWS = 64,
     KVSHM_ROW_BYTES = 64,
+    KVSHM_ROW_STATE_OFFSET = 8, /* u32, then num_blocks u32 */
     KVSHM_ROW_ENTRIES_OFFSET = 16,
     KVSHM_ENTRY_BYTES = 24,
     KVSHM_TOMBSTONE_BYTES = 16,
@@ -164,6 +165,11 @@ int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tom
 
 /* Remove every entry of a row; its tombstones are the caller's to zero.  Returns how many. */
 int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
+
+/* Fill an index that nobody has been sent to yet, and that has room, from another: its rows, and
+ * those entries that name a row and a block of it.  Returns how many; KVSHM_INVALID if they do
+ * not fit or `to` is not empty. */
+int64_t kvshm_index_copy(kvshm_segment from, kvshm_segment to);
 
 /* Longest run of `hashes` (32 bytes each) from the first on for which some row in `rows` (bit
  * mask) has an entry.  records[i] gets block_id, generation, depth and the hash, owners[i] the

@@ -92,6 +92,10 @@ def index_apply(
 def index_drop_row(index: Buffer, row: int, /) -> int:
     """Remove all entries of a row and return how many; the caller zeroes its tombstones."""
 
+def index_copy(index: Buffer, larger: Buffer, /) -> int:
+    """Fill the empty index ``larger`` with the rows and entries of ``index``; returns how many
+    entries.  ValueError if they do not fit or ``larger`` is not empty."""
+
 def index_lookup(
     index: Buffer, hashes: Sequence[bytes], start: int, stop: int, rows: int, /
 ) -> tuple[bytes, bytes]:

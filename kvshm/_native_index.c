@@ -52,6 +52,22 @@ static PyObject *native_index_drop_row(PyObject *module, PyObject *args)
     return result;
 }
 
+static PyObject *native_index_copy(PyObject *module, PyObject *args)
+{
+    Py_buffer from, to;
+    if (!PyArg_ParseTuple(args, "y*w*:index_copy", &from, &to))
+        return NULL;
+    int64_t copied;
+    Py_BEGIN_ALLOW_THREADS
+    copied = kvshm_index_copy(segment_of(&from), segment_of(&to));
+    Py_END_ALLOW_THREADS
+    PyObject *result =
+        copied < 0 ? kvshm_raise(module, &to, copied) : PyLong_FromLongLong(copied);
+    PyBuffer_Release(&from);
+    PyBuffer_Release(&to);
+    return result;
+}
+
 static bool copy_digest(PyObject *item, uint8_t *to)
 {
     char *digest;
@@ -197,6 +213,7 @@ static PyObject *native_copy_blocks(PyObject *module, PyObject *args)
 PyMethodDef kvshm_index_methods[] = {
     {"index_apply", native_index_apply, METH_VARARGS, NULL},
     {"index_drop_row", native_index_drop_row, METH_VARARGS, NULL},
+    {"index_copy", native_index_copy, METH_VARARGS, NULL},
     {"index_lookup", native_index_lookup, METH_VARARGS, NULL},
     {"copy_blocks", native_copy_blocks, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

@@ -245,6 +245,54 @@ int64_t kvshm_index_drop_row(kvshm_segment segment, uint32_t row)
     return status == KVSHM_OK ? dropped : status;
 }
 
+static uint8_t *row_at(const index_view *index, uint32_t row)
+{
+    return index->base + KVSHM_ROWS_OFFSET + row * KVSHM_ROW_BYTES;
+}
+
+static void copy_row(const index_view *from, const index_view *to, uint32_t row)
+{
+    for (int at = 0; at < KVSHM_ROW_BYTES; at += 8)
+        put(row_at(to, row) + at,
+            at == KVSHM_ROW_ENTRIES_OFFSET ? 0 : get(row_at(from, row) + at));
+}
+
+/* Does it name a block of a row that is taken?  Else somebody spoiled it: a miss. */
+static bool is_sound(const index_view *index, entry e)
+{
+    if (is_free(e) || row_of(e) >= KVSHM_NUM_ROWS)
+        return false;
+    uint64_t state = get(row_at(index, row_of(e)) + KVSHM_ROW_STATE_OFFSET);
+    return (uint32_t)state != 0 && block_of(e) < (uint32_t)(state >> 32);
+}
+
+int64_t kvshm_index_copy(kvshm_segment segment, kvshm_segment larger)
+{
+    index_view from, to;
+    int status = open_index(segment, &from);
+    if (status == KVSHM_OK)
+        status = open_index(larger, &to);
+    if (status != KVSHM_OK)
+        return status;
+    if (get(to.base + KVSHM_COUNT_OFFSET))
+        return KVSHM_INVALID;
+    int64_t copied = 0;
+    uint64_t sequence = begin_write(&to);
+    for (uint32_t row = 0; row < KVSHM_NUM_ROWS; row++)
+        copy_row(&from, &to, row);
+    for (uint64_t position = 0; position < from.capacity && status == KVSHM_OK; position++) {
+        entry e = entry_at(&from, position);
+        if (!is_sound(&from, e))
+            continue;
+        status = insert(&to, e);
+        copied++;
+    }
+    end_write(&to, sequence);
+    if (status == KVSHM_FULL)
+        return KVSHM_INVALID;
+    return status == KVSHM_OK ? copied : status;
+}
+
 /* -- reader ---------------------------------------------------------------------------------- */
 
 /* Rows of `rows` that hold the tag. */

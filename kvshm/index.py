@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from . import _native
 from .errors import IndexFull, SegmentError
-from .index_parts import ROW_NAME_BYTES, ROW_STATE_OFFSET, ROW_STRUCT, Row, used_entries
+from .index_parts import ROW_NAME_BYTES, ROW_STRUCT, Row
 from .index_reader import ReplicaReader
 from .log import logger
 from .records import (
@@ -28,6 +28,7 @@ from .records import (
     RECORD_BYTES,
     REVISION_OFFSET,
     ROW_BYTES,
+    ROW_STATE_OFFSET,
     ROWS_OFFSET,
     SUCCESSOR_OFFSET,
     TOMBSTONE_BYTES,
@@ -46,10 +47,9 @@ log = logger(__name__)
 MIN_CAPACITY = 8
 
 _TOMBSTONE = struct.Struct("<QII")
-_REINSERTED = struct.Struct("<Q24xIIII")
 _BLOCK_ID = struct.Struct("<32xI12x")
 assert _TOMBSTONE.size == TOMBSTONE_BYTES
-assert _REINSERTED.size == _BLOCK_ID.size == RECORD_BYTES
+assert _BLOCK_ID.size == RECORD_BYTES
 
 
 class Applied(NamedTuple):
@@ -243,7 +243,7 @@ class Replica(ReplicaReader):
         except SegmentError as exc:
             raise IndexFull(f"{self.name} is full and cannot grow: {exc}") from exc
         try:
-            self._refill(larger)
+            _native.index_copy(old.buffer, larger.buffer)
         except BaseException:
             larger.unlink()
             raise
@@ -252,19 +252,6 @@ class Replica(ReplicaReader):
         # SYNC POINT: other processes turn to the larger segment from here on
         _native.store(old.buffer, SUCCESSOR_OFFSET, name.revision)
         old.unlink()
-
-    def _refill(self, larger: Segment) -> None:
-        for row in self.rows():
-            _write_row(larger.buffer, row._replace(entries=0))
-        packed = {row: bytearray() for row in self._tombstones}
-        blocks = {row: len(t) // TOMBSTONE_BYTES for row, t in self._tombstones.items()}
-        kind = int(RecordKind.PUBLISH)
-        for tag, block_id, generation, owner, depth in used_entries(self._segment.buffer):
-            if block_id < blocks.get(owner - 1, 0):  # else somebody spoiled the entry: a miss
-                packed[owner - 1] += _REINSERTED.pack(tag, block_id, generation, depth, kind)
-        for number, records in packed.items():
-            unheard = bytearray(len(self._tombstones[number]))
-            _native.index_apply(larger.buffer, unheard, number, records)
 
 
 def _new_segment(name: SegmentName, capacity: int, header: Header) -> Segment:

@@ -23,7 +23,6 @@ from .records import (
 )
 from .terms import BlockId, Epoch, Generation, LeaseBit
 
-ROW_STATE_OFFSET = 8
 ROW_NAME_BYTES = 32
 ROW_STRUCT = struct.Struct(f"<QIIQIxxxx{ROW_NAME_BYTES}s")
 ENTRY_STRUCT = struct.Struct("<QIIII")

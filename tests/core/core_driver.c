@@ -333,7 +333,13 @@ static void call_index(kvshm_segment index, uint8_t *tombstones, uint64_t *seed)
     for (int i = 0; i < BATCH; i++)
         memcpy(hashes + i * KVSHM_HASH_BYTES, a.records[i].hash, KVSHM_HASH_BYTES);
     uint64_t rows = random_word(seed) | random_word(seed);
-    switch (below(seed, 4)) {
+    switch (below(seed, 5)) {
+    case 4: {
+        kvshm_segment larger = new_index();
+        kvshm_index_copy(index, larger);
+        free(larger.base);
+        break;
+    }
     case 0: kvshm_index_drop_row(index, below(seed, 70)); break;
     case 1: kvshm_index_lookup(index, hashes, BATCH, rows, a.out, a.flags); break;
     default:

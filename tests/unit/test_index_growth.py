@@ -13,6 +13,8 @@ from kvshm.index import Applied, Replica
 from kvshm.index_reader import Run
 from kvshm.records import (
     CAPACITY_OFFSET,
+    ENTRY_BYTES,
+    INDEX_HEADER_BYTES,
     INDEX_MAGIC,
     RowState,
 )
@@ -40,6 +42,52 @@ def test_growing_leaves_one_name_behind(namespace: str, replica: Replica, row: i
     [name] = segments.list_segments(namespace)
     assert str(name) == replica.name
     assert (name.kind, name.revision) == ("index", 4)
+
+
+def test_growing_takes_along_rows_and_their_states(replica: Replica, row: int) -> None:
+    gone, suspected = replica.add_row(7, "gone", 64, 3), replica.add_row(8, "suspected", 64, 4)
+    replica.set_row_state(suspected, RowState.SUSPECTED)
+    replica.apply(suspected, packed(range(20)))
+    replica.drop_row(gone)
+    before = list(replica.rows())
+    small = replica.capacity
+    replica.apply(row, packed(range(500)))
+    assert replica.capacity > small
+    after = list(replica.rows())
+    assert [r._replace(entries=0) for r in after] == [r._replace(entries=0) for r in before]
+    assert {r.row: r.entries for r in after} == {row: 500, suspected: 20}
+    assert replica.check_integrity() == []
+
+
+def test_entries_that_name_no_block_of_a_row_do_not_outlive_growth(namespace: str) -> None:
+    replica = Replica.create(namespace, "spoilt", OWN_EPOCH, segments.identity_of(), 64)
+    row = replica.add_row(1, "a", 4096, 0)
+    replica.apply(row, packed(range(8)))
+    buffer = replica._segment.buffer
+    used = [at for at in range(INDEX_HEADER_BYTES, len(buffer), ENTRY_BYTES)
+            if segments._native.load(buffer, at + 16)]  # fmt: skip
+    blocks = [segments._native.load(buffer, at + 8) & 0xFFFFFFFF for at in used]
+    segments._native.store(buffer, used[0] + 16, 65)  # of a row that cannot be
+    segments._native.store(buffer, used[1] + 16, 2)  # of a row that is free
+    segments._native.store(buffer, used[2] + 8, 0xFFFFFFFF)  # of a block that cannot be
+    replica.apply(row, packed(range(100, 500)))
+    kept = {int(e.block_id) for e in replica.entries()}
+    assert kept == {*blocks[3:], *range(100, 500)}
+    assert replica.count == len(kept)
+    replica.unlink()
+    replica.close()
+
+
+def test_only_an_empty_index_with_room_is_filled(namespace: str, replica: Replica) -> None:
+    row = replica.add_row(1, "a", 64, 0)
+    replica.apply(row, packed(range(20)))
+    for capacity, filled in ((64, 1), (16, 0)):
+        other = Replica.create(namespace, "other", OWN_EPOCH, segments.identity_of(), capacity)
+        other.apply(other.add_row(1, "a", 64, 0), packed(range(filled)))
+        with pytest.raises(ValueError, match="do not match"):
+            segments._native.index_copy(replica._segment.buffer, other._segment.buffer)
+        other.unlink()
+        other.close()
 
 
 def test_the_tombstones_survive_growth(replica: Replica, row: int) -> None:
