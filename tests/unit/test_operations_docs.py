@@ -1,0 +1,71 @@
+"""docs/operations.md lists every line that kvshm's engines and the coordinator log."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "operations.md").read_text()
+LISTED = set(re.findall(r"`([^`\n]+)`", PAGE.replace("```", "")))
+LEVELS = {"debug", "info", "warning", "error", "exception", "log"}
+LEVELS |= {"_note", "_say_once", "_complain"}
+EVENTS = {"Log", "complain", "_log_ends"}
+ENGINE = ("kvshm", "hooks", "transport")
+
+
+def calls(folders: tuple[str, ...], names: set[str]) -> Iterator[ast.Call]:
+    for path in sorted(p for folder in folders for p in (ROOT / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                function = node.func
+                name = getattr(function, "attr", getattr(function, "id", ""))
+                if name in names:
+                    yield node
+
+
+def pattern(argument: ast.expr) -> str | None:
+    """Return a line with … for what varies, None if all of it varies."""
+    match argument:
+        case ast.Constant(value=str(text)):
+            text = re.sub(r"%[0-9.]*[a-z]", "…", text)
+        case ast.JoinedStr(values=parts):
+            text = "".join(p.value if isinstance(p, ast.Constant) else "…" for p in parts)
+        case _:
+            return None
+    return None if text == "…" else text
+
+
+def lines() -> set[str]:
+    found = (pattern(a) for call in calls(ENGINE, LEVELS) for a in call.args[:2])
+    return {line for line in found if line is not None and " " in line}
+
+
+def events() -> set[str]:
+    strings = (
+        argument.value
+        for call in calls(("coordinator",), EVENTS)
+        for argument in call.args[:2]
+        if isinstance(argument, ast.Constant)
+    )
+    return {str(event) for event in strings}
+
+
+@pytest.mark.parametrize("line", sorted(lines()))
+def test_page_lists_line_of_an_engine(line: str) -> None:
+    opening = line.removesuffix("…")  # the rest comes from another call, which is found too
+    assert any(listed.startswith(opening) or listed.endswith(f" {line}") for listed in LISTED)
+
+
+@pytest.mark.parametrize("event", sorted(events()))
+def test_page_lists_event_of_the_coordinator(event: str) -> None:
+    assert event in LISTED
+
+
+def test_lines_are_found_in_the_source() -> None:
+    assert len(lines()) > 30
+    assert {"join", "death", "suspected", "garbled"} <= events()
