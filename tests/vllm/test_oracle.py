@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from local_node import Engine, EngineSpec
+from local_node import EngineSpec
 from sharing_node import BLOCK_SIZE, observe
 
 from .conftest import Pair
@@ -41,39 +40,31 @@ def test_an_import_stays_and_is_hit_like_any_other_prefix(pair: Pair) -> None:
     assert seen.tokens.imported == 0
 
 
-Faulty = tuple[str, Engine, Engine]
+def spoiled(model: Path, fault: str, verify: str) -> EngineSpec:
+    """An importer that copies wrongly.  A consumer: what it copies must not reach the other
+    engines of the session."""
+    environment = {"KVSHM_FAULT": fault, "KVSHM_ROLE": "consumer", "KVSHM_VERIFY": verify}
+    return EngineSpec(f"{fault}-{verify}", model, core=1, environment=environment)
 
 
-@pytest.fixture(scope="module", params=FAULTS)
-def faulty(request: pytest.FixtureRequest, pair: Pair, model: Path) -> Iterator[Faulty]:
-    """Two importers that copy wrongly: one does not verify, the other does."""
-
-    def spec(verify: str) -> EngineSpec:
-        # Consumers: what they copy wrongly must not reach the other engines of the session.
-        settings = {"KVSHM_FAULT": request.param, "KVSHM_ROLE": "consumer"}
-        name = f"{request.param}-{verify}"
-        environment = {**settings, "KVSHM_VERIFY": verify}
-        return EngineSpec(name, model, core=int(verify), environment=environment)
-
-    blind, careful = pair.node.start_engines(spec("0"), spec("1"))
-    pair.node.wait_joined(pair.a, blind, careful)
-    yield request.param, blind, careful
-    pair.node.stop_engines(blind, careful)
-
-
-def test_the_oracle_notices_a_wrong_copy(pair: Pair, faulty: Faulty) -> None:
-    fault, blind, _ = faulty
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_oracle_notices_a_wrong_copy(pair: Pair, model: Path, fault: str) -> None:
+    (blind,) = pair.node.start_engines(spoiled(model, fault, verify="0"))
+    pair.node.wait_joined(pair.a, blind)
     sent = list(prompts(4, seed=10 + FAULTS.index(fault)))
     with observe(pair.node, blind) as seen:
         answers = ask_both(pair.node, pair.a, blind, sent)
     assert seen.tokens.imported == sum(shareable(p) for p in sent) * BLOCK_SIZE
     with pytest.raises(AssertionError, match="4 of 4 imports differ"):
         assert_bit_equal(answers)
+    pair.node.stop_engines(blind)
 
 
-def test_verification_turns_a_wrong_copy_into_a_miss(pair: Pair, faulty: Faulty) -> None:
-    fault, _, careful = faulty
-    (prompt,) = prompts(1, seed=20 + FAULTS.index(fault))
+def test_verification_turns_a_wrong_copy_into_a_miss(pair: Pair, model: Path) -> None:
+    """For one fault here; for every fault with toy engines (tests/multiprocess/test_churn.py)."""
+    (careful,) = pair.node.start_engines(spoiled(model, "wrong-block", verify="1"))
+    pair.node.wait_joined(pair.a, careful)
+    (prompt,) = prompts(1, seed=20)
     with observe(pair.node, careful) as seen:
         (answers,) = ask_both(pair.node, pair.a, careful, [prompt])
     assert seen.mismatched == shareable(prompt)
@@ -94,3 +85,4 @@ def test_the_oracle_compares_every_bit(pair: Pair) -> None:
     (prompt,) = prompts(1, seed=3)
     hits = [engine.complete(prompt) for engine in (pair.a, pair.b) for _ in range(3)]
     assert hits[1] == hits[2] == hits[4] == hits[5]
+    pair.node.stop_engines(careful)
