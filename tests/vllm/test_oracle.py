@@ -71,6 +71,7 @@ def test_verification_turns_a_wrong_copy_into_a_miss(pair: Pair, model: Path) ->
     assert seen.verified == seen.imported_blocks == 0
     assert seen.tokens.computed == len(prompt)
     assert answers.imported == answers.computed, "recomputed from the first token on"
+    pair.node.stop_engines(careful)
 
 
 def test_every_fault_is_one_the_engines_know() -> None:
@@ -85,4 +86,3 @@ def test_the_oracle_compares_every_bit(pair: Pair) -> None:
     (prompt,) = prompts(1, seed=3)
     hits = [engine.complete(prompt) for engine in (pair.a, pair.b) for _ in range(3)]
     assert hits[1] == hits[2] == hits[4] == hits[5]
-    pair.node.stop_engines(careful)
