@@ -99,7 +99,8 @@ class RankCache:
     def end_epoch(self) -> None:
         """Declare own memory ended, before it is freed, remapped or given new meaning.
 
-        The mapping of the old table stays until loads that refer to it have ended.
+        Loads under way begin no further copy and deliver nothing.  The mapping of the old
+        table stays until loads that refer to it have ended.
         """
         table, self._table = self._table, None
         if table is not None:
@@ -129,13 +130,11 @@ class RankCache:
             table.set_checksum(self._rank, block, checksum)
 
     def close(self) -> None:
-        """End the epoch, let copies under way end, unmap the peers, close the transport.  Loads
-        that wait for a peer to be attached are given up.  In a forked child, where all of that
-        is the parent's, nothing happens."""
+        """End the epoch, let copies under way end, unmap the peers, close the transport.  In a
+        forked child, where all of that is the parent's, nothing happens."""
         if self._inherited:
             return
         self.end_epoch()
-        self._peers.give_up()
         self._loads.put(None)
         self._thread.join(timeout=CLOSE_SECONDS)
         self._transport.close()

@@ -63,8 +63,8 @@ class PeerMemory:
 
 
 class PeerBook:
-    """The peers this rank has attached, by epoch.  Its methods never block; ``find`` and
-    ``unmap_ended`` belong to the load thread."""
+    """The peers this rank has attached, by epoch.  Used by the load thread, which it
+    never blocks."""
 
     def __init__(
         self, transport: Transport, rank: Rank, clock: Callable[[], float] = time.monotonic
@@ -76,25 +76,23 @@ class PeerBook:
         self._peers: dict[Epoch, PeerMemory] = {}
         self._attaching: set[Epoch] = set()
         self._failed: dict[Epoch, tuple[float, str]] = {}
-        self._closing = False
+        self._closed = False
 
     def find(self, piece: Piece) -> PeerMemory | None:
         """The peer of a piece, None while it is being attached, which begins on first use.
 
-        Raises TransportError if it cannot be attached, or could not a few seconds ago.
+        Raises TransportError if it could not be attached, just now or a few seconds ago.
         """
         with self._lock:
             peer = self._peers.get(piece.peer)
             if peer is not None:
                 return peer
-            self._check_usable(piece.peer)
+            self._check_failed(piece.peer)
             if piece.peer not in self._attaching:
                 self._begin_attach(piece)
         return None
 
-    def _check_usable(self, peer: Epoch) -> None:
-        if self._closing:
-            raise TransportError("the rank is closing")
+    def _check_failed(self, peer: Epoch) -> None:
         until, reason = self._failed.get(peer, (0.0, ""))
         if self._clock() < until:
             raise TransportError(reason)
@@ -124,7 +122,7 @@ class PeerBook:
             self._attaching.discard(piece.peer)
             if peer is None:
                 self._failed[piece.peer] = (self._clock() + FAILED_SECONDS, reason)
-            elif not self._closing:
+            elif not self._closed:
                 self._peers[piece.peer] = peer
                 return
         if peer is not None:
@@ -144,15 +142,11 @@ class PeerBook:
             gone = [self._peers.pop(epoch) for epoch in ended]
         _close_all(gone)
 
-    def give_up(self) -> None:
-        """Attach nothing any more and wait for no attach under way.  Any thread."""
-        with self._lock:
-            self._closing = True
-
     def close(self) -> None:
-        """Unmap all peers.  No load may be under way.  Idempotent."""
-        self.give_up()
+        """Unmap all peers, those still being attached once they are.  No load may be under
+        way.  Idempotent."""
         with self._lock:
+            self._closed = True
             gone, self._peers = list(self._peers.values()), {}
         _close_all(gone)
 

@@ -159,10 +159,11 @@ def test_a_table_of_another_epoch_or_without_the_rank_is_not_attached(
     piece = piece_of(peer, 1)
     other = Piece(Epoch(77), piece.table, piece.memory, piece.records, b"\0", piece.targets)
     book, second = PeerBook(transport, Rank(0)), PeerBook(transport, Rank(1))
-    for asked, wanted in ((book, other), (second, piece)):
+    wrong = ((book, other, "is of epoch"), (second, piece, "has no rank 1"))
+    for asked, wanted, why in wrong:
         assert asked.find(wanted) is None
         until(lambda asked=asked: asked._failed)  # type: ignore[misc]
-        with pytest.raises(TransportError):
+        with pytest.raises(TransportError, match=why):
             asked.find(wanted)
     assert transport.attaches == []
 
