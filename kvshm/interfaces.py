@@ -95,7 +95,7 @@ class Attachment(Protocol):
 
 class Transport(Protocol):
     """One rank's own KV memory and its way to the peers'.  Used by one thread, except for
-    ``attach``, which another may call meanwhile."""
+    ``attach``, which others may call meanwhile, several at once."""
 
     name: str
 
