@@ -32,11 +32,17 @@
 #ifndef LATER_STEPS
 #define LATER_STEPS 1                   /* and of epoch 1 */
 #endif
+#ifndef BLOCKS
+#define BLOCKS 1                        /* slots of each table */
+#endif
 #ifndef FAULTS
 #define FAULTS 1                        /* broadcasts lost, doubled or overtaken */
 #endif
 #ifndef PIPE
-#define PIPE 3                          /* broadcasts under way; a full pipe loses some, too */
+#define PIPE 2                          /* broadcasts under way */
+#endif
+#ifndef OVERFLOW
+#define OVERFLOW 0                      /* 1: what a full pipe cannot take is lost */
 #endif
 #ifndef UP
 #define UP 1                            /* messages of an engine under way; more are lost */
@@ -45,7 +51,7 @@
 #define BEATS 0                         /* 1: heartbeats at any time, not only at the end */
 #endif
 #ifndef TICKS
-#define TICKS 1                         /* before everything is over; for ever afterwards */
+#define TICKS 0                         /* before everything is over; for ever afterwards */
 #endif
 
 #define EPOCHS 2
@@ -56,9 +62,10 @@
 mtype = { join, events, heartbeat, engine_joined, engine_gone, engine_events, tick };
 mtype = { publish, retract };
 
-/* Slot tables, of one slot each. */
-byte generation[EPOCHS];
-bool ready[EPOCHS];
+/* Slot tables. */
+#define SLOTS (EPOCHS * BLOCKS)
+byte generation[SLOTS];
+bool ready[SLOTS];
 bool begun[EPOCHS], dead[EPOCHS], done[EPOCHS], over;
 
 /* The engines' sessions. */
@@ -82,12 +89,12 @@ chan answered = [2] of { byte, byte, byte, byte };
 byte state = WAITING, known_coordinator, expected;
 byte heard[EPOCHS] = NOBODY;
 bool missing[EPOCHS], busy, resyncing;
-byte known_generation[EPOCHS];
-mtype known_kind[EPOCHS];
+byte known_generation[SLOTS];
+mtype known_kind[SLOTS];
 
 /* Budgets and ghosts.  A cause: something lost, which the
  * receiver may join or scan again for. */
-byte faults = FAULTS, causes, ticks = TICKS, final_ticks, gone_below[EPOCHS];
+byte faults = FAULTS, causes, ticks = TICKS, final_ticks, gone_below[SLOTS];
 bool replica_differs, entry_resurrected, resync_without_cause, resync_storm;
 
 #if CONFIG == ONE
@@ -95,43 +102,53 @@ bool replica_differs, entry_resurrected, resync_without_cause, resync_storm;
 #else
 #define CAUSE skip
 #endif
+#define SLOT(e, b) ((e) * BLOCKS + (b))
 #ifdef KEYED_BY_ENGINE
-#define ROW(e) 0
+#define ENTRY(e, b) (b)
 #else
-#define ROW(e) (e)
+#define ENTRY(e, b) SLOT(e, b)
 #endif
+/* A record in a message: block and generation in one byte. */
+#define RECORD(b, g) ((g) * BLOCKS + (b))
+#define BLOCK_OF(record) ((record) % BLOCKS)
+#define GENERATION_OF(record) ((record) / BLOCKS)
 
 /* -- replica -------------------------------------------------------------------------------- */
 
-/* One record: news, or ignored. */
-inline apply(e, what, g) {
+/* One record of entry `i`: news, or ignored. */
+inline apply(i, what, g) {
   d_step {
     if
 #ifdef NO_TOMBSTONE
-    :: what == publish || (known_kind[ROW(e)] == publish && known_generation[ROW(e)] == g) ->
+    :: what == publish || (known_kind[i] == publish && known_generation[i] == g) ->
 #else
-    :: known_kind[ROW(e)] == 0 || g > known_generation[ROW(e)] ||
-       (g == known_generation[ROW(e)] && known_kind[ROW(e)] == publish && what == retract) ->
+    :: known_kind[i] == 0 || g > known_generation[i] ||
+       (g == known_generation[i] && known_kind[i] == publish && what == retract) ->
 #endif
-       entry_resurrected = (what == publish && g < gone_below[e]);
+       entry_resurrected = (what == publish && g < gone_below[i]);
        assert(!entry_resurrected);
-       known_generation[ROW(e)] = g;
-       known_kind[ROW(e)] = what
+       known_generation[i] = g;
+       known_kind[i] = what
     :: else -> skip
     fi;
+#ifndef KEYED_BY_ENGINE
     if
-    :: what == retract && gone_below[e] <= g -> gone_below[e] = g + 1
-    :: what == publish && gone_below[e] < g -> gone_below[e] = g
+    :: what == retract && gone_below[i] <= g -> gone_below[i] = g + 1
+    :: what == publish && gone_below[i] < g -> gone_below[i] = g
     :: else -> skip
     fi
+#endif
   }
 }
 
 inline drop_row(e) {
   d_step {
-    heard[e] = NOBODY; missing[e] = false; gone_below[e] = 0;
+    heard[e] = NOBODY; missing[e] = false;
 #ifndef KEYED_BY_ENGINE
-    known_kind[e] = 0; known_generation[e] = 0
+    known_kind[SLOT(e, 0)] = 0; known_generation[SLOT(e, 0)] = 0; gone_below[SLOT(e, 0)] = 0;
+#if BLOCKS > 1
+    known_kind[SLOT(e, 1)] = 0; known_generation[SLOT(e, 1)] = 0; gone_below[SLOT(e, 1)] = 0
+#endif
 #endif
   }
 }
@@ -142,14 +159,23 @@ inline rescan(e) {
     resyncing = true;
     resync_storm = (final_ticks == 2);
     assert(!resync_storm);
-    before = (known_kind[ROW(e)] == publish -> known_generation[ROW(e)] : NOBODY)
+    b = 0
   }
-  scanned = (ready[e] -> generation[e] : NOBODY);
+  do
+  :: b < BLOCKS ->
+     before = (known_kind[ENTRY(e, b)] == publish -> known_generation[ENTRY(e, b)] : NOBODY);
+     scanned = (ready[SLOT(e, b)] -> generation[SLOT(e, b)] : NOBODY);
 #ifndef RESCAN_ONLY_ADDS
-  if :: before != NOBODY && scanned == NOBODY -> apply(e, retract, before) :: else -> skip fi;
+     if
+     :: before != NOBODY && scanned == NOBODY -> apply(ENTRY(e, b), retract, before)
+     :: else -> skip
+     fi;
 #endif
-  if :: scanned != NOBODY -> apply(e, publish, scanned) :: else -> skip fi;
-  d_step { before = 0; scanned = 0 }
+     if :: scanned != NOBODY -> apply(ENTRY(e, b), publish, scanned) :: else -> skip fi;
+     d_step { before = 0; scanned = 0; b++ }
+  :: else -> break
+  od;
+  b = 0
 }
 
 /* -- engines ---------------------------------------------------------------------------------- */
@@ -171,25 +197,35 @@ inline send_events(e, what, g) {
   }
 }
 
+inline another_block() {
+  n--; g = 0;
+#if BLOCKS > 1
+  if :: n > 0 -> if :: b = 0 :: b = 1 fi :: else -> b = 0 fi
+#endif
+}
+
 proctype Engine(byte e) {
-  byte n, g, last_beat;
+  byte n, b, g, last_beat;
   {
     n = (e == 0 -> STEPS : LATER_STEPS);
     atomic { (CONFIG != RESTART || e == 0 || dead[0]) -> begun[e] = true };
 end_member:
     do
 #ifdef EVENT_BEFORE_WORD
-    :: n > 0 && !ready[e] ->
-       send_events(e, publish, generation[e]); ready[e] = true; n--
-    :: n > 0 && ready[e] ->
-       send_events(e, retract, generation[e]);
-       d_step { ready[e] = false; generation[e]++ }; n--
+    :: n > 0 && !ready[SLOT(e, b)] ->
+       g = generation[SLOT(e, b)];
+       send_events(e, publish, RECORD(b, g)); ready[SLOT(e, b)] = true; another_block()
+    :: n > 0 && ready[SLOT(e, b)] ->
+       g = generation[SLOT(e, b)];
+       send_events(e, retract, RECORD(b, g));
+       d_step { ready[SLOT(e, b)] = false; generation[SLOT(e, b)]++ }; another_block()
 #else
-    :: n > 0 && !ready[e] ->
-       ready[e] = true; n--; send_events(e, publish, generation[e])
-    :: n > 0 && ready[e] ->
-       d_step { g = generation[e]; ready[e] = false; generation[e]++ };
-       n--; send_events(e, retract, g); g = 0
+    :: n > 0 && !ready[SLOT(e, b)] ->
+       d_step { g = generation[SLOT(e, b)]; ready[SLOT(e, b)] = true };
+       send_events(e, publish, RECORD(b, g)); another_block()
+    :: n > 0 && ready[SLOT(e, b)] ->
+       d_step { g = generation[SLOT(e, b)]; ready[SLOT(e, b)] = false; generation[SLOT(e, b)]++ };
+       send_events(e, retract, RECORD(b, g)); another_block()
 #endif
     :: atomic { (!member_of[e] || lost[e]) && !joining[e] && nfull(up[e]) ->
                 up[e]!join, sequence[e], 0, 0; joining[e] = true; lost[e] = false }
@@ -200,7 +236,7 @@ end_member:
     :: d_step { n == 0 && !done[e] && last_beat == sequence[e] -> done[e] = true }
     od
   }
-  unless { d_step { dead[e] -> n = 0; g = 0; last_beat = 0 } }
+  unless { d_step { dead[e] -> n = 0; b = 0; g = 0; last_beat = 0 } }
 }
 
 /* -- coordinator ------------------------------------------------------------------------------- */
@@ -245,14 +281,16 @@ inline on_message(e) {
 #else
 #define NEVER_RUNS(e) ((e) == 1)
 #endif
+#define ROOM (OVERFLOW || nfull(down))
 #define STILL(e) (empty(up[e]) && (NEVER_RUNS(e) || (dead[e] && relayed[e] == NOBODY) || \
                   (done[e] && member_of[e] == coordinator && !lost[e] && !joining[e])))
 #define ALL_OVER (over && STILL(0) && STILL(1) && state == JOINED && !busy && !resyncing && \
                   known_coordinator == coordinator && !missing[0] && !missing[1] && \
                   empty(down) && empty(asked) && empty(answered))
-#define EXPECTED(e) (relayed[e] != NOBODY && ready[e])
-#define DIFFERS(e) (EXPECTED(e) != (heard[e] != NOBODY && known_kind[ROW(e)] == publish) || \
-                    (EXPECTED(e) && known_generation[ROW(e)] != generation[e]))
+#define WANTED(e, b) (relayed[e] != NOBODY && ready[SLOT(e, b)])
+#define HELD(e, b) (heard[e] != NOBODY && known_kind[ENTRY(e, b)] == publish)
+#define DIFFERS(e, b) (WANTED(e, b) != HELD(e, b) || \
+                       (WANTED(e, b) && known_generation[ENTRY(e, b)] != generation[SLOT(e, b)]))
 
 inline send_tick() {
   SEND_DOWN(tick, relayed[0], relayed[1], 0, 0)
@@ -263,169 +301,26 @@ proctype Coordinator() {
   byte s, g;
 end_serving:
   do
-  :: atomic { up[0]?what, s, kind, g -> on_message(0) }
-  :: atomic { up[1]?what, s, kind, g -> on_message(1) }
-  :: atomic { dead[0] && relayed[0] != NOBODY ->
+  :: atomic { ROOM && nempty(up[0]) -> up[0]?what, s, kind, g; on_message(0) }
+  :: atomic { ROOM && nempty(up[1]) -> up[1]?what, s, kind, g; on_message(1) }
+  :: atomic { ROOM && dead[0] && relayed[0] != NOBODY ->
               relayed[0] = NOBODY; ended[0] = true; topic_sequence++;
               SEND_DOWN(engine_gone, 0, 0, 0, 0) }
-  :: atomic { dead[1] && relayed[1] != NOBODY ->
+  :: atomic { ROOM && dead[1] && relayed[1] != NOBODY ->
               relayed[1] = NOBODY; ended[1] = true; topic_sequence++;
               SEND_DOWN(engine_gone, 1, 0, 0, 0) }
   :: atomic { asked?_ -> answered!coordinator, topic_sequence, relayed[0], relayed[1] }
   :: atomic { ticks > 0 && nfull(down) -> ticks--; send_tick() }
   :: atomic { ALL_OVER ->
               if :: final_ticks < 2 -> final_ticks++ :: else -> skip fi;
-              replica_differs = (final_ticks == 2 && (DIFFERS(0) || DIFFERS(1)));
+              replica_differs = (final_ticks == 2 && (DIFFERS(0, 0) || DIFFERS(1, 0) ||
+                                 DIFFERS(0, BLOCKS - 1) || DIFFERS(1, BLOCKS - 1)));
               assert(!replica_differs);
               send_tick() }
   od
 }
 
-/* -- receiver ---------------------------------------------------------------------------------- */
-
-inline needs_cause() {
-#if CONFIG != ONE
-  skip
-#else
-  resync_without_cause = (causes == 0);
-  assert(!resync_without_cause);
-  causes--
-#endif
-}
-
-/* The broadcasts show a loss: ask for the roster. */
-inline join_again() {
-  d_step {
-    resyncing = true;
-    resync_storm = (final_ticks == 2);
-    assert(!resync_storm);
-    needs_cause();
-    state = WAITING
-  }
-}
-
-inline scan_for_cause(e) {
-  d_step { needs_cause() }
-  rescan(e)
-}
-
-/* What the roster at `c`, `s` says of engine `e`, whose events were relayed up to `r`. */
-inline meet(e, r) {
-  if
-  :: r == NOBODY && heard[e] != NOBODY && c != known_coordinator -> missing[e] = true
-  :: r == NOBODY && heard[e] != NOBODY && c == known_coordinator && !missing[e] -> drop_row(e)
-  :: r != NOBODY && heard[e] != r -> heard[e] = r; missing[e] = false; rescan(e)
-  :: else -> if :: r != NOBODY -> missing[e] = false :: else -> skip fi
-  fi
-}
-
-inline on_tick(e, r) {
-#ifndef TICK_WITHOUT_SEQUENCES
-  if
-  :: r != NOBODY && heard[e] != NOBODY && r > heard[e] ->
-#ifndef TICK_NOT_REMEMBERED
-     heard[e] = r;
-#endif
-     scan_for_cause(e)
-  :: else -> skip
-  fi
-#else
-  skip
-#endif
-}
-
-inline on_broadcast() {
-  if
-  :: what == engine_joined -> heard[who] = r; missing[who] = false; rescan(who)
-  :: what == engine_gone ->
-     if :: heard[who] != NOBODY -> drop_row(who) :: else -> skip fi
-#ifdef DEAD_EPOCHS_SPEAK
-  :: what == engine_events && heard[who] == NOBODY -> heard[who] = r; apply(who, kind, g)
-#endif
-  :: what == engine_events && heard[who] != NOBODY && r > heard[who] ->
-     if
-     :: r == heard[who] + 1 -> heard[who] = r
-     :: else ->
-        heard[who] = r;
-#ifndef ENGINE_GAP_IGNORED
-        scan_for_cause(who)
-#endif
-     fi;
-     apply(who, kind, g)
-  :: else -> skip
-  fi
-}
-
-proctype Receiver() {
-  mtype what, kind;
-  byte c, s, who, r, g, before, scanned;
-end_listening:
-  do
-  :: atomic { state == WAITING && nfull(asked) ->
-#ifdef BROADCASTS_DROPPED_WHILE_JOINING
-              do :: down?what, c, s, who, r, kind, g :: empty(down) -> break od;
-#endif
-              asked!0; state = JOINING; resyncing = false }
-  :: d_step { state == JOINING && empty(asked) && empty(answered) -> state = WAITING }
-  :: d_step { state == JOINED && known_coordinator != coordinator -> state = WAITING }
-  :: atomic { state == JOINING && nempty(answered) -> answered?c, s, who, r ; busy = true };
-     atomic {
-#ifdef EXPECT_FIRST_SEEN
-       expected = NOBODY;
-#else
-       expected = s;
-#endif
-       state = JOINED
-     }
-     meet(0, who);
-     meet(1, r);
-     d_step { known_coordinator = c; c = 0; s = 0; who = 0; r = 0; busy = false; resyncing = false }
-#ifdef BROADCASTS_DROPPED_WHILE_JOINING
-  :: atomic { state == JOINING && nempty(down) -> down?what, c, s, who, r, kind, g;
-              what = 0; c = 0; s = 0; who = 0; r = 0; kind = 0; g = 0 }
-#endif
-  :: atomic { state == JOINED && nempty(down) -> down?what, c, s, who, r, kind, g ; busy = true };
-     if
-     :: c != known_coordinator -> join_again()
-     :: else ->
-#ifdef EXPECT_FIRST_SEEN
-        if
-        :: expected == NOBODY -> expected = (what == tick -> s : s - 1)
-        :: else -> skip
-        fi;
-#endif
-        if
-        :: what == tick && s == expected -> on_tick(0, who); on_tick(1, r)
-#ifndef GAP_IGNORED
-        :: what == tick && s > expected -> join_again()
-        :: what != tick && s > expected + 1 -> join_again()
-#else
-        :: what != tick && s > expected + 1 -> expected = s; on_broadcast()
-#endif
-        :: what != tick && s == expected + 1 -> expected = s; on_broadcast()
-        :: else -> skip                 /* old, or said before */
-        fi
-     fi;
-     d_step { what = 0; c = 0; s = 0; who = 0; r = 0; kind = 0; g = 0; busy = false; resyncing = false }
-  :: d_step { state == JOINED && known_coordinator == coordinator && missing[0] -> drop_row(0) }
-  :: d_step { state == JOINED && known_coordinator == coordinator && missing[1] -> drop_row(1) }
-  od
-}
-
-/* The receiver's scheduler plans with an entry, and drops it when the lease fails: the slot is
- * not READY at the planned generation any more. */
-proctype Planner() {
-  byte g;
-end_planning:
-  d_step { known_kind[ROW(0)] == publish && heard[0] != NOBODY -> g = known_generation[ROW(0)] };
-  !(ready[0] && generation[0] == g);
-#ifdef DROP_BY_SLOT
-  if :: heard[0] != NOBODY -> apply(0, retract, known_generation[ROW(0)]) :: else -> skip fi;
-#else
-  if :: heard[0] != NOBODY -> apply(0, retract, g) :: else -> skip fi;
-#endif
-  g = 0
-}
+#include "join_receiver.inc"
 
 /* -- what can go wrong --------------------------------------------------------------------------- */
 
@@ -463,7 +358,7 @@ proctype World() {
 #if CONFIG == COORD
   :: atomic { !restarted -> restarted = true; restart_coordinator() }
 #endif
-#if CONFIG == PAIR && defined(SEQUENCE_SHARED)
+#ifdef SEQUENCE_SHARED
   :: !restarted -> restarted = true; topic_sequence++      /* an event of another topic */
 #endif
   :: killed = false; restarted = false; over = true; break

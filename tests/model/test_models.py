@@ -1,0 +1,110 @@
+"""The protocols hold in the models, every mutant is caught, and the page says so.
+
+The searches run two at a time in the background; each test waits for its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from .cases import CHECKED, FULL, PROPERTIES, Case
+from .mutants import MUTANTS
+from .run_models import NOT_CHECKED
+from .search import MODELS, Outcome, SearchFailed, read_report, search, spin_is_missing
+from .tables import found_row, mutant_row
+
+PAGE = Path(__file__).parents[2] / "docs" / "model-checking.md"
+CASES = [*CHECKED, *MUTANTS]
+
+needs_spin = pytest.mark.skipif(spin_is_missing(), reason=f"{NOT_CHECKED}: no spin")
+
+
+@pytest.fixture(scope="module")
+def outcome_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Outcome]]:
+    """Gives the outcome of a case, once its search has ended."""
+    wanted = {
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec")
+        and isinstance(item.callspec.params.get("case"), Case)
+    }  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        searches = {case: pool.submit(search, case) for case in CASES if case in wanted}
+        yield lambda case: searches[case].result()
+        pool.shutdown(cancel_futures=True)
+
+
+@needs_spin
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_search_ends_as_it_should(case: Case, outcome_of: Callable[[Case], Outcome]) -> None:
+    outcome = outcome_of(case)
+    assert outcome.violated == case.violates
+    row = mutant_row(case, outcome) if case.violates else found_row(case, outcome)
+    assert row in PAGE.read_text().splitlines(), "run_models --write docs/model-checking.md"
+
+
+def test_the_page_names_every_case_and_no_other() -> None:
+    text = PAGE.read_text()
+    listed = [line.split(" | ")[0] for line in text.splitlines() if line.startswith("| ")]
+    expected = [
+        *(f"| `{name}`" for name in PROPERTIES),
+        *(f"| {case.name}" for case in (*CHECKED, *FULL)),
+        *(f"| `{case.name}`" for case in MUTANTS),
+    ]
+    assert [row for row in expected if row not in listed] == []
+    tables = text.split("<!-- properties -->")[1].rsplit("<!-- end of ", 1)[0]
+    rows = [line for line in tables.splitlines() if line.startswith("| ") and "---" not in line]
+    heads = tables.count("| --- |\n")
+    assert len(rows) == len(expected) + heads
+
+
+def test_every_switch_of_a_mutant_stands_in_its_model() -> None:
+    texts = {path.name: path.read_text() for path in sorted(MODELS.iterdir()) if path.is_file()}
+    models = {
+        model: "".join(t for name, t in texts.items() if re.match(rf"{model}.*\.(pml|inc)$", name))
+        for model in ("slots", "join", "bits")
+    }
+    missing = [c.name for c in MUTANTS if not re.search(rf"\b{c.name}\b", models[c.model])]
+    assert missing == []
+
+
+@pytest.mark.parametrize("model", ["slots", "join", "bits"])
+def test_each_model_has_mutants_enough(model: str) -> None:
+    assert sum(case.model == model for case in MUTANTS) >= 8
+
+
+SOUND = """
+State-vector 104 byte, depth reached 163, errors: 0
+  1473614 states, stored
+  255.637	total actual memory usage
+pan: elapsed time 0.89 seconds
+"""
+
+
+def test_a_whole_search_counts() -> None:
+    outcome = read_report(CHECKED[0], SOUND)
+    assert outcome == Outcome("", 0, 1473614, 163, 256, 0.89)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        "error: max search depth too small",
+        "Warning: Search not completed",
+        "pan: reached -DMEMLIM bound",
+    ],
+)
+def test_a_search_cut_short_does_not_count(mark: str) -> None:
+    with pytest.raises(SearchFailed):
+        read_report(CHECKED[0], f"{mark}\n{SOUND}")
+
+
+def test_an_error_without_its_place_does_not_count() -> None:
+    with pytest.raises(SearchFailed):
+        read_report(MUTANTS[0], SOUND.replace("errors: 0", "errors: 1"))
