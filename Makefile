@@ -33,6 +33,7 @@ test: $(ENGINE) $(KVSHM) ## all tests, cheap ones first; FAST=1 leaves out those
 
 check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check --quiet .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest -q tests/test_architecture.py
 
