@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -39,8 +40,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a model of vLLM's; default: tiny, random weights")
     model = parser.parse_args().model
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        ask(model or str(write_model(Path(directory))))
+    # No TemporaryDirectory: its finalizer, if it is a process's first, makes Python wait at exit
+    # for vLLM's engine before vLLM has ended it.
+    directory = Path(tempfile.mkdtemp(prefix="kv-"))
+    try:
+        ask(model or str(write_model(directory)))
+    finally:
+        shutil.rmtree(directory)
 
 
 if __name__ == "__main__":  # vLLM starts further processes, which import this file

@@ -17,6 +17,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 COMPONENTS = ("coordinator", "transport", "hooks", "tools")
 NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
+UNIT_TESTS = ("chains", "config", "counters", "fds", "native_index", "segment", "slots")
+TEST_REQUIREMENTS = ("hypothesis>=6.100", "msgpack>=1.1", "pytest>=8.3", "pytest-timeout>=2.3")
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
@@ -110,3 +112,25 @@ def test_wheel_works_with_its_base_requirements_alone(python: Path, work: Path) 
     version = run(python.with_name("kvshm-coordinator"), "--version", cwd=work).split()[-1]
     assert run(python, "-c", "import kvshm; print(kvshm.__version__)", cwd=work).strip() == version
     assert "{" in run(python, "-m", "kvshm.tools.dump_index", "--json", cwd=work)
+
+
+def test_wheel_changes_nothing_that_is_installed(python: Path, wheel: Path, work: Path) -> None:
+    """Beside packages that are there, vLLM's among them, it adds itself and nothing else."""
+    freeze = (python, "-m", "pip", "freeze", "--exclude", "kvshm")
+    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "kvshm", cwd=work)
+    before = run(*freeze, cwd=work)
+    assert "pyzmq==" in before
+    # Without an index: nothing could be fetched, nothing needs to be.
+    run(python, "-m", "pip", "install", "--quiet", "--no-index", wheel, cwd=work)
+    assert run(*freeze, cwd=work) == before
+
+
+def test_unit_tests_pass_with_the_wheel_and_without_the_tree(python: Path, work: Path) -> None:
+    run(python, "-m", "pip", "install", "--quiet", *TEST_REQUIREMENTS, cwd=work)
+    place = work / "elsewhere"
+    shutil.copytree(ROOT / "tests/unit", place / "tests/unit", ignore=NOT_SOURCE)
+    shutil.copy(ROOT / "pyproject.toml", place)
+    where = "import kvshm._native as module; print(module.__file__)"
+    assert Path(run(python, "-c", where, cwd=place).strip()).is_relative_to(work / "venv")
+    files = [f"tests/unit/test_{name}.py" for name in UNIT_TESTS]
+    assert " passed" in run(python, "-m", "pytest", "-q", *files, cwd=place)
