@@ -70,7 +70,7 @@ CHECKED = (
     Case("coordinator restarted", "join", "COORD", "with a broadcast lost, doubled or overtaken"),
     Case("calm", "join", "ONE", "with a full pipe", "FAULTS=0", loops=True),
     Case("bits kept", "bits", "", "across deaths, departures and a new coordinator"),
-)
+)  # fmt: skip
 """Run by ``make model`` and by the tests."""
 
 FULL = (
@@ -104,5 +104,5 @@ FULL = (
     Case("no circles, mutual", "slots", "MUTUAL", "two engines", loops=True),
     Case("calm after a fault", "join", "ONE", "three changes", "STEPS=3", loops=True),
     Case("calm after a restart", "join", "COORD", "of the coordinator", "FAULTS=0", loops=True),
-)
+)  # fmt: skip
 """Run by ``make model-full`` in addition."""

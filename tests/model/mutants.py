@@ -111,4 +111,4 @@ MUTANTS = (
          "", "living_lease_cleared"),
     Case("OWNERS_ONLY_SUSPECTED", "bits", "", "a suspected owner is treated as dead", "",
          "living_lease_cleared"),
-)
+)  # fmt: skip
