@@ -14,7 +14,7 @@ from kvshm.errors import KvshmError, TransportError
 from kvshm.fingerprint import KERNEL_BLOCKS
 from kvshm.interfaces import Transport, load_transport
 from kvshm.log import logger
-from kvshm.plans import LoadFailure, LoadReport, PieceFailure
+from kvshm.plans import LoadReport
 from kvshm.protocol import RankInfo
 from kvshm.rank import RankCache
 from kvshm.rundir import rank_socket
@@ -184,13 +184,9 @@ class WorkerSide:
         if self._cache is not None:
             self._cache.end_epoch()
         self._report.failed = True
-        while metadata is not None and metadata.loads:
-            load = metadata.loads.pop(0)  # reported here, so nobody may begin it any more
-            targets = tuple(t for piece in load.pieces for t in piece.targets)
-            failed = tuple(
-                PieceFailure(p.peer, LoadFailure.UNREACHABLE, p.records) for p in load.pieces
-            )
-            self._ended(LoadReport(load.load_id, targets + load.lost, failed))
+        if metadata is not None:
+            # Outside an epoch a load copies nothing, gives its leases back and is all bad.
+            self.begin_loads(metadata)
 
     def close(self) -> None:
         """Withdraw the memory before vLLM frees it."""

@@ -40,6 +40,7 @@ def test_no_wrong_byte_in_a_churn_of_three(node: Node, ranks: str) -> None:
 @pytest.mark.parametrize("fault", ["wrong-block", "zero", "shift"])
 def test_the_comparison_sees_each_fault(node: Node, fault: str) -> None:
     good = start(node, 1, "--peers", "0", "--loads", "0")
+    result(good)  # from here on its blocks stay where they are
     blind = start(node, 2, KVSHM_FAULT=fault, KVSHM_VERIFY="0", KVSHM_ROLE="consumer")
     results = finish([good, blind])
     assert results[0]["wrong"] == 0
@@ -48,8 +49,9 @@ def test_the_comparison_sees_each_fault(node: Node, fault: str) -> None:
 
 @pytest.mark.parametrize("fault", ["wrong-block", "zero", "shift"])
 def test_verification_keeps_each_fault_out(node: Node, fault: str) -> None:
-    good, faulty = start(node, 1), start(node, 2, KVSHM_FAULT=fault)
-    results = finish([good, faulty])
+    good = start(node, 1, "--peers", "0", "--loads", "0")
+    result(good)
+    results = finish([good, start(node, 2, KVSHM_FAULT=fault)])
     assert results[1]["counters"]["mismatched"] > 0
     assert results[1]["wrong"] == 0
 
