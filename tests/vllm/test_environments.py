@@ -1,0 +1,250 @@
+"""Ways in which people start vLLM, and places where it cannot share but has to serve."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from local_node import Engine, EngineSpec, clean_environment, wait_until
+from sharing_node import BLOCK_SIZE
+from vllm import plugins
+
+from kvshm.errors import SegmentError
+from kvshm.index_reader import ReplicaReader
+from kvshm.records import RowState
+from kvshm.segment import INDEX_KIND, list_segments, owner_of
+
+from .engines import MAX_STARTS, SharedNode
+from .oracle import Prompt, prompts, shareable
+from .scheduling import BLOCK_SIZE as SMALL_BLOCK
+from .scheduling import DrivenEngine, vllm_config
+
+# -- without an engine
+
+
+@pytest.mark.parametrize(
+    ("named", "loaded"), [(None, True), ("kvshm", True), ("lora_resolver", False), ("", False)]
+)
+def test_vllm_loads_the_plugin_unless_vllm_plugins_leaves_it_out(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, loaded: bool
+) -> None:
+    """Left out, nothing of kvshm is imported by vLLM, so nothing happens."""
+    monkeypatch.setenv("KVSHM_ENABLE", "1")
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if named is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", named)
+    assert ("kvshm" in plugins.load_plugins_by_group(plugins.DEFAULT_PLUGINS_GROUP)) == loaded
+
+
+@pytest.fixture
+def run_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
+    monkeypatch.setenv("KVSHM_RUN_DIR", str(run_dir))
+    monkeypatch.setenv("KVSHM_NAMESPACE", run_dir.name.lower())
+    monkeypatch.setenv("KVSHM_STRICT", "1")
+    yield run_dir
+    shutil.rmtree(run_dir)
+
+
+def serve(model: Path) -> DrivenEngine:
+    """Drive a scheduler that does not share through two requests of one prefix."""
+    engine = DrivenEngine(vllm_config(model), shares=False)
+    for name in ("one", "two"):
+        request = engine.add(name, list(range(1, 2 * SMALL_BLOCK + 3)))
+        for _ in range(20):
+            engine.step()
+        assert request.num_output_tokens == 4
+    return engine
+
+
+@pytest.mark.parametrize("trouble", ["owner", "link", "mode", "missing"])
+def test_a_run_directory_that_cannot_be_used_leaves_the_engine_unshared(
+    model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+) -> None:
+    place = run_dir / "run"
+    if trouble == "link":
+        place.symlink_to(run_dir)
+    elif trouble == "missing":
+        place = place / "deeper"
+    else:
+        place.mkdir(0o755 if trouble == "mode" else 0o700)
+    if trouble == "owner":
+        if os.geteuid():
+            pytest.skip("only root can give a directory away")
+        os.chown(place, 1, 1)
+    monkeypatch.setenv("KVSHM_RUN_DIR", str(place))
+    engine = serve(model)
+    assert engine.connector._scheduler is None
+    engine.close()
+
+
+def test_without_room_in_dev_shm_the_hooks_go_on_without_an_epoch(
+    model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def full(fd: int, offset: int, length: int) -> None:
+        asked.append(length)
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    engine = serve(model)
+    for _ in wait_until("the epoch is tried", 30):
+        if asked:
+            break
+    for _ in range(3):
+        engine.step()
+    assert engine.connector._scheduler.cache.table is None
+    assert not list_segments(run_dir.name.lower())
+    engine.close()
+
+
+# -- real engines
+
+
+@dataclass(frozen=True)
+class ServeSpec(EngineSpec):
+    """``vllm serve`` with two API servers in front of one engine."""
+
+    def command(self, port: int) -> list[str]:
+        serve = str(Path(__file__).with_name("serve.py"))
+        module = super().command(port)
+        return [sys.executable, serve, *module[module.index("--model") + 1 :]]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "arguments", ("--api-server-count", "2"))
+
+
+class Offline:
+    """A script that uses ``LLM()``, in a process group of its own."""
+
+    def __init__(self, node: SharedNode, model: Path, way: str) -> None:
+        SharedNode.starts.append(f"offline by {way}")
+        assert len(SharedNode.starts) <= MAX_STARTS, SharedNode.starts
+        environ = dict(node.environment)
+        if way == "argument":
+            del environ["KVSHM_ENABLE"]
+        machine = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        self.log = node.run_dir / f"offline-{way}.log"
+        script = str(Path(__file__).with_name("offline_engine.py"))
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, script, str(model), way],
+                env={**clean_environment(), **machine, **environ},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                process_group=0,
+            )
+        self.said()
+
+    def said(self) -> dict[str, Any]:
+        """Its next line that is ours: vLLM logs to the same place."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                said: dict[str, Any] = json.loads(line)
+                return said
+            with self.log.open("a") as log:
+                log.write(line)
+        raise AssertionError(f"ended:\n{self.log.read_text(errors='replace')[-6000:]}")
+
+    def complete(self, prompt: Sequence[int]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(list(prompt)) + "\n")
+        self.process.stdin.flush()
+        return self.said()
+
+    def end(self) -> int:
+        """Let the script end by itself; then make sure that nothing of it is left."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            return self.process.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[tuple[SharedNode, Engine]]:
+    with SharedNode() as node:
+        node.start_coordinator()
+        (engine,) = node.start_engines(ServeSpec("two-api-servers", model, core=0))
+        yield node, engine
+
+
+def entries_of_others(node: SharedNode, server: Engine) -> int:
+    """How many blocks the replicas of all but the server's know."""
+    entries, pids = 0, server.processes()
+    for name in list_segments(node.namespace):
+        with contextlib.suppress(SegmentError):
+            if name.kind == INDEX_KIND and owner_of(str(name)).pid not in pids:
+                with contextlib.closing(ReplicaReader.open(str(name))) as replica:
+                    live = (r.entries for r in replica.rows() if r.state is RowState.LIVE)
+                    entries += sum(live)
+    return entries
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_behind_two_api_servers_there_is_one_engine(server: tuple[SharedNode, Engine]) -> None:
+    node, engine = server
+    asked = list(prompts(4, seed=700))
+    with node.sharing(engine, sum(map(shareable, asked))):
+        first = [engine.complete(prompt) for prompt in asked]
+    again = [engine.complete(prompt) for prompt in asked]
+    assert [len(answer.tokens) for answer in first + again] == [16] * 8
+    assert len(node.owned(engine)) == 2  # one table, one replica: API servers have none
+    assert "2 API server" in engine.log() or "ApiServer_1" in engine.log()
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("way", ["environment", "argument"])
+def test_offline_vllm_shares_either_way_it_is_enabled(
+    server: tuple[SharedNode, Engine], model: Path, way: str
+) -> None:
+    node, engine = server
+    prompt: Prompt = next(prompts(1, seed=710 + len(way)))
+    offline = Offline(node, model, way)
+    try:
+        with node.sharing(engine, shareable(prompt)):
+            engine.complete(prompt)
+        shown = len(node.shown(engine))
+        for _ in wait_until("the script knows what the server shows", 30):
+            if entries_of_others(node, engine) >= shown:
+                break
+        answer = offline.complete(prompt)
+    finally:
+        status = offline.end()
+    assert status == 0
+    assert answer["cached"] == shareable(prompt) * BLOCK_SIZE
+    assert tuple(answer["tokens"]) == engine.complete(prompt).tokens
+    for _ in wait_until("nothing of the script is left", 30):
+        if len(node.segments()) == len(node.owned(engine)) + 1:  # the lease table
+            break
