@@ -16,9 +16,15 @@ pids=()
 # A run directory and a namespace of our own: nothing here meets engines that run already.
 export KVSHM_RUN_DIR=$work/run KVSHM_NAMESPACE=two-engines-$$
 
+stop() {
+    for pid in "$@"; do kill "$pid" 2>/dev/null || true; done
+    for pid in "$@"; do wait "$pid" || true; done
+}
+
+# The coordinator goes last: it removes what the engines leave in shared memory.
 cleanup() {
-    for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
-    for pid in "${pids[@]}"; do wait "$pid" || true; done
+    stop "${pids[@]:1}"
+    stop "${pids[@]:0:1}"
     rm -rf "$work"
 }
 trap cleanup EXIT
