@@ -165,7 +165,7 @@ static void *run_importer(void *argument)
 {
     importer *self = argument;
     uint64_t seed = (uint64_t)self->number;
-    while (self->race->clashes < CLASHES) {
+    while (self->race->clashes < CLASHES || !self->race->delivered) {
         kvshm_record record;
         uint32_t next = below(&seed, BLOCKS);
         if (kvshm_scan(self->race->table, &next, &record, 1) == 1)

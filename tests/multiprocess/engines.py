@@ -14,6 +14,10 @@ _SCRIPT = Path(__file__).parent / "fake_engine.py"
 PYTHON = (sys.executable,)
 
 
+ANSWERS = {"leased", "errors", "forked"}
+"""What a fake engine says because it was told to do something."""
+
+
 class FakeEngine:
     """One fake engine in a process of its own."""
 
@@ -45,12 +49,13 @@ class FakeEngine:
         return self.heard("joined", since)
 
     def do(self, what: str, **how: Any) -> dict[str, Any]:
-        """Give an order and wait until it was obeyed; return what it said first."""
+        """Give an order and wait until it was obeyed; return its answer, or that it was done."""
         since = self.mark()
         self.process.say(json.dumps({"do": what, **how}))
-        self.heard("done", since, what=what)
-        line: dict[str, Any] = json.loads(self.process.wait_out(lambda _: True, since))
-        return line
+        done = self.heard("done", since, what=what)
+        # What other engines do meanwhile is heard in between.
+        said = [json.loads(line) for line in self.process.out.matching(lambda _: True, since)]
+        return next((line for line in said if line["event"] in ANSWERS), done)
 
     def mark(self) -> int:
         """The place up to which it has been heard: ``since`` for what comes later."""

@@ -51,11 +51,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arm(replica: index.Replica, stage: str) -> None:
+def arm(stage: str) -> None:
     """Die while the index grows: before the larger one is announced, or right after."""
     if stage == "filled":
-        refill = replica._refill
-        replica._refill = lambda larger: (refill(larger), die())
+        copy = index._native.index_copy
+        index._native.index_copy = lambda *segments: (copy(*segments), die())
     else:
         index.Segment.unlink = lambda _: die()
 
@@ -72,7 +72,7 @@ def main(namespace: str) -> None:
             print("churning", flush=True)
             print(churn(replica), flush=True)
         elif order == "die":
-            arm(replica, argument)
+            arm(argument)
             replica.apply(0, records(range(replica.capacity), 1))
 
 
