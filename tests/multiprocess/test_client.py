@@ -60,9 +60,9 @@ def test_killed_and_restarted_coordinator_costs_nothing(node: Node) -> None:
     b.heard("engine_joined", name="a")
     a.do("publish", blocks=[1])
     b.heard("engine_events", blocks=[1])
+    marks = [a.mark(), b.mark()]
     first.kill()
     a.do("publish", blocks=[2])  # sent to nobody
-    marks = [a.mark(), b.mark()]
     node.coordinator()
     again = [e.joined(mark)["bit"] for e, mark in zip((a, b), marks, strict=True)]
     assert again == bits
