@@ -74,7 +74,9 @@ def test_killed_and_restarted_coordinator_costs_nothing(node: Node) -> None:
     a.do("publish", blocks=[3])
     b.heard("engine_events", marks[1], blocks=[1, 2, 3])
     counted = SlotTable.open(a.started["table"]).counters.snapshot()
-    assert counted["events_sent"] >= 2  # zmq may have taken what was sent to nobody
+    # A batch that met no coordinator, or one that had yet to answer the join, was dropped; b
+    # heard of its blocks all the same, by looking into a's table.
+    assert counted["events_sent"] >= 1
     assert counted["events_sent"] + counted["events_dropped"] == 3
     assert not a.all_heard("engine_gone") + b.all_heard("engine_gone")
 
