@@ -23,8 +23,8 @@ from measurement import percentiles, report
 from sharing_node import BLOCK_SIZE, SharingNode, observe
 from tiny_model import write_model
 
-Steps = Mapping[str, tuple[int, int]]
-"""Number of the step -> nanoseconds of the step, nanoseconds of them in kvshm."""
+Steps = Mapping[str, tuple[int, int, int]]
+"""Number of the step -> nanoseconds of the step, of them in kvshm, of those computing."""
 VOCABULARY = 1500
 PREFIX_TOKENS, TAIL_TOKENS, DECODED_TOKENS = 512, 200, 64
 NUM_BLOCKS = 192
@@ -40,7 +40,8 @@ def timed_spec(model: Path, directory: Path) -> EngineSpec:
         "BENCH_HOOKS_DIRECTORY": str(directory),
         "PYTHONPATH": str(Path(__file__).parent),
     }
-    arguments = ("--kv-transfer-config", json.dumps(transfer))
+    # Without time to shut down, vLLM kills its processes before they could write anything.
+    arguments = ("--kv-transfer-config", json.dumps(transfer), "--shutdown-timeout", "30")
     return EngineSpec("timed", model, 1, NUM_BLOCKS, arguments, settings)
 
 
@@ -61,14 +62,24 @@ def load(node: SharingNode, a: Engine, b: Engine, requests: int, clients: int) -
 
 
 def shares(scheduler: Steps, worker: Steps) -> dict[str, list[float]]:
-    """Return, per step, the share of its time spent in kvshm's hooks, in percent."""
-    common = [step for step in worker if step in scheduler]
-    both = [(worker[s][0], scheduler[s][1], worker[s][1]) for s in common]
+    """Return, per step, the share of its time spent in kvshm's hooks, in percent.  ``hooks``
+    counts what a clock on the wall says, ``computing`` leaves out what other processes took."""
+    both = [(scheduler[s], worker[s]) for s in worker if s in scheduler]
     return {
-        "step_ms": [total / 1e6 for total, _, _ in both],
-        "scheduler_percent": [100 * mine / total for total, mine, _ in both],
-        "worker_percent": [100 * mine / total for total, _, mine in both],
-        "hooks_percent": [100 * (one + two) / total for total, one, two in both],
+        "step_ms": [two[0] / 1e6 for _, two in both],
+        "scheduler_percent": [100 * one[1] / two[0] for one, two in both],
+        "worker_percent": [100 * two[1] / two[0] for _, two in both],
+        "hooks_percent": [100 * (one[1] + two[1]) / two[0] for one, two in both],
+        "computing_percent": [100 * (one[2] + two[2]) / two[0] for one, two in both],
+    }
+
+
+def costliest(methods: Mapping[str, tuple[int, int, int]]) -> dict[str, str]:
+    """Return the five hooks that took most of the time: calls, mean and longest."""
+    top = sorted(methods.items(), key=lambda item: -item[1][1])[:5]
+    return {
+        name: f"{calls} calls, mean {total / calls / 1000:.1f} us, longest {longest / 1000:.0f} us"
+        for name, (calls, total, longest) in top
     }
 
 
@@ -89,8 +100,10 @@ def main() -> None:
         b.stop()
         sides = ("scheduler", "worker")
         found = [json.loads((node.run_dir / f"{side}.json").read_text()) for side in sides]
-    measured = {name: percentiles(values) for name, values in shares(*found).items()}
-    report("hooks", imported_blocks=imported, **measured)
+    scheduler, worker = (side["steps"] for side in found)
+    measured = {name: percentiles(values) for name, values in shares(scheduler, worker).items()}
+    methods = {side: costliest(each["methods"]) for side, each in zip(sides, found, strict=True)}
+    report("hooks", imported_blocks=imported, **measured, costliest=methods)
 
 
 if __name__ == "__main__":

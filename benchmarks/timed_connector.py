@@ -31,46 +31,54 @@ class TimedConnector(KvshmConnector):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         self.role_name = role.name.lower()
-        self.spent = 0
         self.depth = 0
         self.began = 0
-        self.steps: dict[int, tuple[int, int]] = {}
-        """Number of the step -> (nanoseconds of the step, nanoseconds of them in kvshm)."""
+        self.spent, self.computed = 0, 0
+        self.steps: dict[int, tuple[int, int, int]] = {}
+        """Number of the step -> nanoseconds of the step, of them in kvshm, of those computing."""
+        self.methods: dict[str, list[int]] = {}
+        """Name of the method -> calls, nanoseconds in all of them, of the longest one."""
         super().__init__(vllm_config, role, kv_cache_config)
-        self.spent = 0
+        self.spent, self.computed = 0, 0
+
+    def called(self, name: str, spent: int, computed: int) -> None:
+        """Note one call of a hook."""
+        self.spent += spent
+        self.computed += computed
+        calls = self.methods.setdefault(name, [0, 0, 0])
+        calls[:] = calls[0] + 1, calls[1] + spent, max(calls[2], spent)
 
     def step_over(self, step: int, now: int) -> None:
         """Note one step; an idle one has number 0 and does not count."""
         if step:
-            self.steps[step] = (now - self.began, self.spent)
-        self.spent = 0
+            self.steps[step] = (now - self.began, self.spent, self.computed)
+        self.began, self.spent, self.computed = now, 0, 0
 
     def write(self) -> None:
         """Write what was counted."""
         path = Path(os.environ[DIRECTORY]) / f"{self.role_name}.json"
-        path.write_text(json.dumps(self.steps))
+        path.write_text(json.dumps({"steps": self.steps, "methods": self.methods}))
 
 
 def _timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def timed(self: TimedConnector, *args: Any, **kwargs: Any) -> Any:
-        begin = time.perf_counter_ns()
+        begin, cpu = time.perf_counter_ns(), time.thread_time_ns()
         if name == STEP_BEGINS:
-            self.began, self.spent = begin, 0
+            self.began, self.spent, self.computed = begin, 0, 0
             self.bound_step = args[0].step
         self.depth += 1
         try:
             result = method(self, *args, **kwargs)
         finally:
             self.depth -= 1
-            end = time.perf_counter_ns()
+            computed, end = time.thread_time_ns() - cpu, time.perf_counter_ns()
             if not self.depth:  # a hook that calls another one is counted once
-                self.spent += end - begin
+                self.called(name, end - begin, computed)
         if name == STEP_ENDS:
             self.step_over(self.bound_step, end)
         elif name == STEP_BUILT:
             self.step_over(result.step, end)
-            self.began = end
         elif name == "shutdown":
             self.write()
         return result
