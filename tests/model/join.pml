@@ -13,7 +13,7 @@
  * Configurations:
  *   RESTART  epoch 1 is a new life of the engine of epoch 0, which dies
  *   PAIR     epochs 0 and 1 are two engines
- *   COORD    one engine; the coordinator is restarted
+ *   COORD    one engine, which may die (KILL); the coordinator is restarted
  *   ONE      one engine; the receiver's scheduler drops an entry whose lease failed; each
  *            resynchronisation must have a cause
  *
@@ -352,7 +352,7 @@ proctype World() {
               down?<what, c, s, who, r, kind, g>;
               faults--; down!what, c, s, who, r, kind, g;               /* doubled */
               what = 0; c = 0; s = 0; who = 0; r = 0; kind = 0; g = 0 }
-#if CONFIG == RESTART
+#if CONFIG == RESTART || defined(KILL)
   :: !killed && begun[0] -> killed = true; dead[0] = true
 #endif
 #if CONFIG == COORD
