@@ -29,7 +29,7 @@ demo: $(ENGINE) $(KVSHM) ## two vLLM engines share prefixes; BREAK=1 ships a fau
 	$(PYTHON) examples/demo.py $(if $(BREAK),--break)
 
 test: $(ENGINE) $(KVSHM) ## all tests, cheap ones first; FAST=1 leaves out those that start engines
-	$(PYTHON) -m pytest $(if $(FAST),-m "not vllm") tests
+	$(PYTHON) -m pytest -rs $(if $(FAST),-m "not vllm") tests
 
 check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 	$(PYTHON) -m ruff check .
