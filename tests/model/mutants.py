@@ -63,12 +63,10 @@ MUTANTS = (
     Case("SCHEDULER_RELEASES", "slots", "MUTUAL", "schedulers give leases back, and wait without "
          "a budget", "", "waits_for_ever"),
     # slots: the coordinator's side
-    Case("HANDED_ON_BEFORE_SWEEP", "slots", "BITS", "the bit is handed on before the sweep",
+    Case("BIT_BEFORE_SWEEP", "slots", "BITS", "the bit is handed on before the sweep", "STEPS=1",
+         "living_lease_cleared"),
+    Case("SWEEP_AT_FIRST_DEATH", "slots", "BITS", "swept and freed at the death of one process",
          "STEPS=1", "living_lease_cleared"),
-    Case("HANDED_ON_AT_FIRST_DEATH", "slots", "BITS", "... when one of two processes is dead",
-         "STEPS=1", "living_lease_cleared"),
-    Case("SWEPT_ONCE", "slots", "BITS", "no second sweep when the last process is dead",
-         "STEPS=1", "lease_leaked"),
     Case("SUSPECTED_IS_DEAD", "slots", "BITS", "a suspected importer is treated as dead",
          "STEPS=1", "living_lease_cleared"),
     # join
@@ -106,12 +104,11 @@ MUTANTS = (
     Case("FREED_BEFORE_SWEEP", "bits", "", "a bit is freed, then swept", "", "lease_leaked"),
     Case("FREED_UNSWEPT", "bits", "", "a dead owner's bit is freed without a sweep", "",
          "lease_leaked"),
-    Case("SWEPT_AT_LEAVE", "bits", "", "a departure sweeps the bit, whose process begins "
-         "another epoch", "",
+    Case("SWEPT_AT_LEAVE", "bits", "", "a departure sweeps the bit of a living process", "",
          "living_lease_cleared"),
     Case("FREED_AT_LEAVE", "bits", "", "a departure frees the bit", "", "bit_shared"),
-    Case("CORE_ALONE_COUNTS", "bits", "", "freed when EngineCore is dead, while its rank lives",
-         "", "bit_shared"),
+    Case("CORE_ALONE_COUNTS", "bits", "", "swept when EngineCore is dead, while its rank lives",
+         "", "living_lease_cleared"),
     Case("OWNERS_ONLY_SUSPECTED", "bits", "", "a suspected owner is treated as dead", "",
          "living_lease_cleared"),
 )  # fmt: skip

@@ -13,7 +13,7 @@
  *   SHARE   one exporter; two loads of one importer share bit 0, another importer has bit 1,
  *           or imports without a lease; one importer may stop for ever while it holds a lease
  *   BITS    an importer of two processes (EngineCore, rank) which die or are only suspected;
- *           the coordinator sweeps its bit and hands it on to another importer
+ *           the coordinator sweeps its bit and hands it to a third importer
  *   LIVES   the exporter dies anywhere and is started again: new table, new memory
  *   RANKS   two ranks on both sides: a life word each, the last rank releases the lease
  *   RESET   pool reset: new table (epoch) over the same memory; the importer's own epoch ends
@@ -118,44 +118,29 @@ proctype Fate() {
   fi
 }
 
-/* With the first of its processes to die an importer's epoch has ended: its leases are cleared,
- * for what it still copies is discarded.  But the others may lease and release until they are
- * dead, too: then the bit is swept again, and handed on. */
-inline sweep() {
+/* The bit is free when every process of its owner is known dead and every table swept. */
+proctype Coordinator() {
+#ifdef BIT_BEFORE_SWEEP
+  loads++; run Load(2, 0);
+#endif
+end_alive:
+#if defined(SUSPECTED_IS_DEAD)
+  skip;
+#elif defined(SWEEP_AT_FIRST_DEATH)
+  (core_dead || rank_dead);
+#else
+  (core_dead && rank_dead);
+#endif
   atomic {
-    living_lease_cleared = ((SLOT(0, 0).leases & 1) &&
-                            (HOLDER(0, 0, 0) != 1 || !(core_dead || rank_dead)));
+    living_lease_cleared = ((SLOT(0, 0).leases & 1) && (HOLDER(0, 0, 0) != 1 || !core_dead || !rank_dead));
     assert(!living_lease_cleared);
     SLOT(0, 0).leases = SLOT(0, 0).leases & ~1;
-    HOLDER(0, 0, 0) = 0
+    HOLDER(0, 0, 0) = 0;
+    swept = true
+#ifndef BIT_BEFORE_SWEEP
+    ; loads++; run Load(2, 0)
+#endif
   }
-}
-
-inline hand_on() { atomic { swept = true; loads++; run Load(2, 0) } }
-
-proctype Coordinator() {
-end_alive:
-#ifdef SUSPECTED_IS_DEAD
-  skip;
-#else
-  (core_dead || rank_dead);
-#endif
-#if defined(HANDED_ON_BEFORE_SWEEP)
-  (core_dead && rank_dead);
-  hand_on();
-  sweep()
-#elif defined(HANDED_ON_AT_FIRST_DEATH) || defined(SUSPECTED_IS_DEAD)
-  sweep();
-  hand_on()
-#else
-  sweep();
-end_half_dead:
-  (core_dead && rank_dead);
-#ifndef SWEPT_ONCE
-  sweep();
-#endif
-  hand_on()
-#endif
 }
 #endif
 
