@@ -40,6 +40,11 @@ class FakeEngine:
         said: dict[str, Any] = json.loads(self.process.wait_out(wanted, since))
         return said
 
+    def knows(self, *blocks: int) -> None:
+        """Wait until it has exactly these blocks of somebody, by an event or, if that was
+        sent before its subscription was there, by a scan."""
+        self.process.wait_out(lambda line: json.loads(line).get("blocks") == list(blocks))
+
     def all_heard(self, event: str) -> list[dict[str, Any]]:
         lines = self.process.out.matching(lambda line: json.loads(line)["event"] == event)
         return [json.loads(line) for line in lines]

@@ -82,7 +82,7 @@ def test_one_pid_namespace_apart_from_the_hosts_is_as_good(node: Node) -> None:
     a, b = (FakeEngine(node, name, python=(*inside, sys.executable)) for name in "ab")
     a.heard("engine_joined", name="b")
     a.do("publish", blocks=[1])
-    assert b.heard("engine_events")["blocks"] == [1]
+    b.knows(1)
     for engine in (a, b):
         engine.end()
 
@@ -268,8 +268,8 @@ def test_no_event_crosses_from_one_model_to_the_other(node: Node) -> None:
         for first, (one, two) in zip((10, 20), pairs, strict=True):
             one.do("publish", blocks=[first])
             two.do("publish", blocks=[first + 1])
-            assert two.heard("engine_events")["blocks"] == [first]
-            assert one.heard("engine_events")["blocks"] == [first + 1]
+            two.knows(first)
+            one.knows(first + 1)
         epochs = [{engine.joined()["epoch"] for engine in pair} for pair in pairs]
         for own, pair in zip(epochs, pairs, strict=True):
             for engine in pair:
