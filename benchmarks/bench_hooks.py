@@ -5,8 +5,9 @@
 Engine B runs with a stopwatch around every method of the connector (timed_connector.py)
 while several clients ask it at once; half of the prompts begin with a prefix that engine A
 has, so B computes, imports, decodes, publishes and reuses blocks.  Step time is the worker's,
-from binding a step's metadata to clearing it: shorter than the step as a whole, so the
-share is, if anything, too large.  The model is tiny; a real one's steps are longer.
+from binding a step's metadata to clearing it: shorter than the cycle of the scheduler, from
+one step built to the next, so that share is, if anything, too large.  The model is tiny; a
+real one's steps are longer.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ def shares(scheduler: Steps, worker: Steps) -> dict[str, list[float]]:
         "scheduler_percent": [100 * one[1] / two[0] for one, two in both],
         "worker_percent": [100 * two[1] / two[0] for _, two in both],
         "hooks_percent": [100 * (one[1] + two[1]) / two[0] for one, two in both],
+        "hooks_percent_of_cycle": [100 * (one[1] + two[1]) / one[0] for one, two in both],
         "computing_percent": [100 * (one[2] + two[2]) / two[0] for one, two in both],
     }
 

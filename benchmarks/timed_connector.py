@@ -1,4 +1,4 @@
-"""KvshmConnector with a stopwatch around each of its methods; vLLM loads it by its path.
+"""KvshmConnector with a stopwatch around each method of its own; vLLM loads it by its path.
 
 A step runs, on the scheduler's side, from one ``build_connector_meta`` to the next, and on
 the worker's side from ``bind_connector_metadata`` to ``clear_connector_metadata``.  Both are
@@ -24,6 +24,8 @@ DIRECTORY = "BENCH_HOOKS_DIRECTORY"
 STEP_BEGINS = "bind_connector_metadata"
 STEP_ENDS = "clear_connector_metadata"
 STEP_BUILT = "build_connector_meta"
+EMPTY = ("save_kv_layer", "wait_for_layer_load")
+"""Called for every layer and empty: a stopwatch would measure itself."""
 
 
 class TimedConnector(KvshmConnector):
@@ -87,10 +89,10 @@ def _timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _instrument() -> None:
-    """Wrap every public method of the connector, inherited ones as well."""
-    for name in dir(KvshmConnector):
-        method = inspect.getattr_static(KvshmConnector, name)
-        if inspect.isfunction(method) and not name.startswith("_"):
+    """Wrap every method that KvshmConnector itself has, and the two that mark a step."""
+    inherited = {STEP_ENDS: KvshmConnector.clear_connector_metadata}
+    for name, method in {**inherited, **vars(KvshmConnector)}.items():
+        if inspect.isfunction(method) and not name.startswith("_") and name not in EMPTY:
             setattr(TimedConnector, name, _timed(name, method))
 
 

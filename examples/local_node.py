@@ -227,9 +227,10 @@ class Node:
         }
 
     def start_coordinator(self) -> None:
-        """Start the coordinator; engines find it by themselves, whenever it is there."""
+        """Start the coordinator and wait until it serves; engines find it by themselves."""
         command = [sys.executable, "-m", "kvshm.coordinator", "--run-dir", str(self.run_dir)]
         with self.coordinator_log.open("ab") as log:
+            before = log.tell()
             self.coordinator = subprocess.Popen(
                 [*command, "--namespace", self.namespace],
                 env=clean_environment(),
@@ -237,6 +238,10 @@ class Node:
                 stderr=subprocess.STDOUT,
                 process_group=0,
             )
+        # Before it serves, a signal would end it without the clearing up that it owes.
+        for _ in wait_until("the coordinator serves", STOP_TIMEOUT_S):
+            if b"event=serving" in self.coordinator_log.read_bytes()[before:]:
+                break
 
     def end_coordinator(self, number: int = signal.SIGTERM) -> int:
         """End the coordinator with a signal and return its exit status."""
