@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -111,7 +113,26 @@ def test_wheel_works_with_its_base_requirements_alone(python: Path, work: Path) 
     assert run(python, "-c", found, cwd=work).strip() == "[]"
     version = run(python.with_name("kvshm-coordinator"), "--version", cwd=work).split()[-1]
     assert run(python, "-c", "import kvshm; print(kvshm.__version__)", cwd=work).strip() == version
-    assert "{" in run(python, "-m", "kvshm.tools.dump_index", "--json", cwd=work)
+
+
+def test_wheel_alone_runs_the_coordinator_and_the_tools(python: Path, work: Path) -> None:
+    run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
+    place = ("--namespace", run_dir.name.lower())
+    coordinator = subprocess.Popen(
+        [python.with_name("kvshm-coordinator"), "--run-dir", run_dir, *place],
+        stderr=subprocess.PIPE, text=True, cwd=work,
+    )  # fmt: skip
+    try:
+        assert coordinator.stderr is not None
+        assert any("event=serving" in line for line in coordinator.stderr)
+        dump = json.loads(run(python, "-m", "kvshm.tools.dump_index", "--json", *place, cwd=work))
+        (space,) = dump["namespaces"]
+        assert space["lease_table"]["coordinator"] == {"pid": coordinator.pid, "alive": True}
+    finally:
+        coordinator.terminate()
+        coordinator.communicate()
+        shutil.rmtree(run_dir)
+    assert coordinator.returncode == 0
 
 
 def test_wheel_changes_nothing_that_is_installed(python: Path, wheel: Path, work: Path) -> None:
