@@ -87,6 +87,10 @@ class Exporter:
         self._owners.clear()
         self._generations = [g + 1 for g in self._generations]
 
+    def forget_steps(self) -> None:
+        """What steps under way compute is not to be trusted: they leave no marks."""
+        self._steps.clear()
+
     def step_built(self, number: int, writes: Iterable[Written]) -> list[BlockId]:
         """A step is about to be dispatched; returns the blocks it completes."""
         tags: list[_Tag] = []

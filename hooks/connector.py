@@ -237,6 +237,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.output(
                 connector_output.finished_recving or set(),
                 worker_meta if isinstance(worker_meta, RankReport) else None,
+                connector_output.invalid_block_ids,
             )
 
     @guarded(lambda self, request, ids: (False, None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -202,8 +202,14 @@ class SchedulerSide:
             block, completed = blocks[index].block_id, shares and index < complete
             yield Written(block, index, request.block_hashes, completed)
 
-    def output(self, finished: set[str], report: RankReport | None) -> None:
-        """A step's output has arrived."""
+    def output(
+        self, finished: set[str], report: RankReport | None, invalid: Set[int] = frozenset()
+    ) -> None:
+        """A step's output has arrived.  ``invalid``: blocks that loads failed to fill, those of
+        other connectors included (a MultiConnector holds several)."""
+        own = {block for load in report.loads for block in load.bad} if report else set()
+        if self.exporter is not None and (others := invalid - own):
+            self._others_load_failed(self.exporter, others)
         if report is not None:
             self.importer.reported(report.loads)
             if report.failed:
@@ -219,6 +225,19 @@ class SchedulerSide:
             if report is not None and report.step:
                 self.exporter.step_done(report.step)
             self.cache.flush()
+
+    def _others_load_failed(self, exporter: Exporter, invalid: Set[int]) -> None:
+        """Withdraw what was computed from blocks that another connector did not fill.
+
+        Such a load may belong to requests that run already: vLLM drops their tokens and
+        computes again in place, from the first bad block on, with the hashes left as they are.
+        """
+        exporter.forget_steps()
+        for request_id in self._requests:
+            blocks = [b.block_id for b in self._manager.get_blocks(request_id).blocks[0]]
+            bad = (index for index, block in enumerate(blocks) if block in invalid)
+            for block in blocks[next(bad, len(blocks)) :]:
+                exporter.block_changes(block)
 
     def _refuses(self, request_id: str) -> bool:
         request = self._requests.get(request_id)

@@ -231,6 +231,28 @@ def test_a_block_rewritten_in_place_is_withdrawn(engine: Make) -> None:
     assert e.ready() == set(blocks[:3])
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_what_was_computed_from_anothers_failed_load_is_not_readable(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    """In a MultiConnector another one may load into a request that runs already; vLLM hears
+    with the step's output that a block did not come, and computes again in place."""
+    e = engine(asynchronous=bool(ahead))
+    found = (2 * BLOCK_SIZE, False)
+    monkeypatch.setattr(e.connector, "get_num_new_matched_tokens", lambda *_: found)
+    monkeypatch.setattr(e.connector, "update_state_after_alloc", lambda *_: None)
+    e.add("a", prompt(5, tail=14), max_tokens=40)
+    under_way = [e.schedule() for _ in range(1 + ahead)]
+    blocks = e.blocks_of("a")
+    e.run(under_way.pop(0), invalid_block_ids={blocks[1]})
+    assert e.ready() == set()
+    if under_way:
+        e.run(under_way.pop(0))
+        assert e.ready() == set()
+    e.step()
+    assert e.ready() == set(blocks[1:5])
+
+
 def test_a_lost_load_is_recomputed_and_not_tried_again(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
