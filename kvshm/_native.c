@@ -1,13 +1,15 @@
 /* Glue between Python and the core: module, arguments, words, sync points.
  *
- * Functions over many blocks run without the GIL; their buffers are held meanwhile.  What a
+ * Large batches of blocks run without the GIL; their buffers are held meanwhile.  What a
  * buffer must allow is stated by its format: w* is written, y* only read. */
 
 #include "_native.h"
 
+#include <errno.h>
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <unistd.h>
 
 typedef struct {
     PyObject *corrupt_segment;
@@ -281,6 +283,19 @@ static int native_clear(PyObject *module)
     return 0;
 }
 
+/* os.eventfd_write gives up the GIL, and the thread that is woken takes it at once. */
+static PyObject *native_wake(PyObject *module, PyObject *args)
+{
+    (void)module;
+    int fd;
+    if (!PyArg_ParseTuple(args, "i:wake", &fd))
+        return NULL;
+    uint64_t one = 1;
+    if (write(fd, &one, sizeof one) < 0 && errno != EAGAIN)
+        return PyErr_SetFromErrno(PyExc_OSError);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef word_methods[] = {
     {"load", native_load, METH_VARARGS, NULL},
     {"store", native_store, METH_VARARGS, NULL},
@@ -288,6 +303,7 @@ static PyMethodDef word_methods[] = {
     {"compare_exchange", native_compare_exchange, METH_VARARGS, NULL},
     {"mark_ready", native_mark_ready, METH_VARARGS, NULL},
     {"address", native_address, METH_VARARGS, NULL},
+    {"wake", native_wake, METH_VARARGS, NULL},
     {"arm_sync_point", native_arm_sync_point, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

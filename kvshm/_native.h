@@ -27,6 +27,22 @@ uint32_t *kvshm_copy_blocks_list(PyObject *sequence, size_t *count);
 
 PyObject *kvshm_list_of_blocks(const uint32_t *blocks, size_t count);
 
+/* The GIL is given up around large batches only.  Whoever gives it up must wait until another
+ * thread that took it lets go again, which takes longer than a small batch does: a scheduler
+ * would stand still in the middle of a step. */
+#define KVSHM_LARGE_BATCH 512
+
+static inline PyThreadState *without_gil(size_t count)
+{
+    return count >= KVSHM_LARGE_BATCH ? PyEval_SaveThread() : NULL;
+}
+
+static inline void with_gil(PyThreadState *saved)
+{
+    if (saved)
+        PyEval_RestoreThread(saved);
+}
+
 static inline PyObject *bytes_of(const void *data, size_t size)
 {
     return PyBytes_FromStringAndSize(data, (Py_ssize_t)size);

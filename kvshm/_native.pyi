@@ -2,10 +2,10 @@
 
 Every buffer is an mmap, bytearray, bytes or memoryview of contiguous bytes; a segment must be
 8-byte aligned and is given whole.  "records" are packed 48-byte records (kvshm/records.py).
-Functions over many records or blocks release the GIL.  All raise CorruptSegment if a header
-contradicts itself or the buffer's length, IndexError for a block, rank, bit, row or offset that
-does not exist, ValueError or TypeError for other bad arguments (BufferError or TypeError if a
-buffer that is written is read-only).  Nothing here blocks or waits.
+Large batches of records or blocks, scans and copies release the GIL.  All raise CorruptSegment
+if a header contradicts itself or the buffer's length, IndexError for a block, rank, bit, row or
+offset that does not exist, ValueError or TypeError for other bad arguments (BufferError or
+TypeError if a buffer that is written is read-only).  Nothing here blocks or waits.
 """
 
 from collections.abc import Sequence
@@ -114,6 +114,12 @@ def copy_blocks(
 ) -> int:
     """Copy blocks pairwise in all regions; returns how many.  A non-zero 4-byte ``stop`` ends it
     before the next block.  The addresses must stay mapped."""
+
+# -- threads
+
+def wake(fd: int, /) -> None:
+    """Add 1 to a non-blocking eventfd and keep the GIL: the thread that waits for it runs once
+    the caller waits itself, not in the middle of the caller's work.  Raises OSError."""
 
 # -- tests
 

@@ -19,10 +19,10 @@ static PyObject *native_index_apply(PyObject *module, PyObject *args)
     if (records) {
         kvshm_applied applied;
         int64_t status;
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *saved = without_gil(count);
         status = kvshm_index_apply(segment_of(&index), tombstones.buf, (uint64_t)tombstones.len,
                                    row, records, count, &applied);
-        Py_END_ALLOW_THREADS
+        with_gil(saved);
         result = status < 0 ? kvshm_raise(module, &index, status)
                             : Py_BuildValue("(KKKK)", (unsigned long long)applied.added,
                                             (unsigned long long)applied.removed,
@@ -125,9 +125,9 @@ static PyObject *native_index_lookup(PyObject *module, PyObject *args)
     uint8_t *owners = PyMem_Malloc(count + 1);
     if (wanted && records && owners) {
         int64_t length;
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *saved = without_gil(count);
         length = kvshm_index_lookup(segment_of(&index), wanted, count, rows, records, owners);
-        Py_END_ALLOW_THREADS
+        with_gil(saved);
         result = length < 0
                      ? kvshm_raise(module, &index, length)
                      : Py_BuildValue("(y#y#)", records, (Py_ssize_t)length * KVSHM_RECORD_BYTES,

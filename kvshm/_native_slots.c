@@ -33,9 +33,9 @@ static PyObject *native_publish(PyObject *module, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%zu records, but %zu parents", count, num_parents);
     } else if (parents) {
         int64_t status;
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *saved = without_gil(count);
         status = kvshm_publish(segment_of(&table), records, parents, count, published_ms);
-        Py_END_ALLOW_THREADS
+        with_gil(saved);
         result = status < 0
                      ? kvshm_raise(module, &table, status)
                      : bytes_of(records, keep_published(records, count) * sizeof *records);
@@ -60,9 +60,9 @@ static PyObject *native_retract(PyObject *module, PyObject *args)
     kvshm_record *out = draining ? PyMem_Malloc((count + 1) * sizeof *out) : NULL;
     if (out) {
         int64_t retracted;
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *saved = without_gil(count);
         retracted = kvshm_retract(segment_of(&table), blocks, count, out, draining, &num_draining);
-        Py_END_ALLOW_THREADS
+        with_gil(saved);
         result = retracted < 0
                      ? kvshm_raise(module, &table, retracted)
                      : Py_BuildValue("(y#N)", out, (Py_ssize_t)(retracted * KVSHM_RECORD_BYTES),
@@ -87,9 +87,9 @@ static PyObject *native_drain(PyObject *module, PyObject *args)
     uint32_t *blocks = kvshm_copy_blocks_list(sequence, &count);
     if (blocks) {
         int64_t waiting;
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *saved = without_gil(count);
         waiting = kvshm_drain(segment_of(&table), blocks, count, lame);
-        Py_END_ALLOW_THREADS
+        with_gil(saved);
         result = waiting < 0 ? kvshm_raise(module, &table, waiting)
                              : kvshm_list_of_blocks(blocks, (size_t)waiting);
     }
@@ -109,9 +109,9 @@ static PyObject *native_force(PyObject *module, PyObject *args)
     if (blocks) {
         int64_t forced;
         uint32_t holders;
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *saved = without_gil(count);
         forced = kvshm_force(segment_of(&table), blocks, count, &holders);
-        Py_END_ALLOW_THREADS
+        with_gil(saved);
         result = forced < 0 ? kvshm_raise(module, &table, forced)
                             : Py_BuildValue("(LI)", (long long)forced, holders);
     }
@@ -152,9 +152,9 @@ static PyObject *native_lease(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "a lease needs a table that is mapped writable");
     } else if (taken) {
         int64_t length;
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *saved = without_gil(count);
         length = kvshm_lease(segment_of(&table), epoch, bit, records, count, taken);
-        Py_END_ALLOW_THREADS
+        with_gil(saved);
         result = length < 0 ? kvshm_raise(module, &table, length)
                             : Py_BuildValue("(Ly#)", (long long)length, taken, (Py_ssize_t)count);
     } else if (records)
@@ -181,9 +181,9 @@ static PyObject *native_release(PyObject *module, PyObject *args)
         PyErr_Format(PyExc_ValueError, "%zu records, but taken has %zd bytes", count, num_taken);
     } else if (records) {
         int64_t released;
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *saved = without_gil(count);
         released = kvshm_release(segment_of(&table), bit, records, count, (const uint8_t *)taken);
-        Py_END_ALLOW_THREADS
+        with_gil(saved);
         result =
             released < 0 ? kvshm_raise(module, &table, released) : PyLong_FromLongLong(released);
     }
@@ -206,9 +206,9 @@ static PyObject *native_recheck(PyObject *module, PyObject *args)
     uint8_t *good = records ? PyMem_Calloc(count + 1, 1) : NULL;
     if (good) {
         int64_t passed;
-        Py_BEGIN_ALLOW_THREADS
+        PyThreadState *saved = without_gil(count);
         passed = kvshm_recheck(segment_of(&table), epoch, rank, records, count, good);
-        Py_END_ALLOW_THREADS
+        with_gil(saved);
         result = passed < 0 ? kvshm_raise(module, &table, passed) : bytes_of(good, count);
     } else if (records)
         PyErr_NoMemory();

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from . import _native
 from .callbacks import Member
 from .forks import guard_forks
 from .log import logger
@@ -104,7 +105,7 @@ class CoordinatorClient:
 
     def _wake(self) -> None:
         if self._usable:
-            os.eventfd_write(self._wake_fd, 1)
+            _native.wake(self._wake_fd)
 
     def forget_in_child(self) -> None:
         """The sockets and the thread are the parent's (kvshm/forks.py)."""

@@ -1,0 +1,79 @@
+"""When the native module gives up the GIL: a scheduler must not stand still within a step."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvshm import _native
+
+from .test_native import make_table
+
+LARGE_BATCH = 512
+"""KVSHM_LARGE_BATCH in _native.h."""
+
+
+class Waiter:
+    """A thread that is woken through an eventfd, like the client's."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self.waits, self.ran = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._wait)
+        self.thread.start()
+        self.waits.wait()
+        # It may not have got there yet, but whatever it does now it needs the GIL for.
+
+    def _wait(self) -> None:
+        self.waits.set()
+        os.eventfd_read(self.fd)
+        self.ran.set()
+
+
+@pytest.fixture
+def waiter() -> Iterator[Waiter]:
+    """No thread is asked to give up the GIL while a test runs: it does so or it does not."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    waiter = Waiter()
+    yield waiter
+    sys.setswitchinterval(interval)
+    _native.wake(waiter.fd)
+    waiter.thread.join()
+    os.close(waiter.fd)
+
+
+def test_a_woken_thread_does_not_run_before_the_caller_waits(waiter: Waiter) -> None:
+    table = make_table()
+    for _ in range(10_000):
+        _native.wake(waiter.fd)
+        _native.retract(table, [0, 1, 2])
+    assert not waiter.ran.is_set()
+    assert waiter.ran.wait(10)
+
+
+def test_a_large_batch_lets_others_run(waiter: Waiter) -> None:
+    table = make_table()
+    _native.wake(waiter.fd)
+    for _ in range(10_000):
+        _native.retract(table, [0] * LARGE_BATCH)
+        if waiter.ran.is_set():
+            break
+    assert waiter.ran.is_set()
+
+
+def test_waking_a_thread_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        _native.wake(-1)
+
+
+def test_a_full_eventfd_is_woken_already() -> None:
+    fd = os.eventfd(0, os.EFD_NONBLOCK)
+    os.eventfd_write(fd, 2**64 - 2)
+    _native.wake(fd)
+    assert os.eventfd_read(fd) == 2**64 - 2
+    os.close(fd)
