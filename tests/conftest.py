@@ -11,6 +11,8 @@ import pytest
 from kvshm.errors import SegmentError
 from kvshm.segment import SegmentName, is_alive, list_segments, owner_of
 
+from .played_cuda import library
+
 ROOT = Path(__file__).parent
 ORDER = ("unit", "core", "conformance", "model", "multiprocess", "gpu", "vllm")
 """Folders by what their tests cost; single files of tests/ come before the last one."""
@@ -46,3 +48,11 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
     suspects = {s for s in now if s not in before and s.namespace not in busy}
     left = [str(s) for s in list_segments() if s in suspects]  # some may have gone meanwhile
     assert not left, f"left in shared memory: {left}"
+
+
+@pytest.fixture(scope="session")
+def played_cuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A CUDA driver library played in host memory, for the real cuda-bindings to call."""
+    if (reason := library.missing()) is not None:
+        pytest.skip(reason)
+    return library.build(tmp_path_factory.mktemp("cuda"))

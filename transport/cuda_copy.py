@@ -28,7 +28,6 @@ PROGRAMS = 64
 """How many programs the kernel has unless told otherwise."""
 ID_BYTES = 8
 MAX_TILES = 1 << 31
-TILE_BYTES = 16384
 _IDS_AT = 64
 """In a slot's host memory: the stop word, then the ids on a cache line of their own."""
 _SMALLEST_SLOT = 1024
@@ -116,13 +115,27 @@ class CopyEngine:
         """The model runs on ``compute`` from now on."""
         self._compute = compute
 
+    def prepare(self, way: Way) -> None:
+        """Do now what the first copy would otherwise do: compile the kernel, allocate a slot.
+        Blocks; on the thread that attaches, never the serving one."""
+        if way.route is Route.KERNEL:
+            self._driver.prepare_kernel(way.table)
+        if self._free or self._pending:
+            return
+        slot = _Slot(self._driver, _SMALLEST_SLOT)
+        with self._lock:
+            if not self._closed:
+                self._free.append(slot)
+                return
+        slot.free(self._driver)
+
     def begin(
         self, way: Way, source: Sequence[BlockId], target: Sequence[BlockId],
         ended: Callable[[], None],
     ) -> CudaCopy:  # fmt: skip
         """Enqueue a copy; ``ended`` is called once when nothing of it reads or writes any
         more.  Raises TransportError (also CudaError) with nothing enqueued that writes."""
-        if len(source) * len(way.table.rows) * (way.table.largest // TILE_BYTES + 1) >= MAX_TILES:
+        if len(source) * len(way.table.rows) * way.table.chunks >= MAX_TILES:
             raise TransportError(f"{len(source)} blocks are too many for one copy")
         with self._lock:
             if self._closed:

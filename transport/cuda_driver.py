@@ -16,6 +16,9 @@ from kvshm.errors import TransportError
 
 WORDS = (16, 4, 1)
 """Access widths of the kernel, in bytes, widest first."""
+TILE_BYTES = 16384
+"""What a program of the kernel moves in one step: 8 warps of 16-byte accesses, four of them in
+flight per thread."""
 
 
 class CudaError(TransportError):
@@ -44,16 +47,17 @@ class RegionTable:
 
     rows: tuple[Row, ...]
     address: int
+    word: int = field(init=False)
+    """The widest access that every fragment allows."""
+    chunks: int = field(init=False)
+    """Tiles of the largest fragment."""
 
-    @property
-    def word(self) -> int:
-        """The widest access that every fragment allows."""
+    def __post_init__(self) -> None:
         numbers = [number for row in self.rows for number in row]
-        return next(w for w in WORDS if all(number % w == 0 for number in numbers))
-
-    @property
-    def largest(self) -> int:
-        return max(row.block_bytes for row in self.rows)
+        word = next(w for w in WORDS if all(number % w == 0 for number in numbers))
+        object.__setattr__(self, "word", word)
+        largest = max(row.block_bytes for row in self.rows)
+        object.__setattr__(self, "chunks", -(-largest // TILE_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +199,10 @@ class Driver(Protocol):
     ) -> None:
         """All fragments by one launch of the kernel (cuda_kernel).  ``ids`` in device memory,
         ``stop`` in host memory."""
+        ...
+
+    def prepare_kernel(self, table: RegionTable) -> None:
+        """Make ready to launch the kernel for this table.  May take a second."""
         ...
 
     def new_event(self) -> Any: ...

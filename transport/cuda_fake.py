@@ -284,6 +284,8 @@ class FakeDriver:
 
     copy_loop = copy_batch
 
+    def prepare_kernel(self, table: RegionTable) -> None: ...
+
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
     ) -> None:

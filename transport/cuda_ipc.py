@@ -278,7 +278,13 @@ class CudaIpcTransport:
             route = self._prober.faster(rows[0], descriptor.regions[0].num_blocks, details.device)
         if self.fault == ZERO:
             rows = [row._replace(source=self._zeroed(), source_stride=0) for row in rows]
-        return Way(upload(self.driver, rows, self._prober.stream), route)
+        way = Way(upload(self.driver, rows, self._prober.stream), route)
+        try:
+            self.engine.prepare(way)
+        except BaseException:
+            self.driver.free(way.table.address)
+            raise
+        return way
 
     def _zeroed(self) -> int:
         """Device memory full of zeros, as long as the longest block of a region."""

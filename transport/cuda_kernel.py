@@ -1,6 +1,6 @@
 """The kernel that copies scattered blocks on one GPU: one launch, whatever the number of blocks.
 
-Imported only when a copy is launched: it needs triton, which torch with CUDA brings along.
+Imported only when it is compiled: that needs triton, which torch with CUDA brings along.
 Addresses come from a table of regions and a list of block ids, so that a copy of 1,000 blocks
 of 64 regions ships 8 KB of ids and no pointer per fragment::
 
@@ -15,12 +15,16 @@ a model that runs at the same time keeps its multiprocessors.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from .cuda_driver import TILE_BYTES, CudaError
 
 WARPS = 8
-TILE_BYTES = 16384
-"""Per program and step; 8 warps of 16-byte accesses, four of them in flight per thread."""
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -62,19 +66,24 @@ def _copy_kernel(  # type: ignore[no-untyped-def, unused-ignore]
         tl.store(writing + offsets, copied, mask=inside)
 
 
-def launch(
-    table: int, ids: int, stop: int, pairs: int, regions: int, *,
-    block_bytes: int, word: int, programs: int,
-) -> None:  # fmt: skip
-    """Enqueue the copy on torch's current stream.  ``block_bytes`` is the largest fragment;
-    every address, stride and fragment must be a multiple of ``word`` (16, 4 or 1) bytes.
-
-    Any thread, torch's current device being that of the addresses; does not block, except to
-    compile at the first call with a new ``word``.
-    """
-    tile = TILE_BYTES // min(word, 8)
-    chunks = -(-block_bytes // (tile * min(word, 8)))
-    grid = min(programs, pairs * regions * chunks)
-    _copy_kernel[(grid,)](
-        table, ids, stop, pairs, regions, chunks, WORD=word, TILE=tile, num_warps=WARPS
+def compile_for(capability: int, word: int) -> Any:
+    """Compile the kernel for GPUs of that compute capability (90: Hopper) and that width of
+    access; triton's CompiledKernel.  Its code takes the parameters of ``_copy_kernel`` in order
+    and then pointers to scratch memory that it does not use.  Needs no GPU.  Raises CudaError."""
+    types = {"table": "i64", "ids": "i64", "stop": "i64"}
+    types |= {"pairs": "i32", "regions": "i32", "chunks": "i32"}
+    source = ASTSource(
+        fn=_copy_kernel,
+        signature={**types, "WORD": "constexpr", "TILE": "constexpr"},
+        constexprs={"WORD": word, "TILE": TILE_BYTES // min(word, 8)},
     )
+    # Nothing here is a floating-point number; but unasked, triton warns of its default.
+    options = {"num_warps": WARPS, "enable_fp_fusion": True}
+    try:
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    except Exception as exc:  # triton has no error of its own for what a compiler may hit upon
+        raise CudaError("triton", f"the copy kernel does not compile: {exc}") from exc
+    metadata = compiled.metadata
+    if metadata.shared or getattr(metadata, "global_scratch_size", 0):
+        raise CudaError("triton", "the copy kernel wants memory of its own")
+    return compiled

@@ -2,8 +2,8 @@
 
 Imported only where a CUDA transport is made.  The driver API is used, not the runtime's: what
 it offers depends on the driver alone, and its errors do not stay behind for torch to find.
-torch is asked for three things: which stream a thread computes on, a stream that triton
-launches on, and arithmetic on long lists of addresses.
+torch is asked for two things: which stream a thread computes on, and arithmetic on long lists of
+addresses.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import ctypes
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from cuda.bindings import driver as cu
 
+from .cuda_calls import call as _call
+from .cuda_calls import copy_batch
 from .cuda_driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
+from .cuda_launch import Launcher
 
 IPC_HANDLE_BYTES = 64
 _PROCESS = uuid.uuid4().hex
@@ -30,27 +33,7 @@ _FABRIC = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _PORTABLE_AND_MAPPED = 3
 _NO_TIMING = 2
 _NON_BLOCKING = 1
-
-
-def _call(function: Any, *arguments: Any) -> Any:
-    """Call the driver; return its one value, if it has any.  Raises CudaError."""
-    code, *values = function(*arguments)
-    if code != cu.CUresult.CUDA_SUCCESS:
-        raise CudaError(function.__name__, code.name)
-    return values[0] if len(values) == 1 else tuple(values)
-
-
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: order of access to the source, two location hints, flags."""
-
-    _fields_ = (
-        ("src_access_order", ctypes.c_int),
-        ("hints", ctypes.c_int * 4),
-        ("flags", ctypes.c_uint),
-    )
-
-
-_STREAM_ORDER = 1
+_nothing = nullcontext()
 
 
 class NvidiaDriver:
@@ -62,7 +45,7 @@ class NvidiaDriver:
         self.ordinal = ordinal
         self._device = _call(cu.cuDeviceGet, ordinal)
         self._context = _call(cu.cuDevicePrimaryCtxRetain, self._device)
-        self._library = ctypes.CDLL("libcuda.so.1")
+        self._launcher = Launcher(self._device)
         self._of_thread = threading.local()
         with self._current():
             self._memory_stream = int(_call(cu.cuStreamCreate, _NON_BLOCKING))
@@ -81,14 +64,16 @@ class NvidiaDriver:
         function = getattr(cu, "cuDeviceGetUuid_v2", cu.cuDeviceGetUuid)
         return bytes(_call(function, device).bytes).hex()
 
-    @contextmanager
-    def _current(self, context: Any = None) -> Iterator[None]:
+    def _current(self, context: Any = None) -> AbstractContextManager[None]:
         """A helper thread has no context of its own; the serving thread has this one."""
         wanted = self._context if context is None else context
         if int(_call(cu.cuCtxGetCurrent)) == int(wanted):
-            yield
-            return
-        _call(cu.cuCtxPushCurrent, wanted)
+            return _nothing
+        return self._pushed(wanted)
+
+    @contextmanager
+    def _pushed(self, context: Any) -> Iterator[None]:
+        _call(cu.cuCtxPushCurrent, context)
         try:
             yield
         finally:
@@ -264,16 +249,16 @@ class NvidiaDriver:
     def new_stream(self) -> Stream:
         # Not one of torch's: those are handed out in turn and may be somebody else's too.
         with self._current():
-            handle = int(_call(cu.cuStreamCreate, _NON_BLOCKING))
-        return Stream(handle, torch.cuda.ExternalStream(handle, device=self.ordinal))
+            return Stream(int(_call(cu.cuStreamCreate, _NON_BLOCKING)))
 
     def free_stream(self, stream: Stream) -> None:
         with self._current():
             _call(cu.cuStreamDestroy, stream.handle)
 
     def compute_stream(self) -> Stream:
-        stream = torch.cuda.current_stream(self.ordinal)
-        return Stream(stream.cuda_stream, stream)
+        if not torch.cuda.is_initialized():
+            return Stream(0)  # nobody can have chosen another one yet
+        return Stream(int(torch.cuda.current_stream(self.ordinal).cuda_stream))
 
     def wait(self, stream: Stream, earlier: Stream) -> None:
         event = getattr(self._of_thread, "event", None)
@@ -290,21 +275,8 @@ class NvidiaDriver:
     def copy_batch(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
-        source, target, sizes = _fragments(table, sources, targets)
-        attributes, first = _Attributes(_STREAM_ORDER), ctypes.c_size_t(0)
-        arguments = [
-            target.data_ptr(), source.data_ptr(), sizes.data_ptr(), sizes.numel(),
-            ctypes.addressof(attributes), ctypes.addressof(first), 1,
-        ]  # fmt: skip
-        function = getattr(self._library, "cuMemcpyBatchAsync_v2", None)
-        if function is None:  # before CUDA 13: it also says which copy was wrong
-            function = self._library.cuMemcpyBatchAsync
-            failed = ctypes.c_size_t(0)
-            arguments.append(ctypes.addressof(failed))
         with self._current():
-            code = function(*(ctypes.c_size_t(a) for a in [*arguments, stream.handle]))
-        if code:
-            raise CudaError("cuMemcpyBatchAsync", cu.CUresult(code).name)
+            copy_batch(*_fragments(table, sources, targets), stream.handle)
 
     def copy_loop(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
@@ -314,16 +286,15 @@ class NvidiaDriver:
             for source, target, nbytes in zip(*columns, strict=True):
                 _call(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
 
+    def prepare_kernel(self, table: RegionTable) -> None:
+        with self._current():
+            self._launcher.prepare(table.word)
+
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
     ) -> None:
-        from .cuda_kernel import launch
-
-        with torch.cuda.stream(stream.owner):
-            launch(
-                table.address, ids, stop, pairs, len(table.rows),
-                block_bytes=table.largest, word=table.word, programs=programs,
-            )  # fmt: skip
+        with self._current():
+            self._launcher.launch(table, ids, stop, pairs, stream.handle, programs)
 
     def new_event(self) -> Any:
         with self._current():

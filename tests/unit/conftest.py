@@ -13,6 +13,7 @@ from kvshm.index import Replica
 from kvshm.peers import Peers
 
 from . import replicas
+from .cuda_ranks import Node
 from .exporters import OWN_EPOCH, Clock, Exporter, Make
 
 
@@ -69,3 +70,12 @@ def exporter(namespace: str) -> Iterator[Make]:
     yield make
     for one in made:
         one.end()
+
+
+@pytest.fixture
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
+    """Fake GPUs in one machine; what was made on them is closed when the test ends."""
+    made = Node(tmp_path_factory.mktemp("k"))
+    yield made
+    for rank in made.ranks:
+        rank.transport.close()

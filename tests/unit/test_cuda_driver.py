@@ -1,4 +1,5 @@
-"""What the transport relies on in a CUDA driver: the same tests over the fake and the real one."""
+"""What the transport relies on in a CUDA driver: the same tests over the fake and the real one,
+and over the real calls into a driver library that is played (tests/played_cuda)."""
 
 from __future__ import annotations
 
@@ -17,13 +18,25 @@ from kvshm.transport.cuda_ipc import current_driver
 from kvshm.transport.cuda_probe import upload
 
 
-@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["fake", "played", pytest.param("real", marks=pytest.mark.gpu)])
 def driver(request: pytest.FixtureRequest) -> Driver:
     if request.param == "fake":
         return FakeMachine().process()
+    if request.param == "played":
+        return played_driver(request)
     if (reason := no_gpu()) is not None:
         pytest.skip(reason)
     return current_driver()
+
+
+def played_driver(request: pytest.FixtureRequest) -> Driver:
+    """The real calls, ending in a library of ours: it comes first, for this whole process."""
+    if no_gpu() is None:
+        pytest.skip("this process has a real driver")
+    ctypes.CDLL(request.getfixturevalue("played_cuda"), ctypes.RTLD_GLOBAL)
+    from kvshm.transport.cuda_nvidia import NvidiaDriver
+
+    return NvidiaDriver(0)
 
 
 def read(driver: Driver, address: int, nbytes: int) -> bytes:

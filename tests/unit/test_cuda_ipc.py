@@ -1,80 +1,21 @@
-"""Handles, mappings, probes and routes of the CUDA transport, over fake processes and GPUs."""
+"""Handles, probes, routes and copies of the CUDA transport, over fake processes and GPUs."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.interfaces import CopyState, MemoryDescriptor
 from kvshm.terms import BlockId, Epoch
 from kvshm.transport.cuda_copy import Route
+from kvshm.transport.cuda_driver import CudaError
 from kvshm.transport.cuda_export import REMEDY, DeviceMemory
-from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
 from kvshm.transport.cuda_ipc import CudaIpcTransport
 
-BLOCK, COUNT = 256, 16
-NBYTES = BLOCK * COUNT
-REGIONS = [Region(0, BLOCK, BLOCK, COUNT)]
-EPOCH = Epoch(0xE1)
-
-
-@dataclass
-class Rank:
-    """A fake process with one cache."""
-
-    driver: FakeDriver
-    address: int
-    transport: CudaIpcTransport
-
-    @property
-    def cache(self) -> memoryview:
-        return self.driver.bytes_at(self.address, NBYTES)
-
-
-class Node:
-    def __init__(self, run_dir: Any) -> None:
-        self.machine = FakeMachine()
-        self.run_dir = run_dir
-        self.ranks: list[Rank] = []
-
-    def rank(
-        self, gpu: str = "gpu-0", kind: str = "ipc", driver: FakeDriver | None = None,
-        visible: tuple[str, ...] = (), **extra: Any,
-    ) -> Rank:  # fmt: skip
-        driver = driver or self.machine.process(gpu, visible)
-        address = driver.make(NBYTES, kind)
-        memory = DeviceMemory(address, NBYTES)
-        socket = f"{self.run_dir}/{len(self.ranks)}"
-        transport = CudaIpcTransport(memory, REGIONS, 0, socket, driver=driver, **extra)
-        rank = Rank(driver, address, transport)
-        rank.cache[:] = bytes([len(self.ranks) + 1]) * NBYTES
-        self.ranks.append(rank)
-        return rank
-
-
-@pytest.fixture
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
-    made = Node(tmp_path_factory.mktemp("k"))
-    yield made
-    for rank in made.ranks:
-        rank.transport.close()
-
-
-def copied(attachment: Any, pairs: int = 1) -> CopyState:
-    blocks = [BlockId(i) for i in range(pairs)]
-    return attachment.begin_copy(blocks, blocks).poll()
-
-
-def wire(descriptor: MemoryDescriptor) -> MemoryDescriptor:
-    """The descriptor as it arrives: through the roster's msgpack."""
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(descriptor), type=MemoryDescriptor)
-
+from .cuda_ranks import BLOCK, EPOCH, NBYTES, REGIONS, Node, copied, wire
 
 # -- ways to reach memory
 
@@ -126,102 +67,6 @@ def test_memory_nobody_can_export_is_refused_with_the_setting_to_change(node: No
         node.rank(kind="async").transport.export(EPOCH)
     assert REMEDY in str(caught.value)
     assert "expandable_segments" in REMEDY
-
-
-# -- mappings
-
-
-def test_an_allocation_is_opened_once_and_closed_with_its_last_user(node: Node) -> None:
-    one, two = node.rank(), node.rank()
-    descriptor = wire(one.transport.export(EPOCH))
-    attachments = [two.transport.attach(descriptor) for _ in range(3)]
-    assert node.machine.opens == 2
-    for attachment in attachments[:2]:
-        attachment.close()
-        attachment.close()
-    assert copied(attachments[2]) is CopyState.DONE
-    attachments[2].close()
-    two.transport._closer.close()
-    assert len(two.transport.mappings) == 0
-    assert_only_own_memory(two)
-
-
-def assert_only_own_memory(rank: Rank) -> None:
-    foreign = [
-        m for m in rank.driver.mapped.values() if m.allocation and m.allocation.owner != rank.driver
-    ]
-    assert foreign == []
-
-
-def settled(transport: CudaIpcTransport) -> None:
-    """What was handed to the closing thread so far is done."""
-    done = threading.Event()
-    transport._closer.submit(done.set)
-    assert done.wait(30)
-
-
-def test_a_mapping_outlives_copies_begun_before_the_close(node: Node) -> None:
-    one, two = node.rank(), node.rank()
-    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    stream = two.transport.engine.stream
-    first = attachment.begin_copy([BlockId(0)], [BlockId(0)])
-    stream.owner.run()
-    with two.driver.hold(stream):
-        second = attachment.begin_copy([BlockId(1)], [BlockId(1)])
-        attachment.close()
-        assert first.poll() is CopyState.DONE
-        settled(two.transport)
-        assert len(two.transport.mappings) == 2
-        assert second.poll() is CopyState.PENDING
-    assert second.poll() is CopyState.DONE
-    assert two.cache[BLOCK] == 1
-    settled(two.transport)
-    assert len(two.transport.mappings) == 0
-
-
-def test_many_attachments_leave_nothing_behind(node: Node) -> None:
-    one, two = node.rank(), node.rank()
-    descriptor = wire(one.transport.export(EPOCH))
-    for _ in range(1000):
-        two.transport.attach(descriptor).close()
-    two.transport._closer.close()
-    assert_only_own_memory(two)
-    assert len(two.driver.mapped) < 20
-
-
-def test_equal_handles_of_two_lives_are_never_confused(node: Node) -> None:
-    one, two = node.rank(), node.rank()
-    first = wire(one.transport.export(EPOCH))
-    attachment = two.transport.attach(first)
-    details = dict(first.details, life=first.details["life"] + 1)
-    reborn = msgspec.structs.replace(first, details=details)
-    with pytest.raises(TransportError, match="earlier life"):
-        two.transport.attach(reborn)
-    attachment.close()
-    two.transport._closer.close()
-    assert len(two.transport.mappings) == 0
-
-
-def test_another_epoch_of_unchanged_memory_uses_the_mapping_that_is_there(node: Node) -> None:
-    one, two = node.rank(), node.rank()
-    first = wire(one.transport.export(EPOCH))
-    two.transport.attach(first)
-    one.transport.export(Epoch(0))
-    second = wire(one.transport.export(Epoch(2)))
-    assert second.details == first.details
-    assert two.transport.attach(second).epoch == 2
-    assert node.machine.opens == 2
-
-
-def test_vmm_memory_described_anew_has_another_life(node: Node) -> None:
-    one, two = node.rank(kind="fd"), node.rank(kind="fd")
-    before = wire(one.transport.export(EPOCH))
-    one.transport.export(Epoch(0))
-    after = wire(one.transport.export(EPOCH))
-    assert after.details["life"] != before.details["life"]
-    with pytest.raises(StaleAttachment):
-        two.transport.attach(before)
-    assert copied(two.transport.attach(after)) is CopyState.DONE
 
 
 # -- the probe
@@ -371,3 +216,31 @@ def test_an_error_of_the_gpu_fails_the_copy_and_does_not_escape(node: Node) -> N
     assert copy.poll() is CopyState.FAILED
     two.driver.failing = False
     assert copy.poll() is CopyState.FAILED
+
+
+def test_a_driver_without_batched_copies_leaves_the_kernel(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node.rank("gpu-1"), node.rank("gpu-0")
+
+    def missing(*_: object) -> None:
+        raise CudaError("cuMemcpyBatchAsync", "not in this driver")
+
+    monkeypatch.setattr(two.driver, "copy_batch", missing)
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    assert attachment.route is Route.KERNEL
+    assert copied(attachment) is CopyState.DONE
+
+
+def test_what_a_first_copy_needs_is_there_when_a_peer_is_attached(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling and allocating would stop the model for as long."""
+    one, two = node.rank(), node.rank()
+    prepared: list[object] = []
+    monkeypatch.setattr(two.driver, "prepare_kernel", prepared.append)
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    assert attachment._way.table in prepared
+    monkeypatch.setattr(two.driver, "allocate", None)
+    monkeypatch.setattr(two.driver, "host_allocate", None)
+    assert copied(attachment) is CopyState.DONE

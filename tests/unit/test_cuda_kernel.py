@@ -18,7 +18,8 @@ INTERPRETED = """
 import json, random, sys
 from array import array
 from kvshm import _native
-from kvshm.transport.cuda_kernel import launch
+from kvshm.transport import cuda_kernel
+from kvshm.transport.cuda_driver import TILE_BYTES
 
 def run(word, nbytes, gap, programs, stop):
     stride, count = nbytes + gap, 12
@@ -30,8 +31,9 @@ def run(word, nbytes, gap, programs, stop):
     rows.extend([here, there, stride, stride, second])
     ids = array("q", [3, 1, 7, 3, 0, 5, 2, 9])
     flag = array("i", [stop] * 4)
-    launch(_native.address(rows), _native.address(ids), _native.address(flag), 4, 2,
-           block_bytes=nbytes, word=word, programs=programs)
+    cuda_kernel._copy_kernel[(programs,)](
+        _native.address(rows), _native.address(ids), _native.address(flag), 4, 2,
+        -(-nbytes // TILE_BYTES), WORD=word, TILE=TILE_BYTES // min(word, 8))
     wanted = bytearray(count * stride)
     for one, other in zip(ids[:4], ids[4:]) if not stop else ():
         wanted[other * stride : other * stride + nbytes] = packed[one * stride :][:nbytes]
@@ -41,21 +43,20 @@ print(json.dumps(run(*json.loads(sys.argv[1]))))
 """
 
 COMPILED = """
-import json, sys
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
+import json, re, sys
 from kvshm.transport import cuda_kernel
 
 word, arch = json.loads(sys.argv[1])
-types = dict(table="i64", ids="i64", stop="i64", pairs="i32", regions="i32", chunks="i32")
-source = ASTSource(
-    fn=cuda_kernel._copy_kernel,
-    signature={**types, "WORD": "constexpr", "TILE": "constexpr"},
-    constexprs={"WORD": word, "TILE": cuda_kernel.TILE_BYTES // min(word, 8)},
-)
-options = {"num_warps": cuda_kernel.WARPS}
-ptx = compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
-print(json.dumps([line.split()[0:2] for line in ptx.splitlines() if ".global" in line]))
+compiled = cuda_kernel.compile_for(arch, word)
+ptx = compiled.asm["ptx"]
+entry = re.search(r"[.]entry (\\w+)[(](.*?)[)]", ptx, re.DOTALL)
+print(json.dumps({
+    "name": [entry[1], compiled.metadata.name],
+    "parameters": re.findall(r"[.]param [.](\\w+)", entry[2]),
+    "threads": re.findall(r"[.](?:req|max)ntid (\\d+)", ptx),
+    "cubin": compiled.asm["cubin"][:4].hex(),
+    "moves": [line.split()[0:2] for line in ptx.splitlines() if ".global" in line],
+}))
 """
 
 
@@ -87,7 +88,23 @@ def test_a_stopped_kernel_writes_nothing(tmp_path: Path) -> None:
 def test_aligned_fragments_are_moved_16_bytes_at_a_time(tmp_path: Path) -> None:
     """Read off the code compiled for Hopper: the widest access there is, loads before stores."""
     found = answer(COMPILED, [16, 90], tmp_path)
-    assert isinstance(found, list)
-    moves = [" ".join(words) for words in found if "v2.b64" in " ".join(words)]
+    assert isinstance(found, dict)
+    moves = [" ".join(words) for words in found["moves"] if "v2.b64" in " ".join(words)]
     assert sum("ld.global.v2.b64" in move for move in moves) == 4
     assert sum("st.global.v2.b64" in move for move in moves) == 4
+
+
+@pytest.mark.parametrize(("word", "arch"), [(16, 80), (16, 90), (4, 90), (1, 90), (16, 100)])
+def test_the_machine_code_takes_what_the_launcher_gives(
+    word: int, arch: int, tmp_path: Path
+) -> None:
+    """Name, threads and parameters: the kernel's own, then scratch memories it does not use."""
+    found = answer(COMPILED, [word, arch], tmp_path)
+    assert isinstance(found, dict)
+    assert found["name"] == ["_copy_kernel"] * 2
+    assert found["cubin"] == b"\x7fELF".hex()
+    assert found["threads"] == ["256"]
+    own = ["u64"] * 3 + ["u32"] * 3
+    assert found["parameters"][: len(own)] == own
+    assert len(found["parameters"]) <= len(own) + 4
+    assert set(found["parameters"][len(own) :]) <= {"u64"}

@@ -1,0 +1,282 @@
+/* Memory: one memfd per allocation, mapped where the process got it. */
+#define _GNU_SOURCE
+#include "played.h"
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum kind { FREE, PLAIN, POOL, HOST, PEER, RESERVED, VMM };
+
+struct area {
+    enum kind kind;
+    CUdeviceptr base;
+    size_t bytes;
+    int fd;
+    unsigned serial;
+    int protection;
+    CUmemGenericAllocationHandle handle;
+};
+
+struct physical { int fd, users, types; size_t bytes; };
+
+#define MOST 8192
+static struct area areas[MOST];
+static int used; /* none lies behind the first so many */
+static struct physical physicals[MOST]; /* number 0 is nobody's */
+
+static struct area *area_at(CUdeviceptr address) {
+    struct area *found = NULL;
+    for (struct area *a = areas; a < areas + used; a++)
+        if (a->kind && a->base <= address && address < a->base + a->bytes
+            && (!found || a->kind == VMM)) /* what is mapped comes before what is reserved */
+            found = a;
+    return found;
+}
+
+bool is_memory(CUdeviceptr address, size_t bytes) {
+    while (bytes) {
+        struct area *area = area_at(address);
+        if (!area || area->kind == RESERVED || !area->protection) return false;
+        size_t here = area->base + area->bytes - address;
+        if (here >= bytes) return true;
+        address += here, bytes -= here;
+    }
+    return true;
+}
+
+static struct area *new_area(enum kind kind, CUdeviceptr base, size_t bytes, int fd) {
+    static unsigned serial;
+    struct area *a = areas;
+    while (a->kind)
+        if (++a == areas + MOST) abort();
+    if (a == areas + used) used++;
+    *a = (struct area){kind, base, bytes, fd, ++serial, PROT_READ | PROT_WRITE, 0};
+    return a;
+}
+
+static CUresult take(enum kind kind, CUdeviceptr *address, size_t bytes) {
+    WANT(bytes > 0);
+    WANT_CONTEXT();
+    size_t rounded = kind == HOST ? bytes : (bytes + PAGE_BYTES - 1) / PAGE_BYTES * PAGE_BYTES;
+    int fd = memfd_create("played-cuda", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)rounded)) return CUDA_ERROR_OUT_OF_MEMORY;
+    void *pages = mmap(NULL, rounded, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (pages == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    pthread_mutex_lock(&played_lock);
+    new_area(kind, (CUdeviceptr)pages, rounded, fd);
+    pthread_mutex_unlock(&played_lock);
+    *address = (CUdeviceptr)pages;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemAlloc(CUdeviceptr *address, size_t bytes) {
+    return take(PLAIN, address, bytes);
+}
+
+EXPORTED CUresult cuMemAllocAsync(CUdeviceptr *address, size_t bytes, CUstream stream) {
+    (void)stream;
+    return take(POOL, address, bytes);
+}
+
+EXPORTED CUresult cuMemHostAlloc(void **address, size_t bytes, unsigned flags) {
+    WANT(flags == 3);
+    return take(HOST, (CUdeviceptr *)address, bytes);
+}
+
+static void drop(struct area *area) {
+    munmap((void *)area->base, area->bytes);
+    if (area->fd >= 0) close(area->fd);
+    area->kind = FREE;
+}
+
+EXPORTED CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream) {
+    (void)stream;
+    WANT_CONTEXT();
+    pthread_mutex_lock(&played_lock);
+    struct area *area = area_at(address);
+    bool own = area && area->kind == POOL && area->base == address;
+    if (own) drop(area);
+    pthread_mutex_unlock(&played_lock);
+    WANT(own);
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdeviceptr address) {
+    WANT_CONTEXT();
+    struct area *area = area_at(address);
+    if (!area || area->kind == RESERVED) return CUDA_ERROR_NOT_FOUND;
+    *base = area->base, *bytes = area->bytes;
+    return CUDA_SUCCESS;
+}
+
+/* -- other processes' memory */
+
+struct ticket { char magic[8]; int pid, fd; size_t bytes; unsigned serial; };
+
+EXPORTED CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
+    WANT_CONTEXT();
+    struct area *area = area_at(address);
+    if (!area || area->kind != PLAIN) return CUDA_ERROR_INVALID_VALUE;
+    struct ticket ticket = {"played!", getpid(), area->fd, area->bytes, area->serial};
+    memset(handle, 0, sizeof *handle);
+    memcpy(handle, &ticket, sizeof ticket);
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle handle, unsigned flags) {
+    struct ticket ticket;
+    memcpy(&ticket, &handle, sizeof ticket);
+    WANT(flags == 1);
+    WANT(!memcmp(ticket.magic, "played!", 8));
+    WANT_CONTEXT();
+    if (ticket.pid == getpid()) return CUDA_ERROR_INVALID_CONTEXT;
+    for (struct area *a = areas; a < areas + used; a++)
+        if (a->kind == PEER && a->serial == ticket.serial && a->handle == (unsigned)ticket.pid)
+            REFUSE(CUDA_ERROR_ALREADY_MAPPED, "opened a second time");
+    char path[64];
+    snprintf(path, sizeof path, "/proc/%d/fd/%d", ticket.pid, ticket.fd);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0) return CUDA_ERROR_INVALID_VALUE;
+    void *pages = mmap(NULL, ticket.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (pages == MAP_FAILED) return close(fd), CUDA_ERROR_OUT_OF_MEMORY;
+    pthread_mutex_lock(&played_lock);
+    struct area *area = new_area(PEER, (CUdeviceptr)pages, ticket.bytes, fd);
+    area->serial = ticket.serial, area->handle = (unsigned)ticket.pid;
+    pthread_mutex_unlock(&played_lock);
+    *address = (CUdeviceptr)pages;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
+    WANT_CONTEXT();
+    pthread_mutex_lock(&played_lock);
+    struct area *area = area_at(address);
+    bool opened = area && area->kind == PEER && area->base == address;
+    if (opened) drop(area);
+    pthread_mutex_unlock(&played_lock);
+    WANT(opened);
+    return CUDA_SUCCESS;
+}
+
+/* -- virtual memory */
+
+static bool fits(const CUmemAllocationProp *wanted) {
+    return wanted && wanted->type == 1 && wanted->location.type == 1
+           && wanted->location.id >= 0 && wanted->location.id < DEVICES;
+}
+
+EXPORTED CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *wanted,
+                                                CUmemAllocationGranularity_flags which) {
+    WANT(fits(wanted) && which == 0);
+    *bytes = PAGE_BYTES;
+    return CUDA_SUCCESS;
+}
+
+static CUresult adopt(CUmemGenericAllocationHandle *handle, int fd, size_t bytes, int types) {
+    for (unsigned i = 1; i < MOST; i++)
+        if (!physicals[i].users) {
+            physicals[i] = (struct physical){fd, 1, types, bytes};
+            *handle = i;
+            return CUDA_SUCCESS;
+        }
+    abort();
+}
+
+EXPORTED CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes,
+                              const CUmemAllocationProp *wanted, unsigned long long flags) {
+    WANT(fits(wanted) && flags == 0 && bytes % PAGE_BYTES == 0);
+    int types = (int)wanted->requestedHandleTypes;
+    if (types == CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_INVALID_VALUE; /* no fabric here */
+    WANT(types == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    int fd = memfd_create("played-vmm", MFD_CLOEXEC);
+    if (fd < 0 || ftruncate(fd, (off_t)bytes)) return CUDA_ERROR_OUT_OF_MEMORY;
+    return adopt(handle, fd, bytes, types);
+}
+
+static bool is_physical(CUmemGenericAllocationHandle handle) {
+    return handle > 0 && handle < MOST && physicals[handle].users > 0;
+}
+
+EXPORTED CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+    WANT(is_physical(handle));
+    if (!--physicals[handle].users) close(physicals[handle].fd);
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment,
+                                      CUdeviceptr wanted, unsigned long long flags) {
+    WANT(bytes % PAGE_BYTES == 0 && alignment == 0 && wanted == 0 && flags == 0);
+    void *pages = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    new_area(RESERVED, (CUdeviceptr)pages, bytes, -1);
+    *address = (CUdeviceptr)pages;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
+    struct area *area = area_at(address);
+    WANT(area && area->kind == RESERVED && area->base == address && area->bytes == bytes);
+    drop(area);
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset,
+                           CUmemGenericAllocationHandle handle, unsigned long long flags) {
+    WANT(is_physical(handle) && offset == 0 && flags == 0 && bytes == physicals[handle].bytes);
+    struct area *area = area_at(address);
+    WANT(area && area->kind == RESERVED && address + bytes <= area->base + area->bytes);
+    void *pages = mmap((void *)address, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
+                       physicals[handle].fd, 0);
+    WANT(pages != MAP_FAILED);
+    physicals[handle].users++;
+    area = new_area(VMM, address, bytes, -1);
+    area->handle = handle, area->protection = PROT_NONE;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
+    struct area *area = area_at(address);
+    WANT(area && area->kind == VMM && area->base == address && area->bytes == bytes);
+    mmap((void *)address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+    area->kind = FREE;
+    return cuMemRelease(area->handle);
+}
+
+EXPORTED CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access,
+                                 size_t count) {
+    WANT(count == 1 && access->location.type == 1 && access->location.id < DEVICES);
+    int flags = (int)access->flags;
+    WANT(flags == CU_MEM_ACCESS_FLAGS_PROT_READ || flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE);
+    int wanted = flags == CU_MEM_ACCESS_FLAGS_PROT_READ ? PROT_READ : PROT_READ | PROT_WRITE;
+    WANT(!mprotect((void *)address, bytes, wanted));
+    for (CUdeviceptr at = address; at < address + bytes; at += area_at(at)->bytes) {
+        WANT(area_at(at)->kind == VMM);
+        area_at(at)->protection = wanted;
+    }
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handle, void *address) {
+    struct area *area = area_at((CUdeviceptr)address);
+    if (!area || area->kind != VMM) return CUDA_ERROR_INVALID_VALUE;
+    *handle = area->handle;
+    physicals[*handle].users++;
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemExportToShareableHandle(void *shareable, CUmemGenericAllocationHandle handle,
+                                               CUmemAllocationHandleType type,
+                                               unsigned long long flags) {
+    WANT(is_physical(handle) && flags == 0);
+    if (physicals[handle].types != (int)type) return CUDA_ERROR_INVALID_VALUE;
+    *(int *)shareable = fcntl(physicals[handle].fd, F_DUPFD_CLOEXEC, 0);
+    return CUDA_SUCCESS;
+}
+
+EXPORTED CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *shared,
+                                                 CUmemAllocationHandleType type) {
+    WANT(type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    int fd = fcntl((int)(intptr_t)shared, F_DUPFD_CLOEXEC, 0);
+    WANT(fd >= 0);
+    return adopt(handle, fd, (size_t)lseek(fd, 0, SEEK_END), (int)type);
+}

@@ -1,0 +1,78 @@
+"""Ranks on fake GPUs, for the tests of the CUDA transport."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.terms import BlockId, Epoch
+from kvshm.transport.cuda_export import DeviceMemory
+from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
+from kvshm.transport.cuda_ipc import CudaIpcTransport
+
+BLOCK, COUNT = 256, 16
+NBYTES = BLOCK * COUNT
+REGIONS = [Region(0, BLOCK, BLOCK, COUNT)]
+EPOCH = Epoch(0xE1)
+
+
+@dataclass
+class Rank:
+    """A fake process with one cache."""
+
+    driver: FakeDriver
+    address: int
+    transport: CudaIpcTransport
+
+    @property
+    def cache(self) -> memoryview:
+        return self.driver.bytes_at(self.address, NBYTES)
+
+
+class Node:
+    def __init__(self, run_dir: Any) -> None:
+        self.machine = FakeMachine()
+        self.run_dir = run_dir
+        self.ranks: list[Rank] = []
+
+    def rank(
+        self, gpu: str = "gpu-0", kind: str = "ipc", driver: FakeDriver | None = None,
+        visible: tuple[str, ...] = (), **extra: Any,
+    ) -> Rank:  # fmt: skip
+        driver = driver or self.machine.process(gpu, visible)
+        address = driver.make(NBYTES, kind)
+        memory = DeviceMemory(address, NBYTES)
+        socket = f"{self.run_dir}/{len(self.ranks)}"
+        transport = CudaIpcTransport(memory, REGIONS, 0, socket, driver=driver, **extra)
+        rank = Rank(driver, address, transport)
+        rank.cache[:] = bytes([len(self.ranks) + 1]) * NBYTES
+        self.ranks.append(rank)
+        return rank
+
+
+def copied(attachment: Any, pairs: int = 1) -> CopyState:
+    blocks = [BlockId(i) for i in range(pairs)]
+    return attachment.begin_copy(blocks, blocks).poll()
+
+
+def wire(descriptor: MemoryDescriptor) -> MemoryDescriptor:
+    """The descriptor as it arrives: through the roster's msgpack."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(descriptor), type=MemoryDescriptor)
+
+
+def assert_only_own_memory(rank: Rank) -> None:
+    foreign = [
+        m for m in rank.driver.mapped.values() if m.allocation and m.allocation.owner != rank.driver
+    ]
+    assert foreign == []
+
+
+def settled(transport: CudaIpcTransport) -> None:
+    """What was handed to the closing thread so far is done."""
+    done = threading.Event()
+    transport._closer.submit(done.set)
+    assert done.wait(30)

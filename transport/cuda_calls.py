@@ -1,0 +1,75 @@
+"""Calls of the driver: through cuda-bindings, which answer (code, values...), and the two that
+they offer only for lists of objects, through the driver's own entry points."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from cuda.bindings import driver as cu
+
+from .cuda_driver import CudaError
+
+_CUDA_12_8 = 12080
+_STREAM_ORDER = 1
+
+
+def call(function: Any, *arguments: Any) -> Any:
+    """Call the driver; return its one value, if it has any.  Raises CudaError."""
+    try:
+        code, *values = function(*arguments)
+    except RuntimeError as exc:  # the bindings' own: an installed driver too old to have it
+        raise CudaError(function.__name__, str(exc)) from exc
+    if code != cu.CUresult.CUDA_SUCCESS:
+        raise CudaError(function.__name__, code.name)
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def entry_point(name: str, version: int) -> int:
+    """Address of a driver function in the form that it had in that version of CUDA (12080:
+    12.8), which newer drivers keep.  Raises CudaError."""
+    try:
+        return int(call(cu.cuGetProcAddress, name.encode(), version, 0)[0])
+    except CudaError as exc:
+        raise CudaError(name, f"not in this driver ({exc.code})") from exc
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes: order of access to the source, two location hints, flags."""
+
+    _fields_ = (
+        ("src_access_order", ctypes.c_int),
+        ("hints", ctypes.c_int * 4),
+        ("flags", ctypes.c_uint),
+    )
+
+
+_BatchEntry = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,  # targets
+    ctypes.c_void_p,  # sources
+    ctypes.c_void_p,  # bytes
+    ctypes.c_size_t,
+    ctypes.c_void_p,  # attributes
+    ctypes.c_void_p,  # the first copy of each attribute
+    ctypes.c_size_t,
+    ctypes.c_void_p,  # which copy was wrong; gone from CUDA 13's form
+    ctypes.c_void_p,  # stream
+)
+
+
+def copy_batch(
+    sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, stream: int
+) -> None:
+    """Enqueue copies by the copy engines: int64 tensors on the host.  Raises CudaError."""
+    entry = _BatchEntry(entry_point("cuMemcpyBatchAsync", _CUDA_12_8))
+    attributes = _Attributes(_STREAM_ORDER)
+    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    code = entry(
+        targets.data_ptr(), sources.data_ptr(), sizes.data_ptr(), sizes.numel(),
+        ctypes.addressof(attributes), ctypes.addressof(first), 1,
+        ctypes.addressof(failed), stream,
+    )  # fmt: skip
+    if code:
+        raise CudaError("cuMemcpyBatchAsync", cu.CUresult(code).name)
