@@ -41,33 +41,57 @@ class Mapping:
 
 
 class Mappings:
-    """The mappings of one transport.  Any thread."""
+    """The mappings of one transport.  Any thread; waiting for a peer or for the GPU holds up
+    only those who want the same memory."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._lock = threading.Lock()
         self._open: dict[_Key, Mapping] = {}
+        self._changing: dict[_Key, threading.Event] = {}
+        """What is just being opened or closed; its event is set when that is over."""
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self._open) + len(self._changing)
 
     def open(self, details: CudaDetails, memory: SharedMemory, under: str) -> Mapping:
         """Map the allocation that holds ``memory``, or find it mapped.  Blocks.  ``under``: the
         GPU under which it is opened.  Raises TransportError."""
         key = _Key(details.life, memory.kind, memory.handle, memory.number)
-        with self._lock:
-            if (mapping := self._open.get(key)) is not None:
-                mapping.users += 1
-                return mapping
-            if memory.kind == IPC and self._mapped_for_another_life(key):
-                # The driver would answer with the old mapping, whose memory is gone.
-                raise TransportError("an earlier life of this memory is still mapped here")
+        if (found := self._find_or_claim(key)) is not None:
+            return found
+        opened = None
+        try:
             address, unmap = self._map(details, memory, under)
-            mapping = self._open[key] = Mapping(address, key, unmap)
-        return mapping
+            opened = Mapping(address, key, unmap)
+        finally:
+            self._settle(key, opened)
+        return opened
+
+    def _find_or_claim(self, key: _Key) -> Mapping | None:
+        """The mapping, with one user more; None if it is now the caller's to open."""
+        while True:
+            with self._lock:
+                if (mapping := self._open.get(key)) is not None:
+                    mapping.users += 1
+                    return mapping
+                if (changing := self._changing.get(key)) is None:
+                    if key.kind == IPC and self._mapped_for_another_life(key):
+                        # The driver would answer with the old mapping, whose memory is gone.
+                        raise TransportError("an earlier life of this memory is still mapped here")
+                    self._changing[key] = threading.Event()
+                    return None
+            changing.wait()
+
+    def _settle(self, key: _Key, opened: Mapping | None) -> None:
+        with self._lock:
+            if opened is not None:
+                self._open[key] = opened
+            self._changing.pop(key).set()
 
     def _mapped_for_another_life(self, key: _Key) -> bool:
-        return any(k.handle == key.handle and k.life != key.life for k in self._open)
+        known = (*self._open, *self._changing)
+        return any(k.handle == key.handle and k.life != key.life for k in known)
 
     def _map(
         self, details: CudaDetails, memory: SharedMemory, under: str
@@ -106,11 +130,14 @@ class Mappings:
             mapping.users -= 1
             if mapping.users:
                 return
-            try:
-                mapping.unmap()
-            except CudaError as exc:
-                _log.warning("a peer's memory could not be unmapped: %s", exc)
             del self._open[mapping.key]
+            self._changing[mapping.key] = threading.Event()
+        try:
+            mapping.unmap()
+        except CudaError as exc:
+            _log.warning("a peer's memory could not be unmapped: %s", exc)
+        finally:
+            self._settle(mapping.key, None)
 
 
 def _fabric(memory: SharedMemory) -> list[Chunk]:

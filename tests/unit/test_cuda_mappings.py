@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState
 from kvshm.terms import BlockId, Epoch
+from kvshm.transport import cuda_vmm
 
 from .cuda_ranks import BLOCK, EPOCH, Node, assert_only_own_memory, copied, settled, wire
 
@@ -89,3 +95,97 @@ def test_vmm_memory_described_anew_has_another_life(node: Node) -> None:
     with pytest.raises(StaleAttachment):
         two.transport.attach(before)
     assert copied(two.transport.attach(after)) is CopyState.DONE
+
+
+def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
+    node: Node, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_vmm, "_FETCH_TIMEOUT", 90.0)  # longer than anybody waits here
+    hung, healthy, two = (node.rank(kind="fd") for _ in range(3))
+    path = str(Path(tmp_path_factory.mktemp("k")) / "hung")
+    descriptor = wire(hung.transport.export(EPOCH))
+    silent = msgspec.structs.replace(descriptor, details=dict(descriptor.details, socket=path))
+    attached: list[Any] = []
+    failures: list[TransportError] = []
+    ended = threading.Event()
+
+    def attach_to_the_silent_one() -> None:
+        try:
+            two.transport.attach(silent)
+        except TransportError as exc:
+            failures.append(exc)
+
+    def attach_to_the_other() -> None:
+        attached.append(two.transport.attach(wire(healthy.transport.export(EPOCH))))
+        ended.set()
+
+    threads = [threading.Thread(target=f) for f in (attach_to_the_silent_one, attach_to_the_other)]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(path)
+        listening.listen()
+        threads[0].start()
+        asked, _ = listening.accept()
+        with asked:
+            asked.recv(4096)  # the request is here, and nobody answers it
+            threads[1].start()
+            assert ended.wait(30)
+    for thread in threads:
+        thread.join(30)
+    assert len(failures) == 1
+    assert copied(attached[0]) is CopyState.DONE
+
+
+def test_two_threads_that_want_one_allocation_open_it_once(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = node.rank(), node.rank()
+    descriptor = wire(one.transport.export(EPOCH))
+    opening, go_on = threading.Event(), threading.Event()
+    real = two.driver.ipc_open
+
+    def slow(handle: bytes, device: str) -> int:
+        opening.set()
+        assert go_on.wait(30)
+        return real(handle, device)
+
+    monkeypatch.setattr(two.driver, "ipc_open", slow)
+    attached: list[object] = []
+    threads = [
+        threading.Thread(target=lambda: attached.append(two.transport.attach(descriptor)))
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    assert opening.wait(30)
+    go_on.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(attached) == 2
+    assert node.machine.opens == 2  # the cache, and the probe
+
+
+def test_memory_that_is_being_unmapped_is_opened_anew_only_afterwards(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing may wait for the device, and must stop nobody but who wants the same memory."""
+    one, other, two = node.rank(), node.rank(), node.rank()
+    descriptor = wire(one.transport.export(EPOCH))
+    closing, go_on = threading.Event(), threading.Event()
+    real = two.driver.ipc_close
+
+    def slow(address: int, device: str) -> None:
+        closing.set()
+        assert go_on.wait(30)
+        real(address, device)
+
+    monkeypatch.setattr(two.driver, "ipc_close", slow)
+    two.transport.attach(descriptor).close()
+    assert closing.wait(30)
+    assert copied(two.transport.attach(wire(other.transport.export(EPOCH)))) is CopyState.DONE
+    again: list[object] = []
+    waiting = threading.Thread(target=lambda: again.append(two.transport.attach(descriptor)))
+    waiting.start()
+    assert again == []
+    go_on.set()
+    waiting.join(30)
+    assert copied(again[0]) is CopyState.DONE
