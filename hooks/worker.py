@@ -48,6 +48,8 @@ class WorkerSide:
         self._allocation = shared_kv_memory(allocate) if allocate is not None else None
         self._refusal = "the KV cache was not registered"
         self._model: torch.nn.Module | None = None
+        self._described = True
+        """Whether the weights are still those of the last description."""
         self._kernel_blocks = 1
         self._transport: Transport | None = None
         self._cache: RankCache | None = None
@@ -88,6 +90,7 @@ class WorkerSide:
     def _weights_change(self) -> None:
         """New weights are about to be loaded: what this rank holds is of the old ones."""
         self._report.weights_changed = True
+        self._described = False
         if self._cache is None:
             return
         try:
@@ -113,6 +116,8 @@ class WorkerSide:
             return RankDescription(None, {}, self._refusal)
         if self._model is None:
             return RankDescription(None, {}, "the model was not found, its weights are unknown")
+        # Whoever gets the description learns all that changed before it.
+        self._described, self._report.weights_changed = True, False
         try:
             fields = rank_fields(self._vllm_config, self._kv_cache_config, self._model)
         except WeightsUnknown as exc:
@@ -134,7 +139,9 @@ class WorkerSide:
             self._cache.end_epoch()
             self._report.describes = metadata.describe
             self._report.descriptions[self._rank] = self.describe()
-        if metadata.open_table and self._cache is not None:
+        # A table made for weights that are gone stays closed: its loads all fail, and the
+        # scheduler, which is being told, begins another epoch.
+        if metadata.open_table and self._cache is not None and self._described:
             self._cache.open_epoch(metadata.open_table)
 
     def begin_loads(self, metadata: StepMetadata) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,12 +11,17 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from torch.nn import Module
+
 from kvshm.errors import TransportError
+from kvshm.hooks import worker
 from kvshm.hooks.connector import KvshmConnector
 from kvshm.hooks.messages import RankReport, StepMetadata
 from kvshm.hooks.worker import WorkerSide
 from kvshm.plans import NO_TICKET, Load
 from kvshm.rank import RankCache
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
 
 GONE = "kvshm.test.slots.gone.0000000000000001"
@@ -36,6 +42,7 @@ def connector() -> Iterator[KvshmConnector]:
     """A worker's connector, without the engine around it."""
     side = object.__new__(WorkerSide)
     side._finished, side._bad, side._report = set(), set(), RankReport(0)
+    side._described = True
     side._cache = RankCache(Unexportable(), Rank(0))  # type: ignore[arg-type]
     made = object.__new__(KvshmConnector)
     made.strict, made._scheduler, made._worker, made._connector_metadata = False, None, side, None
@@ -79,3 +86,50 @@ def test_new_weights_end_the_epoch_and_are_reported(connector: KvshmConnector) -
     assert report.weights_changed
     _, _, report = step(connector, StepMetadata(2))
     assert not report.weights_changed
+
+
+@pytest.fixture
+def table() -> Iterator[SlotTable]:
+    """The slot table of an epoch that has just begun."""
+    spec = TableSpec("w" + uuid.uuid4().hex[:10], "engine", 8, 16, 1, bytes(32))
+    made = SlotTable.create(spec, Epoch(7), identity_of())
+    yield made
+    made.unlink()
+    made.close()
+
+
+def test_a_table_for_weights_that_are_gone_is_not_opened(
+    connector: KvshmConnector, table: SlotTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine described itself, new weights came, and only then the table was announced:
+    what it holds and what others hold of its fingerprint are different things."""
+    side = connector._worker
+    assert side is not None
+    monkeypatch.setattr(Unexportable, "export", lambda *_: None)
+    side._weights_change()
+    step(connector, StepMetadata(1))  # the one step that tells of the change
+    targets = (BlockId(5), BlockId(6))
+    load = Load("r", table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
+    step(connector, StepMetadata(2, open_table=table.name, loads=[load]))
+    assert table.life(0) == 0
+    assert side._cache is not None
+    assert side._cache.table is None
+
+
+def test_a_description_covers_the_changes_before_it(
+    connector: KvshmConnector, table: SlotTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an engine that was reset before its new weights came, as vLLM's ``pause`` does, would
+    begin one life more and never share what the first step computed."""
+    side = connector._worker
+    assert side is not None
+    monkeypatch.setattr(Unexportable, "export", lambda *_: None)
+    monkeypatch.setattr(worker, "rank_fields", lambda *_: {"weights": "w"})
+    side._transport, side._model, side._rank = side._cache._transport, Module(), Rank(0)
+    side._kernel_blocks, side._vllm_config, side._kv_cache_config = 1, None, None
+    side._weights_change()
+    _, _, report = step(connector, StepMetadata(1, describe=3))
+    assert report.descriptions[0].fields["weights"] == "w"
+    assert not report.weights_changed
+    step(connector, StepMetadata(2, open_table=table.name))
+    assert table.life(0) == table.epoch
