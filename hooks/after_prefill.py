@@ -16,7 +16,7 @@ else ever changes its bytes but the reuse that ``pool_watch`` reports.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -69,6 +69,9 @@ class Exporter:
         self._computed: dict[BlockId, Written] = {}
         self._published: dict[BlockId, BlockHash] = {}
         self._owners: dict[BlockHash, BlockId] = {}
+        self._outdated: set[BlockId] = set()
+        """Blocks that vLLM still uses although their contents are of an earlier life, perhaps
+        of other weights, and those computed from them since."""
 
     # -- changes, before the step that makes them is dispatched
 
@@ -79,13 +82,33 @@ class Exporter:
         if block in self._published:
             self._unpublish([block])
 
-    def pool_reset(self) -> None:
-        """Nothing computed so far may be shown any more."""
+    def blocks_handed_out(self, blocks: Iterable[BlockId]) -> None:
+        """The blocks are about to get new contents, whatever they held."""
+        for block in blocks:
+            self._outdated.discard(block)
+            self.block_changes(block)
+
+    def life_ends(self) -> None:
+        """Nothing computed so far may be shown any more, nor what is computed from it: vLLM may
+        have kept all of it, for requests that run on or as its own cache."""
         self._steps.clear()
         self._computed.clear()
         self._published.clear()
         self._owners.clear()
         self._generations = [g + 1 for g in self._generations]
+        kept = (b for b in self._pool.blocks if b.ref_cnt or b.block_hash is not None)
+        self._outdated = {b.block_id for b in kept}
+
+    def builds_on_outdated(self, blocks: Sequence[Any], begin: int, end: int) -> bool:
+        """Whether a step that writes ``blocks[begin:end]`` of a block table computes them from
+        outdated ones; then they are outdated too."""
+        if not self._outdated:
+            return False
+        table = [block.block_id for block in blocks[:end]]
+        if self._outdated.isdisjoint(table):
+            return False
+        self._outdated.update(table[begin:])
+        return True
 
     def forget_steps(self) -> None:
         """What steps under way compute is not to be trusted: they leave no marks."""
@@ -115,9 +138,10 @@ class Exporter:
         self.publish_computed()
 
     def blocks_loaded(self, blocks: Iterable[Written]) -> None:
-        """These blocks were imported and checked on every rank."""
+        """These blocks were imported and checked on every rank, in this life or just before."""
         for written in blocks:
-            self._computed[written.block_id] = written
+            if written.block_id not in self._outdated:
+                self._computed[written.block_id] = written
 
     def publish_computed(self) -> None:
         """Publish what is computed and hashed by now.  The rest keeps its mark: decoded and

@@ -188,8 +188,14 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = None
 
     @guarded(_nothing)
+    def blocks_handed_out(self, blocks: list[BlockId]) -> None:
+        """Blocks are about to get new contents (pool_watch.PoolListener)."""
+        if self._scheduler and self._scheduler.exporter:
+            self._scheduler.exporter.blocks_handed_out(blocks)
+
+    @guarded(_nothing)
     def block_changes(self, block: BlockId) -> None:
-        """A block's bytes or hash are about to change (pool_watch.PoolListener)."""
+        """A block is about to lose its hash (pool_watch.PoolListener)."""
         if self._scheduler and self._scheduler.exporter:
             self._scheduler.exporter.block_changes(block)
 

@@ -21,8 +21,12 @@ FOR_EXPORT = ("get_new_blocks", "_remove_cached_block_hashes", "blocks")
 class PoolListener(Protocol):
     """Who wants to know."""
 
+    def blocks_handed_out(self, blocks: list[BlockId]) -> None:
+        """The pool has handed the blocks out for new contents."""
+        ...
+
     def block_changes(self, block: BlockId) -> None:
-        """The block is handed out for new contents, or has lost its hash."""
+        """The block loses its hash."""
         ...
 
     def pool_reset(self) -> None:
@@ -45,18 +49,15 @@ def watch_blocks(pool: Any, listener: PoolListener) -> None:
     """Have the listener told of every single block's change.  Raises PoolChanged if that
     cannot be: then nothing was wrapped, and nothing may be exported."""
     _require(pool, FOR_EXPORT)
-    _after(pool, "get_new_blocks", lambda blocks: _each(listener, blocks))
+    _after(
+        pool, "get_new_blocks", lambda new: listener.blocks_handed_out([b.block_id for b in new])
+    )
     _before(pool, "_remove_cached_block_hashes", lambda b: listener.block_changes(b.block_id))
 
 
 def _require(pool: Any, names: tuple[str, ...]) -> None:
     if missing := [name for name in names if not hasattr(pool, name)]:
         raise PoolChanged(f"the block pool of this vLLM has no {', '.join(missing)}")
-
-
-def _each(listener: PoolListener, blocks: list[Any]) -> None:
-    for block in blocks:
-        listener.block_changes(block.block_id)
 
 
 def _after(pool: Any, name: str, then: Callable[[Any], None]) -> None:

@@ -81,7 +81,7 @@ class SchedulerSide:
         """Show nothing any more, and import nothing, until another epoch is begun."""
         self.cache.end_epoch()
         if self.exporter is not None:
-            self.exporter.pool_reset()
+            self.exporter.life_ends()
             self.exporter.expecting = False
         self._descriptions.clear()
 
@@ -130,10 +130,10 @@ class SchedulerSide:
         busy = output.total_num_scheduled_tokens > 0
         self._step += 1
         completes: list[BlockId] = []
-        if self.exporter is not None:
-            self.exporter.publish_computed()
+        if (exporter := self.exporter) is not None:
+            exporter.publish_computed()
             if busy:
-                completes = self.exporter.step_built(self._step, self._writes(output))
+                completes = exporter.step_built(self._step, self._writes(exporter, output))
         self.cache.settle()
         metadata = StepMetadata(
             step=self._step if busy else 0,
@@ -159,7 +159,7 @@ class SchedulerSide:
         self._announced = table.epoch
         return table.name
 
-    def _writes(self, output: Any) -> Iterator[Written]:
+    def _writes(self, exporter: Exporter, output: Any) -> Iterator[Written]:
         """Blocks the step writes, and which of them it completes."""
         if self._slack:
             self._note_starts(output)
@@ -167,7 +167,7 @@ class SchedulerSide:
             request = self._requests.get(request_id)
             if request is None or self._goes_on_within_block(request, count):
                 continue
-            yield from self._writes_of(request, count)
+            yield from self._writes_of(exporter, request, count)
 
     def _note_starts(self, output: Any) -> None:
         """With speculation: where requests that begin, or begin again, start to compute."""
@@ -186,7 +186,7 @@ class SchedulerSide:
             and 0 < request.num_computed_tokens % self._block_size < self._block_size - 1
         )
 
-    def _writes_of(self, request: Any, count: int) -> Iterator[Written]:
+    def _writes_of(self, exporter: Exporter, request: Any, count: int) -> Iterator[Written]:
         size = self._block_size
         blocks = self._manager.get_blocks(request.request_id).blocks[0]
         # Drafts may be rejected, so with speculation a step may write further back, but never
@@ -197,10 +197,11 @@ class SchedulerSide:
         # With asynchronous scheduling the last token's value is still on its way.
         known = request.num_tokens + request.num_output_placeholders
         complete = min(end, known) // size
-        shares = self.importer.wants(request)
-        for index in range(begin // size, min(-(-end // size), len(blocks))):
-            block, completed = blocks[index].block_id, shares and index < complete
-            yield Written(block, index, request.block_hashes, completed)
+        first, last = begin // size, min(-(-end // size), len(blocks))
+        if exporter.builds_on_outdated(blocks, first, last) or not self.importer.wants(request):
+            complete = 0
+        for index in range(first, last):
+            yield Written(blocks[index].block_id, index, request.block_hashes, index < complete)
 
     def output(
         self, finished: set[str], report: RankReport | None, invalid: Set[int] = frozenset()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 from local_node import Engine, EngineSpec
 from tiny_model import write_model
 
 from .engines import SharedNode, reported
+
+if TYPE_CHECKING:
+    from .scheduling import DrivenEngine, Make
 
 
 class Pair(NamedTuple):
@@ -39,6 +44,29 @@ def pair(model: Path) -> Iterator[Pair]:
         )
         node.wait_joined(a, b)
         yield Pair(node, a, b)
+
+
+@pytest.fixture
+def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes real schedulers, each played by hand, that end with the test."""
+    from .scheduling import DrivenEngine, vllm_config
+
+    made: list[DrivenEngine] = []
+    run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
+    monkeypatch.setenv("KVSHM_RUN_DIR", str(run_dir))
+    monkeypatch.setenv("KVSHM_NAMESPACE", run_dir.name.lower())
+    monkeypatch.setenv("KVSHM_STRICT", "1")
+
+    def make(asynchronous: bool = False, num_blocks: int = 32, **arguments: Any) -> DrivenEngine:
+        config = vllm_config(model, **arguments)
+        config.scheduler_config.async_scheduling = asynchronous
+        made.append(DrivenEngine(config, num_blocks, asynchronous))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    shutil.rmtree(run_dir)
 
 
 @pytest.hookimpl(wrapper=True)

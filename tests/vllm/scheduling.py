@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,3 +180,19 @@ def description() -> RankDescription:
     identity = identity_of()
     memory = MemoryDescriptor("loopback", 0, 0, [], {})
     return RankDescription(RankInfo(os.getpid(), identity.start_time, memory), {"weights": "w"})
+
+
+Make = Callable[..., DrivenEngine]
+"""Makes an engine that ends with the test: the fixture ``engine``."""
+
+
+def prompt(blocks: int, tail: int = 3, first: int = 1) -> list[int]:
+    """Token ids of so many full blocks and a tail."""
+    return [first + i for i in range(blocks * BLOCK_SIZE + tail)]
+
+
+def described(sent: Sent) -> RankReport:
+    """The one rank describes itself, as the step asked it to."""
+    asked = sent.metadata.describe
+    assert asked
+    return RankReport(sent.metadata.step, descriptions={0: description()}, describes=asked)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,41 +12,7 @@ from kvshm.hooks.messages import RankReport
 from kvshm.plans import LoadReport
 from kvshm.records import SlotState
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Sent, description, vllm_config
-
-Make = Callable[..., DrivenEngine]
-
-
-@pytest.fixture
-def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    made: list[DrivenEngine] = []
-    run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
-    monkeypatch.setenv("KVSHM_RUN_DIR", str(run_dir))
-    monkeypatch.setenv("KVSHM_NAMESPACE", run_dir.name.lower())
-    monkeypatch.setenv("KVSHM_STRICT", "1")
-
-    def make(asynchronous: bool = False, num_blocks: int = 32, **arguments: Any) -> DrivenEngine:
-        config = vllm_config(model, **arguments)
-        config.scheduler_config.async_scheduling = asynchronous
-        made.append(DrivenEngine(config, num_blocks, asynchronous))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
-    shutil.rmtree(run_dir)
-
-
-def prompt(blocks: int, tail: int = 3, first: int = 1) -> list[int]:
-    """Token ids of so many full blocks and a tail."""
-    return [first + i for i in range(blocks * BLOCK_SIZE + tail)]
-
-
-def described(sent: Sent) -> RankReport:
-    """The one rank describes itself, as the step asked it to."""
-    asked = sent.metadata.describe
-    assert asked
-    return RankReport(sent.metadata.step, descriptions={0: description()}, describes=asked)
+from .scheduling import BLOCK_SIZE, Make, prompt
 
 
 def test_a_block_is_readable_only_after_the_output_of_the_step_that_computed_it(
@@ -138,54 +100,6 @@ def test_a_preempted_request_publishes_what_was_computed(engine: Make) -> None:
                 block = e.scheduler.kv_cache_manager.block_pool.blocks[index]
                 assert bytes(block.block_hash)[:-4] == slot.block_hash
     assert any(r.num_preemptions for r in e.scheduler.requests.values())
-
-
-def test_a_reset_ends_the_epoch_and_the_next_begins_with_new_descriptions(engine: Make) -> None:
-    e = engine()
-    e.add("a", prompt(3), max_tokens=1)
-    e.step()
-    e.step()  # the empty step after the last request
-    old = e.table
-    assert len(e.ready()) == 3
-    assert e.scheduler.reset_prefix_cache()
-    assert old.retired
-    assert old.life(0) == 0
-    assert e.ready() == set()
-    e.add("b", prompt(2, first=300), max_tokens=3)
-    sent = e.schedule()
-    assert sent.metadata.describe
-    e.run(sent, described(sent))
-    e.wait_for_epoch()
-    assert e.table.epoch != old.epoch
-    sent = e.schedule()
-    assert sent.metadata.open_table == e.table.name
-    e.run(sent)
-    assert e.ready() == set(e.blocks_of("b")[:2])  # computed before the epoch had begun
-
-
-def test_a_description_from_before_the_latest_reset_opens_no_epoch(engine: Make) -> None:
-    """It is of weights that may be gone by now."""
-    e = engine()
-    e.add("a", prompt(3), max_tokens=30)
-    e.step()
-    e.connector.reset_cache()
-    late = e.schedule()
-    e.connector.reset_cache()
-    e.run(late, described(late))
-    assert e.connector._scheduler.cache.table is None
-    sent = e.schedule()
-    assert sent.metadata.describe == late.metadata.describe + 1
-    e.run(sent, described(sent))
-    e.wait_for_epoch()
-
-
-def test_weights_loaded_without_a_reset_begin_another_epoch(engine: Make) -> None:
-    e = engine()
-    e.add("a", prompt(3), max_tokens=30)
-    sent = e.schedule()
-    e.run(sent, RankReport(step=sent.metadata.step, weights_changed=True))
-    assert e.table.retired
-    assert e.schedule().metadata.describe
 
 
 def test_a_failed_rank_ends_sharing_and_costs_nothing_from_then_on(engine: Make) -> None:
