@@ -163,6 +163,14 @@ int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tom
                           uint32_t row, const kvshm_record *records, size_t count,
                           kvshm_applied *applied);
 
+/* What a scan shows to be gone: a RETRACT record for every block that `tombstones` has as
+ * published and that no record in `scanned` names.  Returns how many; `out` gets them unless it
+ * is NULL.  `seen` has one zeroed byte per block, for the call's own use.  Blocks beyond the
+ * tombstones are passed over: kvshm_index_apply refuses them. */
+size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
+                         const kvshm_record *scanned, size_t count, uint8_t *seen,
+                         kvshm_record *out);
+
 /* Remove every entry of a row; its tombstones are the caller's to zero.  Returns how many. */
 int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
 

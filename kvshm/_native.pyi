@@ -89,6 +89,10 @@ def index_apply(
     ``tombstones`` (written) holds 16 bytes per block of that engine, zeros at first.  The count
     of the index and the entries of its row are kept here."""
 
+def index_stale(before: Buffer, scanned: Buffer, /) -> bytes:
+    """RETRACT records of the blocks that are published in the tombstones ``before`` and that no
+    record in ``scanned`` names."""
+
 def index_drop_row(index: Buffer, row: int, /) -> int:
     """Remove all entries of a row and return how many; the caller zeroes its tombstones."""
 

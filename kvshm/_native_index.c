@@ -36,6 +36,43 @@ static PyObject *native_index_apply(PyObject *module, PyObject *args)
     return result;
 }
 
+/* Twice over the blocks, since what is stale may be nothing or all of them. */
+static PyObject *stale_records(const Py_buffer *before, const kvshm_record *scanned, size_t count)
+{
+    size_t bytes = (size_t)before->len, num_blocks = bytes / KVSHM_TOMBSTONE_BYTES;
+    uint8_t *seen = PyMem_Calloc(num_blocks + 1, 1);
+    if (!seen)
+        return PyErr_NoMemory();
+    PyThreadState *saved = without_gil(num_blocks);
+    size_t stale = kvshm_index_stale(before->buf, bytes, scanned, count, seen, NULL);
+    with_gil(saved);
+    kvshm_record *out = PyMem_Malloc((stale + 1) * sizeof *out);
+    if (out) {
+        saved = without_gil(num_blocks);
+        kvshm_index_stale(before->buf, bytes, scanned, count, seen, out);
+        with_gil(saved);
+    }
+    PyObject *result = out ? bytes_of(out, stale * sizeof *out) : PyErr_NoMemory();
+    PyMem_Free(out);
+    PyMem_Free(seen);
+    return result;
+}
+
+static PyObject *native_index_stale(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Py_buffer before, packed;
+    if (!PyArg_ParseTuple(args, "y*y*:index_stale", &before, &packed))
+        return NULL;
+    size_t count;
+    kvshm_record *scanned = kvshm_copy_array(&packed, sizeof *scanned, &count);
+    PyObject *result = scanned ? stale_records(&before, scanned, count) : NULL;
+    PyMem_Free(scanned);
+    PyBuffer_Release(&before);
+    PyBuffer_Release(&packed);
+    return result;
+}
+
 static PyObject *native_index_drop_row(PyObject *module, PyObject *args)
 {
     Py_buffer index;
@@ -212,6 +249,7 @@ static PyObject *native_copy_blocks(PyObject *module, PyObject *args)
 
 PyMethodDef kvshm_index_methods[] = {
     {"index_apply", native_index_apply, METH_VARARGS, NULL},
+    {"index_stale", native_index_stale, METH_VARARGS, NULL},
     {"index_drop_row", native_index_drop_row, METH_VARARGS, NULL},
     {"index_copy", native_index_copy, METH_VARARGS, NULL},
     {"index_lookup", native_index_lookup, METH_VARARGS, NULL},

@@ -222,6 +222,30 @@ int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t t
     return status;
 }
 
+size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
+                         const kvshm_record *scanned, size_t count, uint8_t *seen,
+                         kvshm_record *out)
+{
+    uint64_t num_blocks = tombstone_bytes / KVSHM_TOMBSTONE_BYTES;
+    size_t stale = 0;
+    for (size_t i = 0; i < count; i++)
+        if (scanned[i].block_id < num_blocks)
+            seen[scanned[i].block_id] = 1;
+    for (uint64_t block = 0; block < num_blocks; block++) {
+        tombstone known;
+        memcpy(&known, tombstones + block * sizeof known, sizeof known);
+        if (known.state != PUBLISHED || seen[block])
+            continue;
+        if (out) {
+            kvshm_record gone = {{0}, (uint32_t)block, known.generation, 0, KVSHM_RETRACT};
+            memcpy(gone.hash, &known.tag, sizeof known.tag);
+            out[stale] = gone;
+        }
+        stale++;
+    }
+    return stale;
+}
+
 int64_t kvshm_index_drop_row(kvshm_segment segment, uint32_t row)
 {
     index_view index;

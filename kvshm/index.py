@@ -32,7 +32,6 @@ from .records import (
     ROWS_OFFSET,
     SUCCESSOR_OFFSET,
     TOMBSTONE_BYTES,
-    BlockRecord,
     RecordKind,
     RowState,
     index_bytes,
@@ -40,16 +39,14 @@ from .records import (
     unpack_records,
 )
 from .segment import INDEX_KIND, Header, Identity, Segment, SegmentName, write_header
-from .terms import HASH_BYTES, BlockHash, BlockId, Epoch, Generation, LeaseBit
+from .terms import Epoch, Generation, LeaseBit
 
 log = logger(__name__)
 
 MIN_CAPACITY = 8
 
 _TOMBSTONE = struct.Struct("<QII")
-_BLOCK_ID = struct.Struct("<32xI12x")
 assert _TOMBSTONE.size == TOMBSTONE_BYTES
-assert _BLOCK_ID.size == RECORD_BYTES
 
 
 class Applied(NamedTuple):
@@ -63,7 +60,7 @@ class Applied(NamedTuple):
 
 
 class Published(NamedTuple):
-    """One block as the replica had it when a scan of its owner began."""
+    """What was heard of a block that is published."""
 
     tag: int
     generation: Generation
@@ -158,30 +155,20 @@ class Replica(ReplicaReader):
         retracts = (r._replace(kind=RecordKind.RETRACT) for r in unpack_records(records))
         return self.apply(row, pack_records(retracts))
 
-    def published(self, row: int) -> dict[int, Published]:
-        """Return what the replica holds of a row, by block id: taken before a scan of that
+    def heard(self, row: int) -> bytes:
+        """Return what was heard of a row so far (its tombstones): taken before a scan of that
         engine's table begins, for ``resync``."""
         with self._lock:
-            tombstones = bytes(self._tombstones.get(row, b""))
-        return {
-            block_id: Published(tag, Generation(generation))
-            for block_id, (tag, state, generation) in enumerate(_TOMBSTONE.iter_unpack(tombstones))
-            if state == RecordKind.PUBLISH
-        }
+            return bytes(self._tombstones.get(row, b""))
 
-    def resync(self, row: int, before: dict[int, Published], scanned: bytes) -> Applied:
+    def resync(self, row: int, before: bytes, scanned: bytes) -> Applied:
         """Bring a row in line with a scan of its engine's table.
 
-        An entry in ``before`` that the scan did not see has left READY, since words change
-        before events are sent: it is removed, unless something newer was heard meanwhile.
+        A block published in ``before`` that the scan did not see has left READY, since words
+        change before events are sent: its entry is removed, unless something newer was heard
+        meanwhile.  Raises as ``apply`` does.
         """
-        seen = {block_id for (block_id,) in _BLOCK_ID.iter_unpack(scanned)}
-        stale = (
-            BlockRecord(_padded(tag), BlockId(block), generation, 0, RecordKind.RETRACT)
-            for block, (tag, generation) in before.items()
-            if block not in seen
-        )
-        return self.apply(row, pack_records(stale) + scanned)
+        return self.apply(row, _native.index_stale(before, scanned) + scanned)
 
     def check_integrity(self) -> list[str]:
         """Also: exactly the blocks heard of as published have entries.  Takes the lock."""
@@ -190,7 +177,11 @@ class Replica(ReplicaReader):
             held = {
                 (e.row, int(e.block_id)): Published(e.tag, e.generation) for e in self.entries()
             }
-        heard = {(row, b): p for row in self._tombstones for b, p in self.published(row).items()}
+        heard = {
+            (row, block): known
+            for row in self._tombstones
+            for block, known in published(self.heard(row)).items()
+        }
         return wrong + [
             f"row, block {place}: {held.get(place)} held, {heard.get(place)} heard of"
             for place in sorted(held.keys() | heard.keys())
@@ -264,9 +255,13 @@ def _new_segment(name: SegmentName, capacity: int, header: Header) -> Segment:
     return segment
 
 
-def _padded(tag: int) -> BlockHash:
-    """A hash of the same tag: all that an index keeps of a hash."""
-    return BlockHash(tag.to_bytes(HASH_BYTES, "little"))
+def published(heard: bytes) -> dict[int, Published]:
+    """By block id: the blocks that these tombstones have as published."""
+    return {
+        block_id: Published(tag, Generation(generation))
+        for block_id, (tag, state, generation) in enumerate(_TOMBSTONE.iter_unpack(heard))
+        if state == RecordKind.PUBLISH
+    }
 
 
 def _write_row(buffer: memoryview, row: Row) -> None:

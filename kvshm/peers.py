@@ -172,7 +172,7 @@ class Peers:
             return
         try:
             # The order matters: what is known before the scan begins was READY before.
-            before = self._replica.published(peer.row)
+            before = self._replica.heard(peer.row)
             self._replica.resync(peer.row, before, peer.table.scan())
         except (KvshmError, IndexError, ValueError) as exc:
             self._drop(epoch)

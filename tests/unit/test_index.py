@@ -195,17 +195,17 @@ def test_more_engines_than_rows_are_refused(replica: Replica) -> None:
 
 def test_resync_removes_what_the_scan_did_not_see(replica: Replica, row: int) -> None:
     replica.apply(row, packed([1, 2, 3], 5))
-    before = replica.published(row)
+    before = replica.heard(row)
     scanned = packed([2], 5) + packed([3], 6) + packed([4], 1)
     assert replica.resync(row, before, scanned) == Applied(added=2, removed=2, ignored=1)
     assert [found(replica, n) for n in (1, 2, 3, 4)] == [[], [(row, 5)], [(row, 6)], [(row, 1)]]
 
 
 def test_resync_keeps_what_was_heard_during_the_scan(replica: Replica, row: int) -> None:
-    """A publish that was applied after ``published`` was taken, of a block that the scan had
+    """A publish that was applied after ``heard`` was taken, of a block that the scan had
     passed already, and a retract of a block that the scan had still seen."""
     replica.apply(row, packed([1, 2], 5))
-    before = replica.published(row)
+    before = replica.heard(row)
     replica.apply(row, packed([1], 6) + packed([3], 1) + packed([2], 5, RETRACT))
     replica.resync(row, before, packed([2], 5))
     assert [found(replica, n) for n in (1, 2, 3)] == [[(row, 6)], [], [(row, 1)]]
@@ -214,4 +214,4 @@ def test_resync_keeps_what_was_heard_during_the_scan(replica: Replica, row: int)
 def test_a_scan_does_not_resurrect_what_was_retracted(replica: Replica, row: int) -> None:
     scanned = packed([1], 5)
     replica.apply(row, packed([1], 5, RETRACT))
-    assert replica.resync(row, {}, scanned) == Applied(ignored=1)
+    assert replica.resync(row, b"", scanned) == Applied(ignored=1)

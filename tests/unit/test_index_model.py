@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvshm import segment as segments
 from kvshm.errors import IndexFull
-from kvshm.index import Published, Replica
+from kvshm.index import Replica, published
 from kvshm.records import (
     BlockRecord,
     RecordKind,
@@ -65,7 +65,7 @@ class Engine:
 class Scan(NamedTuple):
     """A scan under way: it has read the slots below ``passed``."""
 
-    before: dict[int, Published]
+    before: bytes
     seen: list[BlockRecord]
     passed: int
 
@@ -207,7 +207,7 @@ class GrowingIndex(RuleBasedStateMachine):
     @rule(engine=engines, passed=st.integers(0, NUM_BLOCKS))
     def begin_scan(self, engine: int, passed: int) -> None:
         e = self.engines[engine]
-        e.scan = Scan(self.replica.published(e.row), e.scanned(0, passed), passed)
+        e.scan = Scan(self.replica.heard(e.row), e.scanned(0, passed), passed)
 
     @precondition(lambda self: any(e.scan for e in self.engines))
     @rule()
@@ -220,16 +220,16 @@ class GrowingIndex(RuleBasedStateMachine):
     @rule(engine=engines)
     def scan_at_once(self, engine: int) -> None:
         e = self.engines[engine]
-        self._resync(e, self.replica.published(e.row), e.scanned(0, NUM_BLOCKS))
+        self._resync(e, self.replica.heard(e.row), e.scanned(0, NUM_BLOCKS))
         held = {b: g for (row, b), (g, _) in self.model.published().items() if row == e.row}
         true = {b: e.generation[b] for b in e.ready}
         known = {b: g for b, g in true.items() if (b, g) not in e.forgotten}
         assert held.items() <= true.items(), "nothing stale is left"
         assert not self.grows or held == known, "and nothing is missing"
 
-    def _resync(self, e: Engine, before: dict[int, Published], seen: list[BlockRecord]) -> None:
+    def _resync(self, e: Engine, before: bytes, seen: list[BlockRecord]) -> None:
         self.replica.resync(e.row, before, pack_records(seen))
-        for block, (tag, generation) in before.items():
+        for block, (tag, generation) in published(before).items():
             if block not in {r.block_id for r in seen}:
                 gone = BlockRecord(tag.to_bytes(32, "little"), block, generation, 0, RETRACT)
                 self.model.apply(e.row, gone)
