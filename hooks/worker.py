@@ -74,6 +74,7 @@ class WorkerSide:
             watch_weights(self._model, self._weights_change)
         self._kernel_blocks = placement.kernel_blocks
         socket = rank_socket(self._run_dir, self._config.namespace, os.getpid(), self._rank)
+        wanted = getattr(self._transport_type, "settings", ())
         try:
             self._transport = self._transport_type(
                 memory=self._memory(placement),
@@ -81,6 +82,7 @@ class WorkerSide:
                 rank=self._rank,
                 socket_path=socket,
                 fault=self._config.fault,
+                **{name: getattr(self._config, name) for name in wanted},
             )
         except TransportError as exc:
             self._refusal = str(exc)

@@ -176,6 +176,15 @@ class Config:
             _switch, "0 or 1", "Checksum blocks when published and compare after each import."
         ),
     )
+    staging: bool = field(
+        default=False,
+        metadata=_about(
+            _switch,
+            "0 or 1",
+            "Copy through host memory between GPUs that cannot reach each other, "
+            "instead of leaving them unshared.",
+        ),
+    )
     log_level: str = field(
         default="INFO",
         metadata=_about(

@@ -124,8 +124,9 @@ class Transport(Protocol):
 def load_transport(name: str) -> Any:
     """Return the class of transport ``name``; importing it may import what it needs.
 
-    Besides making a Transport it may offer memory of the kind it shares: ``posix_shm`` has
-    ``allocate(nbytes)`` and ``adopt(fd, nbytes)``.  Raises TransportError if no installed
+    Besides making a Transport it may offer memory of the kind it shares (``posix_shm`` has
+    ``allocate(nbytes)`` and ``adopt(fd, nbytes)``), and name in ``settings`` the fields of
+    Config that its constructor takes by keyword.  Raises TransportError if no installed
     package offers a transport of that name.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):

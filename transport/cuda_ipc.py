@@ -107,6 +107,8 @@ class CudaIpcTransport:
     """
 
     name = "cuda_ipc"
+    settings = ("staging",)
+    """Of Config, for the constructor (kvshm.interfaces.load_transport)."""
     adopt = staticmethod(DeviceMemory)
 
     def __init__(
@@ -239,8 +241,8 @@ class CudaIpcTransport:
         if self.staging:
             return Route.STAGED
         raise TransportError(
-            f"GPU {self.driver.uuid} cannot reach GPU {details.device}; staging through host "
-            "memory is off"
+            f"GPU {self.driver.uuid} cannot reach GPU {details.device} "
+            "(KVSHM_STAGING=1 would let blocks travel through host memory)"
         )
 
     def _reach(

@@ -27,6 +27,7 @@ BAD = {
     "KVSHM_MAX_IMPORT_BLOCKS": ["0", "-1", "all"],
     "KVSHM_SHARE": ["some", "salted"],
     "KVSHM_VERIFY": ["yes"],
+    "KVSHM_STAGING": ["host"],
     "KVSHM_LOG_LEVEL": ["loud"],
     "KVSHM_FAULT": ["wrong"],
     "KVSHM_STRICT": ["on"],
@@ -40,6 +41,7 @@ def test_defaults() -> None:
     assert (config.min_prefix_tokens, config.max_import_blocks) == (0, 4096)
     assert config.drain_budget_ms == 1.0
     assert (config.fault, config.strict, config.verify) == (None, False, False)
+    assert config.staging is False
     assert config.log_level == "INFO"
     assert (config.given, config.warnings) == (frozenset(), ())
 
@@ -56,6 +58,7 @@ def test_every_value_is_read() -> None:
             "KVSHM_MAX_IMPORT_BLOCKS": "7",
             "KVSHM_SHARE": "salted-only",
             "KVSHM_VERIFY": "1",
+            "KVSHM_STAGING": "1",
             "KVSHM_LOG_LEVEL": "debug",
             "KVSHM_FAULT": "shift",
             "KVSHM_STRICT": "1",
@@ -70,6 +73,7 @@ def test_every_value_is_read() -> None:
     )
     assert (config.min_prefix_tokens, config.max_import_blocks) == (256, 7)
     assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
+    assert config.staging is True
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
     assert config.given == {s.name for s in SETTINGS}
 

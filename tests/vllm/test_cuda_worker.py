@@ -176,6 +176,19 @@ def test_a_block_reused_while_it_is_copied_is_a_load_error(make: Make) -> None:
     assert importer.side.take_bad() == {6}
 
 
+@pytest.mark.parametrize("staging", [False, True])
+def test_the_setting_for_staging_reaches_the_transport(
+    make: Make, config: VllmConfig, tmp_path: Path, staging: bool
+) -> None:
+    played = make(1)
+    planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
+    side = WorkerSide(Config(staging=staging), tmp_path, config, planned)
+    side.register(played.caches)
+    transport: Any = side._transport
+    assert transport.staging is staging
+    side.close()
+
+
 def test_a_gpu_that_cannot_share_is_a_reason_and_no_failure(
     make: Make, config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
