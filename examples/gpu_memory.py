@@ -26,36 +26,11 @@ def no_gpu() -> str | None:
     return None
 
 
-class DeviceBytes:
-    """Memory on the current GPU that reads and writes like a bytearray, slowly."""
-
-    def __init__(self, nbytes: int) -> None:
-        import torch
-
-        self.tensor = torch.zeros(nbytes, dtype=torch.uint8, device="cuda")
-
-    def __len__(self) -> int:
-        return int(self.tensor.numel())
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.tensor.tolist())
-
-    def __setitem__(self, span: slice, packed: bytes) -> None:
-        import torch
-
-        host = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        self.tensor[span] = host.to(self.tensor.device)
-        torch.cuda.current_stream().synchronize()  # of all streams: a held one would not end
-
-
 @contextmanager
-def held(stream: Any) -> Iterator[None]:
+def held(driver: Any, stream: Any) -> Iterator[None]:
     """Nothing that is put on ``stream`` inside runs before the end."""
     from cuda.bindings import driver as cu
 
-    from kvshm.transport.cuda_ipc import current_driver
-
-    driver = current_driver()
     word = driver.host_allocate(4)
     word.view[:] = bytes(4)
     equal = int(cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_EQ)

@@ -22,8 +22,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from kvshm.terms import BlockId, Epoch, Rank
@@ -39,11 +40,12 @@ class GpuPeer:
     """Another process with a cache; a context manager."""
 
     def __init__(
-        self, device: int = 0, visible: str | None = None, program: str = __file__
-    ) -> None:
+        self, device: int = 0, visible: str | None = None, program: str = __file__,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """``visible`` sets CUDA_VISIBLE_DEVICES for it; ``program`` answers by ``answer_calls``
         and is given the device's number."""
-        environment = {**os.environ, "GPU_PEER": "1"}
+        environment = {**os.environ, "GPU_PEER": "1", **environment}
         if visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible
         self.process = subprocess.Popen(
@@ -87,12 +89,14 @@ class GpuPeer:
 
     def __exit__(self, *_: object) -> None:
         assert self.process.stdin is not None
+        assert self.process.stdout is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         try:
             self.process.wait(timeout=20)
         except subprocess.TimeoutExpired:
             self.kill()
+        self.process.stdout.close()
 
 
 class Cache:

@@ -10,17 +10,31 @@ from typing import Any
 
 import pytest
 
-# pytest's importlib mode knows no packages of tests; the rigs are imported by their path.
-_spec = importlib.util.spec_from_file_location("rigs", Path(__file__).with_name("rigs.py"))
-assert _spec is not None
-assert _spec.loader is not None
-rigs: Any = importlib.util.module_from_spec(_spec)
-sys.modules["rigs"] = rigs
-_spec.loader.exec_module(rigs)
+
+def load(name: str) -> Any:
+    """Import a module of this folder by its path: pytest's importlib mode knows no packages of
+    tests, and the tests import the rigs by their name."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+processes = load("cuda_processes")
+rigs = load("rigs")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_outlives_the_session() -> Iterator[None]:
+    yield
+    processes.end_all()
 
 
 @pytest.fixture(params=sorted(rigs.RIGS))
 def rig(request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = rigs.RIGS[request.param]()
+    kind = rigs.RIGS[request.param]
+    made = kind(*(request.getfixturevalue(name) for name in kind.fixtures))
     yield made
     made.close()

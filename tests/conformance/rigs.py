@@ -11,17 +11,19 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from gpu_memory import DeviceBytes, held, no_gpu
+from cuda_processes import RankProcess, RemoteMemory, RemoteTransport
+from gpu_memory import no_gpu
 
 from kvshm.interfaces import Copy, CopyState, Region, Transport
 from kvshm.transport.cuda_export import DeviceMemory
 from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
-from kvshm.transport.cuda_ipc import CudaIpcTransport, current_driver
+from kvshm.transport.cuda_ipc import CudaIpcTransport
 from kvshm.transport.loopback import LoopbackNetwork, LoopbackTransport
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport
@@ -59,6 +61,9 @@ class Peer:
 
 class Rig(ABC):
     """Makes peers of one transport that can reach each other."""
+
+    fixtures: tuple[str, ...] = ()
+    """Whose values the constructor takes."""
 
     def __init__(self) -> None:
         self.peers: list[Peer] = []
@@ -146,76 +151,100 @@ def assert_waited(gate: threading.Event) -> None:
     assert gate.wait(PATIENCE)
 
 
-class CudaRig(Rig):
-    """Memories on GPUs; the driver is a subclass's choice."""
-
-    @abstractmethod
-    def driver(self) -> Any: ...
-
-    @abstractmethod
-    def memory(self, driver: Any, nbytes: int) -> tuple[DeviceMemory, Any]:
-        """Device memory, and what tests read and write it through."""
-
-    @abstractmethod
-    def gate(self, transport: CudaIpcTransport) -> AbstractContextManager[None]:
-        """Context in which the transport's copy stream stands still."""
-
-    def _build(self, layout: Layout, fault: str | None) -> Peer:
-        driver = self.driver()
-        made = [self.memory(driver, size) for size in layout.sizes]
-        memories = [memory for memory, _ in made]
-        transport = CudaIpcTransport(memories, layout.regions, 0, "", fault, driver=driver)
-        return Peer(layout, transport, [view for _, view in made])
-
-    @contextmanager
-    def hold(self, importer: Peer) -> Iterator[None]:
-        assert isinstance(importer.transport, CudaIpcTransport)
-        with self.gate(importer.transport):
-            yield
-
-    settle = PosixShmRig.settle
-
-
-class FakeCudaRig(CudaRig):
+class FakeCudaRig(Rig):
     """Every peer a process of its own, on a driver played in host memory."""
 
     def __init__(self) -> None:
         super().__init__()
         self.machine = FakeMachine()
 
-    def driver(self) -> Any:
-        return self.machine.process()
+    def _build(self, layout: Layout, fault: str | None) -> Peer:
+        driver = self.machine.process()
+        addresses = [driver.make(size) for size in layout.sizes]
+        spans = list(zip(addresses, layout.sizes, strict=True))
+        memories = [DeviceMemory(address, size) for address, size in spans]
+        transport = CudaIpcTransport(memories, layout.regions, 0, "", fault, driver=driver)
+        return Peer(layout, transport, [driver.bytes_at(*span) for span in spans])
 
-    def memory(self, driver: Any, nbytes: int) -> tuple[DeviceMemory, Any]:
-        address = driver.make(nbytes)
-        return DeviceMemory(address, nbytes), driver.bytes_at(address, nbytes)
+    @contextmanager
+    def hold(self, importer: Peer) -> Iterator[None]:
+        assert isinstance(importer.transport, CudaIpcTransport)
+        driver = cast(FakeDriver, importer.transport.driver)
+        with driver.hold(importer.transport.engine.stream):
+            yield
 
-    def gate(self, transport: CudaIpcTransport) -> AbstractContextManager[None]:
-        return cast(FakeDriver, transport.driver).hold(transport.engine.stream)
+    settle = PosixShmRig.settle
 
 
-class RealCudaRig(CudaRig):
-    """The machine's GPU.  One process: handles are exchanged by tests/gpu, not here."""
+class RealCudaRig(Rig):
+    """The machine's GPU; every peer a real process."""
+
+    library = ""
+    """Directory of another driver library than the installed one."""
+    virtual = False
+    """Whether the peers share VMM memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        if (reason := no_gpu()) is not None:
+        self.processes: list[RankProcess] = []
+        if (reason := self.missing()) is not None:
             pytest.skip(reason)
 
-    def driver(self) -> Any:
-        return current_driver()
+    def missing(self) -> str | None:
+        return no_gpu()
 
-    def memory(self, driver: Any, nbytes: int) -> tuple[DeviceMemory, Any]:
-        view = DeviceBytes(nbytes)
-        return DeviceMemory(view.tensor.data_ptr(), nbytes, view.tensor), view
+    def _build(self, layout: Layout, fault: str | None) -> Peer:
+        process = RankProcess(self.library, self.virtual)
+        self.processes.append(process)
+        transport = RemoteTransport(process, layout.sizes, layout.regions, fault)
+        memories: Any = [RemoteMemory(process, *one) for one in enumerate(layout.sizes)]
+        return Peer(layout, transport, memories)
 
-    def gate(self, transport: CudaIpcTransport) -> AbstractContextManager[None]:
-        return held(transport.engine.stream)
+    @contextmanager
+    def hold(self, importer: Peer) -> Iterator[None]:
+        assert isinstance(importer.transport, RemoteTransport)
+        process = importer.transport.process
+        process.call("hold")
+        try:
+            yield
+        finally:
+            process.call("release")
+
+    settle = PosixShmRig.settle
+
+    def close(self) -> None:
+        super().close()
+        for process in self.processes:
+            process.give_back()
+
+
+class PlayedCudaRig(RealCudaRig):
+    """As on a GPU, through the real bindings, but the driver's library is played."""
+
+    fixtures = ("played_cuda",)
+
+    def __init__(self, played_cuda: Path) -> None:
+        self.library = str(played_cuda.parent)
+        super().__init__()
+
+    def missing(self) -> str | None:
+        return "the real driver is here" if no_gpu() is None else None
+
+
+class RealVmmRig(RealCudaRig):
+    virtual = True
+
+
+class PlayedVmmRig(PlayedCudaRig):
+    virtual = True
 
 
 RIGS: dict[str, type[Rig]] = {
     "cuda_ipc": RealCudaRig,
     "cuda_ipc_fake": FakeCudaRig,
+    "cuda_ipc_played": PlayedCudaRig,
+    "cuda_ipc_played_vmm": PlayedVmmRig,
+    "cuda_ipc_vmm": RealVmmRig,
     "loopback": LoopbackRig,
     "posix_shm": PosixShmRig,
 }

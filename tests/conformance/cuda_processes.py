@@ -1,0 +1,144 @@
+"""Ranks of the CUDA transport in processes of their own, seen as a transport of this process.
+
+An IPC handle cannot be opened where it was made, so wherever the driver's real calls are made
+every rank has a process (cuda_rank).  Processes are kept from test to test: starting one takes
+seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gpu_peer import GpuPeer, PeerError
+
+from kvshm import errors
+from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.terms import BlockId, Epoch
+
+PROGRAM = str(Path(__file__).with_name("cuda_rank.py"))
+_idle: list[tuple[tuple[str, bool], GpuPeer]] = []
+
+
+class RankProcess:
+    """A process with one rank."""
+
+    def __init__(self, library: str, virtual: bool) -> None:
+        """``library``: the directory of a libcuda.so.1 to use instead of the installed one.
+        ``virtual``: share VMM memory."""
+        self.virtual = virtual
+        self._kind = (library, virtual)
+        for number, (kind, peer) in enumerate(_idle):
+            if kind == self._kind:
+                self._peer = peer
+                del _idle[number]
+                return
+        path = os.pathsep.join(filter(None, (library, os.environ.get("LD_LIBRARY_PATH"))))
+        environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        if path:
+            environment["LD_LIBRARY_PATH"] = path
+        self._peer = GpuPeer(program=PROGRAM, environment=environment)
+
+    def call(self, method: str, **arguments: Any) -> Any:
+        """Call a method of its Rank; what it raises is raised here, if it is kvshm's."""
+        try:
+            return self._peer.call(method, **arguments)
+        except PeerError as exc:
+            name, _, text = str(exc).partition(": ")
+            # A CudaError is a TransportError that only its driver's module knows.
+            kind = getattr(errors, "TransportError" if name == "CudaError" else name, None)
+            if kind is None:
+                raise
+            raise kind(text) from exc
+
+    def give_back(self) -> None:
+        """Keep the process for the next test."""
+        self.call("put_back")
+        _idle.append((self._kind, self._peer))
+
+
+def end_all() -> None:
+    """End the processes that nobody uses."""
+    while _idle:
+        _idle.pop()[1].__exit__()
+
+
+@dataclass
+class RemoteCopy:
+    process: RankProcess
+    number: int
+
+    def poll(self) -> CopyState:
+        return CopyState(self.process.call("poll", copy=self.number))
+
+    def cancel(self) -> None:
+        self.process.call("cancel", copy=self.number)
+
+
+@dataclass
+class RemoteAttachment:
+    process: RankProcess
+    number: int
+    epoch: Epoch
+
+    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> RemoteCopy:
+        lists = {"source": list(source), "target": list(target)}
+        number = self.process.call("begin_copy", attachment=self.number, **lists)
+        return RemoteCopy(self.process, number)
+
+    def close(self) -> None:
+        self.process.call("detach", attachment=self.number)
+
+
+class RemoteTransport:
+    """A CudaIpcTransport elsewhere (kvshm.interfaces.Transport)."""
+
+    name = "cuda_ipc"
+
+    def __init__(
+        self, process: RankProcess, sizes: Sequence[int], regions: Sequence[Region],
+        fault: str | None,
+    ) -> None:  # fmt: skip
+        self.process = process
+        packed = msgspec.msgpack.encode(list(regions)).hex()
+        build = {"sizes": list(sizes), "regions": packed, "fault": fault}
+        process.call("build", virtual=process.virtual, **build)
+
+    def export(self, epoch: Epoch) -> MemoryDescriptor:
+        packed = bytes.fromhex(self.process.call("export", epoch=epoch))
+        return msgspec.msgpack.decode(packed, type=MemoryDescriptor)
+
+    def attach(self, descriptor: MemoryDescriptor) -> RemoteAttachment:
+        packed = msgspec.msgpack.encode(descriptor).hex()
+        number = self.process.call("attach", descriptor=packed)
+        return RemoteAttachment(self.process, number, Epoch(descriptor.epoch))
+
+    def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
+        return list(self.process.call("checksum", blocks=list(blocks)))
+
+    def close(self) -> None:
+        self.process.call("close")
+
+
+@dataclass
+class RemoteMemory:
+    """Reads and writes like the memory of a peer in this process."""
+
+    process: RankProcess
+    number: int
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+    def __iter__(self) -> Any:
+        return iter(bytes.fromhex(self.process.call("read", number=self.number)))
+
+    def __setitem__(self, span: slice, packed: bytes) -> None:
+        assert span == slice(None)
+        self.process.call("write", number=self.number, packed=packed.hex())

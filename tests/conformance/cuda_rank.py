@@ -1,0 +1,113 @@
+"""One rank in a process of its own: the other side of cuda_processes.
+
+The driver's real calls are made, whatever library they end in.  Memory comes from the driver, not
+from torch: tests/gpu shares torch's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from gpu_memory import held
+from gpu_peer import answer_calls
+
+from kvshm.interfaces import Copy, MemoryDescriptor, Region
+from kvshm.terms import BlockId, Epoch
+from kvshm.transport.cuda_driver import write
+from kvshm.transport.cuda_export import DeviceMemory
+from kvshm.transport.cuda_ipc import CudaAttachment, CudaIpcTransport
+from kvshm.transport.cuda_nvidia import NvidiaDriver
+
+
+class Rank:
+    """What is called, once per line, by RankProcess."""
+
+    def __init__(self, device: int) -> None:
+        self.driver = NvidiaDriver(device)
+        self.stream = self.driver.new_stream()
+        self.spare: dict[int, list[int]] = {}
+        self.memories: list[DeviceMemory] = []
+        self.things: list[Any] = []
+        """Attachments and copies, by the number that the caller knows."""
+        self.holding = ExitStack()
+        self.run_dir = tempfile.TemporaryDirectory(prefix="kv-")
+
+    def build(self, sizes: list[int], regions: str, fault: str | None, virtual: bool) -> None:
+        """``virtual``: of VMM memory, which is handed over as descriptors."""
+        self.memories = [DeviceMemory(self._allocate(size, virtual), size) for size in sizes]
+        decoded = msgspec.msgpack.decode(bytes.fromhex(regions), type=list[Region])
+        socket = Path(self.run_dir.name) / "fds"
+        self.transport = CudaIpcTransport(
+            self.memories, decoded, 0, socket, fault, driver=self.driver
+        )
+
+    def _allocate(self, nbytes: int, virtual: bool) -> int:
+        # Never freed, for a peer may have it open: the next test uses it again.
+        spare = self.spare.get(nbytes)
+        if spare:
+            return spare.pop()
+        if virtual:
+            return self.driver.vmm_allocate(nbytes, fabric=False)[0]
+        return self.driver.allocate_shared(nbytes)
+
+    def put_back(self) -> None:
+        """The test is over: keep the memory for the next."""
+        for memory in self.memories:
+            self.spare.setdefault(memory.nbytes, []).append(memory.address)
+        self.memories = []
+        self.things = []
+
+    def read(self, number: int) -> str:
+        memory = self.memories[number]
+        buffer = self.driver.host_allocate(memory.nbytes)
+        self.driver.copy(buffer.address, memory.address, memory.nbytes, self.stream)
+        self.driver.synchronize(self.stream)
+        found = bytes(buffer.view)
+        self.driver.host_free(buffer)
+        return found.hex()
+
+    def write(self, number: int, packed: str) -> None:
+        write(self.driver, self.memories[number].address, bytes.fromhex(packed), self.stream)
+
+    def hold(self) -> None:
+        self.holding.enter_context(held(self.driver, self.transport.engine.stream))
+
+    def release(self) -> None:
+        self.holding.close()
+
+    def export(self, epoch: Epoch) -> str:
+        return msgspec.msgpack.encode(self.transport.export(epoch)).hex()
+
+    def attach(self, descriptor: str) -> int:
+        found = msgspec.msgpack.decode(bytes.fromhex(descriptor), type=MemoryDescriptor)
+        return self._keep(self.transport.attach(found))
+
+    def _keep(self, thing: CudaAttachment | Copy) -> int:
+        self.things.append(thing)
+        return len(self.things) - 1
+
+    def begin_copy(self, attachment: int, source: list[BlockId], target: list[BlockId]) -> int:
+        return self._keep(self.things[attachment].begin_copy(source, target))
+
+    def detach(self, attachment: int) -> None:
+        self.things[attachment].close()
+
+    def poll(self, copy: int) -> str:
+        return str(self.things[copy].poll().value)
+
+    def cancel(self, copy: int) -> None:
+        self.things[copy].cancel()
+
+    def checksum(self, blocks: list[BlockId]) -> list[int]:
+        return list(self.transport.checksum(blocks))
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+if __name__ == "__main__":
+    answer_calls(Rank)
