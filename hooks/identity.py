@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from hashlib import sha256
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,23 +45,27 @@ def none_hash() -> bytes | None:
     return None if chosen is None else bytes(chosen)
 
 
-def find_model(depth: int = _FRAMES) -> torch.nn.Module | None:
-    """Return the worker's model, found in the callers' frames, or None.
+def model_owners(depth: int = _FRAMES) -> list[Any]:
+    """Return vLLM's model runner and worker, innermost first: whoever of the callers has a
+    ``get_model``.
 
     Worker only, from within ``register_kv_caches``: vLLM hands the model to no connector,
-    but the model runner that has it is the one that calls.  The first caller whose ``self``
-    has a ``get_model`` that returns a module is taken for it.
+    but the model runner that has it is the one that calls.
     """
-    frame = sys._getframe(1)
-    for _ in range(depth):
-        get_model = getattr(frame.f_locals.get("self"), "get_model", None)
-        model = get_model() if callable(get_model) else None
-        if isinstance(model, torch.nn.Module):
-            return model
-        if frame.f_back is None:
-            return None
-        frame = frame.f_back
-    return None
+    owners: dict[int, Any] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and depth:
+        caller = frame.f_locals.get("self")
+        if callable(getattr(caller, "get_model", None)):
+            owners.setdefault(id(caller), caller)
+        frame, depth = frame.f_back, depth - 1
+    return list(owners.values())
+
+
+def find_model(owners: Iterable[Any]) -> torch.nn.Module | None:
+    """Return the worker's model, or None: what the first of its owners that has one gives."""
+    models = (owner.get_model() for owner in owners)
+    return next((model for model in models if isinstance(model, torch.nn.Module)), None)
 
 
 def rank_fields(

@@ -8,7 +8,7 @@ on the device where they lie, with integer arithmetic that wraps around like C's
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import wraps
 from hashlib import sha256
 from typing import Any
@@ -27,27 +27,42 @@ _COPY_BYTES = 64 << 20
 """Most that is copied at a time of tensors that do not lie in one piece."""
 
 
+_WRITERS = (
+    "load_weights",
+    "reload_weights",
+    "reset_weights",
+    "start_weight_update",
+    "update_weights",
+    "finish_weight_update",
+)
+"""Methods of a model, its runner and its worker that write weights."""
+
+
 class WeightsUnknown(KvshmError):
     """Some weights cannot be read, so nothing can be said about two engines' equality."""
 
 
-def watch_weights(model: torch.nn.Module, changing: Callable[[], None]) -> None:
-    """Have ``changing`` called before weights are loaded into the model again.
+def watch_weights(owners: Iterable[Any], changing: Callable[[], None]) -> None:
+    """Have ``changing`` called before weights are written again, more than once perhaps.
 
-    Worker only.  vLLM tells a connector of new weights only by a reset of the cache, which
-    may come later than the weights, or not at all.  Weights that are written without the
-    model's ``load_weights`` are not noticed.
+    Worker only.  ``owners``: the model, and vLLM's model runner and worker, which also write
+    without the model's ``load_weights`` (weights in the kernels' format, transfers from a
+    trainer).  vLLM tells a connector of new weights only by a reset of the cache, which may
+    come later than the weights, or not at all.  What writes by none of these is not noticed.
     """
-    load = getattr(model, "load_weights", None)
-    if load is None:
-        return
+    for owner in owners:
+        for name in _WRITERS:
+            if callable(write := getattr(owner, name, None)):
+                setattr(owner, name, _announced(write, changing))
 
-    @wraps(load)
-    def load_weights(*args: Any, **kwargs: Any) -> Any:
+
+def _announced(write: Callable[..., Any], changing: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(write)
+    def announce(*args: Any, **kwargs: Any) -> Any:
         changing()
-        return load(*args, **kwargs)
+        return write(*args, **kwargs)
 
-    model.load_weights = load_weights
+    return announce
 
 
 def weights_digest(model: torch.nn.Module) -> str:

@@ -21,7 +21,7 @@ from kvshm.rundir import rank_socket
 from kvshm.segment import identity_of
 from kvshm.terms import BlockId, Epoch, Rank
 
-from .identity import find_model, rank_fields
+from .identity import find_model, model_owners, rank_fields
 from .layout import Placement, regions_of, share_in_place, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
 from .weights import WeightsUnknown, watch_weights
@@ -69,9 +69,10 @@ class WorkerSide:
         if isinstance(placement, str):
             self._refusal = placement
             return
-        self._model = find_model()
+        owners = model_owners()
+        self._model = find_model(owners)
         if self._model is not None:
-            watch_weights(self._model, self._weights_change)
+            watch_weights([self._model, *owners], self._weights_change)
         self._kernel_blocks = placement.kernel_blocks
         socket = rank_socket(self._run_dir, self._config.namespace, os.getpid(), self._rank)
         wanted = getattr(self._transport_type, "settings", ())

@@ -85,7 +85,7 @@ Make = Callable[[int], Played]
 @pytest.fixture
 def make(config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     machine, namespace = FakeMachine(), "t" + uuid.uuid4().hex[:10]
-    monkeypatch.setattr(worker_module, "find_model", torch.nn.Module)
+    monkeypatch.setattr(worker_module, "find_model", lambda _: torch.nn.Module())
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     made: list[Played] = []
 

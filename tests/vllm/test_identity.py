@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from vllm.v1.core import kv_cache_utils
 
 from kvshm import fingerprint as names
 from kvshm.fingerprint import FIELDS, differences, fingerprint
-from kvshm.hooks.identity import find_model, none_hash, rank_fields, scheduler_fields
+from kvshm.hooks import weights
+from kvshm.hooks.identity import find_model, model_owners, none_hash, rank_fields, scheduler_fields
 
 from .tiny_config import cache_config, engine_config, spec
 
@@ -202,7 +204,7 @@ class Runner:
 
 class Connector:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> torch.nn.Module | None:
-        return (lambda: find_model())()  # one frame more, and it has no self
+        return (lambda: find_model(model_owners()))()  # one frame more, and it has no self
 
 
 def test_the_model_is_found_at_the_caller() -> None:
@@ -212,7 +214,7 @@ def test_the_model_is_found_at_the_caller() -> None:
 
 def test_no_model_is_none() -> None:
     assert Runner("no module").initialize_kv_cache() is None
-    assert find_model(depth=1) is None
+    assert model_owners(depth=1) == []
 
 
 def test_vllms_runners_still_have_get_model() -> None:
@@ -222,3 +224,38 @@ def test_vllms_runners_still_have_get_model() -> None:
     for runner in (CPUModelRunner, GPUModelRunner):
         assert callable(runner.get_model)
         assert callable(runner.initialize_kv_cache)
+
+
+class Trained(Runner):
+    """A runner whose weights are written in the kernels' format, past the model's own method."""
+
+    def reload_weights(self, given: dict[str, torch.Tensor]) -> None:
+        inplace = pytest.importorskip("vllm.model_executor.model_loader.reload.inplace")
+        model_config = SimpleNamespace(quantization=None)
+        vllm_config = SimpleNamespace(model_config=model_config, load_config=None, lora_config=None)
+        with torch.no_grad():
+            inplace.reload_weights(vllm_config, self.model, iter(given.items()), None, False)
+
+
+def test_weights_that_a_runner_writes_are_noticed_before() -> None:
+    model = small_model()
+    runner = Trained(model)
+    name, old = next(iter(model.named_parameters()))
+    seen: list[torch.Tensor] = []
+    weights.watch_weights([model, runner], lambda: seen.append(old.detach().clone()))
+    before = old.detach().clone()
+    runner.reload_weights({name: torch.zeros_like(old)})
+    assert not old.any()
+    assert len(seen) == 1
+    assert seen[0].equal(before)
+
+
+def test_vllms_workers_write_weights_by_the_methods_that_are_watched() -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    found = {name for owner in (CPUWorker, GPUModelRunner) for name in dir(owner)}
+    assert set(weights._WRITERS) - {"load_weights"} <= found
+    writers = {name for name in found if name.endswith(("_weights", "_weight_update"))}
+    drafts_only = {"start_draft_weight_update", "_start_weight_update"}
+    assert writers - drafts_only <= set(weights._WRITERS)
