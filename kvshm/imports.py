@@ -107,8 +107,14 @@ class Imports:
         life.peers.forget(Epoch(run.peer.info.epoch), record)
 
     def end(self, life: Life | None, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:
-        """Targets that must not be used, as any rank says; peers are judged by the way."""
+        """Targets that must not be used, as any rank says; peers are judged by the way.
+
+        A load does not outlive its own epoch, which may have ended since its ranks looked:
+        what was computed with the old weights must not be shown in the next epoch.
+        """
         bad: set[BlockId] = set(load.lost)
+        if life is None or life.table.epoch != load.epoch:
+            bad.update(target for piece in load.pieces for target in piece.targets)
         at_fault: set[Epoch] = set()
         for report in reports:
             bad.update(report.bad)
