@@ -138,24 +138,29 @@ def _on_death(state: State, process: Process) -> list[Action]:
     orphans = state.bits.died(process)
     infos = [e.info for e in state.engines.values() if process in e.processes]
     reason = f"process {process.pid} died"
-    actions = _end(state, infos, reason, orphans)
+    bits = {info.lease_bit for info in infos} - {NO_LEASE_BIT} | set(orphans)
+    actions = _end(state, infos, reason, bits)
     actions.append(SweepProcess(process))
     actions += [WriteLease(bit, state.bits.free(bit)) for bit in orphans]
     return [*actions, *_log_ends(state, "death", infos, reason)]
 
 
 def _end(
-    state: State, infos: list[EngineInfo], reason: str, orphans: Iterable[int] = ()
+    state: State, infos: list[EngineInfo], reason: str, bits: Iterable[int] = ()
 ) -> list[Action]:
     """These epochs are over.  The order is the point: nothing can be delivered any more,
-    everybody is told, leases are cleared, names are removed."""
+    everybody is told, leases are cleared, names are removed.
+
+    ``bits``: those of the dead.  A process that leaves keeps its bit, and whatever it still
+    copies gives its leases back itself: a sweep would take them from under it.
+    """
     for info in infos:
         state.end(info.epoch)
     actions: list[Action] = [EndLife(info.table) for info in infos]
     for info in infos:
         gone = {"epoch": info.epoch, "reason": reason}
         actions.append(state.publish(info.fingerprint, EngineGone, **gone))
-    actions += _sweep({info.lease_bit for info in infos} - {NO_LEASE_BIT} | set(orphans))
+    actions += _sweep(bits)
     actions += [UnlinkEpoch(info.table, info.epoch) for info in infos]
     return [*actions, *state.watch()]
 

@@ -151,18 +151,22 @@ def test_death_of_a_rank_ends_the_epoch_but_keeps_the_bit(node: Node) -> None:
     assert engine.joined(mark)["bit"] == joined["bit"]
 
 
-def test_leave_is_told_and_swept(node: Node) -> None:
+def test_leave_is_told_and_the_leases_go_with_the_process(node: Node) -> None:
     coordinator = node.coordinator()
     staying, leaving = FakeEngine(node, "staying"), FakeEngine(node, "leaving")
     epoch = leaving.joined()["epoch"]
     staying.heard("engine_joined", name="leaving")
     staying.do("publish", blocks=[5])
     leaving.do("lease", table=staying.started["table"])
-    leaving.end()
+    table = SlotTable.open(staying.started["table"])
+    mark = leaving.mark()
+    leaving.do("new-epoch")
     assert staying.heard("engine_gone", epoch=epoch)["reason"] == "left"
     coordinator.wait_err("event=leave engine=leaving")
-    table = SlotTable.open(staying.started["table"])
-    assert (leases(table), table.counters.snapshot()["swept"]) == (0, 1)
+    assert leases(table) == 1 << leaving.joined(mark)["bit"], "something of it may be under way"
+    leaving.end()
+    wait_until(lambda: leases(table) == 0, "the leases of the process are swept")
+    assert table.counters.snapshot()["swept"] == 1
 
 
 def test_stopped_engine_is_suspected_then_recovered_never_swept(node: Node) -> None:
