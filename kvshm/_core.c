@@ -1,24 +1,94 @@
 /* kvshm native core, see _core.h.
  *
- * Memory order (protocol-review A7; each line is stated again where it is used)
- * =============================================================================
+ * Memory order
+ * ============
  *
- *   operation        order                                why
- *   ---------------  -----------------------------------  ------------------------------------------
- *   publish          fields relaxed, CAS acq_rel          readers who see READY see the fields
- *   lease            word acquire, hash relaxed,          the CAS closes the bracket: it succeeds
- *                    CAS acq_rel from the LOADED value    only if nothing changed since the load
- *   retract, drain,  CAS acq_rel, then fence seq_cst      importers' reads come before the reuse,
- *   force, reset                                          the new word before the new bytes
- *   release, sweep   CAS release                          own reads of the block come before it
- *   re-check         fence acquire AFTER the last byte    an acquire load alone would not keep the
- *                    was read, then relaxed loads         earlier reads of bytes before it
- *   scan             word acquire, fields relaxed,        a seq-lock read: unchanged word, hence
- *                    fence acquire, word relaxed          untorn fields
- *   ready mark       release, read with acquire           openers see a whole header
- *   life, retired    store, then fence seq_cst            before the owner frees its memory
- *   index            sequence odd, fence release,         a seq-lock; its reader may give up, since
- *                    entries relaxed, sequence release    what it finds is a hint
+ * Every atomic operation of the core, and why it has its order; a test compares this with the
+ * code.  get, put, get_acquire and swap (_core_words.h) stand as what they are.  CAS: order of
+ * success/failure.  Checked under weak memory by tests/model/weak_memory.c.  Untested on aarch64.
+ *
+ *     function               operation            why
+ *     ---------------------  -------------------  ------------------------------------------------
+ *   _core_words.h
+ *     read_fields            load relaxed         the caller orders it: read_ready's fences; in
+ *                                                 retract nobody else writes
+ *   _core.c
+ *     kvshm_open_segment     load acquire         the version, see kvshm_mark_ready
+ *     kvshm_open_segment     load relaxed         behind that acquire; these words never change
+ *                                                 again
+ *     kvshm_open_table       load relaxed         likewise
+ *     kvshm_load             load acquire         who sees a word sees what was done before it was
+ *                                                 stored
+ *     kvshm_store            store seq_cst        releases what came before: set_life, the memory
+ *                                                 it vouches for
+ *     kvshm_store            fence seq_cst        a zeroed life word before what the owner does to
+ *                                                 its memory next; a store alone lets later stores
+ *                                                 pass it, on Arm
+ *     kvshm_add              add acq_rel          counters and heartbeats: none is lost; more order
+ *                                                 than they need
+ *     kvshm_compare_exchange CAS acq_rel/acquire  tickets: the last rank has all others' reads
+ *                                                 behind it when it releases their leases
+ *     kvshm_mark_ready       store release        openers who see the version see the whole header
+ *     kvshm_copy_blocks      load relaxed         a request to end early orders nothing
+ *   _exporter.c
+ *     publish_slot           load acquire         start of the CAS; more than needed, this thread
+ *                                                 emptied the slot
+ *     publish_slot           store relaxed        the fields: nobody trusts them before the CAS
+ *     publish_slot           CAS acq_rel/acquire  who sees READY sees the fields, and the bytes:
+ *                                                 whoever wrote them told this thread before
+ *     vacate                 CAS acq_rel/acquire  importers' reads, released with their leases,
+ *                                                 before the reuse
+ *     fence_before_reuse     fence seq_cst        the new words before the new bytes, which others
+ *                                                 write once they are told; no CAS keeps later
+ *                                                 stores back, on Arm
+ *     leave_ready            load acquire         start of the CAS, which checks again
+ *     leave_ready            CAS acq_rel/acquire  to DRAINING: a lease is either in this word or
+ *                                                 fails
+ *     must_wait              load acquire         start of the CAS in vacate
+ *     kvshm_force            load acquire         start of the CAS in vacate
+ *     kvshm_reset            load acquire         start of the CAS in vacate
+ *   _importer.c
+ *     same_hash              load relaxed         between the acquire before and the CAS after it
+ *     alive                  load acquire         who finds a table alive finds its memory as it
+ *                                                 was when that was said
+ *     lease_slot             load acquire         the hash is read after the word
+ *     lease_slot             CAS acq_rel/acquire  from the LOADED word: nothing changed since, so
+ *                                                 word and hash belong together; without a bit the
+ *                                                 re-check closes the bracket
+ *     clear_leases           load relaxed         start of the CAS, which checks again
+ *     clear_leases           CAS release/relaxed  own reads of the block before it; the exporter's
+ *                                                 CAS acquires
+ *     kvshm_recheck          fence acquire        AFTER the last byte was read: a load-acquire of
+ *                                                 the word would not keep earlier reads before it
+ *     kvshm_recheck          load relaxed         behind that fence
+ *     read_ready             load acquire         the fields are read after the word
+ *     read_ready             fence acquire        ... and before it is read again: unchanged, hence
+ *                                                 untorn
+ *     read_ready             load relaxed         behind that fence
+ *   _replica.c
+ *     open_index             load relaxed         the capacity never changes after kvshm_mark_ready
+ *     entry_at               load relaxed         a reader: within its seq-lock; the writer: its
+ *                                                 own words
+ *     set_entry              store relaxed        between begin_write and end_write
+ *     begin_write            load relaxed         one writer
+ *     begin_write            store relaxed        odd: kept before the entries by the fence
+ *     begin_write            fence release        odd before the first entry changes
+ *     end_write              store release        even after the last entry has changed
+ *     count_entry            load relaxed         one writer
+ *     count_entry            store relaxed        the writer's own; others only show it
+ *     insert                 load relaxed         one writer
+ *     copy_row               load relaxed         one writer
+ *     copy_row               store relaxed        nobody has been sent to the new index yet:
+ *                                                 kvshm_store does that
+ *     is_sound               load relaxed         one writer
+ *     kvshm_index_copy       load relaxed         one writer
+ *     kvshm_index_lookup     load acquire         even: the entries are read after it
+ *     kvshm_index_lookup     fence acquire        ... and before it is read again; after four tries
+ *                                                 the reader takes what it has, a hint
+ *     kvshm_index_lookup     load relaxed         behind that fence
+ *   _native.c
+ *     at_sync_point          sub seq_cst          tests only
+ *     native_arm_sync_point  store seq_cst        tests only
  *
  * Nobody ever stores plainly to a slot's word: each change is a read-modify-write, so that the
  * exporter's next one synchronises with all releases before it.  A CAS that fails starts again
@@ -118,7 +188,7 @@ int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value)
 int64_t kvshm_add(kvshm_segment segment, uint64_t offset, uint64_t delta, uint64_t *before)
 {
     int status = check_word(segment, offset);
-    if (status == KVSHM_OK) /* acq_rel: a ticket's last rank sees what the others did */
+    if (status == KVSHM_OK) /* acq_rel: more than counters need */
         *before = atomic_fetch_add_explicit(word_at(segment.base + offset), delta,
                                             memory_order_acq_rel);
     return status;

@@ -20,13 +20,14 @@ bool leased;                            /* the bit in the slot */
 bool core_dead[ENGINES], rank_dead[ENGINES];
 bool has_bit[ENGINES];                  /* as the engine was told */
 bool asks[ENGINES], leaves;             /* leaves: engine 0 */
-bool coordinator_dead;
+bool coordinator_dead, swept;            /* swept: at the first death, by this coordinator */
 byte busy;                              /* engines and loads that have not ended */
 
 byte holder;                            /* ghost: 1 + load that took the lease */
 #define LOAD(e, n) ((e) * 2 + (n))
 #define ENGINE_OF(load) ((load) / 2)
 #define GONE(e) (core_dead[e] && rank_dead[e])
+#define ENDED(e) (core_dead[e] || rank_dead[e])
 bool living_lease_cleared, bit_shared, lease_leaked;
 
 /* -- engines ----------------------------------------------------------------------------------- */
@@ -95,7 +96,7 @@ proctype Deaths() {
 
 inline sweep() {
   atomic {
-    living_lease_cleared = (leased && !GONE(ENGINE_OF(holder - 1)));
+    living_lease_cleared = (leased && !ENDED(ENGINE_OF(holder - 1)));
     assert(!living_lease_cleared);
     leased = false; holder = 0
   }
@@ -117,7 +118,7 @@ inline on_join(e) {
 
 inline on_leave() {
 #ifdef SWEPT_AT_LEAVE
-  sweep();
+  d_step { leased = false; holder = 0 };
 #endif
 #ifdef FREED_AT_LEAVE
   owner = 0;
@@ -126,7 +127,8 @@ inline on_leave() {
 }
 
 /* Every process that may hold leases with the bit is gone. */
-inline on_death() {
+inline on_last_death() {
+  swept = false;
 #if defined(FREED_BEFORE_SWEEP)
   owner = 0; sweep()
 #elif defined(FREED_UNSWEPT)
@@ -136,7 +138,7 @@ inline on_death() {
 #endif
 }
 
-#define CAN_JOIN(e) (asks[e] && (owner == 0 || owner == (e) + 1))
+#define CAN_JOIN(e) (asks[e] && !ENDED(e) && (owner == 0 || owner == (e) + 1))
 #if defined(OWNERS_ONLY_SUSPECTED)
 #define KNOWN_DEAD (owner != 0)
 #elif defined(CORE_ALONE_COUNTS)
@@ -154,7 +156,8 @@ end_serving:
        :: CAN_JOIN(0) -> on_join(0)
        :: CAN_JOIN(1) -> on_join(1)
        :: leaves -> on_leave()
-       :: KNOWN_DEAD -> on_death()
+       :: owner != 0 && ENDED(owner - 1) && !swept -> sweep(); swept = true
+       :: KNOWN_DEAD -> on_last_death()
        od
      }
      unless { coordinator_dead };
@@ -164,6 +167,7 @@ end_serving:
 #endif
        asks[0] = asks[0] || (has_bit[0] && !core_dead[0]);
        asks[1] = asks[1] || (has_bit[1] && !core_dead[1]);
+       swept = false;
        coordinator_dead = false
      }
   od

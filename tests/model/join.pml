@@ -50,6 +50,9 @@
 #ifndef BEATS
 #define BEATS 0                         /* 1: heartbeats at any time, not only at the end */
 #endif
+#ifndef TIMEOUTS
+#define TIMEOUTS 0                      /* answers not waited for, coordinators given up too early */
+#endif
 #ifndef TICKS
 #define TICKS 0                         /* before everything is over; for ever afterwards */
 #endif
@@ -94,7 +97,7 @@ mtype known_kind[SLOTS];
 
 /* Budgets and ghosts.  A cause: something lost, which the
  * receiver may join or scan again for. */
-byte faults = FAULTS, causes, ticks = TICKS, final_ticks, gone_below[SLOTS];
+byte faults = FAULTS, timeouts = TIMEOUTS, causes, ticks = TICKS, final_ticks, gone_below[SLOTS];
 bool replica_differs, entry_resurrected, resync_without_cause, resync_storm;
 
 #if CONFIG == ONE
@@ -233,6 +236,10 @@ end_member:
                 up[e]!heartbeat, sequence[e], 0, 0; last_beat = sequence[e] }
     :: d_step { member_of[e] && member_of[e] != coordinator ->        /* silence, or told */
                 member_of[e] = 0; joining[e] = false; last_beat = 0 }
+#if TIMEOUTS
+    :: d_step { timeouts > 0 && member_of[e] -> timeouts--;           /* nothing heard for long */
+                member_of[e] = 0; joining[e] = false; last_beat = 0 }
+#endif
     :: d_step { n == 0 && !done[e] && last_beat == sequence[e] -> done[e] = true }
     od
   }
@@ -331,8 +338,7 @@ inline restart_coordinator() {
   joining[0] = false; joining[1] = false;
   do :: up[0]?_, _, _, _ :: empty(up[0]) -> break od;
   do :: up[1]?_, _, _, _ :: empty(up[1]) -> break od;
-  do :: asked?_ :: empty(asked) -> break od;
-  do :: answered?_, _, _, _ :: empty(answered) -> break od
+  do :: asked?_ :: empty(asked) -> break od     /* its last answer may still arrive */
 }
 
 proctype World() {

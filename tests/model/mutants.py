@@ -34,8 +34,10 @@ MUTANTS = (
          "foreign_bytes_delivered"),
     Case("NO_CLOSING_CAS", "slots", "SHARE", "the bit is set whatever the word has become", "",
          "lease_leaked"),
-    Case("GENERATION_FROM_WORD", "slots", "SHARE", "a load learns its generation after it "
-         "leased (a count keyed by slot does)", "", "foreign_bytes_delivered"),
+    Case("COUNT_BY_SLOT", "slots", "SHARE", "a count of loads, keyed by slot, lets a second one "
+         "join without a look at the word", "", "foreign_bytes_delivered"),
+    Case("GENERATION_FROM_WORD", "slots", "SHARE", "a load learns its generation after it leased",
+         "", "foreign_bytes_delivered"),
     Case("NO_RECHECK", "slots", "SHARE", "no re-check after the copy", "",
          "foreign_bytes_delivered"),
     Case("RECHECK_BEFORE_LAST_READ", "slots", "SHARE", "weak order, or no fence: the word is "
@@ -63,10 +65,12 @@ MUTANTS = (
     Case("SCHEDULER_RELEASES", "slots", "MUTUAL", "schedulers give leases back, and wait without "
          "a budget", "", "waits_for_ever"),
     # slots: the coordinator's side
-    Case("BIT_BEFORE_SWEEP", "slots", "BITS", "the bit is handed on before the sweep", "STEPS=1",
-         "living_lease_cleared"),
-    Case("SWEEP_AT_FIRST_DEATH", "slots", "BITS", "swept and freed at the death of one process",
+    Case("BIT_BEFORE_SWEEP", "slots", "BITS", "the bit is handed on before the sweep",
          "STEPS=1", "living_lease_cleared"),
+    Case("BIT_FREED_AT_FIRST_DEATH", "slots", "BITS", "... when one of two processes is dead",
+         "STEPS=1", "living_lease_cleared"),
+    Case("SWEPT_ONCE", "slots", "BITS", "no second sweep when the last process is dead",
+         "STEPS=1", "lease_leaked"),
     Case("SUSPECTED_IS_DEAD", "slots", "BITS", "a suspected importer is treated as dead",
          "STEPS=1", "living_lease_cleared"),
     # join
@@ -104,11 +108,11 @@ MUTANTS = (
     Case("FREED_BEFORE_SWEEP", "bits", "", "a bit is freed, then swept", "", "lease_leaked"),
     Case("FREED_UNSWEPT", "bits", "", "a dead owner's bit is freed without a sweep", "",
          "lease_leaked"),
-    Case("SWEPT_AT_LEAVE", "bits", "", "a departure sweeps the bit of a living process", "",
-         "living_lease_cleared"),
+    Case("SWEPT_AT_LEAVE", "bits", "", "a departure sweeps the bit, though its process "
+         "goes on", "", "living_lease_cleared"),
     Case("FREED_AT_LEAVE", "bits", "", "a departure frees the bit", "", "bit_shared"),
-    Case("CORE_ALONE_COUNTS", "bits", "", "swept when EngineCore is dead, while its rank lives",
-         "", "living_lease_cleared"),
+    Case("CORE_ALONE_COUNTS", "bits", "", "freed when EngineCore is dead, while its rank lives",
+         "", "bit_shared"),
     Case("OWNERS_ONLY_SUSPECTED", "bits", "", "a suspected owner is treated as dead", "",
          "living_lease_cleared"),
 )  # fmt: skip

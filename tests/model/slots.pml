@@ -13,14 +13,14 @@
  *   SHARE   one exporter; two loads of one importer share bit 0, another importer has bit 1,
  *           or imports without a lease; one importer may stop for ever while it holds a lease
  *   BITS    an importer of two processes (EngineCore, rank) which die or are only suspected;
- *           the coordinator sweeps its bit and hands it to a third importer
+ *           the coordinator sweeps its bit and hands it on to another importer
  *   LIVES   the exporter dies anywhere and is started again: new table, new memory
  *   RANKS   two ranks on both sides: a life word each, the last rank releases the lease
  *   RESET   pool reset: new table (epoch) over the same memory; the importer's own epoch ends
  *   PAIR    two blocks: a batch takes the longest prefix, one budget for both
  *   MUTUAL  two engines read from each other and publish what they imported
  *
- * Mutants: each is one way to build it wrong; MUTANTS in run_models.py says what each one is
+ * Mutants: each is one way to build it wrong; MUTANTS in mutants.py says what each one is
  * and which property catches it. */
 
 #define SHARE  1
@@ -89,6 +89,9 @@ bool core_dead, rank_dead;              /* the two processes of importer 0 */
 bool swept;                             /* importer 0's bit, everywhere */
 bool own_epoch_ended;                   /* importer 0's own pool was reset */
 byte loads;                             /* loads that have not ended */
+#ifdef COUNT_BY_SLOT
+byte count;                             /* loads that hold importer 0's lease, by slot alone */
+#endif
 
 /* Ghosts: 1 + the load that took a bit, and the properties' verdicts. */
 byte holder[TABLES * BLOCKS * 2];
@@ -118,29 +121,44 @@ proctype Fate() {
   fi
 }
 
-/* The bit is free when every process of its owner is known dead and every table swept. */
-proctype Coordinator() {
-#ifdef BIT_BEFORE_SWEEP
-  loads++; run Load(2, 0);
-#endif
-end_alive:
-#if defined(SUSPECTED_IS_DEAD)
-  skip;
-#elif defined(SWEEP_AT_FIRST_DEATH)
-  (core_dead || rank_dead);
-#else
-  (core_dead && rank_dead);
-#endif
+/* With the first of its processes to die an importer's epoch has ended: its leases are cleared,
+ * for what it still copies is discarded.  But the others may lease and release until they are
+ * dead, too: then the bit is swept again, and handed on. */
+inline sweep() {
   atomic {
-    living_lease_cleared = ((SLOT(0, 0).leases & 1) && (HOLDER(0, 0, 0) != 1 || !core_dead || !rank_dead));
+    living_lease_cleared = ((SLOT(0, 0).leases & 1) &&
+                            (HOLDER(0, 0, 0) != 1 || !(core_dead || rank_dead)));
     assert(!living_lease_cleared);
     SLOT(0, 0).leases = SLOT(0, 0).leases & ~1;
-    HOLDER(0, 0, 0) = 0;
-    swept = true
-#ifndef BIT_BEFORE_SWEEP
-    ; loads++; run Load(2, 0)
-#endif
+    HOLDER(0, 0, 0) = 0
   }
+}
+
+inline hand_on() { atomic { swept = true; loads++; run Load(2, 0) } }
+
+proctype Coordinator() {
+end_alive:
+#ifdef SUSPECTED_IS_DEAD
+  skip;
+#else
+  (core_dead || rank_dead);
+#endif
+#if defined(BIT_BEFORE_SWEEP)
+  (core_dead && rank_dead);
+  hand_on();
+  sweep()
+#elif defined(BIT_FREED_AT_FIRST_DEATH) || defined(SUSPECTED_IS_DEAD)
+  sweep();
+  hand_on()
+#else
+  sweep();
+end_half_dead:
+  (core_dead && rank_dead);
+#ifndef SWEPT_ONCE
+  sweep();
+#endif
+  hand_on()
+#endif
 }
 #endif
 

@@ -136,14 +136,25 @@ static void *importer(void *unused)
 }
 
 #ifdef RANKS
+/* As TableHeader.finish_ticket does it. */
+static int is_last(void)
+{
+    uint64_t left;
+    kvshm_load(table, TICKET, &left);
+    while (left) {
+        uint64_t before = left;
+        if (kvshm_compare_exchange(table, TICKET, &left, before - 1) == 1)
+            return before == 1;
+    }
+    return 0;
+}
+
 /* Both were handed a load whose lease is taken; a ticket counts who has yet to finish. */
 static void *rank(void *own)
 {
-    uint64_t before;
     uint8_t taken = 1;
     assert(READ(*(int *)own) == 1);
-    kvshm_add(table, TICKET, (uint64_t)-1, &before);
-    if (before == 1)
+    if (is_last())
         kvshm_release(table, BIT, &plan, 1, &taken);
     return NULL;
 }

@@ -1,0 +1,99 @@
+"""The table at the head of kvshm/_core.c names every atomic operation of the native code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+CORE = Path(__file__).parents[2] / "kvshm"
+FILES = sorted([*CORE.glob("*.c"), *CORE.glob("*.h")])
+KINDS = {
+    "load": "load", "store": "store", "compare_exchange_strong": "CAS", "fetch_add": "add",
+    "fetch_sub": "sub", "thread_fence": "fence",
+}  # fmt: skip
+ROW = re.compile(r"^ \*     (\w+) +((?:load|store|CAS|add|sub|fence) \w+(?:/\w+)?)  +\S", re.M)
+ATOMIC = re.compile(r"\batomic_(?!int\b)(\w+?)(?:_explicit)?\s*\(|__(?:atomic|sync)_(\w+)")
+
+Operation = tuple[str, str]
+"""A function's name, and what it does: ``load relaxed``."""
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+
+
+def functions(text: str) -> Iterator[tuple[str, str]]:
+    """Name and text of each function: what begins at the left margin, up to the next."""
+    parts = re.split(r"^(?=[a-z_][^;=]*?\b\w+\([^;]*?\)\s*\{)", without_comments(text), flags=re.M)
+    for part in parts[1:]:
+        named = re.search(r"(\w+)\(", part)
+        assert named is not None
+        yield named[1], part[named.end() :]
+
+
+def atomics(body: str) -> Iterator[str]:
+    """The atomic operations that a function's text spells out."""
+    for found in ATOMIC.finditer(body):
+        orders = re.findall(r"memory_order_(\w+)", body[found.end() :].split(";")[0])
+        kind = KINDS.get(found[1], found[1])
+        yield f"{kind} {'/'.join(orders[: 1 + (kind == 'CAS')]) or 'seq_cst'}"
+
+
+def operations(texts: dict[str, str]) -> set[Operation]:
+    """All operations of all files; those of get, put, get_acquire and swap where they are used."""
+    bodies = {name: body for text in texts.values() for name, body in functions(text)}
+    helpers = {
+        name: operation
+        for name in ("get", "get_half", "get_acquire", "put", "swap")
+        for operation in atomics(bodies.pop(name))
+    }
+    used = re.compile(r"\b(" + "|".join(helpers) + r")\s*\(")
+    return {
+        (name, operation)
+        for name, body in bodies.items()
+        for operation in [*atomics(body), *(helpers[h] for h in used.findall(body))]
+    }
+
+
+@pytest.fixture
+def texts() -> dict[str, str]:
+    return {path.name: path.read_text() for path in FILES}
+
+
+def rows(texts: dict[str, str]) -> set[Operation]:
+    return {(found[1], found[2]) for found in ROW.finditer(texts["_core.c"])}
+
+
+def test_the_table_and_the_code_name_the_same_operations(texts: dict[str, str]) -> None:
+    assert operations(texts) == rows(texts)
+
+
+def test_every_atomic_of_the_files_lies_in_a_function_that_is_looked_at(
+    texts: dict[str, str],
+) -> None:
+    spelled = sum(len(ATOMIC.findall(without_comments(text))) for text in texts.values())
+    seen = sum(1 for text in texts.values() for _, b in functions(text) for _ in atomics(b))
+    assert seen == spelled > 15
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("_importer.c", "atomic_thread_fence(memory_order_acquire);\n    table_view", "table_view"),
+        ("_importer.c", "uint64_t word = get_acquire(slot);", "uint64_t word = get(slot);"),
+        ("_importer.c", "memory_order_release, memory_order_relaxed", "memory_order_relaxed"),
+        ("_exporter.c", "(memory_order_seq_cst)", "(memory_order_release)"),
+        ("_replica.c", "get_acquire(sequence)", "get(sequence)"),
+        ("_core.c", "return status;\n", "atomic_signal(); return status;\n"),
+    ],
+)
+def test_a_changed_order_is_noticed(
+    texts: dict[str, str], file: str, before: str, after: str
+) -> None:
+    assert before in texts[file]
+    table = rows(texts)
+    texts[file] = texts[file].replace(before, after, 1)
+    assert operations(texts) != table
