@@ -68,7 +68,7 @@ MUTANTS = (
     Case("BIT_BEFORE_SWEEP", "slots", "BITS", "the bit is handed on before the sweep",
          "STEPS=1", "living_lease_cleared"),
     Case("BIT_FREED_AT_FIRST_DEATH", "slots", "BITS", "... when one of two processes is dead",
-         "STEPS=1", "living_lease_cleared"),
+         "STEPS=1", "lease_leaked"),
     Case("SWEPT_ONCE", "slots", "BITS", "no second sweep when the last process is dead",
          "STEPS=1", "lease_leaked"),
     Case("SUSPECTED_IS_DEAD", "slots", "BITS", "a suspected importer is treated as dead",

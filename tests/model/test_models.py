@@ -8,14 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from .cases import CHECKED, PROPERTIES, Case
+from .cases import CHECKED, FULL, PROPERTIES, Case
 from .mutants import MUTANTS
 from .run_models import NOT_CHECKED
+from .run_weak_memory import CHECKS
 from .search import MODELS, Outcome, SearchFailed, read_report, search, spin_is_missing
+from .tables import found_row, mutant_row
 
 PAGE = Path(__file__).parents[2] / "docs" / "model-checking.md"
 CASES = [*CHECKED, *MUTANTS]
@@ -46,10 +49,33 @@ def test_the_search_ends_as_it_should(case: Case, outcome_of: Callable[[Case], O
     assert outcome.violated == case.violates
 
 
-def test_the_page_names_every_property_and_mutant() -> None:
-    listed = {line.split(" | ")[0] for line in PAGE.read_text().splitlines()}
-    expected = {f"| `{name}`" for name in PROPERTIES} | {f"| `{case.name}`" for case in MUTANTS}
-    assert expected - listed == set()
+def cells(row: str, count: int) -> list[str]:
+    """The first cells of a table's row."""
+    return [cell.strip() for cell in row.split("|")[1 : count + 1]]
+
+
+def test_the_page_shows_every_property_search_and_mutant() -> None:
+    """As they are run; what a search went through is another matter: it depends on spin."""
+    rows = PAGE.read_text().splitlines()
+    found = Outcome("", 0, 0, 0, 0, 0)
+    expected = [[f"`{name}`", about] for name, about in PROPERTIES.items()]
+    expected += [cells(found_row(case, found), 4) for case in (*CHECKED, *FULL)]
+    expected += [cells(mutant_row(c, replace(found, violated=c.violates)), 4) for c in MUTANTS]
+    assert [row for row in expected if row not in [cells(r, len(row)) for r in rows]] == []
+
+
+def test_every_property_catches_a_mutant_or_is_searched_for() -> None:
+    caught = {case.violates for case in MUTANTS}
+    assert PROPERTIES.keys() - caught == {"runs_for_ever"}
+    assert {case.model for case in (*CHECKED, *FULL) if case.loops} == {"slots", "join"}
+
+
+def test_the_page_shows_every_check_under_weak_memory() -> None:
+    rows = [cells(row, 4) for row in PAGE.read_text().splitlines()]
+    for check in CHECKS:
+        name = f"`{check.scenario}`" + (f" `{check.needed}`" if check.needed else "")
+        (results,) = (row[2:] for row in rows if row[:2] == [name, check.about])
+        assert all(r.startswith("holds") for r in results) == (not check.needed)
 
 
 def test_every_switch_of_a_mutant_stands_in_its_model() -> None:
