@@ -65,10 +65,11 @@
  *     read_ready             fence acquire        ... and before it is read again: unchanged, hence
  *                                                 untorn
  *     read_ready             load relaxed         behind that fence
- *   _replica.c
+ *   _core_index.h
  *     open_index             load relaxed         the capacity never changes after kvshm_mark_ready
  *     entry_at               load relaxed         a reader: within its seq-lock; the writer: its
  *                                                 own words
+ *   _replica.c
  *     set_entry              store relaxed        between begin_write and end_write
  *     begin_write            load relaxed         one writer
  *     begin_write            store relaxed        odd: kept before the entries by the fence
@@ -82,6 +83,7 @@
  *                                                 kvshm_store does that
  *     is_sound               load relaxed         one writer
  *     kvshm_index_copy       load relaxed         one writer
+ *   _lookup.c
  *     kvshm_index_lookup     load acquire         even: the entries are read after it
  *     kvshm_index_lookup     fence acquire        ... and before it is read again; after four tries
  *                                                 the reader takes what it has, a hint

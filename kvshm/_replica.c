@@ -1,62 +1,10 @@
-/* Replica index: open addressing with linear probing over 24-byte entries.  One writer, any
- * number of readers in other processes.  Contracts: _core.h.
+/* Replica index: its one writer; _core_index.h has the layout, _lookup.c the readers.  Contracts:
+ * _core.h.
  *
- * An entry lies between its home (tag mixed, modulo capacity) and the first free entry after
- * it.  Removal shifts later entries back instead of leaving marks, so that chains stay as
- * short as the fill allows, and the fill is kept at 7/8 or less, so that each chain ends. */
+ * Removal shifts later entries back instead of leaving marks, so that chains stay as short as
+ * the fill allows, and the fill is kept at 7/8 or less, so that each chain ends. */
 
-#include "_core_words.h"
-
-typedef struct {
-    uint8_t *base, *entries;
-    uint64_t capacity;
-} index_view;
-
-typedef struct {
-    uint64_t tag, place, owner;
-} entry;
-
-static int open_index(kvshm_segment segment, index_view *index)
-{
-    uint64_t bytes;
-    int status = kvshm_open_segment(segment, KVSHM_INDEX_HEADER_BYTES, &bytes);
-    if (status != KVSHM_OK)
-        return status;
-    uint64_t capacity = get(segment.base + KVSHM_CAPACITY_OFFSET);
-    uint64_t room = (bytes - KVSHM_INDEX_HEADER_BYTES) / KVSHM_ENTRY_BYTES;
-    if (capacity < 8 || capacity & (capacity - 1) || capacity > room)
-        return KVSHM_CORRUPT;
-    *index = (index_view){segment.base, segment.base + KVSHM_INDEX_HEADER_BYTES, capacity};
-    return KVSHM_OK;
-}
-
-/* -- entries --------------------------------------------------------------------------------- */
-
-static uint64_t tag_of(const uint8_t *hash)
-{
-    uint64_t tag;
-    memcpy(&tag, hash, 8);
-    return tag;
-}
-
-/* Where the chain of a tag begins (murmur3's finalizer: a hash need not be uniform). */
-static uint64_t home_of(const index_view *index, uint64_t tag)
-{
-    tag = (tag ^ tag >> 33) * 0xff51afd7ed558ccdULL;
-    tag = (tag ^ tag >> 33) * 0xc4ceb9fe1a85ec53ULL;
-    return (tag ^ tag >> 33) & (index->capacity - 1);
-}
-
-static uint64_t after(const index_view *index, uint64_t position)
-{
-    return (position + 1) & (index->capacity - 1);
-}
-
-static entry entry_at(const index_view *index, uint64_t position)
-{
-    const uint8_t *at = index->entries + position * KVSHM_ENTRY_BYTES;
-    return (entry){get(at), get(at + 8), get(at + 16)};
-}
+#include "_core_index.h"
 
 static void set_entry(const index_view *index, uint64_t position, entry value)
 {
@@ -65,12 +13,6 @@ static void set_entry(const index_view *index, uint64_t position, entry value)
     put(at + 8, value.place);
     put(at + 16, value.owner);
 }
-
-static bool is_free(entry e) { return e.owner == 0; }
-static uint32_t row_of(entry e) { return (uint32_t)e.owner - 1; }
-static uint32_t block_of(entry e) { return (uint32_t)e.place; }
-
-/* -- writer ---------------------------------------------------------------------------------- */
 
 static uint64_t begin_write(const index_view *index)
 {
@@ -315,91 +257,4 @@ int64_t kvshm_index_copy(kvshm_segment segment, kvshm_segment larger)
     if (status == KVSHM_FULL)
         return KVSHM_INVALID;
     return status == KVSHM_OK ? copied : status;
-}
-
-/* -- reader ---------------------------------------------------------------------------------- */
-
-/* Rows of `rows` that hold the tag. */
-static uint64_t rows_with(const index_view *index, uint64_t tag, uint64_t rows)
-{
-    uint64_t found = 0, position = home_of(index, tag);
-    for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
-        entry e = entry_at(index, position);
-        if (is_free(e))
-            break;
-        if (e.tag == tag && row_of(e) < KVSHM_NUM_ROWS)
-            found |= (uint64_t)1 << row_of(e);
-    }
-    return found & rows;
-}
-
-static bool fill_record(const index_view *index, const uint8_t *hash, uint32_t row,
-                        kvshm_record *record)
-{
-    uint64_t tag = tag_of(hash), position = home_of(index, tag);
-    for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
-        entry e = entry_at(index, position);
-        if (is_free(e))
-            break;
-        if (e.tag != tag || row_of(e) != row)
-            continue;
-        memcpy(record->hash, hash, KVSHM_HASH_BYTES);
-        record->block_id = block_of(e);
-        record->generation = (uint32_t)(e.place >> 32);
-        record->depth = (uint32_t)(e.owner >> 32);
-        record->kind = KVSHM_PUBLISH;
-        return true;
-    }
-    return false;
-}
-
-static void own(uint8_t *owners, size_t from, size_t to, uint64_t candidates)
-{
-    if (from < to)
-        memset(owners + from, __builtin_ctzll(candidates), to - from);
-}
-
-/* Cut the longest known prefix into as few owners as possible: keep the rows that hold all of
- * the current run, begin a new run where none is left. */
-static size_t assign_owners(const index_view *index, const uint8_t *hashes, size_t count,
-                            uint64_t rows, uint8_t *owners)
-{
-    uint64_t candidates = 0;
-    size_t begin = 0, i = 0;
-    for (; i < count; i++) {
-        uint64_t holders = rows_with(index, tag_of(hashes + i * KVSHM_HASH_BYTES), rows);
-        if (!holders)
-            break;
-        if (!(candidates & holders)) {
-            own(owners, begin, i, candidates);
-            begin = i;
-            candidates = holders;
-        }
-        candidates &= holders;
-    }
-    own(owners, begin, i, candidates);
-    return i;
-}
-
-int64_t kvshm_index_lookup(kvshm_segment segment, const uint8_t *hashes, size_t count,
-                           uint64_t rows, kvshm_record *records, uint8_t *owners)
-{
-    index_view index;
-    int status = open_index(segment, &index);
-    if (status != KVSHM_OK)
-        return status;
-    const uint8_t *sequence = index.base + KVSHM_SEQUENCE_OFFSET;
-    size_t length = 0;
-    for (int attempt = 0; attempt < 4; attempt++) {
-        uint64_t before = get_acquire(sequence); /* acquire: entries are read after it */
-        size_t found = assign_owners(&index, hashes, count, rows, owners);
-        for (length = 0; length < found; length++)
-            if (!fill_record(&index, hashes + length * KVSHM_HASH_BYTES, owners[length],
-                             &records[length]))
-                break;
-        atomic_thread_fence(memory_order_acquire); /* ... and before it is read again */
-        if (!(before & 1) && get(sequence) == before)
-            break;
-    }
-    return (int64_t)length;
 }

@@ -177,7 +177,7 @@ def _begin_of_last_run(places: Sequence[int]) -> int:
 
 
 def _home(tag: int, capacity: int) -> int:
-    """Where the search for a tag begins: _replica.c's home_of, stated a second time because
+    """Where the search for a tag begins: _core_index.h's home_of, stated a second time because
     a check that asked the core would repeat its mistakes."""
     tag = (tag ^ tag >> 33) * 0xFF51AFD7ED558CCD & _WORD
     tag = (tag ^ tag >> 33) * 0xC4CEB9FE1A85EC53 & _WORD

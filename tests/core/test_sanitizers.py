@@ -18,7 +18,7 @@ from kvshm import _native
 
 DRIVER = Path(__file__).with_name("core_driver.c")
 CORE = Path(_native.__file__).parent
-PARTS = ("_core.c", "_exporter.c", "_importer.c", "_replica.c")
+PARTS = ("_core.c", "_exporter.c", "_importer.c", "_lookup.c", "_replica.c")
 FLAGS = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-pthread", "-fno-sanitize-recover=all")
 
 

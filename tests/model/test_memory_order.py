@@ -86,7 +86,7 @@ def test_every_atomic_of_the_files_lies_in_a_function_that_is_looked_at(
         ("_importer.c", "uint64_t word = get_acquire(slot);", "uint64_t word = get(slot);"),
         ("_importer.c", "memory_order_release, memory_order_relaxed", "memory_order_relaxed"),
         ("_exporter.c", "(memory_order_seq_cst)", "(memory_order_release)"),
-        ("_replica.c", "get_acquire(sequence)", "get(sequence)"),
+        ("_lookup.c", "get_acquire(sequence)", "get(sequence)"),
         ("_core.c", "return status;\n", "atomic_signal(); return status;\n"),
     ],
 )

@@ -1,0 +1,63 @@
+/* How the replica index lies in memory, for its writer (_replica.c) and its readers (_lookup.c).
+ *
+ * Open addressing with linear probing over 24-byte entries: an entry lies between its home (tag
+ * mixed, modulo capacity) and the first free entry after it. */
+#ifndef KVSHM_CORE_INDEX_H
+#define KVSHM_CORE_INDEX_H
+
+#include "_core_words.h"
+
+typedef struct {
+    uint8_t *base, *entries;
+    uint64_t capacity;
+} index_view;
+
+typedef struct {
+    uint64_t tag, place, owner;
+} entry;
+
+static inline int open_index(kvshm_segment segment, index_view *index)
+{
+    uint64_t bytes;
+    int status = kvshm_open_segment(segment, KVSHM_INDEX_HEADER_BYTES, &bytes);
+    if (status != KVSHM_OK)
+        return status;
+    uint64_t capacity = get(segment.base + KVSHM_CAPACITY_OFFSET);
+    uint64_t room = (bytes - KVSHM_INDEX_HEADER_BYTES) / KVSHM_ENTRY_BYTES;
+    if (capacity < 8 || capacity & (capacity - 1) || capacity > room)
+        return KVSHM_CORRUPT;
+    *index = (index_view){segment.base, segment.base + KVSHM_INDEX_HEADER_BYTES, capacity};
+    return KVSHM_OK;
+}
+
+static inline uint64_t tag_of(const uint8_t *hash)
+{
+    uint64_t tag;
+    memcpy(&tag, hash, 8);
+    return tag;
+}
+
+/* Where the chain of a tag begins (murmur3's finalizer: a hash need not be uniform). */
+static inline uint64_t home_of(const index_view *index, uint64_t tag)
+{
+    tag = (tag ^ tag >> 33) * 0xff51afd7ed558ccdULL;
+    tag = (tag ^ tag >> 33) * 0xc4ceb9fe1a85ec53ULL;
+    return (tag ^ tag >> 33) & (index->capacity - 1);
+}
+
+static inline uint64_t after(const index_view *index, uint64_t position)
+{
+    return (position + 1) & (index->capacity - 1);
+}
+
+static inline entry entry_at(const index_view *index, uint64_t position)
+{
+    const uint8_t *at = index->entries + position * KVSHM_ENTRY_BYTES;
+    return (entry){get(at), get(at + 8), get(at + 16)};
+}
+
+static inline bool is_free(entry e) { return e.owner == 0; }
+static inline uint32_t row_of(entry e) { return (uint32_t)e.owner - 1; }
+static inline uint32_t block_of(entry e) { return (uint32_t)e.place; }
+
+#endif
