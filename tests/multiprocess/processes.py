@@ -129,6 +129,11 @@ class Managed:
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped it, and none has let it go on since."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
     def kill(self) -> None:
         """SIGKILL, then reap."""
         self._process.kill()

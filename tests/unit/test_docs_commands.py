@@ -10,17 +10,11 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from kvshm.config import SETTINGS
 from kvshm.syncpoints import VARIABLE
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    path
-    for pattern in ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/*.md")
-    for path in ROOT.glob(pattern)
-)
+from .pages import PAGES, ROOT, every_page, options, spans
+
 VARIABLES = {setting.name for setting in SETTINGS} | {VARIABLE}
 INJECTED = {"KVSHM_PORT", "KVSHM_SERVICE_HOST"}
 """By Kubernetes."""
@@ -35,24 +29,12 @@ MODULES = {
 NO_FILES = re.compile(r"\d+/\d+|dist/.*")
 """Fractions, and what is built."""
 
-every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def spans(page: Path) -> Iterator[str]:
-    """Yield what stands in backticks, line by line what stands in code blocks."""
-    text = page.read_text()
-    for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        yield from block.splitlines()
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    yield from (line.strip() for line in prose.splitlines() if line.startswith("    "))
-    yield from (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", prose))
-
 
 def commands(page: Path) -> Iterator[tuple[str, list[str]]]:
     for span in spans(page):
         if found := COMMAND.match(span):
             command, rest = found.groups()
-            yield command, re.findall(r"--[a-z][\w-]*", re.split(r"[&;|#]\s", rest)[0])
+            yield command, options(re.split(r"[&;|#]\s", rest)[0])
 
 
 @cache
@@ -81,9 +63,8 @@ def test_variables_are_settings(page: Path) -> None:
 
 @every_page
 def test_commands_have_the_options_that_are_named(page: Path) -> None:
-    for command, options in commands(page):
-        known = set(re.findall(r"--[a-z][\w-]*", help_of(command)))
-        assert set(options) <= known, command
+    for command, named in commands(page):
+        assert set(named) <= set(options(help_of(command))), command
 
 
 @every_page

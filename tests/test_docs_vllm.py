@@ -1,0 +1,50 @@
+"""vLLM, and whoever else the pages mean, knows every option that they name."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from .unit.pages import PAGES, called, every_page, options, spans
+from .unit.test_docs_commands import commands, help_of
+from .unit.test_docs_programs import HELPS, help_on
+
+pytest.importorskip("vllm")
+
+VLLM = r"vllm serve|python -m vllm\.entrypoints\.openai\.api_server"
+
+
+@pytest.fixture(scope="module")
+def known_to_vllm() -> set[str]:
+    from vllm.entrypoints.cli.serve import cmd_init
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    subparsers = FlexibleArgumentParser().add_subparsers()
+    return set(cmd_init()[0].subparser_init(subparsers)._option_string_actions)
+
+
+@every_page
+def test_vllm_has_the_options_that_are_named(page: Path, known_to_vllm: set[str]) -> None:
+    for call in called(page, VLLM):
+        assert set(options(call)) <= known_to_vllm, call
+
+
+@every_page
+def test_somebody_knows_each_option_that_stands_alone(page: Path, known_to_vllm: set[str]) -> None:
+    """``--check`` in a sentence: of one of our commands, of vLLM, docker or pip."""
+    known = set(known_to_vllm)
+    for command in {command for one in PAGES for command, _ in commands(one)}:
+        known |= set(options(help_of(command)))
+    for program, how in HELPS.items():
+        if shutil.which(how[0]):
+            known |= set(options(help_on(program)))
+    for span in spans(page):
+        if span.startswith("--"):
+            assert set(options(span)) <= known, span
+
+
+def test_calls_of_vllm_are_found() -> None:
+    found = {page.name for page in PAGES if list(called(page, VLLM))}
+    assert {"README.md", "deployment.md", "operations.md"} <= found
