@@ -70,3 +70,17 @@ class FakeEngine:
         """Let it leave and end by itself."""
         self.process.end_input()
         assert self.process.wait() == 0, self.process.account()
+
+
+def in_turn(node: Node, *names: str) -> list[FakeEngine]:
+    """Start engines, each when the one before is in the roster.
+
+    Who hears of a later one does so by a broadcast, or after a tick has shown that one was
+    missed: either way its subscription is there, and it hears what comes next as it is told.
+    Of engines that start side by side, the last to join knows the others from the roster.
+    """
+    started = []
+    for name in names:
+        started.append(FakeEngine(node, name))
+        started[-1].joined()
+    return started

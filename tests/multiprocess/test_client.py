@@ -9,7 +9,7 @@ import pytest
 
 from kvshm.slots import SlotTable
 
-from .engines import FakeEngine
+from .engines import FakeEngine, in_turn
 from .processes import Node, fresh_node
 
 pytestmark = pytest.mark.multiprocess
@@ -95,7 +95,7 @@ def test_silent_coordinator_is_lost_once_and_found_again(node: Node) -> None:
 
 def test_new_epoch_keeps_the_bit_and_is_told(node: Node) -> None:
     node.coordinator()
-    a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
+    b, a = in_turn(node, "b", "a")
     old = a.joined()
     b.heard("engine_joined", name="a")
     mark_a, mark_b = a.mark(), b.mark()

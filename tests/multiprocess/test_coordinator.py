@@ -16,7 +16,7 @@ from kvshm.segment import INDEX_KIND, TABLE_KIND, Segment, segment_name, write_h
 from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
-from .engines import FakeEngine
+from .engines import FakeEngine, in_turn
 from .processes import Node, fresh_node, wait_until
 
 pytestmark = pytest.mark.multiprocess
@@ -101,7 +101,7 @@ def test_version_and_documented_exit_status(node: Node) -> None:
 
 def test_death_withdraws_sweeps_and_unlinks(node: Node) -> None:
     coordinator = node.coordinator()
-    living, dying = FakeEngine(node, "living"), FakeEngine(node, "dying")
+    living, dying = in_turn(node, "living", "dying")
     bit = dying.joined()["bit"]
     living.heard("engine_joined", name="dying")
     living.do("publish", blocks=[1, 2, 3])
@@ -153,7 +153,7 @@ def test_death_of_a_rank_ends_the_epoch_but_keeps_the_bit(node: Node) -> None:
 
 def test_leave_is_told_and_the_leases_go_with_the_process(node: Node) -> None:
     coordinator = node.coordinator()
-    staying, leaving = FakeEngine(node, "staying"), FakeEngine(node, "leaving")
+    staying, leaving = in_turn(node, "staying", "leaving")
     epoch = leaving.joined()["epoch"]
     staying.heard("engine_joined", name="leaving")
     staying.do("publish", blocks=[5])
@@ -171,7 +171,7 @@ def test_leave_is_told_and_the_leases_go_with_the_process(node: Node) -> None:
 
 def test_stopped_engine_is_suspected_then_recovered_never_swept(node: Node) -> None:
     node.coordinator()
-    other, stopped = FakeEngine(node, "other"), FakeEngine(node, "stopped")
+    other, stopped = in_turn(node, "other", "stopped")
     epoch = stopped.joined()["epoch"]
     other.heard("engine_joined", name="stopped")
     other.do("publish", blocks=[1])

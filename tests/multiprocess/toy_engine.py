@@ -233,20 +233,18 @@ def main() -> None:
     while engine.cache.num_peers < options.peers:
         time.sleep(0.01)
     print("go", flush=True)
-    work(engine, options)
+    work(engine, options, options.loads)
     while input() == "more":  # stay readable for the others until told to end
         work(engine, options)
     engine.close()
 
 
-def work(engine: ToyEngine, options: argparse.Namespace) -> None:
-    """Serve so many requests, and more until some could be imported; then say how it went."""
+def work(engine: ToyEngine, options: argparse.Namespace, loads: int = 0) -> None:
+    """Serve so many requests, and more until so many imports were begun, however long the
+    first events take to arrive; then say how it went."""
     dice = random.Random(options.seed)
-    requests, loads = engine.requests + options.requests, engine.loads + options.loads
-    # On a busy machine the first events may take long to arrive: go on until some have.
-    while engine.requests < requests or (
-        engine.loads < loads and engine.requests < requests + 19 * options.requests
-    ):
+    requests = engine.requests + options.requests
+    while engine.requests < requests or engine.loads < loads:
         family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
         engine.request(chain_of(family, length))
         if options.fork and engine.requests == 10:

@@ -40,7 +40,7 @@ def result(engine: Managed, since: int = 0) -> dict[str, Any]:
 
 
 def more(engine: Managed) -> dict[str, Any]:
-    """Have it serve as many requests again, and return what it then prints."""
+    """Have it serve as many requests again, imports or not, and return what it then prints."""
     since = len(engine.out)
     engine.say("more")
     return result(engine, since)
