@@ -94,7 +94,9 @@ class Importer:
         return pack_records(records[:3])
 
 
-def main(role: str, name: str, path: str, how: str, amount: str) -> Counter[str]:
+def main(role: str, name: str, path: str, how: str, amount: str, torn: str) -> Counter[str]:
+    """``amount``: of blocks reused or delivered; an importer also goes on until it has met so
+    many ``torn`` copies, however seldom a busy machine lets that happen."""
     table = SlotTable.open(name)
     data = open_data(path, table.num_blocks)
     chance = random.Random(how)
@@ -104,7 +106,7 @@ def main(role: str, name: str, path: str, how: str, amount: str) -> Counter[str]
             exporter.reuse(BlockId(chance.randrange(table.num_blocks)))
         return exporter.counts
     importer = Importer(table, data, LeaseBit(int(how)))
-    while importer.counts["delivered"] < int(amount):
+    while importer.counts["delivered"] < int(amount) or importer.counts["torn"] < int(torn):
         importer.load(importer.some(chance))
     return importer.counts
 

@@ -21,12 +21,13 @@ from kvshm.config import SETTINGS
 from kvshm.segment import TABLE_KIND
 from kvshm.slots import SlotTable
 
-from ..unit.pages import PAGES, called
+from ..unit.pages import PAGES, ROOT, called
 from . import toys
 from .processes import Node, fresh_node, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
+README = ROOT / "README.md"
 SCRIPTS = Path(sys.executable).parent
 DUMPS = r"kvshm dump-index|python -m kvshm\.tools\.dump_index"
 
@@ -98,6 +99,17 @@ def test_the_dump_has_something_to_show(node: Node, meant: dict[str, str], call:
         assert namespace["namespace"] == node.namespace
     else:
         assert done.stdout.startswith(f"namespace {node.namespace}\n")
+
+
+def test_the_dump_on_the_first_page_looks_like_a_real_one(node: Node) -> None:
+    """Heading by heading."""
+    shown_there = re.findall(r"^```\n(namespace .*?)^```", README.read_text(), re.M | re.S)
+    headings = [" ".join(line.split()) for line in shown_there[0].splitlines()]
+    headings = [line for line in headings if line and not re.search(r"\d", line)]
+    assert len(headings) > 5
+    done = run(node, "kvshm", "dump-index", "--namespace", node.namespace)
+    real = {" ".join(line.split()) for line in done.stdout.splitlines()}
+    assert set(headings) - {"namespace default"} <= real
 
 
 def test_config_prints_what_is_in_force(node: Node) -> None:

@@ -217,7 +217,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--loads", type=int, default=20, help="go on until so many imports")
+    parser.add_argument("--loads", type=int, default=20, help="go on until so many were begun")
+    parser.add_argument("--imported", type=int, default=1, help="... and so many blocks arrived")
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--families", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=1)
@@ -233,18 +234,18 @@ def main() -> None:
     while engine.cache.num_peers < options.peers:
         time.sleep(0.01)
     print("go", flush=True)
-    work(engine, options, options.loads)
+    work(engine, options, options.loads, options.imported if options.loads else 0)
     while input() == "more":  # stay readable for the others until told to end
         work(engine, options)
     engine.close()
 
 
-def work(engine: ToyEngine, options: argparse.Namespace, loads: int = 0) -> None:
-    """Serve so many requests, and more until so many imports were begun, however long the
-    first events take to arrive; then say how it went."""
+def work(engine: ToyEngine, options: argparse.Namespace, loads: int = 0, blocks: int = 0) -> None:
+    """Serve so many requests, and more until so many imports were begun and so many blocks
+    imported, however long the first events take to arrive; then say how it went."""
     dice = random.Random(options.seed)
     requests = engine.requests + options.requests
-    while engine.requests < requests or engine.loads < loads:
+    while engine.requests < requests or engine.loads < loads or engine.imported < blocks:
         family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
         engine.request(chain_of(family, length))
         if options.fork and engine.requests == 10:
