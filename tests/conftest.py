@@ -14,7 +14,7 @@ from kvshm.segment import SegmentName, is_alive, list_segments, owner_of
 from .played_cuda import library
 
 ROOT = Path(__file__).parent
-ORDER = ("unit", "core", "conformance", "model", "multiprocess", "gpu", "vllm")
+ORDER = ("unit", "core", "conformance", "model", "multiprocess", "packaging", "gpu", "vllm")
 """Folders by what their tests cost; single files of tests/ come before the last one."""
 
 

@@ -1,0 +1,88 @@
+"""The wheel with its base requirements alone: no torch, no vLLM, no compiler, no tree."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from .conftest import Run
+
+TEST_REQUIREMENTS = ("hypothesis>=6.100", "msgpack>=1.1", "pytest>=8.3", "pytest-timeout>=2.3")
+FOLDERS = {
+    "tests/unit": {
+        "test_docs_commands.py": "looks at the tree: pages and the files they name",
+        "test_docs_programs.py": "looks at the tree: make, and what every page calls",
+        "test_operations_docs.py": "looks at the sources for the lines they log",
+        "test_native.py::test_the_core_knows_no_python": "looks at the C sources",
+        "test_syncpoints.py::test_both_languages_number_the_points_alike": "looks at a C header",
+        "test_fuzz_segments.py": "takes a minute, for the same C code built the same way",
+    },
+    "tests/conformance": {},
+    "tests/multiprocess": {
+        "test_deployment.py": "looks at the tree: deploy/",
+        "test_versions.py": "builds wheels of the tree, and tests those",
+        "test_dump_index.py": "runs tools/dump_index.py as a file",
+        "test_churn.py": "takes most of a minute",
+        "test_environments.py": "takes most of a minute",
+    },
+}
+"""What of each folder cannot run without the tree, or not in reasonable time, and why."""
+
+
+@pytest.fixture(scope="module")
+def tester(python: Path, run: Run) -> Path:
+    """The same, with what the tests themselves need."""
+    run(python, "-m", "pip", "install", "--quiet", *TEST_REQUIREMENTS)
+    return python
+
+
+def test_it_needs_neither_torch_nor_vllm(python: Path, run: Run) -> None:
+    found = "import importlib.util as u; print([n for n in ('torch', 'vllm') if u.find_spec(n)])"
+    assert run(python, "-c", found).strip() == "[]"
+    version = run(python.with_name("kvshm-coordinator"), "--version").split()[-1]
+    assert run(python, "-c", "import kvshm; print(kvshm.__version__)").strip() == version
+
+
+def test_it_runs_the_coordinator_and_the_tools(python: Path, run: Run) -> None:
+    run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
+    place = ("--namespace", run_dir.name.lower())
+    coordinator = subprocess.Popen(
+        [python.with_name("kvshm-coordinator"), "--run-dir", run_dir, *place],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd="/",
+    )
+    try:
+        assert coordinator.stderr is not None
+        assert any("event=serving" in line for line in coordinator.stderr)
+        dump = json.loads(run(python.with_name("kvshm"), "dump-index", "--json", *place))
+        (space,) = dump["namespaces"]
+        assert space["lease_table"]["coordinator"] == {"pid": coordinator.pid, "alive": True}
+    finally:
+        coordinator.terminate()
+        coordinator.communicate()
+        shutil.rmtree(run_dir)
+    assert coordinator.returncode == 0
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_tests_pass_without_the_tree(
+    tester: Path, run: Run, elsewhere: Path, work: Path, folder: str
+) -> None:
+    """With nothing of the tree on sys.path: coordinator and tools are those of the wheel."""
+    where = "import kvshm._native as module; print(module.__file__)"
+    assert Path(run(tester, "-c", where, cwd=elsewhere).strip()).is_relative_to(work / "venv")
+    left_out = []
+    for name in FOLDERS[folder]:
+        assert (elsewhere / folder / name.partition("::")[0]).exists()
+        left_out.append(f"--{'deselect' if '::' in name else 'ignore'}={folder}/{name}")
+    said = run(tester, "-m", "pytest", "-q", folder, *left_out, cwd=elsewhere)
+    passed = re.search(r"(\d+) passed", said)
+    assert passed is not None, said
+    assert int(passed[1]) >= 40, said
