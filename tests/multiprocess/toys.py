@@ -46,6 +46,14 @@ def more(engine: Managed) -> dict[str, Any]:
     return result(engine, since)
 
 
+def all_more(engines: list[Managed]) -> list[dict[str, Any]]:
+    """The same of all at once."""
+    marks = [len(engine.out) for engine in engines]
+    for engine in engines:
+        engine.say("more")
+    return [result(engine, since) for engine, since in zip(engines, marks, strict=True)]
+
+
 def finish(engines: list[Managed]) -> list[dict[str, Any]]:
     """Results of all; then they may end."""
     results = [result(engine) for engine in engines]
