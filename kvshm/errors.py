@@ -61,10 +61,6 @@ class ProtocolError(KvshmError):
     """A message cannot be decoded or breaks the protocol; it was dropped."""
 
 
-class JoinRefused(KvshmError):
-    """The coordinator refuses this engine; carries the reason and the remedy."""
-
-
 class AlreadyRunning(KvshmError):
     """Another coordinator serves this run directory and namespace."""
 

@@ -133,9 +133,3 @@ def load_transport(name: str) -> Any:
         return entry.load()
     known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none"
     raise TransportError(f"no transport {name!r} is installed (installed: {known})")
-
-
-def open_transport(name: str, **memory: Any) -> Transport:
-    """Return transport ``name``, built over the memory given.  Raises TransportError."""
-    transport: Transport = load_transport(name)(**memory)
-    return transport

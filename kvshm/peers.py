@@ -12,7 +12,7 @@ alone, so a lookup never waits for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -77,7 +77,7 @@ class PeersStats:
 class Peers:
     """The other engines of one fingerprint, and the replica of what they hold.
 
-    ``reset_roster`` to ``rescan`` run on the client's thread, the rest on the scheduler's;
+    ``joined`` to ``rescan`` run on the client's thread, the rest on the scheduler's;
     only the former open or read tables, and none raises for what a peer or the network did.
     """
 
@@ -112,20 +112,6 @@ class Peers:
         return self._replica.name
 
     # -- the client's thread
-
-    def reset_roster(self, engines: Iterable[EngineInfo]) -> None:
-        """Make the roster of a join reply the truth: attach, drop, and scan every table.
-
-        An engine that could not be attached before is tried again.
-        """
-        roster = {info.epoch: info for info in engines}
-        with self._lock:
-            absent = self._peers.keys() - roster.keys()
-        for epoch in absent:
-            self._drop(epoch)
-        self._complaints = {c for c in self._complaints if c[0] in roster}
-        for info in roster.values():
-            self.joined(info)
 
     def joined(self, info: EngineInfo) -> None:
         """Attach an engine and take over what its table holds.  The own epoch is skipped."""

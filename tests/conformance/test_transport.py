@@ -8,7 +8,7 @@ import xxhash
 from rigs import Layout, Peer, Rig
 
 from kvshm.errors import KvshmError, StaleAttachment, TransportError
-from kvshm.interfaces import Copy, CopyState, Region, open_transport
+from kvshm.interfaces import Copy, CopyState, Region, load_transport
 from kvshm.terms import Epoch
 
 DONE, FAILED, PENDING = CopyState.DONE, CopyState.FAILED, CopyState.PENDING
@@ -328,7 +328,7 @@ def test_a_closed_transport_refuses_everything(rig):
 
 def test_transports_are_opened_by_name(rig):
     with pytest.raises(TransportError, match="no transport 'carrier_pigeon'"):
-        open_transport("carrier_pigeon")
+        load_transport("carrier_pigeon")
 
 
 # -- faults on purpose: each is a real wrong copy, and only where it says

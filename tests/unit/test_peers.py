@@ -27,15 +27,15 @@ from .exporters import HASHES, NUM_BLOCKS, OWN_EPOCH, Exporter, Make, offered
 def test_who_joins_late_finds_what_is_there(peers: Peers, exporter: Make) -> None:
     a = exporter()
     a.publish(0, 1, 2)
-    peers.reset_roster([a.info])
+    peers.joined(a.info)
     [run] = peers.lookup(HASHES, 0, 10)
     assert run.peer.info == a.info
     assert [r.block_id for r in unpack_records(run.records)] == [0, 1, 2]
 
 
 def test_an_engine_that_joins_is_scanned(peers: Peers, exporter: Make) -> None:
-    peers.reset_roster([])
-    a = exporter()
+    a, b = exporter("a"), exporter("b")
+    peers.joined(b.info)
     a.publish(4)
     peers.joined(a.info)
     assert offered(peers, 4) == [(1, 4, 0)]
@@ -44,30 +44,30 @@ def test_an_engine_that_joins_is_scanned(peers: Peers, exporter: Make) -> None:
 def test_the_own_epoch_is_no_peer(peers: Peers, exporter: Make, namespace: str) -> None:
     own = Exporter(namespace, OWN_EPOCH, "me")
     own.publish(1)
-    peers.reset_roster([own.info])
     peers.joined(own.info)
     assert offered(peers, 1) == []
     assert peers.stats() == PeersStats(0, 0, 0, 0, 0)
     own.end()
 
 
-def test_who_is_not_in_the_roster_any_more_is_dropped(peers: Peers, exporter: Make) -> None:
+def test_who_has_gone_is_dropped(peers: Peers, exporter: Make) -> None:
     a, b = exporter("a"), exporter("b")
     a.publish(1)
     b.publish(2)
-    peers.reset_roster([a.info, b.info])
-    peers.reset_roster([b.info])
+    peers.joined(a.info)
+    peers.joined(b.info)
+    peers.gone(a.info.epoch)
     assert (offered(peers, 1), offered(peers, 2)) == ([], [(2, 2, 0)])
     assert peers.stats().attached == 1
 
 
-def test_a_roster_repairs_what_was_missed(peers: Peers, exporter: Make) -> None:
+def test_joining_again_repairs_what_was_missed(peers: Peers, exporter: Make) -> None:
     a = exporter()
     a.publish(1)
-    peers.reset_roster([a.info])
+    peers.joined(a.info)
     a.reuse(1)
     a.publish(2)
-    peers.reset_roster([a.info])
+    peers.joined(a.info)
     assert (offered(peers, 1), offered(peers, 2)) == ([], [(1, 2, 0)])
 
 
@@ -175,15 +175,16 @@ def test_a_table_that_cannot_be_opened_is_skipped_and_tried_again(
     a.publish(1)
     b.publish(2)
     break_version(a)
-    peers.reset_roster([a.info, b.info])
-    peers.reset_roster([a.info, b.info])
+    for _ in range(2):
+        peers.joined(a.info)
+        peers.joined(b.info)
     assert (offered(peers, 1), offered(peers, 2)) == ([], [(2, 2, 0)])
     assert peers.stats().skipped == 2
     [said] = [r for r in caplog.records if "left out" in r.message]
     assert said.name == "vllm.kvshm.peers"
     assert "layout 99" in said.message
     mend_version(a)
-    peers.reset_roster([a.info, b.info])
+    peers.joined(a.info)
     assert offered(peers, 1) == [(1, 1, 0)]
 
 
@@ -223,13 +224,13 @@ def test_engines_beyond_the_rows_are_left_out(
     peers: Peers, exporter: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [exporter(f"e{n}") for n in range(NUM_ROWS + 1)]
-    for _ in range(2):
-        peers.reset_roster([e.info for e in engines])
+    for engine in 2 * engines:
+        peers.joined(engine.info)
     assert peers.stats().attached == NUM_ROWS
     assert caplog.text.count("64 rows") == 1
     engines[-1].publish(1)
     peers.gone(engines[0].info.epoch)
-    peers.reset_roster([e.info for e in engines[1:]])
+    peers.joined(engines[-1].info)
     assert offered(peers, 1) == [(NUM_ROWS + 1, 1, 0)], "once there is a row it is attached"
 
 
@@ -259,7 +260,6 @@ def test_closed_peers_answer_nothing_and_raise_nothing(
     peers.close()
     peers.close()
     assert [s.kind for s in segments.list_segments(namespace)] == ["slots"]
-    peers.reset_roster([a.info])
     peers.joined(a.info)
     peers.events(1, event)
     peers.rescan(1)
