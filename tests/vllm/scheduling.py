@@ -78,18 +78,14 @@ class DrivenEngine:
     """Whether an epoch is expected to begin."""
     scheduler: Any = field(init=False)
     table: SlotTable = field(init=False)
+    cache: KVCacheConfig | None = None
+    """Of a cache that exists."""
+    rank: RankDescription | None = None
+    """What a worker that exists says of itself."""
     tokens: Any = field(default_factory=lambda: itertools.count(1000))
 
     def __post_init__(self) -> None:
-        spec = FullAttentionSpec(
-            block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.bfloat16
-        )
-        cache = KVCacheConfig(
-            num_blocks=self.num_blocks,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-            hash_block_size=BLOCK_SIZE,
-        )
+        cache = self.cache or imagined_cache(self.num_blocks)
         self.config.cache_config.num_gpu_blocks = self.num_blocks
         kind = AsyncScheduler if self.asynchronous else Scheduler
         self.scheduler = kind(
@@ -104,7 +100,7 @@ class DrivenEngine:
         init_none_hash(hash_fn)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
         self.connector = self.scheduler.get_kv_connector()
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): description()})
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.rank or description()})
         if self.shares:
             self.wait_for_epoch()
 
@@ -138,20 +134,26 @@ class DrivenEngine:
 
     def run(self, sent: Sent, report: RankReport | None = None, **result: Any) -> None:
         """The output of a step comes back."""
+        finished = {load.load_id for load in (report.loads if report else [])}
+        meta = report or RankReport(step=sent.metadata.step)
+        self.answer(
+            sent,
+            KVConnectorOutput(
+                finished_recving=finished or None, kv_connector_worker_meta=meta, **result
+            ),
+        )
+
+    def answer(self, sent: Sent, connector_output: KVConnectorOutput | None) -> None:
+        """The output of a step comes back, with what a connector's worker put into it."""
         requests = list(sent.output.num_scheduled_tokens)
         sampled = [[next(self.tokens)] if self._samples(r) else [] for r in requests]
-        finished = {load.load_id for load in (report.loads if report else [])}
         self.scheduler.update_from_output(
             sent.output,
             ModelRunnerOutput(
                 req_ids=requests,
                 req_id_to_index={r: i for i, r in enumerate(requests)},
                 sampled_token_ids=sampled,
-                kv_connector_output=KVConnectorOutput(
-                    finished_recving=finished or None,
-                    kv_connector_worker_meta=report or RankReport(step=sent.metadata.step),
-                    **result,
-                ),
+                kv_connector_output=connector_output,
             ),
         )
 
@@ -173,6 +175,19 @@ class DrivenEngine:
 
     def close(self) -> None:
         self.connector.shutdown()
+
+
+def imagined_cache(num_blocks: int) -> KVCacheConfig:
+    """A cache that no worker has."""
+    spec = FullAttentionSpec(
+        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.bfloat16
+    )
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        hash_block_size=BLOCK_SIZE,
+    )
 
 
 def description() -> RankDescription:

@@ -1,0 +1,204 @@
+"""An engine of CUDA's, on one thread, without a GPU and a model: vLLM's in-process executor with
+asynchronous scheduling and Model Runner V2.
+
+Real are the AsyncScheduler and its BlockPool, both sides of the connector, Model Runner V2's own
+code that calls it (ActiveKVConnector), the cache as vLLM lays it out, and the coordinator.  Played
+are the GPU (FakeDriver) and the forward pass, which writes what the tokens say.  As in
+``step_with_batch_queue``, a step is dispatched before the last one's output is taken in; as in
+that executor, the worker is handed the scheduler's very objects.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from local_node import Node
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvshm.hooks import worker as worker_module
+from kvshm.hooks.connector import KvshmConnector
+from kvshm.hooks.layout import shared_kv_memory
+from kvshm.segment import LEASES_KIND, list_segments, unlink
+from kvshm.transport import cuda_ipc
+from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
+
+from .scheduling import BLOCK_SIZE, DrivenEngine, Sent, vllm_config
+from .test_cuda_worker import DeviceBuffer
+from .tiny_config import cache_config, spec
+
+BLOCKS = 32
+LAYERS = {f"layer.{i}": spec(block_size=BLOCK_SIZE) for i in range(2)}
+
+
+class InProcessEngine:
+    """Scheduler and worker of one engine, called as EngineCore and the model runner do."""
+
+    def __init__(self, config: Any, driver: FakeDriver) -> None:
+        config.device_config.device_type = "cuda"
+        config.scheduler_config.async_scheduling = True
+        self.driver = driver
+        planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
+        planned.hash_block_size = BLOCK_SIZE
+        self.worker = KvshmConnector(config, KVConnectorRole.WORKER, planned)
+        with shared_kv_memory(lambda n: DeviceBuffer(driver, driver.make(n), n)):
+            layout = KVCacheLayout.LBNHC
+            self.caches = allocate_kv_cache(planned, torch.device("cpu"), layout, [BLOCK_SIZE])
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+        self.runner = ActiveKVConnector(config, self.caches)
+        described = self.worker.get_handshake_metadata()
+        assert described is not None, "the worker has not said what it shares"
+        self.engine = DrivenEngine(
+            config, BLOCKS, asynchronous=True, shares=False, cache=planned, rank=described
+        )
+        self.under_way: deque[tuple[Sent, Any]] = deque()
+        self.computed_from: dict[str, int] = {}
+
+    def dispatch(self) -> Sent:
+        """Schedule a step and launch it; nothing of it has run when this returns."""
+        sent = self.engine.schedule()
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.worker
+        if sent.output.total_num_scheduled_tokens:
+            self.runner.pre_forward(sent.output)
+            self.launch_forward(sent.output)
+            self.runner.finish_forward()
+            output = self.runner.post_forward(sent.output.finished_req_ids)
+        else:
+            output = self.runner.no_forward(sent.output).kv_connector_output
+        self.under_way.append((sent, output))
+        return sent
+
+    def launch_forward(self, output: Any) -> None:
+        """Put on the model's stream: every block of a prompt that the step computes is filled
+        with a byte that follows from its tokens."""
+        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        for name, start in starts.items():
+            self.computed_from[name] = start
+            tokens = self.engine.scheduler.requests[name].prompt_token_ids
+            for index, block in enumerate(self.engine.blocks_of(name)):
+                if index * BLOCK_SIZE >= start and (index + 1) * BLOCK_SIZE <= len(tokens):
+                    self._write(block, value_of(tokens, index))
+
+    def _write(self, block: int, value: int) -> None:
+        for cache in self.caches.values():
+            target = cache[block]
+            nbytes = target.numel() * target.element_size()
+            source = self.driver.make(nbytes)
+            self.driver.bytes_at(source, nbytes)[:] = bytes([value]) * nbytes
+            self.driver.copy(target.data_ptr(), source, nbytes, self.driver.compute_stream())
+
+    def take_output(self) -> None:
+        """The oldest step's output: the host waits for its tokens, so for its forward pass."""
+        sent, output = self.under_way.popleft()
+        self.driver.synchronize(self.driver.compute_stream())
+        self.engine.answer(sent, output)
+
+    def step(self) -> Sent:
+        """One round of step_with_batch_queue with two batches under way."""
+        sent = self.dispatch()
+        if len(self.under_way) == 2:
+            self.take_output()
+        return sent
+
+    def until(self, condition: Any) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline
+            self.step()
+
+    @property
+    def cache(self) -> Any:
+        return self.engine.connector._scheduler.cache
+
+    def ready(self) -> set[int]:
+        self.engine.table = self.cache.table
+        return self.engine.ready()
+
+    def values(self, blocks: list[int]) -> list[set[int]]:
+        """Which bytes occur in these blocks."""
+        packed = [cache.view(torch.uint8).flatten(1) for cache in self.caches.values()]
+        return [{byte for cache in packed for byte in cache[b].tolist()} for b in blocks]
+
+    def close(self) -> None:
+        self.worker.shutdown()
+        self.engine.close()
+
+
+def value_of(tokens: list[int], index: int) -> int:
+    return 1 + tokens[index * BLOCK_SIZE] % 250
+
+
+@pytest.fixture
+def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProcessEngine]]:
+    """Two engines that know of each other, from a coordinator."""
+    machine = FakeMachine()
+    monkeypatch.setattr(worker_module, "find_model", lambda _: torch.nn.Module())
+    monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
+    with Node() as node, ExitStack() as stack:
+        node.start_coordinator()
+        for name, value in {**node.environment, "KVSHM_STRICT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        made: list[InProcessEngine] = []
+        for _ in range(2):
+            driver = machine.process()
+            monkeypatch.setattr(cuda_ipc, "current_driver", lambda driver=driver: driver)
+            made.append(InProcessEngine(vllm_config(model), driver))
+            stack.callback(made[-1].close)
+        for engine in made:
+            engine.until(lambda engine=engine: engine.cache.table is not None)
+            engine.step()
+        yield made
+    # Bits of a process that lives are kept for it, and both engines live in this one.
+    for left in list_segments(node.namespace):
+        assert left.kind == LEASES_KIND
+        unlink(str(left))
+
+
+def prompt(blocks: int) -> list[int]:
+    return [7 * i % 997 for i in range(blocks * BLOCK_SIZE + BLOCK_SIZE // 2)]
+
+
+def test_nothing_is_published_before_the_output_of_its_step(pair: list[InProcessEngine]) -> None:
+    a, _ = pair
+    while a.under_way:
+        a.take_output()
+    a.engine.add("r", prompt(3), max_tokens=20)
+    a.dispatch()
+    a.dispatch()
+    blocks = a.engine.blocks_of("r")[:3]
+    assert not a.ready() & set(blocks)
+    a.take_output()
+    assert set(blocks) <= a.ready()
+    assert a.values(blocks) == [{value_of(prompt(3), i)} for i in range(3)]
+
+
+def test_a_prefix_travels_while_both_engines_run_ahead(pair: list[InProcessEngine]) -> None:
+    a, b = pair
+    chain = a.engine.add("first", prompt(5), max_tokens=60).block_hashes
+    b.engine.add("other", [900 + i for i in range(20)], max_tokens=200)  # b's steps never end
+
+    def known() -> bool:
+        a.step()
+        plan = b.cache.probe(chain, 0, 5)
+        return plan is not None and plan.num_blocks == 5
+
+    b.until(known)
+    b.engine.add("second", prompt(5), max_tokens=4)
+    b.until(lambda: "second" in b.computed_from)
+    assert b.computed_from["second"] == 5 * BLOCK_SIZE
+    blocks = b.engine.blocks_of("second")[:5]
+    assert b.values(blocks) == [{value_of(prompt(5), i)} for i in range(5)]
