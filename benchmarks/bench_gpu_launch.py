@@ -1,0 +1,76 @@
+"""What the host spends on one import of the CUDA transport, measured without a GPU.
+
+    python benchmarks/bench_gpu_launch.py
+
+The driver's library is played (tests/played_cuda): its calls only note what they are asked for, so
+what is left is ours: Python and cuda-bindings.  A real driver's calls come on top, five for an
+import; benchmarks/bench_gpu_copy.py measures the sum on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from measurement import percentiles, report
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "played_cuda"))
+import library  # type: ignore[import-not-found]  # found by the path above
+
+from kvshm.interfaces import CopyState
+from kvshm.terms import BlockId
+from kvshm.transport.cuda_copy import CopyEngine, Route, Way
+from kvshm.transport.cuda_driver import Driver, Row
+from kvshm.transport.cuda_probe import upload
+
+REPEATS = 3000
+SHAPES = ((1, 1), (1, 32), (32, 32), (256, 32))
+"""Blocks of an import and regions of a cache."""
+
+
+def main() -> int:
+    if (reason := library.missing()) is not None:
+        print(reason)
+        return 1
+    with tempfile.TemporaryDirectory() as directory:
+        ctypes.CDLL(str(library.build(Path(directory))), ctypes.RTLD_GLOBAL)
+        from cuda.bindings import driver as cu
+
+        from kvshm.transport.cuda_nvidia import NvidiaDriver
+
+        driver = NvidiaDriver(0)
+        cu.cuCtxPushCurrent(driver._context)  # as torch leaves it on the thread of a model
+        for blocks, regions in SHAPES:
+            measure(driver, blocks, regions)
+    return 0
+
+
+def measure(driver: Driver, blocks: int, regions: int) -> None:
+    """Begin imports of 16 bytes per fragment, and poll each until it has ended."""
+    made = CopyEngine(driver, driver.compute_stream())
+    memory = driver.allocate(2 << 20), driver.allocate(2 << 20)
+    table = upload(driver, [Row(*memory, 16, 16, 16)] * regions, made.stream)
+    way, ids = Way(table, Route.KERNEL), [BlockId(block) for block in range(blocks)]
+    made.prepare(way)
+    begun, polled = [], []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        copy = made.begin(way, ids, ids, lambda: None)
+        middle = time.perf_counter()
+        driver.synchronize(made.stream)
+        waited = time.perf_counter()
+        assert copy.poll() is CopyState.DONE
+        polled.append((time.perf_counter() - waited) * 1e6)
+        begun.append((middle - start) * 1e6)
+    made.close()
+    report(
+        "host's part of a gpu import", blocks=blocks, regions=regions,
+        begin_us=percentiles(begun), poll_us=percentiles(polled),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
