@@ -1,4 +1,5 @@
-"""docs/operations.md lists every line that kvshm's engines and the coordinator log."""
+"""docs/operations.md lists every line that kvshm's engines and the coordinator log, and every
+reason for which an engine does not share."""
 
 from __future__ import annotations
 
@@ -15,6 +16,8 @@ LISTED = set(re.findall(r"`([^`\n]+)`", PAGE.replace("```", "")))
 LEVELS = {"debug", "info", "warning", "error", "exception", "log"}
 LEVELS |= {"_note", "_say_once", "_complain"}
 EVENTS = {"Log", "complain", "_log_ends"}
+IMPORTS_ONLY = "priority scheduling leaves hashed blocks behind that were never computed"
+"""Follows "importing only:"."""
 ENGINE = ("kvshm", "hooks", "transport")
 
 
@@ -45,6 +48,23 @@ def lines() -> set[str]:
     return {line for line in found if line is not None and " " in line}
 
 
+def reasons() -> set[str]:
+    """Why an engine does not share: what the hooks return, keep or raise as such."""
+    found: set[str | None] = set()
+    for name in ("refusals", "layout", "weights", "worker", "pool_watch"):
+        for node in ast.walk(ast.parse((ROOT / f"hooks/{name}.py").read_text())):
+            match node:
+                case ast.Return(value=ast.IfExp(body=one)) | ast.Return(value=ast.expr() as one):
+                    found.add(pattern(one))
+                case ast.Raise(exc=ast.Call(args=[one, *_])):
+                    found.add(pattern(one))
+                case ast.AnnAssign(target=ast.Name(id="_REASONS"), value=ast.Dict(keys=keys)):
+                    found |= {pattern(key) for key in keys if key is not None}
+                case ast.Call(func=ast.Name(id="RankDescription"), args=[_, _, one]):
+                    found.add(pattern(one))
+    return {reason for reason in found if reason is not None and " " in reason}
+
+
 def events() -> set[str]:
     strings = (
         argument.value
@@ -61,6 +81,11 @@ def test_page_lists_line_of_an_engine(line: str) -> None:
     assert any(listed.startswith(opening) or listed.endswith(f" {line}") for listed in LISTED)
 
 
+@pytest.mark.parametrize("reason", sorted(reasons()))
+def test_page_lists_reason_for_not_sharing(reason: str) -> None:
+    assert any(listed.startswith(reason.split(".…")[0]) for listed in LISTED | {IMPORTS_ONLY})
+
+
 @pytest.mark.parametrize("event", sorted(events()))
 def test_page_lists_event_of_the_coordinator(event: str) -> None:
     assert event in LISTED
@@ -68,4 +93,6 @@ def test_page_lists_event_of_the_coordinator(event: str) -> None:
 
 def test_lines_are_found_in_the_source() -> None:
     assert len(lines()) > 30
+    assert len(reasons()) > 30
+    assert "the model is a pooling model" in reasons()
     assert {"join", "death", "suspected", "garbled"} <= events()

@@ -1,0 +1,36 @@
+"""docs/architecture.md names every module of the core, and no page names a method that is not."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+from .pages import ROOT, every_page
+
+FOLDERS = ("kvshm", "coordinator", "transport", "hooks", "tools")
+
+
+@cache
+def classes() -> dict[str, set[str]]:
+    """What each class of the source defines by name."""
+    found: dict[str, set[str]] = {}
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = (getattr(part, "name", "") for part in node.body)
+                found.setdefault(node.name, set()).update(names)
+    return found
+
+
+def test_the_page_names_every_module_of_the_core() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    modules = {path.stem for path in (ROOT / "kvshm").glob("*.py")} - {"__init__"}
+    assert {name for name in modules if not re.search(rf"\b{name}\b", text)} == set()
+
+
+@every_page
+def test_methods_in_backticks_exist(page: Path) -> None:
+    for class_name, method in re.findall(r"`([A-Z]\w*[a-z])\.([a-z]\w*)`", page.read_text()):
+        assert method in classes().get(class_name, ()), f"{class_name}.{method}"
