@@ -1,4 +1,4 @@
-"""Old coordinator and new engines, and the reverse, from two wheels in two environments."""
+"""Old coordinator and new engines, and the reverse: real wheels in environments of their own."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from kvshm.segment import TABLE_KIND
 from . import toys
 from .engines import FakeEngine
 from .processes import Node, fresh_node
-from .wheels import Installed, install_two, said_by
+from .wheels import Installed, Versions, install_all, said_by
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
-def versions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Installed, Installed]:
-    """The present version and a newer one."""
-    return install_two(tmp_path_factory.mktemp("versions"))
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    return install_all(tmp_path_factory.mktemp("versions"))
+
+
+@pytest.fixture
+def versions(installed: Versions) -> tuple[Installed, Installed]:
+    """Two that do not fit."""
+    return installed.present, installed.newer
 
 
 @pytest.fixture
@@ -49,6 +54,20 @@ def test_both_versions_and_who_must_upgrade_are_named(
     assert not pair[0].process.out.matching(lambda line: '"name": "other"' in line)
     assert coordinator.terminate() == 0
     assert "Traceback" not in str(coordinator.err)
+
+
+@pytest.mark.parametrize("coordinator_is", ["older", "newer"])
+def test_releases_of_one_protocol_and_layout_share_in_any_mixture(
+    node: Node, installed: Versions, coordinator_is: str
+) -> None:
+    both = (installed.present, installed.next)
+    coordinator = node.coordinator(python=both[coordinator_is == "newer"].python)
+    coordinator.wait_err(f"version={both[coordinator_is == 'newer'].version}")
+    engines = [toys.start(node, seed, python=one.python) for seed, one in enumerate(both)]
+    results = toys.finish(engines)
+    assert all(result["imported"] > 0 for result in results)
+    assert [result["wrong"] for result in results] == [0, 0]
+    assert coordinator.terminate() == 0
 
 
 def test_tools_name_the_version_of_what_they_cannot_read(

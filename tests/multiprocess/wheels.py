@@ -1,8 +1,8 @@
-"""Two versions of kvshm as wheels, each installed in an environment of its own.
+"""Several versions of kvshm as wheels, each installed in an environment of its own.
 
-The one is this tree.  The other is made from a copy of it: its version, the protocol's and the
-layout's are raised, and a field of what engines say when they join has another name, as a
-changed protocol may well have it.
+The first is this tree.  The others are made from copies of it: a next release, which has nothing
+but another version; and a newer one whose protocol and layout are raised too, and where a field of
+what engines say when they join has another name, as a changed protocol may well have it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ from kvshm.version import __version__
 ROOT = Path(__file__).parents[2]
 NEWER_VERSION = "99.0.0"
 _NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__")
-_PATCH = (
-    ("kvshm/version.py", f'__version__ = "{__version__}"', f'__version__ = "{NEWER_VERSION}"'),
+NEXT_VERSION = "98.0.0"
+_VERSION = f'__version__ = "{__version__}"'
+_NEXT = (("kvshm/version.py", _VERSION, f'__version__ = "{NEXT_VERSION}"'),)
+_NEWER = (
+    ("kvshm/version.py", _VERSION, f'__version__ = "{NEWER_VERSION}"'),
     (
         "kvshm/protocol.py",
         f"PROTOCOL_VERSION = {PROTOCOL_VERSION}\n",
@@ -83,15 +86,24 @@ def _install(room: Path, patch: Sequence[tuple[str, str, str]]) -> tuple[str, ..
     return (str(python), "-I")
 
 
-def install_two(room: Path) -> tuple[Installed, Installed]:
-    """Build and install both below ``room``, at the same time."""
-    rooms = room / "present", room / "newer"
+class Versions(NamedTuple):
+    """The present version, the next one that fits it, and a newer one that does not."""
+
+    present: Installed
+    next: Installed
+    newer: Installed
+
+
+def install_all(room: Path) -> Versions:
+    """Build and install them below ``room``, at the same time."""
+    rooms = room / "present", room / "next", room / "newer"
     for each in rooms:
         each.mkdir()
     with ThreadPoolExecutor() as pool:
-        present, newer = pool.map(_install, rooms, ((), _PATCH))
-    return (
+        present, following, newer = pool.map(_install, rooms, ((), _NEXT, _NEWER))
+    return Versions(
         Installed(present, __version__, PROTOCOL_VERSION, LAYOUT_VERSION),
+        Installed(following, NEXT_VERSION, PROTOCOL_VERSION, LAYOUT_VERSION),
         Installed(newer, NEWER_VERSION, PROTOCOL_VERSION + 1, LAYOUT_VERSION + 1),
     )
 

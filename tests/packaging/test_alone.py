@@ -16,6 +16,7 @@ from .conftest import Run
 TEST_REQUIREMENTS = ("hypothesis>=6.100", "msgpack>=1.1", "pytest>=8.3", "pytest-timeout>=2.3")
 FOLDERS = {
     "tests/unit": {
+        "test_architecture_docs.py": "looks at the sources",
         "test_docs_commands.py": "looks at the tree: pages and the files they name",
         "test_docs_programs.py": "looks at the tree: make, and what every page calls",
         "test_operations_docs.py": "looks at the sources for the lines they log",

@@ -127,3 +127,4 @@ def test_files_that_commands_name_exist(page: Path) -> None:
 def test_what_is_called_is_found() -> None:
     assert "FAST=1" in "\n".join(called(ROOT / "CONTRIBUTING.md", "make"))
     assert any("--platform" in call for call in called(ROOT / "CONTRIBUTING.md", "docker run"))
+    assert "A wheel for aarch64 (**untested**)" in (ROOT / "CONTRIBUTING.md").read_text()
