@@ -71,7 +71,7 @@ class Exporter:
         self._owners: dict[BlockHash, BlockId] = {}
         self._outdated: set[BlockId] = set()
         """Blocks that vLLM still uses although their contents are of an earlier life, perhaps
-        of other weights, and those computed from them since."""
+        of other weights, or not to be trusted, and those computed from them since."""
 
     # -- changes, before the step that makes them is dispatched
 
@@ -86,6 +86,12 @@ class Exporter:
         """The blocks are about to get new contents, whatever they held."""
         for block in blocks:
             self._outdated.discard(block)
+            self.block_changes(block)
+
+    def spoilt(self, blocks: Iterable[BlockId]) -> None:
+        """The blocks may hold anything, and vLLM goes on with them."""
+        for block in blocks:
+            self._outdated.add(block)
             self.block_changes(block)
 
     def life_ends(self) -> None:

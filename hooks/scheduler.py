@@ -232,13 +232,14 @@ class SchedulerSide:
 
         Such a load may belong to requests that run already: vLLM drops their tokens and
         computes again in place, from the first bad block on, with the hashes left as they are.
+        With asynchronous scheduling it then computes a token that it has dropped before it was
+        known, so what these requests compute from here on is not shown either.
         """
         exporter.forget_steps()
         for request_id in self._requests:
             blocks = [b.block_id for b in self._manager.get_blocks(request_id).blocks[0]]
             bad = (index for index, block in enumerate(blocks) if block in invalid)
-            for block in blocks[next(bad, len(blocks)) :]:
-                exporter.block_changes(block)
+            exporter.spoilt(blocks[next(bad, len(blocks)) :])
 
     def _refuses(self, request_id: str) -> bool:
         request = self._requests.get(request_id)
