@@ -12,13 +12,14 @@ from .life import Life
 from .log import logger
 from .miss_report import MissReport
 from .protocol import EngineInfo, Joined, Refused, Stranger
-from .strangers import note, sentence
+from .strangers import divide, notes, sentence
 from .terms import Epoch, LeaseBit
 
 log = logger(__name__)
 
-STRANGERS_NAMED = 8
-"""Of a join's strangers the most alike: the slot table's error log holds 16 entries."""
+NOTES = 8
+"""What strangers may take of the slot table's error log, which holds 16 entries: of a join's the
+most alike are named; the fewer there are, the more fields of each."""
 
 
 class Membership:
@@ -47,8 +48,8 @@ class Membership:
         life.table.lease_bit = LeaseBit(reply.lease_bit)
         life.table.counters.add(REJOINS, 1)
         life.peers.strangers = len(reply.strangers)
-        for stranger in reply.strangers[:STRANGERS_NAMED]:
-            self._name(life, stranger)
+        for stranger, entries in divide(reply.strangers, NOTES):
+            self._name(life, stranger, entries)
         peers = sum(info.epoch != life.table.epoch for info in reply.roster)
         log.info("joined with lease bit %d, %d engines to share with", reply.lease_bit, peers)
 
@@ -81,7 +82,8 @@ class Membership:
 
     def stranger_joined(self, stranger: Stranger) -> None:
         if (life := self._present()) is not None:
-            self._name(life, stranger)
+            others = max(0, life.peers.strangers)  # this one is counted with the next tick
+            self._name(life, stranger, max(1, NOTES // (others + 1)))
 
     def strangers_counted(self, count: int) -> None:
         if (life := self._present()) is not None:
@@ -113,10 +115,11 @@ class Membership:
         life = self._present()
         return life if life is not None and life.table.epoch == epoch else None
 
-    def _name(self, life: Life, stranger: Stranger) -> None:
+    def _name(self, life: Life, stranger: Stranger, entries: int) -> None:
         """Say why an engine of this node cannot be shared with: once in the log, and in the
         own table for ``dump_index``."""
-        life.table.log_error(note(stranger))
+        for note in notes(stranger, entries):
+            life.table.log_error(note)
         line = sentence(stranger)
         if line not in self._named:
             self._named.add(line)

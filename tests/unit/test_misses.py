@@ -10,13 +10,13 @@ import pytest
 from kvshm import counters as c
 from kvshm.error_log import TEXT_BYTES
 from kvshm.life import Life
-from kvshm.member import Membership
+from kvshm.member import NOTES, Membership
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
 from kvshm.peers import Peers
 from kvshm.protocol import Joined, Stranger
 from kvshm.segment import identity_of
 from kvshm.slots import SlotTable, TableSpec
-from kvshm.strangers import note, sentence
+from kvshm.strangers import FIELDS_NAMED, divide, notes, sentence
 from kvshm.terms import Epoch, Fingerprint
 
 from .exporters import OWN_EPOCH, Clock
@@ -84,18 +84,60 @@ def test_a_stranger_is_named_with_both_values() -> None:
         "engine vllm-7 (pid 7) cannot share with this one: dtype differs (bf16 here, f16 there), "
         f"weights differs ({WEIGHTS} here, {WEIGHTS[::-1]} there)"
     )
-    many = Stranger("x", 1, dict.fromkeys("abcde", ("1", "2")))
-    assert sentence(many).endswith("c differs (1 here, 2 there) and 2 more")
+
+
+def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
+    many = Stranger("x", 1, {f"field{i}": ("1" * 999, "1" * 500 + "2") for i in range(23)})
+    line = sentence(many)
+    for i in range(23):
+        assert (f"field{i} differs (11" in line) == (i < FIELDS_NAMED)
+        assert f"field{i}" in line
+    assert len(line) < 2500
+    endless = Stranger("x", 1, {f"field{i}": ("1", "2") for i in range(10_000)})
+    assert len(sentence(endless)) < 2500
+    assert sentence(endless).endswith("...")
 
 
 @pytest.mark.parametrize("same", [0, 5, 90])
 def test_a_note_fits_the_error_log_and_shows_where_values_differ(same: int) -> None:
-    assert note(OTHER) == "cannot share with vllm-7: dtype is bf16 here, f16 there"
+    assert notes(OTHER, 1) == ["cannot share with vllm-7: dtype is bf16 here, f16 there"]
     ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
-    text = note(Stranger("vllm-4194304", 4194304, {"batch_invariant": (ours, theirs)}))
+    (text,) = notes(Stranger("vllm-4194304", 4194304, {"batch_invariant": (ours, theirs)}), 1)
     assert len(text) <= TEXT_BYTES
     assert "1 here, " in text
     assert text.endswith("2 there")
+
+
+@pytest.mark.parametrize(
+    ("room", "said"),
+    [
+        (1, ["a is 1 here, 2 there"]),
+        (2, ["a is 1 here, 2 there", "also b c d"]),
+        (3, ["a is 1 here, 2 there", "b is 1 here, 2 there", "also c d"]),
+        (4, [f"{name} is 1 here, 2 there" for name in "abcd"]),
+        (8, [f"{name} is 1 here, 2 there" for name in "abcd"]),
+    ],
+)
+def test_the_more_room_the_more_fields_are_noted_with_their_values(
+    room: int, said: list[str]
+) -> None:
+    differing = Stranger("vllm-7", 7, dict.fromkeys("abcd", ("1", "2")))
+    assert notes(differing, room) == [f"cannot share with vllm-7: {text}" for text in said]
+    endless = Stranger("vllm-7", 7, {f"field{i}": ("1", "2") for i in range(10_000)})
+    assert len(notes(endless, room)) == room
+    assert max(map(len, notes(endless, room))) <= TEXT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("kinds", "entries"),
+    [("", []), ("a", [8]), ("aa", [7, 1]), ("aab", [3, 1, 3]), ("ab", [4, 4]),
+     ("abcdefgh", [1] * 8), ("a" * 9, [1] * 8), ("abcab", [2, 2, 2, 1, 1])],
+)  # fmt: skip
+def test_engines_of_one_fingerprint_need_their_fields_noted_once(
+    kinds: str, entries: list[int]
+) -> None:
+    strangers = [Stranger(f"e{i}", i, {"dtype": (k, "")}) for i, k in enumerate(kinds)]
+    assert divide(strangers, 8) == list(zip(strangers, entries, strict=False))
 
 
 def test_both_sides_say_it_once_and_note_it(
@@ -113,10 +155,33 @@ def test_both_sides_say_it_once_and_note_it(
         late = Stranger("vllm-8", 8, {"block_size": ("16", "32")})
         member.stranger_joined(late)
     assert caplog.messages == [sentence(OTHER), sentence(late)]
-    assert {e.text: e.times for e in table.errors()} == {note(OTHER): 2, note(late): 1}
+    both = dict.fromkeys(notes(OTHER, 2), 2)
+    assert len(both) == 2
+    assert {e.text: e.times for e in table.errors()} == both | dict.fromkeys(notes(late, 1), 1)
     assert peers.strangers == 1
     member.strangers_counted(2)
     assert peers.strangers == 2
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
+def test_strangers_leave_room_in_the_error_log(table: SlotTable, peers: Peers, count: int) -> None:
+    """However many there are and in however many fields they differ."""
+    life = Life(table, None, peers, None)  # type: ignore[arg-type]
+    member = Membership(lambda: life, lambda: life)
+    differing = dict.fromkeys("abcdefghij", ("1", "2"))
+    peers.strangers = count  # whatever a coordinator says
+    member.stranger_joined(Stranger("late", 1, differing))
+    table.log_error("something else")
+    strangers = [Stranger(f"e{i}", i, differing) for i in range(count)]
+    reply = Joined(
+        protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
+        roster=[], sequences={}, suspected=[], strangers=strangers,
+    )  # fmt: skip
+    member.joined(reply)
+    texts = [error.text for error in table.errors()]
+    assert "something else" in texts
+    named = {stranger.name for stranger in strangers[:NOTES]}
+    assert {n for n in named if any(f"with {n}: a is 1 here" in text for text in texts)} == named
 
 
 def test_what_the_replica_had_no_room_for_is_counted(
