@@ -33,7 +33,7 @@ from kvshm.config import Config, Role
 from kvshm.counters import HOOK_ERRORS
 from kvshm.errors import RunDirectoryError
 from kvshm.log import logger, set_level
-from kvshm.rundir import open_run_directory
+from kvshm.rundir import open_run_directory, require_room
 from kvshm.terms import BlockId
 
 from .boundary import guarded, report
@@ -89,6 +89,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             config = dataclasses.replace(config, role=Role.PRODUCER)
         try:
             run_dir = open_run_directory(config.run_dir, os.environ)
+            require_room(run_dir, config.namespace)
             if role is KVConnectorRole.SCHEDULER:
                 self._scheduler = SchedulerSide(config, run_dir, vllm_config, kv_cache_config)
             else:

@@ -94,20 +94,22 @@ def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> s
     return None
 
 
+# The kind of model comes before what vLLM makes of it: without being told to, it turns prefix
+# caching off for encoder-decoders and for some pooling models.
 _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "there is no transport for KV caches on this device": lambda c: (
         c.device_config.device_type not in SHAREABLE_DEVICES
     ),
     "Ray runs the workers, perhaps on other machines (--distributed-executor-backend ray)": (
-        lambda c: c.parallel_config.distributed_executor_backend == "ray"
-    ),
-    "prefix caching is off (--no-enable-prefix-caching)": lambda c: (
-        not c.cache_config.enable_prefix_caching
+        lambda c: c.parallel_config.use_ray
     ),
     "the model is an encoder-decoder": lambda c: c.model_config.is_encoder_decoder,
     "the model is a pooling model": lambda c: c.model_config.runner_type == "pooling",
     "the model is a diffusion model, whose blocks change after they are full": lambda c: (
         c.model_config.is_diffusion
+    ),
+    "prefix caching is off (--no-enable-prefix-caching)": lambda c: (
+        not c.cache_config.enable_prefix_caching
     ),
     "ReplaySSM excludes KV connectors (--use-replayssm)": lambda c: c.cache_config.use_replayssm,
     "HiSparse keeps part of the KV cache elsewhere": lambda c: (

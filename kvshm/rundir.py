@@ -98,6 +98,12 @@ def rank_socket(run_dir: Path, namespace: str, pid: int, rank: int) -> Path:
     return _socket(run_dir, f"{namespace}.rank.{pid}.{rank}.sock")
 
 
+def require_room(run_dir: Path, namespace: str) -> None:
+    """Check that every socket of an engine has room below ``run_dir``.  Raises
+    RunDirectoryError: better before an engine has begun to share than rank by rank."""
+    rank_socket(run_dir, namespace, pid=9_999_999, rank=99)  # the longest name there is
+
+
 def list_rank_sockets(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:
     """Return (pid, path) of the namespace's rank sockets that lie there, alive or not."""
     found = ((_RANK_SOCKET.fullmatch(path.name), path) for path in sorted(run_dir.iterdir()))

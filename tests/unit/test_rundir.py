@@ -18,6 +18,7 @@ from kvshm.rundir import (
     lock_path,
     open_run_directory,
     rank_socket,
+    require_room,
 )
 
 
@@ -98,6 +99,15 @@ def test_a_socket_path_that_is_too_long_is_refused_with_the_remedy() -> None:
     umlauts = Path("/" + "ä" * 50)
     with pytest.raises(RunDirectoryError, match="KVSHM_RUN_DIR"):
         command_endpoint(umlauts, "n")
+
+
+def test_room_is_asked_for_the_longest_socket_of_an_engine() -> None:
+    room = SOCKET_PATH_BYTES - len("/n.rank.4194304.63.sock")
+    longest = Path("/".ljust(room, "d"))
+    require_room(longest, "n")
+    assert len(str(rank_socket(longest, "n", 4194304, 63))) == SOCKET_PATH_BYTES
+    with pytest.raises(RunDirectoryError, match=r"108 bytes.*KVSHM_RUN_DIR"):
+        require_room(Path(f"{longest}d"), "n")
 
 
 def test_rank_sockets_are_found_by_namespace(tmp_path: Path) -> None:

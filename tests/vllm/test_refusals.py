@@ -57,6 +57,11 @@ def test_layers_of_several_shapes_in_one_group_are_fine(config: VllmConfig) -> N
         ("device_config", {"device_type": "tpu"}, "no transport"),
         ("model_config", {"is_encoder_decoder": True}, "encoder-decoder"),
         ("parallel_config", {"distributed_executor_backend": "ray"}, "Ray runs the workers"),
+        (
+            "parallel_config",
+            {"distributed_executor_backend": type("OnRay", (), {"uses_ray": True})},
+            "Ray runs the workers",
+        ),
         ("attention_config", {"hisparse_config": object()}, "HiSparse"),
     ],
 )
