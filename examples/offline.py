@@ -27,8 +27,15 @@ def ask(model: str) -> None:
     """Send prompts with one prefix, one after the other; print what was not prefilled."""
     from vllm import LLM, SamplingParams  # only now: it reads the environment
 
-    # Engines share if they would compute the same bytes, so give both the same arguments.
-    llm = LLM(model=model, dtype="bfloat16", max_model_len=4096, enforce_eager=True)
+    # Engines share if they would compute the same bytes, so give both the same arguments.  Of the
+    # memory, a GPU's or the CPU's, each takes nearly all unless it is told its part.
+    llm = LLM(
+        model=model,
+        dtype="bfloat16",
+        max_model_len=4096,
+        enforce_eager=True,
+        gpu_memory_utilization=0.3,
+    )
     greedy = SamplingParams(temperature=0, max_tokens=8)
     for question in QUESTIONS:
         (answer,) = llm.generate(PREFIX + question, greedy, use_tqdm=False)

@@ -53,10 +53,11 @@ model=${1:-$work/model}
 
 kvshm-coordinator 2>"$logs/coordinator.log" &
 pids+=($!)
+# Of the memory, a GPU's or the CPU's, each engine takes nearly all unless it is told its part.
 for port in "${ports[@]}"; do
     KVSHM_ENABLE=1 python -m vllm.entrypoints.openai.api_server --model "$model" \
-        --served-model-name m --host 127.0.0.1 --port "$port" --dtype bfloat16 \
-        --max-model-len 4096 --enforce-eager >"$logs/engine-$port.log" 2>&1 &
+        --served-model-name m --host 127.0.0.1 --port "$port" --dtype bfloat16 --enforce-eager \
+        --gpu-memory-utilization 0.3 --max-model-len 4096 >"$logs/engine-$port.log" 2>&1 &
     pids+=($!)
 done
 await "${ports[0]}" "${pids[1]}"
