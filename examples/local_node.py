@@ -63,6 +63,16 @@ def clean_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith(("KVSHM_", "VLLM_"))}
 
 
+def machine(core: int) -> dict[str, str]:
+    """Return what vLLM has to know of this machine for an engine bound to one core."""
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": str(core),
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
 class Engine:
     """One OpenAI-compatible vLLM server in a process group of its own."""
 
@@ -77,17 +87,11 @@ class Engine:
         self.spec = spec
         self.port = free_port()
         self.log_path = log_path
-        machine = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": str(spec.core),
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_SERVER_DEV_MODE": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
+        server = {**machine(spec.core), "VLLM_SERVER_DEV_MODE": "1"}
         with log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 spec.command(self.port),
-                env={**clean_environment(), **machine, **environment, **spec.environment},
+                env={**clean_environment(), **server, **environment, **spec.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -20,13 +21,16 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from local_node import Engine, EngineSpec, clean_environment, wait_until
+from local_node import Engine, EngineSpec, clean_environment, machine, wait_until
 from sharing_node import BLOCK_SIZE
 from vllm import plugins
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshm.errors import SegmentError
+from kvshm.hooks.connector import KvshmConnector
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import RowState
+from kvshm.rundir import SOCKET_PATH_BYTES
 from kvshm.segment import INDEX_KIND, list_segments, owner_of
 
 from .engines import MAX_STARTS, SharedNode
@@ -70,6 +74,24 @@ def serve(model: Path) -> DrivenEngine:
             engine.step()
         assert request.num_output_tokens == 4
     return engine
+
+
+@pytest.mark.parametrize("longest", ["commands", "rank.1.0.sock"])
+def test_a_default_run_directory_too_long_for_any_socket_leaves_the_engine_unshared(
+    model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, longest: str
+) -> None:
+    """Also where it is only just too long for the sockets of the ranks, in both processes."""
+    monkeypatch.delenv("KVSHM_RUN_DIR")
+    room = SOCKET_PATH_BYTES - len(f"/kvshm/{run_dir.name.lower()}.{longest}")
+    runtime = f"{run_dir}/".ljust(room + (longest == "commands"), "d")
+    Path(runtime).mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+    engine = serve(model)
+    assert engine.connector._scheduler is None
+    cache = engine.scheduler.kv_cache_config
+    worker = KvshmConnector(engine.config, KVConnectorRole.WORKER, cache)
+    assert worker._worker is None
+    engine.close()
 
 
 @pytest.mark.parametrize("trouble", ["owner", "link", "mode", "missing"])
@@ -139,18 +161,12 @@ class Offline:
         environ = dict(node.environment)
         if way == "argument":
             del environ["KVSHM_ENABLE"]
-        machine = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
         self.log = node.run_dir / f"offline-{way}.log"
         script = str(Path(__file__).with_name("offline_engine.py"))
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, script, str(model), way],
-                env={**clean_environment(), **machine, **environ},
+                env={**clean_environment(), **machine(core=1), **environ},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -248,3 +264,19 @@ def test_offline_vllm_shares_either_way_it_is_enabled(
     for _ in wait_until("nothing of the script is left", 30):
         if len(node.segments()) == len(node.owned(engine)) + 1:  # the lease table
             break
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_an_engine_with_lookups_and_no_hit_says_why(server: tuple[SharedNode, Engine]) -> None:
+    """In the first minute of its life at the latest, by the reasons that it has counted."""
+    node, engine = server
+    engine.complete(next(prompts(1, seed=720)))
+    for _ in wait_until("the line comes, once a minute", 70):
+        if lines := re.findall(r"no hit in (\d+) lookups of the last \d+ s: (.*)", engine.log()):
+            break
+    lookups, reasons = lines[0]
+    counted = {reason: int(count) for reason, count in re.findall(r"(\w[\w ]+) (\d+)", reasons)}
+    assert counted.keys() <= {"no peer", "no owner"}
+    assert sum(counted.values()) == int(lookups) > 0
+    assert node.counted(engine)["lookups"] >= int(lookups)

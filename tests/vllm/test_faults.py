@@ -14,7 +14,7 @@ from sharing_node import BLOCK_SIZE, observe
 
 from .conftest import Pair
 from .engines import SharedNode
-from .oracle import Prompt, prompts, random_prompt, shareable
+from .oracle import Prompt, random_prompt, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -82,32 +82,3 @@ def _assert_next_import_works(stopping: Pair) -> None:
         imported = importer.complete(prompt)
     seen.assert_imported(shareable(prompt))
     assert imported == small.complete(prompt)
-
-
-def test_an_exporter_killed_leaves_nothing_but_misses(pair: Pair, model: Path) -> None:
-    node = pair.node
-    (victim,) = node.start_engines(EngineSpec("victim", model, core=0))
-    node.wait_joined(pair.b, victim)
-    used, unused = prompts(2, seed=120)
-    with node.sharing(victim, shareable(used) + shareable(unused)):
-        victim.complete(used)
-        computed = victim.complete(unused)
-    with observe(node, pair.b) as seen:
-        imported = pair.b.complete(used)
-    seen.assert_imported(shareable(used))
-    assert imported == victim.complete(used)
-
-    left = node.owned(victim)
-    assert left
-    victim.kill()
-    for _ in wait_until("the dead engine is swept", 30):
-        if not left & set(node.segments()):
-            break
-    with observe(node, pair.b) as seen:
-        own = pair.b.complete(unused)
-    assert seen.tokens.imported == 0
-    assert own == computed
-    with observe(node, pair.b) as seen:
-        assert pair.b.complete(used) == imported
-    assert seen.tokens.local_hit == shareable(used) * BLOCK_SIZE
-    node.engines.remove(victim)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from local_node import Engine, EngineSpec, clean_environment, wait_until
+from local_node import Engine, EngineSpec, clean_environment
 from sharing_node import observe
 
 from .conftest import Pair
 from .engines import SharedNode
+from .odd_models import write_encoder_decoder, write_hybrid
+from .odd_vllm import with_version
 from .oracle import ask_both, assert_bit_equal, prompts, random_prompt, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -24,14 +28,11 @@ OFFICIAL = {
     "kv_load_failure_policy": "fail",
 }
 ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-EXAMPLE = "KVTransferConfig(kv_connector='ExampleConnector', kv_role='kv_both')"
 CONFIGURE = """
-import os, sys
-from vllm.config import KVTransferConfig
+import sys
 from vllm.engine.arg_utils import EngineArgs
-os.environ.update({environ})
 for _ in range(2):
-    EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, {arguments}).create_engine_config()
+    EngineArgs(model=sys.argv[1], skip_tokenizer_init=True).create_engine_config()
 """
 
 
@@ -57,46 +58,82 @@ def test_a_bad_setting_stops_the_start_with_the_remedy(
     assert not said(engine, "Initializing a V1 LLM engine")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "environ", "reason"),
-    [
-        ("enable_prefix_caching=False", {}, "prefix caching is off (--no-enable-prefix-caching)"),
-        ("runner='pooling'", {}, "the model is a pooling model"),
-        ("", ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True"),
-        (f"kv_transfer_config={EXAMPLE}", {}, "kv_transfer_config names ExampleConnector"),
-    ],
-    ids=["no-prefix-caching", "pooling", "expandable-segments", "other-connector"],
-)
-def test_a_refusal_is_one_line_of_vllms_log(
-    model: Path, arguments: str, environ: dict[str, str], reason: str
-) -> None:
-    code = CONFIGURE.format(arguments=arguments, environ=environ)
+def refusal(model: Path, environ: dict[str, str] | None = None) -> str:
+    """The one line about sharing in what vLLM writes while it makes a configuration, twice."""
     done = subprocess.run(
-        [sys.executable, "-c", code, str(model)],
-        env={**clean_environment(), "KVSHM_ENABLE": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", CONFIGURE, str(model)],
+        env={**clean_environment(), "KVSHM_ENABLE": "1", "HF_HUB_OFFLINE": "1", **(environ or {})},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "sharing the" in line]
-    assert f"not sharing the prefix cache: {reason}" in line
-    assert "WARNING" in line
+    return line.rpartition("not sharing the prefix cache: ")[2]
+
+
+def test_a_vllm_that_is_too_old_is_named(model: Path, tmp_path: Path) -> None:
+    """Said when vLLM loads its plugins, which may be before it has set up its logging."""
+    said = refusal(model, with_version(tmp_path, "0.31.2"))
+    assert said == "vLLM 0.31.2 is too old, kvshm needs 0.32 or newer"
+
+
+def test_an_encoder_decoder_is_named_as_such(tmp_path: Path) -> None:
+    """Not what follows from it: vLLM itself turns prefix caching off for these."""
+    assert refusal(write_encoder_decoder(tmp_path)) == "the model is an encoder-decoder"
 
 
 # -- engines that come up and serve
 
 
-def test_an_engine_that_is_refused_serves(model: Path) -> None:
-    with SharedNode({"KVSHM_NAMSPACE": "x", "KVSHM_PORT": "tcp://10.0.0.1:1"}) as node:
-        (engine,) = node.start_engines(
-            EngineSpec("no-cache", model, 0, arguments=("--no-enable-prefix-caching",))
-        )
-        assert engine.complete(random_prompt(300, 200)).tokens
-        (line,) = said(engine, "not sharing the prefix cache")
-        assert "prefix caching is off (--no-enable-prefix-caching)" in line
-        (line,) = said(engine, "did you mean KVSHM_NAMESPACE?")
-        assert "KVSHM_NAMSPACE is no setting" in line
-        assert not said(engine, "KVSHM_PORT")
+REFUSED = {
+    "prefix caching off": "prefix caching is off (--no-enable-prefix-caching)",
+    "pooling": "the model is a pooling model",
+    "expandable segments": "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, which may move",
+    "another connector": "kv_transfer_config names ExampleConnector; a MultiConnector can hold",
+    "two groups": "the model has 2 KV cache groups, kvshm shares caches with exactly one",
+    "no resets": "the block pool of this vLLM has no of_another_version",
+    "no hashes": "the block pool of this vLLM has no of_another_version",
+}
+
+Case = tuple[str, dict[str, Any], dict[str, str], str]
+"""Name, arguments of LLM(), environment, which needs of kvshm's are not met (pool_watch.py)."""
+
+
+def refused_cases(model: Path, tmp_path: Path) -> list[Case]:
+    llama, storage = {"model": str(model)}, {"shared_storage_path": str(tmp_path / "storage")}
+    connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+    transfer = {**connector, "kv_connector_extra_config": storage}
+    hybrid = {"model": str(write_hybrid(tmp_path / "hybrid"))}
+    return [
+        ("prefix caching off", {**llama, "enable_prefix_caching": False}, {}, ""),
+        ("pooling", {**llama, "runner": "pooling"}, {}, ""),
+        ("expandable segments", llama, ALLOCATOR, ""),
+        ("another connector", {**llama, "kv_transfer_config": transfer}, {}, ""),
+        ("two groups", hybrid, {}, ""),
+        ("no resets", llama, {}, "FOR_SHARING"),
+        ("no hashes", llama, {}, "FOR_EXPORT"),
+    ]
+
+
+def test_refused_engines_serve_and_say_once_why(model: Path, tmp_path: Path) -> None:
+    """Real engines, one after the other in one process, which costs one start for all."""
+    cases = refused_cases(model, tmp_path)
+    strangers = {"KVSHM_NAMSPACE": "x", "KVSHM_PORT": "tcp://10.0.0.1:1"}
+    with SharedNode(strangers) as node:
+        output = node.run_script("refused_engines.py", json.dumps(cases))
         assert node.segments() == []
+    said = re.split(r'^{"made": "(.*)"}$', output, flags=re.MULTILINE)
+    assert said[1::2] == list(REFUSED)
+    for name, text in zip(said[1::2], said[2::2], strict=True):
+        kind = "importing only" if name == "no hashes" else "not sharing the prefix cache"
+        (line,) = [s for s in text.splitlines() if f"{kind}: " in s]
+        assert f"{kind}: {REFUSED[name]}" in line
+        assert "WARNING" in line
+        (answered,) = re.findall(r'^{"answered": (.*)}$', text, re.MULTILINE)
+        assert int(answered) == (256 if name == "pooling" else 16)
+    (line,) = [s for s in output.splitlines() if "did you mean KVSHM_NAMESPACE?" in s]
+    assert "KVSHM_NAMSPACE is no setting" in line
+    assert "KVSHM_PORT" not in output
 
 
 def test_priority_scheduling_imports_only_and_the_policy_is_overridden(pair: Pair) -> None:
@@ -114,29 +151,6 @@ def test_priority_scheduling_imports_only_and_the_policy_is_overridden(pair: Pai
     assert len(said(engine, "kv_load_failure_policy=fail overridden with recompute")) == 1
     assert len(said(engine, "did you mean KVSHM_ROLE?")) == 1
     pair.node.stop_engines(engine)
-
-
-def test_both_sides_and_the_dump_name_what_differs(pair: Pair) -> None:
-    """Engines that hash otherwise, one in the roster for long and one new: each names both
-    values, its own first."""
-    arguments = ("--prefix-caching-hash-algo", "sha256_cbor")
-    spec = EngineSpec("stranger", pair.a.spec.model, 1, arguments=arguments)
-    (stranger,) = pair.node.start_engines(spec)
-    for one, ours, theirs in (
-        (stranger, "sha256_cbor", "sha256"),
-        (pair.a, "sha256", "sha256_cbor"),
-        (pair.b, "sha256", "sha256_cbor"),
-    ):
-        wanted = f"hash_algorithm differs ({ours} here, {theirs} there)"
-        for _ in wait_until(f"{one!r} says {wanted!r}", 30):
-            if lines := said(one, wanted):
-                break
-        assert len(lines) == (2 if one is stranger else 1)
-        assert all("cannot share with this one" in line for line in lines)
-    dump = pair.node.dump()
-    assert "hash_algorithm is sha256 here, sha256_cbor there" in dump
-    assert "hash_algorithm is sha256_cbor here, sha256 there" in dump
-    pair.node.stop_engines(stranger)
 
 
 def test_a_request_stays_out_by_what_its_client_says(pair: Pair) -> None:

@@ -156,6 +156,34 @@ def test_equal_block_ids_of_two_engines_never_mix(pair: Pair, late: Engine) -> N
         assert late.complete(prompt) == engine.complete(prompt)
 
 
+def test_an_exporter_killed_leaves_nothing_but_misses(pair: Pair, late: Engine) -> None:
+    """The last test of the third engine: afterwards there is none."""
+    node = pair.node
+    used, unused = prompts(2, seed=120)
+    with node.sharing(late, shareable(used) + shareable(unused)):
+        late.complete(used)
+        late.complete(unused)
+    with observe(node, pair.b) as seen:
+        imported = pair.b.complete(used)
+    seen.assert_imported(shareable(used))
+    assert imported == late.complete(used)
+
+    left = node.owned(late)
+    assert left
+    late.kill()
+    for _ in wait_until("the dead engine is swept", 30):
+        if not left & set(node.segments()):
+            break
+    with observe(node, pair.b) as seen:
+        own = pair.b.complete(unused)
+    assert seen.tokens.imported == 0
+    # Not by the dead engine, whose small chunks round otherwise.
+    assert own == pair.a.complete(unused, kv_transfer_params={"kvshm": {"share": False}})
+    with observe(node, pair.b) as seen:
+        assert pair.b.complete(used) == imported
+    assert seen.tokens.local_hit == shareable(used) * BLOCK_SIZE
+
+
 def _ids(pair: Pair, engine: Engine) -> set[int]:
     return {block_id for block_id, _ in pair.node.shown(engine)}
 

@@ -1,0 +1,123 @@
+"""Engines that would compute other bytes, or find them under other keys, share nothing: both
+sides and the dump name every field that differs, with both values.
+
+Here for what can differ between two real engines on a CPU; the layout inside a block, of which
+vLLM's CPU backend knows one, on vLLM's configuration (test_identity.py).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from local_node import Engine, EngineSpec, wait_until
+from sharing_node import observe
+
+from .conftest import Pair
+from .odd_vllm import with_version
+from .oracle import prompts, shareable
+
+vllm = pytest.importorskip("vllm")
+
+import torch  # noqa: E402 - after the skip
+from vllm.utils.hashing import sha256, sha256_cbor  # noqa: E402
+from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+USUAL = {
+    "vllm_version": vllm.__version__,
+    "dtype": "torch.bfloat16",
+    "parallel": "tp 1, pp 1, dcp 1, pcp 1, interleave 1",
+    "kv_dtype": "auto",
+    "block_size": "128, hashed 128",
+    "hash_algorithm": "sha256",
+    "none_hash": sha256(DEFAULT_NONE_HASH_SEED).hex(),
+}
+"""What the session's two engines say of themselves."""
+
+
+def named(one: Engine, differing: dict[str, str], *, itself: bool) -> list[str]:
+    """Lines in which an engine names all these fields, its own value first."""
+    parts = [
+        f"{field} differs ({ours} here, {theirs} there)"
+        for field, other in differing.items()
+        for ours, theirs in [(other, USUAL[field]) if itself else (USUAL[field], other)]
+    ]
+    lines = [s for s in one.log().splitlines() if "cannot share with this one" in s]
+    return [line for line in lines if all(part in line for part in parts)]
+
+
+def assert_both_sides_name(pair: Pair, stranger: Engine, differing: dict[str, str]) -> None:
+    for one, times in ((stranger, 2), (pair.a, 1), (pair.b, 1)):
+        for _ in wait_until(f"{one!r} names {list(differing)}", 30):
+            lines = named(one, differing, itself=one is stranger)
+            if len(lines) >= times:
+                break
+        assert len(lines) == times
+    dump = pair.node.dump()
+    for field, other in differing.items():
+        # Of values too long for the error log it shows the part in which they differ.
+        usual, other = (re.escape(value[:10]) for value in (USUAL[field], other))
+        assert re.search(rf"{field} is {usual}.* here, {other}.* there", dump), dump
+        assert re.search(rf"{field} is {other}.* here, {usual}.* there", dump), dump
+
+
+def assert_shares_nothing(pair: Pair, stranger: Engine, seed: int) -> None:
+    (prompt,) = prompts(1, seed)
+    with pair.node.sharing(pair.a, shareable(prompt)):
+        pair.a.complete(prompt)
+    with observe(pair.node, stranger) as seen:
+        assert len(stranger.complete(prompt).tokens) == 16
+    assert seen.tokens.computed == len(prompt)
+    assert (seen.lookups, seen.miss_fingerprint) == (1, 1)
+
+
+def test_another_vllm_dtype_seed_and_tensor_parallel_size(pair: Pair, tmp_path: Path) -> None:
+    spec = EngineSpec(
+        "two-ranks",
+        pair.a.spec.model,
+        core=0,
+        arguments=("--tensor-parallel-size", "2", "--dtype", "float32"),
+        environment={
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            "PYTHONHASHSEED": "7",
+            **with_version(tmp_path, "0.99.1"),
+        },
+    )
+    (stranger,) = pair.node.start_engines(spec)
+    differing = {
+        "vllm_version": "0.99.1",
+        "dtype": "torch.float32",
+        "parallel": USUAL["parallel"].replace("tp 1", "tp 2"),
+        "none_hash": sha256("7").hex(),
+    }
+    assert_both_sides_name(pair, stranger, differing)
+    assert_shares_nothing(pair, stranger, seed=310)
+    pair.node.stop_engines(stranger)
+    _remove_what_vllm_leaves(stranger)
+
+
+def _remove_what_vllm_leaves(engine: Engine) -> None:
+    """vLLM's ranks on a CPU talk through shared memory that they do not remove."""
+    for name in set(re.findall(r"vllm_dist_[0-9a-f]{32}", engine.log())):
+        for left in Path("/dev/shm").glob(f"{name}-*"):
+            left.unlink()
+
+
+def test_another_block_size_hash_algorithm_and_kv_dtype(pair: Pair) -> None:
+    arguments = ["--block-size", "64", "--prefix-caching-hash-algo", "sha256_cbor"]
+    differing = {
+        "block_size": "64, hashed 64",
+        "hash_algorithm": "sha256_cbor",
+        "none_hash": sha256_cbor(DEFAULT_NONE_HASH_SEED).hex(),
+    }
+    if torch.cpu._is_avx512_supported():  # else vLLM has no other KV dtype on a CPU
+        arguments += ["--kv-cache-dtype", "fp8"]
+        differing["kv_dtype"] = "fp8"
+    spec = EngineSpec("stranger", pair.a.spec.model, core=1, arguments=tuple(arguments))
+    (stranger,) = pair.node.start_engines(spec)
+    assert_both_sides_name(pair, stranger, differing)
+    assert_shares_nothing(pair, stranger, seed=311)
+    pair.node.stop_engines(stranger)
