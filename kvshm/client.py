@@ -116,7 +116,8 @@ class CoordinatorClient:
     # -- on the client's thread
 
     def _run(self, session: Session) -> None:
-        session.open(self._wake_fd, lambda: self._hand_over(session))
+        if not self._opens(session):
+            return
         while not self._closing.is_set():
             try:
                 session.wait()
@@ -126,6 +127,16 @@ class CoordinatorClient:
                 self._unexpected()
         self._hand_over(session)
         session.close()
+
+    def _opens(self, session: Session) -> bool:
+        """Whether there are sockets; without (no descriptors are left) the engine serves on,
+        unshared, and nothing is queued for a thread that has ended."""
+        try:
+            session.open(self._wake_fd, lambda: self._hand_over(session))
+        except Exception as exc:
+            self._usable = False
+            _log.error("no sockets for the coordinator: %s (serving on, unshared)", exc)
+        return self._usable
 
     def _hand_over(self, session: Session) -> None:
         """Pass on what the other threads have queued."""

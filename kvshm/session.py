@@ -112,9 +112,17 @@ class Session:
 
         ``hand_over`` passes on what the other threads have queued so far; it is called
         before a new epoch begins, so that nothing of the old one is sent as the new one's.
+        Raises zmq.ZMQError, leaving nothing open.
         """
         self._hand_over = hand_over
         self._context = zmq.Context(io_threads=1)
+        try:
+            self._connect(wake_fd)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+
+    def _connect(self, wake_fd: int) -> None:
         self._commands = self._context.socket(zmq.DEALER)
         self._events = self._context.socket(zmq.SUB)
         for socket, endpoint in zip((self._commands, self._events), self._endpoints, strict=True):
