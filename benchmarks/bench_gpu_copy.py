@@ -2,8 +2,8 @@
 
     python benchmarks/bench_gpu_copy.py [--bytes 268435456]
 
-One JSON line per fragment size and state of the exporter: GB/s of payload of the transport, of
-one contiguous device-to-device copy of as many bytes (the yardstick), of a loop of
+One JSON line per fragment size, number of blocks and state of the exporter: GB/s of payload of the
+transport, of one contiguous device-to-device copy of as many bytes (the yardstick), of a loop of
 cudaMemcpyAsync, of cudaMemcpyBatchAsync and of torch indexing; then the fixed cost of an import
 and what copying does to a matrix product that runs at the same time.
 """
@@ -25,6 +25,8 @@ from measurement import percentiles, report
 from kvshm.terms import BlockId
 
 FRAGMENTS = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
+COUNTS = (1, 16, 256)
+"""Blocks in one copy, beside half the cache; one block has a fragment in every layer."""
 LAYERS = 8
 REPEATS = 10
 PROGRAMS = (16, 32, 64, 128, 264)
@@ -83,24 +85,30 @@ def seconds_of(work: Callable[[], Any]) -> float:
 def rates(exporter: GpuPeer, device: int, fragment: int, total: int) -> None:
     """Rates of every way for one fragment size, with the exporter idle and busy."""
     cache = prepare(exporter, fragment, total)
-    count = cache.blocks // 2
-    source = random.Random(1).sample(block_ids(cache.blocks), count)
-    target = random.Random(2).sample(block_ids(cache.blocks), count)
-    payload = count * LAYERS * fragment
-    ways = ways_of(cache, source, target, payload)
+    half = cache.blocks // 2
     for busy in (False, True):
         if busy:
             exporter.call("burn", on=True)
-        found = {name: round(payload / seconds_of(way) / 1e9, 2) for name, way in ways.items()}
+        for count in (*(c for c in COUNTS if c < half), half):
+            found = rates_of(cache, fragment, count)
+            report(
+                "gpu copy", exporter_gpu=device, exporter_busy=busy, fragment=fragment,
+                blocks=count, layers=LAYERS, payload=count * LAYERS * fragment, gb_per_s=found,
+                device=gpu(), of_contiguous=round(found["transport"] / found["contiguous"], 3),
+                route=cache.attachments[-1].route.value,
+            )  # fmt: skip
         if busy:
             exporter.call("burn", on=False)
-        report(
-            "gpu copy", exporter_gpu=device, exporter_busy=busy, fragment=fragment, blocks=count,
-            layers=LAYERS, payload=payload, gb_per_s=found, device=gpu(),
-            of_contiguous=round(found["transport"] / found["contiguous"], 3),
-            route=cache.attachments[-1].route.value,
-        )  # fmt: skip
     release(exporter, cache)
+
+
+def rates_of(cache: Cache, fragment: int, count: int) -> dict[str, float]:
+    """GB/s of every way to copy so many random blocks onto random blocks."""
+    payload = count * LAYERS * fragment
+    source = random.Random(1).sample(block_ids(cache.blocks), count)
+    target = random.Random(2).sample(block_ids(cache.blocks), count)
+    ways = ways_of(cache, source, target, payload)
+    return {name: round(payload / seconds_of(way) / 1e9, 3) for name, way in ways.items()}
 
 
 def ways_of(

@@ -161,9 +161,13 @@ class Cache:
     def contents(self, seed: int, blocks: int) -> Any:
         """What a cache of so many blocks is filled with, as [block, layer, byte] on the host."""
         torch = self.torch
-        generator = torch.Generator().manual_seed(seed)
-        shape = (blocks, self.layers, self.block_bytes)
-        return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        generator, count = (
+            torch.Generator().manual_seed(seed),
+            blocks * self.layers * self.block_bytes,
+        )
+        # Eight bytes at a time: tests fill and compare gigabytes.
+        words = torch.randint(-(1 << 63), (1 << 63) - 1, (count // 8 + 1,), generator=generator)
+        return words.view(torch.uint8)[:count].view(blocks, self.layers, self.block_bytes)
 
     def view(self) -> Any:
         """The cache as [block, layer, byte], whatever its layout."""
@@ -233,16 +237,6 @@ class Cache:
     def copy(self, source: list[BlockId], target: list[BlockId]) -> str:
         self.begin(source, target)
         return self.finish()
-
-    def copy_for(self, seconds: float) -> dict[str, int]:
-        """Copy everything, again and again; how many copies ended how."""
-        blocks = block_ids(min(self.blocks, self.attachments[-1]._num_blocks))
-        states: dict[str, int] = {}
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            state = self.copy(blocks, blocks)
-            states[state] = states.get(state, 0) + 1
-        return states
 
     def checksum(self, blocks: list[BlockId]) -> list[int]:
         return list(self.transport.checksum(blocks))

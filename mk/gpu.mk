@@ -48,9 +48,9 @@ $(GPU_STEPS) $(GPU_BENCHES): gpu-ready
 gpu-roundtrip:
 	$(GPU_TEST) tests/gpu/test_roundtrip.py
 gpu-driver:
-	$(GPU_TEST) tests/unit/test_cuda_driver.py tests/unit/test_cuda_kernel.py
+	$(GPU_TEST) tests/unit/test_cuda_driver.py tests/unit/test_cuda_kernel.py -k "not played"
 gpu-conformance:
-	$(GPU_TEST) tests/conformance -k cuda
+	$(GPU_TEST) tests/conformance -k "cuda and not played"
 gpu-bytes:
 	$(GPU_TEST) tests/gpu/test_bytes.py
 gpu-death:
