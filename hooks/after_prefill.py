@@ -75,24 +75,23 @@ class Exporter:
 
     # -- changes, before the step that makes them is dispatched
 
-    def block_changes(self, block: BlockId) -> None:
-        """The block's bytes or hash are about to change: forget what was known of it."""
-        self._generations[block] += 1
-        self._computed.pop(block, None)
-        if block in self._published:
-            self._unpublish([block])
+    def blocks_change(self, blocks: Sequence[BlockId]) -> None:
+        """The blocks' bytes or hashes are about to change: forget what was known of them."""
+        for block in blocks:
+            self._generations[block] += 1
+            self._computed.pop(block, None)
+        if published := [block for block in blocks if block in self._published]:
+            self._unpublish(published)
 
-    def blocks_handed_out(self, blocks: Iterable[BlockId]) -> None:
+    def blocks_handed_out(self, blocks: Sequence[BlockId]) -> None:
         """The blocks are about to get new contents, whatever they held."""
-        for block in blocks:
-            self._outdated.discard(block)
-            self.block_changes(block)
+        self._outdated.difference_update(blocks)
+        self.blocks_change(blocks)
 
-    def spoilt(self, blocks: Iterable[BlockId]) -> None:
+    def spoilt(self, blocks: Sequence[BlockId]) -> None:
         """The blocks may hold anything, and vLLM goes on with them."""
-        for block in blocks:
-            self._outdated.add(block)
-            self.block_changes(block)
+        self._outdated.update(blocks)
+        self.blocks_change(blocks)
 
     def life_ends(self) -> None:
         """Nothing computed so far may be shown any more, nor what is computed from it: vLLM may
@@ -122,12 +121,11 @@ class Exporter:
 
     def step_built(self, number: int, writes: Iterable[Written]) -> list[BlockId]:
         """A step is about to be dispatched; returns the blocks it completes."""
-        tags: list[_Tag] = []
-        shown = self.expecting or self._cache.table is not None
-        for written in writes:
-            self.block_changes(written.block_id)
-            if written.complete and shown:
-                tags.append(_Tag(written, self._generations[written.block_id]))
+        written = list(writes)
+        self.blocks_change([each.block_id for each in written])
+        if not (self.expecting or self._cache.table is not None):
+            return []
+        tags = [_Tag(w, self._generations[w.block_id]) for w in written if w.complete]
         if tags:
             self._steps.append(_Step(number, tags))
         return [tag.written.block_id for tag in tags]
@@ -178,7 +176,7 @@ class Exporter:
         parent = block_hash(bytes(chain[index - 1])) if index else None
         return Publication(written.block_id, block_hash(bytes(chain[index])), parent, index)
 
-    def _unpublish(self, blocks: list[BlockId]) -> None:
+    def _unpublish(self, blocks: Sequence[BlockId]) -> None:
         self._cache.retract(blocks)
         for block in blocks:
             owned = self._published.pop(block)

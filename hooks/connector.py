@@ -196,9 +196,9 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def block_changes(self, block: BlockId) -> None:
-        """A block is about to lose its hash (pool_watch.PoolListener)."""
+        """A block loses its hash (pool_watch.PoolListener)."""
         if self._scheduler and self._scheduler.exporter:
-            self._scheduler.exporter.block_changes(block)
+            self._scheduler.exporter.blocks_change([block])
 
     @guarded(_nothing)
     def pool_reset(self) -> None:

@@ -49,10 +49,26 @@ def watch_blocks(pool: Any, listener: PoolListener) -> None:
     """Have the listener told of every single block's change.  Raises PoolChanged if that
     cannot be: then nothing was wrapped, and nothing may be exported."""
     _require(pool, FOR_EXPORT)
-    _after(
-        pool, "get_new_blocks", lambda new: listener.blocks_handed_out([b.block_id for b in new])
-    )
-    _before(pool, "_remove_cached_block_hashes", lambda b: listener.block_changes(b.block_id))
+    hand_out, remove_hashes = pool.get_new_blocks, pool._remove_cached_block_hashes
+    handing_out = False
+
+    def get_new_blocks(*args: Any, **kwargs: Any) -> Any:
+        nonlocal handing_out
+        handing_out = True
+        try:
+            blocks = hand_out(*args, **kwargs)
+        finally:
+            handing_out = False
+        listener.blocks_handed_out([block.block_id for block in blocks])
+        return blocks
+
+    def remove(block: Any, *args: Any, **kwargs: Any) -> Any:
+        # Blocks that are being handed out are told of all at once: they may be thousands.
+        if block.block_hash is not None and not handing_out:
+            listener.block_changes(block.block_id)
+        return remove_hashes(block, *args, **kwargs)
+
+    pool.get_new_blocks, pool._remove_cached_block_hashes = get_new_blocks, remove
 
 
 def _require(pool: Any, names: tuple[str, ...]) -> None:
@@ -67,16 +83,5 @@ def _after(pool: Any, name: str, then: Callable[[Any], None]) -> None:
         result = method(*args, **kwargs)
         then(result)
         return result
-
-    setattr(pool, name, call)
-
-
-def _before(pool: Any, name: str, first: Callable[[Any], None]) -> None:
-    method = getattr(pool, name)
-
-    def call(block: Any, *args: Any, **kwargs: Any) -> Any:
-        if block.block_hash is not None:
-            first(block)
-        return method(block, *args, **kwargs)
 
     setattr(pool, name, call)

@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from .counters import DRAIN_WAIT_US, DRAINED, FORCED, PUBLISHED, RETRACTED
-from .records import NUM_LEASE_BITS, BlockRecord, SlotState, pack_records, unpack_records
+from .records import (
+    NUM_LEASE_BITS,
+    RECORD_BYTES,
+    BlockRecord,
+    SlotState,
+    pack_records,
+    unpack_records,
+)
 from .slots import SlotTable
 from .terms import BlockHash, BlockId, Generation
 
@@ -105,7 +112,7 @@ class Exports:
         if records:
             self._outbox.append(records)
             self._draining.extend(draining)
-            self.table.counters.add(RETRACTED, sum(1 for _ in unpack_records(records)))
+            self.table.counters.add(RETRACTED, len(records) // RECORD_BYTES)
 
     def settle(self) -> None:
         """Before every dispatch: wait for leases on retracted blocks within one budget, then
