@@ -71,3 +71,7 @@ class RunDirectoryError(KvshmError):
 
 class TransportError(KvshmError):
     """KV memory cannot be exported, opened or copied."""
+
+
+class StillAttaching(TransportError):
+    """A peer's memory is not open yet; it is still being asked for."""

@@ -81,6 +81,8 @@ class LoadFailure(StrEnum):
 
     LEASE_LOST = "lease-lost"
     UNREACHABLE = "unreachable"
+    NOT_ATTACHED = "not-attached"
+    """The peer's memory was not open in time; it may be for the next load."""
     COPY_FAILED = "copy-failed"
     RECLAIMED = "reclaimed"
     """The exporter reused the block, or its memory ended, while it was being copied."""

@@ -18,7 +18,7 @@ from .counters import (
     RECHECK_FAILED,
     VERIFIED,
 )
-from .errors import KvshmError, SegmentNotFound
+from .errors import KvshmError, SegmentNotFound, StillAttaching
 from .interfaces import Copy, CopyState
 from .log import logger
 from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
@@ -98,7 +98,8 @@ class RankLoad:
             sync_point(SyncPoint.COPY_BEGINS)
             part.copy = part.peer.memory.begin_copy(_sources(part.piece), part.piece.targets)
         except Exception as exc:
-            part.failure = LoadFailure.UNREACHABLE
+            late = isinstance(exc, StillAttaching)
+            part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
             self._note(f"cannot read from engine {part.piece.peer:016x}: {exc}", exc)
         return True
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from .errors import KvshmError, StaleAttachment, TransportError
+from .errors import KvshmError, StaleAttachment, StillAttaching, TransportError
 from .interfaces import Attachment, Transport
 from .log import logger
 from .plans import Piece
@@ -23,6 +23,9 @@ log = logger(__name__)
 
 FAILED_SECONDS = 10.0
 """How long a peer that could not be attached is not asked again."""
+ATTACH_PATIENCE_SECONDS = 1.0
+"""How long loads wait for an attach; it goes on without them.  A peer that hangs keeps one
+request of an engine waiting so long, not each of them until its socket is given up."""
 
 
 @dataclass(frozen=True)
@@ -74,22 +77,27 @@ class PeerBook:
         self._clock = clock
         self._lock = threading.Lock()
         self._peers: dict[Epoch, PeerMemory] = {}
-        self._attaching: set[Epoch] = set()
+        self._attaching: dict[Epoch, float] = {}
+        """Since when, by the clock."""
         self._failed: dict[Epoch, tuple[float, str]] = {}
         self._closed = False
 
     def find(self, piece: Piece) -> PeerMemory | None:
         """The peer of a piece, None while it is being attached, which begins on first use.
 
-        Raises TransportError if it could not be attached, just now or a few seconds ago.
+        Raises TransportError if it could not be attached, just now or a few seconds ago, and
+        StillAttaching if that takes too long to be waited for.
         """
         with self._lock:
             peer = self._peers.get(piece.peer)
             if peer is not None:
                 return peer
             self._check_failed(piece.peer)
-            if piece.peer not in self._attaching:
+            since = self._attaching.get(piece.peer)
+            if since is None:
                 self._begin_attach(piece)
+            elif self._clock() - since >= ATTACH_PATIENCE_SECONDS:
+                raise StillAttaching(f"no answer within {ATTACH_PATIENCE_SECONDS:g} s")
         return None
 
     def _check_failed(self, peer: Epoch) -> None:
@@ -105,7 +113,7 @@ class PeerBook:
             thread.start()
         except RuntimeError as exc:
             raise TransportError(f"no thread to attach with: {exc}") from exc
-        self._attaching.add(piece.peer)
+        self._attaching[piece.peer] = self._clock()
 
     def _attach(self, piece: Piece) -> None:
         """On a thread of its own."""
@@ -119,7 +127,7 @@ class PeerBook:
             else:
                 log.exception("engine %016x could not be attached", piece.peer)
         with self._lock:
-            self._attaching.discard(piece.peer)
+            self._attaching.pop(piece.peer, None)
             if peer is None:
                 self._failed[piece.peer] = (self._clock() + FAILED_SECONDS, reason)
             elif not self._closed:

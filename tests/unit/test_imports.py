@@ -12,7 +12,7 @@ import pytest
 from kvshm.cache import SharedCache
 from kvshm.config import Config
 from kvshm.life import EngineSpec
-from kvshm.plans import NO_TICKET, Load, LoadReport, Piece
+from kvshm.plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
 from kvshm.protocol import RankInfo
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch
 
@@ -61,3 +61,18 @@ def test_nothing_is_used_of_a_load_whose_own_epoch_ended_after_its_ranks_looked(
     assert cache.end_load(load, GOOD) == set(TARGETS)
     begin_epoch(cache)
     assert cache.end_load(load, GOOD) == set(TARGETS)
+
+
+@pytest.mark.parametrize("reason", LoadFailure)
+def test_a_peer_is_judged_by_what_is_its_fault_alone(
+    cache: SharedCache, reason: LoadFailure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Failures in a row mean quarantine: a peer that is slow to be opened has done nothing."""
+    judged: list[str] = []
+    peers = cache._life.peers
+    monkeypatch.setattr(peers, "fail", lambda epoch: judged.append("failed"))
+    monkeypatch.setattr(peers, "fine", lambda epoch: judged.append("fine"))
+    failure = PieceFailure(Epoch(1), reason, b"")
+    assert cache.end_load(load_in(cache), [LoadReport("load", TARGETS, (failure,))]) == set(TARGETS)
+    own_fault = {LoadFailure.UNREACHABLE, LoadFailure.COPY_FAILED, LoadFailure.MISMATCH}
+    assert judged == ["failed" if reason in own_fault else "fine"]
