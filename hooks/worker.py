@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvshm.config import Config
-from kvshm.errors import KvshmError, TransportError
+from kvshm.errors import KvshmError, SegmentNotFound, TransportError
 from kvshm.fingerprint import KERNEL_BLOCKS
 from kvshm.interfaces import Transport, load_transport
 from kvshm.log import logger
@@ -145,7 +145,8 @@ class WorkerSide:
         # A table made for weights that are gone stays closed: its loads all fail, and the
         # scheduler, which is being told, begins another epoch.
         if metadata.open_table and self._cache is not None and self._described:
-            self._cache.open_epoch(metadata.open_table)
+            with suppress(SegmentNotFound):  # ended while the step was under way; told next
+                self._cache.open_epoch(metadata.open_table)
 
     def begin_loads(self, metadata: StepMetadata) -> None:
         """Start a step's loads; does not block."""

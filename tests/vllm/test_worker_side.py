@@ -50,6 +50,16 @@ def connector() -> Iterator[KvshmConnector]:
     side.close()
 
 
+@pytest.fixture
+def table() -> Iterator[SlotTable]:
+    """The slot table of an epoch that has just begun."""
+    spec = TableSpec("w" + uuid.uuid4().hex[:10], "engine", 8, 16, 1, bytes(32))
+    made = SlotTable.create(spec, Epoch(7), identity_of())
+    yield made
+    made.unlink()
+    made.close()
+
+
 def step(connector: KvshmConnector, metadata: StepMetadata) -> tuple[set[str], set[int], Any]:
     """What vLLM's model runner calls in one step: finished loads, bad blocks, the report."""
     connector.bind_connector_metadata(metadata)
@@ -63,13 +73,13 @@ def step(connector: KvshmConnector, metadata: StepMetadata) -> tuple[set[str], s
 
 
 def test_loads_of_a_step_whose_epoch_cannot_be_opened_are_reported_once(
-    connector: KvshmConnector,
+    connector: KvshmConnector, table: SlotTable
 ) -> None:
     """vLLM asserts on a second report, and a load under way after the first may write into
     blocks that are somebody else's by then."""
     targets = (BlockId(5), BlockId(6))
     load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), targets)
-    steps = [step(connector, StepMetadata(1, open_table=GONE, loads=[load]))]
+    steps = [step(connector, StepMetadata(1, open_table=table.name, loads=[load]))]
     assert steps[0][2].failed
     deadline = time.monotonic() + 0.5
     while time.monotonic() < deadline:
@@ -79,6 +89,21 @@ def test_loads_of_a_step_whose_epoch_cannot_be_opened_are_reported_once(
     assert [report.load_id for _, _, told in steps for report in told.loads] == ["r"]
 
 
+def test_an_epoch_that_ended_while_its_step_was_under_way_is_no_failure(
+    connector: KvshmConnector,
+) -> None:
+    """With asynchronous scheduling: a reset came after the step was dispatched."""
+    load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), (BlockId(5),))
+    _, _, report = step(connector, StepMetadata(1, open_table=GONE, loads=[load]))
+    assert not report.failed
+    deadline = time.monotonic() + 20
+    bad: set[int] = set()
+    while not bad:
+        assert time.monotonic() < deadline
+        bad = step(connector, StepMetadata(2))[1]
+    assert bad == {5}
+
+
 def test_new_weights_end_the_epoch_and_are_reported(connector: KvshmConnector) -> None:
     assert connector._worker is not None
     connector._worker._weights_change()
@@ -86,16 +111,6 @@ def test_new_weights_end_the_epoch_and_are_reported(connector: KvshmConnector) -
     assert report.weights_changed
     _, _, report = step(connector, StepMetadata(2))
     assert not report.weights_changed
-
-
-@pytest.fixture
-def table() -> Iterator[SlotTable]:
-    """The slot table of an epoch that has just begun."""
-    spec = TableSpec("w" + uuid.uuid4().hex[:10], "engine", 8, 16, 1, bytes(32))
-    made = SlotTable.create(spec, Epoch(7), identity_of())
-    yield made
-    made.unlink()
-    made.close()
 
 
 def test_a_table_for_weights_that_are_gone_is_not_opened(
