@@ -30,6 +30,8 @@ FOLDERS = {
         "test_versions.py": "builds wheels of the tree, and tests those",
         "test_dump_index.py": "runs tools/dump_index.py as a file",
         "test_churn.py": "takes most of a minute",
+        "test_coordinator.py": "takes most of a minute: deaths and silences are waited for",
+        "test_client_scripted.py": "waits for many timers; a real coordinator answers in others",
         "test_environments.py": "takes most of a minute",
     },
 }
