@@ -42,7 +42,7 @@ def test_without_descriptors_the_engine_serves_on_unshared(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with descriptors(left=1):  # for the client's own wake-up
-        client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]
+        client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
         thread = client._thread
         assert thread is not None
         thread.join(5)

@@ -143,7 +143,7 @@ def test_engines_of_one_fingerprint_need_their_fields_noted_once(
 def test_both_sides_say_it_once_and_note_it(
     table: SlotTable, peers: Peers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    life = Life(table, None, peers, None)  # type: ignore[arg-type]
+    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
     member = Membership(lambda: life, lambda: life)
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
@@ -166,7 +166,7 @@ def test_both_sides_say_it_once_and_note_it(
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
 def test_strangers_leave_room_in_the_error_log(table: SlotTable, peers: Peers, count: int) -> None:
     """However many there are and in however many fields they differ."""
-    life = Life(table, None, peers, None)  # type: ignore[arg-type]
+    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
     member = Membership(lambda: life, lambda: life)
     differing = dict.fromkeys("abcdefghij", ("1", "2"))
     peers.strangers = count  # whatever a coordinator says
@@ -187,7 +187,7 @@ def test_strangers_leave_room_in_the_error_log(table: SlotTable, peers: Peers, c
 def test_what_the_replica_had_no_room_for_is_counted(
     table: SlotTable, peers: Peers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = Life(table, None, peers, None)  # type: ignore[arg-type]
+    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
     member = Membership(lambda: life, lambda: life)
     for refused in (2, 2, 5):
         monkeypatch.setattr(peers._replica, "_refused", refused)
@@ -196,7 +196,7 @@ def test_what_the_replica_had_no_room_for_is_counted(
 
 
 def test_the_client_counts_into_the_present_table(table: SlotTable, peers: Peers) -> None:
-    life = Life(table, None, peers, None)  # type: ignore[arg-type]
+    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
     present: list[Life] = [life]
     member = Membership(lambda: None, lambda: present[0] if present else None)
     member.count(c.EVENTS_SENT)
