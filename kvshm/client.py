@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from . import _native
@@ -27,6 +27,8 @@ __all__ = ["CoordinatorClient", "Member"]
 
 MAX_QUEUED = 4096
 """Batches of events that may wait for the client's thread; beyond that they are dropped."""
+MAX_JOINED_BYTES = 1 << 20
+"""Batches that wait together are sent as one message of up to so many bytes."""
 BUG_PAUSE_SECONDS = 0.5
 
 _log = logger(__name__)
@@ -139,11 +141,11 @@ class CoordinatorClient:
         return self._usable
 
     def _hand_over(self, session: Session) -> None:
-        """Pass on what the other threads have queued."""
+        """Pass on what the other threads have queued so far, in few messages: a scheduler that
+        never rests takes the GIL at each, and must not keep this thread from listening."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        while self._outbox:
-            records = self._outbox.popleft()
+        for records in _joined(self._outbox.popleft() for _ in range(len(self._outbox))):
             if records is None:
                 session.rejoin()
             else:
@@ -158,3 +160,20 @@ class CoordinatorClient:
             self._bug_logged = True
             _log.exception("client's thread failed (logged once; it goes on)")
         self._closing.wait(BUG_PAUSE_SECONDS)
+
+
+def _joined(queued: Iterable[bytes | None]) -> Iterator[bytes | None]:
+    """The same in the same order, with neighbouring batches as one."""
+    batches: list[bytes] = []
+    size = 0
+    for item in queued:
+        if batches and (item is None or size + len(item) > MAX_JOINED_BYTES):
+            yield b"".join(batches)
+            batches, size = [], 0
+        if item is None:
+            yield None
+        else:
+            batches.append(item)
+            size += len(item)
+    if batches:
+        yield b"".join(batches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from unittest.mock import ANY
 
 import pytest
 
+from kvshm.client import MAX_JOINED_BYTES
 from kvshm.protocol import (
     EngineGone,
     EngineInfo,
@@ -24,6 +26,7 @@ from kvshm.protocol import (
 )
 from kvshm.session import REPLY_SECONDS
 
+from .processes import PATIENCE_SECONDS
 from .scripted import Script, engine_info
 
 pytestmark = pytest.mark.multiprocess
@@ -97,6 +100,46 @@ def test_events_wait_for_the_place_in_the_roster(script: Script) -> None:
     script.client.send_events(b"sent")
     assert script.expect(Events) == Events(epoch=100, sequence=2, records=b"sent")
     assert script.expect(Heartbeat).sequence == 2
+
+
+def test_a_scheduler_that_never_rests_does_not_keep_it_from_listening(script: Script) -> None:
+    script.expect(Join)
+    script.answer(script.joined(e7=0))
+    script.member.wait("engine_joined", engine_info(7))
+    script.client.send_events(b"busy")
+    script.expect(Events)
+    script.publish(script.events(1, 1, b"news"))
+    news, deadline = ("engine_events", 7, b"news"), time.monotonic() + PATIENCE_SECONDS
+    while news not in script.member.calls and time.monotonic() < deadline:
+        for _ in range(1000):  # faster than they can be sent one by one
+            script.client.send_events(b"busy")
+    calls = script.member.calls
+    sent = [call for call in calls[: calls.index(news)] if call[0] == "count"]
+    assert len(sent) < 100  # messages; hundreds if each batch is one
+
+
+def test_batches_that_wait_together_are_one_message(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, go_on = threading.Event(), threading.Event()
+
+    def engine_events(epoch: int, records: bytes) -> None:
+        held.set()
+        go_on.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr(script.member, "engine_events", engine_events, raising=False)
+    script.expect(Join)
+    script.answer(script.joined(e7=0))
+    script.publish(script.events(1, 1, b"keeps the client's thread"))
+    assert held.wait(PATIENCE_SECONDS)
+    for records in (b"1", b"2", bytes(MAX_JOINED_BYTES), b"3"):
+        script.client.send_events(records)
+    script.client.rejoin()
+    script.client.send_events(b"4")
+    go_on.set()
+    sent = [script.expect(Events) for _ in range(4)]
+    assert [e.records for e in sent] == [b"12", bytes(MAX_JOINED_BYTES), b"3", b"4"]
+    assert [e.sequence for e in sent] == [1, 2, 3, 4]
 
 
 def test_forgetful_coordinator_is_joined_again_once(script: Script) -> None:
