@@ -39,11 +39,14 @@ def line_waiting() -> bool:
 
 
 def churn(replica: index.Replica) -> int:
+    """Says so when it has been through once: from then on the index does not grow."""
     generation = 0
     while not line_waiting():
         generation += 1
         replica.apply(0, records(CHURNED, generation))
         replica.apply(0, records(CHURNED, generation, RecordKind.RETRACT))
+        if generation == 1:
+            print("churning", flush=True)
     return generation
 
 
@@ -69,7 +72,6 @@ def main(namespace: str) -> None:
         if order == "grow":
             print(replica.apply(0, records(range(int(argument)), 1)).refused, flush=True)
         elif order == "churn":
-            print("churning", flush=True)
             print(churn(replica), flush=True)
         elif order == "die":
             arm(argument)
