@@ -1,75 +1,148 @@
-"""Coordinators come and go; engines serve on, and share whenever there is one."""
+"""Coordinators and engines come, stop, die and return: that costs misses, never a token and
+never a stall, and whoever is there shares whenever there is a coordinator.
+
+One story of two engines, told in the order of its tests.
+"""
 
 from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from completions import Result
 from local_node import EngineSpec, wait_until
-from sharing_node import observe
+from sharing_node import BLOCK_SIZE, observe
 
 from .conftest import Pair
 from .engines import SharedNode
-from .oracle import Prompt, ask_both, assert_bit_equal, prompts, shareable
+from .oracle import Prompt, ask_both, assert_bit_equal, prompts, random_prompt, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+BUDGET_MS = 1000
+FEW_BLOCKS = 24
 
-@pytest.fixture
+
+@pytest.fixture(scope="module")
 def alone(model: Path) -> Iterator[Pair]:
-    """Two engines on a node without a coordinator."""
+    """Two engines on a node without a coordinator.  The first has a small cache; the second
+    stops itself between the leases and the copy of its first import."""
+    short = ("--max-model-len", str((FEW_BLOCKS - 6) * BLOCK_SIZE))
+    budget = {"KVSHM_DRAIN_BUDGET_MS": str(BUDGET_MS)}
+    stop = {"KVSHM_TEST_SYNC_POINT": "COPY_BEGINS:stop"}
     with SharedNode() as node:
-        yield Pair(node, *node.start_engines(EngineSpec("c", model, 0), EngineSpec("d", model, 1)))
+        small, stopping = node.start_engines(
+            EngineSpec("small", model, 0, FEW_BLOCKS, arguments=short, environment=budget),
+            EngineSpec("stopping", model, 1, arguments=short, environment=stop),
+        )
+        yield Pair(node, small, stopping)
 
 
-def test_the_coordinator_may_come_last_die_and_return(alone: Pair) -> None:
-    node, c, d = alone
-    first, second, third, fourth, fifth, last = prompts(6, seed=200)
-    _assert_serves_unshared(alone, first)
-
+def test_the_coordinator_may_come_last(alone: Pair) -> None:
+    node, small, stopping = alone
+    _assert_serves_unshared(alone, *prompts(1, seed=200))
     node.start_coordinator()
-    node.wait_joined(c, d)
-    _assert_shares(alone, second)
+    node.wait_joined(small, stopping)
 
-    with node.sharing(c, shareable(third)):
-        c.complete(third)
+
+def test_blocks_reused_while_leased_are_discarded(alone: Pair) -> None:
+    node, small, importer = alone
+    prompt = random_prompt(100, 5 * BLOCK_SIZE + 30)
+    with node.sharing(small, shareable(prompt)):
+        computed = small.complete(prompt)
+    with observe(node, importer) as seen, ThreadPoolExecutor(1) as pool:
+        pending: Future[Result] = pool.submit(importer.complete, prompt)
+        try:
+            for _ in wait_until("the importer stops with its leases", 60):
+                if "T" in importer.processes().values():
+                    break
+            assert len(node.leased(small)) == shareable(prompt)
+            _reuse_all_blocks(alone)
+        finally:
+            importer.signal(signal.SIGCONT)
+        answer = pending.result()
+    assert answer == computed
+    assert seen.discarded == shareable(prompt)
+    assert seen.imported_blocks == 0
+    assert seen.tokens.imported == 0
+    assert not node.leased(small)
+    _assert_shares(alone, *prompts(1, seed=201))
+
+
+def test_the_coordinator_may_die_and_return(alone: Pair) -> None:
+    node, small, other = alone
+    known, unheard, last = prompts(3, seed=202)
+    with node.sharing(small, shareable(known)):
+        small.complete(known)
     node.end_coordinator(signal.SIGKILL)
-    with observe(node, d) as seen:  # what was known stays known
-        imported = d.complete(third)
-    seen.assert_imported(shareable(third))
-    assert imported == c.complete(third)
-    _assert_serves_unshared(alone, fourth)
+    with observe(node, other) as seen:  # what was known stays known
+        imported = other.complete(known)
+    seen.assert_imported(shareable(known))
+    assert imported == small.complete(known)
+    _assert_serves_unshared(alone, unheard)
 
     node.start_coordinator()
-    node.wait_joined(c, d)
-    _assert_shares(alone, fifth)
+    node.wait_joined(small, other)
+    _assert_shares(alone, last)
 
-    with node.sharing(c, shareable(last)):
-        computed = c.complete(last)
-    hit = c.complete(last)
+
+def test_what_a_dead_engine_left_waits_for_the_next_coordinator(alone: Pair) -> None:
+    node, small, other = alone
+    (prompt,) = prompts(1, seed=203)
+    with node.sharing(small, shareable(prompt)):
+        computed = small.complete(prompt)
+    hit = small.complete(prompt)
     assert node.end_coordinator() == 0
-    left = node.owned(c)
-    c.kill()  # nobody is there to tell the other
-    assert d.complete(last) in (computed, hit)
+    left = node.owned(small)
+    assert left
+    small.kill()  # nobody is there to tell the other
+    assert other.complete(prompt) in (computed, hit)
 
     node.start_coordinator()
     for _ in wait_until("what the dead engine left is swept", 60):
-        if left and not left & set(node.segments()):
+        if not left & set(node.segments()):
             break
-    assert d.complete(last) in (computed, hit)
+    assert other.complete(prompt) in (computed, hit)
+
+
+def test_an_engine_that_was_killed_and_started_again_shares_both_ways(alone: Pair) -> None:
+    node, small, other = alone
+    node.engines.remove(small)
+    theirs, ours = prompts(2, seed=204)
+    with node.sharing(other, shareable(theirs)):
+        other.complete(theirs)
+    (again,) = node.start_engines(small.spec)
+    node.wait_joined(again, other)
+    with observe(node, again) as seen:
+        imported = again.complete(theirs)
+    seen.assert_imported(shareable(theirs))
+    assert imported == other.complete(theirs)
+    _assert_shares(Pair(node, again, other), ours)
+
+
+def _reuse_all_blocks(alone: Pair) -> None:
+    """Make the small engine overwrite every block it has, leased or not: READY -> DRAINING
+    -> forced.  It waits for the stopped importer once, for one budget."""
+    node, small, _ = alone
+    with observe(node, small) as seen:
+        for seed in range(101, 104):
+            small.complete(random_prompt(seed, (FEW_BLOCKS - 8) * BLOCK_SIZE), max_tokens=2)
+    assert seen.forced == 5
+    assert BUDGET_MS * 1000 <= seen.drain_wait_us < 2 * BUDGET_MS * 1000
 
 
 def _assert_serves_unshared(alone: Pair, prompt: Prompt) -> None:
-    _, c, d = alone
-    before = d.prompt_tokens()
-    assert d.complete(prompt) == c.complete(prompt)
-    assert (d.prompt_tokens() - before).computed == len(prompt)
+    _, small, other = alone
+    before = other.prompt_tokens()
+    assert other.complete(prompt) == small.complete(prompt)
+    assert (other.prompt_tokens() - before).computed == len(prompt)
 
 
-def _assert_shares(alone: Pair, prompt: Prompt) -> None:
-    node, c, d = alone
-    with observe(node, d) as seen:
-        assert_bit_equal(ask_both(node, c, d, [prompt]))
+def _assert_shares(pair: Pair, prompt: Prompt) -> None:
+    node, exporter, importer = pair
+    with observe(node, importer) as seen:
+        assert_bit_equal(ask_both(node, exporter, importer, [prompt]))
     seen.assert_imported(shareable(prompt))
