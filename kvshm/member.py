@@ -21,6 +21,10 @@ NOTES = 8
 """What strangers may take of the slot table's error log, which holds 16 entries: of a join's the
 most alike are named; the fewer there are, the more fields of each."""
 
+NAMED = 256
+"""Strangers that are remembered as named in the log; of so many restarts the oldest may be named
+a second time."""
+
 
 class Membership:
     """Keeps the peers of the present life as the coordinator tells; implements
@@ -32,7 +36,7 @@ class Membership:
     ) -> None:
         self._begin = begin
         self._present = present
-        self._named: set[str] = set()
+        self._named: dict[str, None] = {}  # in the order of naming
         self._refusal = ""
         self._misses = MissReport()
 
@@ -122,5 +126,7 @@ class Membership:
             life.table.log_error(note)
         line = sentence(stranger)
         if line not in self._named:
-            self._named.add(line)
+            self._named[line] = None
             log.warning("%s", line)
+        if len(self._named) > NAMED:
+            del self._named[next(iter(self._named))]

@@ -325,6 +325,21 @@ static void call_table(kvshm_segment table, uint64_t *seed)
     free_arrays(a);
 }
 
+/* What a scan did not see of what was heard: counted first, then written where just that fits. */
+static void find_stale(const uint8_t *tombstones, const kvshm_record *scanned)
+{
+    uint8_t *seen = calloc(BLOCKS, 1);
+    uint64_t bytes = BLOCKS * KVSHM_TOMBSTONE_BYTES;
+    size_t count = kvshm_index_stale(tombstones, bytes, scanned, BATCH, seen, NULL);
+    kvshm_record *stale = malloc(count * sizeof *stale + 1);
+    REQUIRE(kvshm_index_stale(tombstones, bytes, scanned, BATCH, seen, stale) == count);
+    for (size_t i = 0; i < count; i++)
+        REQUIRE(stale[i].kind == KVSHM_RETRACT && stale[i].block_id < BLOCKS &&
+                !seen[stale[i].block_id]);
+    free(seen);
+    free(stale);
+}
+
 static void call_index(kvshm_segment index, uint8_t *tombstones, uint64_t *seed)
 {
     arrays a = new_arrays(seed);
@@ -333,7 +348,8 @@ static void call_index(kvshm_segment index, uint8_t *tombstones, uint64_t *seed)
     for (int i = 0; i < BATCH; i++)
         memcpy(hashes + i * KVSHM_HASH_BYTES, a.records[i].hash, KVSHM_HASH_BYTES);
     uint64_t rows = random_word(seed) | random_word(seed);
-    switch (below(seed, 5)) {
+    switch (below(seed, 6)) {
+    case 5: find_stale(tombstones, a.records); break;
     case 4: {
         kvshm_segment larger = new_index();
         kvshm_index_copy(index, larger);

@@ -10,7 +10,7 @@ import pytest
 from kvshm import counters as c
 from kvshm.error_log import TEXT_BYTES
 from kvshm.life import Life
-from kvshm.member import NOTES, Membership
+from kvshm.member import NAMED, NOTES, Membership
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
 from kvshm.peers import Peers
 from kvshm.protocol import Joined, Stranger
@@ -161,6 +161,19 @@ def test_both_sides_say_it_once_and_note_it(
     assert peers.strangers == 1
     member.strangers_counted(2)
     assert peers.strangers == 2
+
+
+def test_of_very_many_strangers_the_latest_are_remembered_as_named(
+    table: SlotTable, peers: Peers, caplog: pytest.LogCaptureFixture
+) -> None:
+    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
+    member = Membership(lambda: life, lambda: life)
+    strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(NAMED + 10)]
+    with caplog.at_level(logging.WARNING, "vllm.kvshm"):
+        for stranger in (*strangers, *strangers[-NAMED:]):
+            member.stranger_joined(stranger)
+    assert caplog.messages == [sentence(stranger) for stranger in strangers]
+    assert len(member._named) == NAMED
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
