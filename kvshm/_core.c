@@ -5,7 +5,8 @@
  *
  * Every atomic operation of the core, and why it has its order; a test compares this with the
  * code.  get, put, get_acquire and swap (_core_words.h) stand as what they are.  CAS: order of
- * success/failure.  Checked under weak memory by tests/model/weak_memory.c.  Untested on aarch64.
+ * success/failure.  Checked under weak memory by tests/model/weak_memory.c (slots) and
+ * weak_index.c.  Untested on aarch64.
  *
  *     function               operation            why
  *     ---------------------  -------------------  ------------------------------------------------

@@ -14,8 +14,10 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCE = Path(__file__).with_name("weak_memory.c")
-CORE = Path(__file__).parents[2] / "kvshm"
+HERE = Path(__file__).parent
+SLOTS = (HERE / "weak_memory.c",)
+INDEX = ("-O1", HERE / "weak_index.c")
+CORE = HERE.parents[1] / "kvshm"
 MEMORY_MODELS = ("rc11", "imm")
 
 
@@ -34,6 +36,8 @@ CHECKS = (
     Check("RANKS", "the same with two ranks, the last one releases"),
     Check("LIFE", "lease, copy, re-check against a life word zeroed before new bytes"),
     Check("SCAN", "a scan's seq-lock read against retract and publish"),
+    Check("INDEX", "a lookup's seq-lock read of an entry that is retracted and published anew"),
+    Check("INDEX SHIFTED", "the same of an entry that a removal shifts back"),
     Check("REUSE", "no fence before reuse", "DROPPED=memory_order_seq_cst"),
     Check("LIFE", "no fence after a life word", "DROPPED=memory_order_seq_cst"),
     Check("SCAN", "no fence before reuse", "DROPPED=memory_order_seq_cst"),
@@ -48,6 +52,14 @@ CHECKS = (
     Check("WAIT", "release with a relaxed CAS", "DROPPED=memory_order_release"),
     Check("REUSE BIT=-1", "word loaded relaxed", "LOADS_RELAXED"),
     Check("SCAN", "word loaded relaxed", "LOADS_RELAXED"),
+    Check("INDEX", "no fence after odd", "DROPPED=memory_order_release"),
+    Check("INDEX", "no fence before the second look", "DROPPED=memory_order_acquire"),
+    Check("INDEX", "sequence loaded relaxed", "LOADS_RELAXED"),
+    Check("INDEX", "even stored relaxed", "STORES_RELAXED"),
+    Check("INDEX SHIFTED", "no fence after odd", "DROPPED=memory_order_release"),
+    Check("INDEX SHIFTED", "no fence before the second look", "DROPPED=memory_order_acquire"),
+    Check("INDEX SHIFTED", "sequence loaded relaxed", "LOADS_RELAXED"),
+    Check("INDEX SHIFTED", "even stored relaxed", "STORES_RELAXED"),
 )
 
 
@@ -55,7 +67,8 @@ def run(genmc: str, check: Check, memory_model: str) -> str:
     """One run's result in words.  Raises ValueError if GenMC gave none."""
     defines = [f"-D{d}" for d in f"{check.scenario} {check.needed}".split()]
     limits = ["--disable-estimation", "--disable-warn-on-unfreed-memory", "-unroll=6"]
-    command = [genmc, f"--{memory_model}", *limits, "--", "-w", f"-I{CORE}", *defines, SOURCE]
+    source = INDEX if check.scenario.startswith("INDEX") else SLOTS
+    command = [genmc, f"--{memory_model}", *limits, "--", "-w", f"-I{CORE}", *defines, *source]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = done.stdout + done.stderr
     executions = re.search(r"complete executions explored: (\d+)", report)
