@@ -72,6 +72,23 @@ class FakeEngine:
         assert self.process.wait() == 0, self.process.account()
 
 
+def hear_everything(node: Node, *engines: FakeEngine, options: Sequence[str] = ()) -> None:
+    """Wait until the subscriptions of these engines are there, so that they hear what comes
+    next as it is told: one more engine comes and goes, and each has heard of both.
+
+    An engine's place in the roster says nothing of its subscription, which goes its own way.
+    What was told before that is there is not lost: a tick shows it, and the engine joins again
+    or scans, but that is said in other words.  ``options``: those of the engines' fingerprint.
+    """
+    caller = FakeEngine(node, "caller", *options)
+    epoch = caller.joined()["epoch"]
+    for engine in engines:
+        engine.heard("engine_joined", epoch=epoch)
+    caller.end()
+    for engine in engines:
+        engine.heard("engine_gone", epoch=epoch)
+
+
 def in_turn(node: Node, *names: str) -> list[FakeEngine]:
     """Start engines, each when the one before is in the roster.
 
