@@ -42,7 +42,7 @@ def outcome_of(request: pytest.FixtureRequest) -> Iterator[Callable[[Case], Outc
 
 
 @needs_spin
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_search_ends_as_it_should(case: Case, outcome_of: Callable[[Case], Outcome]) -> None:
     outcome = outcome_of(case)

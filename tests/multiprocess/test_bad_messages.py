@@ -36,7 +36,7 @@ from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint
 
 from .engines import FakeEngine
-from .processes import Managed, Node, fresh_node
+from .processes import PATIENCE_SECONDS, Managed, Node, fresh_node
 
 pytestmark = pytest.mark.multiprocess
 
@@ -57,7 +57,7 @@ class Sender:
     def __init__(self, node: Node) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.RCVTIMEO, 30_000)
+        self._socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_SECONDS * 1000))
         self._socket.connect(command_endpoint(node.run_dir, node.namespace))
         spec = TableSpec(node.namespace, "liar", 8, 16, 1, Fingerprint(b"f" * 32))
         self.table = SlotTable.create(spec, EPOCH, identity_of())

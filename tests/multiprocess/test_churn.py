@@ -15,7 +15,7 @@ import pytest
 from .processes import Node, fresh_node, wait_until
 from .toys import all_more, finish, more, result, start, table_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(600)]
 
 
 @pytest.fixture
@@ -61,7 +61,8 @@ def test_verification_keeps_each_fault_out(node: Node, fault: str) -> None:
     good = start(node, 1, "--peers", "0", "--loads", "0")
     result(good)
     # Nothing arrives, and after a few failures the exporter is quarantined.
-    spoilt = start(node, 2, "--loads", "1", "--imported", "0", KVSHM_FAULT=fault)
+    until = ("--loads", "1", "--imported", "0", "--counted", "mismatched")
+    spoilt = start(node, 2, *until, KVSHM_FAULT=fault)
     results = finish([good, spoilt])
     assert results[1]["counters"]["mismatched"] > 0
     assert results[1]["wrong"] == 0

@@ -18,7 +18,7 @@ from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
 from .engines import FakeEngine, hear_everything, in_turn
-from .processes import Node, fresh_node, wait_until
+from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -308,7 +308,7 @@ def dealer(node: Node) -> Iterator[zmq.Socket[bytes]]:
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(command_endpoint(node.run_dir, node.namespace))
-    socket.setsockopt(zmq.RCVTIMEO, 30_000)
+    socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_SECONDS * 1000))
     yield socket
     socket.close(linger=0)
     context.term()

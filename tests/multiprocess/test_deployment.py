@@ -18,7 +18,7 @@ import pytest
 from kvshm.coordinator.__main__ import EXIT_RUN_DIRECTORY, EXIT_USAGE
 from kvshm.records import LEASE_TABLE_BYTES, index_bytes, table_bytes
 
-from .processes import Managed, Node, fresh_node
+from .processes import PATIENCE_SECONDS, Managed, Node, fresh_node
 from .sandbox import fresh_tmpfs, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
@@ -46,7 +46,7 @@ class Manager:
     def __init__(self, address: str) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.socket.bind(address)
-        self.socket.settimeout(30)
+        self.socket.settimeout(PATIENCE_SECONDS)
         self.environ = {"NOTIFY_SOCKET": address.replace("\0", "@")}
 
     def told(self) -> bytes:
@@ -202,7 +202,7 @@ def test_every_command_on_the_page_that_can_run_runs(node: Node) -> None:
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=2 * PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "700:1000:1000" in done.stdout

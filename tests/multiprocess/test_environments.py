@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import zmq
@@ -22,7 +23,7 @@ from kvshm.terms import Rank
 
 from . import toys
 from .engines import PYTHON, FakeEngine
-from .processes import Node, fresh_node, wait_until
+from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
 from .sandbox import OWN_PIDS, beside, fresh_tmpfs, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
@@ -181,6 +182,7 @@ def test_a_dev_shm_too_small_for_an_engine_leaves_it_unshared(
     there = beside(coordinator.pid)
     options = ("--unshared", "--peers", "0", "--loads", "0", "--blocks", "100")
     engine = toys.start(node, 1, *options, python=(*there, sys.executable))
+    engine.wait_err("not sharing the prefix cache")  # it may have served all requests by then
     (result,) = toys.finish([engine])
     assert (result["requests"], result["imported"], result["wrong"]) == (200, 0, 0)
     (line,) = engine.err.matching(lambda line: "not sharing the prefix cache" in line)
@@ -203,26 +205,31 @@ def test_a_dev_shm_too_small_for_the_coordinator_ends_it_with_a_sentence(node: N
 
 # -- several models, several namespaces
 
-Heard = Callable[[int], Iterator[tuple[bytes, EngineEvents]]]
+
+class Eavesdropper(NamedTuple):
+    listens: Callable[[], bool]
+    """Waits until it hears anything, and so will hear what comes next."""
+    heard: Callable[[int], Iterator[tuple[bytes, EngineEvents]]]
+    """Gives the next so many broadcasts of events, whatever their topic, and what came since."""
 
 
 @contextmanager
-def eavesdropper(node: Node) -> Iterator[Heard]:
-    """Give the next so many broadcasts of events, whatever their topic, and what came since."""
+def eavesdropper(node: Node) -> Iterator[Eavesdropper]:
+    patience = int(PATIENCE_SECONDS * 1000)
     context = zmq.Context()
     socket = context.socket(zmq.SUB)
     socket.setsockopt(zmq.SUBSCRIBE, b"")
     socket.connect(event_endpoint(node.run_dir, node.namespace))
 
     def heard(count: int) -> Iterator[tuple[bytes, EngineEvents]]:
-        while socket.poll(30_000 if count > 0 else 0):
+        while socket.poll(patience if count > 0 else 0):
             topic, frame = socket.recv_multipart()
             broadcast = decode_broadcast(frame)
             if isinstance(broadcast, EngineEvents):
                 count -= 1
                 yield topic, broadcast
 
-    yield heard
+    yield Eavesdropper(lambda: bool(socket.poll(patience)), heard)
     socket.close(linger=0)
     context.term()
 
@@ -257,7 +264,7 @@ def test_two_models_of_two_engines_share_within_each_and_the_dump_groups_them(no
 def test_no_event_crosses_from_one_model_to_the_other(node: Node) -> None:
     """Each engine hears everything of its own model and nothing of the other, on the wire."""
     node.coordinator()
-    with eavesdropper(node) as heard:
+    with eavesdropper(node) as (listens, heard):
         pairs = [
             [FakeEngine(node, f"{model}{i}", "--fingerprint", model) for i in (1, 2)]
             for model in ("a", "b")
@@ -265,6 +272,7 @@ def test_no_event_crosses_from_one_model_to_the_other(node: Node) -> None:
         for one, two in pairs:
             one.heard("engine_joined", name=two.name)
             two.heard("engine_joined", name=one.name)
+        assert listens()
         for first, (one, two) in zip((10, 20), pairs, strict=True):
             one.do("publish", blocks=[first])
             two.do("publish", blocks=[first + 1])

@@ -195,6 +195,11 @@ class ToyEngine:
                 "child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True
             )
 
+    def counted(self, counter: str) -> int:
+        """What one of the own counters has counted."""
+        table = self.cache.table
+        return table.counters.snapshot()[counter] if table else 0
+
     def summary(self) -> dict[str, object]:
         table = self.cache.table
         counters = table.counters.snapshot() if table else {}
@@ -219,6 +224,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--loads", type=int, default=20, help="go on until so many were begun")
     parser.add_argument("--imported", type=int, default=1, help="... and so many blocks arrived")
+    parser.add_argument("--counted", default="", help="... and this counter of its own counted")
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--families", type=int, default=6)
     parser.add_argument("--ranks", type=int, default=1)
@@ -234,18 +240,31 @@ def main() -> None:
     while engine.cache.num_peers < options.peers:
         time.sleep(0.01)
     print("go", flush=True)
-    work(engine, options, options.loads, options.imported if options.loads else 0)
+    blocks = options.imported if options.loads else 0
+    work(engine, options, options.loads, blocks, options.counted)
     while input() == "more":  # stay readable for the others until told to end
         work(engine, options)
     engine.close()
 
 
-def work(engine: ToyEngine, options: argparse.Namespace, loads: int = 0, blocks: int = 0) -> None:
-    """Serve so many requests, and more until so many imports were begun and so many blocks
-    imported, however long the first events take to arrive; then say how it went."""
+def work(
+    engine: ToyEngine,
+    options: argparse.Namespace,
+    loads: int = 0,
+    blocks: int = 0,
+    counter: str = "",
+) -> None:
+    """Serve so many requests, and more until so many imports were begun, so many blocks
+    imported and the counter is not zero, however long the first events and answers of a peer
+    take to arrive; then say how it went."""
     dice = random.Random(options.seed)
     requests = engine.requests + options.requests
-    while engine.requests < requests or engine.loads < loads or engine.imported < blocks:
+    while (
+        engine.requests < requests
+        or engine.loads < loads
+        or engine.imported < blocks
+        or (counter and not engine.counted(counter))
+    ):
         family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
         engine.request(chain_of(family, length))
         if options.fork and engine.requests == 10:

@@ -65,5 +65,5 @@ def finish(engines: list[Managed]) -> list[dict[str, Any]]:
 
 def table_of(node: Node, engine: Managed) -> SlotTable:
     engine.wait_out(lambda line: line == "open")
-    (name,) = [n for n in node.segments("slots") if f"toy-{engine.pid}" in n]
+    (name,) = [n for n in node.segments("slots") if f".toy-{engine.pid}." in n]
     return SlotTable.open(name, writable=False)

@@ -57,7 +57,7 @@ def fuzz(subject: str, part: int, *, parts: int = PARTS, program: Path = FUZZER)
             left.unlink()
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("subject", "header_bytes", "rest"),
     [("table", 8192, 1000), ("index", 8192, 1000), ("leases", 4096, 1000)],
