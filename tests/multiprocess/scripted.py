@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import zmq
 
+from kvshm import session
 from kvshm.client import CoordinatorClient
 from kvshm.protocol import (
     PROTOCOL_VERSION,
@@ -72,6 +77,19 @@ class Recorder:
         with self._changed:
             reached = self._changed.wait_for(lambda: call in self._calls, PATIENCE_SECONDS)
         assert reached, f"{call} never came, only {self.calls}"
+
+
+@contextmanager
+def scripted(unhurried: pytest.MonkeyPatch | None = None) -> Iterator[Script]:
+    """A script and its client.  With ``unhurried`` the client neither asks again nor takes the
+    coordinator for lost because the script answers only when its test has come to that."""
+    if unhurried is not None:
+        unhurried.setattr(session, "REPLY_SECONDS", PATIENCE_SECONDS)
+        unhurried.setattr(session, "SILENCE_SECONDS", PATIENCE_SECONDS)
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        script = Script(Path(directory))
+        yield script
+        script.close()
 
 
 class Script:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,17 +11,22 @@ import pytest
 from kvshm.counters import BAD_MESSAGES
 from kvshm.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, EngineGone, Join, encode
 
-from .scripted import Script
+from .scripted import Script, scripted
 
 pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture
-def script() -> Iterator[Script]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        script = Script(Path(directory))
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    with scripted(monkeypatch) as script:
         yield script
-        script.close()
+
+
+@pytest.fixture
+def hasty_script() -> Iterator[Script]:
+    """Its client waits for a reply no longer than the product does."""
+    with scripted() as script:
+        yield script
 
 
 def errors_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -58,8 +61,9 @@ def test_truncated_unknown_and_oversized_messages(
 
 
 def test_a_reply_of_another_version_is_no_place_in_the_roster(
-    script: Script, caplog: pytest.LogCaptureFixture
+    hasty_script: Script, caplog: pytest.LogCaptureFixture
 ) -> None:
+    script = hasty_script
     script.expect(Join)
     wrong = msgspec.structs.replace(script.joined(), protocol=99)
     for _ in range(3):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from unittest.mock import ANY
 
 import pytest
 
 from kvshm.client import MAX_JOINED_BYTES
+from kvshm.counters import EVENTS_DROPPED
 from kvshm.protocol import (
     EngineGone,
     EngineInfo,
@@ -27,17 +26,22 @@ from kvshm.protocol import (
 from kvshm.session import REPLY_SECONDS
 
 from .processes import PATIENCE_SECONDS
-from .scripted import Script, engine_info
+from .scripted import Script, engine_info, scripted
 
 pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture
-def script() -> Iterator[Script]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        script = Script(Path(directory))
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    with scripted(monkeypatch) as script:
         yield script
-        script.close()
+
+
+@pytest.fixture
+def hasty_script() -> Iterator[Script]:
+    """Its client waits for a reply no longer than the product does."""
+    with scripted() as script:
+        yield script
 
 
 def test_broadcasts_up_to_the_roster_are_dropped(script: Script) -> None:
@@ -93,6 +97,7 @@ def test_events_an_engine_had_to_drop_make_one_rescan(script: Script) -> None:
 def test_events_wait_for_the_place_in_the_roster(script: Script) -> None:
     join = script.expect(Join)
     script.client.send_events(b"dropped")
+    script.member.wait("count", EVENTS_DROPPED)
     script.answer(script.joined())
     again = script.expect(Join)  # what was dropped has to be scanned by the others
     assert (join.sequence, again.sequence) == (0, 1)
@@ -191,7 +196,8 @@ def test_refusal_is_told_once_and_a_new_epoch_tries_at_once(script: Script) -> N
     assert script.expect(Join).engine.epoch == 102
 
 
-def test_a_first_refusal_for_good_is_not_tried_again_soon(script: Script) -> None:
+def test_a_first_refusal_for_good_is_not_tried_again_soon(hasty_script: Script) -> None:
+    script = hasty_script
     script.expect(Join)
     script.answer(Refused(engine_epoch=100, reason="r", remedy="do", retry=False))
     script.member.wait("refused", ANY)
