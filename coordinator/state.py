@@ -183,14 +183,10 @@ def _sweep(bits: Iterable[int]) -> list[Action]:
 
 
 def _on_clock(state: State, now: float) -> list[Action]:
-    # If this process was stopped meanwhile, nobody could be heard: no reason for suspicion.
-    stopped = state.last_clock is not None and now - state.last_clock > SUSPECT_AFTER_SECONDS
-    state.last_clock = now
+    _forgive(state, now)
     actions: list[Action] = []
     for engine in state.engines.values():
-        if stopped:
-            engine.last_heard = now
-        elif not engine.suspected and now - engine.last_heard > SUSPECT_AFTER_SECONDS:
+        if not engine.suspected and now - engine.last_heard > SUSPECT_AFTER_SECONDS:
             actions += _suspect(state, engine, now)
     actions += _ticks(state)
     due = state.bits.due(now)
@@ -201,6 +197,17 @@ def _on_clock(state: State, now: float) -> list[Action]:
         state.forget_idle_topics()
         actions.append(SweepLeftovers(frozenset(state.engines)))
     return actions
+
+
+def _forgive(state: State, now: float) -> None:
+    """Time in which this process stood still is nobody's silence: what was said meanwhile is
+    yet to be read.  After a long one everybody has all of his time again."""
+    since = 0.0 if state.last_clock is None else now - state.last_clock
+    state.last_clock = now
+    if since > 2 * HEARTBEAT_SECONDS:
+        still = now if since > SUSPECT_AFTER_SECONDS else since - HEARTBEAT_SECONDS
+        for engine in state.engines.values():
+            engine.last_heard = min(now, engine.last_heard + still)
 
 
 def _suspect(state: State, engine: Engine, now: float) -> list[Action]:

@@ -67,10 +67,24 @@ def test_a_stopped_coordinator_suspects_nobody() -> None:
     assert all(isinstance(m, Tick) for m in published(decide(state, Clock(), 102.0)))
 
 
+def test_time_in_which_the_coordinator_stood_still_is_nobodys_silence() -> None:
+    """Less of it than an engine may be silent: the heartbeats of that time are yet to be read."""
+    state = new_state()
+    decide(state, Clock(), 10.0)
+    join(state, engine(5), now=10.0)
+    say(state, engine(5), Heartbeat(epoch=5, sequence=0), now=10.4)
+    decide(state, Clock(), 11.0)
+    # It stands still from here to 13.9, and the engine beats at 11.4, 12.4 and 13.4.
+    assert all(isinstance(m, Tick) for m in published(decide(state, Clock(), 13.9)))
+    assert all(isinstance(m, Tick) for m in published(decide(state, Clock(), 14.9)))
+    suspected = published(decide(state, Clock(), 15.9))[0]  # it did not beat after all
+    assert isinstance(suspected, EngineSuspected)
+
+
 def test_a_suspect_that_joins_again_has_recovered() -> None:
     state = new_state()
     join(state, engine(5), now=0.0)
-    for now in (1.0, 3.5):
+    for now in (1.0, 2.0, 3.5):
         decide(state, Clock(), now)
     _, actions = join(state, engine(5, lease_bit=0), now=4.0)
     assert [type(message) for message in published(actions)] == [EngineRecovered]
@@ -197,6 +211,6 @@ def test_log_levels_say_what_needs_attention() -> None:
     state = new_state()
     _, actions = join(state, engine(5))
     assert [line.level for line in only(actions, Log)] == [logging.INFO]
-    decide(state, Clock(), 1.0)
+    decide(state, Clock(), 2.0)
     (line,) = only(decide(state, Clock(), 3.5), Log)
     assert (line.level, line.event) == (logging.WARNING, "suspected")
