@@ -28,7 +28,7 @@ from kvshm.transport.loopback import LoopbackNetwork, LoopbackTransport
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport
 
-PATIENCE = 30.0
+PATIENCE = 100.0
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from kvshm.segment import list_segments
 
 pytestmark = pytest.mark.multiprocess
 
-PATIENCE = 60
+PATIENCE = 200
 FILE = Path(__file__).parents[2] / "tools" / "dump_index.py"
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(kvshm.__file__).parents[1])}
 

@@ -47,7 +47,7 @@ def node() -> Iterator[Node]:
 
 def run_apart(node: Node, script: str) -> None:
     command = [*OWN_PIDS, sys.executable, "-c", script, node.namespace, str(node.run_dir)]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=200)
 
 
 def test_a_living_engines_table_is_not_swept_from_another_pid_namespace(node: Node) -> None:

@@ -45,7 +45,7 @@ def test_without_descriptors_the_engine_serves_on_unshared(
         client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
         thread = client._thread
         assert thread is not None
-        thread.join(5)
+        thread.join(60)
     assert not thread.is_alive()
     for _ in range(100):
         client.rejoin()

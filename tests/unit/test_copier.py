@@ -14,7 +14,7 @@ from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 from kvshm.transport.copier import BlockCopy, Copier, CopyPlan
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 class Memory(bytearray):

@@ -65,7 +65,7 @@ def answer(program: str, arguments: object, tmp_path: Path, **environment: str) 
     ran = subprocess.run(
         [sys.executable, "-c", program, json.dumps(arguments)],
         env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path), **environment},
-        capture_output=True, text=True, timeout=110, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)

@@ -17,7 +17,7 @@ import pytest
 from kvshm.errors import TransportError
 from kvshm.fds import MAX_CLIENTS, MAX_FDS, MAX_REPLY_BYTES, FdServer, close_all, fetch
 
-PATIENCE = 10.0
+PATIENCE = 60.0
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def cache(namespace: str, tmp_path: Path) -> Iterator[SharedCache]:
 def begin_epoch(cache: SharedCache) -> None:
     rank = RankInfo(pid=os.getpid(), start_time=1, memory=memory_of(0))
     cache.open_epoch([rank], lambda: {"weights": "w"})
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while cache.epoch is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)

@@ -45,7 +45,7 @@ def load_of(*pieces: Piece, ticket: int = NO_TICKET, name: str = "load") -> Load
 
 
 def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

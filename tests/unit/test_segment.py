@@ -167,7 +167,7 @@ def test_another_user_is_kept_out_by_the_file_mode(segment: Segment) -> None:
         "    sys.exit(0 if 'another user' in str(exc) else 3)\n"
         "sys.exit(4)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, segment.name], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script, segment.name], timeout=200, check=False)
     assert done.returncode == 0
 
 
@@ -299,7 +299,7 @@ def test_a_leftover_segment_of_a_dead_run_is_recognised(namespace: str) -> None:
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     name = segments.segment_name(namespace, "slots", "a", 5)
-    done = subprocess.run([sys.executable, "-c", script, name], timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script, name], timeout=200, check=False)
     assert done.returncode == -9
     assert [str(s) for s in segments.list_segments(namespace)] == [name]
     assert segments.is_dead(segments.owner_of(name))

@@ -106,7 +106,7 @@ class DrivenEngine:
 
     def wait_for_epoch(self) -> None:
         """Until the client's thread has begun the epoch; then the one rank opens it."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 100
         while (table := self.connector._scheduler.cache.table) is None:
             assert time.monotonic() < deadline, "no epoch was begun"
             time.sleep(0.01)
