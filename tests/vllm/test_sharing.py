@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from local_node import Engine, EngineSpec, wait_until
@@ -205,14 +206,30 @@ def test_reset_prefix_cache_withdraws_everything(pair: Pair) -> None:
     seen.assert_imported(shareable(other))
 
 
-def test_other_weights_are_refused_by_name(
-    pair: Pair, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+class Apart(NamedTuple):
+    """Two engines that share with nobody: of other weights, and without the switch."""
+
+    stranger: Engine
+    plain: Engine
+
+
+@pytest.fixture(scope="module")
+def apart(pair: Pair, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    """Both started at a time, which takes less than twice as long."""
     other = write_model(tmp_path_factory.mktemp("other"), seed=1)
+    engines = pair.node.start_engines(
+        EngineSpec("other-weights", other, core=0),
+        EngineSpec("plain", model, core=1, environment={"KVSHM_ENABLE": ""}),
+    )
+    yield Apart(*engines)
+    pair.node.stop_engines(*engines)
+
+
+def test_other_weights_are_refused_by_name(pair: Pair, apart: Apart) -> None:
+    stranger = apart.stranger
     (prompt,) = prompts(1, seed=90)
     with pair.node.sharing(pair.a, shareable(prompt)):
         ours = pair.a.complete(prompt)
-    (stranger,) = pair.node.start_engines(EngineSpec("other-weights", other, core=0))
     for _ in wait_until("the stranger learns why it is alone", 30):
         if "weights differs" in stranger.log():
             break
@@ -221,14 +238,11 @@ def test_other_weights_are_refused_by_name(
     assert seen.tokens.imported == 0
     assert seen.tokens.computed == len(prompt)
     assert theirs.tokens != ours.tokens
-    pair.node.stop_engines(stranger)
 
 
-def test_vllm_without_the_switch_is_untouched(pair: Pair, model: Path) -> None:
+def test_vllm_without_the_switch_is_untouched(pair: Pair, apart: Apart) -> None:
     """The plugin is installed, KVSHM_ENABLE is not set: vLLM as it is, bit for bit."""
-    before = pair.node.segments()
-    spec = EngineSpec("plain", model, core=1, environment={"KVSHM_ENABLE": ""})
-    (plain,) = pair.node.start_engines(spec)
+    plain = apart.plain
     sent = list(prompts(4, seed=95))
     for prompt in sent:
         with pair.node.sharing(pair.a, shareable(prompt)):
@@ -237,5 +251,4 @@ def test_vllm_without_the_switch_is_untouched(pair: Pair, model: Path) -> None:
         assert plain.complete(prompt) == pair.a.complete(prompt)
     assert plain.prompt_tokens().imported == 0
     assert not [s for s in plain.log().splitlines() if "kvshm" in s and "plugins" not in s]
-    assert pair.node.segments() == before
-    pair.node.stop_engines(plain)
+    assert not pair.node.owned(plain)
