@@ -28,7 +28,7 @@ from typing import Any, Self
 from completions import Result, stream
 
 START_TIMEOUT_S = 600.0
-STOP_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 120.0
 LOG_TAIL_LINES = 150
 
 

@@ -24,7 +24,7 @@ Place = tuple[int, int]
 """Block id and generation: one block of one engine, for as long as it is not reused."""
 BLOCK_SIZE = 128
 """Tokens per block of vLLM's CPU backend."""
-SHARING_TIMEOUT_S = 30.0
+SHARING_TIMEOUT_S = 120.0
 
 
 @dataclass

@@ -126,7 +126,7 @@ def test_without_room_in_dev_shm_the_hooks_go_on_without_an_epoch(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     engine = serve(model)
-    for _ in wait_until("the epoch is tried", 30):
+    for _ in wait_until("the epoch is tried", 150):
         if asked:
             break
     for _ in range(3):
@@ -198,7 +198,7 @@ class Offline:
         assert self.process.stdout is not None
         self.process.stdin.close()
         try:
-            return self.process.wait(60)
+            return self.process.wait(150)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -252,7 +252,7 @@ def test_offline_vllm_shares_either_way_it_is_enabled(
         with node.sharing(engine, shareable(prompt)):
             engine.complete(prompt)
         shown = len(node.shown(engine))
-        for _ in wait_until("the script knows what the server shows", 30):
+        for _ in wait_until("the script knows what the server shows", 150):
             if entries_of_others(node, engine) >= shown:
                 break
         answer = offline.complete(prompt)
@@ -261,7 +261,7 @@ def test_offline_vllm_shares_either_way_it_is_enabled(
     assert status == 0
     assert answer["cached"] == shareable(prompt) * BLOCK_SIZE
     assert tuple(answer["tokens"]) == engine.complete(prompt).tokens
-    for _ in wait_until("nothing of the script is left", 30):
+    for _ in wait_until("nothing of the script is left", 150):
         if len(node.segments()) == len(node.owned(engine)) + 1:  # the lease table
             break
 
@@ -272,7 +272,7 @@ def test_an_engine_with_lookups_and_no_hit_says_why(server: tuple[SharedNode, En
     """In the first minute of its life at the latest, by the reasons that it has counted."""
     node, engine = server
     engine.complete(next(prompts(1, seed=720)))
-    for _ in wait_until("the line comes, once a minute", 70):
+    for _ in wait_until("the line comes, once a minute", 150):
         if lines := re.findall(r"no hit in (\d+) lookups of the last \d+ s: (.*)", engine.log()):
             break
     lookups, reasons = lines[0]

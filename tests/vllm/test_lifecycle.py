@@ -56,7 +56,7 @@ def test_blocks_reused_while_leased_are_discarded(alone: Pair) -> None:
     with observe(node, importer) as seen, ThreadPoolExecutor(1) as pool:
         pending: Future[Result] = pool.submit(importer.complete, prompt)
         try:
-            for _ in wait_until("the importer stops with its leases", 60):
+            for _ in wait_until("the importer stops with its leases", 150):
                 if "T" in importer.processes().values():
                     break
             assert len(node.leased(small)) == shareable(prompt)
@@ -102,7 +102,7 @@ def test_what_a_dead_engine_left_waits_for_the_next_coordinator(alone: Pair) -> 
     assert other.complete(prompt) in (computed, hit)
 
     node.start_coordinator()
-    for _ in wait_until("what the dead engine left is swept", 60):
+    for _ in wait_until("what the dead engine left is swept", 150):
         if not left & set(node.segments()):
             break
     assert other.complete(prompt) in (computed, hit)

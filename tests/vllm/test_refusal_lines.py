@@ -52,7 +52,7 @@ def test_a_bad_setting_stops_the_start_with_the_remedy(
     environment = {"KVSHM_ROLE": "reader"} | ({} if official else {"KVSHM_ENABLE": "1"})
     spec = EngineSpec("bad", model, core=0, arguments=official)
     engine = Engine(spec, environment, tmp_path / "log")
-    assert engine.process.wait(120) != 0
+    assert engine.process.wait(400) != 0
     wanted = "KVSHM_ROLE='reader' is not both, producer or consumer; correct it, or unset it"
     assert wanted in said(engine, "ConfigError")[-1]
     assert not said(engine, "Initializing a V1 LLM engine")

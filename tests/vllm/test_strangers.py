@@ -51,7 +51,7 @@ def named(one: Engine, differing: dict[str, str], *, itself: bool) -> list[str]:
 
 def assert_both_sides_name(pair: Pair, stranger: Engine, differing: dict[str, str]) -> None:
     for one, times in ((stranger, 2), (pair.a, 1), (pair.b, 1)):
-        for _ in wait_until(f"{one!r} names {list(differing)}", 30):
+        for _ in wait_until(f"{one!r} names {list(differing)}", 150):
             lines = named(one, differing, itself=one is stranger)
             if len(lines) >= times:
                 break
