@@ -172,7 +172,7 @@ def test_an_exporter_killed_leaves_nothing_but_misses(pair: Pair, late: Engine) 
     left = node.owned(late)
     assert left
     late.kill()
-    for _ in wait_until("the dead engine is swept", 30):
+    for _ in wait_until("the dead engine is swept", 150):
         if not left & set(node.segments()):
             break
     with observe(node, pair.b) as seen:
@@ -230,7 +230,7 @@ def test_other_weights_are_refused_by_name(pair: Pair, apart: Apart) -> None:
     (prompt,) = prompts(1, seed=90)
     with pair.node.sharing(pair.a, shareable(prompt)):
         ours = pair.a.complete(prompt)
-    for _ in wait_until("the stranger learns why it is alone", 30):
+    for _ in wait_until("the stranger learns why it is alone", 150):
         if "weights differs" in stranger.log():
             break
     with observe(pair.node, stranger) as seen:
