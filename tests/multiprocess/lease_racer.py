@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+from kvshm.counters import DRAINED
 from kvshm.records import RECORD_BYTES, BlockRecord, SlotState, pack_records, unpack_records
 from kvshm.slots import SlotTable
 from kvshm.terms import BlockHash, BlockId, Generation, LeaseBit, Rank
@@ -55,6 +56,7 @@ class Exporter:
     def take_back(self, block: BlockId) -> None:
         _, left = self.table.retract([block])
         self.counts["drained"] += len(left)
+        self.table.counters.add(DRAINED, len(left))
         tries = 0
         while left and (self.patient or tries < 3):
             left, tries = self.table.drain(left, 0), tries + 1
@@ -94,9 +96,12 @@ class Importer:
         return pack_records(records[:3])
 
 
-def main(role: str, name: str, path: str, how: str, amount: str, torn: str) -> Counter[str]:
+def main(
+    role: str, name: str, path: str, how: str, amount: str, torn: str, met: str
+) -> Counter[str]:
     """``amount``: of blocks reused or delivered; an importer also goes on until it has met so
-    many ``torn`` copies, however seldom a busy machine lets that happen."""
+    many ``torn`` copies and the exporter so many leases, however seldom a busy machine lets that
+    happen."""
     table = SlotTable.open(name)
     data = open_data(path, table.num_blocks)
     chance = random.Random(how)
@@ -106,7 +111,11 @@ def main(role: str, name: str, path: str, how: str, amount: str, torn: str) -> C
             exporter.reuse(BlockId(chance.randrange(table.num_blocks)))
         return exporter.counts
     importer = Importer(table, data, LeaseBit(int(how)))
-    while importer.counts["delivered"] < int(amount) or importer.counts["torn"] < int(torn):
+    while (
+        importer.counts["delivered"] < int(amount)
+        or importer.counts["torn"] < int(torn)
+        or table.counters.read(DRAINED) < int(met)
+    ):
         importer.load(importer.some(chance))
     return importer.counts
 

@@ -43,12 +43,13 @@ class Race:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def start(
-        self, role: str, how: str, amount: int, arming: str = "", torn: int = 0
+        self, role: str, how: str, amount: int, arming: str = "", torn: int = 0, met: int = 0
     ) -> subprocess.Popen[bytes]:
         environ = {k: v for k, v in os.environ.items() if k != VARIABLE}
         if arming:
             environ[VARIABLE] = arming
         arguments = [role, self.table.name, str(self.data), how, str(amount), str(torn)]
+        arguments.append(str(met))
         process = subprocess.Popen(
             [sys.executable, str(RACER), *arguments], env=environ, stdout=subprocess.PIPE
         )
@@ -96,7 +97,7 @@ def test_with_a_patient_exporter_no_lease_is_lost(race: Race) -> None:
     """While a lease is held the block does not change: every copy is whole, every release
     finds its lease, and in the end none is left."""
     exporter = race.start("exporter", "patient", FOREVER)
-    importers = [race.start("importer", str(bit), LOADS) for bit in (0, 13, 27)]
+    importers = [race.start("importer", str(bit), LOADS, met=1) for bit in (0, 13, 27)]
     results = [counts(importer) for importer in importers]
     exported = finish(race, exporter)
     for result in results:
