@@ -8,6 +8,7 @@ them out in their order.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 
 from kvshm.protocol import (
@@ -205,7 +206,7 @@ def _forgive(state: State, now: float) -> None:
     since = 0.0 if state.last_clock is None else now - state.last_clock
     state.last_clock = now
     if since > 2 * HEARTBEAT_SECONDS:
-        still = now if since > SUSPECT_AFTER_SECONDS else since - HEARTBEAT_SECONDS
+        still = math.inf if since > SUSPECT_AFTER_SECONDS else since - HEARTBEAT_SECONDS
         for engine in state.engines.values():
             engine.last_heard = min(now, engine.last_heard + still)
 

@@ -73,6 +73,17 @@ def machine(core: int) -> dict[str, str]:
     }
 
 
+def processes_of(group: int) -> dict[int, str]:
+    """Return the live processes of a process group: pid -> state letter of /proc."""
+    states = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its_group = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state != "Z":
+                states[int(stat.parent.name)] = state
+    return states
+
+
 class Engine:
     """One OpenAI-compatible vLLM server in a process group of its own."""
 
@@ -158,6 +169,10 @@ class Engine:
         """Return everything the server's processes have written so far."""
         return self.log_path.read_text(errors="replace")
 
+    def said(self, text: str) -> list[str]:
+        """Return the lines of the log that hold ``text``."""
+        return [line for line in self.log().splitlines() if text in line]
+
     def log_tail(self, lines: int = LOG_TAIL_LINES) -> str:
         """Return the end of the log, without the list of routes and the polls for metrics."""
         said = [s for s in self.log().splitlines() if "Route: " not in s and '"GET /' not in s]
@@ -175,13 +190,7 @@ class Engine:
 
     def processes(self) -> dict[int, str]:
         """Return the server's live processes: pid -> state letter of /proc (T: stopped)."""
-        states = {}
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
-                if int(group) == self.process.pid and state != "Z":
-                    states[int(stat.parent.name)] = state
-        return states
+        return processes_of(self.process.pid)
 
     def stop(self) -> None:
         """Shut the server down in order, then make sure that nothing of it is left."""

@@ -21,20 +21,24 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from local_node import Engine, EngineSpec, clean_environment, machine, wait_until
+from local_node import (
+    Engine,
+    EngineSpec,
+    clean_environment,
+    machine,
+    processes_of,
+    wait_until,
+)
 from sharing_node import BLOCK_SIZE
 from vllm import plugins
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvshm.errors import SegmentError
 from kvshm.hooks.connector import KvshmConnector
-from kvshm.index_reader import ReplicaReader
-from kvshm.records import RowState
 from kvshm.rundir import SOCKET_PATH_BYTES
-from kvshm.segment import INDEX_KIND, list_segments, owner_of
+from kvshm.segment import list_segments
 
 from .engines import MAX_STARTS, SharedNode
-from .oracle import Prompt, prompts, shareable
+from .oracle import prompts, shareable
 from .scheduling import BLOCK_SIZE as SMALL_BLOCK
 from .scheduling import DrivenEngine, vllm_config
 
@@ -173,10 +177,13 @@ class Offline:
                 text=True,
                 process_group=0,
             )
-        self.said()
+
+    def processes(self) -> dict[int, str]:
+        return processes_of(self.process.pid)
 
     def said(self) -> dict[str, Any]:
-        """Its next line that is ours: vLLM logs to the same place."""
+        """Its next line that is ours: vLLM logs to the same place.  The first one says that the
+        engine is there."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("{"):
@@ -214,18 +221,6 @@ def server(model: Path) -> Iterator[tuple[SharedNode, Engine]]:
         yield node, engine
 
 
-def entries_of_others(node: SharedNode, server: Engine) -> int:
-    """How many blocks the replicas of all but the server's know."""
-    entries, pids = 0, server.processes()
-    for name in list_segments(node.namespace):
-        with contextlib.suppress(SegmentError):
-            if name.kind == INDEX_KIND and owner_of(str(name)).pid not in pids:
-                with contextlib.closing(ReplicaReader.open(str(name))) as replica:
-                    live = (r.entries for r in replica.rows() if r.state is RowState.LIVE)
-                    entries += sum(live)
-    return entries
-
-
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_behind_two_api_servers_there_is_one_engine(server: tuple[SharedNode, Engine]) -> None:
@@ -241,27 +236,27 @@ def test_behind_two_api_servers_there_is_one_engine(server: tuple[SharedNode, En
 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("way", ["environment", "argument"])
 def test_offline_vllm_shares_either_way_it_is_enabled(
-    server: tuple[SharedNode, Engine], model: Path, way: str
+    server: tuple[SharedNode, Engine], model: Path
 ) -> None:
     node, engine = server
-    prompt: Prompt = next(prompts(1, seed=710 + len(way)))
-    offline = Offline(node, model, way)
+    scripts = [Offline(node, model, way) for way in ("environment", "argument")]
     try:
-        with node.sharing(engine, shareable(prompt)):
-            engine.complete(prompt)
-        shown = len(node.shown(engine))
-        for _ in wait_until("the script knows what the server shows", 150):
-            if entries_of_others(node, engine) >= shown:
-                break
-        answer = offline.complete(prompt)
+        for offline in scripts:
+            offline.said()
+        for offline, prompt in zip(scripts, prompts(2, seed=710), strict=True):
+            with node.sharing(engine, shareable(prompt)):
+                engine.complete(prompt)
+            for _ in wait_until("the script knows what the server shows", 150):
+                if node.shown(engine) <= (node.known(offline, engine) or set()):
+                    break
+            answer = offline.complete(prompt)
+            assert answer["cached"] == shareable(prompt) * BLOCK_SIZE
+            assert tuple(answer["tokens"]) == engine.complete(prompt).tokens
     finally:
-        status = offline.end()
-    assert status == 0
-    assert answer["cached"] == shareable(prompt) * BLOCK_SIZE
-    assert tuple(answer["tokens"]) == engine.complete(prompt).tokens
-    for _ in wait_until("nothing of the script is left", 150):
+        ended = [offline.end() for offline in scripts]
+    assert ended == [0, 0]
+    for _ in wait_until("nothing of the scripts is left", 150):
         if len(node.segments()) == len(node.owned(engine)) + 1:  # the lease table
             break
 

@@ -101,19 +101,37 @@ def test_requests_at_the_same_time_import_a_prefix_once(pair: Pair) -> None:
 #    setting instead of the environment variable, and with small prefill chunks
 
 
+class Later(NamedTuple):
+    """Two engines that joined when there was something to find."""
+
+    late: Engine
+    """Prefills in small chunks."""
+    priority: Engine
+    """Schedules by priority, and wants a failed load to fail its request."""
+
+
 @pytest.fixture(scope="module")
-def late(pair: Pair, model: Path) -> Iterator[Engine]:
-    """Joins late, is activated by --kv-transfer-config and prefills in small chunks."""
-    arguments = ("--kv-transfer-config", json.dumps(OFFICIAL))
-    chunked = ("--max-num-batched-tokens", str(CHUNK))
-    settings = {"KVSHM_ENABLE": ""}
-    spec = EngineSpec("late", model, 1, arguments=arguments + chunked, environment=settings)
+def later(pair: Pair, model: Path) -> Iterator[Later]:
+    """Both are activated by --kv-transfer-config, and start at a time."""
+    transfer = "--kv-transfer-config"
+    chunked = (transfer, json.dumps(OFFICIAL), "--max-num-batched-tokens", str(CHUNK))
+    failing = json.dumps({**OFFICIAL, "kv_load_failure_policy": "fail"})
+    ordered = (transfer, failing, "--scheduling-policy", "priority")
+    off, misspelt = {"KVSHM_ENABLE": ""}, {"KVSHM_ROL": "both"}
     with pair.node.sharing(pair.a, shareable(EARLY)):
         pair.a.complete(EARLY)
-    (engine,) = pair.node.start_engines(spec)
-    pair.node.wait_joined(pair.a, pair.b, engine)
-    yield engine
-    pair.node.stop_engines(engine)
+    engines = pair.node.start_engines(
+        EngineSpec("late", model, 1, arguments=chunked, environment=off),
+        EngineSpec("priority", model, 1, arguments=ordered, environment=off | misspelt),
+    )
+    pair.node.wait_joined(pair.a, pair.b, *engines)
+    yield Later(*engines)
+    pair.node.stop_engines(*engines)
+
+
+@pytest.fixture
+def late(later: Later) -> Engine:
+    return later.late
 
 
 EARLY = random_prompt(70, 4 * BLOCK_SIZE + 40)
@@ -124,6 +142,20 @@ def test_an_engine_that_joins_late_finds_what_is_there(pair: Pair, late: Engine)
         imported = late.complete(EARLY)
     seen.assert_imported(shareable(EARLY))
     assert imported == pair.a.complete(EARLY)
+
+
+def test_priority_scheduling_imports_only_and_the_policy_is_overridden(
+    pair: Pair, later: Later
+) -> None:
+    engine = later.priority
+    sent = list(prompts(1, seed=301))
+    with observe(pair.node, engine) as seen:
+        assert_bit_equal(ask_both(pair.node, pair.a, engine, sent))
+    seen.assert_imported(shareable(sent[0]))
+    assert pair.node.shown(engine) == set()
+    assert len(engine.said("importing only: priority scheduling")) == 1
+    assert len(engine.said("kv_load_failure_policy=fail overridden with recompute")) == 1
+    assert len(engine.said("did you mean KVSHM_ROLE?")) == 1
 
 
 def test_chunks_of_a_prefill_are_shared(pair: Pair, late: Engine) -> None:
