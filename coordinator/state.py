@@ -202,7 +202,7 @@ def _on_clock(state: State, now: float) -> list[Action]:
 
 def _forgive(state: State, now: float) -> None:
     """Time in which this process stood still is nobody's silence: what was said meanwhile is
-    yet to be read.  After a long one everybody has all of his time again."""
+    yet to be read.  After a long one every engine has its full time again."""
     since = 0.0 if state.last_clock is None else now - state.last_clock
     state.last_clock = now
     if since > 2 * HEARTBEAT_SECONDS:

@@ -253,8 +253,11 @@ class Node:
             )
         # Before it serves, a signal would end it without the clearing up that it owes.
         for _ in wait_until("the coordinator serves", STOP_TIMEOUT_S):
-            if b"event=serving" in self.coordinator_log.read_bytes()[before:]:
+            said = self.coordinator_log.read_bytes()[before:]
+            if b"event=serving" in said:
                 break
+            if self.coordinator.poll() is not None:
+                raise RuntimeError(f"the coordinator has ended: {said.decode(errors='replace')}")
 
     def end_coordinator(self, number: int = signal.SIGTERM) -> int:
         """End the coordinator with a signal and return its exit status."""

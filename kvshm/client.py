@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from . import _native
@@ -145,11 +145,15 @@ class CoordinatorClient:
         never rests takes the GIL at each, and must not keep this thread from listening."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
-        for records in _joined(self._outbox.popleft() for _ in range(len(self._outbox))):
-            if records is None:
-                session.rejoin()
+        waiting = len(self._outbox)
+        while waiting:
+            batches = _neighbours(self._outbox, waiting)
+            waiting -= len(batches) or 1
+            if batches:
+                session.send_events(b"".join(batches))
             else:
-                session.send_events(records)
+                self._outbox.popleft()
+                session.rejoin()
         if lost := self._overflows - self._overflows_told:
             self._overflows_told += lost
             session.drop_events(lost)
@@ -162,18 +166,15 @@ class CoordinatorClient:
         self._closing.wait(BUG_PAUSE_SECONDS)
 
 
-def _joined(queued: Iterable[bytes | None]) -> Iterator[bytes | None]:
-    """The same in the same order, with neighbouring batches as one."""
+def _neighbours(queued: deque[bytes | None], limit: int) -> list[bytes]:
+    """Take the first batches off the queue, at most ``limit`` and no more than one message may
+    hold; none if a ``rejoin`` is first."""
     batches: list[bytes] = []
     size = 0
-    for item in queued:
-        if batches and (item is None or size + len(item) > MAX_JOINED_BYTES):
-            yield b"".join(batches)
-            batches, size = [], 0
-        if item is None:
-            yield None
-        else:
-            batches.append(item)
-            size += len(item)
-    if batches:
-        yield b"".join(batches)
+    while len(batches) < limit and (batch := queued[0]) is not None:
+        size += len(batch)
+        if batches and size > MAX_JOINED_BYTES:
+            break
+        batches.append(batch)
+        queued.popleft()
+    return batches

@@ -40,7 +40,11 @@ DRAINED = Counter(2, "drained", "Retracted blocks whose leases ended within the 
 FORCED = Counter(3, "forced", "Retracted blocks taken back over leases still held.")
 DRAIN_WAIT_US = Counter(4, "drain_wait_us", "Microseconds spent waiting for leases to end.")
 EVENTS_SENT = Counter(5, "events_sent", "Messages of events handed to the coordinator.")
-EVENTS_DROPPED = Counter(6, "events_dropped", "Messages of events that could not be sent.")
+EVENTS_DROPPED = Counter(
+    6,
+    "events_dropped",
+    "Messages of events that could not be sent, and batches that found the queue full.",
+)
 
 # -- importer's side: looking
 LOOKUPS = Counter(16, "lookups", "Prefixes looked up in the replica.")

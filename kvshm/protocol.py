@@ -2,7 +2,8 @@
 
 Commands travel over ROUTER/DEALER, one msgpack message per frame; broadcasts over PUB/SUB as
 ``[topic, message]`` with the fingerprint as topic, so that an engine hears only of engines
-it may share with.  Block records travel packed (kvshm/records.py), one batch per step.
+it may share with.  Block records travel packed (kvshm/records.py), one batch per step; batches
+that wait together are one message.
 """
 
 from __future__ import annotations
@@ -97,11 +98,12 @@ class Leave(Message, frozen=True, tag="leave"):
 
 
 class Events(Message, frozen=True, tag="events"):
-    """One scheduler step's publishes and retracts, in order."""
+    """What one scheduler step, or several, published and retracted, in order."""
 
     epoch: int
     sequence: int
-    """Counts this engine's batches from 1 within its epoch, those it had to drop included."""
+    """Counts this engine's messages of events from 1 within its epoch, those it had to drop
+    included."""
     records: bytes
 
 

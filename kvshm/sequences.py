@@ -2,7 +2,7 @@
 
 Two counters tell what was lost (docs/protocol.md).  The topic's sequence counts broadcasts:
 a gap means that a join or a departure may be among the lost, so the engine joins again.
-Each engine's own sequence counts its batches of events: a gap there means that only this
+Each engine's own sequence counts its messages of events: a gap there means that only this
 engine's slot table has to be scanned again.  No sockets, no clock.
 """
 

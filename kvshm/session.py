@@ -148,7 +148,7 @@ class Session:
     # -- what the engine wants
 
     def send_events(self, records: bytes) -> None:
-        """Send one batch, or drop it and make the others scan the slot table."""
+        """Send one message of events, or drop it and make the others scan the slot table."""
         self._sequence += 1
         events = Events(epoch=self._epoch, sequence=self._sequence, records=records)
         sent = self.is_member and self._send(events)

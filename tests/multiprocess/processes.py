@@ -26,8 +26,8 @@ from typing import IO
 from kvshm.segment import LEASES_KIND, list_segments, unlink
 
 PATIENCE_SECONDS = 100.0
-"""How long a test waits for what must happen; never a statement about speed.  More than a peer
-spends in quarantine, on a machine whose neighbours leave it a tenth of its cores."""
+"""How long a test waits for what must happen; never a statement about speed.  Longer than a
+quarantine (30 s), and enough on a machine with a tenth of its cores."""
 
 
 class Lines:

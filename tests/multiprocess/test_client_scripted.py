@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from unittest.mock import ANY
 
 import pytest
 
+from kvshm import client
 from kvshm.client import MAX_JOINED_BYTES
 from kvshm.counters import EVENTS_DROPPED
 from kvshm.protocol import (
@@ -107,7 +109,10 @@ def test_events_wait_for_the_place_in_the_roster(script: Script) -> None:
     assert script.expect(Heartbeat).sequence == 2
 
 
-def test_a_scheduler_that_never_rests_does_not_keep_it_from_listening(script: Script) -> None:
+def test_a_scheduler_that_never_rests_does_not_keep_it_from_listening(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "MAX_QUEUED", sys.maxsize)  # what is dropped makes it join again
     script.expect(Join)
     script.answer(script.joined(e7=0))
     script.member.wait("engine_joined", engine_info(7))
@@ -119,6 +124,7 @@ def test_a_scheduler_that_never_rests_does_not_keep_it_from_listening(script: Sc
         for _ in range(1000):  # faster than they can be sent one by one
             script.client.send_events(b"busy")
     calls = script.member.calls
+    assert news in calls
     sent = [call for call in calls[: calls.index(news)] if call[0] == "count"]
     assert len(sent) < 100  # messages; hundreds if each batch is one
 
@@ -145,6 +151,23 @@ def test_batches_that_wait_together_are_one_message(
     sent = [script.expect(Events) for _ in range(4)]
     assert [e.records for e in sent] == [b"12", bytes(MAX_JOINED_BYTES), b"3", b"4"]
     assert [e.sequence for e in sent] == [1, 2, 3, 4]
+
+
+def test_a_batch_that_cannot_be_sent_for_a_bug_does_not_keep_the_old_epoch(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def send_events(records: bytes) -> None:
+        raise RuntimeError("a bug")
+
+    script.expect(Join)
+    script.answer(script.joined())
+    script.member.wait("joined", script.joined())
+    monkeypatch.setattr(script.client._session, "send_events", send_events)
+    script.member.epoch = 101
+    script.client._outbox.append(b"of epoch 100")  # so that both are there when it looks
+    script.client.rejoin()
+    assert script.expect(Leave).epoch == 100
+    assert script.expect(Join).engine.epoch == 101
 
 
 def test_forgetful_coordinator_is_joined_again_once(script: Script) -> None:

@@ -37,7 +37,7 @@ from kvshm.hooks.connector import KvshmConnector
 from kvshm.rundir import SOCKET_PATH_BYTES
 from kvshm.segment import list_segments
 
-from .engines import MAX_STARTS, SharedNode
+from .engines import MAX_STARTS, PATIENCE_S, SharedNode
 from .oracle import prompts, shareable
 from .scheduling import BLOCK_SIZE as SMALL_BLOCK
 from .scheduling import DrivenEngine, vllm_config
@@ -130,7 +130,7 @@ def test_without_room_in_dev_shm_the_hooks_go_on_without_an_epoch(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     engine = serve(model)
-    for _ in wait_until("the epoch is tried", 150):
+    for _ in wait_until("the epoch is tried", PATIENCE_S):
         if asked:
             break
     for _ in range(3):
@@ -159,10 +159,10 @@ class ServeSpec(EngineSpec):
 class Offline:
     """A script that uses ``LLM()``, in a process group of its own."""
 
-    def __init__(self, node: SharedNode, model: Path, way: str) -> None:
+    def __init__(self, node: SharedNode, model: Path, way: str, core: int) -> None:
         SharedNode.starts.append(f"offline by {way}")
         assert len(SharedNode.starts) <= MAX_STARTS, SharedNode.starts
-        environ = dict(node.environment)
+        environ = {**machine(core), **node.environment}
         if way == "argument":
             del environ["KVSHM_ENABLE"]
         self.log = node.run_dir / f"offline-{way}.log"
@@ -170,7 +170,7 @@ class Offline:
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, script, str(model), way],
-                env={**clean_environment(), **machine(core=1), **environ},
+                env={**clean_environment(), **environ},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -199,13 +199,16 @@ class Offline:
         self.process.stdin.flush()
         return self.said()
 
-    def end(self) -> int:
-        """Let the script end by itself; then make sure that nothing of it is left."""
+    def end(self) -> int | None:
+        """Let the script end by itself; then make sure that nothing of it is left.  Returns None
+        if that had to be done."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
         try:
-            return self.process.wait(150)
+            return self.process.wait(PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            return None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -240,14 +243,16 @@ def test_offline_vllm_shares_either_way_it_is_enabled(
     server: tuple[SharedNode, Engine], model: Path
 ) -> None:
     node, engine = server
-    scripts = [Offline(node, model, way) for way in ("environment", "argument")]
+    scripts: list[Offline] = []
     try:
+        for core, way in enumerate(("environment", "argument")):
+            scripts.append(Offline(node, model, way, core))
         for offline in scripts:
             offline.said()
         for offline, prompt in zip(scripts, prompts(2, seed=710), strict=True):
             with node.sharing(engine, shareable(prompt)):
                 engine.complete(prompt)
-            for _ in wait_until("the script knows what the server shows", 150):
+            for _ in wait_until("the script knows what the server shows", PATIENCE_S):
                 if node.shown(engine) <= (node.known(offline, engine) or set()):
                     break
             answer = offline.complete(prompt)
@@ -256,7 +261,7 @@ def test_offline_vllm_shares_either_way_it_is_enabled(
     finally:
         ended = [offline.end() for offline in scripts]
     assert ended == [0, 0]
-    for _ in wait_until("nothing of the scripts is left", 150):
+    for _ in wait_until("nothing of the scripts is left", PATIENCE_S):
         if len(node.segments()) == len(node.owned(engine)) + 1:  # the lease table
             break
 
@@ -267,7 +272,7 @@ def test_an_engine_with_lookups_and_no_hit_says_why(server: tuple[SharedNode, En
     """In the first minute of its life at the latest, by the reasons that it has counted."""
     node, engine = server
     engine.complete(next(prompts(1, seed=720)))
-    for _ in wait_until("the line comes, once a minute", 150):
+    for _ in wait_until("the line comes, once a minute", PATIENCE_S):
         if lines := re.findall(r"no hit in (\d+) lookups of the last \d+ s: (.*)", engine.log()):
             break
     lookups, reasons = lines[0]

@@ -1,7 +1,7 @@
 """Coordinators and engines come, stop, die and return: that costs misses, never a token and
 never a stall, and whoever is there shares whenever there is a coordinator.
 
-One story of two engines, told in the order of its tests.
+One story of two engines: each step begins where the one before has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from local_node import EngineSpec, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
 from .conftest import Pair
-from .engines import SharedNode
+from .engines import PATIENCE_S, SharedNode
 from .oracle import Prompt, ask_both, assert_bit_equal, prompts, random_prompt, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -26,7 +26,7 @@ BUDGET_MS = 1000
 FEW_BLOCKS = 24
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def alone(model: Path) -> Iterator[Pair]:
     """Two engines on a node without a coordinator.  The first has a small cache; the second
     stops itself between the leases and the copy of its first import."""
@@ -41,14 +41,22 @@ def alone(model: Path) -> Iterator[Pair]:
         yield Pair(node, small, stopping)
 
 
-def test_the_coordinator_may_come_last(alone: Pair) -> None:
+def test_two_engines_live_through_it(alone: Pair) -> None:
+    _the_coordinator_comes_last(alone)
+    _blocks_are_reused_while_leased(alone)
+    _the_coordinator_dies_and_returns(alone)
+    _what_a_dead_engine_left_waits_for_the_next_coordinator(alone)
+    _the_dead_engine_is_started_again(alone)
+
+
+def _the_coordinator_comes_last(alone: Pair) -> None:
     node, small, stopping = alone
     _assert_serves_unshared(alone, *prompts(1, seed=200))
     node.start_coordinator()
     node.wait_joined(small, stopping)
 
 
-def test_blocks_reused_while_leased_are_discarded(alone: Pair) -> None:
+def _blocks_are_reused_while_leased(alone: Pair) -> None:
     node, small, importer = alone
     prompt = random_prompt(100, 5 * BLOCK_SIZE + 30)
     with node.sharing(small, shareable(prompt)):
@@ -56,7 +64,7 @@ def test_blocks_reused_while_leased_are_discarded(alone: Pair) -> None:
     with observe(node, importer) as seen, ThreadPoolExecutor(1) as pool:
         pending: Future[Result] = pool.submit(importer.complete, prompt)
         try:
-            for _ in wait_until("the importer stops with its leases", 150):
+            for _ in wait_until("the importer stops with its leases", PATIENCE_S):
                 if "T" in importer.processes().values():
                     break
             assert len(node.leased(small)) == shareable(prompt)
@@ -72,7 +80,7 @@ def test_blocks_reused_while_leased_are_discarded(alone: Pair) -> None:
     _assert_shares(alone, *prompts(1, seed=201))
 
 
-def test_the_coordinator_may_die_and_return(alone: Pair) -> None:
+def _the_coordinator_dies_and_returns(alone: Pair) -> None:
     node, small, other = alone
     known, unheard, last = prompts(3, seed=202)
     with node.sharing(small, shareable(known)):
@@ -89,7 +97,7 @@ def test_the_coordinator_may_die_and_return(alone: Pair) -> None:
     _assert_shares(alone, last)
 
 
-def test_what_a_dead_engine_left_waits_for_the_next_coordinator(alone: Pair) -> None:
+def _what_a_dead_engine_left_waits_for_the_next_coordinator(alone: Pair) -> None:
     node, small, other = alone
     (prompt,) = prompts(1, seed=203)
     with node.sharing(small, shareable(prompt)):
@@ -102,15 +110,15 @@ def test_what_a_dead_engine_left_waits_for_the_next_coordinator(alone: Pair) -> 
     assert other.complete(prompt) in (computed, hit)
 
     node.start_coordinator()
-    for _ in wait_until("what the dead engine left is swept", 150):
+    for _ in wait_until("what the dead engine left is swept", PATIENCE_S):
         if not left & set(node.segments()):
             break
     assert other.complete(prompt) in (computed, hit)
 
 
-def test_an_engine_that_was_killed_and_started_again_shares_both_ways(alone: Pair) -> None:
+def _the_dead_engine_is_started_again(alone: Pair) -> None:
     node, small, other = alone
-    node.engines.remove(small)
+    node.stop_engines(small)
     theirs, ours = prompts(2, seed=204)
     with node.sharing(other, shareable(theirs)):
         other.complete(theirs)

@@ -16,7 +16,7 @@ from .oracle import agreement, ask_both, assert_bit_equal, prompts, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-FAULTS = ("wrong-block", "zero", "shift")
+FAULTS = WRONG_BLOCK, ZERO, SHIFT = ("wrong-block", "zero", "shift")
 
 
 def test_imports_equal_local_hits_bit_for_bit(pair: Pair) -> None:
@@ -42,16 +42,18 @@ def test_an_import_stays_and_is_hit_like_any_other_prefix(pair: Pair) -> None:
     assert seen.tokens.imported == 0
 
 
-def spoiled(model: Path, fault: str, verify: str) -> EngineSpec:
+def spoiled(model: Path, fault: str, *, verify: str = "0", core: int) -> EngineSpec:
     """An importer that copies wrongly.  A consumer: what it copies must not reach the other
     engines of the session."""
     environment = {"KVSHM_FAULT": fault, "KVSHM_ROLE": "consumer", "KVSHM_VERIFY": verify}
-    return EngineSpec(f"{fault}-{verify}", model, core=1, environment=environment)
+    return EngineSpec(f"{fault}-{verify}", model, core, environment=environment)
 
 
 @contextmanager
 def importers(pair: Pair, *specs: EngineSpec) -> Iterator[list[Engine]]:
     """Two at a time: to start both takes less than twice as long, and all would fill 24 GB."""
+    left_by_a_failure = [e for e in pair.node.engines if e not in (pair.a, pair.b)]
+    pair.node.stop_engines(*left_by_a_failure)
     engines = pair.node.start_engines(*specs)
     pair.node.wait_joined(pair.a, *engines)
     yield engines
@@ -80,14 +82,14 @@ def assert_turned_into_a_miss(pair: Pair, careful: Engine, seed: int) -> None:
 
 
 def test_the_oracle_notices_another_block_and_zeros(pair: Pair, model: Path) -> None:
-    specs = [spoiled(model, fault, verify="0") for fault in ("wrong-block", "zero")]
+    specs = [spoiled(model, WRONG_BLOCK, core=0), spoiled(model, ZERO, core=1)]
     with importers(pair, *specs) as (wrong_block, zero):
         assert_noticed(pair, wrong_block, seed=10)
         assert_noticed(pair, zero, seed=11)
 
 
 def test_the_oracle_notices_a_shift_and_verification_another_block(pair: Pair, model: Path) -> None:
-    specs = [spoiled(model, "shift", verify="0"), spoiled(model, "wrong-block", verify="1")]
+    specs = [spoiled(model, SHIFT, core=0), spoiled(model, WRONG_BLOCK, verify="1", core=1)]
     with importers(pair, *specs) as (shift, careful):
         assert_noticed(pair, shift, seed=12)
         assert_turned_into_a_miss(pair, careful, seed=20)

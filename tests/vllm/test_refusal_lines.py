@@ -46,11 +46,15 @@ def test_a_bad_setting_stops_the_start_with_the_remedy(model: Path, tmp_path: Pa
         (EngineSpec("argument", model, core=1, arguments=official), bad),
     ]
     engines = [Engine(spec, settings, tmp_path / spec.name) for spec, settings in ways]
-    for engine in engines:
-        assert engine.process.wait(400) != 0
-        wanted = "KVSHM_ROLE='reader' is not both, producer or consumer; correct it, or unset it"
-        assert wanted in engine.said("ConfigError")[-1]
-        assert not engine.said("Initializing a V1 LLM engine")
+    wanted = "KVSHM_ROLE='reader' is not both, producer or consumer; correct it, or unset it"
+    try:
+        for engine in engines:
+            assert engine.process.wait(400) != 0
+            assert wanted in engine.said("ConfigError")[-1]
+            assert not engine.said("Initializing a V1 LLM engine")
+    finally:
+        for engine in engines:
+            engine.kill()
 
 
 def refusal(model: Path, environ: dict[str, str] | None = None) -> str:

@@ -14,6 +14,7 @@ from sharing_node import BLOCK_SIZE, observe
 from tiny_model import write_model
 
 from .conftest import Pair
+from .engines import PATIENCE_S
 from .oracle import Prompt, ask_both, assert_bit_equal, prompts, random_prompt, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -97,8 +98,8 @@ def test_requests_at_the_same_time_import_a_prefix_once(pair: Pair) -> None:
     seen.assert_imported(sum(map(shareable, sent)))
 
 
-# -- a third engine, started when the two others have served for a while, with the official
-#    setting instead of the environment variable, and with small prefill chunks
+# -- engines started when the two others have served for a while, with the official setting
+#    instead of the environment variable
 
 
 class Later(NamedTuple):
@@ -122,7 +123,7 @@ def later(pair: Pair, model: Path) -> Iterator[Later]:
         pair.a.complete(EARLY)
     engines = pair.node.start_engines(
         EngineSpec("late", model, 1, arguments=chunked, environment=off),
-        EngineSpec("priority", model, 1, arguments=ordered, environment=off | misspelt),
+        EngineSpec("priority", model, 0, arguments=ordered, environment=off | misspelt),
     )
     pair.node.wait_joined(pair.a, pair.b, *engines)
     yield Later(*engines)
@@ -156,6 +157,7 @@ def test_priority_scheduling_imports_only_and_the_policy_is_overridden(
     assert len(engine.said("importing only: priority scheduling")) == 1
     assert len(engine.said("kv_load_failure_policy=fail overridden with recompute")) == 1
     assert len(engine.said("did you mean KVSHM_ROLE?")) == 1
+    pair.node.stop_engines(engine)
 
 
 def test_chunks_of_a_prefill_are_shared(pair: Pair, late: Engine) -> None:
@@ -190,7 +192,7 @@ def test_equal_block_ids_of_two_engines_never_mix(pair: Pair, late: Engine) -> N
 
 
 def test_an_exporter_killed_leaves_nothing_but_misses(pair: Pair, late: Engine) -> None:
-    """The last test of the third engine: afterwards there is none."""
+    """The last test of the late engine: afterwards there is none."""
     node = pair.node
     used, unused = prompts(2, seed=120)
     with node.sharing(late, shareable(used) + shareable(unused)):
@@ -204,7 +206,7 @@ def test_an_exporter_killed_leaves_nothing_but_misses(pair: Pair, late: Engine) 
     left = node.owned(late)
     assert left
     late.kill()
-    for _ in wait_until("the dead engine is swept", 150):
+    for _ in wait_until("the dead engine is swept", PATIENCE_S):
         if not left & set(node.segments()):
             break
     with observe(node, pair.b) as seen:
@@ -262,7 +264,7 @@ def test_other_weights_are_refused_by_name(pair: Pair, apart: Apart) -> None:
     (prompt,) = prompts(1, seed=90)
     with pair.node.sharing(pair.a, shareable(prompt)):
         ours = pair.a.complete(prompt)
-    for _ in wait_until("the stranger learns why it is alone", 150):
+    for _ in wait_until("the stranger learns why it is alone", PATIENCE_S):
         if "weights differs" in stranger.log():
             break
     with observe(pair.node, stranger) as seen:
@@ -284,3 +286,5 @@ def test_vllm_without_the_switch_is_untouched(pair: Pair, apart: Apart) -> None:
     assert plain.prompt_tokens().imported == 0
     assert not [s for s in plain.log().splitlines() if "kvshm" in s and "plugins" not in s]
     assert not pair.node.owned(plain)
+    owned = set().union(*map(pair.node.owned, pair.node.engines))
+    assert {s for s in pair.node.segments() if ".leases." not in s} == owned

@@ -15,6 +15,7 @@ from local_node import Engine, EngineSpec, wait_until
 from sharing_node import observe
 
 from .conftest import Pair
+from .engines import PATIENCE_S
 from .odd_vllm import with_version
 from .oracle import prompts, shareable
 
@@ -51,7 +52,7 @@ def named(one: Engine, differing: dict[str, str], *, itself: bool) -> list[str]:
 
 def assert_both_sides_name(pair: Pair, stranger: Engine, differing: dict[str, str]) -> None:
     for one, times in ((stranger, 2), (pair.a, 1), (pair.b, 1)):
-        for _ in wait_until(f"{one!r} names {list(differing)}", 150):
+        for _ in wait_until(f"{one!r} names {list(differing)}", PATIENCE_S):
             lines = named(one, differing, itself=one is stranger)
             if len(lines) >= times:
                 break
