@@ -167,8 +167,8 @@ class CoordinatorClient:
 
 
 def _neighbours(queued: deque[bytes | None], limit: int) -> list[bytes]:
-    """Take the first batches off the queue, at most ``limit`` and no more than one message may
-    hold; none if a ``rejoin`` is first."""
+    """Take the first batches off the queue, at most ``limit`` and as many as one message is to
+    hold, which is at least one; none if a ``rejoin`` is first."""
     batches: list[bytes] = []
     size = 0
     while len(batches) < limit and (batch := queued[0]) is not None:

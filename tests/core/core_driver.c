@@ -8,73 +8,14 @@
  *
  * Prints what it did; ends with 1 at the first thing that is wrong. */
 
-#include "_core.h"
+#include "core_driver.h"
 
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
-enum { BLOCKS = 4, RANKS = 2, IMPORTERS = 3, WORDS = 64, CAPACITY = 64 };
-enum { CLASHES = 300, BATCHES = 4000, DAMAGED = 1500 };
-
-#define EPOCH 0x123456789abcdef0ULL
-
-#define REQUIRE(condition)                                                                       \
-    do {                                                                                         \
-        if (!(condition)) {                                                                      \
-            fprintf(stderr, "%s:%d: not so: %s\n", __FILE__, __LINE__, #condition);              \
-            exit(1);                                                                             \
-        }                                                                                        \
-    } while (0)
-
-static uint64_t random_word(uint64_t *seed) /* splitmix64 */
-{
-    uint64_t word = *seed += 0x9e3779b97f4a7c15ULL;
-    word = (word ^ word >> 30) * 0xbf58476d1ce4e5b9ULL;
-    word = (word ^ word >> 27) * 0x94d049bb133111ebULL;
-    return word ^ word >> 31;
-}
-
-static uint32_t below(uint64_t *seed, uint32_t limit)
-{
-    return (uint32_t)(random_word(seed) % limit);
-}
-
-/* -- segments of exactly the size they state, so that a byte beyond is a report ---------------- */
-
-static kvshm_segment new_segment(uint32_t header_bytes, uint64_t length)
-{
-    kvshm_segment segment = {calloc(1, length), length};
-    REQUIRE(segment.base);
-    memcpy(segment.base + KVSHM_HEADER_BYTES_OFFSET, &header_bytes, 4);
-    memcpy(segment.base + KVSHM_SEGMENT_BYTES_OFFSET, &length, 8);
-    REQUIRE(kvshm_mark_ready(segment, KVSHM_LAYOUT_VERSION) == KVSHM_OK);
-    return segment;
-}
-
-static kvshm_segment new_table(void)
-{
-    uint64_t length = KVSHM_TABLE_HEADER_BYTES + BLOCKS * (KVSHM_SLOT_BYTES + 8 * RANKS);
-    kvshm_segment table = new_segment(KVSHM_TABLE_HEADER_BYTES, length);
-    uint32_t counts[3] = {BLOCKS, 16, RANKS};
-    memcpy(table.base + KVSHM_NUM_BLOCKS_OFFSET, counts, sizeof counts);
-    REQUIRE(kvshm_store(table, KVSHM_EPOCH_OFFSET, EPOCH) == KVSHM_OK);
-    for (int rank = 0; rank < RANKS; rank++)
-        REQUIRE(kvshm_store(table, KVSHM_LIFE_OFFSET + 8 * rank, EPOCH) == KVSHM_OK);
-    return table;
-}
-
-static kvshm_segment new_index(void)
-{
-    uint64_t length = KVSHM_INDEX_HEADER_BYTES + CAPACITY * KVSHM_ENTRY_BYTES;
-    kvshm_segment index = new_segment(KVSHM_INDEX_HEADER_BYTES, length);
-    REQUIRE(kvshm_store(index, KVSHM_CAPACITY_OFFSET, CAPACITY) == KVSHM_OK);
-    return index;
-}
+enum { CLASHES = 300, BATCHES = 4000 };
 
 /* -- leases and forced ------------------------------------------------------------------------- */
 
@@ -202,13 +143,6 @@ static void race_leases(bool forcing)
 
 /* -- index --------------------------------------------------------------------------------------- */
 
-static kvshm_record event(uint32_t number, uint32_t block, uint32_t generation, uint32_t kind)
-{
-    kvshm_record record = {{0}, block, generation, number, kind};
-    memcpy(record.hash, &number, 4);
-    return record;
-}
-
 typedef struct {
     kvshm_segment index;
     atomic_bool finished;
@@ -272,130 +206,6 @@ static void race_index(void)
     REQUIRE((uint64_t)left == count);
     printf("%d batches, %d entries in the end\n", BATCHES, (int)left);
     free(shared.index.base);
-}
-
-/* -- fuzz ---------------------------------------------------------------------------------------- */
-
-enum { BATCH = 3 };
-
-/* Output arrays on the heap, of exactly the promised size. */
-typedef struct {
-    kvshm_record *records, *out;
-    uint32_t *blocks, *draining;
-    uint64_t *parents;
-    uint8_t *flags;
-} arrays;
-
-static arrays new_arrays(uint64_t *seed)
-{
-    arrays a = {malloc(BATCH * sizeof *a.records),  malloc(BATCH * sizeof *a.out),
-                malloc(BATCH * sizeof *a.blocks),   malloc(BATCH * sizeof *a.draining),
-                calloc(BATCH, sizeof *a.parents), calloc(BATCH, 1)};
-    for (int i = 0; i < BATCH; i++) {
-        uint32_t block = below(seed, 16) ? below(seed, BLOCKS) : (uint32_t)random_word(seed);
-        a.records[i] = event(below(seed, 3), block, below(seed, 3), below(seed, 4));
-        a.blocks[i] = block;
-    }
-    return a;
-}
-
-static void free_arrays(arrays a)
-{
-    free(a.records), free(a.out), free(a.blocks), free(a.draining), free(a.parents), free(a.flags);
-}
-
-static void call_table(kvshm_segment table, uint64_t *seed)
-{
-    arrays a = new_arrays(seed);
-    uint32_t mask, next = below(seed, BLOCKS + 2);
-    size_t num_draining;
-    int bit = (int)below(seed, 32) - 2;
-    switch (below(seed, 10)) {
-    case 0: kvshm_publish(table, a.records, a.parents, BATCH, 1); break;
-    case 1: kvshm_retract(table, a.blocks, BATCH, a.out, a.draining, &num_draining); break;
-    case 2: kvshm_drain(table, a.blocks, BATCH, (uint32_t)random_word(seed)); break;
-    case 3: kvshm_force(table, a.blocks, BATCH, &mask); break;
-    case 4: kvshm_reset(table); break;
-    case 5: kvshm_lease(table, EPOCH, bit, a.records, BATCH, a.flags); break;
-    case 6: kvshm_release(table, bit, a.records, BATCH, below(seed, 2) ? a.flags : NULL); break;
-    case 7: kvshm_recheck(table, EPOCH, below(seed, 70), a.records, BATCH, a.flags); break;
-    case 8: kvshm_sweep(table, (uint32_t)random_word(seed)); break;
-    default: kvshm_scan(table, &next, a.out, BATCH); break;
-    }
-    free_arrays(a);
-}
-
-/* What a scan did not see of what was heard: counted first, then written where just that fits. */
-static void find_stale(const uint8_t *tombstones, const kvshm_record *scanned)
-{
-    uint8_t *seen = calloc(BLOCKS, 1);
-    uint64_t bytes = BLOCKS * KVSHM_TOMBSTONE_BYTES;
-    size_t count = kvshm_index_stale(tombstones, bytes, scanned, BATCH, seen, NULL);
-    kvshm_record *stale = malloc(count * sizeof *stale + 1);
-    REQUIRE(kvshm_index_stale(tombstones, bytes, scanned, BATCH, seen, stale) == count);
-    for (size_t i = 0; i < count; i++)
-        REQUIRE(stale[i].kind == KVSHM_RETRACT && stale[i].block_id < BLOCKS &&
-                !seen[stale[i].block_id]);
-    free(seen);
-    free(stale);
-}
-
-static void call_index(kvshm_segment index, uint8_t *tombstones, uint64_t *seed)
-{
-    arrays a = new_arrays(seed);
-    kvshm_applied applied;
-    uint8_t *hashes = malloc(BATCH * KVSHM_HASH_BYTES);
-    for (int i = 0; i < BATCH; i++)
-        memcpy(hashes + i * KVSHM_HASH_BYTES, a.records[i].hash, KVSHM_HASH_BYTES);
-    uint64_t rows = random_word(seed) | random_word(seed);
-    switch (below(seed, 6)) {
-    case 5: find_stale(tombstones, a.records); break;
-    case 4: {
-        kvshm_segment larger = new_index();
-        kvshm_index_copy(index, larger);
-        free(larger.base);
-        break;
-    }
-    case 0: kvshm_index_drop_row(index, below(seed, 70)); break;
-    case 1: kvshm_index_lookup(index, hashes, BATCH, rows, a.out, a.flags); break;
-    default:
-        kvshm_index_apply(index, tombstones, BLOCKS * KVSHM_TOMBSTONE_BYTES, below(seed, 70),
-                          a.records, BATCH, &applied);
-    }
-    free(hashes);
-    free_arrays(a);
-}
-
-/* Overwrite some bytes, by preference where the numbers stand. */
-static void damage(kvshm_segment segment, uint64_t *seed)
-{
-    for (uint32_t times = below(seed, 4); times; times--) {
-        uint64_t limit = below(seed, 2) ? 128 : segment.length;
-        uint64_t value = below(seed, 2) ? random_word(seed) : below(seed, 200);
-        memcpy(segment.base + random_word(seed) % (limit - 8), &value, 1 + below(seed, 8));
-    }
-}
-
-static void fuzz(void)
-{
-    uint64_t seed = 3;
-    for (int round = 0; round < DAMAGED; round++) {
-        kvshm_segment table = new_table(), index = new_index();
-        uint8_t *tombstones = calloc(BLOCKS, KVSHM_TOMBSTONE_BYTES);
-        for (int call = 0; call < 60; call++) {
-            if (call == 20 || call == 40) {
-                damage(table, &seed);
-                damage(index, &seed);
-            }
-            kvshm_segment cut = table;
-            if (call > 50)
-                cut.length = random_word(&seed) % (table.length + 1);
-            call_table(cut, &seed);
-            call_index(index, tombstones, &seed);
-        }
-        free(table.base), free(index.base), free(tombstones);
-    }
-    printf("%d damaged tables and indexes\n", DAMAGED);
 }
 
 int main(int argc, char **argv)

@@ -16,7 +16,7 @@ import pytest
 
 from kvshm import _native
 
-DRIVER = Path(__file__).with_name("core_driver.c")
+DRIVER = [Path(__file__).with_name(name) for name in ("core_driver.c", "core_fuzz.c")]
 CORE = Path(_native.__file__).parent
 PARTS = ("_core.c", "_exporter.c", "_importer.c", "_lookup.c", "_replica.c")
 FLAGS = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-pthread", "-fno-sanitize-recover=all")
@@ -55,7 +55,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         pytest.skip(f"this compiler comes without -fsanitize={request.param}")
     if run(folder / "empty").returncode != 0:
         pytest.skip(f"programs with -fsanitize={request.param} do not run here")
-    sources = [str(DRIVER), *(str(CORE / part) for part in PARTS)]
+    sources = map(str, [*DRIVER, *(CORE / part for part in PARTS)])
     built = build(folder / "driver", *sources, sanitizer=request.param)
     assert built.returncode == 0, built.stderr
     warnings = [line for line in built.stderr.splitlines() if "warning:" in line]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -11,22 +10,9 @@ import pytest
 from kvshm.counters import BAD_MESSAGES
 from kvshm.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, EngineGone, Join, encode
 
-from .scripted import Script, scripted
+from .scripted import Script
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    with scripted(monkeypatch) as script:
-        yield script
-
-
-@pytest.fixture
-def hasty_script() -> Iterator[Script]:
-    """Its client waits for a reply no longer than the product does."""
-    with scripted() as script:
-        yield script
 
 
 def errors_logged(caplog: pytest.LogCaptureFixture) -> list[str]:

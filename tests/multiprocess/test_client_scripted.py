@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from unittest.mock import ANY
 
 import pytest
@@ -28,22 +27,9 @@ from kvshm.protocol import (
 from kvshm.session import REPLY_SECONDS
 
 from .processes import PATIENCE_SECONDS
-from .scripted import Script, engine_info, scripted
+from .scripted import Script, engine_info
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    with scripted(monkeypatch) as script:
-        yield script
-
-
-@pytest.fixture
-def hasty_script() -> Iterator[Script]:
-    """Its client waits for a reply no longer than the product does."""
-    with scripted() as script:
-        yield script
 
 
 def test_broadcasts_up_to_the_roster_are_dropped(script: Script) -> None:

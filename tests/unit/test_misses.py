@@ -34,6 +34,17 @@ def table(namespace: str) -> Iterator[SlotTable]:
     table.close()
 
 
+@pytest.fixture
+def life(table: SlotTable, peers: Peers) -> Life:
+    """Of which a Membership uses the table and the peers only."""
+    return Life(table, None, peers, None)  # type: ignore[arg-type]  # the others are not touched
+
+
+@pytest.fixture
+def member(life: Life) -> Membership:
+    return Membership(lambda: life, lambda: life)
+
+
 def test_engines_with_lookups_and_no_hits_are_told_why(table: SlotTable, clock: Clock) -> None:
     report = MissReport(clock)
     count = table.counters.add
@@ -141,10 +152,8 @@ def test_engines_of_one_fingerprint_need_their_fields_noted_once(
 
 
 def test_both_sides_say_it_once_and_note_it(
-    table: SlotTable, peers: Peers, caplog: pytest.LogCaptureFixture
+    table: SlotTable, peers: Peers, member: Membership, caplog: pytest.LogCaptureFixture
 ) -> None:
-    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
-    member = Membership(lambda: life, lambda: life)
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
         roster=[], sequences={}, suspected=[], strangers=[OTHER],
@@ -164,10 +173,8 @@ def test_both_sides_say_it_once_and_note_it(
 
 
 def test_of_very_many_strangers_the_latest_are_remembered_as_named(
-    table: SlotTable, peers: Peers, caplog: pytest.LogCaptureFixture
+    member: Membership, caplog: pytest.LogCaptureFixture
 ) -> None:
-    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
-    member = Membership(lambda: life, lambda: life)
     strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(NAMED + 10)]
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
         for stranger in (*strangers, *strangers[-NAMED:]):
@@ -177,10 +184,10 @@ def test_of_very_many_strangers_the_latest_are_remembered_as_named(
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
-def test_strangers_leave_room_in_the_error_log(table: SlotTable, peers: Peers, count: int) -> None:
+def test_strangers_leave_room_in_the_error_log(
+    table: SlotTable, peers: Peers, member: Membership, count: int
+) -> None:
     """However many there are and in however many fields they differ."""
-    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
-    member = Membership(lambda: life, lambda: life)
     differing = dict.fromkeys("abcdefghij", ("1", "2"))
     peers.strangers = count  # whatever a coordinator says
     member.stranger_joined(Stranger("late", 1, differing))
@@ -198,19 +205,16 @@ def test_strangers_leave_room_in_the_error_log(table: SlotTable, peers: Peers, c
 
 
 def test_what_the_replica_had_no_room_for_is_counted(
-    table: SlotTable, peers: Peers, monkeypatch: pytest.MonkeyPatch
+    table: SlotTable, peers: Peers, member: Membership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
-    member = Membership(lambda: life, lambda: life)
     for refused in (2, 2, 5):
         monkeypatch.setattr(peers._replica, "_refused", refused)
         member.beat()
         assert table.counters.snapshot()["index_full"] == refused
 
 
-def test_the_client_counts_into_the_present_table(table: SlotTable, peers: Peers) -> None:
-    life = Life(table, None, peers, None)  # type: ignore[arg-type]  # unused
-    present: list[Life] = [life]
+def test_the_client_counts_into_the_present_table(table: SlotTable, life: Life) -> None:
+    present = [life]
     member = Membership(lambda: None, lambda: present[0] if present else None)
     member.count(c.EVENTS_SENT)
     member.count(c.EVENTS_DROPPED, 3)

@@ -1,0 +1,22 @@
+"""What several files of this folder use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .scripted import Script, scripted
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
+    with scripted(monkeypatch) as script:
+        yield script
+
+
+@pytest.fixture
+def hasty_script() -> Iterator[Script]:
+    """Its client waits for a reply no longer than the product does."""
+    with scripted() as script:
+        yield script
