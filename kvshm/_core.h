@@ -179,12 +179,12 @@ int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
  * not fit or `to` is not empty. */
 int64_t kvshm_index_copy(kvshm_segment from, kvshm_segment to);
 
-/* Longest run of `hashes` (32 bytes each) from the first on for which some row in `rows` (bit
- * mask) has an entry.  records[i] gets block_id, generation, depth and the hash, owners[i] the
- * row; the run is cut into as few owners as possible.  Lock-free against the writer: a torn
- * read is a miss or a wrong hint, which the lease refuses.  Returns the run's length. */
-int64_t kvshm_index_lookup(kvshm_segment index, const uint8_t *hashes, size_t count,
-                           uint64_t rows, kvshm_record *records, uint8_t *owners);
+/* Longest run of hashes, those of `records`, from the first on for which some row in `rows` (bit
+ * mask) has an entry.  records[i] gets block_id, generation and depth, owners[i] the row; the run
+ * is cut into as few owners as possible.  Lock-free against the writer: a torn read is a miss or
+ * a wrong hint, which the lease refuses.  Returns the run's length; behind it nothing counts. */
+int64_t kvshm_index_lookup(kvshm_segment index, kvshm_record *records, size_t count,
+                           uint64_t rows, uint8_t *owners);
 
 /* -- copies ---------------------------------------------------------------------------- */
 

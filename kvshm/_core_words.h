@@ -81,6 +81,9 @@ static inline uint8_t *slot_of(const table_view *table, uint32_t block_id)
     return table->slots + (uint64_t)block_id * KVSHM_SLOT_BYTES;
 }
 
+/* How many blocks ahead of the one that is changed its slot is fetched. */
+enum { SLOTS_AHEAD = 12 };
+
 /* The hash of a slot may change under a reader's hands, hence word by word and atomically. */
 static inline void read_fields(const uint8_t *slot, kvshm_record *record)
 {

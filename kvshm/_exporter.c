@@ -31,6 +31,8 @@ int64_t kvshm_publish(kvshm_segment segment, kvshm_record *records, const uint64
         return status;
     int64_t published = 0;
     for (size_t i = 0; i < count; i++) {
+        if (count - i > SLOTS_AHEAD)
+            __builtin_prefetch(slot_of(&table, records[i + SLOTS_AHEAD].block_id), 1);
         uint8_t *slot = slot_of(&table, records[i].block_id);
         bool done = publish_slot(slot, &records[i], parents[i], published_ms);
         records[i].kind = done ? KVSHM_PUBLISH : 0;
@@ -77,6 +79,8 @@ int64_t kvshm_retract(kvshm_segment segment, const uint32_t *blocks, size_t coun
         return status;
     int64_t retracted = 0;
     for (size_t i = 0; i < count; i++) {
+        if (count - i > SLOTS_AHEAD)
+            __builtin_prefetch(slot_of(&table, blocks[i + SLOTS_AHEAD]), 1);
         uint8_t *slot = slot_of(&table, blocks[i]);
         uint64_t before = leave_ready(slot);
         if (state_of(before) == KVSHM_READY) {

@@ -2,38 +2,45 @@
 
 #include "_core_index.h"
 
-/* Rows of `rows` that hold the tag. */
-static uint64_t rows_with(const index_view *index, uint64_t tag, uint64_t rows)
+/* How many hashes ahead of the one that is compared the index is fetched: what an engine's other
+ * work has driven out of its caches arrives side by side then, not one line after the other. */
+enum { AHEAD = 32 };
+
+static void fetch(const index_view *index, const kvshm_record *record)
 {
-    uint64_t found = 0, position = home_of(index, tag);
-    for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
-        entry e = entry_at(index, position);
-        if (is_free(e))
-            break;
-        if (e.tag == tag && row_of(e) < KVSHM_NUM_ROWS)
-            found |= (uint64_t)1 << row_of(e);
-    }
-    return found & rows;
+    uint64_t home = home_of(index, tag_of(record->hash));
+    const uint8_t *at = index->entries + home * KVSHM_ENTRY_BYTES;
+    __builtin_prefetch(at);
+    __builtin_prefetch(at + 2 * KVSHM_ENTRY_BYTES - 8); /* where its neighbour's owner stands */
 }
 
-static bool fill_record(const index_view *index, const uint8_t *hash, uint32_t row,
-                        kvshm_record *record)
+static void fill(kvshm_record *record, entry e)
 {
-    uint64_t tag = tag_of(hash), position = home_of(index, tag);
+    record->block_id = block_of(e);
+    record->generation = (uint32_t)(e.place >> 32);
+    record->depth = (uint32_t)(e.owner >> 32);
+    record->kind = row_of(e); /* until its owner is decided */
+}
+
+/* Rows of `rows` that hold the record's hash; the record gets what the first of them says.  Ends
+ * as soon as all of `enough` are found: a miss of the caches less. */
+static uint64_t holders_of(const index_view *index, kvshm_record *record, uint64_t rows,
+                           uint64_t enough)
+{
+    uint64_t found = 0, tag = tag_of(record->hash), position = home_of(index, tag);
     for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
         entry e = entry_at(index, position);
         if (is_free(e))
             break;
-        if (e.tag != tag || row_of(e) != row)
+        if (e.tag != tag || row_of(e) >= KVSHM_NUM_ROWS || !((uint64_t)1 << row_of(e) & rows))
             continue;
-        memcpy(record->hash, hash, KVSHM_HASH_BYTES);
-        record->block_id = block_of(e);
-        record->generation = (uint32_t)(e.place >> 32);
-        record->depth = (uint32_t)(e.owner >> 32);
-        record->kind = KVSHM_PUBLISH;
-        return true;
+        if (!found)
+            fill(record, e);
+        found |= (uint64_t)1 << row_of(e);
+        if ((found & enough) == enough)
+            break;
     }
-    return false;
+    return found;
 }
 
 static void own(uint8_t *owners, size_t from, size_t to, uint64_t candidates)
@@ -44,13 +51,17 @@ static void own(uint8_t *owners, size_t from, size_t to, uint64_t candidates)
 
 /* Cut the longest known prefix into as few owners as possible: keep the rows that hold all of
  * the current run, begin a new run where none is left. */
-static size_t assign_owners(const index_view *index, const uint8_t *hashes, size_t count,
+static size_t assign_owners(const index_view *index, kvshm_record *records, size_t count,
                             uint64_t rows, uint8_t *owners)
 {
     uint64_t candidates = 0;
     size_t begin = 0, i = 0;
+    for (size_t next = 0; next < AHEAD && next < count; next++)
+        fetch(index, &records[next]);
     for (; i < count; i++) {
-        uint64_t holders = rows_with(index, tag_of(hashes + i * KVSHM_HASH_BYTES), rows);
+        if (count - i > AHEAD)
+            fetch(index, &records[i + AHEAD]);
+        uint64_t holders = holders_of(index, &records[i], rows, candidates ? candidates : rows);
         if (!holders)
             break;
         if (!(candidates & holders)) {
@@ -64,8 +75,22 @@ static size_t assign_owners(const index_view *index, const uint8_t *hashes, size
     return i;
 }
 
-int64_t kvshm_index_lookup(kvshm_segment segment, const uint8_t *hashes, size_t count,
-                           uint64_t rows, kvshm_record *records, uint8_t *owners)
+/* What the owner itself says, where another row's entry was the first.  How many have it. */
+static size_t ask_owners(const index_view *index, kvshm_record *records, size_t count,
+                         const uint8_t *owners)
+{
+    size_t i = 0;
+    for (; i < count; i++) {
+        uint64_t row = (uint64_t)1 << owners[i];
+        if (records[i].kind != owners[i] && !holders_of(index, &records[i], row, row))
+            break;
+        records[i].kind = KVSHM_PUBLISH;
+    }
+    return i;
+}
+
+int64_t kvshm_index_lookup(kvshm_segment segment, kvshm_record *records, size_t count,
+                           uint64_t rows, uint8_t *owners)
 {
     index_view index;
     int status = open_index(segment, &index);
@@ -75,11 +100,8 @@ int64_t kvshm_index_lookup(kvshm_segment segment, const uint8_t *hashes, size_t 
     size_t length = 0;
     for (int attempt = 0; attempt < 4; attempt++) {
         uint64_t before = get_acquire(sequence); /* acquire: entries are read after it */
-        size_t found = assign_owners(&index, hashes, count, rows, owners);
-        for (length = 0; length < found; length++)
-            if (!fill_record(&index, hashes + length * KVSHM_HASH_BYTES, owners[length],
-                             &records[length]))
-                break;
+        length = assign_owners(&index, records, count, rows, owners);
+        length = ask_owners(&index, records, length, owners);
         atomic_thread_fence(memory_order_acquire); /* ... and before it is read again */
         if (!(before & 1) && get(sequence) == before)
             break;

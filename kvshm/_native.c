@@ -9,11 +9,28 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 
 typedef struct {
     PyObject *corrupt_segment;
+    kvshm_places places[KVSHM_NUM_KEPT];
 } module_state;
+
+static const kvshm_places unknown[KVSHM_NUM_KEPT] = {
+    [KVSHM_BLOCKS].names = {{"block_id", "block_id"},
+                            {"block_hash", "_block_hash"},
+                            {"ref_cnt", "ref_cnt"}},
+    [KVSHM_FOLLOWED].names = {{"request", "request"},
+                              {"complete", "complete"},
+                              {"life", "life"},
+                              {"preemptions", "preemptions"}},
+};
+
+kvshm_places *kvshm_places_of(PyObject *module, enum kvshm_kept which)
+{
+    return &((module_state *)PyModule_GetState(module))->places[which];
+}
 
 PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status)
 {
@@ -66,7 +83,7 @@ uint32_t *kvshm_copy_blocks_list(PyObject *sequence, size_t *count)
         return NULL;
     }
     for (Py_ssize_t i = 0; i < length; i++) {
-        PyObject *item = PySequence_GetItem(sequence, i);
+        PyObject *item = kvshm_item(sequence, i);
         long long value = item ? PyLong_AsLongLong(item) : -1;
         Py_XDECREF(item);
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError))
@@ -252,6 +269,7 @@ static int check_layout(PyObject *dict)
 static int native_exec(PyObject *module)
 {
     module_state *state = PyModule_GetState(module);
+    memcpy(state->places, unknown, sizeof unknown);
     PyObject *errors = PyImport_ImportModule("kvshm.errors");
     if (!errors)
         return -1;
@@ -261,7 +279,8 @@ static int native_exec(PyObject *module)
     if (!dict || check_layout(dict) < 0 || PyModule_AddObjectRef(module, "LAYOUT", dict) < 0 ||
         PyModule_AddIntConstant(module, "NUM_SYNC_POINTS", KVSHM_SYNC_CORE_COUNT) < 0 ||
         PyModule_AddFunctions(module, kvshm_slot_methods) < 0 ||
-        PyModule_AddFunctions(module, kvshm_index_methods) < 0) {
+        PyModule_AddFunctions(module, kvshm_index_methods) < 0 ||
+        PyModule_AddFunctions(module, kvshm_mark_methods) < 0) {
         Py_XDECREF(dict);
         return -1;
     }
@@ -273,6 +292,8 @@ static int native_traverse(PyObject *module, visitproc visit, void *arg)
 {
     module_state *state = PyModule_GetState(module);
     Py_VISIT(state->corrupt_segment);
+    for (int i = 0; i < KVSHM_NUM_KEPT; i++)
+        Py_VISIT((PyObject *)state->places[i].tried);
     return 0;
 }
 
@@ -280,18 +301,34 @@ static int native_clear(PyObject *module)
 {
     module_state *state = PyModule_GetState(module);
     Py_CLEAR(state->corrupt_segment);
+    for (int i = 0; i < KVSHM_NUM_KEPT; i++) {
+        state->places[i].type = NULL;
+        Py_CLEAR(state->places[i].tried);
+    }
     return 0;
 }
 
-/* os.eventfd_write gives up the GIL, and the thread that is woken takes it at once. */
+static PyObject *native_timer(PyObject *module, PyObject *args)
+{
+    (void)module;
+    (void)args;
+    int fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
+    return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
+}
+
+/* What gives up the GIL here, as os.eventfd_write does, loses it to the thread that is woken. */
 static PyObject *native_wake(PyObject *module, PyObject *args)
 {
     (void)module;
     int fd;
-    if (!PyArg_ParseTuple(args, "i:wake", &fd))
+    unsigned int microseconds;
+    if (!PyArg_ParseTuple(args, "iI:wake", &fd, &microseconds))
         return NULL;
-    uint64_t one = 1;
-    if (write(fd, &one, sizeof one) < 0 && errno != EAGAIN)
+    struct itimerspec when = {.it_value = {.tv_sec = microseconds / 1000000,
+                                           .tv_nsec = microseconds % 1000000 * 1000L}};
+    if (microseconds == 0)
+        when.it_value.tv_nsec = 1; /* 0 would end the timer */
+    if (timerfd_settime(fd, 0, &when, NULL) < 0)
         return PyErr_SetFromErrno(PyExc_OSError);
     Py_RETURN_NONE;
 }
@@ -303,6 +340,7 @@ static PyMethodDef word_methods[] = {
     {"compare_exchange", native_compare_exchange, METH_VARARGS, NULL},
     {"mark_ready", native_mark_ready, METH_VARARGS, NULL},
     {"address", native_address, METH_VARARGS, NULL},
+    {"timer", native_timer, METH_NOARGS, NULL},
     {"wake", native_wake, METH_VARARGS, NULL},
     {"arm_sync_point", native_arm_sync_point, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

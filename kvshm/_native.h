@@ -7,7 +7,7 @@
 
 #include "_core.h"
 
-extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[];
+extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[];
 
 /* Results: status below 0 -> exception (CorruptSegment, IndexError, ValueError) and NULL. */
 PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status);
@@ -22,10 +22,23 @@ static inline kvshm_segment segment_of(const Py_buffer *buffer)
  * caller gives it back with PyMem_Free, after the GIL was taken again. */
 void *kvshm_copy_array(const Py_buffer *buffer, size_t size, size_t *count);
 
+/* An element of a sequence, as a new reference; NULL with an exception. */
+static inline PyObject *kvshm_item(PyObject *sequence, Py_ssize_t index)
+{
+    if (!PyList_CheckExact(sequence))
+        return PySequence_GetItem(sequence, index);
+    PyObject *item = PyList_GetItem(sequence, index);
+    return item ? Py_NewRef(item) : NULL;
+}
+
 /* A sequence of block ids as such an array; IndexError for what no block id can be. */
 uint32_t *kvshm_copy_blocks_list(PyObject *sequence, size_t *count);
 
 PyObject *kvshm_list_of_blocks(const uint32_t *blocks, size_t count);
+
+/* Retract blocks: the event to send, and the list of those to wait for. */
+PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const uint32_t *blocks,
+                               size_t count);
 
 /* The GIL is given up around large batches only.  Whoever gives it up must wait until another
  * thread that took it lets go again, which takes longer than a small batch does: a scheduler
@@ -42,6 +55,43 @@ static inline void with_gil(PyThreadState *saved)
     if (saved)
         PyEval_RestoreThread(saved);
 }
+
+/* -- attributes of objects of one class (_native_places.c) ------------------------------------- */
+
+enum { KVSHM_MAX_PLACES = 4 };
+
+typedef struct {
+    const char *asked_for, *kept_as; /* a property's name, and the attribute that it returns */
+} kvshm_name;
+
+typedef struct {
+    kvshm_name names[KVSHM_MAX_PLACES];
+    PyTypeObject *type;           /* whose places are known; NULL: none */
+    PyTypeObject *tried;          /* the class last looked at, which is kept */
+    size_t at[KVSHM_MAX_PLACES];  /* in words */
+} kvshm_places;
+
+enum kvshm_kept { KVSHM_BLOCKS, KVSHM_FOLLOWED, KVSHM_NUM_KEPT };
+enum kvshm_of_block { KVSHM_BLOCK_ID, KVSHM_BLOCK_HASH, KVSHM_REF_CNT };
+enum kvshm_of_followed { KVSHM_REQUEST, KVSHM_COMPLETE, KVSHM_LIFE, KVSHM_PREEMPTIONS };
+
+/* The module's own. */
+kvshm_places *kvshm_places_of(PyObject *module, enum kvshm_kept which);
+
+/* May run Python code. */
+void kvshm_find_places(kvshm_places *places, PyTypeObject *type);
+
+/* An attribute, as a new reference; NULL with an exception. */
+static inline PyObject *kvshm_get(kvshm_places *places, PyObject *object, int which)
+{
+    if (Py_TYPE(object) != places->tried)
+        kvshm_find_places(places, Py_TYPE(object));
+    PyObject *kept =
+        Py_TYPE(object) == places->type ? ((PyObject **)object)[places->at[which]] : NULL;
+    return kept ? Py_NewRef(kept) : PyObject_GetAttrString(object, places->names[which].asked_for);
+}
+
+PyObject *kvshm_marks_step(PyObject *module, PyObject *args);
 
 static inline PyObject *bytes_of(const void *data, size_t size)
 {

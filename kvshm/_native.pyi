@@ -9,9 +9,11 @@ TypeError if a buffer that is written is read-only).  Nothing here blocks or wai
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
+
+from .terms import BlockId
 
 _Region: TypeAlias = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
@@ -40,6 +42,46 @@ def force(table: Buffer, blocks: Sequence[int], /) -> tuple[int, int]:
 
 def reset(table: Buffer, /) -> int:
     """Every slot -> EMPTY at the next generation.  Returns how many were not EMPTY."""
+
+# -- marks of the exporter's own blocks (kvshm/marks.py): 8 bytes each, private memory
+
+def marks_change(marks: Buffer, blocks: Sequence[int], keep: int, /) -> list[int]:
+    """The next generation, and no flags but those in ``keep``.  Returns those that were
+    published."""
+
+def marks_retract(
+    table: Buffer, marks: Buffer, blocks: Sequence[int], keep: int, /
+) -> tuple[bytes, list[BlockId]]:
+    """``marks_change``, and ``retract`` of those that were published."""
+
+def marks_sound(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
+    """How many of ``table[:stop]``, objects with a ``block_id``, are sound from the first on."""
+
+def marks_write(
+    marks: Buffer, table: Sequence[Any], first: int, last: int, complete: int, /
+) -> tuple[bytes, list[BlockId]]:
+    """Change ``table[first:last]``; those below ``complete`` become sound.  Returns these as
+    packed pairs of block and generation, and the blocks that were published."""
+
+def marks_step(
+    requests: dict[str, Any], scheduled: dict[str, int], size: int, life: int, drafts: int, /
+) -> list[tuple[Any, int, int]]:
+    """What is followed of those of the step's requests that write a block with a mark, complete
+    one, or have another table than before; each with the first block that the step writes and
+    the token that it ends before.  ``drafts`` is not 0 where tokens may be rejected."""
+
+def marks_publish(
+    table: Buffer,
+    marks: Buffer,
+    pool: Sequence[Any],
+    runs: list[tuple[list[bytes], int, bytes]],
+    published_ms: int,
+    /,
+) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
+    """Publish the blocks in ``runs`` (chain, index of the first block, packed pairs) that are
+    unchanged and whose ``pool[block].block_hash`` is the chain's at their index.  Returns the
+    records published, and the runs that hold a block without a hash which is in use
+    (``ref_cnt``), or one whose slot is not EMPTY."""
 
 # -- slots: importer's side
 
@@ -101,10 +143,10 @@ def index_copy(index: Buffer, larger: Buffer, /) -> int:
     entries.  ValueError if they do not fit or ``larger`` is not empty."""
 
 def index_lookup(
-    index: Buffer, hashes: Sequence[bytes], start: int, stop: int, rows: int, /
-) -> tuple[bytes, bytes]:
+    index: Buffer, hashes: list[bytes], start: int, stop: int, rows: int, /
+) -> list[tuple[int, bytes]]:
     """Longest run of ``hashes[start:stop]`` (1 to 32 bytes each) held by rows in the mask
-    ``rows``: its records, and the row of each as one byte."""
+    ``rows``, cut where the owner changes: row and records of each part."""
 
 # -- copies
 
@@ -121,9 +163,14 @@ def copy_blocks(
 
 # -- threads
 
-def wake(fd: int, /) -> None:
-    """Add 1 to a non-blocking eventfd and keep the GIL: the thread that waits for it runs once
-    the caller waits itself, not in the middle of the caller's work.  Raises OSError."""
+def timer() -> int:
+    """A new descriptor to ``wake`` by: readable, 8 bytes, once its time has come.  Does not block.
+    Raises OSError."""
+
+def wake(timer: int, microseconds: int, /) -> None:
+    """Have who waits for ``timer`` wake up so much later, whatever was set before, and keep the
+    GIL: it runs once the caller waits itself, not in the middle of the caller's work.  Raises
+    OSError."""
 
 # -- tests
 

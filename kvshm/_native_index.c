@@ -5,6 +5,9 @@
 #include <stdbool.h>
 #include <string.h>
 
+/* A hash is looked up in a fraction of the time that a record takes elsewhere. */
+#define LOOKUPS_PER_RECORD 8
+
 /* -- index ----------------------------------------------------------------------------------- */
 
 static PyObject *native_index_apply(PyObject *module, PyObject *args)
@@ -105,6 +108,9 @@ static PyObject *native_index_copy(PyObject *module, PyObject *args)
     return result;
 }
 
+/* How many objects ahead of the one that is read memory is fetched, see _lookup.c. */
+enum { AHEAD = 16, DIGEST_AT = 32 /* behind the head of a bytes object, about */ };
+
 static bool copy_digest(PyObject *item, uint8_t *to)
 {
     char *digest;
@@ -115,65 +121,103 @@ static bool copy_digest(PyObject *item, uint8_t *to)
         PyErr_Format(PyExc_ValueError, "a block hash has 1 to 32 bytes, not %zd", size);
         return false;
     }
+    memset(to, 0, KVSHM_HASH_BYTES);
     memcpy(to, digest, (size_t)size);
     return true;
 }
 
-/* hashes[start:stop], each padded with zeros to 32 bytes; NULL with an exception. */
-static uint8_t *copy_hashes(PyObject *hashes, Py_ssize_t start, Py_ssize_t stop)
+static void fetch(PyObject *hashes, Py_ssize_t index)
 {
-    uint8_t *array = PyMem_Calloc((size_t)(stop - start) + 1, KVSHM_HASH_BYTES);
-    if (!array) {
+    const char *item = (const char *)PyList_GetItem(hashes, index);
+    __builtin_prefetch(item);
+    __builtin_prefetch(item + DIGEST_AT + KVSHM_HASH_BYTES - 1);
+}
+
+/* The hashes from `start` on of a list that has them all, each padded with zeros; false with an
+ * exception.  Runs no Python code, so that the list stays as it is. */
+static bool copy_hashes(PyObject *hashes, Py_ssize_t start, size_t count, kvshm_record *records)
+{
+    Py_ssize_t stop = start + (Py_ssize_t)count;
+    for (Py_ssize_t i = start; i < stop && i < start + AHEAD; i++)
+        fetch(hashes, i);
+    for (Py_ssize_t i = start; i < stop; i++, records++) {
+        if (stop - i > AHEAD)
+            fetch(hashes, i + AHEAD);
+        if (!copy_digest(PyList_GetItem(hashes, i), records->hash))
+            return false;
+    }
+    return true;
+}
+
+/* Cut at each change of owner: (row, records) each.  `packed` holds `count` records. */
+static PyObject *list_of_runs(PyObject *packed, size_t count, const uint8_t *owners,
+                              size_t length)
+{
+    const kvshm_record *records = (const void *)PyBytes_AsString(packed);
+    PyObject *runs = PyList_New(0);
+    for (size_t begin = 0, end; runs && begin < length; begin = end) {
+        for (end = begin + 1; end < length && owners[end] == owners[begin];)
+            end++;
+        PyObject *part = end - begin == count
+                             ? Py_NewRef(packed)
+                             : bytes_of(records + begin, (end - begin) * sizeof *records);
+        PyObject *run = part ? Py_BuildValue("(iN)", owners[begin], part) : NULL;
+        if (!run || PyList_Append(runs, run) < 0)
+            Py_CLEAR(runs);
+        Py_XDECREF(run);
+    }
+    return runs;
+}
+
+static PyObject *lookup_all(PyObject *module, const Py_buffer *index, PyObject *hashes,
+                            Py_ssize_t start, size_t count, uint64_t rows)
+{
+    PyObject *runs = NULL;
+    PyObject *packed = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * KVSHM_RECORD_BYTES));
+    uint8_t *owners = PyMem_Malloc(count + 1);
+    kvshm_record *records = packed ? (void *)PyBytes_AsString(packed) : NULL;
+    if (!owners)
         PyErr_NoMemory();
+    if (records && owners && copy_hashes(hashes, start, count, records)) {
+        PyThreadState *saved = without_gil(count / LOOKUPS_PER_RECORD);
+        int64_t length = kvshm_index_lookup(segment_of(index), records, count, rows, owners);
+        with_gil(saved);
+        runs = length < 0 ? kvshm_raise(module, index, length)
+                          : list_of_runs(packed, count, owners, (size_t)length);
+    }
+    Py_XDECREF(packed);
+    PyMem_Free(owners);
+    return runs;
+}
+
+/* A lookup finds nobody for the first hash, mostly: the others are not even looked at then. */
+static PyObject *lookup(PyObject *module, const Py_buffer *index, PyObject *hashes,
+                        Py_ssize_t start, size_t count, uint64_t rows)
+{
+    kvshm_record first;
+    uint8_t owner;
+    if (count && !copy_hashes(hashes, start, 1, &first))
         return NULL;
-    }
-    for (Py_ssize_t i = start; i < stop; i++) {
-        PyObject *item = PySequence_GetItem(hashes, i);
-        bool copied = item && copy_digest(item, array + (i - start) * KVSHM_HASH_BYTES);
-        Py_XDECREF(item);
-        if (!copied) {
-            PyMem_Free(array);
-            return NULL;
-        }
-    }
-    return array;
+    int64_t length = kvshm_index_lookup(segment_of(index), &first, count > 0, rows, &owner);
+    if (length < 0)
+        return kvshm_raise(module, index, length);
+    return length ? lookup_all(module, index, hashes, start, count, rows) : PyList_New(0);
 }
 
 static PyObject *native_index_lookup(PyObject *module, PyObject *args)
 {
     Py_buffer index;
-    PyObject *hashes, *result = NULL;
+    PyObject *hashes;
     Py_ssize_t start, stop;
     unsigned long long rows;
-    if (!PyArg_ParseTuple(args, "y*OnnK:index_lookup", &index, &hashes, &start, &stop, &rows))
+    if (!PyArg_ParseTuple(args, "y*O!nnK:index_lookup", &index, &PyList_Type, &hashes, &start,
+                          &stop, &rows))
         return NULL;
-    Py_ssize_t available = PySequence_Size(hashes);
-    if (available < 0) {
-        PyBuffer_Release(&index);
-        return NULL;
-    }
+    Py_ssize_t available = PyList_Size(hashes);
     if (stop > available)
         stop = available;
-    if (start < 0 || stop < start)
-        start = stop = 0;
-    size_t count = (size_t)(stop - start);
-    uint8_t *wanted = copy_hashes(hashes, start, stop);
-    kvshm_record *records = PyMem_Malloc((count + 1) * sizeof *records);
-    uint8_t *owners = PyMem_Malloc(count + 1);
-    if (wanted && records && owners) {
-        int64_t length;
-        PyThreadState *saved = without_gil(count);
-        length = kvshm_index_lookup(segment_of(&index), wanted, count, rows, records, owners);
-        with_gil(saved);
-        result = length < 0
-                     ? kvshm_raise(module, &index, length)
-                     : Py_BuildValue("(y#y#)", records, (Py_ssize_t)length * KVSHM_RECORD_BYTES,
-                                     owners, (Py_ssize_t)length);
-    } else if (wanted)
-        PyErr_NoMemory();
-    PyMem_Free(wanted);
-    PyMem_Free(records);
-    PyMem_Free(owners);
+    size_t count = start < 0 || stop < start ? 0 : (size_t)(stop - start);
+    PyObject *result = lookup(module, &index, hashes, start, count, rows);
     PyBuffer_Release(&index);
     return result;
 }

@@ -48,30 +48,40 @@ static PyObject *native_publish(PyObject *module, PyObject *args)
     return result;
 }
 
+PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const uint32_t *blocks,
+                               size_t count)
+{
+    PyObject *result = NULL;
+    size_t num_draining = 0;
+    uint32_t *draining = PyMem_Malloc((count + 1) * sizeof *draining);
+    kvshm_record *out = PyMem_Malloc((count + 1) * sizeof *out);
+    if (draining && out) {
+        int64_t retracted;
+        PyThreadState *saved = without_gil(count);
+        retracted = kvshm_retract(segment_of(table), blocks, count, out, draining, &num_draining);
+        with_gil(saved);
+        result = retracted < 0
+                     ? kvshm_raise(module, table, retracted)
+                     : Py_BuildValue("(y#N)", out, (Py_ssize_t)(retracted * KVSHM_RECORD_BYTES),
+                                     kvshm_list_of_blocks(draining, num_draining));
+    } else
+        PyErr_NoMemory();
+    PyMem_Free(draining);
+    PyMem_Free(out);
+    return result;
+}
+
 static PyObject *native_retract(PyObject *module, PyObject *args)
 {
     Py_buffer table;
     PyObject *sequence, *result = NULL;
     if (!PyArg_ParseTuple(args, "w*O:retract", &table, &sequence))
         return NULL;
-    size_t count = 0, num_draining = 0;
+    size_t count = 0;
     uint32_t *blocks = kvshm_copy_blocks_list(sequence, &count);
-    uint32_t *draining = blocks ? PyMem_Malloc((count + 1) * sizeof *draining) : NULL;
-    kvshm_record *out = draining ? PyMem_Malloc((count + 1) * sizeof *out) : NULL;
-    if (out) {
-        int64_t retracted;
-        PyThreadState *saved = without_gil(count);
-        retracted = kvshm_retract(segment_of(&table), blocks, count, out, draining, &num_draining);
-        with_gil(saved);
-        result = retracted < 0
-                     ? kvshm_raise(module, &table, retracted)
-                     : Py_BuildValue("(y#N)", out, (Py_ssize_t)(retracted * KVSHM_RECORD_BYTES),
-                                     kvshm_list_of_blocks(draining, num_draining));
-    } else if (blocks)
-        PyErr_NoMemory();
+    if (blocks)
+        result = kvshm_retract_blocks(module, &table, blocks, count);
     PyMem_Free(blocks);
-    PyMem_Free(draining);
-    PyMem_Free(out);
     PyBuffer_Release(&table);
     return result;
 }

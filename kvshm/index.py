@@ -1,7 +1,8 @@
 """The replica index of an engine: which blocks of which engines hold which prefix.
 
 One engine writes its replica, in its scheduler process; lookups there and in other
-processes (kvshm/index_reader.py) run beside the writer without a lock.  Events may be
+processes (kvshm/index_reader.py) run beside the writer without a lock.  A thread that must
+not wait has the writer do its work (``forget``, ``end``).  Events may be
 lost, repeated or out of order: a private tombstone per block of each engine remembers the
 highest generation heard of and whether it was retracted, so that nothing old comes back.
 
@@ -13,10 +14,13 @@ from __future__ import annotations
 
 import struct
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from . import _native
-from .errors import IndexFull, SegmentError
+from .errors import IndexFull, KvshmError, SegmentError
 from .index_parts import ROW_NAME_BYTES, ROW_STRUCT, Row
 from .index_reader import ReplicaReader
 from .log import logger
@@ -66,6 +70,14 @@ class Published(NamedTuple):
     generation: Generation
 
 
+class Forgotten(NamedTuple):
+    """Packed records that shall not be offered any more, of the engine that had the row then."""
+
+    row: int
+    epoch: Epoch
+    records: bytes
+
+
 class Replica(ReplicaReader):
     """The replica as its owner writes it.
 
@@ -73,10 +85,16 @@ class Replica(ReplicaReader):
     writes are dropped without an error: the threads of an engine end independently.
     """
 
+    forgotten: deque[Forgotten]
+    """What ``forget`` was told and the writer has yet to do.  An entry leaves it only after the
+    index has changed: who sees it empty before a lookup will not be offered any of it."""
+
     def __init__(self, segment: Segment, name: SegmentName, header: Header) -> None:
         super().__init__(segment, name)
         self._header = header
         self._lock = threading.Lock()
+        self.forgotten = deque()
+        self._ending = False
         self._tombstones: dict[int, bytearray] = {}
         self._refused = 0
         self._grow_at = 0
@@ -106,7 +124,7 @@ class Replica(ReplicaReader):
 
         Raises IndexFull if all rows are taken, SegmentError after ``close``.
         """
-        with self._lock:
+        with self._turn():
             row = next((r for r in range(NUM_ROWS) if r not in self._tombstones), None)
             if row is None:
                 raise IndexFull(f"{self.name} has {NUM_ROWS} rows and all are taken")
@@ -118,13 +136,13 @@ class Replica(ReplicaReader):
 
     def set_row_state(self, row: int, state: RowState) -> None:
         """Say whether lookups may use a row: those of other processes use live ones only."""
-        with self._lock:
+        with self._turn():
             if row in self._tombstones and not self._segment.closed:
                 _set_state(self._segment.buffer, row, state)
 
     def drop_row(self, row: int) -> int:
         """Forget an engine, its entries and its tombstones; returns the number of entries."""
-        with self._lock:
+        with self._turn():
             if self._tombstones.pop(row, None) is None or self._segment.closed:
                 return 0
             buffer = self._segment.buffer
@@ -143,22 +161,25 @@ class Replica(ReplicaReader):
         a block the engine does not have and ValueError for a torn batch, both before
         anything was applied.
         """
-        with self._lock:
+        with self._turn():
             tombstones = self._tombstones.get(row)
             if tombstones is None or self._segment.closed:
                 return Applied(ignored=len(records) // RECORD_BYTES)
             return self._apply(tombstones, row, records)
 
-    def drop(self, row: int, records: bytes) -> Applied:
-        """Forget packed records that a lease or copy showed to be stale, as if their
-        retracts, lost or still on their way, had arrived."""
-        retracts = (r._replace(kind=RecordKind.RETRACT) for r in unpack_records(records))
-        return self.apply(row, pack_records(retracts))
+    def forget(self, row: int, epoch: Epoch, records: bytes) -> None:
+        """Drop packed records that a lease or copy showed to be stale, as if their retracts,
+        lost or still on their way, had arrived; unless the row is another engine's by now.
+
+        Never waits: where another thread writes, that thread does it before it is done.
+        """
+        self.forgotten.append(Forgotten(row, epoch, records))
+        self._catch_up()
 
     def heard(self, row: int) -> bytes:
         """Return what was heard of a row so far (its tombstones): taken before a scan of that
         engine's table begins, for ``resync``."""
-        with self._lock:
+        with self._turn():
             return bytes(self._tombstones.get(row, b""))
 
     def resync(self, row: int, before: bytes, scanned: bytes) -> Applied:
@@ -172,7 +193,7 @@ class Replica(ReplicaReader):
 
     def check_integrity(self) -> list[str]:
         """Also: exactly the blocks heard of as published have entries.  Takes the lock."""
-        with self._lock:
+        with self._turn():
             wrong = super().check_integrity()
             held = {
                 (e.row, int(e.block_id)): Published(e.tag, e.generation) for e in self.entries()
@@ -190,13 +211,62 @@ class Replica(ReplicaReader):
 
     def close(self) -> None:
         """Unmap.  Idempotent; waits for a write under way."""
-        with self._lock:
+        with self._turn():
             super().close()
 
     def unlink(self) -> None:
         """Remove the name; who has the replica mapped keeps it."""
-        with self._lock:
+        with self._turn():
             self._segment.unlink()
+
+    def end(self) -> None:
+        """``unlink`` and ``close`` without waiting: where another thread writes, that thread
+        does it before it is done."""
+        self._ending = True
+        self._catch_up()
+
+    # -- turns
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Write, one thread at a time; and what others asked for meanwhile, afterwards."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Do what was asked for, unless another thread writes: it comes here once it is done,
+        and what was asked for before that it finds."""
+        while (self.forgotten or self._ending) and self._lock.acquire(blocking=False):
+            try:
+                if self._work_off():
+                    return
+            finally:
+                self._lock.release()
+
+    def _work_off(self) -> bool:
+        """Whether the end has come."""
+        while self.forgotten:
+            try:
+                self._drop(self.forgotten[0])
+            finally:
+                self.forgotten.popleft()
+        if self._ending:
+            self._segment.unlink()
+            super().close()
+        return self._ending
+
+    def _drop(self, stale: Forgotten) -> None:
+        tombstones = self._tombstones.get(stale.row)
+        if tombstones is None or self._segment.closed:
+            return
+        if _epoch_of(self._segment.buffer, stale.row) != stale.epoch:
+            return
+        retracts = (r._replace(kind=RecordKind.RETRACT) for r in unpack_records(stale.records))
+        with suppress(KvshmError, IndexError, ValueError):  # no block of this engine: not held
+            self._apply(tombstones, stale.row, pack_records(retracts))
 
     # -- growth
 
@@ -268,6 +338,10 @@ def _write_row(buffer: memoryview, row: Row) -> None:
     name = row.name.encode()[:ROW_NAME_BYTES]
     fields = (row.epoch, row.state, row.num_blocks, row.entries, row.lease_bit + 1, name)
     ROW_STRUCT.pack_into(buffer, ROWS_OFFSET + row.row * ROW_BYTES, *fields)
+
+
+def _epoch_of(buffer: memoryview, row: int) -> int:
+    return _native.load(buffer, ROWS_OFFSET + row * ROW_BYTES)
 
 
 def _set_state(buffer: memoryview, row: int, state: RowState) -> None:

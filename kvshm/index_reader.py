@@ -17,7 +17,6 @@ from .records import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,
     INDEX_MAGIC,
-    RECORD_BYTES,
     SUCCESSOR_OFFSET,
     index_bytes,
 )
@@ -85,8 +84,7 @@ class ReplicaReader:
         mask = live_mask(buffer) if rows_mask is None else rows_mask
         if not isinstance(hashes, list):
             hashes, start, stop = list(hashes[start:stop]), 0, stop - start
-        records, owners = _native.index_lookup(buffer, hashes, start, stop, mask)
-        return _runs(records, owners)
+        return [Run(*run) for run in _native.index_lookup(buffer, hashes, start, stop, mask)]
 
     def rows(self) -> list[Row]:
         """Return the engines the replica knows."""
@@ -154,16 +152,3 @@ def check_capacity(segment: Segment) -> None:
         raise CorruptSegment(
             f"{segment.name} states {capacity} entries, has {segment.buffer.nbytes} bytes"
         )
-
-
-# -- what a lookup found
-
-
-def _runs(records: bytes, owners: bytes) -> list[Run]:
-    runs: list[Run] = []
-    begin = 0
-    for end in range(1, len(owners) + 1):
-        if end == len(owners) or owners[end] != owners[begin]:
-            runs.append(Run(owners[begin], records[begin * RECORD_BYTES : end * RECORD_BYTES]))
-            begin = end
-    return runs

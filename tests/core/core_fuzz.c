@@ -70,9 +70,6 @@ static void call_index(kvshm_segment index, uint8_t *tombstones, uint64_t *seed)
 {
     arrays a = new_arrays(seed);
     kvshm_applied applied;
-    uint8_t *hashes = malloc(BATCH * KVSHM_HASH_BYTES);
-    for (int i = 0; i < BATCH; i++)
-        memcpy(hashes + i * KVSHM_HASH_BYTES, a.records[i].hash, KVSHM_HASH_BYTES);
     uint64_t rows = random_word(seed) | random_word(seed);
     switch (below(seed, 6)) {
     case 5: find_stale(tombstones, a.records); break;
@@ -83,12 +80,11 @@ static void call_index(kvshm_segment index, uint8_t *tombstones, uint64_t *seed)
         break;
     }
     case 0: kvshm_index_drop_row(index, below(seed, 70)); break;
-    case 1: kvshm_index_lookup(index, hashes, BATCH, rows, a.out, a.flags); break;
+    case 1: kvshm_index_lookup(index, a.records, BATCH, rows, a.flags); break;
     default:
         kvshm_index_apply(index, tombstones, BLOCKS * KVSHM_TOMBSTONE_BYTES, below(seed, 70),
                           a.records, BATCH, &applied);
     }
-    free(hashes);
     free_arrays(a);
 }
 

@@ -3,7 +3,7 @@
  * DROPPED removes the fences of that order and makes its read-modify-writes relaxed,
  * LOADS_RELAXED all loads, STORES_RELAXED all stores: something must break.
  *
- * GenMC knows neither accesses of two sizes to one word nor overflow intrinsics, hence the
+ * GenMC knows neither accesses of two sizes to one word nor some intrinsics, hence the
  * definitions down here; none of them changes an order that was not asked for. */
 #ifndef KVSHM_TEST_GENMC_H
 #define KVSHM_TEST_GENMC_H
@@ -45,6 +45,7 @@
 #define atomic_compare_exchange_strong_explicit(p, expected, desired, success, failure)          \
     __c11_atomic_compare_exchange_strong(p, expected, desired, KEPT(success), failure)
 #define memcpy(to, from, bytes) (*(uint64_t *)(to) = *(const uint64_t *)(from))
+#define __builtin_prefetch(...) ((void)0)
 #define __builtin_mul_overflow(a, b, product) (*(product) = (a) * (b), 0)
 #define __builtin_add_overflow(a, b, sum) (*(sum) = (a) + (b), 0)
 

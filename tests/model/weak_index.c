@@ -83,15 +83,15 @@ static void *writer(void *unused)
 
 static void *reader(void *unused)
 {
-    uint8_t hash[KVSHM_HASH_BYTES], owner;
+    uint8_t owner;
     kvshm_record record;
 #ifdef SHIFTED
     const publication *sought = &beside;
 #else
     const publication *sought = &before;
 #endif
-    *(uint64_t *)hash = sought->tag;
-    int64_t length = kvshm_index_lookup(segment, hash, 1, (1 << ROWS) - 1, &record, &owner);
+    *(uint64_t *)record.hash = sought->tag;
+    int64_t length = kvshm_index_lookup(segment, &record, 1, (1 << ROWS) - 1, &owner);
 #ifndef SHIFTED
     if (accepted == RETRACTED_AT) {
         assert(length == 0);

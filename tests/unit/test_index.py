@@ -101,12 +101,23 @@ def test_a_block_the_engine_does_not_have_is_refused_before_anything(replica: Re
         replica.apply(row, packed([1])[:-1])
 
 
-def test_drop_is_a_retract_that_was_lost(replica: Replica, row: int) -> None:
+def test_what_is_forgotten_is_a_retract_that_was_lost(replica: Replica, row: int) -> None:
     replica.apply(row, packed([1, 2], 5))
-    assert replica.drop(row, packed([1], 5)) == Applied(removed=1)
-    assert replica.drop(row, packed([2], 4)) == Applied(ignored=1)
+    replica.forget(row, 1, packed([1], 5))
+    replica.forget(row, 1, packed([2], 4))
     assert replica.apply(row, packed([1], 5)) == Applied(ignored=1), "nor does a replay help"
     assert (found(replica, 1), found(replica, 2)) == ([], [(row, 5)])
+
+
+def test_nothing_is_forgotten_of_the_next_engine_of_a_row(replica: Replica, row: int) -> None:
+    replica.apply(row, packed([1]))
+    replica.drop_row(row)
+    assert replica.add_row(2, "next", 4096, 0) == row
+    replica.apply(row, packed([1]))
+    replica.forget(row, 1, packed([1]))
+    assert found(replica, 1) == [(row, 1)]
+    replica.forget(row, 2, packed([1]))
+    assert found(replica, 1) == []
 
 
 # -- rows

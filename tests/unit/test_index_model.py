@@ -46,8 +46,8 @@ def tag_of(block_hash: bytes) -> int:
 class Engine:
     """An exporter: its slots, and every event it has sent in this epoch."""
 
-    def __init__(self, row: int) -> None:
-        self.row = row
+    def __init__(self, row: int, epoch: int) -> None:
+        self.row, self.epoch = row, epoch
         self.generation = [0] * NUM_BLOCKS
         self.ready: dict[int, bytes] = {}
         self.sent: list[BlockRecord] = []
@@ -139,7 +139,8 @@ class GrowingIndex(RuleBasedStateMachine):
         assert segments.list_segments(self.namespace) == []
 
     def _new_engine(self) -> Engine:
-        return Engine(self.replica.add_row(next(self.epochs), "e", NUM_BLOCKS, -1))
+        epoch = next(self.epochs)
+        return Engine(self.replica.add_row(epoch, "e", NUM_BLOCKS, -1), epoch)
 
     def _apply(self, row: int, records: list[BlockRecord]) -> None:
         self.replica.apply(row, pack_records(records))
@@ -198,7 +199,7 @@ class GrowingIndex(RuleBasedStateMachine):
         generation, tag = self.model.published().get((e.row, block), (None, 0))
         if generation is not None:
             stale = BlockRecord(tag.to_bytes(32, "little"), block, generation, 0)
-            self.replica.drop(e.row, pack_records([stale]))
+            self.replica.forget(e.row, e.epoch, pack_records([stale]))
             self.model.apply(e.row, stale._replace(kind=RETRACT))
             e.forgotten.add((block, generation))
 

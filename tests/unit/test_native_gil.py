@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import sys
 import threading
 import time
@@ -20,10 +21,10 @@ LARGE_BATCH = 512
 
 
 class Waiter:
-    """A thread that is woken through an eventfd, like the client's."""
+    """A thread that is woken through a timer, like the client's."""
 
     def __init__(self) -> None:
-        self.fd = os.eventfd(0, os.EFD_CLOEXEC)
+        self.fd = _native.timer()
         self.waits, self.ran = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._wait)
         self.thread.start()
@@ -32,7 +33,7 @@ class Waiter:
 
     def _wait(self) -> None:
         self.waits.set()
-        os.eventfd_read(self.fd)
+        select.select([self.fd], [], [])
         self.ran.set()
 
 
@@ -44,7 +45,7 @@ def waiter() -> Iterator[Waiter]:
     waiter = Waiter()
     yield waiter
     sys.setswitchinterval(interval)
-    _native.wake(waiter.fd)
+    _native.wake(waiter.fd, 0)
     waiter.thread.join()
     os.close(waiter.fd)
 
@@ -52,7 +53,7 @@ def waiter() -> Iterator[Waiter]:
 def test_a_woken_thread_does_not_run_before_the_caller_waits(waiter: Waiter) -> None:
     table = make_table()
     for _ in range(10_000):
-        _native.wake(waiter.fd)
+        _native.wake(waiter.fd, 0)
         _native.retract(table, [0, 1, 2])
     assert not waiter.ran.is_set()
     assert waiter.ran.wait(PATIENCE)
@@ -60,7 +61,7 @@ def test_a_woken_thread_does_not_run_before_the_caller_waits(waiter: Waiter) -> 
 
 def test_a_large_batch_lets_others_run(waiter: Waiter) -> None:
     table = make_table()
-    _native.wake(waiter.fd)
+    _native.wake(waiter.fd, 0)
     deadline = time.monotonic() + PATIENCE
     while not waiter.ran.is_set():  # it needs a core, too, while the GIL is free
         assert time.monotonic() < deadline
@@ -69,12 +70,18 @@ def test_a_large_batch_lets_others_run(waiter: Waiter) -> None:
 
 def test_waking_a_thread_that_is_not_there_is_an_error() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
-        _native.wake(-1)
+        _native.wake(-1, 0)
 
 
-def test_a_full_eventfd_is_woken_already() -> None:
-    fd = os.eventfd(0, os.EFD_NONBLOCK)
-    os.eventfd_write(fd, 2**64 - 2)
-    _native.wake(fd)
-    assert os.eventfd_read(fd) == 2**64 - 2
+@pytest.mark.parametrize(("first", "then"), [(0, 0), (3_600_000_000, 0), (3_600_000_000, 1)])
+def test_the_time_that_was_set_last_counts(first: int, then: int) -> None:
+    fd = _native.timer()
+    _native.wake(fd, first)
+    _native.wake(fd, then)
+    assert select.select([fd], [], [], PATIENCE)[0] == [fd]
+    assert os.read(fd, 8) == (1).to_bytes(8, "little")
+    _native.wake(fd, 0)
+    _native.wake(fd, 3_600_000_000)
+    with pytest.raises(BlockingIOError):
+        os.read(fd, 8)
     os.close(fd)

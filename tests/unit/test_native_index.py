@@ -70,8 +70,10 @@ class Index:
     def lookup(
         self, hashes: Sequence[bytes], rows: int = ALL_ROWS
     ) -> list[tuple[int, BlockRecord]]:
-        packed, owners = _native.index_lookup(self.memory, hashes, 0, len(hashes), rows)
-        return list(zip(owners, unpack_records(packed), strict=True))
+        runs = _native.index_lookup(self.memory, list(hashes), 0, len(hashes), rows)
+        owners = [owner for owner, _ in runs]
+        assert all(a != b for a, b in pairwise(owners)), "cut where the owner changes, only"
+        return [(owner, record) for owner, packed in runs for record in unpack_records(packed)]
 
     def count(self) -> int:
         return _native.load(self.memory, COUNT_OFFSET)
@@ -109,9 +111,9 @@ def test_start_and_stop_select_part_of_the_prefix() -> None:
     index.apply(0, event(1, 1, 0), event(2, 2, 0), event(3, 3, 0))
     hashes = [digest(n) for n in (1, 2, 3)]
     for start, stop, wanted in [(1, 3, [2, 3]), (1, 2, [2]), (2, 99, [3]), (3, 3, []), (2, 1, [])]:
-        packed, owners = _native.index_lookup(index.memory, hashes, start, stop, 1)
-        assert [r.block_id for r in unpack_records(packed)] == wanted
-        assert len(owners) == len(wanted)
+        runs = _native.index_lookup(index.memory, hashes, start, stop, 1)
+        found = [r.block_id for _, packed in runs for r in unpack_records(packed)]
+        assert found == wanted
 
 
 def test_a_run_is_cut_into_as_few_owners_as_possible() -> None:
@@ -185,6 +187,15 @@ def test_dropping_a_row_leaves_the_others() -> None:
     assert _native.index_drop_row(index.memory, 0) == 6
     assert [row for row, _ in index.lookup([digest(n) for n in range(6)])] == [1] * 6
     assert (index.count(), index.row_count(0), index.row_count(1)) == (6, 0, 6)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_record_is_its_owners_own_whoever_stands_before_it(first: int) -> None:
+    index = Index()
+    index.apply(first, event(1, 1, 4))
+    index.apply(1 - first, event(1, 9, 5), event(2, 10, 6))
+    found = index.lookup([digest(1), digest(2)])
+    assert found == [(1 - first, event(1, 9, 5)), (1 - first, event(2, 10, 6))]
 
 
 def test_bad_rows_and_blocks_are_refused_before_anything_changes() -> None:

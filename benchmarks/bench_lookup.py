@@ -1,0 +1,142 @@
+"""What the scheduler's thread pays to look a prefix up among other engines, found or not.
+
+    python benchmarks/bench_lookup.py
+
+No vLLM, no coordinator: one SharedCache and a few engines whose slot tables this process fills.
+``probe`` is the whole of ``SharedCache.probe``, with its counters and the reason of a miss.  Cold
+means that the caches of the core have been filled with other data before each call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from measurement import percentiles, report
+
+from kvshm.cache import SharedCache
+from kvshm.config import Config
+from kvshm.interfaces import MemoryDescriptor
+from kvshm.life import EngineSpec
+from kvshm.peers import Peers
+from kvshm.protocol import EngineInfo, RankInfo
+from kvshm.records import BlockRecord, pack_records
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
+
+SIZES = (1, 50_000), (27, 20_000)
+"""Other engines, and blocks of each."""
+PROMPT = 512
+"""Hashes of one lookup."""
+CALLS = 2000
+COLD_CALLS = 400
+OTHER_DATA = bytearray(48 << 20)
+
+
+def digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+def engine(namespace: str, number: int, blocks: int) -> tuple[SlotTable, EngineInfo]:
+    """Another engine with all its blocks published; the prompts' come first."""
+    spec = TableSpec(namespace, f"e{number}", blocks, 16, 1, Fingerprint(bytes(32)))
+    table = SlotTable.create(spec, Epoch(100 + number), identity_of())
+    records = (
+        BlockRecord(BlockHash(digest(f"{number} {n}")), BlockId(n), Generation(0), n)
+        for n in range(blocks)
+    )
+    table.publish(pack_records(records), bytes(8 * blocks))
+    table.set_life(Rank(0))
+    pid, born = table.identity.pid, table.identity.start_time
+    info = EngineInfo(
+        epoch=table.epoch, name=spec.engine, pid=pid, start_time=born, fields={},
+        fingerprint=bytes(32), table=table.name, num_blocks=blocks, lease_bit=number,
+        ranks=[RankInfo(pid, born, MemoryDescriptor("none", table.epoch, 0, [], {}))],
+    )  # fmt: skip
+    return table, info
+
+
+def timed(call: Callable[[], object], calls: int, before: Callable[[], object]) -> dict[str, float]:
+    """Microseconds of a call."""
+    times = []
+    for _ in range(calls):
+        before()
+        begin = time.perf_counter_ns()
+        call()
+        times.append((time.perf_counter_ns() - begin) / 1000)
+    return percentiles(times)
+
+
+def warm() -> None:
+    """Nothing: what the last call used is still there."""
+
+
+def cool() -> None:
+    OTHER_DATA[::64] = OTHER_DATA[1::64]
+
+
+def opened(cache: SharedCache) -> Peers:
+    """The cache's peers, once its epoch has begun."""
+    memory = MemoryDescriptor("none", Epoch(0), 0, [], {})
+    cache.open_epoch([RankInfo(os.getpid(), 1, memory)], lambda: {"weights": "w"})
+    while (life := cache._life) is None:
+        time.sleep(0.001)
+    return life.peers
+
+
+def measure(cache: SharedCache, peers: Peers, engines: int) -> dict[str, dict[str, float]]:
+    strange = [digest(f"nobody's {n}") for n in range(PROMPT)]
+    prompts = [[digest(f"{e} {n}") for n in range(PROMPT)] for e in range(engines)]
+    turn = iter(range(1 << 62))
+
+    def find() -> object:
+        return peers.lookup(prompts[next(turn) % engines], 0, PROMPT)
+
+    return {
+        "probe, nobody has it": timed(lambda: cache.probe(strange, 0, PROMPT), CALLS, warm),
+        "lookup, nobody has it": timed(lambda: peers.lookup(strange, 0, PROMPT), CALLS, warm),
+        f"lookup of {PROMPT}, warm": timed(find, CALLS, warm),
+        f"lookup of {PROMPT}, cold": timed(find, COLD_CALLS, cool),
+        f"probe of {PROMPT}, cold": timed(
+            lambda: cache.probe(prompts[next(turn) % engines], 0, PROMPT), COLD_CALLS, cool
+        ),
+    }
+
+
+def main() -> None:
+    """With one engine and with many: how much of an index is touched decides what cold costs."""
+    for engines, blocks in SIZES:
+        run(engines, blocks)
+
+
+def run(engines: int, blocks: int) -> None:
+    namespace = f"bench{os.getpid()}"
+    tables = []
+    with tempfile.TemporaryDirectory() as directory:
+        config = Config.from_env({"KVSHM_NAMESPACE": namespace})
+        cache = SharedCache(config, EngineSpec("me", "model", 64, 16), Path(directory))
+        try:
+            peers = opened(cache)
+            for number in range(engines):
+                table, info = engine(namespace, number, blocks)
+                tables.append(table)
+                peers.joined(info)
+            measured = measure(cache, peers, engines)
+            for table in tables:
+                peers.gone(table.epoch)
+            nobody = timed(lambda: cache.probe([digest("x")], 0, 1), CALLS, warm)
+            report("lookup", unit="us", engines=engines, blocks=blocks,
+                   **measured, **{"probe, no peer": nobody})  # fmt: skip
+        finally:
+            cache.close()
+            for table in tables:
+                table.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+/* Glue between Python and the core: marks (kvshm/marks.py).  One call per request and step walks
+ * vLLM's own block objects; nothing here needs another process.  All calls keep the GIL but for
+ * the publication of a large batch. */
+
+#include "_native.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+enum { SOUND = 1, SHOWN = 2, GROUP_ID_BYTES = 4 };
+
+typedef struct {
+    uint32_t generation, flags;
+} mark;
+
+typedef struct {
+    uint32_t block, generation;
+} pair;
+
+typedef struct {
+    Py_buffer buffer;
+    mark *of;
+    size_t count;
+} marks_view;
+
+static bool view_marks(marks_view *marks)
+{
+    marks->of = marks->buffer.buf;
+    marks->count = (size_t)marks->buffer.len / sizeof(mark);
+    if ((uintptr_t)marks->of % _Alignof(mark) == 0)
+        return true;
+    PyErr_SetString(PyExc_ValueError, "misaligned marks");
+    return false;
+}
+
+/* The mark of element `index` of a sequence: a number, or an object that has a block_id.  NULL
+ * with an exception. */
+static mark *mark_at(const marks_view *marks, PyObject *sequence, Py_ssize_t index,
+                     kvshm_places *places)
+{
+    PyObject *item = kvshm_item(sequence, index), *id = NULL;
+    if (item) /* the type that is met most is compared first: PyLong_Check is a call */
+        id = Py_TYPE(item) != places->type && PyLong_Check(item)
+                 ? Py_NewRef(item)
+                 : kvshm_get(places, item, KVSHM_BLOCK_ID);
+    Py_XDECREF(item);
+    long long value = id ? PyLong_AsLongLong(id) : -1;
+    Py_XDECREF(id);
+    if (value >= 0 && (unsigned long long)value < marks->count)
+        return &marks->of[value];
+    if (!PyErr_Occurred())
+        PyErr_Format(PyExc_IndexError, "element %zd is no block that has a mark", index);
+    return NULL;
+}
+
+static uint32_t block_of(const marks_view *marks, const mark *one)
+{
+    return (uint32_t)(one - marks->of);
+}
+
+/* The contents change: all but the flags in `keep` is forgotten.  Whether it was published. */
+static bool change(mark *one, uint32_t keep)
+{
+    bool shown = one->flags & SHOWN;
+    one->generation++;
+    one->flags &= keep;
+    return shown;
+}
+
+/* Change all blocks of a sequence.  Returns those that were published, for PyMem_Free, and how
+ * many; NULL with an exception. */
+static uint32_t *change_all(const marks_view *marks, PyObject *blocks, kvshm_places *places,
+                            uint32_t keep, size_t *num_shown)
+{
+    Py_ssize_t count = PySequence_Size(blocks);
+    uint32_t *shown = count < 0 ? NULL : PyMem_Malloc(((size_t)count + 1) * sizeof *shown);
+    *num_shown = 0;
+    if (count >= 0 && !shown)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = 0; shown && i < count; i++) {
+        mark *one = mark_at(marks, blocks, i, places);
+        if (!one) {
+            PyMem_Free(shown);
+            return NULL;
+        }
+        if (change(one, keep))
+            shown[(*num_shown)++] = block_of(marks, one);
+    }
+    return shown;
+}
+
+/* ``change_all``; those that were published are retracted if there is a table, else returned. */
+static PyObject *changed(PyObject *module, const Py_buffer *table, marks_view *marks,
+                         PyObject *blocks, uint32_t keep)
+{
+    kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
+    PyObject *result = NULL;
+    size_t count;
+    uint32_t *shown = view_marks(marks) ? change_all(marks, blocks, places, keep, &count) : NULL;
+    if (shown)
+        result = table ? kvshm_retract_blocks(module, table, shown, count)
+                       : kvshm_list_of_blocks(shown, count);
+    PyMem_Free(shown);
+    PyBuffer_Release(&marks->buffer);
+    return result;
+}
+
+static PyObject *native_marks_change(PyObject *module, PyObject *args)
+{
+    marks_view marks;
+    PyObject *blocks;
+    unsigned int keep;
+    if (!PyArg_ParseTuple(args, "w*OI:marks_change", &marks.buffer, &blocks, &keep))
+        return NULL;
+    return changed(module, NULL, &marks, blocks, keep & SOUND);
+}
+
+static PyObject *native_marks_retract(PyObject *module, PyObject *args)
+{
+    Py_buffer table;
+    marks_view marks;
+    PyObject *blocks;
+    unsigned int keep;
+    if (!PyArg_ParseTuple(args, "w*w*OI:marks_retract", &table, &marks.buffer, &blocks, &keep))
+        return NULL;
+    PyObject *result = changed(module, &table, &marks, blocks, keep & SOUND);
+    PyBuffer_Release(&table);
+    return result;
+}
+
+static PyObject *native_marks_sound(PyObject *module, PyObject *args)
+{
+    marks_view marks;
+    PyObject *table;
+    Py_ssize_t stop, sound = 0;
+    kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
+    if (!PyArg_ParseTuple(args, "y*On:marks_sound", &marks.buffer, &table, &stop))
+        return NULL;
+    Py_ssize_t length = view_marks(&marks) ? PySequence_Size(table) : -1;
+    for (; sound < stop && sound < length; sound++) {
+        const mark *one = mark_at(&marks, table, sound, places);
+        if (!one || !(one->flags & SOUND))
+            break;
+    }
+    PyBuffer_Release(&marks.buffer);
+    return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(sound);
+}
+
+static PyObject *native_marks_write(PyObject *module, PyObject *args)
+{
+    marks_view marks;
+    PyObject *table, *result = NULL;
+    Py_ssize_t first, last, complete;
+    kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
+    if (!PyArg_ParseTuple(args, "w*Onnn:marks_write", &marks.buffer, &table, &first, &last,
+                          &complete))
+        return NULL;
+    size_t room = last > first ? (size_t)(last - first) : 0, whole = 0, num_shown = 0;
+    pair *pairs = PyMem_Malloc((room + 1) * sizeof *pairs);
+    uint32_t *shown = PyMem_Malloc((room + 1) * sizeof *shown);
+    bool done = shown && pairs && view_marks(&marks);
+    if (!shown || !pairs)
+        PyErr_NoMemory();
+    for (Py_ssize_t i = first; done && i < last; i++) {
+        mark *one = mark_at(&marks, table, i, places);
+        done = one != NULL;
+        if (one && change(one, 0))
+            shown[num_shown++] = block_of(&marks, one);
+        if (one && i < complete) {
+            one->flags = SOUND;
+            pairs[whole++] = (pair){block_of(&marks, one), one->generation};
+        }
+    }
+    if (done)
+        result = Py_BuildValue("(y#N)", pairs, (Py_ssize_t)(whole * sizeof *pairs),
+                               kvshm_list_of_blocks(shown, num_shown));
+    PyMem_Free(pairs);
+    PyMem_Free(shown);
+    PyBuffer_Release(&marks.buffer);
+    return result;
+}
+
+/* -- publication ----------------------------------------------------------------------------- */
+
+typedef struct {
+    kvshm_places *places;
+    PyObject *pool;
+    const marks_view *marks;
+    kvshm_record *records;
+    uint64_t *parents;
+    uint32_t *runs; /* of each record */
+    uint8_t *waiting; /* of each run */
+    size_t count;
+} batch;
+
+/* The chain's hash at `index`, as vLLM has it; borrowed.  NULL: there is none. */
+static const char *chain_hash(PyObject *chain, Py_ssize_t index, Py_ssize_t *length)
+{
+    char *bytes = NULL;
+    if (index < 0 || index >= PyList_Size(chain))
+        return NULL;
+    if (PyBytes_AsStringAndSize(PyList_GetItem(chain, index), &bytes, length) < 0)
+        return NULL;
+    if (*length > 0 && *length <= KVSHM_HASH_BYTES)
+        return bytes;
+    PyErr_Format(PyExc_ValueError, "a block hash has %zd bytes", *length);
+    return NULL;
+}
+
+/* The next record's parent: mostly it is the record before. */
+static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run)
+{
+    uint64_t *parent = &b->parents[b->count];
+    const kvshm_record *before = b->count ? &b->records[b->count - 1] : NULL;
+    *parent = 0;
+    if (before && b->runs[b->count - 1] == run && before->depth + 1 == (uint64_t)index) {
+        memcpy(parent, before->hash, sizeof *parent);
+        return true;
+    }
+    Py_ssize_t length = 0;
+    const char *hash = chain_hash(chain, index - 1, &length);
+    if (hash)
+        memcpy(parent, hash, (size_t)(length < 8 ? length : 8));
+    return hash || !PyErr_Occurred();
+}
+
+/* Of the usual length, known when this is compiled, it needs no call. */
+static bool same_hash(const char *one, const char *other, size_t length)
+{
+    return length == KVSHM_HASH_BYTES ? memcmp(one, other, KVSHM_HASH_BYTES) == 0
+                                      : memcmp(one, other, length) == 0;
+}
+
+/* A block that has a hash: add its record if that is the one of its place in the chain. */
+static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, uint32_t block,
+                       PyObject *hash)
+{
+    char *given;
+    Py_ssize_t given_length, length = 0;
+    if (PyBytes_AsStringAndSize(hash, &given, &given_length) < 0)
+        return false;
+    const char *expected = chain_hash(chain, index, &length);
+    if (!expected)
+        return !PyErr_Occurred();
+    if (given_length != length + GROUP_ID_BYTES || !same_hash(given, expected, (size_t)length))
+        return true;
+    kvshm_record *record = &b->records[b->count];
+    *record = (kvshm_record){{0}, block, 0, (uint32_t)index, 0};
+    if (length == KVSHM_HASH_BYTES)
+        memcpy(record->hash, expected, KVSHM_HASH_BYTES);
+    else
+        memcpy(record->hash, expected, (size_t)length);
+    if (!set_parent(b, chain, index, run))
+        return false;
+    b->runs[b->count++] = run;
+    return true;
+}
+
+/* Look at one block of a run.  Without a hash it waits, as long as somebody may give it one. */
+static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, pair one)
+{
+    if (one.block >= b->marks->count)
+        return PyErr_Format(PyExc_IndexError, "block %u has no mark", one.block) != NULL;
+    const mark *now = &b->marks->of[one.block];
+    if (now->generation != one.generation || now->flags & SHOWN)
+        return true;
+    PyObject *block = kvshm_item(b->pool, one.block);
+    PyObject *hash = block ? kvshm_get(b->places, block, KVSHM_BLOCK_HASH) : NULL;
+    bool done = hash != NULL;
+    if (hash == Py_None) {
+        PyObject *users = kvshm_get(b->places, block, KVSHM_REF_CNT);
+        long number = users ? PyLong_AsLong(users) : -1;
+        Py_XDECREF(users);
+        done = !PyErr_Occurred();
+        b->waiting[run] |= number > 0;
+    } else if (hash)
+        done = add_record(b, chain, index, run, one.block, hash);
+    Py_XDECREF(hash);
+    Py_XDECREF(block);
+    return done;
+}
+
+static bool collect_run(batch *b, PyObject *runs, uint32_t run)
+{
+    PyObject *chain;
+    const char *packed;
+    Py_ssize_t first, bytes;
+    if (!PyArg_ParseTuple(PyList_GetItem(runs, run), "Ony#:run", &chain, &first, &packed, &bytes))
+        return false;
+    for (Py_ssize_t i = 0; i < bytes / (Py_ssize_t)sizeof(pair); i++) {
+        pair one;
+        memcpy(&one, packed + (size_t)i * sizeof one, sizeof one);
+        if (!look_at(b, chain, first + i, run, one))
+            return false;
+    }
+    return true;
+}
+
+/* How many blocks all runs name; -1 with an exception. */
+static Py_ssize_t count_pairs(PyObject *runs)
+{
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(runs); i++) {
+        PyObject *packed = PyTuple_GetItem(PyList_GetItem(runs, i), 2);
+        Py_ssize_t bytes = packed ? PyBytes_Size(packed) : -1;
+        if (bytes < 0)
+            return -1;
+        total += bytes / (Py_ssize_t)sizeof(pair);
+    }
+    return total;
+}
+
+/* Mark what was published, pack it to the front; the rest waits.  Returns how many. */
+static size_t settle(batch *b)
+{
+    size_t published = 0;
+    for (size_t i = 0; i < b->count; i++) {
+        if (b->records[i].kind == KVSHM_PUBLISH) {
+            b->marks->of[b->records[i].block_id].flags |= SHOWN;
+            if (published != i)
+                b->records[published] = b->records[i];
+            published++;
+        } else
+            b->waiting[b->runs[i]] = 1;
+    }
+    return published;
+}
+
+static PyObject *runs_that_wait(const batch *b, PyObject *runs)
+{
+    PyObject *left = PyList_New(0);
+    for (Py_ssize_t i = 0; left && i < PyList_Size(runs); i++)
+        if (b->waiting[i] && PyList_Append(left, PyList_GetItem(runs, i)) < 0)
+            Py_CLEAR(left);
+    return left;
+}
+
+static PyObject *publish_batch(PyObject *module, const Py_buffer *table, batch *b, PyObject *runs,
+                               unsigned int published_ms)
+{
+    for (uint32_t run = 0; run < (uint32_t)PyList_Size(runs); run++)
+        if (!collect_run(b, runs, run))
+            return NULL;
+    PyThreadState *saved = without_gil(b->count);
+    int64_t status =
+        kvshm_publish(segment_of(table), b->records, b->parents, b->count, published_ms);
+    with_gil(saved);
+    if (status < 0)
+        return kvshm_raise(module, table, status);
+    size_t published = settle(b);
+    PyObject *left = runs_that_wait(b, runs);
+    return left ? Py_BuildValue("(y#N)", b->records,
+                                (Py_ssize_t)(published * sizeof *b->records), left)
+                : NULL;
+}
+
+static PyObject *native_marks_publish(PyObject *module, PyObject *args)
+{
+    Py_buffer table;
+    marks_view marks;
+    PyObject *runs, *result = NULL;
+    unsigned int published_ms;
+    batch b = {.marks = &marks, .places = kvshm_places_of(module, KVSHM_BLOCKS)};
+    if (!PyArg_ParseTuple(args, "w*w*OO!I:marks_publish", &table, &marks.buffer, &b.pool,
+                          &PyList_Type, &runs, &published_ms))
+        return NULL;
+    Py_ssize_t room = view_marks(&marks) ? count_pairs(runs) : -1;
+    if (room >= 0) {
+        b.records = PyMem_Malloc(((size_t)room + 1) * sizeof *b.records);
+        b.parents = PyMem_Malloc(((size_t)room + 1) * sizeof *b.parents);
+        b.runs = PyMem_Malloc(((size_t)room + 1) * sizeof *b.runs);
+        b.waiting = PyMem_Calloc((size_t)PyList_Size(runs) + 1, 1);
+        if (b.records && b.parents && b.runs && b.waiting)
+            result = publish_batch(module, &table, &b, runs, published_ms);
+        else
+            PyErr_NoMemory();
+    }
+    PyMem_Free(b.records);
+    PyMem_Free(b.parents);
+    PyMem_Free(b.runs);
+    PyMem_Free(b.waiting);
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&marks.buffer);
+    return result;
+}
+
+PyMethodDef kvshm_mark_methods[] = {
+    {"marks_change", native_marks_change, METH_VARARGS, NULL},
+    {"marks_retract", native_marks_retract, METH_VARARGS, NULL},
+    {"marks_sound", native_marks_sound, METH_VARARGS, NULL},
+    {"marks_write", native_marks_write, METH_VARARGS, NULL},
+    {"marks_step", kvshm_marks_step, METH_VARARGS, NULL},
+    {"marks_publish", native_marks_publish, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,149 @@
+/* Glue between Python and the core: attributes of vLLM's objects, and the walk over a step's
+ * requests.  A class with __slots__ keeps an attribute at one place of all its objects.  Where,
+ * is found by experiment, once per class; whatever is not such a class is asked as Python does. */
+
+#include "_native.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+/* -- places ---------------------------------------------------------------------------------- */
+
+/* The one word of a fresh object that changes with its attribute; 0 if there is none such. */
+static size_t place_of(PyTypeObject *type, const kvshm_name *name, size_t words)
+{
+    size_t found = 0, matches = 0;
+    PyObject *fresh = PyObject_CallMethod((PyObject *)type, "__new__", "O", type);
+    PyObject *value = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type), *seen = NULL;
+    if (fresh && value && Py_TYPE(fresh) == type &&
+        PyObject_SetAttrString(fresh, name->kept_as, value) == 0) {
+        PyObject **word = (PyObject **)fresh;
+        for (size_t i = sizeof(PyObject) / sizeof *word; i < words; i++)
+            if (word[i] == value) {
+                found = i;
+                matches++;
+            }
+        seen = PyObject_GetAttrString(fresh, name->asked_for);
+    }
+    bool plain = matches == 1 && seen == value;
+    Py_XDECREF(seen);
+    Py_XDECREF(value);
+    Py_XDECREF(fresh);
+    return plain ? found : 0;
+}
+
+void kvshm_find_places(kvshm_places *places, PyTypeObject *type)
+{
+    places->type = NULL;
+    PyTypeObject *before = places->tried;
+    places->tried = (PyTypeObject *)Py_NewRef((PyObject *)type);
+    Py_XDECREF((PyObject *)before);
+    PyObject *bytes = PyObject_GetAttrString((PyObject *)type, "__basicsize__");
+    size_t words = bytes ? PyLong_AsSize_t(bytes) / sizeof(PyObject *) : 0;
+    Py_XDECREF(bytes);
+    bool all = !PyErr_Occurred();
+    for (int i = 0; all && i < KVSHM_MAX_PLACES && places->names[i].asked_for; i++)
+        all = (places->at[i] = place_of(type, &places->names[i], words)) != 0;
+    PyErr_Clear(); /* then they are asked as Python does */
+    if (all)
+        places->type = places->tried;
+}
+
+/* -- a step's requests ----------------------------------------------------------------------- */
+
+/* An attribute that is a number; -1 with an exception. */
+static long long number_of(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    long long number = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return number;
+}
+
+static long long followed_number(kvshm_places *places, PyObject *followed, int which)
+{
+    PyObject *value = kvshm_get(places, followed, which);
+    long long number = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return number;
+}
+
+typedef struct {
+    PyObject *computed, *preemptions, *tokens, *placeholders; /* names of attributes */
+    kvshm_places *places;
+    long long size, life, drafts;
+} walk;
+
+/* Whether the step leaves the block that it begins in without a mark, and makes none.  1, 0, or
+ * -1 with an exception; sets the first block that it writes and where it ends. */
+static int must_look(const walk *w, PyObject *followed, PyObject *request, long long count,
+                     long long *first, long long *end)
+{
+    long long begin = number_of(request, w->computed), known = 0;
+    *end = begin + count;
+    if (w->drafts) {
+        /* A step under way may have its drafts rejected: then this one begins further back, but
+         * never before the last token that is known. */
+        known = number_of(request, w->tokens);
+        begin = begin < known - 1 ? begin : known - 1;
+    }
+    *first = begin >= 0 ? begin / w->size : -1; /* a place before the table: the caller raises */
+    bool look = *first < followed_number(w->places, followed, KVSHM_COMPLETE) ||
+                followed_number(w->places, followed, KVSHM_LIFE) != w->life ||
+                followed_number(w->places, followed, KVSHM_PREEMPTIONS) !=
+                    number_of(request, w->preemptions);
+    if (!look && *end / w->size > *first) {
+        look = true;
+        if (w->drafts) { /* drafts complete nothing */
+            known += number_of(request, w->placeholders);
+            look = (*end < known ? *end : known) / w->size > *first;
+        }
+    }
+    return PyErr_Occurred() ? -1 : look;
+}
+
+static bool add_if_needed(const walk *w, PyObject *found, PyObject *followed, PyObject *count)
+{
+    long long first, end, tokens = PyLong_AsLongLong(count);
+    PyObject *request = kvshm_get(w->places, followed, KVSHM_REQUEST);
+    int look = request && !PyErr_Occurred()
+                   ? must_look(w, followed, request, tokens, &first, &end)
+                   : -1;
+    Py_XDECREF(request);
+    if (look <= 0)
+        return look == 0;
+    PyObject *one = Py_BuildValue("(OLL)", followed, first, end);
+    int status = one ? PyList_Append(found, one) : -1;
+    Py_XDECREF(one);
+    return status == 0;
+}
+
+PyObject *kvshm_marks_step(PyObject *module, PyObject *args)
+{
+    PyObject *requests, *scheduled, *found = NULL;
+    walk w = {.places = kvshm_places_of(module, KVSHM_FOLLOWED)};
+    if (!PyArg_ParseTuple(args, "O!O!LLL:marks_step", &PyDict_Type, &requests, &PyDict_Type,
+                          &scheduled, &w.size, &w.life, &w.drafts))
+        return NULL;
+    if (w.size < 1)
+        return PyErr_Format(PyExc_ValueError, "a block has at least one token");
+    w.computed = PyUnicode_InternFromString("num_computed_tokens");
+    w.preemptions = PyUnicode_InternFromString("num_preemptions");
+    w.tokens = PyUnicode_InternFromString("num_tokens");
+    w.placeholders = PyUnicode_InternFromString("num_output_placeholders");
+    if (w.computed && w.preemptions && w.tokens && w.placeholders)
+        found = PyList_New(0);
+    PyObject *name, *count;
+    Py_ssize_t at = 0;
+    while (found && PyDict_Next(scheduled, &at, &name, &count)) {
+        PyObject *followed = Py_XNewRef(PyDict_GetItemWithError(requests, name));
+        if (followed ? !add_if_needed(&w, found, followed, count) : PyErr_Occurred() != NULL)
+            Py_CLEAR(found);
+        Py_XDECREF(followed);
+    }
+    Py_XDECREF(w.computed);
+    Py_XDECREF(w.preemptions);
+    Py_XDECREF(w.tokens);
+    Py_XDECREF(w.placeholders);
+    return found;
+}

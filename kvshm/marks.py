@@ -1,0 +1,96 @@
+"""Marks: what an exporting engine knows of the contents of each of its own blocks.
+
+A block's generation counts its changes; a run names blocks with the generation they had, so
+that whatever changed since drops out of it without being looked for.  Private memory, 8 bytes a
+block: generation u32, flags u32 (kvshm/_native_marks.c walks them, one call per request and
+step).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, cast
+
+from . import _native
+from .slots import SlotTable
+from .terms import BlockId
+
+Run: TypeAlias = tuple[list[bytes], int, bytes]
+"""Consecutive blocks of a chain: its hashes, the index of the first, and the blocks, packed with
+their generations."""
+
+SOUND = 1
+"""The other flag, 2, is kept by the native module: the block is published."""
+_PAIR = struct.Struct("<II")
+
+
+class Marks:
+    """Used by one thread; nothing blocks.  A "pool block" is what vLLM has for a block: an
+    object with ``block_id``, ``block_hash`` and ``ref_cnt``.  IndexError for unknown blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._bytes = bytearray(8 * num_blocks)
+        self._words = memoryview(self._bytes).cast("I")
+
+    def withdraw(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """The blocks are not to be shown: runs lose them.  Returns those that are published."""
+        return cast(list[BlockId], _native.marks_change(self._bytes, blocks, SOUND))
+
+    def clear(self, blocks: Sequence[BlockId | Any]) -> list[BlockId]:
+        """The same, and nothing is known of their contents.  Takes pool blocks too."""
+        return cast(list[BlockId], _native.marks_change(self._bytes, blocks, 0))
+
+    def retract(
+        self, table: SlotTable, blocks: Sequence[BlockId | Any]
+    ) -> tuple[bytes, list[BlockId]]:
+        """``clear``, and those that are published are retracted: what ``SlotTable.retract``
+        returns."""
+        return table.retract_marked(self._bytes, blocks)
+
+    def clear_all(self) -> None:
+        """Nothing is known of any block, and none is published."""
+        _native.marks_change(self._bytes, range(self._num_blocks), 0)
+
+    def make_sound(self, blocks: Iterable[BlockId]) -> None:
+        """The blocks hold what may be vouched for, or soon will."""
+        for block in blocks:
+            self._words[2 * block + 1] |= SOUND
+
+    def tag(self, blocks: Iterable[BlockId]) -> bytes:
+        """The blocks with their present generations, packed for a run."""
+        return b"".join(_PAIR.pack(b, self._words[2 * b]) for b in blocks)
+
+    def sound(self, table: Sequence[Any], stop: int) -> int:
+        """How many pool blocks of a table are sound from the first on, looking at ``stop``."""
+        return _native.marks_sound(self._bytes, table, stop)
+
+    def write(
+        self, table: Sequence[Any], first: int, last: int, complete: int
+    ) -> tuple[bytes, list[BlockId]]:
+        """``table[first:last]`` is about to be written, up to ``complete`` soundly and in full.
+        Returns the latter, packed for a run, and those of all that are published."""
+        return _native.marks_write(self._bytes, table, first, last, complete)
+
+    def publish(
+        self, table: SlotTable, pool: Sequence[Any], runs: list[Run]
+    ) -> tuple[bytes, list[Run]]:
+        """Publish the runs' blocks to which vLLM has given the hash of their place in the chain.
+        Returns the event to send, and the runs of which some blocks have no hash yet, or a slot
+        that still drains."""
+        return table.publish_marked(self._bytes, pool, runs)
+
+
+touching = _native.marks_step
+"""Which requests of a step concern marks; most stay within a block that has none.
+
+``requests``: by id, objects with ``request`` (vLLM's), ``complete`` (from this index on no
+block of its table has a mark), ``life`` and ``preemptions`` (when that was so).
+``scheduled``: tokens by request, of which ``drafts`` may be rejected later.  Returns the
+objects, each with the first block that is written and the token before which it ends."""
+
+
+def blocks_of(runs: Iterable[Run]) -> list[BlockId]:
+    """The blocks that runs name."""
+    return [BlockId(block) for _, _, packed in runs for block, _ in _PAIR.iter_unpack(packed)]
