@@ -15,6 +15,8 @@ from pathlib import Path
 
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
+from kvshm.leftovers import clear
+from kvshm.locks import clearing, take_lock
 from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
 from kvshm.segment import identity_of, is_alive, is_dead
 from kvshm.version import __version__
@@ -23,7 +25,6 @@ from . import logfmt
 from .actions import Log
 from .lease_bits import LeaseBits
 from .lease_table import LeaseTable
-from .lock import take_lock
 from .notify import READY, STOPPING, notify
 from .reaper import Reaper
 from .roster import State
@@ -39,6 +40,8 @@ exit status:
   2  bad usage or setting
   3  another coordinator serves this run directory and namespace
   4  the run directory cannot be used
+A signal that comes while Python is still loading ends it by itself (143, 130 in a shell);
+nothing has been made by then.
 """
 
 
@@ -86,16 +89,46 @@ class _Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
+    @staticmethod
+    def ignore() -> None:
+        """Once the server has ended: the interpreter gives a signal that it handles its default
+        effect back when it shuts down, and one more would then decide the exit status."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
     def _on_signal(self, number: int, frame: object) -> None:
         self.received = True
 
 
-def _serve(run_dir: Path, namespace: str) -> None:
+def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
+    """Serve as the only coordinator of this place, and leave nothing there that is nobody's."""
     endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
-    signals = _Signals()
+    with clearing(run_dir):
+        lock = take_lock(lock_path(run_dir, namespace))
+        leases = LeaseTable.open(namespace, identity_of())
+    complaints = _serve(run_dir, namespace, leases, endpoints, signals)
+    signals.ignore()
+    leases.close()
+    os.close(lock)
+    cleared = clear(run_dir, namespace)
+    for removed in cleared.removed:
+        logfmt.write(Log(logging.INFO, "removed", {"name": removed}))
+    for left in cleared.left:
+        logfmt.write(Log(logging.DEBUG, "left-alone", {"reason": left}))
+    about: dict[str, object] = {"pid": os.getpid(), "complaints": complaints}
+    logfmt.write(Log(logging.INFO, "ended", about))
+
+
+def _serve(
+    run_dir: Path,
+    namespace: str,
+    leases: LeaseTable,
+    endpoints: tuple[str, str],
+    signals: _Signals,
+) -> int:
+    """Serve until a signal says otherwise; return the number of complaints."""
     identity = identity_of()
     reaper = Reaper(run_dir, namespace)
-    leases = LeaseTable.open(namespace, identity)
     rows = leases.rows()
     taken = {bit: owner.identity for bit, owner in enumerate(rows) if owner.epoch}
     dead = {bit for bit, identity in taken.items() if is_dead(identity)}
@@ -125,18 +158,7 @@ def _serve(run_dir: Path, namespace: str) -> None:
         server.close()
         for endpoint in endpoints:
             Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
-    _clean_up(reaper, leases)
-    about = {"pid": os.getpid(), "complaints": state.num_complaints}
-    logfmt.write(Log(logging.INFO, "ended", about))
-
-
-def _clean_up(reaper: Reaper, leases: LeaseTable) -> None:
-    """Remove what the dead left behind, and the lease table once nobody holds a bit."""
-    reaper.sweep_leftovers()
-    holders = [owner for owner in leases.rows() if owner.epoch and not is_dead(owner.identity)]
-    if not holders and not reaper.has_tables():
-        leases.unlink()
-    leases.close()
+    return state.num_complaints
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,11 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         logfmt.start(config.log_level)
         for warning in config.warnings:
             logfmt.write(Log(logging.WARNING, "unknown-setting", {"reason": warning}))
+        signals = _Signals()  # before anything is made that is to be removed
         os.umask(0o077)
         run_dir = open_run_directory(config.run_dir, os.environ)
-        lock = take_lock(lock_path(run_dir, config.namespace))
-        _serve(run_dir, config.namespace)
-        os.close(lock)
+        _run(run_dir, config.namespace, signals)
     except ConfigError as exc:
         return _fail(EXIT_USAGE, exc)
     except AlreadyRunning as exc:

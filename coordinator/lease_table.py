@@ -11,6 +11,7 @@ import os
 import struct
 
 from kvshm.errors import CorruptSegment, SegmentNotFound, SegmentNotReady, VersionMismatch
+from kvshm.locks import lock_segment
 from kvshm.records import (
     LEASE_ROW_BYTES,
     LEASE_ROWS_OFFSET,
@@ -31,7 +32,6 @@ from kvshm.segment import (
 
 from . import logfmt
 from .actions import Log, Owner
-from .lock import lock_segment
 
 _ROW = struct.Struct("<QQQ16s")
 _OWNER = struct.Struct("<QQ16s")
@@ -85,9 +85,6 @@ class LeaseTable:
     def close(self) -> None:
         self._segment.close()
         os.close(self._lock)
-
-    def unlink(self) -> None:
-        self._segment.unlink()
 
 
 def _open(name: str) -> Segment | None:

@@ -6,36 +6,23 @@ logged and left alone.
 
 from __future__ import annotations
 
-import errno
 import logging
-import os
-import socket
-import time
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 
 from kvshm.counters import SWEPT
-from kvshm.errors import (
-    KvshmError,
-    SegmentError,
-    SegmentNotFound,
-    SegmentNotReady,
-    VersionMismatch,
-)
+from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady, VersionMismatch
+from kvshm.leftovers import end_life, is_served, nobodys, owned_segments
 from kvshm.protocol import EngineInfo
-from kvshm.rundir import list_rank_sockets
+from kvshm.rundir import list_peers_files, list_rank_sockets
 from kvshm.segment import (
-    LEASES_KIND,
-    SHM_DIRECTORY,
     TABLE_KIND,
     Identity,
     SegmentName,
     identity_of,
     is_alive,
-    is_dead,
     list_segments,
-    owner_of,
     unlink,
 )
 from kvshm.slots import SlotTable
@@ -45,10 +32,6 @@ from .actions import Log, Process, Refusal
 from .roster import processes_of
 from .versions import who_upgrades
 
-ABANDONED_SECONDS = 60.0
-"""A segment that nobody has filled for so long was left by a process that died on it."""
-
-_NOBODY = Identity(bytes(16), 0, 0)
 _ONE_SHM = "let both see one /dev/shm (containers: --ipc=host, or one mount in both)"
 _VISIBLE = "restart the engine; run both in one pid namespace (containers: --pid=host)"
 
@@ -91,9 +74,7 @@ class Reaper:
     def end_life(self, name: str) -> None:
         """Zero the life words of a slot table."""
         with self._tolerant("end-life", name):
-            table = SlotTable.open(name)
-            table.end_life(None)
-            table.close()
+            end_life(name)
 
     def sweep_bits(self, bits: int) -> None:
         """Clear lease bits in every slot table of the namespace."""
@@ -110,6 +91,7 @@ class Reaper:
         """Remove the slot table of an epoch, and rank sockets that nobody serves any more."""
         with self._tolerant("unlink", table):
             unlink(table)
+        self._remove_list(epoch)
         self._sweep_sockets()
 
     def sweep_process(self, process: Process) -> None:
@@ -125,21 +107,24 @@ class Reaper:
         ``keep``, whose end is yet to be told.  Whether a process of another pid namespace
         lives cannot be seen from here: what it has made stays."""
         for name, owner in self._owned():
-            if name.epoch not in keep and (owner == _NOBODY or is_dead(owner)):
+            if name.epoch not in keep and nobodys(owner):
                 self._remove(name, owner)
         self._sweep_sockets()
-
-    def has_tables(self) -> bool:
-        """Whether any slot table of the namespace is left."""
-        return bool(self._segments(TABLE_KIND))
 
     def _sweep_sockets(self) -> None:
         """Remove rank sockets left by dead workers.  A worker binds its socket once, so one
         that nobody serves will never be served again."""
         for pid, path in list_rank_sockets(self._run_dir, self._namespace):
-            if not _is_served(path):
+            if not is_served(path):
                 path.unlink(missing_ok=True)
                 logfmt.write(Log(logging.INFO, "removed", {"socket": path, "pid": pid}))
+
+    def _remove_list(self, epoch: int) -> None:
+        """Remove what an engine of this epoch told its own ranks, half-written or not."""
+        for whose, listed in list_peers_files(self._run_dir, self._namespace):
+            if whose == epoch:
+                with self._tolerant("unlink", str(listed)):
+                    listed.unlink(missing_ok=True)
 
     # -- the segments
 
@@ -148,23 +133,12 @@ class Reaper:
 
     def _owned(self) -> Iterator[tuple[SegmentName, Identity]]:
         """Yield the engines' segments and their owners; nobody for abandoned births."""
-        for name in list_segments(self._namespace):
-            if name.kind == LEASES_KIND:
-                continue
-            try:
-                yield name, owner_of(str(name))
-            except SegmentNotReady:
-                if _is_abandoned(str(name)):
-                    yield name, _NOBODY
-            except SegmentNotFound:
-                continue
-            except (SegmentError, OSError) as exc:
-                about: dict[str, object] = {"segment": name, "reason": exc}
-                logfmt.write(Log(logging.DEBUG, "left-alone", about))
+        yield from owned_segments(self._namespace, _left_alone)
 
     def _remove(self, name: SegmentName, owner: Identity) -> None:
         if name.kind == TABLE_KIND:
             self.end_life(str(name))
+            self._remove_list(name.epoch)
         with self._tolerant("unlink", str(name)):
             unlink(str(name))
             logfmt.write(Log(logging.INFO, "removed", {"segment": name, "owner_pid": owner.pid}))
@@ -200,16 +174,6 @@ def _compare(table: SlotTable, info: EngineInfo) -> Refusal | None:
     return None
 
 
-def _is_abandoned(name: str) -> bool:
-    try:
-        age = time.time() - os.stat(SHM_DIRECTORY / name).st_mtime
-    except FileNotFoundError:
-        return False
-    return age > ABANDONED_SECONDS
-
-
-def _is_served(path: Path) -> bool:
-    """Whether a process has the socket bound.  Connecting with another socket type tells
-    without a connection coming about."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-        return probe.connect_ex(os.fspath(path)) not in (errno.ECONNREFUSED, errno.ENOENT)
+def _left_alone(name: SegmentName, exc: Exception) -> None:
+    about: dict[str, object] = {"segment": name, "reason": exc}
+    logfmt.write(Log(logging.DEBUG, "left-alone", about))

@@ -62,6 +62,9 @@ class State:
     """Topics that had no engine when they were last looked at."""
     ended: dict[int, None] = field(default_factory=dict)
     """The last epochs that were in the roster and will never be again, oldest first."""
+    unexplained: dict[int, tuple[EngineInfo, float]] = field(default_factory=dict)
+    """Epochs that ended with a worker's process: their engine may be about to say that it leaves;
+    until when it may."""
     watched: set[Process] = field(default_factory=set)
     complaints: dict[tuple[int, str], int] = field(default_factory=dict)
     """(pid, what about) -> how often."""

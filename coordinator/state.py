@@ -56,6 +56,9 @@ from .roster import Engine, State
 GRACE_SECONDS = 3 * HEARTBEAT_SECONDS
 """How long the bits of owners found dead at the start stay as they are."""
 LEFTOVERS_SECONDS = 30.0
+EXPLAIN_SECONDS = 1.0
+"""How long an engine whose worker has ended may take to say that it leaves.  Whoever stops all
+of its processes at once tells both at the same time; a later leave is what its death led to."""
 
 
 def decide(state: State, event: Event, now: float) -> list[Action]:
@@ -74,7 +77,7 @@ def decide(state: State, event: Event, now: float) -> list[Action]:
         case Garbled():
             return state.complain(event.peer, "garbled", event.error)
         case Died():
-            return _on_death(state, event.process)
+            return _on_death(state, event.process, now)
         case Clock():
             return _on_clock(state, now)
 
@@ -89,7 +92,7 @@ def _on_message(
     if engine is None:
         # Events of an epoch that is not in the roster are dropped; a leave has come true.
         if isinstance(message, Leave):
-            return []
+            return _explain(state, peer, message.epoch)
         reply = JoinFirst(coordinator_epoch=state.epoch, engine_epoch=message.epoch)
         return [Send(peer.route, reply)]
     if (peer.uid, peer.pid) != (state.uid, engine.info.pid):
@@ -133,17 +136,37 @@ def _relay(state: State, peer: Peer, engine: Engine, events: Events) -> list[Act
 # -- ends
 
 
-def _on_death(state: State, process: Process) -> list[Action]:
-    """A process has died: every epoch that needs it is over, its bits are orphans."""
+def _on_death(state: State, process: Process, now: float) -> list[Action]:
+    """A process has died: every epoch that needs it is over, its bits are orphans.  If it was a
+    worker's, the engine's next word or its silence tells whether that is worth a line."""
     state.watched.discard(process)
     orphans = state.bits.died(process)
     infos = [e.info for e in state.engines.values() if process in e.processes]
-    reason = f"process {process.pid} died"
+    dead = [info for info in infos if _speaks_for(process, info)]
+    dead += [i for i, _ in state.unexplained.values() if _speaks_for(process, i)]
+    reason = f"process {process.pid} {'died' if dead else 'ended'}"
     bits = {info.lease_bit for info in infos} - {NO_LEASE_BIT} | set(orphans)
     actions = _end(state, infos, reason, bits)
     actions.append(SweepProcess(process))
     actions += [WriteLease(bit, state.bits.free(bit)) for bit in orphans]
-    return [*actions, *_log_ends(state, "death", infos, reason)]
+    for info in infos:
+        state.unexplained[info.epoch] = info, now + EXPLAIN_SECONDS
+    for info in dead:
+        del state.unexplained[info.epoch]
+    return [*actions, *_log_ends(state, "death", dead, reason)]
+
+
+def _speaks_for(process: Process, info: EngineInfo) -> bool:
+    return process == Process(info.pid, info.start_time)
+
+
+def _explain(state: State, peer: Peer, epoch: int) -> list[Action]:
+    """An engine says that it leaves after its worker has ended: that was no death."""
+    info, _ = state.unexplained.get(epoch, (None, 0.0))
+    if info is None or (peer.uid, peer.pid) != (state.uid, info.pid):
+        return []
+    del state.unexplained[epoch]
+    return _log_ends(state, "leave", [info], "left")
 
 
 def _end(
@@ -193,6 +216,10 @@ def _on_clock(state: State, now: float) -> list[Action]:
     due = state.bits.due(now)
     actions += _sweep(due)
     actions += [WriteLease(bit, state.bits.free(bit)) for bit in due]
+    for info, until in list(state.unexplained.values()):
+        if now >= until:
+            del state.unexplained[info.epoch]
+            actions += _log_ends(state, "death", [info], "a worker's process died")
     if now >= state.next_leftovers:
         state.next_leftovers = now + LEFTOVERS_SECONDS
         state.forget_idle_topics()

@@ -13,23 +13,30 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from .client import CoordinatorClient
 from .config import Config
+from .costs import Costs
 from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
-from .errors import SegmentError
+from .errors import KvshmError, SegmentError
 from .exports import Exports, Lame, Publication
 from .forks import guard_forks
 from .imports import Imports
+from .leftovers import clear
 from .life import EngineSpec, Founding, Life
 from .log import logger
+from .marks import Marks, Run
 from .member import Membership
+from .peer_list import PeerList
 from .peers import Peers
 from .plans import Load, LoadReport, Plan
 from .protocol import RankInfo
+from .rundir import peers_file, start_command
 from .slots import SlotTable
 from .terms import BlockHash, BlockId, Epoch
 
@@ -44,6 +51,15 @@ class _Opening:
     fields: Callable[[], Fields | None]
 
 
+class Ended(NamedTuple):
+    """One load that all ranks have reported."""
+
+    num_blocks: int
+    """Blocks that count; what comes after a gap does not."""
+    failed: bool
+    """Whether some block has to be computed after all."""
+
+
 class SharedCache:
     """One engine's place in the node's prefix cache."""
 
@@ -56,13 +72,23 @@ class SharedCache:
     ) -> None:
         self._config = config
         self._spec = spec
+        self._place: Path | None = run_dir
+        self._run_dir = run_dir
         self._clock = clock
         self._lock = threading.Lock()  # guards _opening and _life across the two threads
         self._opening: _Opening | None = None
         self._life: Life | None = None
+        self.failed = False
+        """Whether the present epoch could not begin: there will be none until it is ended."""
         self._imports = Imports(config, clock)
+        self._ended: list[Ended] = []
+        self._left = False
+        self._lived: Epoch | None = None
+        """The epoch in which all ranks have been seen alive last."""
         self._lame = Lame(self._tables_by_bit)
-        member = Membership(self._open_when_ready, lambda: self._life)
+        member = Membership(
+            self._open_when_ready, lambda: self._life, start_command(run_dir, config.namespace)
+        )
         self._client = CoordinatorClient(run_dir, config.namespace, member)
         guard_forks(self)
 
@@ -73,6 +99,11 @@ class SharedCache:
         """The epoch of this cache; None before it is open and between two epochs."""
         life = self._life
         return life.table.epoch if life else None
+
+    @property
+    def life(self) -> object:
+        """The present epoch, as an object of its own; None without one.  Any thread."""
+        return self._life
 
     @property
     def table(self) -> SlotTable | None:
@@ -99,21 +130,33 @@ class SharedCache:
         """Withdraw all blocks for good, without waiting: the cache was reset, its weights
         changed, or something went wrong.  Idempotent."""
         with self._lock:
-            self._opening = None
+            self._opening, self.failed = None, False
             life, self._life = self._life, None
         if life is not None:
             life.end()
             self._client.rejoin()
 
+    def leave(self) -> None:
+        """Tell the others that this engine ends, without waiting for anything: they use its
+        blocks no more, and it plans no load.  ``close`` has to follow.  Any thread."""
+        self._left = True
+        self._client.leave()
+
     def close(self) -> None:
-        """End the epoch and leave the node.  Blocks up to a second."""
+        """End the epoch and leave the node; where no coordinator runs, clear up after the dead,
+        so that the last one leaves nothing behind.  Blocks up to two seconds."""
         self.end_epoch()
         self._client.close(timeout=1.0)
+        if self._place is not None:
+            try:
+                clear(self._place, self._config.namespace, patience=1.0)
+            except (KvshmError, OSError) as exc:
+                log.debug("nothing cleared up: %s", exc)
 
     def forget_in_child(self) -> None:
         """The epoch is the parent's: here there is none (kvshm/forks.py)."""
         self._lock = threading.Lock()
-        self._opening = self._life = None
+        self._opening = self._life = self._place = None
 
     def _open_when_ready(self) -> Life | None:
         """On the client's thread: the present life, begun now if it is due."""
@@ -131,13 +174,18 @@ class SharedCache:
             return self._begin(Founding(self._config, self._spec, fields, ranks))
         except SegmentError as exc:  # most likely a /dev/shm that is too small
             log.warning("not sharing the prefix cache: %s (serving on, unshared)", exc)
+            self.failed = True
             return None
 
     def _begin(self, founding: Founding) -> Life:
         """Raises SegmentError, leaving no segment behind."""
         table = founding.table()
         try:
-            peers = Peers(self._config.namespace, self._spec.name, founding.epoch)
+            space, epoch = self._config.namespace, founding.epoch
+            listed = None  # whoever does not import has nothing to attach
+            if self._config.imports:
+                listed = PeerList(peers_file(self._run_dir, space, epoch))
+            peers = Peers(space, self._spec.name, epoch, listed=listed)
         except BaseException:
             table.unlink()
             raise
@@ -159,10 +207,26 @@ class SharedCache:
             return set()
         return life.exports.publish(blocks)
 
+    def publish_computed(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
+        """``publish`` for what ``marks`` tells of: shows the runs' blocks that vLLM has hashed.
+        Returns the runs that are not through."""
+        life = self._life
+        if life is None or not self._config.exports:
+            return runs
+        return life.exports.publish_marked(marks, pool, runs)
+
     def retract(self, blocks: Iterable[BlockId]) -> None:
         """Withdraw published blocks: no lease on them succeeds any more."""
         if (life := self._life) is not None:
             life.exports.retract(blocks)
+
+    def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
+        """Pool blocks get new contents: clears their marks, and withdraws those that are
+        published.  Whether some were."""
+        if (life := self._life) is not None:
+            return life.exports.retract_marked(marks, blocks)
+        marks.clear(blocks)
+        return False
 
     def settle(self) -> None:
         """Call before every dispatch, after the last ``retract`` of its step: when it returns
@@ -177,13 +241,49 @@ class SharedCache:
 
     # -- the importer's side
 
+    def anybody(self) -> bool:
+        """Whether there is another engine that ``probe`` could find; if not, that counts as a
+        lookup that found nobody."""
+        life = self._life
+        return life is not None and self._imports.anybody(life)
+
     def probe(self, hashes: Sequence[BlockHash | bytes], start: int, stop: int) -> Plan | None:
         """Find who holds blocks ``start`` to ``stop`` of a chain: the longest run from
-        ``start`` on.  A pure look at the own replica; None if nobody has the first one."""
+        ``start`` on.  A pure look at the own replica; None if nobody has the first one, and if no
+        load can succeed: this engine leaves, or the coordinator has ended its epoch."""
         life = self._life
-        if life is None or not self._config.imports:
+        if life is None or self._left or not self._config.imports:
             return None
-        return self._imports.probe(life, hashes, start, stop)
+        plan = self._imports.probe(life, hashes, start, stop)
+        return None if plan is None or self._was_ended(life.table) else plan
+
+    def _was_ended(self, table: SlotTable) -> bool:
+        """Whether ranks have been alive and are not.  They are not yet before the first step of
+        an epoch, with which they open it, and may load."""
+        if all(table.life(rank) == table.epoch for rank in range(table.num_ranks)):
+            self._lived = table.epoch
+        elif self._lived == table.epoch:
+            return True
+        return False
+
+    @property
+    def costs(self) -> Costs:
+        """What imports and steps take, as far as it is known; the caller feeds the steps."""
+        return self._imports.costs
+
+    def copying(self, load: Load) -> float:
+        """Seconds that a load is estimated to take."""
+        return self.costs.copying(load.nbytes)
+
+    def worth(self, plan: Plan, waiting: float) -> bool:
+        """Whether to import what the plan names rather than to compute it.  ``waiting``: seconds
+        the request loses beside the copy."""
+        return self._imports.worth(self._life, plan, waiting)
+
+    def attached(self, epochs: Collection[int]) -> None:
+        """All ranks can read these peers: whoever was avoided because one could not is not."""
+        if (life := self._life) is not None:
+            life.peers.attached(epochs)
 
     def begin_load(self, plan: Plan, load_id: str, targets: Sequence[BlockId]) -> Load:
         """Lease the plan's blocks and return the load that every rank has to carry out.
@@ -197,10 +297,19 @@ class SharedCache:
         """Account for a load that all ranks have reported; returns the targets that must not
         be used.  Peers that failed are avoided from now on."""
         bad = self._imports.end(self._life, load, reports)
-        self.count(LOADS_FAILED if bad else LOADS_DONE)
+        failed = bool(bad) or not load.pieces
+        self.count(LOADS_FAILED if failed else LOADS_DONE)
         good = sum(t not in bad for piece in load.pieces for t in piece.targets)
         self.count(IMPORTED_BLOCKS, good)
+        self._ended.append(Ended(_without_gap(load, bad), failed))
         return bad
+
+    def take_ended(self) -> list[Ended]:
+        """How the loads went that have ended since this was asked last."""
+        if not self._ended:
+            return []
+        ended, self._ended = self._ended, []
+        return ended
 
     def count(self, counter: int, amount: int = 1) -> None:
         """Add to a counter of the own table; without an epoch it is lost."""
@@ -211,6 +320,12 @@ class SharedCache:
         """Note an error where ``dump_index`` shows it.  Any thread."""
         if (life := self._life) is not None:
             life.table.log_error(text)
+
+
+def _without_gap(load: Load, bad: Set[BlockId]) -> int:
+    """How many blocks count: a block is of use only if everything before it is."""
+    targets = (target for piece in load.pieces for target in piece.targets)
+    return sum(1 for _ in takewhile(lambda target: target not in bad, targets))
 
 
 def join_cache(config: Config, spec: EngineSpec, run_dir: Path) -> SharedCache:

@@ -76,6 +76,11 @@ class Member(Listener, Protocol):
         """The engine has no place in the roster.  Called again only for another reason."""
         ...
 
+    def coordinator_missing(self) -> None:
+        """Since this engine is ready no coordinator has answered, for some seconds.  Called
+        at most once, and never after one has."""
+        ...
+
     def coordinator_lost(self) -> None:
         """The coordinator has gone or forgotten this engine; joining again begins now.
         Called once for each loss.  What is known of the others stays."""

@@ -30,6 +30,9 @@ MAX_QUEUED = 4096
 MAX_JOINED_BYTES = 1 << 20
 """Batches that wait together are sent as one message of up to so many bytes."""
 BUG_PAUSE_SECONDS = 0.5
+LATER_US = 5000
+"""Events wait so many microseconds: they are told with a step's output, and whoever tells them at
+once competes for cores and the GIL with who delivers the tokens."""
 
 _log = logger(__name__)
 
@@ -52,12 +55,18 @@ class CoordinatorClient:
     ) -> None:
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_fd = _native.timer()
+        self._will_wake = False
+        """Whether the thread will look at the outbox after what is put there now."""
+        self._immediately = False
+        """Whether it will do so at once: a later wake would put that off."""
         weakref.finalize(self, os.close, self._wake_fd).atexit = False
         self._closing = threading.Event()
         self._usable = True
         self._overflows = self._overflows_told = 0
         """Batches dropped here: by the thread that sends, and as the client's thread knows."""
+        self._unheard = self._unheard_told = 0
+        """Batches for which there was no engine to hear them, likewise."""
         self._bug_logged = False
         self._session: Session | None = Session(run_dir, namespace, member, clock, jitter)
         self._thread: threading.Thread | None = threading.Thread(
@@ -68,21 +77,30 @@ class CoordinatorClient:
 
     def send_events(self, records: bytes) -> None:
         """Queue one step's packed records.  What cannot be sent is dropped, and the others
-        scan this engine's slot table instead: change the slot before calling this."""
+        scan this engine's slot table instead: change the slot before calling this.  So does an
+        engine that joins, and while there is none nothing is sent at all."""
+        session = self._session
+        if session is not None and not session.listened:
+            self._unheard += 1
+            return
         if len(self._outbox) >= MAX_QUEUED:
             self._overflows += 1
             return
-        self._put(records)
+        self._put(records, LATER_US)
 
     def rejoin(self) -> None:
         """The engine's cache has begun a new epoch: leave with the old one and join with
         what ``describe`` returns from now on.  Events queued before belong to the old one."""
-        self._put(None)
+        self._put(None, 0)
+
+    def leave(self) -> None:
+        """Leave the node and end the thread, without waiting for that.  Idempotent."""
+        self._closing.set()
+        self._wake(0)
 
     def close(self, timeout: float = 1.0) -> None:
         """Leave and end the thread; waits at most ``timeout`` seconds.  Idempotent."""
-        self._closing.set()
-        self._wake()
+        self.leave()
         thread = self._thread
         if thread is None or thread is threading.current_thread():
             return
@@ -100,14 +118,19 @@ class CoordinatorClient:
         """Whether the coordinator has this engine in its roster, as far as is known."""
         return self._session is not None and self._session.is_member
 
-    def _put(self, item: bytes | None) -> None:
+    def _put(self, item: bytes | None, microseconds: int) -> None:
         if self._usable and not self._closing.is_set():
             self._outbox.append(item)
-            self._wake()
+            if not self._will_wake or not microseconds:
+                self._wake(microseconds)
 
-    def _wake(self) -> None:
-        if self._usable:
-            _native.wake(self._wake_fd)
+    def _wake(self, microseconds: int) -> None:
+        if not self._usable:
+            return
+        self._will_wake = True
+        if not microseconds:
+            self._immediately = True
+        _native.wake(self._wake_fd, 0 if self._immediately else microseconds)
 
     def forget_in_child(self) -> None:
         """The sockets and the thread are the parent's (kvshm/forks.py)."""
@@ -144,7 +167,12 @@ class CoordinatorClient:
         """Pass on what the other threads have queued so far, in few messages: a scheduler that
         never rests takes the GIL at each, and must not keep this thread from listening."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+            os.read(self._wake_fd, 8)
+        self._will_wake = self._immediately = False  # before the queue is looked at
+        # First: what is sent after it must show the gap.
+        if unheard := self._unheard - self._unheard_told:
+            self._unheard_told += unheard
+            session.pass_over_events(unheard)
         waiting = len(self._outbox)
         while waiting:
             batches = _neighbours(self._outbox, waiting)

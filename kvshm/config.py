@@ -50,6 +50,12 @@ class Fault(StrEnum):
     SHIFT = "shift"
 
 
+class Auto(StrEnum):
+    """A value that the engine finds out by itself."""
+
+    AUTO = "auto"
+
+
 class Setting(NamedTuple):
     """One environment variable; ``parse`` raises ValueError for what it does not accept."""
 
@@ -68,16 +74,21 @@ def _switch(text: str) -> bool:
 
 def _whole(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        if (number := int(text)) < least:
+        # int() would also read blanks, signs, underscores and the digits of other scripts.
+        if not re.fullmatch("[0-9]+", text) or (number := int(text)) < least:
             raise ValueError
         return number
 
     return parse
 
 
+def _tokens(text: str) -> int | Auto:
+    return Auto.AUTO if text == Auto.AUTO else _whole(0)(text)
+
+
 def _milliseconds(text: str) -> float:
-    # Written so that nan, which compares false with everything, is refused too.
-    if not 0 <= (number := float(text)) <= 1000:
+    # float() would also read blanks, underscores, the digits of other scripts, nan and inf.
+    if not re.fullmatch("[0-9.eE+-]+", text) or not 0 <= (number := float(text)) <= 1000:
         raise ValueError
     return number
 
@@ -137,12 +148,13 @@ class Config:
             "Whether the engine exports its blocks, imports others', or does both.",
         ),
     )
-    min_prefix_tokens: int = field(
-        default=0,
+    min_prefix_tokens: int | Auto = field(
+        default=Auto.AUTO,
         metadata=_about(
-            _whole(0),
-            "a whole number of tokens, 0 or more",
-            "Fewer tokens than this are computed rather than imported; 0 means one block.",
+            _tokens,
+            "auto, or a whole number of tokens, 0 or more",
+            "Fewer tokens than this are computed rather than imported; 0 means one block. With "
+            "auto, what is estimated to be computed sooner; 256 before there are estimates.",
         ),
     )
     drain_budget_ms: float = field(
@@ -155,7 +167,7 @@ class Config:
         ),
     )
     max_import_blocks: int = field(
-        default=4096,
+        default=16384,
         metadata=_about(
             _whole(1),
             "a whole number of blocks, 1 or more",
@@ -189,6 +201,20 @@ class Config:
         default="INFO",
         metadata=_about(
             _level, "debug, info, warning or error", "Least severe level that is logged."
+        ),
+    )
+    beside: bool = field(
+        default=False,
+        metadata=_about(
+            _switch,
+            "0 or 1",
+            "Share also on an engine that has a connector of its own, in a MultiConnector with it.",
+        ),
+    )
+    allow_untested_vllm: bool = field(
+        default=False,
+        metadata=_about(
+            _switch, "0 or 1", "Share on versions of vLLM that kvshm has not been tested with."
         ),
     )
     fault: Fault | None = field(

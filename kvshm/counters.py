@@ -45,6 +45,7 @@ EVENTS_DROPPED = Counter(
     "events_dropped",
     "Messages of events that could not be sent, and batches that found the queue full.",
 )
+EVENTS_UNHEARD = Counter(7, "events_unheard", "Batches of events while no other engine was there.")
 
 # -- importer's side: looking
 LOOKUPS = Counter(16, "lookups", "Prefixes looked up in the replica.")
@@ -54,8 +55,13 @@ MISS_NO_PEER = Counter(19, "miss_no_peer", "Lookups while no other engine was th
 MISS_NO_OWNER = Counter(20, "miss_no_owner", "Lookups whose first block nobody has.")
 MISS_TOO_SHORT = Counter(21, "miss_too_short", "Matches below KVSHM_MIN_PREFIX_TOKENS.")
 MISS_LEASE_LOST = Counter(22, "miss_lease_lost", "Plans of which no block could be leased.")
-MISS_QUARANTINED = Counter(23, "miss_quarantined", "Matches only at peers in quarantine.")
+MISS_QUARANTINED = Counter(23, "miss_quarantined", "Matches only at peers that are avoided.")
 MISS_FINGERPRINT = Counter(24, "miss_fingerprint", "Lookups while no engine here was compatible.")
+MISS_CHEAPER = Counter(
+    25, "miss_cheaper", "Matches that computing was estimated to be faster than importing."
+)
+TRIED = Counter(26, "tried", "Matches imported although computing was estimated to be faster.")
+MISS_NO_ROOM = Counter(27, "miss_no_room", "Prompts that the block pool had no room to import for.")
 
 # -- importer's side: loading
 LEASES_TAKEN = Counter(32, "leases_taken", "Leases taken on blocks of other engines.")
@@ -71,6 +77,13 @@ DISCARDED = Counter(41, "discarded", "Copied blocks that were thrown away, for a
 VERIFIED = Counter(42, "verified", "Blocks whose checksum was found right (KVSHM_VERIFY).")
 MISMATCHED = Counter(43, "mismatched", "Blocks whose checksum was wrong (KVSHM_VERIFY).")
 QUARANTINES = Counter(44, "quarantines", "Peers not used any more after repeated failures.")
+ESTIMATED_US = Counter(45, "estimated_us", "Microseconds that loads were estimated to take.")
+MEASURED_US = Counter(46, "measured_us", "Microseconds that the same loads took.")
+COMPUTING_US = Counter(
+    47, "computing_us", "Microseconds that computing their blocks was estimated to take."
+)
+LOADS_AT_ONCE = Counter(48, "loads_at_once", "Loads that the step they were scheduled in awaited.")
+LOADS_TOO_LATE = Counter(49, "loads_too_late", "Those of them that it could not wait for.")
 
 # -- replica and coordinator
 INDEX_FULL = Counter(56, "index_full", "Events the replica had no room for.")
@@ -93,6 +106,12 @@ class Counters:
         if amount < 0:
             raise ValueError(f"{number.label} cannot count {amount}")
         _native.add(self._segment.buffer, COUNTERS_OFFSET + 8 * number, amount)
+
+    def add_one_to_each(self, *counters: int) -> None:
+        """Count one more of several things.  KeyError for an unknown counter."""
+        buffer = self._segment.buffer
+        for counter in counters:
+            _native.add(buffer, COUNTERS_OFFSET + 8 * REGISTRY[counter], 1)
 
     def read(self, counter: int) -> int:
         """The present value.  KeyError for an unknown counter."""

@@ -73,5 +73,10 @@ class TransportError(KvshmError):
     """KV memory cannot be exported, opened or copied."""
 
 
+class MemoryInUse(TransportError):
+    """A copy may still write where the model is about to compute, and cannot be stopped.  The one
+    failure that no miss answers: the rank must not go on."""
+
+
 class StillAttaching(TransportError):
     """A peer's memory is not open yet; it is still being asked for."""

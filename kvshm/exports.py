@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .counters import DRAIN_WAIT_US, DRAINED, FORCED, PUBLISHED, RETRACTED
+from .marks import Marks, Run
 from .records import (
     NUM_LEASE_BITS,
     RECORD_BYTES,
@@ -105,14 +106,31 @@ class Exports:
         self.table.counters.add(PUBLISHED, len(ids))
         return ids
 
+    def publish_marked(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
+        """Make the runs' blocks readable by others as far as vLLM has hashed them; the caller
+        vouches that they are computed.  Returns the runs that are not through."""
+        published, left = marks.publish(self.table, pool, runs)
+        if published:
+            self._outbox.append(published)
+            self.table.counters.add(PUBLISHED, len(published) // RECORD_BYTES)
+        return left
+
     def retract(self, blocks: Iterable[BlockId]) -> None:
         """Withdraw blocks at once: no new lease succeeds from here on.  Leases still held
         are waited for in ``settle``."""
-        records, draining = self.table.retract(list(blocks))
+        self._retracted(*self.table.retract(blocks if isinstance(blocks, list) else list(blocks)))
+
+    def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
+        """The same for pool blocks that get new contents, as far as they are published: nothing
+        is known of them from here on.  Whether some were."""
+        return self._retracted(*marks.retract(self.table, blocks))
+
+    def _retracted(self, records: bytes, draining: list[BlockId]) -> bool:
         if records:
             self._outbox.append(records)
             self._draining.extend(draining)
             self.table.counters.add(RETRACTED, len(records) // RECORD_BYTES)
+        return bool(records)
 
     def settle(self) -> None:
         """Before every dispatch: wait for leases on retracted blocks within one budget, then

@@ -7,9 +7,10 @@ packet and a cut one is noticed::
     peer                                owner
       | -- request, <= 4096 bytes ------> |   uid from SO_PEERCRED, else closed unanswered
       | <- reply, <= 65536 bytes -------- |   fds ride on it (SCM_RIGHTS), at most 253
-      | <- end of connection ------------ |
+      | <- end of connection ------------ |   only when the owner ends, unless the peer does before
 
-What the bytes mean is the transport's business; by custom they are msgpack.
+The owner leaves the connection open: its end tells the peer that the export, or the process
+itself, is over.  What the bytes mean is the transport's business; by custom they are msgpack.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ MAX_REPLY_BYTES = 65536
 MAX_FDS = 253
 """The kernel's SCM_MAX_FD: how many descriptors one message can carry."""
 MAX_CLIENTS = 64
+MAX_KEPT = 1024
+"""Connections left open after their answer; beyond that the oldest is ended, whose peer will
+ask again."""
 
 _PEER_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
 _log = logger(__name__)
@@ -103,22 +107,49 @@ def fetch(path: str | Path, request: bytes, timeout: float) -> tuple[bytes, list
     the caller's to close.  Raises TransportError: no such socket, nobody listens, another
     user's, no answer in time, cut answer.  No descriptor survives an error.
     """
+    reply, fds, connection = fetch_and_stay(path, request, timeout)
+    connection.close()
+    return reply, fds
+
+
+def has_hung_up(connection: socket.socket) -> bool:
+    """Whether the owner has ended a connection of ``fetch_and_stay``.  Does not block."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def fetch_and_stay(
+    path: str | Path, request: bytes, timeout: float
+) -> tuple[bytes, list[int], socket.socket]:
+    """The same, and the connection, the caller's to close: ``has_hung_up`` tells when the owner
+    ends it.  An owner of an older version ends it at once."""
     name = os.fspath(path)
     _check_path(name)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:
         raise TransportError(f"request has {len(request)} bytes, 1 to {MAX_REQUEST_BYTES} fit")
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
-            connection.settimeout(timeout)
-            return _exchange(connection, name, request)
-    except FileNotFoundError as exc:
-        raise TransportError(f"{name}: no such socket, its owner has gone") from exc
-    except ConnectionRefusedError as exc:
-        raise TransportError(f"{name}: nobody listens, its owner has died") from exc
-    except TimeoutError as exc:
-        raise TransportError(f"{name}: no answer within {timeout} s") from exc
-    except OSError as exc:
-        raise TransportError(f"{name}: {exc}") from exc
+        connection.settimeout(timeout)
+        reply, fds = _exchange(connection, name, request)
+        connection.setblocking(False)
+    except BaseException as exc:
+        connection.close()
+        if isinstance(exc, OSError):
+            raise TransportError(f"{name}: {_what_failed(exc, timeout)}") from exc
+        raise
+    return reply, fds, connection
+
+
+def _what_failed(exc: OSError, timeout: float) -> str:
+    if isinstance(exc, FileNotFoundError):
+        return "no such socket, its owner has gone"
+    if isinstance(exc, ConnectionRefusedError):
+        return "nobody listens, its owner has died"
+    return f"no answer within {timeout} s" if isinstance(exc, TimeoutError) else str(exc)
 
 
 # -- answering
@@ -155,7 +186,8 @@ class FdServer:
 
     Any number of peers may be connected; each has ``client_timeout`` seconds to send its
     request, and beyond 64 the longest waiting one is dropped: a silent, slow or dying peer
-    costs the others nothing.  A forked child keeps no part of it.
+    costs the others nothing.  Those that were answered stay connected, up to MAX_KEPT, until
+    they leave or say more.  A forked child keeps no part of it.
     """
 
     def __init__(self, path: str | Path, answer: Answer, client_timeout: float = 2.0) -> None:
@@ -165,6 +197,8 @@ class FdServer:
         self._answer = answer
         self._client_timeout = client_timeout
         self._deadlines: dict[socket.socket, float] = {}
+        self._kept: dict[socket.socket, None] = {}  # in the order of their answers
+        self._told: set[int | None] = set()  # why nobody could be accepted: each cause once
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.setblocking(False)
         self._waker, self._woken = socket.socketpair()
@@ -199,9 +233,11 @@ class FdServer:
             pass  # swept already
 
     def _close_sockets(self) -> None:
-        for opened in (self._listener, self._waker, self._woken, *self._deadlines):
+        clients = (*self._deadlines, *self._kept)
+        for opened in (self._listener, self._waker, self._woken, *clients):
             opened.close()
         self._deadlines.clear()
+        self._kept.clear()
 
     def forget_in_child(self) -> None:
         """In a forked child, where the thread does not exist: drop the inherited sockets, so
@@ -218,6 +254,8 @@ class FdServer:
                     self._accept()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._deadlines:
                     self._reply(key.fileobj)
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._kept:
+                    self._drop(key.fileobj)  # left, or has no more business here
             now = time.monotonic()
             for client in [c for c, deadline in self._deadlines.items() if deadline <= now]:
                 self._drop(client)
@@ -233,7 +271,9 @@ class FdServer:
         except BlockingIOError:
             return  # gone again before it was accepted
         except OSError as exc:
-            _log.warning("cannot accept at %s: %s", self.path, exc)
+            if exc.errno not in self._told:
+                _log.warning("cannot accept at %s: %s", self.path, exc)
+            self._told.add(exc.errno)
             self._closing.wait(0.1)  # out of descriptors: the listener stays readable
             return
         if peer_uid(client) != os.geteuid():
@@ -253,6 +293,8 @@ class FdServer:
                 reply, fds = self._answer(request)
                 # Never blocks: one packet into an empty queue, or it fails.
                 socket.send_fds(client, [reply], fds)
+                self._keep(client)
+                return
         except OSError as exc:
             _log.debug("a peer left %s before its answer: %s", self.path, exc)
         except Exception:
@@ -260,7 +302,14 @@ class FdServer:
             _log.exception("request at %s failed", self.path)
         self._drop(client)
 
+    def _keep(self, client: socket.socket) -> None:
+        del self._deadlines[client]
+        self._kept[client] = None
+        if len(self._kept) > MAX_KEPT:
+            self._drop(next(iter(self._kept)))
+
     def _drop(self, client: socket.socket) -> None:
         self._selector.unregister(client)
-        del self._deadlines[client]
+        self._deadlines.pop(client, None)
+        self._kept.pop(client, None)
         client.close()

@@ -10,11 +10,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from . import counters as c
-from .config import Config
+from .config import Auto, Config
+from .costs import Costs
 from .errors import KvshmError
 from .life import Life
 from .log import logger
-from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan, PlannedRun
+from .plans import (
+    NO_TICKET,
+    Load,
+    LoadFailure,
+    LoadReport,
+    Piece,
+    Plan,
+    PlannedRun,
+    bytes_per_rank,
+)
 from .records import RECORD_BYTES
 from .syncpoints import SyncPoint, sync_point
 from .terms import NO_LEASE_BIT, BlockId, Epoch, LeaseBit
@@ -24,7 +34,14 @@ log = logger(__name__)
 PLAN_SECONDS = 5.0
 """A plan older than this leases nothing: what it says is too likely to be untrue."""
 
-_PEERS_FAULT = {LoadFailure.UNREACHABLE, LoadFailure.COPY_FAILED, LoadFailure.MISMATCH}
+_PEERS_FAULT = {
+    LoadFailure.UNREACHABLE,
+    LoadFailure.COPY_FAILED,
+    LoadFailure.MISMATCH,
+    LoadFailure.UNCERTAIN,
+}
+_COPIED_ALL_THE_SAME = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH, LoadFailure.UNCERTAIN}
+"""Anything else that fails may have kept bytes from being copied."""
 _HINT_WAS_WRONG = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
 """The block is not, or no longer, what the replica says; the others may just be tried again."""
 
@@ -35,6 +52,14 @@ class Imports:
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
         self._clock = clock
+        self.costs = Costs()
+
+    def anybody(self, life: Life) -> bool:
+        """Whether there is a peer to ask; else the lookup that need not be made is counted."""
+        if life.peers.any:
+            return True
+        life.table.counters.add_one_to_each(c.LOOKUPS, life.peers.why_missed((), 0))
+        return False
 
     def probe(self, life: Life, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """The longest run of blocks from ``start`` on that usable peers seem to hold."""
@@ -46,13 +71,27 @@ class Imports:
         if not found:
             count(life.peers.why_missed(hashes, start), 1)
             return None
-        if found * life.table.block_size < self._config.min_prefix_tokens:
+        least = self._config.min_prefix_tokens
+        if least is not Auto.AUTO and found * life.table.block_size < least:
             count(c.MISS_TOO_SHORT, 1)
             return None
         count(c.LOOKUP_HITS, 1)
         count(c.BLOCKS_MATCHED, found)
-        planned = tuple(PlannedRun(run.peer, run.records) for run in runs)
-        return Plan(life.table.epoch, start, planned, self._clock())
+        nbytes = sum(map(_nbytes, runs))
+        return Plan(life.table.epoch, start, tuple(runs), self._clock(), nbytes)
+
+    def worth(self, life: Life | None, plan: Plan, waiting: float) -> bool:
+        """Whether importing is faster than computing, or is tried to see whether it still is
+        not, where a setting does not decide that.
+        ``waiting``: seconds the request loses beside the copy."""
+        if life is None or self._config.min_prefix_tokens is not Auto.AUTO:
+            return True
+        tokens = plan.num_blocks * life.table.block_size
+        if self.costs.worth(tokens, plan.nbytes, waiting):
+            return True
+        tried = self.costs.tries()
+        life.table.counters.add(c.TRIED if tried else c.MISS_CHEAPER)
+        return tried
 
     def begin(
         self, life: Life | None, plan: Plan, load_id: str, targets: Sequence[BlockId]
@@ -116,11 +155,15 @@ class Imports:
         if life is None or life.table.epoch != load.epoch:
             bad.update(target for piece in load.pieces for target in piece.targets)
         at_fault: set[Epoch] = set()
+        reports = list(reports)
+        self._learn(life, load, reports)
         for report in reports:
             bad.update(report.bad)
             for failure in report.failures:
                 if life is not None and failure.reason in _HINT_WAS_WRONG:
                     life.peers.forget(failure.peer, failure.records)
+                if failure.reason is LoadFailure.NOT_ATTACHED and life is not None:
+                    life.peers.not_attached(failure.peer)
                 if failure.reason in _PEERS_FAULT:
                     at_fault.add(failure.peer)
         if life is not None:
@@ -128,9 +171,32 @@ class Imports:
                 self._judge(life, piece.peer, piece.peer in at_fault)
         return bad
 
+    def _learn(self, life: Life | None, load: Load, reports: Sequence[LoadReport]) -> None:
+        """Compare what the load took, on its slowest rank, with what was expected of it.  One
+        that did not copy all of it shows only that it takes longer."""
+        seconds = max((report.seconds for report in reports), default=0.0)
+        reasons = {failure.reason for report in reports for failure in report.failures}
+        blocks = sum(len(piece.targets) for piece in load.pieces)
+        nbytes = load.nbytes
+        if life is None or not nbytes or not seconds:
+            return
+        expected = self.costs.copying(nbytes)
+        if seconds <= expected and not reasons <= _COPIED_ALL_THE_SAME:
+            return
+        computing = self.costs.computing(blocks * life.table.block_size) or 0.0
+        seen = ((c.ESTIMATED_US, expected), (c.MEASURED_US, seconds), (c.COMPUTING_US, computing))
+        for counter, value in seen:
+            life.table.counters.add(counter, int(value * 1e6))
+        self.costs.load(nbytes, seconds)
+
     @staticmethod
     def _judge(life: Life, peer: Epoch, at_fault: bool) -> None:
         if not at_fault:
             life.peers.fine(peer)
         elif life.peers.fail(peer):
             life.table.counters.add(c.QUARANTINES)
+
+
+def _nbytes(run: PlannedRun) -> int:
+    memory = [rank.memory for rank in run.peer.info.ranks[:1]]
+    return bytes_per_rank(memory, len(run.records) // RECORD_BYTES)

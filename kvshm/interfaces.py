@@ -8,7 +8,7 @@ peer's into its own.  Implementations register under the entry-point group
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.metadata import entry_points
 from typing import Any, Protocol
@@ -69,6 +69,12 @@ class Copy(Protocol):
         (or DONE, if it was faster).  ``poll`` still has the last word."""
         ...
 
+    def fence(self) -> bool:
+        """Have all that the model is given to do from now on wait for the end of this copy,
+        without waiting oneself.  False where nothing can: then ``poll`` has to be asked.  On
+        the thread that runs the model."""
+        ...
+
 
 class Attachment(Protocol):
     """A peer rank's KV memory, opened for reading; immutable, of exactly one epoch."""
@@ -76,10 +82,24 @@ class Attachment(Protocol):
     @property
     def epoch(self) -> Epoch: ...
 
-    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> Copy:
+    @property
+    def ended(self) -> bool:
+        """Whether the transport itself knows that the export, or its process, has ended.  What
+        is copied from then on may still be right.  Does not block."""
+        ...
+
+    def begin_copy(
+        self,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+        go_on: Callable[[], bool] | None = None,
+    ) -> Copy:
         """Start copying the peer's blocks ``source`` onto own blocks ``target``, pairwise.
 
-        Returns at once.  Both lists have the same length; they may be empty, and one source
+        Returns at once; with ``go_on``, from a thread that waits for the copy anyway, one by a
+        processor is carried out on that thread and has ended when this returns.  ``go_on`` is
+        asked before the first byte and every few megabytes: if it says no, the copy ends FAILED.
+        Both lists have the same length; they may be empty, and one source
         may appear several times, one target only once.  The lists are not copied: leave them
         alone until the copy has ended.  Raises TransportError for block ids out of range and
         after ``close``, before anything was written.  The source may be revoked at any time
@@ -98,6 +118,13 @@ class Transport(Protocol):
     ``attach``, which others may call meanwhile, several at once."""
 
     name: str
+    late_writers: bool
+    """Whether what the model was given to do before a copy may still write to its targets: then
+    a copy waits for it.  True unless the engine says that it sees to that."""
+
+    memory_outlives_exporter: bool
+    """Whether attached memory stays as it was when the exporter's process dies, for as long as
+    it is attached.  If not, nothing is delivered that was copied from one who may have died."""
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
         """Describe own memory to peers under ``epoch``.  A second call replaces the first:
@@ -124,10 +151,12 @@ class Transport(Protocol):
 def load_transport(name: str) -> Any:
     """Return the class of transport ``name``; importing it may import what it needs.
 
-    Besides making a Transport it may offer memory of the kind it shares (``posix_shm`` has
-    ``allocate(nbytes)`` and ``adopt(fd, nbytes)``), and name in ``settings`` the fields of
-    Config that its constructor takes by keyword.  Raises TransportError if no installed
-    package offers a transport of that name.
+    Where the model's steps only launch work, a transport has ``fence()``, called by the thread
+    that runs the model: it returns what tells, without blocking, whether all that was launched
+    before has ended.  Besides making a Transport it may offer memory of the kind it shares
+    (``posix_shm`` has ``allocate(nbytes)`` and ``adopt(fd, nbytes)``), and name in ``settings``
+    the fields of Config that its constructor takes by keyword.  Raises TransportError if no
+    installed package offers a transport of that name.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry.load()

@@ -29,13 +29,17 @@ a second time."""
 class Membership:
     """Keeps the peers of the present life as the coordinator tells; implements
     ``client.Member``.  ``begin`` gives the present life, begun now if it is due; ``present``
-    only looks."""
+    only looks; ``start`` is the command that starts the coordinator this engine looks for."""
 
     def __init__(
-        self, begin: Callable[[], Life | None], present: Callable[[], Life | None]
+        self,
+        begin: Callable[[], Life | None],
+        present: Callable[[], Life | None],
+        start: str = "kvshm-coordinator",
     ) -> None:
         self._begin = begin
         self._present = present
+        self._start = start
         self._named: dict[str, None] = {}  # in the order of naming
         self._refusal = ""
         self._misses = MissReport()
@@ -94,10 +98,15 @@ class Membership:
             life.peers.strangers = count
 
     def refused(self, message: Refused) -> None:
+        if self._of(message.engine_epoch) is None:
+            return  # reset meanwhile, table and all: it joins with its new epoch
         text = f"the coordinator refuses this engine: {message.reason}; {message.remedy}"
         if text != self._refusal:
             self._refusal = text
             log.warning("%s (serving on, unshared)", text)
+
+    def coordinator_missing(self) -> None:
+        log.warning("no coordinator: nothing is shared until one is started: %s", self._start)
 
     def coordinator_lost(self) -> None:
         log.warning("no coordinator: serving on with what is known, joining again when it is back")
@@ -106,6 +115,8 @@ class Membership:
         """About once a second: show life in the own table, and tell of misses now and then."""
         if (life := self._present()) is not None:
             life.table.beat()
+            life.peers.look_for_deaths()
+            life.peers.write_again()
             counters, refused = life.table.counters, life.peers.stats().refused_entries
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
             if (line := self._misses.line(life.table)) is not None:

@@ -17,6 +17,8 @@ REASONS = {
     c.MISS_NO_OWNER: "no owner",
     c.MISS_LEASE_LOST: "lease lost",
     c.MISS_QUARANTINED: "quarantined",
+    c.MISS_CHEAPER: "computing is faster",
+    c.MISS_NO_ROOM: "no room",
 }
 _READ = (c.LOOKUPS, c.IMPORTED_BLOCKS, *REASONS)
 
@@ -41,7 +43,8 @@ class MissReport:
         grown = {counter: value - before.get(counter, 0) for counter, value in read.items()}
         seconds, self._since = now - self._since, now
         self._epoch, self._before = table.epoch, read
-        if not grown[c.LOOKUPS] or grown[c.IMPORTED_BLOCKS]:
+        asked = grown[c.LOOKUPS] or grown[c.MISS_NO_ROOM]  # without room nothing is looked up
+        if not asked or grown[c.IMPORTED_BLOCKS]:
             return None
         why = [f"{text} {grown[reason]}" for reason, text in REASONS.items() if grown[reason]]
         reasons = ", ".join(why) or "loads under way or failed"

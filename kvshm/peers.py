@@ -5,58 +5,54 @@ engine; the scheduler's thread looks prefixes up and tells how loads went.  A pe
 table cannot be used is left out, a peer that keeps failing is avoided for a while; nothing
 here is an error of the serving path.
 
-Lock order: the lock of ``Peers``, then the replica's.  Scans and events take the replica's
-alone, so a lookup never waits for them.
+The scheduler's thread waits for nobody: it reads a view that the client's thread replaces as a
+whole, and what it has to say to the replica the replica's writer does (kvshm/index.py).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from threading import Lock
 from typing import NamedTuple
 
 from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED, Counter
-from .errors import CorruptSegment, KvshmError, ProtocolError, StaleAttachment
-from .index import Replica
+from .deaths import DeathWatch
+from .errors import KvshmError, SegmentNotFound
+from .index import Forgotten, Replica
+from .index_reader import Run
 from .log import logger
+from .peer import Peer, check_table
+from .peer_list import PeerList
+from .plans import PlannedRun
 from .protocol import EngineInfo
-from .records import NUM_LEASE_BITS, RowState
+from .records import RECORD_BYTES, RowState
 from .segment import identity_of
 from .slots import SlotTable
-from .terms import NO_LEASE_BIT, Epoch, LeaseBit
+from .terms import Epoch, LeaseBit
 
 log = logger(__name__)
 
 INITIAL_CAPACITY = 1 << 16
 QUARANTINE_FAILURES = 3
 QUARANTINE_SECONDS = 30.0
+ATTACHING_SECONDS = 5.0
+"""How long nothing is planned from a peer that could not be attached in time: as long as its
+socket may take to answer."""
 
 
-@dataclass(eq=False, slots=True)
-class Peer:
-    """Another engine in one epoch: an attachment for as long as anybody holds it.
+class _View(NamedTuple):
+    """What the scheduler's thread goes by: replaced as a whole, never changed."""
 
-    Its table is unmapped when the last plan that holds the peer is gone, never before.
-    Only what is thought of it changes, under the lock of ``Peers``.
-    """
-
-    info: EngineInfo
-    table: SlotTable
-    row: int
-    suspected: bool = False
-    failures: int = 0
-    avoided_until: float = 0.0
-    """Reading of the clock up to which the peer is in quarantine."""
+    peers: dict[int, Peer]
+    """All that are attached, by epoch."""
+    rows: dict[int, Peer]
+    """Those that have something to offer, as far as the roster says."""
+    mask: int
+    """Their rows as bits."""
 
 
-class PeerRun(NamedTuple):
-    """Consecutive blocks of one prefix that one peer seems to hold."""
-
-    peer: Peer
-    records: bytes
-    """Packed block records, in the order of the prefix."""
+_NOBODY = _View({}, {}, 0)
 
 
 @dataclass(frozen=True)
@@ -88,18 +84,23 @@ class Peers:
         epoch: Epoch,
         open_table: Callable[[str], SlotTable] = SlotTable.open,
         clock: Callable[[], float] = time.monotonic,
+        listed: PeerList | None = None,
     ) -> None:
         """Create the replica of engine ``engine`` in its own ``epoch``.
 
-        ``clock`` gives seconds.  Raises SegmentExists or SegmentTooSmall.
+        ``clock`` gives seconds.  ``listed``: where the peers are named to the own ranks.
+        Raises SegmentExists or SegmentTooSmall.
         """
         self._epoch = epoch
         self._open_table = open_table
         self._clock = clock
         self._replica = Replica.create(namespace, engine, epoch, identity_of(), INITIAL_CAPACITY)
-        self._lock = Lock()
         self._closed = False
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, Peer] = {}  # the client's thread only
+        self._view = _NOBODY
+        self._listed = listed
+        self._deaths = DeathWatch()
+        self._avoided: dict[int, Peer] = {}  # in quarantine, by row; the scheduler's thread only
         self._complaints: set[tuple[int, str]] = set()
         self._skipped = 0
         self._strange_events = 0
@@ -164,83 +165,141 @@ class Peers:
             self._drop(epoch)
             self._skip(peer.info, exc)
 
-    # -- the scheduler's thread
+    def look_for_deaths(self) -> None:
+        """Offer nothing any more of engines of which a process has ended.  About once a second,
+        with a coordinator or without; one that is there sees the death too, and cleans up."""
+        for epoch in self._deaths.dead():
+            peer = self._peers.get(epoch)
+            if peer is not None and not peer.dead:
+                peer.dead = True
+                self._show()
+                self._replica.set_row_state(peer.row, RowState.SUSPECTED)
+                log.warning("engine %s (pid %d) has died", peer.info.name, peer.info.pid)
+
+    def write_again(self) -> None:
+        """Name the peers to the own ranks if that has failed.  About once a second."""
+        if self._listed is not None:
+            self._listed.write_again()
+
+    # -- the scheduler's thread: nothing here waits for the client's
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anybody to look for blocks at."""
+        return self._view.mask != 0
 
     def why_missed(self, hashes: Sequence[bytes], start: int) -> Counter:
         """Return the counter of the reason why ``lookup`` found nobody for block ``start``."""
-        now = self._clock()
-        with self._lock:
-            peers = [peer for peer in self._peers.values() if self._offers(peer)]
-        avoided = sum(1 << peer.row for peer in peers if peer.avoided_until > now)
-        if avoided and self._replica.lookup(hashes, start, start + 1, avoided):
+        if not self._view.mask:
+            return MISS_FINGERPRINT if self.strangers else MISS_NO_PEER
+        if self._avoided and self._only_avoided(hashes, start):
             return MISS_QUARANTINED
-        if peers:
-            return MISS_NO_OWNER
-        return MISS_FINGERPRINT if self.strangers else MISS_NO_PEER
+        return MISS_NO_OWNER
 
-    def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> list[PeerRun]:
+    def _only_avoided(self, hashes: Sequence[bytes], start: int) -> bool:
+        now, rows = self._clock(), self._view.rows
+        still = {row: p for row, p in self._avoided.items() if p.avoided_until > now}
+        self._avoided = still
+        mask = sum(1 << row for row, peer in still.items() if rows.get(row) is peer)
+        return bool(mask and self._replica.lookup(hashes, start, start + 1, mask))
+
+    def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> list[PlannedRun]:
         """Return the longest prefix of ``hashes[start:stop]`` that usable peers seem to hold,
         cut into as few peers as possible.  Does not mutate."""
-        with self._lock:
-            usable = {peer.row: peer for peer in self._peers.values() if self._usable(peer)}
-        if not usable:
-            return []
-        mask = sum(1 << row for row in usable)
-        runs = self._replica.lookup(hashes, start, stop, mask)
-        return [PeerRun(usable[run.row], run.records) for run in runs if run.row in usable]
+        view = self._view
+        mask = view.mask
+        while mask:
+            # Before the lookup: what the writer has done since, the lookup sees.
+            forgotten = list(self._replica.forgotten) if self._replica.forgotten else ()
+            runs = self._replica.lookup(hashes, start, stop, mask)
+            if not runs:
+                break
+            planned = []
+            for run in runs:  # only who was found is looked at, and others are asked instead
+                peer = view.rows.get(run.row)
+                if peer is None or not self._is_good(peer, run, forgotten):
+                    mask &= ~(1 << run.row)
+                else:
+                    planned.append(PlannedRun(peer, run.records))
+            if len(planned) == len(runs):
+                return planned
+        return []
+
+    def _is_good(self, peer: Peer, run: Run, forgotten: Iterable[Forgotten]) -> bool:
+        if not self._usable(peer):
+            return False
+        return not forgotten or not any(
+            _names_any(run.records, stale.records)
+            for stale in forgotten
+            if stale.epoch == peer.info.epoch
+        )
 
     def forget(self, epoch: Epoch, records: bytes) -> None:
-        """Drop packed records that could not be leased or copied: a hint was stale."""
-        with self._lock:  # no row changes hands meanwhile
-            peer = self._peers.get(epoch)
-            if peer is not None:
-                self._replica.drop(peer.row, records)
+        """Drop packed records that could not be leased or copied: a hint was stale.  From here
+        on no lookup names them."""
+        peer = self._view.peers.get(epoch)
+        if peer is not None:
+            self._replica.forget(peer.row, epoch, records)
 
     def fail(self, epoch: Epoch) -> bool:
         """Count a failed load from a peer; the third in a row puts it in quarantine, which
         is what is returned."""
-        with self._lock:
-            peer = self._peers.get(epoch)
-            if peer is None:
-                return False
-            peer.failures += 1
-            if peer.failures < QUARANTINE_FAILURES:
-                return False
-            peer.failures = 0
-            peer.avoided_until = self._clock() + QUARANTINE_SECONDS
+        peer = self._view.peers.get(epoch)
+        if peer is None:
+            return False
+        peer.failures += 1
+        if peer.failures < QUARANTINE_FAILURES:
+            return False
+        peer.failures = 0
+        peer.quarantined = True
+        peer.avoided_until = self._clock() + QUARANTINE_SECONDS
+        self._avoided[peer.row] = peer
         log.warning(
             "engine %s (pid %d) failed %d times, it is avoided for %.0f s",
             peer.info.name, peer.info.pid, QUARANTINE_FAILURES, QUARANTINE_SECONDS,
         )  # fmt: skip
         return True
 
+    def not_attached(self, epoch: Epoch) -> None:
+        """A rank could not attach a peer in time: plan nothing from it until that has ended."""
+        peer = self._view.peers.get(epoch)
+        if peer is not None:
+            until = self._clock() + ATTACHING_SECONDS
+            peer.avoided_until = max(peer.avoided_until, until)
+            self._avoided[peer.row] = peer
+
+    def attached(self, epochs: Collection[int]) -> None:
+        """All own ranks have attached these peers: whoever was avoided for that is not."""
+        for row, peer in list(self._avoided.items()):
+            if peer.info.epoch in epochs and not peer.quarantined:
+                peer.avoided_until = 0.0
+                del self._avoided[row]
+
     def fine(self, epoch: Epoch) -> None:
         """A load from a peer went well: its failures are forgotten."""
-        with self._lock:
-            peer = self._peers.get(epoch)
-            if peer is not None:
-                peer.failures = 0
+        peer = self._view.peers.get(epoch)
+        if peer is not None:
+            peer.failures, peer.quarantined = 0, False
 
     def tables_by_bit(self) -> dict[int, SlotTable]:
         """The peers' tables by the lease bit with which they import from this engine."""
-        with self._lock:
-            peers = list(self._peers.values())
+        peers = self._view.peers.values()
         return {peer.info.lease_bit: peer.table for peer in peers if peer.info.lease_bit >= 0}
 
     def stats(self) -> PeersStats:
         """Any thread."""
-        with self._lock:
-            attached, usable = len(self._peers), sum(map(self._usable, self._peers.values()))
+        view = self._view
+        usable = sum(map(self._usable, view.rows.values()))
         refused = self._replica.refused
-        return PeersStats(attached, usable, self._skipped, self._strange_events, refused)
+        return PeersStats(len(view.peers), usable, self._skipped, self._strange_events, refused)
 
     def close(self) -> None:
         """Forget everybody and remove the replica; later calls do nothing.  Idempotent."""
-        with self._lock:
-            self._closed = True
-            self._peers.clear()
-            self._replica.unlink()
-            self._replica.close()
+        self._closed = True
+        self._view = _NOBODY
+        self._replica.end()
+        if self._listed is not None:
+            self._listed.end()
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -249,48 +308,60 @@ class Peers:
     # -- inside
 
     def _find(self, epoch: int) -> Peer | None:
-        with self._lock:
-            return self._peers.get(epoch)
+        return self._view.peers.get(epoch)
+
+    def _show(self) -> None:
+        """Let the scheduler's thread see what has changed."""
+        rows = {peer.row: peer for peer in self._peers.values() if peer.offers}
+        self._view = _View(dict(self._peers), rows, sum(1 << row for row in rows))
+        if self._closed:  # perhaps since the line before
+            self._view = _NOBODY
 
     def _drop(self, epoch: int) -> None:
-        with self._lock:
-            peer = self._peers.pop(epoch, None)
+        peer = self._peers.pop(epoch, None)
         if peer is not None:
+            self._show()  # before its row is another's
             self._replica.drop_row(peer.row)
+            self._deaths.forget(epoch)
+            self._write_list()
 
     def _usable(self, peer: Peer) -> bool:
         """Whether lookups may name the peer; a hint like everything here, the lease decides."""
-        return self._offers(peer) and peer.avoided_until <= self._clock()
-
-    @staticmethod
-    def _offers(peer: Peer) -> bool:
-        """Whether the peer itself has something to offer, quarantine aside."""
-        return not (peer.suspected or peer.info.imports_only or peer.table.retired)
+        return not peer.table.retired and peer.avoided_until <= self._clock()
 
     def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
-        with self._lock:
-            peer = self._peers.get(epoch)
-            if peer is not None:
-                peer.suspected = suspected
-                self._replica.set_row_state(peer.row, state)
+        peer = self._find(epoch)
+        if peer is not None:
+            peer.suspected = suspected
+            self._show()
+            self._replica.set_row_state(peer.row, state)
 
     def _attach(self, info: EngineInfo) -> bool:
+        if self._closed:
+            return False
         try:
             table = self._open_table(info.table)
-            _check_table(table, info)
-            with self._lock:
-                if self._closed:
-                    return False
-                epoch, bit = Epoch(info.epoch), LeaseBit(info.lease_bit)
-                row = self._replica.add_row(epoch, info.name, info.num_blocks, bit)
-                self._peers[info.epoch] = Peer(info, table, row)
+            check_table(table, info)
+            epoch, bit = Epoch(info.epoch), LeaseBit(info.lease_bit)
+            row = self._replica.add_row(epoch, info.name, info.num_blocks, bit)
         except KvshmError as exc:
             self._skip(info, exc)
             return False
+        peer = self._peers[info.epoch] = Peer(info, table, row)
+        self._show()
+        self._write_list()
+        self._deaths.watch(info.epoch, peer.processes)
         return True
+
+    def _write_list(self) -> None:
+        if self._listed is not None:
+            self._listed.write(peer.info for peer in self._peers.values())
 
     def _skip(self, info: EngineInfo, reason: Exception) -> None:
         self._skipped += 1
+        if isinstance(reason, SegmentNotFound):  # it has left meanwhile, or begun anew
+            log.info("engine %s (pid %d) has ended its epoch: %s", info.name, info.pid, reason)
+            return
         self._complain(info, f"is left out: {reason}")
 
     def _complain(self, info: EngineInfo, what: str) -> None:
@@ -301,17 +372,8 @@ class Peers:
             log.warning("engine %s (pid %d) %s", info.name, info.pid, what)
 
 
-def _check_table(table: SlotTable, info: EngineInfo) -> None:
-    """Raise unless the table is the one that the roster speaks of."""
-    if table.epoch != info.epoch:
-        raise StaleAttachment(
-            f"{info.table} is of epoch {table.epoch:016x}, the roster says {info.epoch:016x}"
-        )
-    said = (info.num_blocks, len(info.ranks), info.fingerprint)
-    found = (table.num_blocks, table.num_ranks, table.fingerprint)
-    if said != found:
-        raise CorruptSegment(
-            f"{info.table} (blocks, ranks, fingerprint) is {found}, the roster says {said}"
-        )
-    if not NO_LEASE_BIT <= info.lease_bit < NUM_LEASE_BITS:
-        raise ProtocolError(f"the roster gives it lease bit {info.lease_bit}")
+def _names_any(records: bytes, stale: bytes) -> bool:
+    """Whether one of the packed records is among the stale ones."""
+    size = RECORD_BYTES
+    wanted = {stale[i : i + size] for i in range(0, len(stale), size)}
+    return any(records[i : i + size] in wanted for i in range(0, len(records), size))

@@ -6,28 +6,29 @@ metadata), never between engines.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from .interfaces import MemoryDescriptor
-from .peers import Peer
+from .peer import Peer
 from .records import RECORD_BYTES
 from .terms import BlockId, Epoch
 
 NO_TICKET = -1
 
 
-@dataclass(frozen=True)
-class PlannedRun:
-    """Consecutive blocks that one peer seems to hold.  Holds the peer itself, never its
-    number: a number may be handed on, an attachment stays what it is."""
+class PlannedRun(NamedTuple):
+    """Consecutive blocks of one prefix that one peer seems to hold.  Holds the peer itself, never
+    its number: a number may be handed on, an attachment stays what it is."""
 
     peer: Peer
     records: bytes
+    """Packed block records, in the order of the prefix."""
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """A prefix that other engines seem to hold: a hint, until its blocks are leased.
 
     ``runs`` cover consecutive blocks from block index ``start`` of the request on.  Stays in
@@ -40,6 +41,8 @@ class Plan:
     runs: tuple[PlannedRun, ...]
     made_at: float
     """Monotonic seconds; a plan older than PLAN_SECONDS leases nothing."""
+    nbytes: int = 0
+    """Bytes that each rank has to copy."""
 
     @property
     def num_blocks(self) -> int:
@@ -75,6 +78,17 @@ class Load:
     lost: tuple[BlockId, ...]
     """Targets that were matched but could not be leased: load errors from the start."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes that each rank has to copy."""
+        return sum(bytes_per_rank(piece.memory, len(piece.targets)) for piece in self.pieces)
+
+
+def bytes_per_rank(memory: Sequence[MemoryDescriptor], num_blocks: int) -> int:
+    """Bytes of so many blocks in the memory of one rank, by all ranks' descriptors."""
+    regions = memory[0].regions if memory else []
+    return num_blocks * sum(region.block_bytes for region in regions)
+
 
 class LoadFailure(StrEnum):
     """Why blocks of a load are not delivered."""
@@ -86,6 +100,10 @@ class LoadFailure(StrEnum):
     COPY_FAILED = "copy-failed"
     RECLAIMED = "reclaimed"
     """The exporter reused the block, or its memory ended, while it was being copied."""
+    TOO_LATE = "too-late"
+    """The copy had not ended when the step that needs it could not wait any longer."""
+    UNCERTAIN = "uncertain"
+    """The exporter was dead or silent when the copy had ended, and its memory may have gone."""
     MISMATCH = "mismatch"
     """KVSHM_VERIFY: the copied bytes are not those that were published."""
     OWN_RESET = "own-reset"
@@ -109,3 +127,6 @@ class LoadReport:
     bad: tuple[BlockId, ...]
     """Targets whose contents must not be used."""
     failures: tuple[PieceFailure, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
+    """From the begin of its first copy to the end of its checks, or to where a step could wait
+    no longer; 0 if none began."""

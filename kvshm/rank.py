@@ -17,25 +17,36 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from .counters import LOADS_STARTED
+from .counters import LOADS_STARTED, LOADS_TOO_LATE
+from .errors import MemoryInUse
 from .forks import guard_forks
 from .interfaces import Transport
 from .log import logger
-from .plans import Load, LoadReport
+from .peer_list import PeerListReader
+from .plans import Load, LoadFailure, LoadReport
 from .rank_load import RankLoad
 from .rank_peers import PeerBook
+from .rundir import peers_file
+from .segment import parse_segment_name
 from .slots import SlotTable
-from .terms import BlockId, Rank
+from .terms import BlockId, Epoch, Rank
 
 log = logger(__name__)
 
 POLL_SECONDS = 0.0002
 """Between two polls of copies under way; far below a scheduler step."""
+IMPATIENT_SECONDS = 0.00005
+"""Between two polls while a step waits."""
 TIDY_SECONDS = 1.0
-"""How often a rank looks whether a peer's memory has ended and can be unmapped."""
+"""How often a rank looks which peers have ended and which are new."""
 CLOSE_SECONDS = 5.0
+STUCK_SECONDS = 30.0
+"""How long a step waits for what may write over what its model computes."""
+PAUSE_SECONDS = 0.1
+"""Longest pause between two looks at it that counts."""
 
 
 class RankCache:
@@ -46,9 +57,13 @@ class RankCache:
         transport: Transport,
         rank: Rank,
         *,
+        run_dir: Path | None = None,
         verify: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``run_dir``: where the engine names its peers, so that they are attached ahead of
+        loads; without it they are attached on first use."""
+        self._run_dir = run_dir
         self._transport = transport
         self._rank = rank
         self._verify = verify
@@ -61,6 +76,8 @@ class RankCache:
         self._untidy = False
         self._loads: queue.SimpleQueue[RankLoad | None] = queue.SimpleQueue()
         self._reports: deque[LoadReport] = deque()
+        self._under_way = 0
+        """Loads whose report nobody has asked for yet."""
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
         self._inherited = False
         self._thread.start()
@@ -70,6 +87,11 @@ class RankCache:
     def table(self) -> SlotTable | None:
         """The engine's own slot table, mapped by this rank; None outside an epoch."""
         return self._table
+
+    def attached(self) -> frozenset[Epoch]:
+        """The peers whose memory this rank has mapped: a load from them begins at once.  One
+        may have ended since; its loads fail.  Any thread; does not block, costs nothing."""
+        return self._peers.attached
 
     def open_epoch(self, table_name: str) -> None:
         """Export own memory under the epoch of ``table_name`` and declare it alive there.
@@ -85,6 +107,10 @@ class RankCache:
             self.failed = f"rank {self._rank} cannot export: {exc}"
             raise
         self.failed = ""
+        name = parse_segment_name(table_name)
+        if self._run_dir is not None and name is not None:
+            listed = peers_file(self._run_dir, name.namespace, name.epoch)
+            self._peers.follow(PeerListReader(listed))
 
     def _export(self, table_name: str) -> SlotTable:
         table = SlotTable.open(table_name)
@@ -103,21 +129,78 @@ class RankCache:
         table stays until loads that refer to it have ended.
         """
         table, self._table = self._table, None
+        self._peers.follow(None)
         if table is not None:
             table.end_life(self._rank)
 
     def begin_load(self, load: Load) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self._table
+        self._under_way += 1
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
-        self._loads.put(RankLoad(load, self._peers, table, verify=self._verify))
+        self._loads.put(RankLoad(load, self._peers, table, verify=self._verify, clock=self._clock))
 
-    def poll(self) -> list[LoadReport]:
-        """Reports of the loads that have ended since the last call; does not block."""
+    def load_at_once(self, loads: Sequence[Load], patience: float) -> list[LoadReport]:
+        """Carry out loads on the calling thread, which is about to run the model on them.
+
+        Blocks for ``patience`` seconds at most, all loads together, and after that until
+        nothing of them can write over what the model computes: for the copy of a few
+        megabytes, or of one block, at most.  What has not ended by then is reported as lost.
+        Raises MemoryInUse if that does not end: the model must not run.
+        """
+        table = self._table
+        if self._rank == 0 and table is not None:
+            table.counters.add(LOADS_STARTED, len(loads))
+        clock, until = self._clock, self._clock() + patience
+        ongoing = [
+            RankLoad(each, self._peers, table, verify=self._verify, until=until, clock=clock)
+            for each in loads
+        ]
+        reports = []
+        with self._peers.pinned([epoch for load in ongoing for epoch in load.peers]):
+            while ongoing:
+                ended = [load for load in ongoing if load.advance()]
+                reports += [load.report for load in ended]
+                ongoing = [load for load in ongoing if load not in ended]
+                if not ongoing or clock() >= until:
+                    break
+                time.sleep(IMPATIENT_SECONDS)
+            for load in ongoing:
+                self._abandon(load)
+                reports.append(load.lost())
+                self._loads.put(load)  # gives the leases back, once its copies have ended
+        if self._rank == 0 and table is not None and (late := sum(_is_late(r) for r in reports)):
+            table.counters.add(LOADS_TOO_LATE, late)
+        return reports
+
+    def _abandon(self, load: RankLoad) -> None:
+        """What still writes would write over what the model computes, now and, when its blocks
+        are others', later: without knowing that it has stopped there is no way on."""
+        waited, last = 0.0, self._clock()
+        while not load.abandon():
+            now = self._clock()
+            # While this process was stopped, so was whoever copies.
+            waited, last = waited + min(now - last, PAUSE_SECONDS), now
+            if waited >= STUCK_SECONDS:
+                self.end_epoch()
+                raise MemoryInUse(
+                    f"rank {self._rank}: a copy from another engine's cache has not ended "
+                    f"{STUCK_SECONDS:g} s after it was cancelled and may still write into this "
+                    "one's: the engine cannot go on"
+                )
+            time.sleep(IMPATIENT_SECONDS)
+
+    def poll(self, linger: float = 0.0) -> list[LoadReport]:
+        """Reports of the loads that have ended since the last call.  Blocks until all have
+        ended, for ``linger`` seconds at most."""
+        until = self._clock() + linger
+        while len(self._reports) < self._under_way and self._clock() < until:
+            time.sleep(IMPATIENT_SECONDS)
         reports = []
         while self._reports:
             reports.append(self._reports.popleft())
+        self._under_way -= len(reports)
         return reports
 
     def write_checksums(self, blocks: list[BlockId]) -> None:
@@ -154,7 +237,7 @@ class RankCache:
                 active.append(started)
             ended = [load for load in active if load.advance()]
             active = [load for load in active if load not in ended]
-            self._reports.extend(load.report for load in ended)
+            self._reports.extend(load.report for load in ended if not load.abandoned)
             self._tidy(active)
         self._peers.close()
 
@@ -170,15 +253,20 @@ class RankCache:
         return load, load is None
 
     def _tidy(self, active: list[RankLoad]) -> None:
-        """By the clock, busy or not: unmap peers that have ended.  Never raises: without this
-        thread every later load would wait for ever."""
+        """By the clock, busy or not: unmap peers that have ended, attach new ones.  Never
+        raises: without this thread every later load would wait for ever."""
         now = self._clock()
         if now < self._tidy_at:
             return
         self._tidy_at = now + TIDY_SECONDS
         try:
             self._peers.unmap_ended({epoch for load in active for epoch in load.peers})
+            self._peers.attach_listed()
         except Exception:
             if not self._untidy:
-                log.exception("peers that have ended could not be unmapped")
+                log.exception("peers that have ended could not be unmapped, or new ones attached")
             self._untidy = True
+
+
+def _is_late(report: LoadReport) -> bool:
+    return any(failure.reason is LoadFailure.TOO_LATE for failure in report.failures)

@@ -7,6 +7,8 @@ before the last of its copies has ended.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -45,13 +47,29 @@ class RankLoad:
     """Carries out one load: ``advance`` it until that says True."""
 
     def __init__(
-        self, load: Load, peers: PeerBook, table: SlotTable | None, *, verify: bool = False
+        self,
+        load: Load,
+        peers: PeerBook,
+        table: SlotTable | None,
+        *,
+        verify: bool = False,
+        until: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``until``: a step waits for it until then by ``clock``, so it waits for no attach."""
         self._load = load
         self._peers = peers
         self._rank = peers.rank
         self._table = table
         self._verify = verify
+        self._until = until
+        self._clock = clock
+        self._begun_at = 0.0
+        self._queued = False
+        """Whether its copies began behind those of another load: how long they take themselves
+        is not to be seen."""
+        self.abandoned = False
+        """Whether its report was given before its copies had ended."""
         self._parts = [_Part(piece) for piece in load.pieces]
         self._failures: list[PieceFailure] = []
         self._bad: list[BlockId] = list(load.lost)
@@ -67,6 +85,7 @@ class RankLoad:
         try:
             if self._pending():
                 return False
+            self._peers.copying.discard(self)
             if not self._spoilt:
                 for part in self._parts:
                     self._judge(part)
@@ -75,8 +94,43 @@ class RankLoad:
             self._spoil(exc)
             return False  # its copies may still write: they are asked again
         bad = tuple(dict.fromkeys(self._bad))
-        self.report = LoadReport(self._load.load_id, bad, tuple(self._failures))
+        self.report = LoadReport(self._load.load_id, bad, tuple(self._failures), self._lasted())
+        if any(failure.reason is LoadFailure.TOO_LATE for failure in self._failures):
+            self.report = self.lost()
         return True
+
+    def _lasted(self) -> float:
+        """Seconds since the first of its copies began; 0 before, and if others were in its way."""
+        return self._clock() - self._begun_at if self._begun_at and not self._queued else 0.0
+
+    def abandon(self) -> bool:
+        """Deliver nothing: the step can wait no longer.  Whether nothing of this load writes
+        before what the model computes from now on; else ask again.  The leases are given back
+        by ``advance``, once its copies have ended.  Never raises."""
+        if not self.abandoned:
+            self.abandoned = True
+            for part in self._parts:
+                part.failure = part.failure or LoadFailure.TOO_LATE
+        try:
+            return all(self._harmless(part) for part in self._parts)
+        except Exception as exc:
+            self._spoil(exc)
+            return False
+
+    @staticmethod
+    def _harmless(part: _Part) -> bool:
+        if part.copy is None or part.copy.poll() is not CopyState.PENDING:
+            return True
+        part.copy.cancel()
+        return part.copy.fence() or part.copy.poll() is not CopyState.PENDING
+
+    def lost(self) -> LoadReport:
+        """What is reported of a load whose time was up: also how long it has lasted, so that
+        more is expected of the next."""
+        targets = tuple(target for piece in self._load.pieces for target in piece.targets)
+        failures = tuple(PieceFailure(p.peer, LoadFailure.TOO_LATE, b"") for p in self._load.pieces)
+        bad = targets + self._load.lost
+        return LoadReport(self._load.load_id, bad, failures, self._lasted())
 
     def _pending(self) -> bool:
         """Whether a peer is being attached or a copy may still write."""
@@ -94,14 +148,33 @@ class RankLoad:
         try:
             part.peer = self._peers.find(part.piece)
             if part.peer is None:
-                return False
+                hurried = self._until is not None
+                part.failure = LoadFailure.NOT_ATTACHED if hurried else None
+                return hurried
+            if not self._in_time():  # before the first byte: nothing to learn from
+                part.failure = LoadFailure.TOO_LATE
+                return True
+            self._stand_in_line()
             sync_point(SyncPoint.COPY_BEGINS)
-            part.copy = part.peer.memory.begin_copy(_sources(part.piece), part.piece.targets)
+            self._begun_at = self._begun_at or self._clock()
+            part.copy = part.peer.memory.begin_copy(
+                _sources(part.piece),
+                part.piece.targets,
+                None if self._until is None else self._in_time,
+            )
         except Exception as exc:
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
             self._note(f"cannot read from engine {part.piece.peer:016x}: {exc}", exc)
         return True
+
+    def _stand_in_line(self) -> None:
+        if not self._begun_at:
+            self._queued = bool(self._peers.copying)
+            self._peers.copying.add(self)
+
+    def _in_time(self) -> bool:
+        return self._until is None or self._clock() < self._until
 
     def _spoil(self, exc: Exception) -> None:
         """Deliver nothing of this load.  Noted once, however often it happens."""
@@ -118,13 +191,17 @@ class RankLoad:
         if part.copy is None or part.peer is None:
             self._reject(piece, [False] * count, part.failure or LoadFailure.UNREACHABLE)
             return
-        if part.copy.poll() is not CopyState.DONE:
-            self._reject(piece, [False] * count, LoadFailure.COPY_FAILED)
+        if self.abandoned or part.copy.poll() is not CopyState.DONE:
+            reason = LoadFailure.COPY_FAILED if self._in_time() else LoadFailure.TOO_LATE
+            self._reject(piece, [False] * count, reason)
             return
         sync_point(SyncPoint.COPIED)
         sources = _sources(piece)
         wanted = [part.peer.table.checksum(self._rank, s) for s in sources] if self._verify else []
         good = part.peer.table.recheck(self._rank, piece.records)
+        if self._peers.may_have_died(piece.peer, part.peer):
+            self._reject(piece, [False] * count, LoadFailure.UNCERTAIN)
+            return
         if self._own_epoch_ended():
             self._reject(piece, [False] * count, LoadFailure.OWN_RESET)
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket (Linux, without the closing zero)."""
 
 _RANK_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.rank\.(?P<pid>[0-9]+)\.[0-9]+\.sock")
+_PEERS_FILE = re.compile(r"(?P<namespace>[^.]+)\.peers\.(?P<epoch>[0-9a-f]{16})(\.new)?")
 
 
 def choose_run_directory(given: str, environ: Mapping[str, str]) -> Path:
@@ -98,10 +100,31 @@ def rank_socket(run_dir: Path, namespace: str, pid: int, rank: int) -> Path:
     return _socket(run_dir, f"{namespace}.rank.{pid}.{rank}.sock")
 
 
+def peers_file(run_dir: Path, namespace: str, epoch: int) -> Path:
+    """File in which an engine names its peers to its own ranks (kvshm/peer_list.py)."""
+    return run_dir / f"{namespace}.peers.{epoch:016x}"
+
+
+def list_peers_files(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:
+    """Return (epoch, path) of the namespace's lists of peers that lie there, half-written ones
+    included."""
+    found = ((_PEERS_FILE.fullmatch(path.name), path) for path in sorted(run_dir.iterdir()))
+    return [
+        (int(match["epoch"], 16), path)
+        for match, path in found
+        if match and match["namespace"] == namespace
+    ]
+
+
 def require_room(run_dir: Path, namespace: str) -> None:
     """Check that every socket of an engine has room below ``run_dir``.  Raises
     RunDirectoryError: better before an engine has begun to share than rank by rank."""
     rank_socket(run_dir, namespace, pid=9_999_999, rank=99)  # the longest name there is
+
+
+def start_command(run_dir: Path, namespace: str) -> str:
+    """The shell command that starts the coordinator of this place."""
+    return f"kvshm-coordinator --run-dir {shlex.quote(str(run_dir))} --namespace {namespace}"
 
 
 def list_rank_sockets(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:

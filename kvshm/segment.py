@@ -59,6 +59,9 @@ class Identity(NamedTuple):
     """Field 22 of /proc/PID/stat: clock ticks since boot."""
 
 
+_PF_EXITING = 0x4  # linux/sched.h, field ``flags`` of /proc/<pid>/stat
+
+
 @functools.cache
 def _boot_id() -> bytes:
     boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
@@ -67,13 +70,19 @@ def _boot_id() -> bytes:
     return hashlib.blake2b(place, digest_size=16).digest()
 
 
-def _parse_stat(stat: str) -> tuple[str, int]:
-    """Return state letter and start time; the command name may hold blanks and brackets."""
+class _Stat(NamedTuple):
+    state: str
+    start_time: int
+    exiting: bool
+
+
+def _parse_stat(stat: str) -> _Stat:
+    """The command name may hold blanks and brackets."""
     fields = stat[stat.rindex(")") + 1 :].split()
-    return fields[0], int(fields[19])
+    return _Stat(fields[0], int(fields[19]), bool(int(fields[6]) & _PF_EXITING))
 
 
-def _read_stat(pid: int) -> tuple[str, int]:
+def _read_stat(pid: int) -> _Stat:
     try:
         return _parse_stat(Path(f"/proc/{pid}/stat").read_text("utf-8", "replace"))
     except FileNotFoundError as exc:
@@ -86,7 +95,7 @@ def identity_of(pid: int | None = None) -> Identity:
     Raises ProcessLookupError if there is no such process.
     """
     pid = os.getpid() if pid is None else pid
-    return Identity(_boot_id(), pid, _read_stat(pid)[1])
+    return Identity(_boot_id(), pid, _read_stat(pid).start_time)
 
 
 def is_alive(identity: Identity) -> bool:
@@ -107,12 +116,23 @@ def is_dead(identity: Identity) -> bool:
     return identity.boot_id == _boot_id() and not _runs(identity)
 
 
+def is_exiting(identity: Identity) -> bool:
+    """As ``is_dead``, but also if it is ending: its files and memory may have gone already."""
+    if identity.boot_id != _boot_id():
+        return False
+    try:
+        stat = _read_stat(identity.pid)
+    except ProcessLookupError:
+        return True
+    return stat.exiting or stat.start_time != identity.start_time
+
+
 def _runs(identity: Identity) -> bool:
     try:
-        state, start_time = _read_stat(identity.pid)
+        stat = _read_stat(identity.pid)
     except ProcessLookupError:
         return False
-    return start_time == identity.start_time and state not in "ZXx"
+    return stat.start_time == identity.start_time and stat.state not in "ZXx"
 
 
 # -- names

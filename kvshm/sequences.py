@@ -54,6 +54,11 @@ class Stream:
         return dict(self._heard)
 
     @property
+    def listened(self) -> bool:
+        """Whether any other engine may want this one's events.  Any thread."""
+        return bool(self._heard)
+
+    @property
     def missing(self) -> frozenset[int]:
         """Engines known from before a restart of the coordinator, not yet back."""
         return frozenset(self._missing)

@@ -24,7 +24,7 @@ import msgspec
 import zmq
 
 from .callbacks import Guarded, Member
-from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT
+from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, EVENTS_UNHEARD
 from .errors import ProtocolError, VersionMismatch
 from .protocol import (
     HEARTBEAT_SECONDS,
@@ -56,6 +56,8 @@ BACK_OFF_SECONDS = (0.1, 2.0)
 REFUSED_SECONDS = 30.0
 MISSING_SECONDS = 10.0
 """How long engines may take to join a restarted coordinator before they count as gone."""
+UNHEARD_SECONDS = 5.0
+"""After so long without a word from any coordinator the member is told that there is none."""
 LINGER_MS = 500
 MAX_RECEIVED = 1000
 """Messages taken from one socket before timers are looked after."""
@@ -98,6 +100,8 @@ class Session:
         self._attempts = 0
         self._next_try = self._next_beat = self._last_heard = clock()
         self._reply_due = self._missing_until = 0.0
+        self._unheard_until: float | None = math.inf
+        """When to say that no coordinator was ever heard of; None: one was, or it is said."""
 
     @property
     def errors(self) -> int:
@@ -107,8 +111,13 @@ class Session:
     def is_member(self) -> bool:
         return self._coordinator_epoch != 0
 
+    @property
+    def listened(self) -> bool:
+        """Whether there is an engine to send events to, as far as is known.  Any thread."""
+        return self._stream.listened
+
     def open(self, wake_fd: int, hand_over: Callable[[], None]) -> None:
-        """Create and connect the sockets; a write to ``wake_fd`` ends a ``wait``.
+        """Create and connect the sockets; what makes ``wake_fd`` readable ends a ``wait``.
 
         ``hand_over`` passes on what the other threads have queued so far; it is called
         before a new epoch begins, so that nothing of the old one is sent as the new one's.
@@ -161,6 +170,12 @@ class Session:
         self._events_lost = True
         self._guard.call(self._member.count, EVENTS_DROPPED, batches)
 
+    def pass_over_events(self, batches: int) -> None:
+        """So many batches went to nobody.  Whoever has joined unnoticed meanwhile, and scanned
+        before them, learns by the number used up here that it has to scan again."""
+        self._sequence += 1
+        self._guard.call(self._member.count, EVENTS_UNHEARD, batches)
+
     def rejoin(self) -> None:
         """Leave with the old epoch and join with a new description.
 
@@ -198,6 +213,9 @@ class Session:
             self._stream.give_up_missing()
         if now - self._last_heard > SILENCE_SECONDS:
             self._lose(now)
+        if self._unheard_until is not None and now >= self._unheard_until:
+            self._unheard_until = None
+            self._guard.call(self._member.coordinator_missing)
         if self._state is _State.JOINED and self._events_lost:
             self._join_at(now)
         if self._state is _State.JOINING and now >= self._reply_due:
@@ -261,6 +279,8 @@ class Session:
         self._subscribe(info.fingerprint)
         self._early.clear()
         self._events_lost = False
+        if self._unheard_until is not None:
+            self._unheard_until = min(self._unheard_until, now + UNHEARD_SECONDS)
         engine = msgspec.structs.replace(info, lease_bit=self._lease_bit)
         if not self._send(Join(protocol=PROTOCOL_VERSION, engine=engine, sequence=self._sequence)):
             self._back_off(now)
@@ -303,6 +323,7 @@ class Session:
             raise ProtocolError(f"reply of {len(frames)} frames, wanted 1")
         reply = decode_reply(frames[0])
         self._last_heard = now = self._clock()
+        self._unheard_until = None
         if reply.engine_epoch != self._epoch:
             return
         if isinstance(reply, JoinFirst):

@@ -12,7 +12,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import _native
 from . import syncpoints as syncpoints  # arms the core's sync points, if a test asked for it
@@ -99,8 +99,14 @@ class SlotTable(TableHeader):
         Returns the records of those that are READY now, with their generations: the event
         to send.  A slot that is not EMPTY is left alone.
         """
-        age_ms = (self._clock() - self.created_ns) // 1_000_000
-        return _native.publish(self._segment.buffer, records, parents, min(max(age_ms, 0), _MAX_MS))
+        return _native.publish(self._segment.buffer, records, parents, self._age_ms())
+
+    def publish_marked(
+        self, marks: bytearray, pool: Sequence[Any], runs: list[tuple[list[bytes], int, bytes]]
+    ) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
+        """The same for blocks in runs (kvshm/marks.py), as far as ``pool`` has hashes for them.
+        Returns the event to send and the runs that are not through."""
+        return _native.marks_publish(self._segment.buffer, marks, pool, runs, self._age_ms())
 
     def retract(self, blocks: Sequence[BlockId]) -> tuple[bytes, list[BlockId]]:
         """Withdraw blocks: none of them can be leased from here on.
@@ -110,6 +116,13 @@ class SlotTable(TableHeader):
         """
         records, draining = _native.retract(self._segment.buffer, blocks)
         return records, [BlockId(block) for block in draining]
+
+    def retract_marked(
+        self, marks: bytearray, blocks: Sequence[Any]
+    ) -> tuple[bytes, list[BlockId]]:
+        """The same for those of ``blocks`` that ``marks`` (kvshm/marks.py) has as published;
+        marks of all of them are cleared."""
+        return _native.marks_retract(self._segment.buffer, marks, blocks, 0)
 
     def drain(self, blocks: Sequence[BlockId], lame: int) -> list[BlockId]:
         """Free retracted blocks that nobody leases any more; leases in the bit mask ``lame``
@@ -208,6 +221,9 @@ class SlotTable(TableHeader):
             for block in range(self.num_blocks)
             if (wrong := self._slot_violation(block))
         ]
+
+    def _age_ms(self) -> int:
+        return min(max((self._clock() - self.created_ns) // 1_000_000, 0), _MAX_MS)
 
     def _slot_violation(self, block_id: int) -> str:
         offset = self._slot_offset(block_id)

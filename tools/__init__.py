@@ -1,1 +1,1 @@
-"""Read-only windows onto a running, or a crashed, node."""
+"""Windows onto a running, or a crashed, node, read-only; and what clears up after a crash."""

@@ -32,7 +32,16 @@ from kvshm.segment import (
     list_segments,
 )
 
-from .laws import AFTER_A_SWEEP, SOON, Violation, between, of_leases, of_table, stated
+from .laws import (
+    AFTER_A_SWEEP,
+    SOON,
+    Violation,
+    between,
+    of_leases,
+    of_table,
+    stated,
+    without_coordinator,
+)
 from .snapshot import LeaseTableSnapshot, TableSnapshot, read_leases, read_table
 
 PAUSE_SECONDS = 0.1
@@ -46,6 +55,8 @@ class Look:
     checked: Counter[str] = field(default_factory=Counter)
     """How many segments of each kind."""
     suspects: list[Violation] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    """What is sound, and still not what anybody wants."""
 
 
 def check(
@@ -67,7 +78,7 @@ def check(
         if suspects:
             pause(PAUSE_SECONDS)
             suspects &= set(look(namespace).suspects)
-    return Look(first.checked, [v for v in first.suspects if v in proven])
+    return Look(first.checked, [v for v in first.suspects if v in proven], first.warnings)
 
 
 def look(namespace: str | None) -> Look:
@@ -92,6 +103,8 @@ def _look_at_namespace(names: list[SegmentName], found: Look) -> None:
             found.suspects.append(Violation(str(name), "header", law, patience))
         found.checked[name.kind] += 1
     found.suspects += between(tables, leases[0] if leases else None)
+    if (warning := without_coordinator(tables, leases[0] if leases else None)) is not None:
+        found.warnings.append(warning)
 
 
 def _look_at(

@@ -1,8 +1,8 @@
 """``kvshm``: one command for whoever runs a node.
 
 ``kvshm config`` prints every setting, its value and where it came from, as this environment
-has them; ``kvshm dump-index`` shows what is in shared memory.  Exit status: that of the verb,
-2 for a wrong command line or a bad setting.
+has them; ``kvshm dump-index`` shows what is in shared memory; ``kvshm clean`` removes
+what a crash has left.  Exit status: that of the verb, 2 for a wrong command line or a bad setting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvshm.config import Config, describe
 from kvshm.errors import ConfigError
 from kvshm.version import __version__
 
-from . import dump_index
+from . import clean, dump_index
 
 EXIT_USAGE = 2
 
@@ -43,9 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("config", help="print each setting, its value and where it came from")
     verbs.add_parser("dump-index", help="show what is in shared memory", add_help=False)
+    verbs.add_parser("clean", help="remove what a crash has left", add_help=False)
     asked, rest = parser.parse_known_args(arguments)
     if asked.verb == "dump-index":
         return dump_index.main(rest)
+    if asked.verb == "clean":
+        return clean.main(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return print_config(os.environ)

@@ -60,10 +60,13 @@ def _check(namespace: str | None, as_json: bool) -> int:
     found = check(namespace)
     if as_json:
         wrong = [{"segment": v.segment, "place": v.place, "law": v.law} for v in found.suspects]
-        print(json.dumps({"checked": found.checked, "violations": wrong}, indent=2))
+        told = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}
+        print(json.dumps(told, indent=2))
     else:
         for violation in found.suspects:
             print(violation)
+        for warning in found.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
     if found.suspects:
         return 3
     if not found.checked:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvshm.records import SlotState, table_bytes
-from kvshm.segment import SegmentName
+from kvshm.segment import SegmentName, is_dead
 
 from .snapshot import LeaseOwner, LeaseTableSnapshot, TableSnapshot
 
@@ -112,6 +112,21 @@ def between(tables: list[TableSnapshot], leases: LeaseTableSnapshot | None) -> I
         ):
             law = f"claims lease bit {bit}, which the lease table does not give it"
             yield _header(claimants[0], law, AFTER_A_SWEEP)
+
+
+def without_coordinator(
+    tables: list[TableSnapshot], leases: LeaseTableSnapshot | None
+) -> str | None:
+    """What to say of a namespace whose engines have no coordinator: no law is broken, but they
+    learn of nobody new.  None if one runs, or may run in another pid namespace."""
+    living = [table for table in tables if table.alive and not table.retired]
+    if not living or (leases is not None and not is_dead(leases.identity)):
+        return None
+    namespace = living[0].name.namespace
+    return (
+        f"namespace {namespace}: no coordinator runs; engines that wait for one: {len(living)}; "
+        f"start kvshm-coordinator --namespace {namespace} with the engines' KVSHM_RUN_DIR"
+    )
 
 
 def _held_by_nobody(

@@ -1,6 +1,6 @@
 """Copies between GPU caches: enqueued on a stream of their own, polled by an event.
 
-    own compute stream ──┐ (what writes to the destination is waited for)
+    own compute stream ──┐ (what may still write to the destination, where anything may)
     copy stream          └─ ids ─ copy ─ event ─►  poll: event done?  DONE, or FAILED
 
 Nothing here ever waits for a peer: whether its bytes still count is decided by the slots,
@@ -96,6 +96,10 @@ class CudaCopy:
     def cancel(self) -> None:
         self._engine.cancel(self)
 
+    def fence(self) -> bool:
+        self._engine.fence()
+        return True
+
 
 class CopyEngine:
     """The copy stream of one cache.  Any thread; its lock is never held while waiting for the
@@ -109,6 +113,8 @@ class CopyEngine:
         self._free: list[_Slot] = []
         self._pending: list[CudaCopy] = []
         self._closed = False
+        self.late_writers = True
+        """See Transport."""
         self.stream = driver.new_stream()
 
     def follow(self, compute: Stream) -> None:
@@ -158,7 +164,8 @@ class CopyEngine:
     ) -> None:
         driver, pairs = self._driver, len(source)
         nbytes = slot.fill(source, target)
-        driver.wait(self.stream, self._compute)
+        if self.late_writers:
+            driver.wait(self.stream, self._compute)
         ids = slot.host.view[_IDS_AT : _IDS_AT + nbytes]
         if way.route is Route.KERNEL:
             driver.copy(slot.ids, slot.host.address + _IDS_AT, nbytes, self.stream)
@@ -206,6 +213,16 @@ class CopyEngine:
             if copy.state is CopyState.PENDING:
                 copy.cancelled = True
                 copy.slot.stop()
+
+    def fence(self) -> None:
+        """Have the model's stream wait for all copies begun so far.  Blocks until they have
+        ended where the driver refuses that; if it refuses that as well, the context is at its end,
+        and nothing runs there any more."""
+        try:
+            self._driver.wait(self._compute, self.stream)
+        except CudaError as exc:
+            _log.error("the model's stream cannot wait for the copies: %s", exc)
+            self._settle_all()
 
     def quiet(self) -> bool:
         """Whether no copy is pending."""

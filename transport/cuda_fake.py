@@ -256,13 +256,14 @@ class FakeDriver:
             stream.owner.work.append(work)
 
     def wait(self, stream: Stream, earlier: Stream) -> None:
+        self._check("cuStreamWaitEvent")
         event = FakeEvent()
         self.record(event, earlier)
 
         def wait_here() -> None:
             if not self.done(event):
                 stream.owner.work.appendleft(wait_here)
-                raise _NotYet
+                raise NotYet
 
         self._put(stream, wait_here)
 
@@ -319,8 +320,7 @@ class FakeDriver:
         self._put(stream, reached)
 
     def done(self, event: FakeEvent) -> bool:
-        if self.failing:
-            raise CudaError("cuEventQuery", "CUDA_ERROR_ILLEGAL_ADDRESS")
+        self._check("cuEventQuery")
         with self._lock:
             if event.stream is not None and not event.done:
                 self._run(event.stream)
@@ -330,14 +330,19 @@ class FakeDriver:
     def _run(stream: FakeStream) -> None:
         try:
             stream.run()
-        except _NotYet:
+        except NotYet:
             return
 
+    def _check(self, call: str) -> None:
+        if self.failing:
+            raise CudaError(call, "CUDA_ERROR_ILLEGAL_ADDRESS")
+
     def synchronize(self, stream: Stream) -> None:
+        self._check("cuStreamSynchronize")
         with self._lock:
             stream.owner.held = False
             self._run(stream.owner)
 
 
-class _NotYet(Exception):
+class NotYet(Exception):
     """A stream has to wait for another."""

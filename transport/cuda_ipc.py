@@ -15,10 +15,11 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -63,7 +64,14 @@ class CudaAttachment:
     def closed(self) -> bool:
         return self._closed
 
-    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> CudaCopy:
+    @property
+    def ended(self) -> bool:
+        return False  # no connection is held: who copies watches the process itself
+
+    def begin_copy(
+        self, source: Sequence[BlockId], target: Sequence[BlockId],
+        go_on: Callable[[], bool] | None = None,
+    ) -> CudaCopy:  # fmt: skip
         own = self._own
         check_pairs(source, self._num_blocks, target, own.num_blocks)
         blocks = misdirect(source, self._num_blocks, own.fault)
@@ -107,6 +115,8 @@ class CudaIpcTransport:
     """
 
     name = "cuda_ipc"
+    memory_outlives_exporter = False
+    """Not proven (docs/gpu.md)."""
     settings = ("staging",)
     """Of Config, for the constructor (kvshm.interfaces.load_transport)."""
     adopt = staticmethod(DeviceMemory)
@@ -154,7 +164,16 @@ class CudaIpcTransport:
         self._server: ChunkServer | None = None
         self._details: CudaDetails | None = None
         self._zeros = 0
+        self._fence: Any = None
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
+
+    @property
+    def late_writers(self) -> bool:
+        return self.engine.late_writers
+
+    @late_writers.setter
+    def late_writers(self, late: bool) -> None:
+        self.engine.late_writers = late
 
     # -- the exporter's side
 
@@ -173,6 +192,15 @@ class CudaIpcTransport:
             _exports[self._details.life] = self
             details = msgspec.to_builtins(self._details, builtin_types=(bytes,))
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
+
+    def fence(self) -> Callable[[], bool]:
+        """Returns what tells, without blocking, whether all that is on the compute stream now
+        has ended; a later fence replaces it."""
+        if self._fence is None:
+            self._fence = self.driver.new_event()
+        event = self._fence
+        self.driver.record(event, self.driver.compute_stream())
+        return lambda: self.driver.done(event)
 
     def _describe(self, before: CudaDetails | None) -> CudaDetails:
         memories = tuple(share(self.driver, m, i) for i, m in enumerate(self.memory))
@@ -347,6 +375,8 @@ class CudaIpcTransport:
                 self._probe.withdraw()
             if self._zeros:
                 self.driver.free(self._zeros)
+            if self._fence is not None:
+                self.driver.free_event(self._fence)
         except CudaError as exc:
             _log.warning("memory of the transport is not freed: %s", exc)
         self._probe = None

@@ -13,8 +13,9 @@ from kvshm.errors import TransportError
 from kvshm.terms import BlockId
 
 WRONG_BLOCK = "wrong-block"
-"""Each target gets the block meant for the next one, the last the first's (a plan of a
-single block: the neighbouring slot)."""
+"""Each target gets the block meant for the first one, the first the second's (a plan of a single
+block: the neighbouring slot).  No mere exchange: attention does not ask for the order of blocks,
+and a model would give the same answer but for rounding."""
 SHIFT = "shift"
 """Each target gets the slot after its source, the peer's last slot wrapping to slot 0."""
 ZERO = "zero"
@@ -34,5 +35,5 @@ def misdirect(source: Sequence[BlockId], num_blocks: int, fault: str | None) -> 
     if fault == SHIFT or (fault == WRONG_BLOCK and len(source) == 1):
         return [BlockId((block + 1) % num_blocks) for block in source]
     if fault == WRONG_BLOCK:
-        return [*source[1:], *source[:1]]
+        return [source[1], *[source[0]] * (len(source) - 1)]
     return source

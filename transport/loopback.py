@@ -9,7 +9,7 @@ and a source that changes under a copy happen exactly when a test says so.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
@@ -73,6 +73,9 @@ class LoopbackCopy:
     def cancel(self) -> None:
         self._cancelled = True
 
+    def fence(self) -> bool:
+        return False
+
     @property
     def blocks_left(self) -> int:
         """How many blocks are not copied yet."""
@@ -109,7 +112,17 @@ class LoopbackAttachment:
         self._num_blocks = count_blocks(descriptor.regions)
         self._closed = False
 
-    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> LoopbackCopy:
+    @property
+    def ended(self) -> bool:
+        return False  # nobody dies here without the test
+
+    def begin_copy(
+        self,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+        go_on: Callable[[], bool] | None = None,
+    ) -> LoopbackCopy:
+        """Only the network's clock moves a copy, whoever waits."""
         if self._closed or self._own.closed:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
         check_pairs(source, self._num_blocks, target, self._own.num_blocks)
@@ -131,6 +144,8 @@ class LoopbackTransport:
     """One rank's KV cache in bytearrays (kvshm.interfaces.Transport).  One thread only."""
 
     name = "loopback"
+    late_writers = True
+    memory_outlives_exporter = True
 
     def __init__(
         self,

@@ -9,14 +9,16 @@ exporter, which need not even live any more::
        | read_only_fd                               | begin_copy
     FdServer  <--- {"epoch": e} --------------   fetch
               ---- {"status": "ok"} + fds ---->  mmap
+              ==== left open: its end tells ==>  the exporter has ended
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +28,7 @@ import msgspec
 
 from kvshm import _native
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.fds import FdServer, close_all, fetch
+from kvshm.fds import FdServer, close_all, fetch_and_stay, has_hung_up
 from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.terms import BlockId, Epoch
 
@@ -52,11 +54,13 @@ class Request(msgspec.Struct, frozen=True):
     epoch: int
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """What it hears: "ok" (the descriptors ride along) or "stale" and the epoch served."""
 
     status: str
     epoch: int
+    stays: bool = False
+    """Whether the connection is left open, for its end to tell of the exporter's."""
 
 
 _request_decoder = msgspec.msgpack.Decoder(Request)
@@ -76,24 +80,31 @@ def _map_read_only(fds: Sequence[int]) -> list[mmap.mmap]:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
 
 
-def _fetch_memory(descriptor: MemoryDescriptor) -> list[mmap.mmap]:
-    """Ask the exporter for its descriptors and map them.  StaleAttachment, TransportError."""
+def _fetch_memory(
+    descriptor: MemoryDescriptor,
+) -> tuple[list[mmap.mmap], socket.socket | None]:
+    """Ask the exporter for its descriptors and map them; also the connection, if it stays open.
+    StaleAttachment, TransportError."""
     socket_path = descriptor.details.get("socket")
     if descriptor.transport != PosixShmTransport.name or not isinstance(socket_path, str):
         raise TransportError(f"no {PosixShmTransport.name} memory: {descriptor}")
     request = msgspec.msgpack.encode(Request(descriptor.epoch))
-    reply, fds = fetch(socket_path, request, FETCH_TIMEOUT)
+    reply, fds, connection = fetch_and_stay(socket_path, request, FETCH_TIMEOUT)
+    stays = False
     try:
         answer = _answer_decoder.decode(reply)
         if answer.status != "ok" or answer.epoch != descriptor.epoch:
             raise StaleAttachment(
                 f"{socket_path} serves epoch {answer.epoch:#x}, not {descriptor.epoch:#x}"
             )
-        return _map_read_only(fds)
+        mappings, stays = _map_read_only(fds), answer.stays
+        return mappings, connection if stays else None
     except msgspec.DecodeError as exc:
         raise TransportError(f"{socket_path}: undecodable answer: {exc}") from exc
     finally:
         close_all(fds)
+        if not stays:
+            connection.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +119,15 @@ class PosixAttachment:
     """A peer rank's memory, mapped read-only (kvshm.interfaces.Attachment)."""
 
     def __init__(
-        self, own: PosixShmTransport, descriptor: MemoryDescriptor, mappings: list[mmap.mmap]
+        self,
+        own: PosixShmTransport,
+        descriptor: MemoryDescriptor,
+        mappings: list[mmap.mmap],
+        connection: socket.socket | None,
     ) -> None:
         check_layouts(own.regions, descriptor.regions)
         check_bounds(descriptor.regions, [len(mapping) for mapping in mappings])
+        self._connection = connection
         self.epoch = Epoch(descriptor.epoch)
         self._own = own
         self._num_blocks = count_blocks(descriptor.regions)
@@ -122,7 +138,16 @@ class PosixAttachment:
     def closed(self) -> bool:
         return self._peer is None
 
-    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> BlockCopy:
+    @property
+    def ended(self) -> bool:
+        return self._connection is not None and has_hung_up(self._connection)
+
+    def begin_copy(
+        self,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+        go_on: Callable[[], bool] | None = None,
+    ) -> BlockCopy:
         own, peer = self._own, self._peer
         if peer is None:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
@@ -132,13 +157,16 @@ class PosixAttachment:
             regions, zeros = _all_zeros(regions)
         blocks = misdirect(source, self._num_blocks, own.fault)
         keep = (peer, zeros, own.memory)
-        return own.copier.begin(CopyPlan(regions, blocks, own.target, target, keep))
+        plan = CopyPlan(regions, blocks, own.target, target, keep)
+        return own.copier.begin(plan) if go_on is None else own.copier.carry_out(plan, go_on)
 
     def close(self) -> None:
         """Unmap on the copy thread, after the copies from here.  Idempotent, never blocks."""
         peer, self._peer = self._peer, None
         if peer is None:
             return
+        if self._connection is not None:
+            self._connection.close()
         # After the transport has closed there is no queue any more: dropped here and now.
         with suppress(TransportError):
             self._own.copier.submit(partial(_let_go, peer))
@@ -163,6 +191,9 @@ class PosixShmTransport:
     """
 
     name = "posix_shm"
+    late_writers = True
+    """Of no meaning here: what a processor has been given to do, it has done."""
+    memory_outlives_exporter = True
     allocate = staticmethod(KVMemory.create)
     adopt = staticmethod(KVMemory.adopt)
 
@@ -219,15 +250,21 @@ class PosixShmTransport:
             return msgspec.msgpack.encode(Answer("bad request", epoch)), []
         if wanted != epoch:
             return msgspec.msgpack.encode(Answer("stale", epoch)), []
-        return msgspec.msgpack.encode(Answer("ok", epoch)), self._fds
+        return msgspec.msgpack.encode(Answer("ok", epoch, stays=True)), self._fds
 
     def attach(self, descriptor: MemoryDescriptor) -> PosixAttachment:
-        attachment = PosixAttachment(self, descriptor, _fetch_memory(descriptor))
-        with self._lock:
-            if self._closed:
-                raise TransportError("the transport is closed")
-            self._attachments = [a for a in self._attachments if not a.closed]
-            self._attachments.append(attachment)
+        mappings, connection = _fetch_memory(descriptor)
+        try:
+            attachment = PosixAttachment(self, descriptor, mappings, connection)
+            with self._lock:
+                if self._closed:
+                    raise TransportError("the transport is closed")
+                self._attachments = [a for a in self._attachments if not a.closed]
+                self._attachments.append(attachment)
+        except BaseException:
+            if connection is not None:
+                connection.close()
+            raise
         return attachment
 
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:

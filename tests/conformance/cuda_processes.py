@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,14 @@ class RemoteAttachment:
     process: RankProcess
     number: int
     epoch: Epoch
+    ended = False
 
-    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> RemoteCopy:
+    def begin_copy(
+        self,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+        go_on: Callable[[], bool] | None = None,
+    ) -> RemoteCopy:
         lists = {"source": list(source), "target": list(target)}
         number = self.process.call("begin_copy", attachment=self.number, **lists)
         return RemoteCopy(self.process, number)
@@ -99,6 +105,7 @@ class RemoteTransport:
     """A CudaIpcTransport elsewhere (kvshm.interfaces.Transport)."""
 
     name = "cuda_ipc"
+    memory_outlives_exporter = False
 
     def __init__(
         self, process: RankProcess, sizes: Sequence[int], regions: Sequence[Region],

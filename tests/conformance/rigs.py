@@ -86,6 +86,10 @@ class Rig(ABC):
     def settle(self, *copies: Copy) -> list[CopyState]:
         """Let the copies end; return how each did."""
 
+    def end(self, peer: Peer) -> None:
+        """End a peer's transport and all that its process holds of its memory."""
+        peer.transport.close()
+
     def close(self) -> None:
         for peer in self.peers:
             peer.transport.close()
@@ -139,6 +143,12 @@ class PosixShmRig(Rig):
             assert time.monotonic() < deadline, "copies do not end"
             time.sleep(0.0005)
         return [copy.poll() for copy in copies]
+
+    def end(self, peer: Peer) -> None:
+        super().end(peer)
+        assert isinstance(peer.transport, PosixShmTransport)
+        for memory in peer.transport.memory:
+            memory.close()
 
     def close(self) -> None:
         super().close()

@@ -186,6 +186,20 @@ def test_a_copy_cancelled_before_it_began_writes_nothing(rig):
     assert importer.read() == before
 
 
+@pytest.mark.parametrize("go_on", [False, True])
+def test_who_waits_copies_everything_or_has_ended_the_copy(rig, go_on):
+    """Or leaves it to a device, which nobody on this thread can help."""
+    exporter, importer, attachment = pair(rig)
+    before, wanted = importer.read(), expected(exporter, importer, [0, 1], [2, 3])
+    with rig.hold(importer):
+        copy = attachment.begin_copy([0, 1], [2, 3], lambda: go_on)
+        waited = copy.poll()
+    assert waited in ((PENDING, DONE) if go_on else (PENDING, FAILED))
+    (state,) = rig.settle(copy)
+    assert state is (DONE if waited is PENDING else waited)
+    assert importer.read() == (wanted if state is DONE else before)
+
+
 def test_cancelling_one_copy_leaves_the_others_alone(rig):
     exporter, importer, attachment = pair(rig)
     wanted = expected(exporter, importer, [0, 2], [10, 12])
@@ -224,6 +238,19 @@ def test_an_exporter_may_close_while_its_blocks_are_copied(rig):
     assert importer.read() == wanted
     with pytest.raises(KvshmError):
         importer.transport.attach(descriptor)
+
+
+def test_memory_that_is_said_to_outlive_its_exporter_does(rig):
+    """Where it is not said, nothing that was copied from who may have died is delivered."""
+    exporter, importer, attachment = pair(rig)
+    assert not attachment.ended
+    if not importer.transport.memory_outlives_exporter:
+        assert importer.transport.name == "cuda_ipc"
+        return
+    wanted = expected(exporter, importer, [1, 2], [3, 4])
+    rig.end(exporter)
+    assert rig.settle(attachment.begin_copy([1, 2], [3, 4])) == [DONE]
+    assert importer.read() == wanted
 
 
 def test_an_attachment_closed_under_a_copy_lets_it_end(rig):
@@ -337,7 +364,7 @@ def test_transports_are_opened_by_name(rig):
 @pytest.mark.parametrize(
     ("fault", "source", "as_if"),
     [
-        ("wrong-block", [3, 9, 5], [9, 5, 3]),
+        ("wrong-block", [3, 9, 5], [9, 3, 3]),
         ("wrong-block", [3], [4]),
         ("shift", [3, 47], [4, 0]),
     ],

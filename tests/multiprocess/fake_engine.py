@@ -12,6 +12,7 @@ import os
 import secrets
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,9 @@ class Engine:
         self.table = SlotTable.create(spec, self.epoch, identity_of())
         for rank in range(len(self.ranks)):
             self.table.set_life(Rank(rank))
+
+    hears, deaf = threading.Event(), threading.Event()
+    hears.set()
 
     # -- Member
 
@@ -142,11 +146,17 @@ class Engine:
     def refused(self, message: Refused) -> None:
         say("refused", reason=message.reason, remedy=message.remedy, retry=message.retry)
 
+    def coordinator_missing(self) -> None:
+        say("coordinator_missing")
+
     def coordinator_lost(self) -> None:
         say("coordinator_lost")
 
     def beat(self) -> None:
         self.table.beat()
+        if not self.hears.is_set():
+            self.deaf.set()
+            self.hears.wait()
 
     def _scan(self, epoch: int) -> None:
         table = SlotTable.open(self.peers[epoch], writable=False)
@@ -206,6 +216,12 @@ class Engine:
                 old.retire()
                 old.unlink()
                 client.rejoin()
+            case "be-deaf":
+                self.deaf.clear()
+                self.hears.clear()
+                self.deaf.wait()  # until the client's thread stands still
+            case "hear":
+                self.hears.set()
             case "fail":
                 self.failing.add(order["callback"])
             case "errors":

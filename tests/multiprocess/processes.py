@@ -16,7 +16,6 @@ import sys
 import tempfile
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import IO
 
 from kvshm.segment import LEASES_KIND, list_segments, unlink
+
+from ..sessions import new_namespace
 
 PATIENCE_SECONDS = 100.0
 """How long a test waits for what must happen; never a statement about speed.  Longer than a
@@ -193,13 +194,13 @@ class Node:
     def __init__(self, processes: Processes) -> None:
         self.processes = processes
         self.run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
-        self.namespace = "t" + uuid.uuid4().hex[:12]
+        self.namespace = new_namespace()
         self._neighbours: list[Node] = []
 
     def with_other_namespace(self) -> Node:
         """Return another namespace in the same run directory."""
         other = copy(self)
-        other.namespace = "t" + uuid.uuid4().hex[:12]
+        other.namespace = new_namespace()
         self._neighbours.append(other)
         return other
 

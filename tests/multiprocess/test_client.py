@@ -10,7 +10,7 @@ import pytest
 from kvshm.slots import SlotTable
 
 from .engines import FakeEngine, hear_everything, in_turn
-from .processes import Node, fresh_node
+from .processes import Node, fresh_node, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -47,6 +47,37 @@ def test_late_joiner_finds_what_was_published_before(node: Node) -> None:
     late.heard("engine_events", blocks=[7, 8, 9])
 
 
+def test_while_nobody_is_there_to_hear_nothing_is_sent(node: Node) -> None:
+    node.coordinator()
+    alone = FakeEngine(node, "alone")
+    table = SlotTable.open(alone.joined()["table"])
+    for block in (1, 2, 3):
+        alone.do("publish", blocks=[block])
+    other = FakeEngine(node, "other")
+    assert other.heard("engine_joined", name="alone")["blocks"] == [1, 2, 3]
+    alone.heard("engine_joined", name="other")  # by then its thread has counted
+    counted = table.counters.snapshot()
+    assert (counted["events_sent"], counted["events_dropped"]) == (0, 0)
+    assert counted["events_unheard"] == 3
+    table.close()
+
+
+def test_what_went_to_nobody_is_found_by_who_had_joined_unnoticed(node: Node) -> None:
+    """The newcomer has scanned the table, but the engine does not know of it yet."""
+    node.coordinator()
+    a = FakeEngine(node, "a")
+    table = SlotTable.open(a.joined()["table"])
+    a.do("be-deaf")
+    b = FakeEngine(node, "b")
+    assert b.heard("engine_joined", name="a")["blocks"] == []
+    a.do("publish", blocks=[5])
+    a.do("hear")
+    a.heard("engine_joined", name="b")
+    assert b.heard("rescan")["blocks"] == [5]
+    assert table.counters.snapshot()["events_sent"] == 0
+    table.close()
+
+
 def test_engines_may_come_before_the_coordinator(node: Node) -> None:
     a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
     a.do("publish", blocks=[1])
@@ -77,7 +108,14 @@ def test_killed_and_restarted_coordinator_costs_nothing(node: Node) -> None:
     hear_everything(node, b)
     a.do("publish", blocks=[3])
     b.heard("engine_events", marks[1], blocks=[1, 2, 3])
-    counted = SlotTable.open(a.started["table"]).counters.snapshot()
+    table = SlotTable.open(a.started["table"])
+
+    def told() -> dict[str, int]:
+        return table.counters.snapshot()
+
+    # What b has read in the table may yet have to be sent.
+    wait_until(lambda: told()["events_sent"] + told()["events_dropped"] >= 3, "all is sent")
+    counted = told()
     # A batch that met no coordinator, or one that had yet to answer the join, was dropped; b
     # heard of its blocks all the same, by looking into a's table.
     assert counted["events_sent"] >= 1

@@ -84,12 +84,18 @@ def test_events_an_engine_had_to_drop_make_one_rescan(script: Script) -> None:
 
 def test_events_wait_for_the_place_in_the_roster(script: Script) -> None:
     join = script.expect(Join)
+    script.answer(script.joined(e7=0))
+    script.member.wait("engine_joined", engine_info(7))
+    script.answer(script.joined(e7=0, coordinator=2))
+    script.publish(Tick(coordinator_epoch=2, sequence=0, sequences={}))  # another one: no place
+    script.member.wait("coordinator_lost")
     script.client.send_events(b"dropped")
     script.member.wait("count", EVENTS_DROPPED)
-    script.answer(script.joined())
-    again = script.expect(Join)  # what was dropped has to be scanned by the others
-    assert (join.sequence, again.sequence) == (0, 1)
-    script.answer(script.joined())
+    again = script.expect(Join)
+    script.answer(script.joined(e7=0, coordinator=2))
+    last = script.expect(Join)  # what was dropped has to be scanned by the others
+    assert (join.sequence, again.sequence, last.sequence) == (0, 0, 1)
+    script.answer(script.joined(e7=0, coordinator=2))
     script.client.send_events(b"sent")
     assert script.expect(Events) == Events(epoch=100, sequence=2, records=b"sent")
     assert script.expect(Heartbeat).sequence == 2
@@ -225,9 +231,9 @@ def test_a_rejoin_that_comes_after_the_join_does_not_leave_the_new_epoch(script:
     script.publish(script.events(5, 1, b"a gap"))
     assert script.expect(Leave).epoch == 100
     assert script.expect(Join).engine.epoch == 101
-    joined = script.joined()
+    joined = script.joined(e7=0)
     script.answer(joined)
-    script.member.wait("joined", joined)
+    script.member.wait("engine_joined", engine_info(7))
     script.client.rejoin()
     script.client.send_events(b"after")
     assert script.expect(Events).epoch == 101
@@ -237,8 +243,8 @@ def test_events_of_the_old_epoch_are_never_sent_as_the_new_ones(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script.expect(Join)
-    script.answer(script.joined())
-    script.member.wait("joined", script.joined())
+    script.answer(script.joined(e7=0))
+    script.member.wait("engine_joined", engine_info(7))
 
     def describe() -> EngineInfo:
         if script.member.epoch == 100:  # the epoch ends while the client's thread is at work
@@ -277,8 +283,8 @@ def test_undecodable_messages_are_counted(script: Script) -> None:
 
 def test_close_leaves(script: Script) -> None:
     script.expect(Join)
-    script.answer(script.joined())
-    script.expect(Heartbeat)
+    script.answer(script.joined(e7=0))
+    script.member.wait("engine_joined", engine_info(7))
     script.client.send_events(b"last")
     script.client.close()
     assert script.expect(Events).records == b"last"

@@ -45,7 +45,7 @@ def test_serves_and_ends_cleanly(node: Node) -> None:
     assert node.lease_table()
     assert coordinator.terminate() == 0
     assert "event=ended" in str(coordinator.err)
-    assert [path.name for path in node.run_dir.iterdir()] == [f"{node.namespace}.lock"]
+    assert not list(node.run_dir.iterdir())
     assert not node.lease_table()
 
 
@@ -53,6 +53,52 @@ def test_sigint_ends_it_like_sigterm(node: Node) -> None:
     coordinator = node.coordinator()
     coordinator.signal(signal.SIGINT)
     assert coordinator.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_another_signal_while_python_shuts_down_changes_no_exit_status(
+    node: Node, number: signal.Signals
+) -> None:
+    script = (
+        "import os, sys\n"
+        "from kvshm.coordinator.__main__ import main\n"
+        "class Late:\n"
+        f"    def __del__(self, kill=os.kill, pid=os.getpid()): kill(pid, {number.value})\n"
+        "late = Late()\n"
+        "sys.exit(main())"
+    )
+    place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
+    coordinator = node.processes.python("coordinator", "-c", script, *place)
+    coordinator.wait_err("event=serving")
+    assert coordinator.terminate() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("early", ["main", "main.__globals__['open_run_directory']"])
+def test_a_signal_before_it_serves_ends_it_and_leaves_nothing(
+    node: Node, number: signal.Signals, early: str
+) -> None:
+    """Which status tells: before it has begun it ends as any program does."""
+    begun = early != "main"
+    script = (
+        "import os, signal, sys\n"
+        # As in a terminal; what a shell puts in the background ignores it.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from kvshm.coordinator.__main__ import main\n"
+        f"real = {early}\n"
+        "def signalled(*args):\n"
+        f"    os.kill(os.getpid(), {number.value})\n"
+        "    return real(*args)\n"
+        f"{early} = signalled\n"
+        "sys.exit(main())"
+    )
+    node.run_dir.rmdir()
+    place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
+    coordinator = node.processes.python("coordinator", "-c", script, *place)
+    assert coordinator.wait() == (0 if begun else -number)
+    assert not node.run_dir.exists() or not list(node.run_dir.iterdir())
+    assert not node.lease_table()
+    node.run_dir.mkdir(mode=0o700, exist_ok=True)
 
 
 def test_a_second_one_is_refused_and_the_first_goes_on(node: Node) -> None:

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import msgspec
 import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
+from kvshm.fds import fetch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
 from kvshm.transport import posix_shm
 from kvshm.transport.memory import KVMemory
@@ -213,6 +215,48 @@ def test_the_owner_killed_under_a_copy_takes_nothing_with_it(exporter, importer,
     attachment.close()
 
 
+def test_the_end_of_the_owner_is_noticed_and_its_memory_stays(exporter, importer):
+    """Nobody tells: the open connection does."""
+    assert importer.memory_outlives_exporter
+    attachment = importer.attach(exporter.export(1))
+    assert not attachment.ended
+    exporter.export(2)
+    assert not attachment.ended, "another epoch is no end of the process: the life word tells"
+    exporter.kill()
+    assert attachment.ended
+    assert settle(attachment.begin_copy([1], [2])) is CopyState.DONE
+    wanted = exported_bytes()[BLOCK : 2 * BLOCK]
+    assert bytes(importer.memory[0].buffer[2 * BLOCK : 3 * BLOCK]) == wanted
+    attachment.close()
+
+
+def test_an_owner_that_does_not_stay_connected_is_not_taken_for_dead(importer, run_dir):
+    """kvshm before it left the connection open: it says nothing of staying, and leaves."""
+    memory = KVMemory.create(BLOCK * COUNT)
+    fds = [memory.read_only_fd()]
+    path = f"{run_dir}/old"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen()
+
+        def answer() -> None:
+            client, _ = listener.accept()
+            with client:
+                client.recv(4096)
+                reply = msgspec.msgpack.encode({"status": "ok", "epoch": 1})
+                socket.send_fds(client, [reply], fds)
+
+        old = threading.Thread(target=answer)
+        old.start()
+        details = {"socket": path}
+        attachment = importer.attach(MemoryDescriptor("posix_shm", 1, 0, REGIONS, details))
+        old.join()
+    assert not attachment.ended
+    attachment.close()
+    os.close(fds[0])
+    memory.close()
+
+
 def test_the_owner_killed_at_any_moment_never_hurts_the_importer(importer, run_dir):
     """No moment is chosen: copies run without pause while the owner dies."""
     for round_ in range(3):
@@ -300,14 +344,14 @@ def test_a_copy_needs_nobody_to_hold_its_memory(exporter, run_dir):
 def test_another_epochs_request_is_answered_without_descriptors(exporter):
     descriptor = exporter.export(1)
     request = msgspec.msgpack.encode({"epoch": 2})
-    reply, fds = posix_shm.fetch(descriptor.details["socket"], request, PATIENCE)
+    reply, fds = fetch(descriptor.details["socket"], request, PATIENCE)
     assert (msgspec.msgpack.decode(reply), fds) == ({"status": "stale", "epoch": 1}, [])
 
 
 def test_garbage_asked_of_the_socket_is_no_descriptor(exporter, importer):
     descriptor = exporter.export(1)
     for garbage in (b"\xc1", msgspec.msgpack.encode({"epoch": "one"}), b"x" * 4000):
-        reply, fds = posix_shm.fetch(descriptor.details["socket"], garbage, PATIENCE)
+        reply, fds = fetch(descriptor.details["socket"], garbage, PATIENCE)
         assert fds == []
         assert b"bad request" in reply
     importer.attach(descriptor).close()

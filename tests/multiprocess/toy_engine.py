@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import signal
 import sys
 import time
 from collections import OrderedDict
@@ -63,7 +64,8 @@ class ToyRank:
             socket_path=rank_socket(Path(config.run_dir), config.namespace, os.getpid(), rank),
             fault=config.fault,
         )
-        self.cache = RankCache(self.transport, self.rank, verify=config.verify)
+        run_dir = Path(config.run_dir)
+        self.cache = RankCache(self.transport, self.rank, run_dir=run_dir, verify=config.verify)
 
     def contents(self, chain_hash: BlockHash, region: int) -> bytes:
         """What the block must hold."""
@@ -236,15 +238,18 @@ def main() -> None:
     options = parser.parse_args()
     engine = ToyEngine(options.blocks, options.ranks, options.region_bytes, options.model)
     engine.open(wait=not options.unshared)
-    print("open", flush=True)
-    while engine.cache.num_peers < options.peers:
-        time.sleep(0.01)
-    print("go", flush=True)
-    blocks = options.imported if options.loads else 0
-    work(engine, options, options.loads, blocks, options.counted)
-    while input() == "more":  # stay readable for the others until told to end
-        work(engine, options)
-    engine.close()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        print("open", flush=True)
+        while engine.cache.num_peers < options.peers:
+            time.sleep(0.01)
+        print("go", flush=True)
+        blocks = options.imported if options.loads else 0
+        work(engine, options, options.loads, blocks, options.counted)
+        while input() == "more":  # stay readable for the others until told to end
+            work(engine, options)
+    finally:
+        engine.close()
 
 
 def work(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 from itertools import count
 
@@ -12,6 +11,7 @@ from kvshm import segment as segments
 from kvshm.index import Replica
 from kvshm.peers import Peers
 
+from ..sessions import new_namespace
 from . import replicas
 from .cuda_ranks import Node
 from .exporters import OWN_EPOCH, Clock, Exporter, Make
@@ -20,7 +20,7 @@ from .exporters import OWN_EPOCH, Clock, Exporter, Make
 @pytest.fixture
 def namespace() -> Iterator[str]:
     """A namespace of the test's own, which it leaves empty."""
-    name = "t" + uuid.uuid4().hex[:10]
+    name = new_namespace()
     yield name
     left = segments.list_segments(name)
     for leftover in left:

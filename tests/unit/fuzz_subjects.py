@@ -236,7 +236,7 @@ class Index(Subject):
         yield "check_integrity", lambda r: r.check_integrity()
         yield "apply", lambda r: r.apply(0, UNPUBLISHED[:96])
         yield "apply that grows", lambda r: r.apply(0, MANY)
-        yield "drop", lambda r: r.drop(0, PUBLISHED)
+        yield "forget", lambda r: r.forget(0, Epoch(1), PUBLISHED)
         yield "drop_row", lambda r: r.drop_row(0)
         yield "add_row", lambda r: r.add_row(Epoch(9), "x", 4, LeaseBit(1))
         yield "set_row_state", lambda r: r.set_row_state(0, RowState.SUSPECTED)

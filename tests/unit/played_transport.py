@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor
@@ -14,20 +14,32 @@ class PlayedCopy:
     def __init__(self, state: CopyState) -> None:
         self.state = state
         self.error: Exception | None = None
+        self.cancelled, self.fenced, self.fences = False, False, 0
 
     def poll(self) -> CopyState:
         if self.error is not None:
             raise self.error
         return self.state
 
-    def cancel(self) -> None: ...
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def fence(self) -> bool:
+        self.fences += 1
+        return self.fenced
 
 
 class PlayedMemory:
     def __init__(self, own: PlayedTransport, epoch: int) -> None:
         self.epoch, self.closed, self._own = Epoch(epoch), False, own
+        self.ended = False
 
-    def begin_copy(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> PlayedCopy:
+    def begin_copy(
+        self,
+        source: Sequence[BlockId],
+        target: Sequence[BlockId],
+        go_on: Callable[[], bool] | None = None,
+    ) -> PlayedCopy:
         assert not self.closed
         self._own.copies.append(PlayedCopy(self._own.state))
         return self._own.copies[-1]
@@ -40,8 +52,10 @@ class PlayedTransport:
     """Attaches hang while ``hung`` holds their epoch, fail while ``broken`` does."""
 
     name = "played"
+    late_writers = True
 
     def __init__(self) -> None:
+        self.memory_outlives_exporter = True
         self.state = CopyState.DONE
         self.hung: dict[int, threading.Event] = {}
         self.broken: set[int] = set()

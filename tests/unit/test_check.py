@@ -136,6 +136,7 @@ def test_a_sound_node_is_sound(node: Node, capsys: pytest.CaptureFixture[str]) -
     assert json.loads(capsys.readouterr().out) == {
         "checked": {"index": 1, "leases": 1, "slots": 2},
         "violations": [],
+        "warnings": [],
     }
 
 

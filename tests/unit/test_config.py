@@ -22,12 +22,23 @@ BAD = {
     "KVSHM_RUN_DIR": ["kvshm", "./run", "/run/\0kv", "/run/a\nb", "/" + "x" * 107],
     "KVSHM_NAMESPACE": ["Prod", "a.b", "a/b", "x" * 33],
     "KVSHM_ROLE": ["BOTH", "kv_both"],
-    "KVSHM_MIN_PREFIX_TOKENS": ["many", "-1", "1.5", "9" * 5000],
-    "KVSHM_DRAIN_BUDGET_MS": ["fast", "-0.1", "1000.5", "nan", "inf"],
-    "KVSHM_MAX_IMPORT_BLOCKS": ["0", "-1", "all"],
+    "KVSHM_MIN_PREFIX_TOKENS": [
+        "many",
+        "-1",
+        "1.5",
+        "9" * 5000,
+        " 7",
+        "7\n",
+        "1_000",
+        "\uff11\uff16",
+    ],
+    "KVSHM_DRAIN_BUDGET_MS": ["fast", "-0.1", "1000.5", "nan", "inf", " 7", "1_0", "\uff11"],
+    "KVSHM_MAX_IMPORT_BLOCKS": ["0", "-1", "all", "+7", "1_000", "\u0667"],
     "KVSHM_SHARE": ["some", "salted"],
     "KVSHM_VERIFY": ["yes"],
     "KVSHM_STAGING": ["host"],
+    "KVSHM_BESIDE": ["NixlConnector"],
+    "KVSHM_ALLOW_UNTESTED_VLLM": ["yes"],
     "KVSHM_LOG_LEVEL": ["loud"],
     "KVSHM_FAULT": ["wrong"],
     "KVSHM_STRICT": ["on"],
@@ -38,10 +49,10 @@ def test_defaults() -> None:
     config = Config.from_env({"XDG_RUNTIME_DIR": "/run/u"})
     assert (config.enable, config.run_dir) == (False, "")
     assert (config.namespace, config.role, config.share) == ("default", Role.BOTH, Share.ALL)
-    assert (config.min_prefix_tokens, config.max_import_blocks) == (0, 4096)
+    assert (config.min_prefix_tokens, config.max_import_blocks) == ("auto", 16384)
     assert config.drain_budget_ms == 1.0
     assert (config.fault, config.strict, config.verify) == (None, False, False)
-    assert config.staging is False
+    assert (config.staging, config.beside, config.allow_untested_vllm) == (False, False, False)
     assert config.log_level == "INFO"
     assert (config.given, config.warnings) == (frozenset(), ())
 
@@ -59,6 +70,8 @@ def test_every_value_is_read() -> None:
             "KVSHM_SHARE": "salted-only",
             "KVSHM_VERIFY": "1",
             "KVSHM_STAGING": "1",
+            "KVSHM_BESIDE": "1",
+            "KVSHM_ALLOW_UNTESTED_VLLM": "1",
             "KVSHM_LOG_LEVEL": "debug",
             "KVSHM_FAULT": "shift",
             "KVSHM_STRICT": "1",
@@ -73,7 +86,7 @@ def test_every_value_is_read() -> None:
     )
     assert (config.min_prefix_tokens, config.max_import_blocks) == (256, 7)
     assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
-    assert config.staging is True
+    assert (config.staging, config.beside, config.allow_untested_vllm) == (True, True, True)
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
     assert config.given == {s.name for s in SETTINGS}
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 
 from kvshm.coordinator.actions import (
+    Action,
     Clock,
     Died,
     EndLife,
     Log,
     Owner,
     Publish,
+    Received,
     SweepBits,
     SweepLeftovers,
     SweepProcess,
@@ -20,9 +22,11 @@ from kvshm.coordinator.actions import (
     WriteLease,
 )
 from kvshm.coordinator.lease_bits import NOBODY
+from kvshm.coordinator.roster import State
 from kvshm.coordinator.state import decide
 from kvshm.protocol import (
     EngineGone,
+    EngineInfo,
     EngineRecovered,
     EngineSuspected,
     Heartbeat,
@@ -37,6 +41,7 @@ from .coordinators import (
     join,
     new_state,
     only,
+    peer_of,
     process,
     published,
     say,
@@ -214,3 +219,44 @@ def test_log_levels_say_what_needs_attention() -> None:
     decide(state, Clock(), 2.0)
     (line,) = only(decide(state, Clock(), 3.5), Log)
     assert (line.level, line.event) == (logging.WARNING, "suspected")
+
+
+# -- a worker's end: a death, or the beginning of a stop
+
+
+def logged(actions: list[Action]) -> list[tuple[str, object]]:
+    return [(line.event, line.fields["reason"]) for line in only(actions, Log)]
+
+
+def with_workers() -> tuple[State, EngineInfo, list[Action]]:
+    """An engine of its own process and two workers, one of which has ended at 1.0."""
+    state, info = new_state(), engine(5, ranks=(6, 7))
+    join(state, info)
+    return state, info, decide(state, Died(process(6)), 1.0)
+
+
+def test_a_workers_end_withdraws_at_once_and_is_not_yet_called_a_death() -> None:
+    state, info, actions = with_workers()
+    assert actions[0] == EndLife(info.table)
+    assert [type(message) for message in published(actions)] == [EngineGone]
+    assert logged(actions) == []
+    assert logged(decide(state, Died(process(7)), 1.1)) == []
+    assert logged(say(state, info, Leave(epoch=5), 1.5)) == [("leave", "left")]
+    assert logged(decide(state, Died(process(5)), 3.0)) == []
+    assert logged(decide(state, Clock(), 100.0)) == []
+
+
+def test_a_workers_end_is_a_death_if_its_engine_does_not_leave() -> None:
+    state, info, _ = with_workers()
+    assert logged(decide(state, Clock(), 1.9)) == []
+    assert logged(decide(state, Clock(), 2.0)) == [("death", "a worker's process died")]
+    assert logged(say(state, info, Leave(epoch=5), 2.1)) == []
+    assert logged(decide(state, Clock(), 3.0)) == []
+
+
+def test_a_workers_end_is_a_death_if_its_engine_dies() -> None:
+    state, info, _ = with_workers()
+    impostor = peer_of(engine(6))
+    assert logged(decide(state, Received(impostor, Leave(epoch=info.epoch)), 1.5)) == []
+    assert logged(decide(state, Died(process(5)), 1.6)) == [("death", "process 5 died")]
+    assert logged(decide(state, Clock(), 100.0)) == []

@@ -17,7 +17,7 @@ from kvshm.coordinator.actions import Died, Process, Watch
 from kvshm.coordinator.lease_table import LeaseTable
 from kvshm.coordinator.reaper import Reaper
 from kvshm.coordinator.server import Server
-from kvshm.segment import identity_of
+from kvshm.segment import LEASES_KIND, identity_of, segment_name, unlink
 
 from .coordinators import new_state
 
@@ -29,8 +29,8 @@ def server(namespace: str) -> Iterator[Server]:
         server = Server(new_state(), leases, Reaper(Path(run_dir), namespace))
         yield server
         server.close()
-    leases.unlink()
     leases.close()
+    unlink(segment_name(namespace, LEASES_KIND, "coordinator", 0))
 
 
 def handled(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[object]:

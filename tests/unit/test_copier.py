@@ -11,8 +11,11 @@ import pytest
 
 from kvshm import _native
 from kvshm.errors import TransportError
-from kvshm.interfaces import CopyState
+from kvshm.interfaces import CopyState, Region
+from kvshm.terms import Epoch
+from kvshm.transport import copier as copier_module
 from kvshm.transport.copier import BlockCopy, Copier, CopyPlan
+from kvshm.transport.posix_shm import PosixShmTransport
 
 PATIENCE = 60.0
 
@@ -72,6 +75,78 @@ def test_a_copy_holds_its_memory_until_it_has_ended_and_no_longer(copier):
     drain(copier)
     assert copies[0].poll() is CopyState.DONE
     assert memory() is None
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_who_waits_stops_when_told_to_and_copies_all_else(monkeypatch, cancelled):
+    monkeypatch.setattr(copier_module, "PART_BYTES", 2)
+    made, memory = plan([0, 1, 2, 3], [4, 5, 6, 7])
+    copy = BlockCopy(made)
+    left = 2
+
+    def go_on() -> bool:
+        nonlocal left
+        left -= 1
+        if cancelled and left == 0:
+            copy.cancel()
+        return cancelled or left > 0
+
+    copy.run(go_on)
+    assert copy.poll() is CopyState.FAILED
+    assert memory == b"abcdabgh"
+    copy.run(lambda: True)
+    copy.run()
+    assert memory == b"abcdabgh", "an ended copy writes nothing any more"
+
+
+def test_who_waits_and_is_not_stopped_copies_everything_past_the_queue(monkeypatch, copier):
+    monkeypatch.setattr(copier_module, "PART_BYTES", 3)
+    made, memory = plan([0, 1, 2, 3], [4, 5, 6, 7])
+    gate = threading.Event()
+    copier.submit(lambda: gate.wait(PATIENCE) and None)
+    copy = copier.carry_out(made, lambda: True)
+    gate.set()
+    assert copy.poll() is CopyState.DONE
+    assert memory == b"abcdabcd"
+
+
+def test_who_waits_for_a_copy_out_of_shared_memory_makes_it_itself(tmp_path):
+    """The copy thread is busy: nobody waits for it."""
+    regions = [Region(0, 4096, 4096, 4)]
+    own, peer = (
+        PosixShmTransport(PosixShmTransport.allocate(4 * 4096), regions, 0, tmp_path / name)
+        for name in ("own", "peer")
+    )
+    attachment = own.attach(peer.export(Epoch(7)))
+    gate, threads = threading.Event(), []
+    own.copier.submit(lambda: gate.wait(PATIENCE) and None)
+    copy = attachment.begin_copy([0, 1], [2, 3], lambda: not threads.append(threading.get_ident()))
+    state = copy.poll()
+    gate.set()
+    attachment.close()
+    own.close()
+    peer.close()
+    assert state is CopyState.DONE
+    assert set(threads) == {threading.get_ident()}
+
+
+def test_who_waits_is_asked_again_every_few_megabytes():
+    block, count = 1 << 20, 16
+    source, target = Memory(block), Memory(block)
+    runs = [[(_native.address(memory), 0, block, count)] for memory in (source, target)]
+    blocks = list(range(count))
+    made = CopyPlan(runs[0], blocks, runs[1], blocks, keep=(source, target))
+    asked = 0
+
+    def go_on() -> bool:
+        nonlocal asked
+        asked += 1
+        return True
+
+    copy = BlockCopy(made)
+    copy.run(go_on)
+    assert copy.poll() is CopyState.DONE
+    assert asked >= 4, "a step does not wait for all 16 MiB once its time is up"
 
 
 def test_after_close_nothing_is_accepted_and_everything_has_ended(copier):

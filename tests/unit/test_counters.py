@@ -31,14 +31,16 @@ def test_ids_are_never_renumbered() -> None:
     """Tools of one version read tables of another: a number below may be added, not changed."""
     assert {counter.label: int(counter) for counter in REGISTRY.values()} == {
         "published": 0, "retracted": 1, "drained": 2, "forced": 3, "drain_wait_us": 4,
-        "events_sent": 5, "events_dropped": 6,
+        "events_sent": 5, "events_dropped": 6, "events_unheard": 7,
         "lookups": 16, "lookup_hits": 17, "blocks_matched": 18, "miss_no_peer": 19,
         "miss_no_owner": 20, "miss_too_short": 21, "miss_lease_lost": 22, "miss_quarantined": 23,
-        "miss_fingerprint": 24,
+        "miss_fingerprint": 24, "miss_cheaper": 25,
+        "tried": 26, "miss_no_room": 27,
         "leases_taken": 32, "lease_lost": 33, "loads_started": 34, "loads_done": 35,
         "loads_failed": 36, "imported_blocks": 37, "blocks_copied": 38, "bytes_copied": 39,
         "recheck_failed": 40, "discarded": 41, "verified": 42, "mismatched": 43,
-        "quarantines": 44,
+        "quarantines": 44, "estimated_us": 45, "measured_us": 46, "computing_us": 47,
+        "loads_at_once": 48, "loads_too_late": 49,
         "index_full": 56, "resyncs": 57, "rejoins": 58, "bad_messages": 59, "swept": 60,
         "hook_errors": 61,
     }  # fmt: skip

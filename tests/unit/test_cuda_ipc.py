@@ -218,6 +218,20 @@ def test_an_error_of_the_gpu_fails_the_copy_and_does_not_escape(node: Node) -> N
     assert copy.poll() is CopyState.FAILED
 
 
+def test_after_an_error_that_stays_nothing_of_a_copy_has_to_be_waited_for(node: Node) -> None:
+    """Whatever is asked of the context from then on raises: nothing runs there any more."""
+    one, two = node.rank(), node.rank()
+    attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
+    engine = two.transport.engine
+    with two.driver.hold(engine.stream):
+        copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
+        assert copy.poll() is CopyState.PENDING
+        two.driver.failing = True
+        assert copy.fence()
+        assert copy.poll() is CopyState.FAILED
+        two.driver.failing = False
+
+
 def test_a_driver_without_batched_copies_leaves_the_kernel(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

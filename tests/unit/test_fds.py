@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from kvshm import fds
 from kvshm.errors import TransportError
-from kvshm.fds import MAX_CLIENTS, MAX_FDS, MAX_REPLY_BYTES, FdServer, close_all, fetch
+from kvshm.fds import (
+    MAX_CLIENTS,
+    MAX_FDS,
+    MAX_REPLY_BYTES,
+    FdServer,
+    close_all,
+    fetch,
+    fetch_and_stay,
+    has_hung_up,
+)
 
 PATIENCE = 60.0
 
@@ -47,6 +60,13 @@ def serve(path: str) -> Iterator[Callable[..., FdServer]]:
     yield start
     for server in servers:
         server.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 def open_fds() -> int:
@@ -117,6 +137,26 @@ def test_a_raising_answer_is_an_end_without_answer_and_the_server_lives(path, me
         fetch(path, b"bad", PATIENCE)
     close_all(fetch(path, b"fine", PATIENCE)[1])
     server.close()
+
+
+def test_why_nobody_can_be_accepted_is_said_once_for_each_cause(
+    path, serve, memory, caplog, monkeypatch
+):
+    monkeypatch.setattr(fds._log, "propagate", True)
+    causes = iter([errno.EMFILE, errno.EMFILE, errno.ENFILE, errno.EMFILE, errno.ENFILE])
+    accept = socket.socket.accept
+
+    def short(listener):
+        for cause in causes:
+            raise OSError(cause, os.strerror(cause))
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", short)
+    serve(memory)
+    close_all(fetch(path, b"at last", PATIENCE)[1])
+    told = [r.getMessage() for r in caplog.records if "cannot accept" in r.getMessage()]
+    assert len(told) == 2
+    assert all(path in line for line in told)
 
 
 def test_garbage_silent_and_dying_peers_cost_the_others_nothing(path, serve, memory):
@@ -266,3 +306,63 @@ except OSError as exc:
         "ConnectionResetError",
     }
     assert fetch(path, b"x", PATIENCE)[0] == b"re:x"
+
+
+# -- connections that stay open
+
+
+def test_the_end_of_an_open_connection_tells_of_the_owners(path, serve, memory):
+    before = open_fds()
+    server = serve(memory)
+    reply, fds, connection = fetch_and_stay(path, b"x", PATIENCE)
+    close_all(fds)
+    assert (reply, has_hung_up(connection)) == (b"re:x", False)
+    close_all(fetch(path, b"others come and go", PATIENCE)[1])
+    assert not has_hung_up(connection)
+    server.close()
+    assert has_hung_up(connection)
+    connection.close()
+    assert has_hung_up(connection)
+    assert open_fds() == before
+
+
+def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, monkeypatch):
+    """Nor each other: the oldest is ended, and its peer may ask again."""
+    monkeypatch.setattr("kvshm.fds.MAX_KEPT", 3)
+    server = serve()
+    kept = [fetch_and_stay(path, b"x", PATIENCE)[2] for _ in range(4)]
+    until(lambda: has_hung_up(kept[0]))
+    assert [has_hung_up(one) for one in kept[1:]] == [False] * 3
+    kept[1].send(b"more than one request")
+    until(lambda: has_hung_up(kept[1]))
+    assert [has_hung_up(one) for one in kept[2:]] == [False] * 2
+    for one in kept:
+        one.close()
+    until(lambda: not server._kept)
+
+
+def test_a_forked_child_holds_no_connection_open(path):
+    """The parent dies by SIGKILL while its forked child lives on: whoever reads from it knows."""
+    code = f"""
+import os, signal
+from kvshm.fds import FdServer
+server = FdServer({path!r}, lambda request: (b"alive", []))
+print("listening", flush=True)
+input()
+if os.fork() == 0:
+    print("forked", flush=True)
+    signal.pause()
+signal.pause()
+"""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], process_group=0, **pipes) as owner:
+        assert owner.stdout.readline() == "listening\n"  # its path is there a little before
+        _, _, connection = fetch_and_stay(path, b"x", PATIENCE)
+        owner.stdin.write("\n")
+        owner.stdin.flush()
+        assert owner.stdout.readline() == "forked\n"
+        assert not has_hung_up(connection)
+        os.kill(owner.pid, signal.SIGKILL)
+        until(lambda: has_hung_up(connection))
+        connection.close()
+        os.killpg(owner.pid, signal.SIGKILL)

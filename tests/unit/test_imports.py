@@ -5,16 +5,31 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from kvshm.cache import SharedCache
+from kvshm.cache import Ended, SharedCache
 from kvshm.config import Config
+from kvshm.costs import REFUSALS_PER_TRIAL
+from kvshm.counters import MEASURED_US, MISS_CHEAPER, TRIED
+from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.life import EngineSpec
-from kvshm.plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
+from kvshm.peer import Peer
+from kvshm.plans import (
+    NO_TICKET,
+    Load,
+    LoadFailure,
+    LoadReport,
+    Piece,
+    PieceFailure,
+    Plan,
+    PlannedRun,
+)
 from kvshm.protocol import RankInfo
-from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch
+from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
 
 from .played_transport import memory_of
 
@@ -52,6 +67,38 @@ def test_a_load_that_all_ranks_found_good_may_be_used(cache: SharedCache) -> Non
     assert cache.end_load(load_in(cache), GOOD) == set()
 
 
+def test_blocks_behind_a_gap_do_not_count_as_imported(cache: SharedCache) -> None:
+    """They are copied well, but vLLM computes everything from the gap on."""
+    cache.end_load(load_in(cache), GOOD)
+    cache.end_load(load_in(cache), [LoadReport("load", TARGETS[1:])])
+    cache.end_load(load_in(cache), [LoadReport("load", TARGETS[:1])])
+    assert cache.take_ended() == [Ended(2, False), Ended(1, True), Ended(0, True)]
+    assert cache.take_ended() == []
+
+
+def test_who_has_left_or_was_ended_plans_no_load(
+    cache: SharedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ranks would copy nothing: every match would end in blocks to compute after all."""
+
+    def plan() -> Plan | None:
+        return cache.probe([b"hash"], 0, 1)
+
+    found = Plan(Epoch(1), 0, (), 0.0, 0)
+    monkeypatch.setattr(cache._imports, "probe", lambda *_: found)
+    assert plan() is found, "its ranks open the epoch with the first step"
+    assert cache.table is not None
+    cache.table.set_life(Rank(0))
+    assert plan() is found
+    cache.table.end_life(None)  # as the coordinator does
+    assert plan() is None
+    cache.end_epoch()
+    begin_epoch(cache)
+    assert plan() is found
+    cache.leave()
+    assert plan() is None
+
+
 def test_nothing_is_used_of_a_load_whose_own_epoch_ended_after_its_ranks_looked(
     cache: SharedCache,
 ) -> None:
@@ -74,5 +121,64 @@ def test_a_peer_is_judged_by_what_is_its_fault_alone(
     monkeypatch.setattr(peers, "fine", lambda epoch: judged.append("fine"))
     failure = PieceFailure(Epoch(1), reason, b"")
     assert cache.end_load(load_in(cache), [LoadReport("load", TARGETS, (failure,))]) == set(TARGETS)
-    own_fault = {LoadFailure.UNREACHABLE, LoadFailure.COPY_FAILED, LoadFailure.MISMATCH}
+    own_fault = {
+        LoadFailure.UNREACHABLE,
+        LoadFailure.COPY_FAILED,
+        LoadFailure.MISMATCH,
+        LoadFailure.UNCERTAIN,
+    }
     assert judged == ["failed" if reason in own_fault else "fine"]
+
+
+def know_prefills_price(cache: SharedCache) -> None:
+    for _ in range(20):
+        for tokens in (1, 2000):
+            cache.costs.step(tokens, 0.005 + 1e-5 * tokens)
+
+
+def test_what_is_computed_sooner_is_declined_and_now_and_then_tried(cache: SharedCache) -> None:
+    """1 ms to compute, or 5 s to copy; or next to nothing."""
+    know_prefills_price(cache)
+    assert cache.epoch is not None
+    assert cache.table is not None
+    runs = (PlannedRun(cast(Peer, None), bytes(48 * 6)),)
+    dear = Plan(cache.epoch, 0, runs, time.monotonic(), nbytes=10**10)
+    cheap = Plan(cache.epoch, 0, runs, time.monotonic(), nbytes=1000)
+    said = [cache.worth(dear, 0.0) for _ in range(REFUSALS_PER_TRIAL)]
+    assert said == [False] * (REFUSALS_PER_TRIAL - 1) + [True]
+    assert cache.table.counters.read(MISS_CHEAPER) == REFUSALS_PER_TRIAL - 1
+    assert cache.table.counters.read(TRIED) == 1
+    assert cache.worth(cheap, 0.0)
+    assert not cache.worth(cheap, waiting=1.0)
+
+
+def test_what_loads_took_is_what_the_next_is_expected_to_take(cache: SharedCache) -> None:
+    load = load_in(cache)
+    memory = MemoryDescriptor("played", 1, 0, [Region(0, 10_000, 10_000, 8)], {})
+    load = replace(load, pieces=(replace(load.pieces[0], memory=(memory,)),))
+    assert load.nbytes == 20_000
+    for _ in range(100):
+        cache.end_load(load, [LoadReport("load", (), seconds=0.01), GOOD[0]])
+    assert cache.copying(load) == pytest.approx(0.01, rel=0.2)
+    assert cache.table is not None
+    assert cache.table.counters.read(MEASURED_US) == 100 * 10_000
+
+
+@pytest.mark.parametrize("reason", [LoadFailure.TOO_LATE, LoadFailure.COPY_FAILED])
+def test_a_load_that_copied_only_a_part_shows_no_more_than_that_it_takes_longer(
+    cache: SharedCache, reason: LoadFailure
+) -> None:
+    load = load_in(cache)
+    memory = MemoryDescriptor("played", 1, 0, [Region(0, 10_000, 10_000, 8)], {})
+    load = replace(load, pieces=(replace(load.pieces[0], memory=(memory,)),))
+    for _ in range(20):
+        cache.end_load(load, [LoadReport("load", (), seconds=0.01)])
+    expected = cache.copying(load)
+    failures = (PieceFailure(Epoch(1), reason, b""),)
+    for _ in range(20):
+        cache.end_load(load, [LoadReport("load", TARGETS, failures, seconds=50e-6)])
+    assert cache.copying(load) == expected
+    assert cache.table is not None
+    assert cache.table.counters.read(MEASURED_US) == 20 * 10_000
+    cache.end_load(load, [LoadReport("load", TARGETS, failures, seconds=0.02)])
+    assert cache.copying(load) > expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,9 @@ from kvshm.error_log import TEXT_BYTES
 from kvshm.life import Life
 from kvshm.member import NAMED, NOTES, Membership
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
+from kvshm.peer_list import PeerList
 from kvshm.peers import Peers
-from kvshm.protocol import Joined, Stranger
+from kvshm.protocol import Joined, Refused, Stranger
 from kvshm.segment import identity_of
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.strangers import FIELDS_NAMED, divide, notes, sentence
@@ -57,8 +59,9 @@ def test_engines_with_lookups_and_no_hits_are_told_why(table: SlotTable, clock: 
     assert report.line(table) is None, "not yet"
     clock.now += 1
     assert report.line(table) == (
-        "no hit in 21 lookups of the last 60 s: "
-        "no peer 1, fingerprint 2, too short 3, no owner 4, lease lost 5, quarantined 6"
+        "no hit in 36 lookups of the last 60 s: "
+        "no peer 1, fingerprint 2, too short 3, no owner 4, lease lost 5, quarantined 6, "
+        "computing is faster 7, no room 8"
     )
     clock.now += PERIOD_SECONDS
     assert report.line(table) is None, "nothing was looked up since"
@@ -211,6 +214,30 @@ def test_what_the_replica_had_no_room_for_is_counted(
         monkeypatch.setattr(peers._replica, "_refused", refused)
         member.beat()
         assert table.counters.snapshot()["index_full"] == refused
+
+
+def test_a_list_of_peers_that_could_not_be_written_is_written_with_a_beat(
+    peers: Peers, member: Membership, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "not yet" / "peers"
+    listed = PeerList(path)
+    listed.write([])
+    monkeypatch.setattr(peers, "_listed", listed)
+    member.beat()
+    path.parent.mkdir()
+    assert not path.exists()
+    member.beat()
+    assert path.exists()
+
+
+def test_a_refusal_is_told_of_the_present_epoch_only(
+    life: Life, member: Membership, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The table of one that has ended has gone: there is nothing to mend."""
+    for epoch in (OWN_EPOCH + 1, OWN_EPOCH):
+        assert caplog.text == ""
+        member.refused(Refused(engine_epoch=epoch, reason="r", remedy="do", retry=False))
+    assert "refuses this engine: r; do" in caplog.text
 
 
 def test_the_client_counts_into_the_present_table(table: SlotTable, life: Life) -> None:

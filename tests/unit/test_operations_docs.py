@@ -16,8 +16,6 @@ LISTED = set(re.findall(r"`([^`\n]+)`", PAGE.replace("```", "")))
 LEVELS = {"debug", "info", "warning", "error", "exception", "log"}
 LEVELS |= {"_note", "_say_once", "_complain"}
 EVENTS = {"Log", "complain", "_log_ends"}
-IMPORTS_ONLY = "priority scheduling leaves hashed blocks behind that were never computed"
-"""Follows "importing only:"."""
 ENGINE = ("kvshm", "hooks", "transport")
 
 
@@ -83,7 +81,7 @@ def test_page_lists_line_of_an_engine(line: str) -> None:
 
 @pytest.mark.parametrize("reason", sorted(reasons()))
 def test_page_lists_reason_for_not_sharing(reason: str) -> None:
-    assert any(listed.startswith(reason.split(".…")[0]) for listed in LISTED | {IMPORTS_ONLY})
+    assert any(listed.startswith(reason.split(".…")[0]) for listed in LISTED)
 
 
 @pytest.mark.parametrize("event", sorted(events()))

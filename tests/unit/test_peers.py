@@ -5,10 +5,15 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from kvshm import index
 from kvshm import segment as segments
+from kvshm.counters import MISS_NO_OWNER
 from kvshm.peers import Peers, PeersStats
 from kvshm.protocol import EngineInfo
 from kvshm.records import (
@@ -19,7 +24,7 @@ from kvshm.records import (
     unpack_records,
 )
 
-from .exporters import HASHES, NUM_BLOCKS, OWN_EPOCH, Exporter, Make, offered
+from .exporters import HASHES, NUM_BLOCKS, OWN_EPOCH, Clock, Exporter, Make, offered
 
 # -- joining
 
@@ -188,13 +193,6 @@ def test_a_table_that_cannot_be_opened_is_skipped_and_tried_again(
     assert offered(peers, 1) == [(1, 1, 0)]
 
 
-def test_a_table_that_has_gone_is_skipped(peers: Peers, exporter: Make) -> None:
-    a = exporter()
-    a.table.unlink()
-    peers.joined(a.info)
-    assert peers.stats() == PeersStats(0, 0, 1, 0, 0)
-
-
 @pytest.mark.parametrize(
     "wrong", [{"epoch": 9}, {"num_blocks": 63}, {"fingerprint": bytes(32)}, {"ranks": []}]
 )
@@ -275,6 +273,80 @@ def test_repr_counts(peers: Peers, exporter: Make) -> None:
     peers.joined(exporter().info)
     peers.suspected(1)
     assert repr(peers) == "<Peers [1 attached, 0 usable]>"
+
+
+@contextmanager
+def growing(peers: Peers, writer: Exporter, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """While the client's thread enlarges the replica for what the writer has published."""
+    began, go_on = threading.Event(), threading.Event()
+    make = index._new_segment
+
+    def slowly(*arguments: Any) -> segments.Segment:
+        began.set()
+        assert go_on.wait(100)
+        return make(*arguments)
+
+    monkeypatch.setattr(index, "_new_segment", slowly)
+    client = threading.Thread(target=peers.rescan, args=(writer.info.epoch,))
+    client.start()
+    try:
+        assert began.wait(100)
+        yield
+    finally:
+        go_on.set()
+        client.join()
+
+
+@pytest.fixture
+def small(namespace: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+    """Peers whose replica has room for seven blocks."""
+    monkeypatch.setattr("kvshm.peers.INITIAL_CAPACITY", 8)
+    peers = Peers(namespace, "me", OWN_EPOCH, clock=clock)
+    yield peers
+    peers.close()
+
+
+def test_the_schedulers_thread_waits_for_no_scan_and_no_growth(
+    small: Peers, exporter: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b, large = exporter("a"), exporter("b"), exporter("large")
+    for peer in (a, b, large):
+        small.joined(peer.info)
+    stale = a.publish(1)
+    small.events(1, stale)
+    small.events(2, b.publish(1, shift=3))
+    large.publish(*range(2, 20))
+    with growing(small, large, monkeypatch):
+        [run] = small.lookup(HASHES, 1, 2)
+        assert run.peer.info == a.info
+        small.forget(1, stale)
+        [run] = small.lookup(HASHES, 1, 2)
+        assert run.peer.info == b.info, "at once, although the replica still has it"
+        small.forget(2, run.records)
+        assert small.lookup(HASHES, 1, 2) == []
+        assert small.why_missed(HASHES, 1) is MISS_NO_OWNER
+        small.fine(1)
+        assert not small.fail(1)
+        assert (small.stats().usable, len(small.tables_by_bit())) == (3, 3)
+        assert len(small._replica.forgotten) == 2
+    assert not small._replica.forgotten, "the client's thread has done it"
+    assert small.lookup(HASHES, 1, 2) == []
+    assert offered(small, 2) == [(3, 2, 0)]
+    assert small._replica.check_integrity() == []
+
+
+def test_an_end_does_not_wait_for_a_growth_and_leaves_nothing(
+    small: Peers, exporter: Make, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = exporter("large")
+    small.joined(large.info)
+    large.publish(*range(20))
+    with growing(small, large, monkeypatch):
+        small.close()
+        assert small.lookup(HASHES, 1, 2) == []
+        small.forget(1, large.reuse(1))
+    assert [s.kind for s in segments.list_segments(namespace)] == ["slots"]
+    assert small._replica._segment.closed
 
 
 def test_lookups_beside_the_clients_thread(peers: Peers, exporter: Make) -> None:

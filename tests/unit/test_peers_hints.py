@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 
+from kvshm import segment as segments
 from kvshm.counters import (
     MISS_FINGERPRINT,
     MISS_NO_OWNER,
     MISS_NO_PEER,
     MISS_QUARANTINED,
 )
-from kvshm.index import Replica
-from kvshm.peers import QUARANTINE_SECONDS, Peers
-from kvshm.protocol import EngineInfo
+from kvshm.index import Forgotten, Replica
+from kvshm.peers import (
+    ATTACHING_SECONDS,
+    QUARANTINE_FAILURES,
+    QUARANTINE_SECONDS,
+    Peers,
+    PeersStats,
+)
+from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.slots import SlotTable
 
 from .exporters import HASHES, OWN_EPOCH, Clock, Make, offered
+from .played_transport import memory_of
 
 # -- scans that race with events
 
@@ -226,3 +237,98 @@ def test_a_miss_has_a_reason(peers: Peers, exporter: Make) -> None:
     assert peers.why_missed(HASHES, 1) is MISS_NO_OWNER
     peers.suspected(1)
     assert peers.why_missed(HASHES, 1) is MISS_FINGERPRINT
+
+
+def test_nothing_is_planned_from_a_peer_that_is_being_attached(
+    peers: Peers, exporter: Make, clock: Clock
+) -> None:
+    """Else each match would lease, wait and fail again."""
+    a, b = exporter("a"), exporter("b")
+    for one in (a, b):
+        peers.joined(one.info)
+    peers.events(1, a.publish(1))
+    peers.not_attached(1)
+    assert offered(peers, 1) == []
+    peers.events(2, b.publish(1))
+    assert offered(peers, 1) == [(2, 1, 0)]
+    peers.attached({1})
+    assert len(peers.lookup(HASHES, 1, 2)) == 1
+    assert peers.stats().usable == 2
+    peers.not_attached(1)
+    peers.not_attached(99)
+    clock.now += ATTACHING_SECONDS + 0.001
+    assert peers.stats().usable == 2
+
+
+def test_an_attached_peer_stays_in_quarantine(peers: Peers, exporter: Make, clock: Clock) -> None:
+    a = exporter()
+    peers.joined(a.info)
+    for _ in range(QUARANTINE_FAILURES):
+        peers.fail(1)
+    peers.not_attached(1)
+    peers.attached({1})
+    clock.now += ATTACHING_SECONDS + 0.001
+    assert peers.stats().usable == 0
+    clock.now += QUARANTINE_SECONDS
+    assert peers.stats().usable == 1
+
+
+# -- engines that die while nobody tells
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("who", ["engine", "rank"])
+def test_a_dead_engine_is_offered_no_more_and_comes_back_as_another(
+    peers: Peers, exporter: Make, who: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = exporter("a"), exporter("b")
+    here = segments.identity_of()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        dying = segments.identity_of(child.pid)
+        engine, rank = (dying, here) if who == "engine" else (here, dying)
+        ranks = [RankInfo(rank.pid, rank.start_time, memory_of(1))]
+        place = {"pid": engine.pid, "start_time": engine.start_time, "ranks": ranks}
+        a.publish(1)
+        peers.joined(msgspec.structs.replace(a.info, **place))
+        peers.look_for_deaths()
+        assert offered(peers, 1) == [(1, 1, 0)]
+        child.kill()
+    peers.look_for_deaths()
+    assert offered(peers, 1) == []
+    peers.recovered(1)
+    peers.look_for_deaths()
+    assert offered(peers, 1) == []
+    assert caplog.text.count("has died") == 1
+    peers.gone(1)
+    b.publish(1)
+    alive = [RankInfo(here.pid, here.start_time, memory_of(2))]
+    place = {"pid": here.pid, "start_time": here.start_time, "ranks": alive}
+    peers.joined(msgspec.structs.replace(b.info, **place))
+    peers.look_for_deaths()
+    assert offered(peers, 1) == [(2, 1, 0)]
+
+
+def test_a_table_that_has_gone_is_skipped_and_nobody_is_warned(
+    peers: Peers, exporter: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine was reset before others heard of its old epoch."""
+    a = exporter()
+    a.table.unlink()
+    with caplog.at_level("INFO", logger="vllm.kvshm"):
+        peers.joined(a.info)
+    assert peers.stats() == PeersStats(0, 0, 1, 0, 0)
+    [said] = [record for record in caplog.records if a.table.name in record.message]
+    assert said.levelname == "INFO"
+
+
+def test_what_was_forgotten_of_one_epoch_is_found_in_the_next(peers: Peers, exporter: Make) -> None:
+    """The same block of the same generation, in the table of another epoch."""
+    old, new = exporter("a"), exporter("b")
+    records = old.publish(1)
+    assert new.publish(1) == records
+    peers.joined(new.info)
+    row = peers._view.peers[new.info.epoch].row
+    peers._replica.forgotten.append(Forgotten(row, old.info.epoch, records))
+    assert offered(peers, 1)
+    peers.forget(new.info.epoch, records)
+    assert not offered(peers, 1)

@@ -214,6 +214,19 @@ def test_a_rank_with_a_table_counts_the_ticket_and_releases(
     assert in_use(own, ticket) == 0
 
 
+def test_only_the_last_rank_of_a_load_gives_its_leases_back(
+    opened: RankCache, own: SlotTable, exporter: Make
+) -> None:
+    peer, ticket = exporter(), own.take_ticket(2)
+    assert ticket is not None
+    opened.begin_load(load_of(piece := piece_of(peer, 1, b"\1"), ticket=ticket))
+    assert reports(opened, 1)["load"].bad == ()
+    assert peer.table.slot(1).leases == 1 << BIT, "the other rank still copies"
+    opened.begin_load(load_of(piece, ticket=ticket))
+    reports(opened, 1)
+    assert peer.table.slot(1).leases == 0
+
+
 def test_a_rank_without_a_table_gives_its_leases_back(
     cache: RankCache, own: SlotTable, exporter: Make
 ) -> None:

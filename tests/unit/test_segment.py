@@ -271,7 +271,9 @@ def test_a_process_elsewhere_is_neither_known_to_live_nor_to_be_dead() -> None:
 
 def test_stat_is_parsed_after_the_last_bracket() -> None:
     fields = " ".join(str(n) for n in range(4, 53))
-    assert segments._parse_stat(f"77 (a) Z (b c) S {fields}") == ("S", 22)
+    assert segments._parse_stat(f"77 (a) Z (b c) S {fields}") == ("S", 22, False)
+    ending = fields.replace(" 9 ", " 12 ", 1)  # flags 0x4 and 0x8
+    assert segments._parse_stat(f"77 (a) R {ending}") == ("R", 22, True)
 
 
 @pytest.mark.multiprocess

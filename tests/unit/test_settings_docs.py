@@ -1,4 +1,4 @@
-"""docs/configuration.md is what docs/generate.py makes of it."""
+"""docs/configuration.md and docs/fingerprint.md are what docs/generate.py makes of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvshm.config import SETTINGS
+from kvshm.fingerprint import FIELDS
 from kvshm.syncpoints import VARIABLE
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -23,6 +24,14 @@ def generator() -> dict[str, Any]:
 
 def test_the_committed_page_is_the_generated_one(generator: dict[str, Any]) -> None:
     assert generator["configuration"](PAGE) == PAGE, "make docs"
+
+
+def test_the_page_of_the_fingerprint_has_each_field_and_its_reason(
+    generator: dict[str, Any],
+) -> None:
+    page = (DOCS / "fingerprint.md").read_text("utf-8")
+    assert generator["fingerprint"](page) == page, "make docs"
+    assert re.findall(r"^\| `(\w+)` \| \w.*\. \|$", page, re.MULTILINE) == list(FIELDS)
 
 
 def test_each_setting_has_its_row(generator: dict[str, Any]) -> None:

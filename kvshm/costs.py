@@ -1,0 +1,172 @@
+"""What an engine knows of its own speed: whether to import a prefix or to compute it.
+
+Pure: who feeds it has the clock.  Two straight lines are drawn through what was seen::
+
+    a step of n tokens      fixed + n * seconds per token       the slope is prefill's price
+    a load of n bytes       latency + n / bytes per second
+"""
+
+from __future__ import annotations
+
+from math import frexp
+
+KEEP = 0.97
+"""What an observation weighs after the next one of its size."""
+UNMEASURED_TOKENS = 256
+"""Least import while nothing is known: more than the steps it may cost, on most hardware.  A
+smaller step may be one of decodes alone, and says nothing of prefill."""
+UNMEASURED_BYTES_PER_SECOND = 2e9
+UNMEASURED_LATENCY = 0.0005
+WARM_UP_STEPS = 8
+"""The first steps of an engine compile, allocate and touch memory: they say nothing."""
+WARM_UP_LOADS = 1
+OUTLIER = 4.0
+"""What took more than so many times what was expected is learnt as if it had not."""
+REFUSALS_PER_TRIAL = 64
+"""After so many imports that were not worth it one is tried: no load, no better estimate."""
+_SPREAD = 4.0
+"""How far apart two counts have to lie for a slope to mean something."""
+_AT_ONCE = 32
+"""So much is looked at together, or when somebody asks: most engines ask seldom, and each step
+adds."""
+
+
+class Line:
+    """``seconds = fixed + each * count``, through the means of what was seen.
+
+    One mean for each power of two, the latest of its size weighing most: however often one size
+    is seen, what is known of another one stays."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, tuple[float, float, float]] = {}  # weight, count, seconds
+        self._all = (0.0, 0.0, 0.0)
+        self._fit: tuple[float, float] | None = None
+        self._fits = True
+        """Whether ``_fit`` is of all that was seen: asked for several times for each addition."""
+        self._new: list[tuple[float, float]] = []
+        """What was added and not looked at yet."""
+
+    def add(self, count: float, seconds: float) -> None:
+        """``count`` of something, more than 0, took so many seconds."""
+        self._new.append((count, seconds))
+        if len(self._new) >= _AT_ONCE:
+            self._take_in()
+
+    def _take_in(self) -> None:
+        new, self._new = self._new, []
+        for count, seconds in new:
+            self._learn(count, seconds)
+
+    def _learn(self, count: float, seconds: float) -> None:
+        size = frexp(count)[1]
+        old = self._sizes.get(size, (0.0, 0.0, 0.0))
+        if old[0]:
+            mean = old[2] / old[0]
+            seconds = min(seconds, OUTLIER * mean)
+            if OUTLIER * seconds < mean:  # nothing is too quick by accident: what was seen was slow
+                old = (0.0, 0.0, 0.0)
+        self._fits = False
+        self._sizes[size] = _forget(old, count, seconds)
+        self._all = _forget(self._all, count, seconds)
+
+    @property
+    def largest(self) -> float:
+        """The largest count seen, about; 0 before any."""
+        self._take_in()
+        return max((count / weight for weight, count, _ in self._sizes.values()), default=0.0)
+
+    def fit(self) -> tuple[float, float] | None:
+        """Fixed seconds and seconds for each, neither below 0; None without a spread."""
+        self._take_in()
+        if not self._fits:
+            self._fit, self._fits = self._drawn(), True
+        return self._fit
+
+    def _drawn(self) -> tuple[float, float] | None:
+        means = [
+            (count / weight, seconds / weight) for weight, count, seconds in self._sizes.values()
+        ]
+        most, longest = max(means, default=(0.0, 0.0))
+        small = [(seconds, count) for count, seconds in means if count * _SPREAD <= most]
+        if not small:
+            return None
+        # The quickest: more of something takes no less, unless an accident slowed the less down.
+        shortest, least = min(small)
+        each = max((longest - shortest) / (most - least), 0.0)
+        return max(shortest - each * least, 0.0), each
+
+    @property
+    def mean(self) -> tuple[float, float] | None:
+        """Mean count and mean seconds; None before anything was seen."""
+        self._take_in()
+        weight, count, seconds = self._all
+        return (count / weight, seconds / weight) if weight else None
+
+
+def _forget(
+    old: tuple[float, float, float], count: float, seconds: float
+) -> tuple[float, float, float]:
+    weight, counts, total = old
+    return weight * KEEP + 1.0, counts * KEEP + count, total * KEEP + seconds
+
+
+class Costs:
+    """Estimates of one engine.  One thread."""
+
+    def __init__(self) -> None:
+        self._steps = Line()
+        self._seen = 0
+        self._loads = Line()
+        self._loaded = 0
+        self._refused = 0
+
+    def step(self, tokens: int, seconds: float) -> None:
+        """A step that computed so many tokens took so long."""
+        if tokens <= 0 or seconds <= 0:
+            return
+        self._seen += 1
+        if self._seen > WARM_UP_STEPS:
+            self._steps.add(tokens, seconds)
+
+    def load(self, nbytes: int, seconds: float) -> None:
+        """A load of so many bytes per rank took so long, from its begin to its re-check, with no
+        other load's copies in its way."""
+        if nbytes <= 0 or seconds <= 0:
+            return
+        self._loaded += 1
+        if self._loaded > WARM_UP_LOADS:
+            self._loads.add(nbytes, min(seconds, OUTLIER * self.copying(nbytes)))
+
+    def computing(self, tokens: int) -> float | None:
+        """Seconds by which so many tokens more make a prefill longer; None while no prefill
+        and no step of quite another size has been seen."""
+        line = self._steps.fit()
+        return line[1] * tokens if line and self._steps.largest >= UNMEASURED_TOKENS else None
+
+    def step_seconds(self) -> float:
+        """A typical step; 0 while none was seen."""
+        mean = self._steps.mean
+        return mean[1] if mean else 0.0
+
+    def copying(self, nbytes: int) -> float:
+        """Seconds a load of so many bytes takes; assumed while little is known."""
+        line, mean = self._loads.fit(), self._loads.mean
+        if line is not None:
+            return line[0] + line[1] * nbytes
+        if mean is not None:  # one size only: what is larger takes longer as assumed
+            return mean[1] + max(nbytes - mean[0], 0.0) / UNMEASURED_BYTES_PER_SECOND
+        return UNMEASURED_LATENCY + nbytes / UNMEASURED_BYTES_PER_SECOND
+
+    def worth(self, tokens: int, nbytes: int, waiting: float) -> bool:
+        """Whether to import these tokens rather than to compute them.  ``waiting``: seconds
+        the request loses beside the copy.  Before prefill's price is known: whether they
+        are at least UNMEASURED_TOKENS."""
+        computing = self.computing(tokens)
+        if computing is None:
+            return tokens >= UNMEASURED_TOKENS
+        return self.copying(nbytes) + waiting < computing
+
+    def tries(self) -> bool:
+        """An import is not worth it: whether it is tried all the same, to see."""
+        self._refused = (self._refused + 1) % REFUSALS_PER_TRIAL
+        return self._refused == 0

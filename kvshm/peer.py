@@ -1,0 +1,62 @@
+"""Another engine in one epoch, as the scheduler's process of this one sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import CorruptSegment, ProtocolError, StaleAttachment
+from .protocol import EngineInfo
+from .records import NUM_LEASE_BITS
+from .segment import Identity
+from .slots import SlotTable
+from .terms import NO_LEASE_BIT
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """Another engine in one epoch: an attachment for as long as anybody holds it.
+
+    Its table is unmapped when the last plan that holds the peer is gone, never before.
+    Only what is thought of it changes: ``suspected`` and ``dead`` on the client's thread, the
+    rest on the scheduler's.
+    """
+
+    info: EngineInfo
+    table: SlotTable
+    row: int
+    suspected: bool = False
+    dead: bool = False
+    """One of its processes is known to have ended; whoever cleans up says so later."""
+    failures: int = 0
+    avoided_until: float = 0.0
+    """Reading of the clock up to which nothing is planned from the peer."""
+    quarantined: bool = False
+    """Whether that is because it failed."""
+
+    @property
+    def offers(self) -> bool:
+        """Whether it has something to offer, as far as is known of it."""
+        return not (self.suspected or self.dead or self.info.imports_only)
+
+    @property
+    def processes(self) -> list[Identity]:
+        """Those of the engine and of its ranks, in the engine's pid namespace."""
+        ids = {(self.info.pid, self.info.start_time)}
+        ids.update((rank.pid, rank.start_time) for rank in self.info.ranks)
+        return [self.table.identity._replace(pid=pid, start_time=at) for pid, at in sorted(ids)]
+
+
+def check_table(table: SlotTable, info: EngineInfo) -> None:
+    """Raise unless the table is the one that the roster speaks of."""
+    if table.epoch != info.epoch:
+        raise StaleAttachment(
+            f"{info.table} is of epoch {table.epoch:016x}, the roster says {info.epoch:016x}"
+        )
+    said = (info.num_blocks, len(info.ranks), info.fingerprint)
+    found = (table.num_blocks, table.num_ranks, table.fingerprint)
+    if said != found:
+        raise CorruptSegment(
+            f"{info.table} (blocks, ranks, fingerprint) is {found}, the roster says {said}"
+        )
+    if not NO_LEASE_BIT <= info.lease_bit < NUM_LEASE_BITS:
+        raise ProtocolError(f"the roster gives it lease bit {info.lease_bit}")

@@ -1,0 +1,121 @@
+"""The peers of an engine, written down for its own ranks, which attach them ahead of any load.
+
+::
+
+    client's thread                     <run dir>/<namespace>.peers.<own epoch>
+       | a peer joined or has gone ------> replaced as a whole
+    each rank's load thread, once a second: looks, and attaches who is new
+
+A file and no message: an engine that is idle runs no steps that could carry one, and a rank that
+hangs keeps nobody waiting.  It lies in the run directory, which is closed to other users.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from .log import logger
+from .protocol import EngineInfo
+
+log = logger(__name__)
+
+MAX_BYTES = 16 << 20
+"""A longer list is nobody's: that of a full namespace has some ten thousand bytes."""
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+
+_decoder = msgspec.msgpack.Decoder(list[EngineInfo])
+
+
+class PeerList:
+    """The writer's half, in the scheduler's process.  One thread writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._unwritten: bytes | None = None
+        self._ended = self._failed = False
+
+    def write(self, peers: Iterable[EngineInfo]) -> None:
+        """Replace the list.  Never raises: without it ranks attach on first use."""
+        # What the fingerprint is made of is long, and no rank's business.
+        slim = [msgspec.structs.replace(info, fields={}) for info in peers]
+        self._unwritten = msgspec.msgpack.encode(slim)
+        self.write_again()
+
+    def write_again(self) -> None:
+        """Write what could not be written, if any; call it now and then.  Never raises."""
+        if self._unwritten is None:
+            return
+        fresh = self._path.with_name(f"{self._path.name}.new")
+        try:
+            fresh.write_bytes(self._unwritten)
+            fresh.replace(self._path)
+        except OSError as exc:
+            if not self._failed:
+                log.warning("%s: %s; ranks attach peers when they are needed", self._path, exc)
+            self._failed = True
+            with suppress(OSError):
+                fresh.unlink(missing_ok=True)
+        else:
+            self._unwritten, self._failed = None, False
+        if self._ended:  # perhaps since it was written
+            self.end()
+
+    def end(self) -> None:
+        """Remove the list for good.  Any thread."""
+        self._ended = True
+        with suppress(OSError):
+            self._path.unlink(missing_ok=True)
+
+
+class PeerListReader:
+    """A rank's half.  Used by one thread."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int, int] | None = None
+        self._told = ""
+
+    def news(self) -> list[EngineInfo] | None:
+        """The list if it is another than the last time, else None.  Never raises and never blocks:
+        what cannot be read, now or at all, or is another user's, names nobody."""
+        try:
+            found = os.lstat(self._path)
+            seen = found.st_ino, found.st_mtime_ns, found.st_size
+            if seen == self._seen or found.st_uid != os.geteuid():
+                return None
+            listed = self._read()
+        except FileNotFoundError:
+            return None
+        except OSError as exc:  # descriptors are short, say: the next time it may be read
+            self._complain(exc)
+            return None
+        self._seen = seen
+        try:
+            return _decoder.decode(listed)
+        except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # ValueError: no UTF-8
+            self._complain(exc)
+            return None
+
+    def _read(self) -> bytes:
+        """Raises OSError, also if it is no file that a PeerList may have written."""
+        fd = os.open(self._path, _FLAGS)
+        try:
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
+                raise OSError(errno.EINVAL, f"no file of at most {MAX_BYTES} bytes")
+            return os.read(fd, MAX_BYTES)
+        finally:
+            os.close(fd)
+
+    def _complain(self, reason: Exception) -> None:
+        """Log, but the same not again and again."""
+        if (text := str(reason)) != self._told:
+            log.warning("%s cannot be read: %s", self._path, text)
+        self._told = text

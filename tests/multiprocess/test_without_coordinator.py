@@ -1,0 +1,66 @@
+"""What engines do for themselves: attach who has joined, and notice who has died."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .processes import Managed, Node, fresh_node, wait_until
+from .toys import more, result, start
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
+
+EXPORTER = ("--peers", "0", "--loads", "0", "--imported", "0")
+IMPORTER = {"KVSHM_ROLE": "consumer", "KVSHM_VERIFY": "0"}
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with fresh_node() as node:
+        yield node
+
+
+def mapped_from_others(engine: Managed) -> int:
+    """How many peers' KV caches the engine has mapped: its own are writable."""
+    maps = Path(f"/proc/{engine.pid}/maps").read_text().splitlines()
+    return sum("memfd:kvshm-kv" in line and " r--s " in line for line in maps)
+
+
+def test_who_has_joined_is_attached_before_anybody_asks_for_it(node: Node) -> None:
+    """Also by an engine that is idle: it has served no request yet, and runs no step."""
+    node.coordinator()
+    exporter = start(node, 1, *EXPORTER)
+    result(exporter)
+    idle = start(node, 2, "--requests", "0", "--loads", "0")
+    idle.wait_out(lambda line: line == "go")
+    wait_until(lambda: mapped_from_others(idle) == 1, "the idle engine has attached its peer")
+    exporter.say("")
+    assert exporter.wait() == 0
+    wait_until(lambda: mapped_from_others(idle) == 0, "it has let go of who has gone")
+    assert len(list(node.run_dir.glob("*.peers.*"))) == 1, "its own, no longer the other's"
+
+
+def test_a_dead_exporter_is_noticed_while_no_coordinator_runs(node: Node) -> None:
+    coordinator = node.coordinator()
+    exporter = start(node, 1, *EXPORTER)
+    result(exporter)
+    importer = start(node, 2, "--requests", "60", **IMPORTER)
+    before = result(importer)
+    assert before["imported"] > 0
+    coordinator.kill()
+    exporter.signal(signal.SIGKILL)
+    importer.wait_err(r"engine toy-\d+ \(pid \d+\) has died")
+    wait_until(lambda: mapped_from_others(importer) == 0, "its memory is let go")
+    after = more(importer)
+    # This one has forgotten what it held of the first prefixes: it asks for them all the same.
+    assert after["counters"]["lookups"] > before["counters"]["lookups"]
+    for unchanged in ("leases_taken", "imported_blocks", "loads_started"):
+        assert after["counters"][unchanged] == before["counters"][unchanged]
+    assert after["wrong"] == 0
+    again = node.coordinator()
+    again.wait_err(f"event=removed.*owner_pid={exporter.pid}")
+    wait_until(lambda: len(node.segments("slots")) == 1, "the coordinator cleans up as ever")
+    assert len(list(node.run_dir.glob("*.peers.*"))) == 1

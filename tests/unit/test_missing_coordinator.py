@@ -1,0 +1,159 @@
+"""An engine that waits for a coordinator that never was there says so, once, and how to start
+one; ``dump_index --check`` says it of a node."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvshm.member import Membership
+from kvshm.protocol import EngineInfo, Refused, encode
+from kvshm.records import LEASE_ROWS_OFFSET, LEASE_TABLE_BYTES, LEASE_TABLE_MAGIC
+from kvshm.rundir import command_endpoint, start_command
+from kvshm.segment import LEASES_KIND, Segment, identity_of, segment_name, write_header
+from kvshm.session import UNHEARD_SECONDS, Session
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import Epoch, Fingerprint
+from kvshm.tools import dump_index
+from kvshm.tools.check import check
+
+from .exporters import Clock
+
+INFO = EngineInfo(
+    epoch=7,
+    name="own",
+    pid=1,
+    start_time=1,
+    fingerprint=b"f" * 32,
+    fields={},
+    table="",
+    num_blocks=1,
+    ranks=[],
+)
+
+
+class Member:
+    """Remembers what it was told; ready to join from the moment that it has a description."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+        self.info: EngineInfo | None = INFO
+
+    def describe(self) -> EngineInfo | None:
+        return self.info
+
+    def __getattr__(self, name: str) -> Any:
+        def record(*arguments: Any) -> None:
+            self.told.append(name)
+
+        record.__name__ = name
+        return record
+
+
+@pytest.fixture
+def run_dir() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def session(run_dir: Path, clock: Clock) -> Iterator[Session]:
+    session = Session(run_dir, "n", Member(), clock, lambda: 1.0)
+    wake = os.eventfd(0)
+    session.open(wake, lambda: None)
+    yield session
+    session.close()
+    os.close(wake)
+
+
+def told(session: Session) -> int:
+    return session._member.told.count("coordinator_missing")  # type: ignore[attr-defined]  # a Member of this file
+
+
+def work_for(session: Session, clock: Clock, seconds: float) -> None:
+    for _ in range(round(seconds * 10)):
+        clock.now += 0.1
+        session.work()
+
+
+def test_a_coordinator_that_never_was_there_is_told_once(session: Session, clock: Clock) -> None:
+    work_for(session, clock, UNHEARD_SECONDS - 1)
+    assert told(session) == 0
+    work_for(session, clock, 2)
+    assert told(session) == 1
+    work_for(session, clock, 10 * UNHEARD_SECONDS)
+    assert told(session) == 1
+
+
+def test_the_time_begins_when_the_engine_is_ready(session: Session, clock: Clock) -> None:
+    member = session._member
+    assert isinstance(member, Member)
+    member.info = None  # a model takes minutes to load
+    work_for(session, clock, 3 * UNHEARD_SECONDS)
+    member.info = INFO
+    work_for(session, clock, UNHEARD_SECONDS - 1)
+    assert told(session) == 0
+    work_for(session, clock, 2)
+    assert told(session) == 1
+
+
+def test_one_that_refuses_is_there(session: Session, run_dir: Path, clock: Clock) -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(command_endpoint(run_dir, "n"))
+        clock.now += 0.1
+        for _ in range(100):  # until libzmq has connected
+            clock.now += 0.01
+            session.work()
+            if router.poll(100):
+                break
+        route, _ = router.recv_multipart()
+        refusal = Refused(engine_epoch=7, reason="r", remedy="do", retry=False)
+        router.send_multipart([route, encode(refusal)])
+        session._commands.poll(10_000)
+        session.work()
+    work_for(session, clock, 3 * UNHEARD_SECONDS)
+    assert told(session) == 0
+
+
+def test_the_line_names_the_command(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    Membership(lambda: None, lambda: None, start_command(Path("/a b/c"), "n")).coordinator_missing()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().endswith(": kvshm-coordinator --run-dir '/a b/c' --namespace n")
+
+
+# -- dump_index --check
+
+
+def test_check_warns_of_engines_without_a_coordinator(
+    namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = TableSpec(namespace, "e", 4, 16, 1, Fingerprint(bytes(32)))
+    table = SlotTable.create(spec, Epoch(1), identity_of())
+    name = segment_name(namespace, LEASES_KIND, "coordinator", 0)
+    leases = Segment.create(name, LEASE_TABLE_BYTES)
+    dead = identity_of()._replace(pid=2**22 + 7)
+    try:
+        for coordinator, warns in ((dead, True), (identity_of(), False)):
+            write_header(leases, LEASE_TABLE_MAGIC, LEASE_ROWS_OFFSET, 0, coordinator)
+            assert dump_index.main(["--check", "--namespace", namespace]) == 0  # nothing is wrong
+            said = capsys.readouterr()
+            assert said.out.startswith("sound: ")
+            assert ("no coordinator runs; engines that wait for one: 1" in said.err) == warns
+        leases.unlink()
+        assert len(check(namespace).warnings) == 1
+        table.retire()
+        assert check(namespace).warnings == []
+    finally:
+        table.unlink()
+        leases.unlink()

@@ -1,0 +1,304 @@
+"""A rank, the peers it is told of, and the deaths of exporters: real processes, played memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvshm.interfaces import CopyState
+from kvshm.peer_list import PeerList, PeerListReader
+from kvshm.plans import LoadFailure, LoadReport
+from kvshm.protocol import SUSPECT_AFTER_SECONDS, EngineInfo, RankInfo
+from kvshm.rank_load import RankLoad
+from kvshm.rank_peers import (
+    ATTACH_PATIENCE_SECONDS,
+    FAILED_SECONDS,
+    MAX_ATTACHING,
+    MAX_TRIES,
+    PeerBook,
+)
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import Rank
+
+from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
+from .played_transport import PlayedTransport, memory_of
+from .test_rank import OWN, load_of, piece_of, transport, until
+
+__all__ = ["transport"]
+
+RANK = Rank(0)
+
+
+@pytest.fixture
+def table(namespace: str) -> Iterator[SlotTable]:
+    spec = TableSpec(namespace, "own", NUM_BLOCKS, 16, 1, FINGERPRINT)
+    table = SlotTable.create(spec, OWN, identity_of())
+    table.set_life(RANK)
+    yield table
+    table.unlink()
+    table.close()
+
+
+@pytest.fixture
+def listed(tmp_path: Path) -> PeerList:
+    return PeerList(tmp_path / "peers")
+
+
+@pytest.fixture
+def book(transport: PlayedTransport, clock: Clock, tmp_path: Path) -> Iterator[PeerBook]:
+    book = PeerBook(transport, RANK, clock)
+    book.follow(PeerListReader(tmp_path / "peers"))
+    yield book
+    for hung in transport.hung.values():
+        hung.set()
+    until(lambda: not book._attaching)
+    book.close()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        yield child
+        child.kill()
+
+
+def told(peer: Exporter, process: int | None = None) -> EngineInfo:
+    """What the list says of a peer, whose rank is this process or a child's."""
+    identity = identity_of(process)
+    memory = memory_of(peer.info.epoch)
+    rank = RankInfo(identity.pid, identity.start_time, memory)
+    return msgspec.structs.replace(peer.info, ranks=[rank])
+
+
+# -- attached when they join
+
+
+def test_who_is_listed_is_attached_a_few_at_a_time(
+    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make
+) -> None:
+    book.attach_listed()
+    peers = [exporter(f"e{n}") for n in range(MAX_ATTACHING + 2)]
+    for peer in peers:
+        transport.hung[peer.info.epoch] = threading.Event()
+    listed.write(told(peer) for peer in peers)
+    for _ in range(3):
+        book.attach_listed()
+    until(lambda: len(transport.attaches) == MAX_ATTACHING)
+    for peer in peers:
+        transport.hung[peer.info.epoch].set()
+    until(lambda: len(book.attached) == MAX_ATTACHING)
+    book.attach_listed()
+    until(lambda: book.attached == {peer.info.epoch for peer in peers})
+    book.attach_listed()
+    assert len(transport.attaches) == len(peers), "each once"
+
+
+def test_a_list_that_is_followed_no_more_while_it_is_read_names_nobody(
+    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The epoch ends on the main thread, the list is read on the load thread."""
+    listed.write([told(exporter())])
+    read = PeerListReader.news
+
+    def news(reader: PeerListReader) -> object:
+        found = read(reader)
+        book.follow(None)
+        return found
+
+    monkeypatch.setattr(PeerListReader, "news", news)
+    book.attach_listed()
+    book.attach_listed()
+    assert not book._attaching
+    assert transport.attaches == []
+
+
+def test_a_peer_is_attached_once_its_rank_serves(
+    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make
+) -> None:
+    early, importing = exporter("early"), exporter("importing")
+    early.table.end_life(None)
+    listed.write([told(early), msgspec.structs.replace(told(importing), imports_only=True)])
+    book.attach_listed()
+    assert transport.attaches == []
+    assert not book._attaching
+    early.table.set_life(RANK)
+    book.attach_listed()
+    until(lambda: book.attached == {early.info.epoch})
+
+
+def test_who_can_be_read_at_once_is_said(
+    book: PeerBook, transport: PlayedTransport, exporter: Make
+) -> None:
+    a, hung = exporter("a"), exporter("hung")
+    answers = transport.hung[hung.info.epoch] = threading.Event()
+    assert book.attached == frozenset()
+    for peer in (hung, a):
+        assert book.find(piece_of(peer, 1)) is None
+    until(lambda: book.attached == {a.info.epoch})
+    answers.set()
+    until(lambda: book.attached == {a.info.epoch, hung.info.epoch})
+    a.table.retire()
+    book.unmap_ended(())
+    assert book.attached == {hung.info.epoch}
+    book.close()
+    assert book.attached == frozenset()
+
+
+def test_one_load_waits_for_a_peer_that_hangs_those_after_it_not_and_the_attach_goes_on(
+    book: PeerBook, table: SlotTable, transport: PlayedTransport, exporter: Make, clock: Clock
+) -> None:
+    hung = exporter()
+    answers = transport.hung[hung.info.epoch] = threading.Event()
+
+    def load(block: int) -> RankLoad:
+        return RankLoad(load_of(piece_of(hung, block)), book, table)
+
+    first = load(1)
+    assert not first.advance()
+    until(lambda: transport.attaches)
+    clock.now += ATTACH_PATIENCE_SECONDS - 0.1
+    assert not first.advance()
+    clock.now += 0.2
+    second = load(2)
+    for given_up, target in ((first, 11), (second, 12)):
+        assert given_up.advance()
+        assert given_up.report.bad == (target,)
+        (failure,) = given_up.report.failures
+        assert failure.reason is LoadFailure.NOT_ATTACHED
+    answers.set()
+    until(lambda: not book._attaching)
+    third = load(3)
+    until(third.advance)
+    assert third.report == LoadReport("load", ())
+    assert len(transport.attaches) == 1
+
+
+def test_a_peer_that_cannot_be_attached_is_left_to_its_first_load(
+    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make, clock: Clock
+) -> None:
+    broken = exporter()
+    transport.broken.add(broken.info.epoch)
+    listed.write([told(broken)])
+    for n in range(1, MAX_TRIES + 3):
+        book.attach_listed()
+        until(lambda: not book._attaching)
+        assert len(transport.attaches) == min(n, MAX_TRIES)
+        clock.now += FAILED_SECONDS + 1
+        book.unmap_ended(())
+    transport.broken.clear()
+    assert book.find(piece_of(broken, 1)) is None
+    until(lambda: book.attached == {broken.info.epoch})
+
+
+def test_a_list_that_makes_no_sense_or_has_gone_names_nobody(
+    book: PeerBook,
+    listed: PeerList,
+    tmp_path: Path,
+    exporter: Make,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "peers").write_bytes(b"\xc1 no msgpack")
+    for _ in range(2):
+        book.attach_listed()
+    assert caplog.text.count("cannot be read") == 1
+    listed.write([told(exporter())])
+    listed.end()
+    listed.write([told(exporter())])
+    assert list(tmp_path.iterdir()) == []
+    book.attach_listed()
+    assert not book._attaching
+
+
+# -- exporters that die
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_no_copy_from_a_dead_exporter_is_delivered_unless_its_memory_stays(
+    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
+    table: SlotTable, child: subprocess.Popen[bytes], outlives: bool,
+) -> None:  # fmt: skip
+    """Its life word is as it was: there is no coordinator to zero it."""
+    transport.memory_outlives_exporter = outlives
+    peer = exporter()
+    listed.write([told(peer, child.pid)])
+    book.attach_listed()
+    until(lambda: book.attached)
+    before, during = (RankLoad(load_of(piece_of(peer, n)), book, table) for n in (1, 2))
+    assert before.advance()
+    assert before.report == LoadReport("load", ())
+    child.kill()
+    child.wait()
+    assert during.advance()
+    assert during.report.bad == (12,), "no copy is begun any more"
+    assert during.report.failures[0].reason is LoadFailure.UNREACHABLE
+    book.unmap_ended(())
+    assert book.attached == frozenset()
+    assert transport.memories[peer.info.epoch].closed
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_an_exporter_that_dies_while_it_is_copied_from(
+    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
+    table: SlotTable, child: subprocess.Popen[bytes], outlives: bool,
+) -> None:  # fmt: skip
+    transport.memory_outlives_exporter = outlives
+    transport.state = CopyState.PENDING
+    peer = exporter()
+    listed.write([told(peer, child.pid)])
+    book.attach_listed()
+    until(lambda: book.attached)
+    load = RankLoad(load_of(piece_of(peer, 1)), book, table)
+    assert not load.advance()
+    child.kill()
+    child.wait()
+    transport.copies[0].state = CopyState.DONE
+    assert load.advance()
+    assert load.report.bad == (() if outlives else (11,))
+    assert [f.reason for f in load.report.failures] == [LoadFailure.UNCERTAIN] * (not outlives)
+
+
+@pytest.mark.parametrize("outlives", [False, True])
+def test_a_silent_exporter_is_suspected_by_its_heartbeat(
+    book: PeerBook, transport: PlayedTransport, exporter: Make, table: SlotTable, clock: Clock,
+    outlives: bool,
+) -> None:  # fmt: skip
+    """As where its processes cannot be seen: it is in no list."""
+    transport.memory_outlives_exporter = outlives
+    peer = exporter()
+    book.find(piece_of(peer, 1))
+    until(lambda: book.attached)
+
+    def bad(block: int) -> tuple[int, ...]:
+        load = RankLoad(load_of(piece_of(peer, block)), book, table)
+        assert load.advance()
+        return load.report.bad
+
+    book.unmap_ended(())
+    clock.now += SUSPECT_AFTER_SECONDS - 0.1
+    assert bad(2) == ()
+    clock.now += 0.2
+    assert bad(3) == (() if outlives else (13,))
+    peer.table.beat()
+    assert bad(4) == (), "it was heard again"
+
+
+def test_who_has_ended_its_export_is_let_go(
+    book: PeerBook, transport: PlayedTransport, exporter: Make, table: SlotTable
+) -> None:
+    peer = exporter()
+    book.find(piece_of(peer, 1))
+    until(lambda: book.attached)
+    transport.memories[peer.info.epoch].ended = True
+    load = RankLoad(load_of(piece_of(peer, 2)), book, table)
+    assert load.advance()
+    assert load.report.bad == (12,)
+    book.unmap_ended(())
+    assert book.attached == frozenset()

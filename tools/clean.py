@@ -1,0 +1,57 @@
+"""``kvshm clean``: removes what a crash of engines and coordinator has left.
+
+Needed only where nothing of kvshm runs any more: a coordinator clears up when it starts and
+while it serves, the last engine when it ends.  What belongs to the living is never touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from kvshm.config import Config
+from kvshm.errors import ConfigError, KvshmError
+from kvshm.leftovers import clear
+from kvshm.rundir import open_run_directory
+
+EXIT_CLEAN, EXIT_LEFT, EXIT_USAGE = range(3)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvshm clean",
+        description="Remove the segments, sockets and lock files of processes that are certainly "
+        "dead. Run it as the engines' user and in their pid namespace.",
+        epilog="exit status: 0 nothing of the dead is left; 1 something is, or a coordinator "
+        "serves, which clears up itself; 2 wrong command line or setting",
+    )
+    parser.add_argument("--namespace", help="of which engines (default: $KVSHM_NAMESPACE)")
+    parser.add_argument("--run-dir", help="where their sockets lie (default: as for engines)")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do it, print a line for each thing; return the exit status."""
+    asked = _parser().parse_args(arguments)
+    options = {"KVSHM_NAMESPACE": asked.namespace, "KVSHM_RUN_DIR": asked.run_dir}
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        config = Config.from_env({**os.environ, **given})
+        run_dir = open_run_directory(config.run_dir, os.environ)
+        found = clear(run_dir, config.namespace, dry_run=asked.dry_run)
+    except ConfigError as exc:
+        print(f"kvshm clean: {exc}", file=sys.stderr)
+        return EXIT_USAGE
+    except (KvshmError, OSError) as exc:
+        print(f"kvshm clean: {exc}", file=sys.stderr)
+        return EXIT_LEFT
+    for what in found.removed:
+        print(f"would remove {what}" if asked.dry_run else f"removed {what}")
+    for what in found.left:
+        print(f"left alone: {what}", file=sys.stderr)
+    if found.coordinator:
+        print(f"nothing done: {found.coordinator}", file=sys.stderr)
+    return EXIT_LEFT if found.left or found.coordinator else EXIT_CLEAN
