@@ -1,14 +1,17 @@
 """The exporter's side: which blocks may be shown to others, and when no longer.
 
-A block is published only if it is *known computed*.  vLLM gives a block its hash when it is
-scheduled, before a single byte is written, so neither the hash nor a request's hit on it
-proves anything.  Instead:
+A block is published only if it is *known computed*, and computed from nothing but what this
+engine may vouch for.  vLLM gives a block its hash when it is scheduled, before a single byte is
+written, and other connectors fill blocks too; so neither the hash nor a request's hit on it
+proves anything.  Instead (kvshm/marks.py holds the marks):
 
-    step k is built:     every block the step writes is withdrawn and loses its mark; those
-                         whose last token it computes are TAGGED with (step, generation)
-    output of k is in:   tags whose generation still holds become COMPUTED marks
-    mark and hash:       the block is published
+    step k is built:     every block the step writes is withdrawn and loses its marks; those
+                         whose last token it computes become SOUND if all blocks before them
+                         are, and are TAGGED with (step, generation)
+    output of k is in:   tags whose generation still holds are COMPUTED
+    computed and hashed: the block is published
 
+SOUND: computed by this engine on top of sound blocks, or imported and checked, in this life.
 "Withdraw what the step may write" is also what makes a published block immutable: nothing
 else ever changes its bytes but the reuse that ``pool_watch`` reports.
 """
@@ -16,169 +19,259 @@ else ever changes its bytes but the reuse that ``pool_watch`` reports.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from kvshm.cache import SharedCache
-from kvshm.exports import Publication
-from kvshm.terms import BlockHash, BlockId, block_hash
-
-GROUP_ID_BYTES = 4
-"""vLLM appends the KV cache group id to a block's hash (BlockHashWithGroupId)."""
+from kvshm.marks import Marks, Run, blocks_of, touching
+from kvshm.terms import BlockId
 
 
 class Written(NamedTuple):
-    """A block a step writes."""
+    """A block that has been filled."""
 
     block_id: BlockId
     position: int
     """Its place in the request's block table."""
     chain: list[bytes]
     """The request's block hashes; grows as the request does."""
-    complete: bool
-    """Whether the step computes the block's last token."""
+    complete: bool = True
+    """Whether its last token is there."""
 
 
-class _Tag(NamedTuple):
-    written: Written
-    generation: int
+class _Followed:
+    """A request, and what is known of its block table."""
+
+    __slots__ = ("complete", "life", "preemptions", "prompt", "request", "sound")
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.life = self.preemptions = -1
+        """When the table was looked at: a new life, and every preemption, make it another."""
+        self.sound = False
+        """Whether what its steps compute is sound."""
+        self.prompt = 0
+        """Its length, which grows as a session goes on."""
+        self.complete = 0
+        """From this index on no block of the table has a mark."""
 
 
-@dataclass
-class _Step:
+class _Step(NamedTuple):
     number: int
-    tags: list[_Tag]
+    runs: list[tuple[bool, Run]]
+    """What the step completes, and whether its request wants it shown."""
 
 
 class Exporter:
     """Follows every block from its computation to its reuse.  Scheduler's thread."""
 
-    def __init__(self, cache: SharedCache, pool: Any, block_size: int, delay: int = 0) -> None:
-        """``delay`` holds marks back for so many further steps: 1 with speculative decoding,
-        whose drafter writes after the output it belongs to was handed over."""
+    def __init__(
+        self,
+        cache: SharedCache,
+        manager: Any,
+        block_size: int,
+        wants: Callable[[Any], bool],
+        delay: int = 0,
+    ) -> None:
+        """``manager`` is vLLM's KV cache manager; ``wants`` tells whether a request's blocks may
+        be shown.  ``delay`` holds marks back for so many further steps: 1 with speculative
+        decoding, whose drafter writes after the output it belongs to was handed over."""
         self._cache = cache
-        self._pool = pool
+        self._manager = manager
+        self._pool = manager.block_pool
         self._block_size = block_size
+        self._wants = wants
         self._delay = delay
         self.expecting = True
-        """Whether an epoch is to begin: what is computed until then is shown once it has.
+        """Whether an epoch is to begin, or has: what is computed until then is shown once it has.
         Without one, marks would only pile up."""
-        self._generations: list[int] = [0] * len(pool.blocks)
+        self.unsettled = False
+        """Whether blocks were withdrawn or shown since this was last set to False: call
+        ``publish_computed`` and the cache's ``settle`` before the next step is dispatched."""
+        self._marks = Marks(len(self._pool.blocks))
+        self._life = 0
+        self._requests: dict[str, _Followed] = {}
         self._steps: deque[_Step] = deque()
-        self._computed: dict[BlockId, Written] = {}
-        self._published: dict[BlockId, BlockHash] = {}
-        self._owners: dict[BlockHash, BlockId] = {}
-        self._outdated: set[BlockId] = set()
-        """Blocks that vLLM still uses although their contents are of an earlier life, perhaps
-        of other weights, or not to be trusted, and those computed from them since."""
+        self._computed: list[Run] = []
+        """Runs of computed blocks some of which have no hash yet."""
+        self._promised: dict[BlockId, Sequence[BlockId]] = {}
+        """Block that a load under way is to fill -> all blocks of that load, in order."""
+        self._held: dict[BlockId, int] = {}
+        """Promised block -> the first step that computes on top of it."""
+
+    # -- requests
+
+    def follow(self, request: Any) -> None:
+        """A request has arrived; its steps are looked at from now on."""
+        self._requests[request.request_id] = _Followed(request)
+
+    def unfollow(self, request_id: str) -> None:
+        """The request has ended.  What its steps computed stays."""
+        self._requests.pop(request_id, None)
+
+    def shares(self, request_id: str) -> bool:
+        """Whether the request is there and its blocks may be shown."""
+        followed = self._requests.get(request_id)
+        return followed is not None and self._wants(followed.request)
 
     # -- changes, before the step that makes them is dispatched
 
     def blocks_change(self, blocks: Sequence[BlockId]) -> None:
-        """The blocks' bytes or hashes are about to change: forget what was known of them."""
-        for block in blocks:
-            self._generations[block] += 1
-            self._computed.pop(block, None)
-        if published := [block for block in blocks if block in self._published]:
-            self._unpublish(published)
+        """The blocks lose their hashes: show them no more."""
+        self._retract(self._marks.withdraw(blocks))
 
-    def blocks_handed_out(self, blocks: Sequence[BlockId]) -> None:
-        """The blocks are about to get new contents, whatever they held."""
-        self._outdated.difference_update(blocks)
-        self.blocks_change(blocks)
-
-    def spoilt(self, blocks: Sequence[BlockId]) -> None:
-        """The blocks may hold anything, and vLLM goes on with them."""
-        self._outdated.update(blocks)
-        self.blocks_change(blocks)
+    def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
+        """These pool blocks are about to get new contents, whatever they held."""
+        for block in blocks if self._promised else ():
+            self._promised.pop(block.block_id, None)  # of a request that did not wait for it
+        if self._cache.retract_marked(self._marks, blocks):
+            self.unsettled = True
 
     def life_ends(self) -> None:
         """Nothing computed so far may be shown any more, nor what is computed from it: vLLM may
         have kept all of it, for requests that run on or as its own cache."""
+        self._life += 1
+        self._marks.clear_all()
         self._steps.clear()
         self._computed.clear()
-        self._published.clear()
-        self._owners.clear()
-        self._generations = [g + 1 for g in self._generations]
-        kept = (b for b in self._pool.blocks if b.ref_cnt or b.block_hash is not None)
-        self._outdated = {b.block_id for b in kept}
+        self._promised.clear()
+        self._held.clear()
 
-    def builds_on_outdated(self, blocks: Sequence[Any], begin: int, end: int) -> bool:
-        """Whether a step that writes ``blocks[begin:end]`` of a block table computes them from
-        outdated ones; then they are outdated too."""
-        if not self._outdated:
-            return False
-        table = [block.block_id for block in blocks[:end]]
-        if self._outdated.isdisjoint(table):
-            return False
-        self._outdated.update(table[begin:])
-        return True
-
-    def forget_steps(self) -> None:
-        """What steps under way compute is not to be trusted: they leave no marks."""
-        self._steps.clear()
-
-    def step_built(self, number: int, writes: Iterable[Written]) -> list[BlockId]:
-        """A step is about to be dispatched; returns the blocks it completes."""
-        written = list(writes)
-        self.blocks_change([each.block_id for each in written])
-        if not (self.expecting or self._cache.table is not None):
+    def step_built(self, number: int, scheduled: dict[str, int]) -> list[Run]:
+        """A step that computes so many tokens of each request is about to be dispatched.
+        Returns what it completes."""
+        if not self.expecting:
             return []
-        tags = [_Tag(w, self._generations[w.block_id]) for w in written if w.complete]
-        if tags:
-            self._steps.append(_Step(number, tags))
-        return [tag.written.block_id for tag in tags]
+        runs: list[tuple[bool, Run]] = []
+        size, life, drafts = self._block_size, self._life, self._delay > 0
+        for followed, first, end in touching(self._requests, scheduled, size, life, drafts):
+            runs += self._writes(number, followed, first, end)
+        if runs:
+            self._steps.append(_Step(number, runs))
+        return [run for _, run in runs]
+
+    def _writes(
+        self, number: int, followed: _Followed, first: int, end: int
+    ) -> list[tuple[bool, Run]]:
+        """The step computes a request's tokens up to ``end``, from block ``first`` on."""
+        request = followed.request
+        table = self._manager.get_blocks(request.request_id).blocks[0]
+        if followed.life != self._life or followed.preemptions != request.num_preemptions:
+            self._begin(number, followed, table)
+        # vLLM lets a streaming-input session go on behind accepted drafts that it has dropped
+        # with the tokens after a stop token: their KV stays, under the next input's hash.
+        if self._delay and request.num_prompt_tokens > followed.prompt:
+            followed.sound = False
+        # With asynchronous scheduling the last token's value is still on its way.
+        known = request.num_tokens + request.num_output_placeholders
+        followed.complete = complete = min(end, known) // self._block_size
+        last = min(-(-end // self._block_size), len(table))
+        packed, published = self._marks.write(
+            table, first, last, complete if followed.sound else first
+        )
+        self._retract(published)
+        return [(self._wants(request), (request.block_hashes, first, packed))] if packed else []
+
+    def _begin(self, number: int, followed: _Followed, table: Sequence[Any]) -> None:
+        """A request's first step, in its table or in this life: look what it builds upon."""
+        request = followed.request
+        followed.life, followed.preemptions = self._life, request.num_preemptions
+        whole = -(-request.num_computed_tokens // self._block_size)
+        followed.prompt = request.num_prompt_tokens
+        followed.sound = self._marks.sound(table, whole) == whole
+        if self._promised and followed.sound:
+            for block in table[:whole]:
+                if block.block_id in self._promised:
+                    self._held.setdefault(block.block_id, number)
+
+    # -- imports
+
+    def blocks_promised(self, blocks: Sequence[BlockId]) -> None:
+        """A load that is to fill these blocks is handed to the ranks with the step being built.
+
+        Call before ``step_built``.  The blocks count as sound while the load is under way, so
+        the very step may compute on top of them; what it computes, and whatever is computed
+        later, is shown only when each promised block it met was named to ``blocks_loaded`` or
+        ``blocks_failed``, or a new life has begun.
+        """
+        if self.expecting:
+            self._promised.update(dict.fromkeys(blocks, blocks))
+            self._marks.make_sound(blocks)
+
+    def blocks_loaded(self, written: Iterable[Written], shown: bool = True) -> None:
+        """These blocks of a load were imported and checked on every rank; call before
+        ``step_done`` of the same output, also if the request is gone or does not want them
+        ``shown``.  Those of a load that was begun in an earlier life are passed over."""
+        for one in written:
+            self._held.pop(one.block_id, None)
+            if self._promised.pop(one.block_id, None) is not None and shown:
+                self._computed.append((one.chain, one.position, self._marks.tag([one.block_id])))
+
+    def blocks_failed(self, blocks: Iterable[BlockId]) -> None:
+        """Loads, kvshm's or another connector's, did not fill these blocks; call before
+        ``blocks_loaded`` and ``step_done`` of the same output.
+
+        Everything from the first such block on, in every table that holds one, is withdrawn and
+        not sound, and so is what steps computed on top of it for requests that are gone.  Where
+        such a request runs already, vLLM drops tokens and computes again in place, with the
+        hashes left as they are; with asynchronous scheduling it then computes a token that it
+        has dropped before it was known.  So what that request computes until it is preempted is
+        not sound either.
+        """
+        doubtful = set(blocks)
+        if not doubtful:
+            return
+        for block in [b for b in doubtful if b in self._promised]:
+            load = self._promised[block]  # nothing behind the block counts either
+            doubtful.update(load[load.index(block) :])
+        held = [self._held[block] for block in doubtful if block in self._held]
+        while held and self._steps and self._steps[-1].number >= min(held):
+            doubtful.update(blocks_of(run for _, run in self._steps.pop().runs))
+        for followed in self._requests.values():
+            table = self._manager.get_blocks(followed.request.request_id).blocks[0]
+            ids = [block.block_id for block in table]
+            first = next((i for i, block in enumerate(ids) if block in doubtful), len(ids))
+            if first < len(ids):
+                followed.sound = False
+                doubtful.update(ids[first:])
+        for block in doubtful:
+            self._promised.pop(block, None)
+            self._held.pop(block, None)
+        self._retract(self._marks.clear(list(doubtful)))
 
     # -- what is known computed, once a step's output has arrived
 
-    def step_done(self, number: int) -> None:
-        """The output of a step that ran the model has arrived: everything it wrote, and all
-        steps before it, stands in memory on every rank."""
-        while self._steps and self._steps[0].number <= number - self._delay:
-            for tag in self._steps.popleft().tags:
-                if self._generations[tag.written.block_id] == tag.generation:
-                    self._computed[tag.written.block_id] = tag.written
-        self.publish_computed()
+    @property
+    def fence(self) -> int:
+        """The step of which marks are held back although nothing but a fence (``step_done``)
+        is waited for; 0: there is none."""
+        return self._steps[-1].number if self._delay and self._steps and not self._held else 0
 
-    def blocks_loaded(self, blocks: Iterable[Written]) -> None:
-        """These blocks were imported and checked on every rank, in this life or just before."""
-        for written in blocks:
-            if written.block_id not in self._outdated:
-                self._computed[written.block_id] = written
+    def step_done(self, number: int, fenced: bool = False) -> bool:
+        """The output of a step that ran the model has arrived, or every rank says that it is
+        past a fence behind that step: then everything the step wrote, and all steps before it,
+        stands in memory on every rank, the drafter's part included.  Whether that may have shown
+        anything."""
+        if not (self._steps or self._computed):
+            return False
+        done = number if fenced else number - self._delay
+        if self._held:
+            done = min(done, min(self._held.values()) - 1)
+        while self._steps and self._steps[0].number <= done:
+            self._computed += (run for wanted, run in self._steps.popleft().runs if wanted)
+        self.publish_computed()
+        return True
 
     def publish_computed(self) -> None:
         """Publish what is computed and hashed by now.  The rest keeps its mark: decoded and
         imported blocks get their hash a little later."""
-        if self._cache.table is None:
-            return
-        ready = [p for w in self._computed.values() if (p := self._publication(w)) is not None]
-        if not ready:
-            return
-        done = self._cache.publish([p for p in ready if p.block_hash not in self._owners])
-        for publication in ready:
-            if publication.block_id in done:
-                self._published[publication.block_id] = publication.block_hash
-                self._owners[publication.block_hash] = publication.block_id
-                del self._computed[publication.block_id]
-            elif publication.block_hash in self._owners:
-                del self._computed[publication.block_id]  # a twin of a published block
+        if self._computed and self._cache.table is not None:
+            self.unsettled = True
+            self._computed = self._cache.publish_computed(
+                self._marks, self._pool.blocks, self._computed
+            )
 
-    def _publication(self, written: Written) -> Publication | None:
-        """What to publish of a computed block, or None while it cannot be."""
-        block = self._pool.blocks[written.block_id]
-        index, chain = written.position, written.chain
-        if block.block_hash is None or block.is_null or index >= len(chain):
-            return None
-        full = block.block_hash_num_tokens in (None, (index + 1) * self._block_size)
-        if not full or bytes(block.block_hash)[:-GROUP_ID_BYTES] != bytes(chain[index]):
-            return None
-        parent = block_hash(bytes(chain[index - 1])) if index else None
-        return Publication(written.block_id, block_hash(bytes(chain[index])), parent, index)
-
-    def _unpublish(self, blocks: Sequence[BlockId]) -> None:
-        self._cache.retract(blocks)
-        for block in blocks:
-            owned = self._published.pop(block)
-            if self._owners.get(owned) == block:
-                del self._owners[owned]
+    def _retract(self, published: list[BlockId]) -> None:
+        if published:
+            self.unsettled = True
+            self._cache.retract(published)

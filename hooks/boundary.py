@@ -1,4 +1,4 @@
-"""The border to vLLM: no exception of ours crosses it.
+"""The border to vLLM: no exception of ours crosses it, but for MemoryInUse.
 
 In the serving path any failure is a cache miss and a counter.  The traceback is logged once
 per hook; KVSHM_STRICT=1 (tests) lets the exception through instead.
@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
+from kvshm.errors import MemoryInUse
 from kvshm.log import logger
 
 log = logger(__name__)
@@ -39,6 +40,8 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
         def call(self: Bounded, *args: Any, **kwargs: Any) -> Any:
             try:
                 return hook(self, *args, **kwargs)
+            except MemoryInUse:
+                raise  # better no token than a wrong one
             except Exception as exc:
                 if self.strict:
                     raise

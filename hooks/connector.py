@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -23,6 +24,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -37,11 +42,20 @@ from kvshm.rundir import open_run_directory, require_room
 from kvshm.terms import BlockId
 
 from .boundary import guarded, report
-from .messages import RankDescription, RankReport, StepMetadata
-from .plugin import ensure_recompute
+from .leaving import let_engines_leave
+from .messages import QuietReport, RankDescription, RankReport, StepMetadata
+from .metrics import LoadMetrics, LoadStats
+from .plugin import ensure_recompute, register
 from .pool_watch import PoolChanged
-from .refusals import cache_refusal, config_refusal, export_refusal
+from .ranks import Ranks, is_beside_others
+from .refusals import (
+    cache_refusal,
+    config_refusal,
+    version_refusal,
+    version_warning,
+)
 from .scheduler import SchedulerSide
+from .vllm_scheduler import VllmScheduler
 from .worker import WorkerSide
 
 log = logger(__name__)
@@ -49,6 +63,10 @@ log = logger(__name__)
 # vLLM imports this module when it is told to use it, while it makes its configuration: here a
 # bad setting stops the start with its reason, before a model is loaded.
 Config.from_env(os.environ)
+let_engines_leave()
+
+
+_NOBODY: frozenset[str] = frozenset()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -59,6 +77,9 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     """Shares this engine's prefix cache with the other engines of the node."""
 
     _cache_hit_source = CacheHitSource.P2P
+    _quiet = False
+    """Worker: whether the step under way neither asks for anything nor has anything to tell.  A
+    hook of such a step, the most frequent thing there is, does nothing but look here."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -77,13 +98,16 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        refusal = config_refusal(vllm_config, os.environ) or cache_refusal(kv_cache_config)
+        refusal = (
+            version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
+            or config_refusal(vllm_config, os.environ)
+            or cache_refusal(kv_cache_config)
+        )
         if refusal is not None:
             log.log(level, "not sharing the prefix cache: %s", refusal)
             return
-        if (reason := export_refusal(vllm_config)) is not None:
-            log.log(level, "importing only: %s", reason)
-            config = dataclasses.replace(config, role=Role.CONSUMER)
+        if (untested := version_warning(vllm.__version_tuple__)) is not None:
+            log.log(level, "%s", untested)
         # vLLM keeps late writers out of imported blocks only for an engine that may import.
         if not self._kv_transfer_config.is_kv_consumer:
             config = dataclasses.replace(config, role=Role.PRODUCER)
@@ -126,55 +150,102 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def get_handshake_metadata(self) -> RankDescription | None:
+        # A MultiConnector would hand it to the connectors beside this one, as theirs.
+        return None if is_beside_others(self) else self.describe()
+
+    @guarded(_nothing)
+    def describe(self) -> RankDescription | None:
+        """This rank, for the scheduler (ranks.Ranks)."""
         return self._worker.describe() if self._worker else None
 
-    @guarded(_nothing)
-    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        super().bind_connector_metadata(connector_metadata)
-        if self._worker and isinstance(connector_metadata, StepMetadata):
-            self._worker.step(connector_metadata)
+    @guarded(lambda self, load_ids: set())
+    def wait_for_end(self, load_ids: list[str]) -> set[str]:
+        """Which of the loads have ended without a report, waiting a little (ranks.Ranks)."""
+        return self._worker.wait_for_end(load_ids) if self._worker else set()
 
     @guarded(_nothing)
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        metadata = self._connector_metadata
-        if self._worker and isinstance(metadata, StepMetadata):
+    def forget_loads(self, load_ids: list[str]) -> None:
+        """Report nothing of these loads (ranks.Ranks)."""
+        if self._worker:
+            self._worker.forget(load_ids)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._connector_metadata = connector_metadata
+        self._quiet = False
+        if (worker := self._worker) and isinstance(connector_metadata, StepMetadata):
+            if connector_metadata.quiet and worker.is_quiet():
+                self._quiet = True
+            else:
+                self._begin(connector_metadata)
+
+    @guarded(_nothing)
+    def _begin(self, metadata: StepMetadata) -> None:
+        if self._worker:
+            self._worker.step(metadata)
             self._worker.begin_loads(metadata)
 
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if not self._quiet:
+            self._load_at_once()
+
+    @guarded(_nothing)
+    def _load_at_once(self) -> None:
+        metadata = self._connector_metadata
+        if self._worker and isinstance(metadata, StepMetadata):
+            self._worker.load_at_once(metadata)
+
+    def has_connector_metadata(self) -> bool:
+        """False, so that vLLM leaves out the two calls below for every layer of every step; it
+        asks for nothing else."""
+        return False
+
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: vLLM schedules a request only when all of it has arrived."""
+        """Whoever runs in a step has all of its blocks before the step begins."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
         """Nothing is copied at export."""
 
-    @guarded(_nothing)
     def wait_for_save(self) -> None:
+        if not self._quiet:
+            self._write_checksums()
+
+    @guarded(_nothing)
+    def _write_checksums(self) -> None:
         metadata = self._connector_metadata
         if self._worker and isinstance(metadata, StepMetadata):
             self._worker.write_checksums(metadata)
 
-    @guarded(lambda self, finished: KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults() if self._quiet else self._collect()
+
+    @guarded(lambda self: KVConnectorTransferResults())
+    def _collect(self) -> KVConnectorTransferResults:
         if self._worker is None:
             return KVConnectorTransferResults()
-        self._worker.collect()
+        bound = self._connector_metadata
+        self._worker.collect(bound.linger if isinstance(bound, StepMetadata) else 0.0)
         return KVConnectorTransferResults(finished_recving=self._worker.take_finished())
 
-    @guarded(lambda self: set())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return set(self._worker.take_bad()) if self._worker else set()
+        return set(self._worker.take_bad()) if self._worker and not self._quiet else set()
 
-    @guarded(_nothing)
     def build_connector_worker_meta(self) -> RankReport | None:
+        bound: Any = self._connector_metadata
+        if self._quiet and bound is not None:
+            return QuietReport(bound.step)
         return self._worker.take_report() if self._worker else None
 
     # -- scheduler
 
     @guarded(_nothing)
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
-        if self._scheduler:
-            self._scheduler.described({i: metadata[key] for i, key in enumerate(sorted(metadata))})
+        if self._scheduler is None:
+            return
+        given = dict(enumerate(metadata[key] for key in sorted(metadata)))
+        own = bool(given) and all(isinstance(d, RankDescription) for d in given.values())
+        self._scheduler.started(given if own else None, Ranks.of_caller())
 
     @guarded(_nothing)
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -182,14 +253,16 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             return
         try:
-            self._scheduler.bind(kv_cache_manager, self)
+            scheduler = VllmScheduler.of_caller(self)
+            self._scheduler.bind(kv_cache_manager, self, scheduler)
+            self._scheduler.let_steps_wait(self.before_output)
         except PoolChanged as exc:
             log.warning("not sharing the prefix cache: %s", exc)
             self._scheduler.close()
             self._scheduler = None
 
     @guarded(_nothing)
-    def blocks_handed_out(self, blocks: list[BlockId]) -> None:
+    def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """Blocks are about to get new contents (pool_watch.PoolListener)."""
         if self._scheduler and self._scheduler.exporter:
             self._scheduler.exporter.blocks_handed_out(blocks)
@@ -199,6 +272,12 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         """A block loses its hash (pool_watch.PoolListener)."""
         if self._scheduler and self._scheduler.exporter:
             self._scheduler.exporter.blocks_change([block])
+
+    @guarded(_nothing)
+    def pool_will_reset(self) -> None:
+        """vLLM is about to drop its prefix cache, if all blocks are free."""
+        if self._scheduler:
+            self._scheduler.make_way_for_reset()
 
     @guarded(_nothing)
     def pool_reset(self) -> None:
@@ -217,35 +296,75 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        found = self._scheduler.importer.match(request, num_computed_tokens)
-        return found, bool(found)
+        return self._scheduler.match(request, num_computed_tokens)
 
-    @guarded(_nothing)
+    @guarded(lambda self, *allocated: self.allocation_failed(*allocated))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler:
             ids = [block.block_id for block in blocks.blocks[0]] if num_external_tokens else []
             self._scheduler.importer.allocated(request, ids, num_external_tokens)
+
+    def allocation_failed(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Whatever failed, the request waits for a load that has to be reported: as lost."""
+        if self._scheduler and num_external_tokens > 0:
+            ids = [block.block_id for block in blocks.blocks[0]]
+            self._scheduler.importer.lost(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMetadata(step=0)
         try:
             return self._scheduler.build(scheduler_output)
-        except Exception as exc:
+        except Exception as exc:  # any, as ``guarded``: but loads must be told of
             if self.strict:
                 raise
             report(self, "build_connector_meta", exc)
-            return self._scheduler.emergency()
+            return self._scheduler.emergency(scheduler_output)
+
+    def before_output(self, output: Any, result: Any) -> None:
+        """vLLM is about to take in a step's output: nothing of it may be delivered that was
+        computed from blocks which did not arrive."""
+        if self._scheduler is None:
+            return
+        try:
+            self._scheduler.before_output(output, result)
+        except Exception as exc:  # any, as ``guarded``
+            if self.strict:
+                raise
+            report(self, "before_output", exc)
+            # Whatever that was: better to compute anew what was right.
+            self._scheduler.importer.at_once.undo_all()
 
     @guarded(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler:
             worker_meta = connector_output.kv_connector_worker_meta
             self._scheduler.output(
-                connector_output.finished_recving or set(),
+                connector_output.finished_recving or _NOBODY,
                 worker_meta if isinstance(worker_meta, RankReport) else None,
                 connector_output.invalid_block_ids,
             )
+
+    @guarded(_nothing)
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._scheduler.stats() if self._scheduler else None
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return LoadStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        register()  # a MultiConnector looks whose stats these are up by name
+        return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @guarded(lambda self, request, ids: (False, None))
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
@@ -258,6 +377,10 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished(request, block_ids)
 
+    @guarded(lambda self: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.must_step()
+
     @guarded(lambda self: True)
     def reset_cache(self) -> bool | None:
         if self._scheduler:
@@ -269,8 +392,5 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             for side in (self._worker, self._scheduler):
                 if side is not None:
                     side.close()
-        except Exception as exc:
+        except Exception as exc:  # any, as ``guarded``, also under tests: vLLM ends all the same
             report(self, "shutdown", exc)
-
-    def take_events(self) -> Iterable[Any]:
-        return ()

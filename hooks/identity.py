@@ -8,13 +8,13 @@ themselves are compared), and how many blocks there are.
 
 from __future__ import annotations
 
+import inspect
 import json
 import platform
 import sys
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from hashlib import sha256
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +23,12 @@ from kvshm import fingerprint as names
 from kvshm.protocol import PROTOCOL_VERSION
 from kvshm.records import LAYOUT_VERSION
 
+from .callers import FRAMES, callers_with
 from .weights import weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-_FRAMES = 16
-"""How far up the callers the model is looked for; vLLM's runner is 3 to 8 frames away."""
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 """What a Hugging Face configuration says beside the model; the type is a field of its own."""
@@ -45,21 +43,14 @@ def none_hash() -> bytes | None:
     return None if chosen is None else bytes(chosen)
 
 
-def model_owners(depth: int = _FRAMES) -> list[Any]:
+def model_owners(depth: int = FRAMES) -> list[Any]:
     """Return vLLM's model runner and worker, innermost first: whoever of the callers has a
     ``get_model``.
 
     Worker only, from within ``register_kv_caches``: vLLM hands the model to no connector,
     but the model runner that has it is the one that calls.
     """
-    owners: dict[int, Any] = {}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and depth:
-        caller = frame.f_locals.get("self")
-        if callable(getattr(caller, "get_model", None)):
-            owners.setdefault(id(caller), caller)
-        frame, depth = frame.f_back, depth - 1
-    return list(owners.values())
+    return callers_with("get_model", depth + 1)
 
 
 def find_model(owners: Iterable[Any]) -> torch.nn.Module | None:
@@ -80,6 +71,7 @@ def rank_fields(
         names.LAYERS: _short(_layers(kv_cache_config)),
         names.ATTENTION: _attention(vllm_config, kv_cache_config),
         names.HARDWARE: _hardware(),
+        names.MAX_MODEL_LEN: _max_model_len(vllm_config.model_config, model),
     }
 
 
@@ -99,8 +91,7 @@ def scheduler_fields(
         names.ROPE: _rope(model.hf_text_config),
         names.QUANTIZATION: _quantization(model),
         names.DTYPE: str(model.dtype),
-        names.KV_DTYPE: _kv_dtype(cache),
-        names.MAX_MODEL_LEN: str(model.max_model_len),
+        names.KV_DTYPE: _kv_dtype(cache, str(model.dtype)),
         names.LORA: "on" if vllm_config.lora_config is not None else "off",
         names.SPECULATIVE: _speculative(vllm_config.speculative_config),
         names.MULTIMODAL: _multimodal(model),
@@ -108,6 +99,7 @@ def scheduler_fields(
         names.LAYOUT: str(kv_cache_config.kv_cache_layout),
         names.PARALLEL: _parallel(vllm_config.parallel_config),
         names.BATCH_INVARIANT: _batch_invariant(),
+        names.EXECUTION: _execution(vllm_config),
         names.HASH_ALGORITHM: str(cache.prefix_caching_hash_algo),
     }
     return own | _joined(ranks)
@@ -152,18 +144,122 @@ def _quantization(model: Any) -> str:
     return f"{model.quantization} {_short(getattr(model, 'quantization_config', None))}"
 
 
-def _kv_dtype(cache: Any) -> str:
+_SPELLINGS = {
+    "half": "torch.float16",
+    "float16": "torch.float16",
+    "bfloat16": "torch.bfloat16",
+    "float": "torch.float32",
+    "float32": "torch.float32",
+    "fp8": "fp8_e4m3",
+}
+
+
+def _kv_dtype(cache: Any, model_dtype: str) -> str:
+    """One name for each format: "auto" is the model's own."""
+    name = _SPELLINGS.get(cache.cache_dtype, str(cache.cache_dtype))
+    name = "auto" if name == model_dtype else name
     skipped = list(cache.kv_cache_dtype_skip_layers)
-    return f"{cache.cache_dtype}, not {' '.join(skipped)}" if skipped else str(cache.cache_dtype)
+    return f"{name}, not {' '.join(skipped)}" if skipped else name
+
+
+_LENGTH_SCALED = ("dynamic", "longrope")
+
+
+def _max_model_len(config: Any, model: torch.nn.Module) -> str:
+    """The longest context where some code of the model reads it, or its positions are scaled by
+    it; else it decides only when a request must end.  Code that cannot be read may."""
+    rope = _rope(config.hf_text_config)
+    if any(kind in rope for kind in _LENGTH_SCALED):
+        return str(config.max_model_len)
+    modules = {type(part).__module__ for part in model.modules()}
+    sources = [_source(name) for name in sorted(modules) if not name.startswith("torch.")]
+    reads = any(source is None or "max_model_len" in source for source in sources)
+    return str(config.max_model_len) if reads else "any"
+
+
+def _source(module: str) -> str | None:
+    try:
+        return inspect.getsource(sys.modules[module])
+    except (KeyError, OSError, TypeError):
+        return None
+
+
+_WITHOUT_A_MODEL = {"ngram", "ngram_gpu", "suffix"}
 
 
 def _speculative(config: Any) -> str:
     """Draft layers keep their KV in the same blocks, so the draft model counts."""
-    if config is None:
+    if config is None or config.method in _WITHOUT_A_MODEL:
         return "off"
     draft = getattr(config, "draft_model_config", None)
     architecture = _short(_model_config(draft)) if draft is not None else "none"
     return f"{config.method} {config.num_speculative_tokens} {config.model} {architecture}"
+
+
+_GRAPH = "a graph replays the kernels that run without it; batches of any size occur anyway"
+_NOTES = "where something is kept or noted, not what is computed"
+_LAYERS = "the layers themselves, a field of their own"
+
+_LEFT_OUT = {
+    "CompilationConfig": {
+        "mode": "said in words",
+        "custom_ops": "said in words, counted without a mode as well",
+        "inductor_compile_config": "counted without its functions, which inductor_passes names",
+        "debug_dump_path": _NOTES,
+        "cache_dir": _NOTES,
+        "local_cache_dir": _NOTES,
+        "compile_cache_save_format": _NOTES,
+        "enabled_custom_ops": _NOTES,
+        "disabled_custom_ops": _NOTES,
+        "traced_files": _NOTES,
+        "compilation_time": _NOTES,
+        "encoder_compilation_time": _NOTES,
+        "static_forward_context": _LAYERS,
+        "static_all_moe_layers": _LAYERS,
+        "fast_moe_cold_start": "how a layer is found while compiling",
+        "cudagraph_mode": _GRAPH,
+        "cudagraph_num_of_warmups": _GRAPH,
+        "cudagraph_capture_sizes": _GRAPH,
+        "cudagraph_copy_inputs": _GRAPH,
+        "cudagraph_specialize_lora": _GRAPH,
+        "cudagraph_mm_encoder": _GRAPH,
+        "max_cudagraph_capture_size": _GRAPH,
+        "encoder_cudagraph_token_budgets": _GRAPH,
+        "encoder_cudagraph_max_vision_items_per_batch": _GRAPH,
+        "encoder_cudagraph_max_frames_per_batch": _GRAPH,
+        "decoder_replay_cudagraph_capture_sizes": _GRAPH,
+        "compile_ranges_endpoints": "follows the largest batch, as the capture sizes do",
+    },
+    "KernelConfig": {
+        "enable_cutedsl_warmup": "compiles sooner what is compiled on first use",
+        "enable_jit_warmup": "compiles sooner what is compiled on first use",
+    },
+    "AttentionConfig": {
+        "backend": "what was chosen is a field of its own",
+        "backend_per_kind": "what was chosen is a field of its own",
+    },
+}
+"""What changes no block, and why, by configuration.  All else counts, also what is new in vLLM."""
+
+
+def _execution(vllm_config: VllmConfig) -> str:
+    """How the model's operators become kernels.  Not the sizes of graphs and batches: they round
+    as any other batch does."""
+    compilation = vllm_config.compilation_config
+    mode = str(getattr(compilation.mode, "name", compilation.mode)).lower()
+    custom = sorted(set(compilation.custom_ops))
+    parts: list[object] = [custom]
+    parts += [_settings(vllm_config.kernel_config), _settings(vllm_config.attention_config)]
+    if mode != "none":
+        inductor = {k: v for k, v in compilation.inductor_compile_config.items() if not callable(v)}
+        parts += [_settings(compilation), inductor]
+    return f"{mode}, custom ops {' '.join(custom)[:80]}, {_short(parts)}"
+
+
+def _settings(config: Any) -> dict[str, object]:
+    """A configuration's values, without what is left out."""
+    left_out = _LEFT_OUT.get(type(config).__name__, {})
+    return {n: getattr(config, n) for n in config.__dataclass_fields__ if n not in left_out}
 
 
 def _multimodal(model: Any) -> str:

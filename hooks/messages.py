@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
@@ -12,7 +14,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvshm.plans import Load, LoadReport
 from kvshm.protocol import RankInfo
-from kvshm.terms import BlockId
+from kvshm.terms import BlockId, Epoch
+
+_NONE: Any = ()
+_NOBODY: Any = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class RankDescription(KVConnectorHandshakeMetadata):
 class StepMetadata(KVConnectorMetadata):
     """Scheduler to ranks, with every step."""
 
+    quiet: ClassVar[bool] = False
     step: int
     open_table: str = ""
     """A new epoch has begun: the slot table every rank has to open."""
@@ -37,15 +43,38 @@ class StepMetadata(KVConnectorMetadata):
     """The old epoch has ended (weights may have changed): describe yourself again, in answer
     to the reset of this number.  0: no need."""
     loads: list[Load] = field(default_factory=list)
+    fence: int = 0
+    """With a step without a model: say whether all that was written up to this step stands in
+    memory, the drafter's part included.  0: no need."""
+    at_once: list[Load] = field(default_factory=list)
+    """Loads whose blocks this step computes from: it waits for them."""
+    patience: float = 0.0
+    """How long it may do so, in seconds."""
+    linger: float = 0.0
+    """How long its end may wait for other loads under way, in seconds."""
     checksums: list[BlockId] = field(default_factory=list)
     """KVSHM_VERIFY: blocks whose last token this step computes."""
+
+
+class QuietStep(StepMetadata):
+    """A step of which there is nothing to tell but its number, as of most: this one object takes
+    less to make, to pack and to unpack.  Its other values are those of the class."""
+
+    quiet = True
+    loads = at_once = checksums = _NONE
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
     """Ranks to scheduler, with every step's output; merged over the ranks by vLLM."""
 
+    quiet: ClassVar[bool] = False
     step: int
+    fence: int = 0
+    """The fence that was asked for, once it is passed."""
     loads: list[LoadReport] = field(default_factory=list)
     descriptions: dict[int, RankDescription] = field(default_factory=dict)
     """New descriptions, by rank."""
@@ -53,17 +82,34 @@ class RankReport(KVConnectorWorkerMetadata):
     """The reset they answer; those of an earlier one are of weights that may be gone."""
     weights_changed: bool = False
     """The weights were loaded anew since the last report."""
+    attached: dict[int, frozenset[Epoch]] = field(default_factory=dict)
+    """Peers that can be read at once, by rank; of ranks for which that has changed."""
     failed: bool = False
     """A hook failed on this rank: it neither exports nor imports any more."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Merge another rank's report of the same step."""
         assert isinstance(other, RankReport)
+        if self.quiet and other.quiet and self.step == other.step:
+            return self
         return RankReport(
             step=min(self.step, other.step),
-            loads=self.loads + other.loads,
-            descriptions=self.descriptions | other.descriptions,
+            fence=min(self.fence, other.fence),
+            loads=[*self.loads, *other.loads],
+            descriptions={**self.descriptions, **other.descriptions},
             describes=max(self.describes, other.describes),
+            attached={**self.attached, **other.attached},
             weights_changed=self.weights_changed or other.weights_changed,
             failed=self.failed or other.failed,
         )
+
+
+class QuietReport(RankReport):
+    """The same for a report: the step has ended, and that is all."""
+
+    quiet = True
+    loads = _NONE
+    descriptions = attached = _NOBODY
+
+    def __init__(self, step: int) -> None:
+        self.step = step

@@ -2,8 +2,9 @@
 
 With ``KVSHM_ENABLE`` unset or 0 nothing happens: nothing is imported, nothing touched.
 With 1 the connector becomes known to vLLM under its name, and every engine configuration
-that names no connector of its own gets it.  The official way, ``--kv-transfer-config`` with
-``kv_connector_module_path``, needs none of this.
+that names no connector of its own gets it; with KVSHM_BESIDE=1 also those that name one.
+The official way, ``--kv-transfer-config`` with ``kv_connector_module_path``, needs none of
+this.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
+    from kvshm.config import Config
+
 CONNECTOR = "KvshmConnector"
 CONNECTOR_MODULE = "kvshm.hooks.connector"
+OURS: dict[str, Any] = {
+    "kv_connector": CONNECTOR,
+    "kv_connector_module_path": CONNECTOR_MODULE,
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+}
 TOUCHPOINT = "_post_init_kv_transfer_config"
 
 _STARTED_BY_VLLM = ("EngineCore", "VllmWorker", "ApiServer")
@@ -36,19 +45,24 @@ def activate() -> None:
         return
     import vllm
 
-    from kvshm.config import Config
+    from kvshm.config import Config, Share
     from kvshm.log import set_level
 
     from .refusals import version_refusal
 
     config = Config.from_env(os.environ)
     set_level(config.log_level)
-    reason = version_refusal(vllm.__version_tuple__)
+    try:
+        reason = version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
+        if reason is None and config.share is Share.NONE:
+            reason = "KVSHM_SHARE=none"
+        if reason is None:
+            register()
+            _wrap(config)
+    except Exception as exc:  # any: a vLLM that has changed serves unshared
+        reason = _unexpected(exc)
     if reason is not None:
         _decline(reason)
-        return
-    _register()
-    _wrap(config.warnings)
 
 
 def ensure_recompute(transfer: KVTransferConfig) -> str | None:
@@ -69,7 +83,7 @@ def ensure_recompute(transfer: KVTransferConfig) -> str | None:
     )
 
 
-def _register() -> None:
+def register() -> None:
     """Make the connector known by name (MultiConnector looks its children up by name)."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -80,7 +94,7 @@ def _register() -> None:
         return
 
 
-def _wrap(warnings: tuple[str, ...]) -> None:
+def _wrap(config: Config) -> None:
     """Wrap the method in which vLLM derives connectors from other settings."""
     from functools import wraps
 
@@ -99,50 +113,80 @@ def _wrap(warnings: tuple[str, ...]) -> None:
     @wraps(original)
     def post_init(self: VllmConfig) -> None:
         original(self)
-        for warning in warnings:
+        for warning in config.warnings:
             _say_once(warning, logging.WARNING)
-        _offer(self)
+        try:
+            _offer(self, config)
+        except Exception as exc:  # any, as above
+            _decline(_unexpected(exc))
 
     post_init.kvshm = True  # type: ignore[attr-defined]  # marks the wrapper as ours
     setattr(VllmConfig, TOUCHPOINT, post_init)
 
 
-def _offer(vllm_config: VllmConfig) -> None:
-    """Fill an empty kv_transfer_config; leave another's alone; correct our own."""
-    from .refusals import config_refusal, touchpoint_refusal
-
+def _offer(vllm_config: VllmConfig, config: Config) -> None:
+    """Fill an empty kv_transfer_config; join or leave alone another's; correct our own.  What
+    it changes it changes last."""
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.has_connector(CONNECTOR):
         if overridden := ensure_recompute(transfer):
             _say_once(overridden)
-    elif transfer is not None and transfer.kv_connector is not None:
-        _decline(
-            f"kv_transfer_config names {transfer.kv_connector}; a MultiConnector can hold both"
-        )
-    elif vllm_config.model_config is None:
+        return
+    if vllm_config.model_config is None:
         return  # no engine: vLLM builds such configurations for its own use
-    elif (reason := config_refusal(vllm_config, os.environ) or touchpoint_refusal()) is not None:
+    other = transfer if transfer is not None and transfer.kv_connector is not None else None
+    if reason := _refusal(vllm_config, other, config.beside):
         _decline(reason)
-    else:
-        vllm_config.kv_transfer_config = _transfer_config()
-        _say_once("sharing the prefix cache with the other engines of this machine")
+        return
+    vllm_config.kv_transfer_config = _transfer_config(other, config)
+    _say_once("sharing the prefix cache with the other engines of this machine")
 
 
-def _transfer_config() -> Any:
+def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
+    """Why this engine gets no connector, or None."""
+    from .beside import beside_refusal
+    from .refusals import config_refusal, layers_refusal, touchpoint_refusal
+
+    if other is not None and not beside:
+        return f"kv_transfer_config names {other.kv_connector}; KVSHM_BESIDE=1 shares beside it"
+    return (
+        config_refusal(vllm_config, os.environ)
+        or layers_refusal(vllm_config)
+        or touchpoint_refusal()
+        or (beside_refusal(vllm_config, other) if other is not None else None)
+    )
+
+
+def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     from vllm.config import KVTransferConfig
 
-    return KVTransferConfig(
-        kv_connector=CONNECTOR,
-        kv_connector_module_path=CONNECTOR_MODULE,
-        kv_role="kv_both",
-        kv_load_failure_policy="recompute",
+    from kvshm.config import Role
+
+    from .beside import combined
+
+    if other is None:
+        # For who may import vLLM holds freed blocks back, which nobody else need pay for.
+        exports = {"kv_role": "kv_producer"} if config.role is Role.PRODUCER else {}
+        return KVTransferConfig(**OURS | exports)
+    _say_once(
+        f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )
+    return combined(other, OURS)
 
 
 def _logger() -> logging.Logger:
     from kvshm.log import logger
 
     return logger("kvshm")
+
+
+def _unexpected(exc: Exception) -> str:
+    """Log where it happened, once, and return the reason to decline with."""
+    reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
+    if reason not in _said:
+        _said.add(reason)
+        _logger().warning("vLLM's configuration is left alone", exc_info=exc)
+    return reason
 
 
 def _decline(reason: str) -> None:

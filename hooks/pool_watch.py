@@ -7,7 +7,7 @@ scheduler, strictly before the step that writes is dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvshm.errors import KvshmError
@@ -21,12 +21,16 @@ FOR_EXPORT = ("get_new_blocks", "_remove_cached_block_hashes", "blocks")
 class PoolListener(Protocol):
     """Who wants to know."""
 
-    def blocks_handed_out(self, blocks: list[BlockId]) -> None:
-        """The pool has handed the blocks out for new contents."""
+    def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
+        """The pool has handed these of its blocks out for new contents."""
         ...
 
     def block_changes(self, block: BlockId) -> None:
         """The block loses its hash."""
+        ...
+
+    def pool_will_reset(self) -> None:
+        """Every hash is about to be dropped, if all blocks are free."""
         ...
 
     def pool_reset(self) -> None:
@@ -42,7 +46,15 @@ def watch_resets(pool: Any, listener: PoolListener) -> None:
     """Have the listener told when all hashes are dropped.  Raises PoolChanged if that cannot
     be: then nothing was wrapped, and nothing may be shared."""
     _require(pool, FOR_SHARING)
-    _after(pool, "reset_prefix_cache", lambda done: listener.pool_reset() if done else None)
+    reset = pool.reset_prefix_cache
+
+    def reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+        listener.pool_will_reset()
+        if done := reset(*args, **kwargs):
+            listener.pool_reset()
+        return done
+
+    pool.reset_prefix_cache = reset_prefix_cache
 
 
 def watch_blocks(pool: Any, listener: PoolListener) -> None:
@@ -50,21 +62,27 @@ def watch_blocks(pool: Any, listener: PoolListener) -> None:
     cannot be: then nothing was wrapped, and nothing may be exported."""
     _require(pool, FOR_EXPORT)
     hand_out, remove_hashes = pool.get_new_blocks, pool._remove_cached_block_hashes
+
     handing_out = False
 
     def get_new_blocks(*args: Any, **kwargs: Any) -> Any:
+        # Blocks that are handed out are told of all at once: they may be thousands, so vLLM is
+        # spared our wrapper for each, unless somebody else has wrapped that in turn.
         nonlocal handing_out
         handing_out = True
+        if unwrapped := pool._remove_cached_block_hashes is remove:
+            pool._remove_cached_block_hashes = remove_hashes
         try:
             blocks = hand_out(*args, **kwargs)
         finally:
             handing_out = False
-        listener.blocks_handed_out([block.block_id for block in blocks])
+            if unwrapped:
+                pool._remove_cached_block_hashes = remove
+        listener.blocks_handed_out(blocks)
         return blocks
 
     def remove(block: Any, *args: Any, **kwargs: Any) -> Any:
-        # Blocks that are being handed out are told of all at once: they may be thousands.
-        if block.block_hash is not None and not handing_out:
+        if not handing_out and block.block_hash is not None:
             listener.block_changes(block.block_id)
         return remove_hashes(block, *args, **kwargs)
 
@@ -74,14 +92,3 @@ def watch_blocks(pool: Any, listener: PoolListener) -> None:
 def _require(pool: Any, names: tuple[str, ...]) -> None:
     if missing := [name for name in names if not hasattr(pool, name)]:
         raise PoolChanged(f"the block pool of this vLLM has no {', '.join(missing)}")
-
-
-def _after(pool: Any, name: str, then: Callable[[Any], None]) -> None:
-    method = getattr(pool, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        then(result)
-        return result
-
-    setattr(pool, name, call)

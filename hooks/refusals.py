@@ -7,24 +7,54 @@ model themselves (several allocations, unknown weights) is refused where it is s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-OLDEST_VLLM = (0, 32)
+TESTED_VLLM = ((0, 32),)
+"""Major and minor versions.  kvshm rests on private behaviour of vLLM (docs/vllm-facts.md): names
+that are missing are noticed, a changed meaning is not."""
 SHAREABLE_DEVICES = ("cpu", "cuda")
 """vLLM's device types for which there is a transport."""
 
 
-def version_refusal(version: tuple[int | str, ...]) -> str | None:
-    """Return why this vLLM version cannot be used, or None.  Versions like (0, 0, "dev") of
-    a development tree are taken as new enough."""
-    if version[:2] == (0, 0) or version[:2] >= OLDEST_VLLM:
+def version_refusal(version: tuple[int | str, ...], allowed: bool) -> str | None:
+    """Return why this vLLM version cannot be used, or None.  ``allowed``: whether versions that
+    are not tested may be (KVSHM_ALLOW_UNTESTED_VLLM); that includes development trees, which
+    call themselves (0, 0, "dev")."""
+    if version[:2] != (0, 0) and version[:2] < TESTED_VLLM[0]:
+        return f"vLLM {_dotted(version)} is too old, kvshm needs {_tested()}"
+    if allowed or is_tested(version):
         return None
-    found = ".".join(map(str, version))
-    return f"vLLM {found} is too old, kvshm needs {OLDEST_VLLM[0]}.{OLDEST_VLLM[1]} or newer"
+    return (
+        f"vLLM {_dotted(version)} is not tested with this kvshm, only {_tested()} is; "
+        "KVSHM_ALLOW_UNTESTED_VLLM=1 shares all the same"
+    )
+
+
+def version_warning(version: tuple[int | str, ...]) -> str | None:
+    """Return what to log when sharing on a version that was allowed but is not tested."""
+    if is_tested(version):
+        return None
+    return (
+        f"sharing on vLLM {_dotted(version)}, which is not tested with this kvshm "
+        f"(KVSHM_ALLOW_UNTESTED_VLLM=1): answers may be wrong; tested is {_tested()}"
+    )
+
+
+def is_tested(version: tuple[int | str, ...]) -> bool:
+    """Whether kvshm's tests have run with this version of vLLM."""
+    return version[:2] in TESTED_VLLM
+
+
+def _tested() -> str:
+    return " and ".join(f"{_dotted(v)}.*" for v in TESTED_VLLM)
+
+
+def _dotted(version: tuple[int | str, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def config_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
@@ -42,11 +72,39 @@ def config_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str |
         return f"in this vLLM {type(exc.obj).__name__} has no {exc.name}"
 
 
+def layers_refusal(vllm_config: VllmConfig) -> str | None:
+    """Return why the KV cache of this model will not be one that ``cache_refusal`` accepts, as
+    far as its configuration shows that, or None.
+
+    For who decides before there is a cache: an engine that is refused only then has paid for
+    a connector that does nothing.
+    """
+    model = vllm_config.model_config
+    try:
+        if model.is_hybrid or model.is_attention_free:
+            return "some layers keep a state instead of blocks (Mamba, linear attention)"
+        if vllm_config.cache_config.sliding_window is not None:
+            return "every layer has a sliding window"
+        kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
+        one_group = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
+        windowed = "sliding_attention" in kinds and model.get_sliding_window() is not None
+        # With chunked attention vLLM itself makes one group of them.
+        if windowed and len(kinds) > 1 and not one_group and model.attention_chunk_size is None:
+            return (
+                "some layers have a sliding window, others have none, which makes several KV cache "
+                "groups; --disable-hybrid-kv-cache-manager makes one that is shared"
+            )
+    except AttributeError as exc:
+        return f"in this vLLM {type(exc.obj).__name__} has no {exc.name}"
+    return None
+
+
 def touchpoint_refusal() -> str | None:
     """Return what of vLLM's interface for connectors is not as kvshm knows it, or None.
 
-    Imports the connector.  It is not asked where vLLM was told to use the connector: then
-    vLLM's own error says so.
+    Imports the connector; another error than ImportError comes through and is as good a
+    reason.  It is not asked where vLLM was told to use the connector: then vLLM's own error
+    says so.
     """
     try:
         from .connector import KvshmConnector
@@ -76,13 +134,6 @@ def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
     return None
 
 
-def export_refusal(vllm_config: VllmConfig) -> str | None:
-    """Return why this engine may import but not export, or None."""
-    if vllm_config.scheduler_config.policy == "priority":
-        return "priority scheduling leaves hashed blocks behind that were never computed"
-    return None
-
-
 def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
     """vLLM itself stops with an error for any connector with this allocator setting."""
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -94,14 +145,32 @@ def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> s
     return None
 
 
+def _platform() -> Any:
+    from vllm.platforms import current_platform
+
+    return current_platform
+
+
 # The kind of model comes before what vLLM makes of it: without being told to, it turns prefix
 # caching off for encoder-decoders and for some pooling models.
 _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "there is no transport for KV caches on this device": lambda c: (
         c.device_config.device_type not in SHAREABLE_DEVICES
     ),
+    # vLLM's device type is "cuda" there as well.
+    "there is no transport for KV caches on AMD GPUs (ROCm)": lambda _: _platform().is_rocm(),
     "Ray runs the workers, perhaps on other machines (--distributed-executor-backend ray)": (
         lambda c: c.parallel_config.use_ray
+    ),
+    "another program launched the workers (--distributed-executor-backend external_launcher)": (
+        lambda c: c.parallel_config.distributed_executor_backend == "external_launcher"
+    ),
+    "prefill context parallelism divides prefixes over ranks "
+    "(--prefill-context-parallel-size)": lambda c: (
+        c.parallel_config.prefill_context_parallel_size > 1
+    ),
+    "the engine's workers run on several machines (--nnodes)": lambda c: (
+        c.parallel_config.nnodes_within_dp > 1
     ),
     "the model is an encoder-decoder": lambda c: c.model_config.is_encoder_decoder,
     "the model is a pooling model": lambda c: c.model_config.runner_type == "pooling",

@@ -3,63 +3,98 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Set
+import time
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
 from kvshm.cache import SharedCache, join_cache
 from kvshm.config import Config
+from kvshm.counters import LOADS_AT_ONCE
 from kvshm.life import EngineSpec
 from kvshm.log import logger
+from kvshm.marks import Run, blocks_of
 from kvshm.terms import BlockId
 
-from .after_prefill import Exporter, Written
+from .after_prefill import Exporter
 from .before_prefill import Importer
 from .identity import none_hash, scheduler_fields
-from .messages import RankDescription, RankReport, StepMetadata
+from .leaving import when_told_to_end
+from .messages import QuietStep, RankDescription, RankReport, StepMetadata
+from .metrics import LoadStats
+from .pool_room import PoolRoom
 from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
+from .ranks import Ranks
+from .step_times import StepTimes
+from .vllm_scheduler import VllmScheduler
 
 log = logger(__name__)
+
+MAX_FENCES = 1000
+"""How often an engine that falls idle asks whether its last step is through; vLLM waits a
+millisecond in between."""
+
+UNTOLD = object()
+"""No life of the cache."""
 
 
 class SchedulerSide:
     """One engine's scheduler.  All methods run on the EngineCore's main thread."""
 
-    def __init__(self, config: Config, run_dir: Path, vllm_config: Any, kv_cache_config: Any):
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._block_size = int(kv_cache_config.hash_block_size)
-        asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
         spec = EngineSpec(
             name=f"vllm-{os.getpid()}",
             model=str(vllm_config.model_config.model),
             num_blocks=int(kv_cache_config.num_blocks),
             block_size=self._block_size,
-            asynchronous=asynchronous,
+            asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         )
         self.cache: SharedCache = join_cache(config, spec, run_dir)
-        self.importer = Importer(self.cache, config, self._block_size)
-        self.exporter: Exporter | None = None
-        self._slack = 2 * _speculative_tokens(vllm_config)
-        self._manager: Any = None
+        when_told_to_end(self.cache.leave)
+        self._num_ranks = int(vllm_config.parallel_config.world_size)
+        self.importer = Importer(
+            self.cache, config, self._block_size, clock, num_ranks=self._num_ranks
+        )
+        self._times = StepTimes(self.cache.costs, clock)
         self._requests: dict[str, Any] = {}
+        self.exporter: Exporter | None = None
+        self._vllm: VllmScheduler | None = None
+        self._importing = False
+        self._ranks: Ranks | None = None
         self._step = 0
+        self._fences = 0
+        """Steps without a model since the last one with."""
+        self._told: object = UNTOLD
+        """The life of the cache of which the ranks know everything."""
         self._announced: int | None = None
         self._resets = 0
         self._describe = False
-        self._starts: dict[str, int] = {}
-        self._num_ranks = int(vllm_config.parallel_config.world_size)
         self._descriptions: dict[int, RankDescription] = {}
+        self._awaited: int | None = 0
+        """The step whose output completes the descriptions (0: what the start brings does);
+        None while nothing is awaited, or not asked for yet."""
 
     # -- start and epochs
 
-    def bind(self, manager: Any, listener: PoolListener) -> None:
+    def bind(self, manager: Any, listener: PoolListener, scheduler: VllmScheduler | None) -> None:
         """Have ``listener`` watch vLLM's block pool; what cannot be watched is not exported.
         Raises PoolChanged if nothing may be shared at all."""
-        self._manager = manager
+        self._vllm = scheduler
+        self._bind_scheduler(scheduler)
         pool = manager.block_pool
         watch_resets(pool, listener)
+        self.importer.room = PoolRoom(manager, self._requests, self._block_size)
         if not self._config.exports:
             return
         try:
@@ -67,7 +102,49 @@ class SchedulerSide:
         except PoolChanged as exc:
             log.warning("importing only: %s", exc)
             return
-        self.exporter = Exporter(self.cache, pool, self._block_size, delay=1 if self._slack else 0)
+        delay = 1 if self._vllm_config.speculative_config else 0
+        self.exporter = Exporter(self.cache, manager, self._block_size, self.importer.wants, delay)
+
+    def _bind_scheduler(self, scheduler: VllmScheduler | None) -> None:
+        """Import only if a failed load is a miss, and no late writer meets a copy."""
+        if not self._config.imports:
+            return
+        if scheduler is None:
+            log.warning("exporting only: vLLM's scheduler was not found")
+        elif (reason := scheduler.import_refusal()) is not None:
+            log.warning("exporting only: %s", reason)
+        else:
+            self._importing = True
+            if scheduler.recompute():
+                log.info("kv_load_failure_policy=fail overridden with recompute for all connectors")
+
+    def may_import(self) -> bool:
+        """Whether imports may begin now."""
+        return self._importing and self._vllm is not None and self._vllm.may_import()
+
+    def make_way_for_reset(self) -> None:
+        """vLLM is about to reset its cache, for which all blocks must be free."""
+        if self._vllm is not None:
+            self._vllm.make_way(self._give_up_loads)
+
+    def _give_up_loads(self) -> set[str]:
+        """End all loads under way, without a step; returns whose loads have."""
+        loads = self.importer.under_way()
+        if not loads or self._ranks is None:
+            return set()
+        self.reset()
+        ended = self._ranks.give_up(loads)
+        self.importer.given_up(ended)
+        return ended
+
+    def let_steps_wait(self, before_output: Callable[[Any, Any], None]) -> None:
+        """Let steps wait for short imports, where that waits for nothing else: with speculation
+        a drafter on a GPU writes late, so that copies have to wait for the model.  Not beside
+        other connectors, which may load into the same step."""
+        device = self._vllm_config.device_config.device_type
+        early = device == "cpu" or not self._vllm_config.speculative_config
+        if self._importing and early and self._vllm is not None and self._vllm.alone:
+            self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
     def reset(self) -> None:
         """Begin another life: withdraw everything now, describe the ranks anew next step."""
@@ -84,10 +161,32 @@ class SchedulerSide:
             self.exporter.life_ends()
             self.exporter.expecting = False
         self._descriptions.clear()
+        self._awaited = None
+
+    def started(self, given: dict[int, RankDescription] | None, ranks: Ranks | None) -> None:
+        """The ranks are there.  ``given``: what they said of themselves, unless they are to be
+        asked."""
+        self._ranks = ranks
+        if given is None:
+            given = ranks.describe() if ranks is not None else {}
+        self.described(given)
+        self._answers_are_in(0)
+
+    def _answers_are_in(self, step: int) -> None:
+        """Without a rank no epoch can begin: say so, and wait and keep marks for it no longer."""
+        if self._awaited is None or step < self._awaited:
+            return
+        silent = sorted(set(range(self._num_ranks)) - self._descriptions.keys())
+        log.warning(
+            "not sharing the prefix cache: of %d ranks these have not said where their KV cache "
+            "lies: %s",
+            self._num_ranks,
+            ", ".join(map(str, silent)),
+        )
+        self.withdraw()
 
     def described(self, ranks: dict[int, RankDescription], answers: int = 0) -> None:
         """Ranks have described themselves; with the last one the next epoch can begin.
-
         Descriptions that answer an earlier reset are ignored: they left before the latest
         one, and the weights may have changed since.
         """
@@ -96,6 +195,7 @@ class SchedulerSide:
         self._descriptions.update(ranks)
         if len(self._descriptions) < self._num_ranks:
             return
+        self._awaited = None
         ordered = [self._descriptions[rank] for rank in sorted(self._descriptions)]
         refusals = [d.refusal for d in ordered if d.refusal]
         if refusals:
@@ -116,139 +216,185 @@ class SchedulerSide:
 
     def new_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
+        if self.exporter is not None:
+            self.exporter.follow(request)
 
     def request_finished(self, request: Any) -> None:
         self._requests.pop(request.request_id, None)
-        self._starts.pop(request.request_id, None)
+        if self.exporter is not None:
+            self.exporter.unfollow(request.request_id)
         self.importer.finished(request.request_id)
+
+    def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
+        """Tokens that another engine holds beyond the local hit, None for "ask again", and
+        whether vLLM is to hold the request back until they have arrived."""
+        if not self.may_import():
+            self.importer.at_once.forget(request.request_id)
+            return 0, False
+        found = self.importer.match(request, num_local_tokens)
+        return found, bool(found) and not self.importer.at_once.expects(request.request_id)
 
     # -- every step
 
     def build(self, output: Any) -> StepMetadata:
         """The last thing before a step is dispatched: withdraw what it writes, wait for
-        leases within the budget, and pack up what the ranks have to do."""
-        busy = output.total_num_scheduled_tokens > 0
+        leases within the budget, pack up what the ranks have to do: mostly nothing."""
         self._step += 1
-        completes: list[BlockId] = []
+        tokens = output.total_num_scheduled_tokens
+        self._fences = 0 if tokens else self._fences + 1
+        news = not tokens or self._describe or self.importer.stirred
+        quiet = not news and self.cache.life is self._told
+        metadata = self._build_quiet(output) if quiet else self._build(output)
+        if tokens and not metadata.at_once:
+            self._times.built(self._step, tokens, len(output.num_scheduled_tokens))
+        return metadata
+
+    def _build_quiet(self, output: Any) -> StepMetadata:
         if (exporter := self.exporter) is not None:
-            exporter.publish_computed()
+            exporter.step_built(self._step, output.num_scheduled_tokens)
+            if exporter.unsettled:
+                exporter.unsettled = False
+                exporter.publish_computed()
+                self.cache.settle()
+        return QuietStep(self._step)  # the ranks have nothing to do but to compute
+
+    def _build(self, output: Any) -> StepMetadata:
+        busy = output.total_num_scheduled_tokens > 0
+        life = self.cache.life  # looked at first: it may be followed by another at any time
+        loads, at_once = self.importer.loads(output.num_scheduled_tokens)
+        completes: list[Run] = []
+        if (exporter := self.exporter) is not None:
+            if self.cache.failed and exporter.expecting:
+                exporter.life_ends()
+                exporter.expecting = False
+            for load in (*loads, *at_once):
+                exporter.blocks_promised([t for piece in load.pieces for t in piece.targets])
+            # First what the step rewrites: a block may have got its hash in this very schedule().
             if busy:
-                completes = exporter.step_built(self._step, self._writes(exporter, output))
+                completes = exporter.step_built(self._step, output.num_scheduled_tokens)
+            exporter.publish_computed()
         self.cache.settle()
         metadata = StepMetadata(
             step=self._step if busy else 0,
             open_table=self._newly_opened(),
             describe=self._resets if self._describe and busy else 0,
-            loads=self.importer.take_loads(),
-            checksums=completes if self._config.verify else [],
+            loads=loads,
+            at_once=at_once,
+            patience=self.importer.at_once.step_built(),
+            linger=self.importer.linger(loads, busy),
+            fence=0 if busy or exporter is None else exporter.fence,
+            checksums=blocks_of(completes) if self._config.verify else [],
         )
+        if metadata.describe:
+            self._awaited = self._step
         # Weights are digested when the model runs with them: a step without a model may lie
         # between a reset and the change of weights that it was made for.
         self._describe = self._describe and not busy
+        waits = life is None and exporter is not None and exporter.expecting
+        self._told = UNTOLD if waits or self._config.verify else life
+        self.importer.handed_over()
         return metadata
 
-    def emergency(self) -> StepMetadata:
+    def emergency(self, output: Any) -> StepMetadata:
         """``build`` after something failed: nothing is shared, but loads must still be told
         of, or their requests would wait for ever."""
-        return StepMetadata(step=0, loads=self.importer.take_loads())
+        loads, at_once = self.importer.loads(output.num_scheduled_tokens)
+        self.importer.handed_over()
+        patience = self.importer.at_once.step_built()
+        return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
 
     def _newly_opened(self) -> str:
-        table = self.cache.table
-        if table is None or table.epoch == self._announced:
-            return ""
-        self._announced = table.epoch
-        return table.name
+        table, announced = self.cache.table, self._announced
+        self._announced = announced if table is None else table.epoch
+        return "" if table is None or table.epoch == announced else table.name
 
-    def _writes(self, exporter: Exporter, output: Any) -> Iterator[Written]:
-        """Blocks the step writes, and which of them it completes."""
-        if self._slack:
-            self._note_starts(output)
-        for request_id, count in output.num_scheduled_tokens.items():
-            request = self._requests.get(request_id)
-            if request is None or self._goes_on_within_block(request, count):
+    def before_output(self, output: Any, result: Any) -> None:
+        """vLLM is about to take in a step's output: what its imports that it waited for have
+        brought.  What they have not, it must not deliver."""
+        metadata = output.kv_connector_metadata
+        if not isinstance(metadata, StepMetadata) or not metadata.at_once:
+            return
+        said = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
+        reports = said.loads if isinstance(said, RankReport) else []
+        self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
+        at_once, exporter = self.importer.at_once, self.exporter
+        for landed in self.importer.land_awaited(metadata.at_once, reports):
+            if not landed.good:
+                if exporter is not None:  # first: it looks for them in the request's table
+                    exporter.blocks_failed(landed.bad)
+                at_once.failed(landed.request_id, landed.load_id)
                 continue
-            yield from self._writes_of(exporter, request, count)
-
-    def _note_starts(self, output: Any) -> None:
-        """With speculation: where requests that begin, or begin again, start to compute."""
-        begun = {new.req_id for new in output.scheduled_new_reqs}
-        for request_id in begun | set(output.scheduled_cached_reqs.resumed_req_ids):
-            if (request := self._requests.get(request_id)) is not None:
-                self._starts[request_id] = request.num_computed_tokens
-
-    def _goes_on_within_block(self, request: Any, count: int) -> bool:
-        """Whether a decode step neither begins nor completes a block: then the block was
-        written by the step before, has no mark, and there is nothing to withdraw.  Most
-        requests of most steps, so this keeps the cost of a step small."""
-        return (
-            count == 1
-            and not self._slack
-            and 0 < request.num_computed_tokens % self._block_size < self._block_size - 1
-        )
-
-    def _writes_of(self, exporter: Exporter, request: Any, count: int) -> Iterator[Written]:
-        size = self._block_size
-        blocks = self._manager.get_blocks(request.request_id).blocks[0]
-        # Drafts may be rejected, so with speculation a step may write further back, but never
-        # into what the request found computed when it began.
-        found = self._starts.get(request.request_id, request.num_computed_tokens)
-        begin = max(found, request.num_computed_tokens - self._slack)
-        end = request.num_computed_tokens + count
-        # With asynchronous scheduling the last token's value is still on its way.
-        known = request.num_tokens + request.num_output_placeholders
-        complete = min(end, known) // size
-        first, last = begin // size, min(-(-end // size), len(blocks))
-        if exporter.builds_on_outdated(blocks, first, last) or not self.importer.wants(request):
-            complete = 0
-        for index in range(first, last):
-            yield Written(blocks[index].block_id, index, request.block_hashes, index < complete)
+            at_once.arrived(landed.request_id, landed.load_id)
+            if exporter is not None:
+                exporter.blocks_loaded(landed.good, exporter.shares(landed.request_id))
 
     def output(
-        self, finished: set[str], report: RankReport | None, invalid: Set[int] = frozenset()
+        self, finished: Set[str], report: RankReport | None, invalid: Set[int] = frozenset()
     ) -> None:
         """A step's output has arrived.  ``invalid``: blocks that loads failed to fill, those of
         other connectors included (a MultiConnector holds several)."""
-        own = {block for load in report.loads for block in load.bad} if report else set()
-        if self.exporter is not None and (others := invalid - own):
-            self._others_load_failed(self.exporter, others)
+        if report is not None and report.quiet and not finished and not invalid:
+            self._step_ended(report.step)
+            return
+        try:
+            self._take_in(finished, report, invalid)
+        finally:
+            if finished:
+                self.importer.drop(finished)
+
+    def _take_in(self, finished: Set[str], report: RankReport | None, invalid: Set[int]) -> None:
+        loads = report.loads if report is not None else ()
+        if loads or invalid:  # most steps have none
+            own = {block for load in loads for block in load.bad}
+            if self.exporter is not None:
+                self.exporter.blocks_failed(own.union(BlockId(b) for b in invalid))
+            self.importer.reported(loads)
         if report is not None:
-            self.importer.reported(report.loads)
-            if report.failed:
-                self.withdraw()
-            elif report.weights_changed:
-                self.reset()
-            if report.descriptions:
-                self.described(report.descriptions, report.describes)
-        for landed in self.importer.land(finished):
-            if self.exporter is not None and not self._refuses(landed.request_id):
-                self.exporter.blocks_loaded(landed.good)
+            if report.step and self._times.measured:
+                self._times.ended(report.step)
+            self._follow(report)
+        elif self._times.unanswered() and self.exporter and self.exporter.expecting:
+            self._descriptions, self._awaited = {}, 0  # no rank has a worker's side
+            self._answers_are_in(0)
+        for landed in self.importer.land(finished) if finished else ():
+            if (exporter := self.exporter) is not None:
+                exporter.blocks_loaded(landed.good, exporter.shares(landed.request_id))
         if self.exporter is not None:
-            if report is not None and report.step:
-                self.exporter.step_done(report.step)
+            if report is not None and (report.step or report.fence):
+                self.exporter.step_done(report.step or report.fence, fenced=not report.step)
             self.cache.flush()
 
-    def _others_load_failed(self, exporter: Exporter, invalid: Set[int]) -> None:
-        """Withdraw what was computed from blocks that another connector did not fill.
+    def _follow(self, report: RankReport) -> None:
+        """From epoch to epoch, and to new peers, by what the ranks say."""
+        if report.attached:
+            self.cache.attached(self.importer.now_attached(report.attached))
+        if report.failed:
+            self.withdraw()
+        elif report.weights_changed:
+            self.reset()
+        if report.descriptions:
+            self.described(report.descriptions, report.describes)
+        if report.step:
+            self._answers_are_in(report.step)
 
-        Such a load may belong to requests that run already: vLLM drops their tokens and
-        computes again in place, from the first bad block on, with the hashes left as they are.
-        With asynchronous scheduling it then computes a token that it has dropped before it was
-        known, so what these requests compute from here on is not shown either.
-        """
-        exporter.forget_steps()
-        for request_id in self._requests:
-            blocks = [b.block_id for b in self._manager.get_blocks(request_id).blocks[0]]
-            bad = (index for index, block in enumerate(blocks) if block in invalid)
-            exporter.spoilt(blocks[next(bad, len(blocks)) :])
+    def _step_ended(self, step: int) -> None:
+        """All that the output of a step tells is that it has run."""
+        if self._times.measured:
+            self._times.ended(step)
+        self._answers_are_in(step)
+        if self.exporter is not None and self.exporter.step_done(step):
+            self.cache.flush()
 
-    def _refuses(self, request_id: str) -> bool:
-        request = self._requests.get(request_id)
-        return request is None or not self.importer.wants(request)
+    def stats(self) -> LoadStats | None:
+        """What to add to vLLM's metrics; None, as in most steps, if no load has ended."""
+        ended = self.cache.take_ended()
+        return LoadStats.of(ended, self._block_size) if ended else None
+
+    def must_step(self) -> bool:
+        """Whether an engine without requests has to step on: the last blocks of a speculating
+        one are shown when the ranks are past a fence.  Not for ever: a rank may be stuck."""
+        exporter = self.exporter
+        return exporter is not None and exporter.fence > 0 and self._fences < MAX_FENCES
 
     def close(self) -> None:
         self.cache.close()
-
-
-def _speculative_tokens(vllm_config: Any) -> int:
-    speculative = vllm_config.speculative_config
-    return int(speculative.num_speculative_tokens or 0) if speculative else 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from kvshm.interfaces import Transport, load_transport
 from kvshm.log import logger
 from kvshm.plans import LoadReport
 from kvshm.protocol import RankInfo
-from kvshm.rank import RankCache
+from kvshm.rank import POLL_SECONDS, RankCache
 from kvshm.rundir import rank_socket
 from kvshm.segment import identity_of
 from kvshm.terms import BlockId, Epoch, Rank
@@ -30,6 +32,10 @@ log = logger(__name__)
 
 TRANSPORTS = {"cpu": "posix_shm", "cuda": "cuda_ipc"}
 """By vLLM's name of the device that holds the KV cache (refusals.SHAREABLE_DEVICES)."""
+
+
+GIVE_UP_SECONDS = 1.0
+"""How long a reset waits for copies under way; they take milliseconds."""
 
 
 class WorkerSide:
@@ -53,9 +59,15 @@ class WorkerSide:
         self._kernel_blocks = 1
         self._transport: Transport | None = None
         self._cache: RankCache | None = None
+        self._under_way: set[str] = set()
         self._finished: set[str] = set()
         self._bad: set[BlockId] = set()
-        self._report = RankReport(step=0)
+        self._attached: frozenset[Epoch] = frozenset()
+        """The peers the scheduler knows this rank has attached."""
+        self._report: RankReport | None = None
+        """What there is to tell with the next output, beside that it is there."""
+        self._fence = 0
+        self._passed: Callable[[], bool] | None = None
 
     # -- start
 
@@ -88,11 +100,16 @@ class WorkerSide:
         except TransportError as exc:
             self._refusal = str(exc)
             return
-        self._cache = RankCache(self._transport, self._rank, verify=self._config.verify)
+        # vLLM frees a block only when no step under way writes to it any more (an engine that may
+        # import defers that); but a drafter writes after its step's output was handed over.
+        self._transport.late_writers = self._vllm_config.speculative_config is not None
+        self._cache = RankCache(
+            self._transport, self._rank, run_dir=self._run_dir, verify=self._config.verify
+        )
 
     def _weights_change(self) -> None:
         """New weights are about to be loaded: what this rank holds is of the old ones."""
-        self._report.weights_changed = True
+        self._say().weights_changed = True
         self._described = False
         if self._cache is None:
             return
@@ -120,7 +137,9 @@ class WorkerSide:
         if self._model is None:
             return RankDescription(None, {}, "the model was not found, its weights are unknown")
         # Whoever gets the description learns all that changed before it.
-        self._described, self._report.weights_changed = True, False
+        self._described = True
+        if self._report is not None:
+            self._report.weights_changed = False
         try:
             fields = rank_fields(self._vllm_config, self._kv_cache_config, self._model)
         except WeightsUnknown as exc:
@@ -135,23 +154,55 @@ class WorkerSide:
 
     # -- every step
 
+    def is_quiet(self) -> bool:
+        """Whether there is nothing to tell and no load under way: a step that says nothing
+        either needs none of the methods below."""
+        if self._report is not None or self._under_way:
+            return False
+        return self._cache is None or self._cache.attached() is self._attached
+
+    def _say(self) -> RankReport:
+        """The report of the present step, or of the next one."""
+        if self._report is None:
+            self._report = RankReport(step=0)
+        return self._report
+
     def step(self, metadata: StepMetadata) -> None:
         """Before the loads of a step: follow the engine from epoch to epoch."""
-        self._report.step = metadata.step
+        report = self._say()
+        report.step = metadata.step
+        if metadata.fence and self._passes(metadata.fence):
+            report.fence = metadata.fence
         if metadata.describe and self._cache is not None:
             self._cache.end_epoch()
-            self._report.describes = metadata.describe
-            self._report.descriptions[self._rank] = self.describe()
+            report.describes = metadata.describe
+            report.descriptions[self._rank] = self.describe()
         # A table made for weights that are gone stays closed: its loads all fail, and the
         # scheduler, which is being told, begins another epoch.
         if metadata.open_table and self._cache is not None and self._described:
             with suppress(SegmentNotFound):  # ended while the step was under way; told next
                 self._cache.open_epoch(metadata.open_table)
 
+    def _passes(self, fence: int) -> bool:
+        """Whether all that the model's steps have written by now stands in memory.  They run on
+        this thread; where they only launch work, the transport knows when that has ended.  The
+        same fence may be asked for again and again."""
+        if fence != self._fence:
+            self._fence = fence
+            begin = getattr(self._transport, "fence", None)
+            self._passed = begin() if begin else None
+        return self._passed is None or self._passed()
+
     def begin_loads(self, metadata: StepMetadata) -> None:
-        """Start a step's loads; does not block."""
+        """Start a step's loads; does not block.  Those of a step that waits for others begin when
+        it has waited: a rank makes one copy after the other."""
+        if not metadata.at_once:
+            self._begin(metadata)
+
+    def _begin(self, metadata: StepMetadata) -> None:
         while metadata.loads:
             load = metadata.loads[0]
+            self._under_way.add(load.load_id)
             if self._cache is None:
                 targets = tuple(t for piece in load.pieces for t in piece.targets)
                 self._ended(LoadReport(load.load_id, targets + load.lost))
@@ -159,21 +210,53 @@ class WorkerSide:
                 self._cache.begin_load(load)
             metadata.loads.pop(0)  # only now: what fails before is reported by ``give_up``
 
+    def load_at_once(self, metadata: StepMetadata) -> None:
+        """Carry out the loads that this step computes from; waits for them, boundedly."""
+        if not metadata.at_once:
+            return
+        if self._cache is not None:
+            found = self._cache.load_at_once(metadata.at_once, metadata.patience)
+            self._say().loads += found  # what is not reported has failed
+        self._begin(metadata)
+
     def write_checksums(self, metadata: StepMetadata) -> None:
         """After the model ran, before its output is returned."""
         if metadata.checksums and self._cache is not None:
             self._cache.write_checksums(metadata.checksums)
 
-    def collect(self) -> None:
-        """Take in the loads that have ended since the last step."""
+    def collect(self, linger: float = 0.0) -> None:
+        """Take in the loads that have ended since the last step; waits for the others for
+        ``linger`` seconds at most."""
         if self._cache is not None:
-            for report in self._cache.poll():
+            for report in self._cache.poll(linger):
                 self._ended(report)
+            known, self._attached = self._attached, self._cache.attached()
+            if self._attached != known:
+                self._say().attached[self._rank] = self._attached
 
     def _ended(self, report: LoadReport) -> None:
+        self._under_way.discard(report.load_id)
         self._finished.add(report.load_id)
         self._bad.update(report.bad)
-        self._report.loads.append(report)
+        self._say().loads.append(report)
+
+    def wait_for_end(self, load_ids: Iterable[str]) -> set[str]:
+        """Wait, boundedly, for loads whose epoch has ended; returns those that have ended and
+        were not reported."""
+        wanted, deadline = set(load_ids), time.monotonic() + GIVE_UP_SECONDS
+        self.collect()
+        while wanted & self._under_way and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+            self.collect()
+        return wanted & self._finished
+
+    def forget(self, load_ids: Iterable[str]) -> None:
+        """Report nothing of these loads, which have ended."""
+        gone, report = set(load_ids), self._say()
+        bad = {block for r in report.loads if r.load_id in gone for block in r.bad}
+        report.loads = [r for r in report.loads if r.load_id not in gone]
+        self._finished -= gone
+        self._bad -= bad
 
     def take_finished(self) -> set[str]:
         """Requests whose loads have ended on this rank, good or bad."""
@@ -187,17 +270,17 @@ class WorkerSide:
 
     def take_report(self) -> RankReport:
         """What to tell the scheduler with this step's output."""
-        report, self._report = self._report, RankReport(step=0)
+        report, self._report = self._say(), None
         return report
 
     def give_up(self, metadata: StepMetadata | None) -> None:
         """Something here failed: export nothing any more, and let no request wait for ever."""
         if self._cache is not None:
             self._cache.end_epoch()
-        self._report.failed = True
+        self._say().failed = True
         if metadata is not None:
             # Outside an epoch a load copies nothing, gives its leases back and is all bad.
-            self.begin_loads(metadata)
+            self._begin(metadata)
 
     def close(self) -> None:
         """Withdraw the memory before vLLM frees it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
@@ -16,6 +17,10 @@ from .engines import SharedNode, reported
 
 if TYPE_CHECKING:
     from .scheduling import DrivenEngine, Make
+
+
+Lines = list[str]
+"""What kvshm has logged: the fixture ``lines``."""
 
 
 class Pair(NamedTuple):
@@ -56,6 +61,7 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("KVSHM_RUN_DIR", str(run_dir))
     monkeypatch.setenv("KVSHM_NAMESPACE", run_dir.name.lower())
     monkeypatch.setenv("KVSHM_STRICT", "1")
+    monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", "0")
 
     def make(asynchronous: bool = False, num_blocks: int = 32, **arguments: Any) -> DrivenEngine:
         config = vllm_config(model, **arguments)
@@ -67,6 +73,24 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     for one in made:
         one.close()
     shutil.rmtree(run_dir)
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    """What kvshm logs.  A record factory, because vLLM removes the handlers of loggers below its
+    own whenever it configures logging, and its lines do not propagate to where pytest listens."""
+    said: Lines = []
+    make = logging.getLogRecordFactory()
+
+    def hear(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.name.startswith("vllm.kvshm"):
+            said.append(record.getMessage())
+        return record
+
+    logging.setLogRecordFactory(hear)
+    yield said
+    logging.setLogRecordFactory(make)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -32,7 +32,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvshm.hooks.messages import RankDescription, RankReport
+from kvshm.hooks.connector import KvshmConnector
+from kvshm.hooks.messages import QuietReport, RankDescription, RankReport
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.protocol import RankInfo
 from kvshm.records import SlotState
@@ -54,6 +55,12 @@ def vllm_config(model: Path, **arguments: Any) -> VllmConfig:
         model=str(model), dtype="bfloat16", block_size=32, kv_transfer_config=transfer,
         enforce_eager=True, **settings,
     ).create_engine_config()  # fmt: skip
+
+
+def as_told(report: RankReport) -> RankReport:
+    """The report as a rank says it: a step that there is nothing to tell of by its number."""
+    quiet = report.step > 0 and report == RankReport(report.step)
+    return QuietReport(report.step) if quiet else report
 
 
 @dataclass
@@ -82,6 +89,7 @@ class DrivenEngine:
     """Of a cache that exists."""
     rank: RankDescription | None = None
     """What a worker that exists says of itself."""
+    outputs: Any = field(init=False)
     tokens: Any = field(default_factory=lambda: itertools.count(1000))
 
     def __post_init__(self) -> None:
@@ -99,10 +107,16 @@ class DrivenEngine:
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
-        self.connector = self.scheduler.get_kv_connector()
-        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.rank or description()})
+        self.connector = own_connector(self.scheduler)
+        if self.connector is None:
+            return  # plain vLLM
+        self.shake_hands()
         if self.shares:
             self.wait_for_epoch()
+
+    def shake_hands(self) -> None:
+        """What vLLM's core does last at the start: hand over what the ranks say."""
+        self.connector.set_xfer_handshake_metadata_pp_aware({(0, 0): self.rank or description()})
 
     def wait_for_epoch(self) -> None:
         """Until the client's thread has begun the epoch; then the one rank opens it."""
@@ -129,13 +143,17 @@ class DrivenEngine:
         self.scheduler.add_request(request)
         return request
 
+    def continue_session(self, name: str, tokens: list[int], max_tokens: int = 4) -> None:
+        """The client of a resumable request sends its next input."""
+        self.add(name, tokens, max_tokens, resumable=True)
+
     def schedule(self) -> Sent:
         return Sent(self.scheduler.schedule())
 
     def run(self, sent: Sent, report: RankReport | None = None, **result: Any) -> None:
         """The output of a step comes back."""
         finished = {load.load_id for load in (report.loads if report else [])}
-        meta = report or RankReport(step=sent.metadata.step)
+        meta = report or as_told(RankReport(sent.metadata.step, sent.metadata.fence))
         self.answer(
             sent,
             KVConnectorOutput(
@@ -147,7 +165,7 @@ class DrivenEngine:
         """The output of a step comes back, with what a connector's worker put into it."""
         requests = list(sent.output.num_scheduled_tokens)
         sampled = [[next(self.tokens)] if self._samples(r) else [] for r in requests]
-        self.scheduler.update_from_output(
+        self.outputs = self.scheduler.update_from_output(
             sent.output,
             ModelRunnerOutput(
                 req_ids=requests,
@@ -156,6 +174,11 @@ class DrivenEngine:
                 kv_connector_output=connector_output,
             ),
         )
+
+    def stats(self) -> dict[str, int] | None:
+        """What the last output has brought for vLLM's metrics of connectors."""
+        told = [o.scheduler_stats for o in self.outputs.values() if o.scheduler_stats]
+        return next((one.kv_connector_stats for one in told), None)
 
     def _samples(self, name: str) -> bool:
         request = self.scheduler.requests.get(name)
@@ -175,6 +198,13 @@ class DrivenEngine:
 
     def close(self) -> None:
         self.connector.shutdown()
+
+
+def own_connector(scheduler: Any) -> Any:
+    """Return kvshm's connector, alone or one of a MultiConnector's; None in plain vLLM."""
+    outer = scheduler.get_kv_connector()
+    connectors = (outer, *getattr(outer, "sub_connectors", ()))
+    return next((one for one in connectors if isinstance(one, KvshmConnector)), None)
 
 
 def imagined_cache(num_blocks: int) -> KVCacheConfig:

@@ -16,6 +16,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvshm.hooks.messages import RankReport
+from kvshm.hooks.scheduler import MAX_FENCES
+
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -54,6 +57,43 @@ def test_with_speculation_a_block_is_published_one_step_later(configured: Any) -
     assert e.ready() == set()  # the drafter of that step may still write
     e.step()
     assert e.ready() == set(e.blocks_of("r")[:3])
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_an_engine_computed_last_is_published_though_no_request_follows(
+    configured: Any, asynchronous: bool
+) -> None:
+    draft = {**NGRAM, "method": "ngram_gpu"} if asynchronous else NGRAM
+    e = configured(asynchronous, speculative_config=draft)
+    e.add("r", prompt(3), max_tokens=1)
+    sent = e.schedule()
+    blocks = e.blocks_of("r")[:3]
+    e.run(sent)
+    assert e.ready() == set()
+    assert e.scheduler.has_requests()
+    late = e.schedule()
+    assert late.metadata.fence
+    e.run(late, RankReport(step=0))  # the GPU is not through with it
+    assert e.ready() == set()
+    assert e.scheduler.has_requests()
+    e.step()
+    assert e.ready() == set(blocks)
+    assert not e.scheduler.has_requests()  # it rests
+
+
+def test_an_engine_with_a_rank_that_is_stuck_comes_to_rest(configured: Any) -> None:
+    e = configured(False, speculative_config=NGRAM)
+    e.add("r", prompt(3), max_tokens=1)
+    e.step()
+    steps = 0
+    while e.scheduler.has_requests():
+        e.step(RankReport(step=0))
+        steps += 1
+    assert 1 < steps <= MAX_FENCES
+    e.add("s", prompt(2), max_tokens=2)
+    e.step()
+    e.step()
+    assert len(e.ready()) == 3
 
 
 def test_without_speculation_it_is_not_held_back(configured: Any) -> None:

@@ -29,6 +29,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvshm import rank_peers
+from kvshm.hooks import at_once, before_prefill
 from kvshm.hooks import worker as worker_module
 from kvshm.hooks.connector import KvshmConnector
 from kvshm.hooks.layout import shared_kv_memory
@@ -40,7 +42,15 @@ from .scheduling import BLOCK_SIZE, DrivenEngine, Sent, vllm_config
 from .test_cuda_worker import DeviceBuffer
 from .tiny_config import cache_config, spec
 
-BLOCKS = 32
+BLOCKS = 64
+WAITS = (
+    (at_once, "PATIENCE_SECONDS"),
+    (at_once, "SECONDS_PER_STEP"),
+    (before_prefill, "LINGER_SECONDS"),
+    (rank_peers, "ATTACH_PATIENCE_SECONDS"),
+    (rank_peers, "SUSPECT_AFTER_SECONDS"),
+)
+"""What an engine waits for another one by the real clock."""
 LAYERS = {f"layer.{i}": spec(block_size=BLOCK_SIZE) for i in range(2)}
 
 
@@ -85,6 +95,10 @@ class InProcessEngine:
         """Put on the model's stream: every block of a prompt that the step computes is filled
         with a byte that follows from its tokens."""
         starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        for name, start in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if name in cached.resumed_req_ids:
+                starts[name] = start
         for name, start in starts.items():
             self.computed_from[name] = start
             tokens = self.engine.scheduler.requests[name].prompt_token_ids
@@ -143,8 +157,11 @@ def value_of(tokens: list[int], index: int) -> int:
 
 @pytest.fixture
 def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProcessEngine]]:
-    """Two engines that know of each other, from a coordinator."""
+    """Two engines that get to know each other from a coordinator, and wait for each other however
+    slow the machine is."""
     machine = FakeMachine()
+    for module, limit in WAITS:
+        monkeypatch.setattr(module, limit, 100.0)
     monkeypatch.setattr(worker_module, "find_model", lambda _: torch.nn.Module())
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", None)
@@ -152,6 +169,8 @@ def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProces
         node.start_coordinator()
         for name, value in {**node.environment, "KVSHM_STRICT": "1"}.items():
             monkeypatch.setenv(name, value)
+        # vLLM loads the plugin at the first configuration, which would be of all tests to come.
+        monkeypatch.delenv("KVSHM_ENABLE")
         made: list[InProcessEngine] = []
         for _ in range(2):
             driver = machine.process()

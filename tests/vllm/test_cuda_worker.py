@@ -141,6 +141,8 @@ def until(condition: Callable[[], Any]) -> None:
 
 def test_a_load_begun_behind_a_launched_forward_pass_ends_after_it(make: Make) -> None:
     exporter, importer = make(1), make(2)
+    transport: Any = importer.side._transport
+    transport.late_writers = True  # as with speculation
     for value, played in ((3, exporter), (5, importer)):
         for cache in played.caches.values():
             cache.fill_(value)
@@ -153,7 +155,6 @@ def test_a_load_begun_behind_a_launched_forward_pass_ends_after_it(make: Make) -
         nbytes = target.numel() * target.element_size()
         importer.driver.copy(target.data_ptr(), late, nbytes, compute)
         importer.side.begin_loads(metadata)
-        transport: Any = importer.side._transport
         until(lambda: transport.engine.stream.owner.work)
         assert finished(importer.side) == set()
     until(lambda: "request" in finished(importer.side))
@@ -163,17 +164,51 @@ def test_a_load_begun_behind_a_launched_forward_pass_ends_after_it(make: Make) -
         assert bool((cache[5] == 5).all())
 
 
-def test_a_block_reused_while_it_is_copied_is_a_load_error(make: Make) -> None:
-    exporter, importer = make(1), make(2)
+@pytest.mark.parametrize("speculative", [None, object()])
+def test_a_copy_waits_for_the_forward_pass_only_where_a_drafter_may_write_late(
+    make: Make, config: VllmConfig, speculative: Any
+) -> None:
+    """vLLM frees blocks when no step under way writes to them; it knows nothing of the drafter's
+    writes after a step's output."""
+    exporter = make(1)
+    config.speculative_config = speculative
+    importer = make(2)
     metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
     with importer.driver.hold(importer.driver.compute_stream()):
         importer.side.begin_loads(metadata)
         transport: Any = importer.side._transport
+        if speculative:
+            until(lambda: transport.engine.stream.owner.work)
+            assert finished(importer.side) == set()
+        else:
+            until(lambda: "request" in finished(importer.side))
+
+
+def test_a_block_reused_while_it_is_copied_is_a_load_error(make: Make) -> None:
+    exporter, importer = make(1), make(2)
+    metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
+    transport: Any = importer.side._transport
+    transport.late_writers = True  # so that the copy can be held
+    with importer.driver.hold(importer.driver.compute_stream()):
+        importer.side.begin_loads(metadata)
         until(lambda: transport.engine.stream.owner.work)
         exporter.table.retract([BlockId(1)])
         exporter.table.force([BlockId(1)])
     until(lambda: "request" in finished(importer.side))
     assert importer.side.take_bad() == {6}
+
+
+def test_a_fence_is_passed_when_all_that_was_launched_has_ended(make: Make) -> None:
+    played = make(1)
+    asked = StepMetadata(step=0, fence=7)
+    with played.driver.hold(played.driver.compute_stream()):
+        for _ in range(3):
+            played.side.step(asked)
+            assert played.side.take_report().fence == 0
+    played.side.step(asked)
+    assert played.side.take_report().fence == 7
+    played.side.step(StepMetadata(step=8))
+    assert played.side.take_report().fence == 0
 
 
 @pytest.mark.parametrize("staging", [False, True])

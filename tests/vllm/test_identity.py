@@ -15,12 +15,16 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
+from vllm.config import CompilationConfig
+from vllm.config.attention import AttentionConfig
+from vllm.config.compilation import PassConfig
+from vllm.config.kernel import KernelConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 
 from kvshm import fingerprint as names
 from kvshm.fingerprint import FIELDS, differences, fingerprint
-from kvshm.hooks import weights
+from kvshm.hooks import identity, weights
 from kvshm.hooks.identity import find_model, model_owners, none_hash, rank_fields, scheduler_fields
 
 from .tiny_config import cache_config, engine_config, spec
@@ -78,6 +82,62 @@ def test_the_same_model_elsewhere_and_with_more_blocks_is_the_same(
     assert fingerprint(plain) == fingerprint(again)
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({}, {"max_model_len": 128}),
+        ({}, {"dtype": "bfloat16"}),
+        ({"dtype": "half"}, {"dtype": "float16"}),
+        ({}, {"kv_cache_dtype": "bfloat16"}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ({}, {"speculative_config": NGRAM}),
+        ({}, {"max_num_batched_tokens": 512, "max_num_seqs": 7}),
+        ({"enforce_eager": True}, {"compilation_config": {"mode": 0}}),
+        (
+            {"compilation_config": {"custom_ops": ["none", "+rms_norm"]}},
+            {"compilation_config": {"custom_ops": ["+rms_norm", "none", "+rms_norm"]}},
+        ),
+        ({}, {"compilation_config": {"cache_dir": "/elsewhere", "cudagraph_num_of_warmups": 2}}),
+        ({}, {"kernel_config": {"enable_jit_warmup": False}}),
+    ],
+    ids=lambda value: " ".join(value) or "plain",
+)
+def test_what_changes_no_block_makes_no_stranger(
+    tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
+) -> None:
+    fields = [all_fields(tmp_path / str(i), **given) for i, given in enumerate((one, other))]
+    assert differences(*fields) == {}
+
+
+LONG = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+
+
+class ReadsItsLength(torch.nn.Module):
+    """Here max_model_len is read, as far as the source of this module tells."""
+
+
+@pytest.mark.parametrize("why", ["dynamic positions", "code that reads it", "unreadable code"])
+def test_the_longest_context_counts_where_it_may_change_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    model = small_model()
+    if why == "code that reads it":
+        model = torch.nn.Sequential(model, ReadsItsLength())
+    if why == "unreadable code":
+        model = torch.nn.Sequential(model, ReadsItsLength())
+        monkeypatch.setattr(ReadsItsLength, "__module__", "made.at.runtime")
+    given = {"hf_overrides": {"rope_parameters": LONG}} if why == "dynamic positions" else {}
+    found = []
+    for length in (128, 192):
+        config = engine_config(tmp_path / str(length), {}, max_model_len=length, **given)
+        cache = cache_config(config, "LBNHC", 8, TWO_LAYERS)
+        found.append(rank_fields(config, cache, model)[names.MAX_MODEL_LEN])
+    assert found == ["128", "192"]
+
+
 ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
 
@@ -89,7 +149,11 @@ ROPE = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
         ({"hf_overrides": {"rope_parameters": ROPE}}, names.ROPE),
         ({"dtype": "float32"}, names.DTYPE),
         ({"kv_cache_dtype": "fp8"}, names.KV_DTYPE),
-        ({"max_model_len": 128}, names.MAX_MODEL_LEN),
+        ({"kv_cache_dtype": "fp8_e5m2"}, names.KV_DTYPE),
+        ({"enforce_eager": True}, names.EXECUTION),
+        ({"compilation_config": {"custom_ops": ["all"]}}, names.EXECUTION),
+        ({"compilation_config": {"mode": 1}}, names.EXECUTION),
+        ({"moe_backend": "triton"}, names.EXECUTION),
         ({"enable_lora": True}, names.LORA),
         ({"block_size": 64}, names.BLOCK_SIZE),
         ({"prefix_caching_hash_algo": "sha256_cbor"}, names.HASH_ALGORITHM),
@@ -102,6 +166,42 @@ def test_a_difference_in_the_configuration_is_named(
     other = all_fields(tmp_path / "other", **given)
     assert field in differences(plain, other)
     assert fingerprint(plain) != fingerprint(other)
+
+
+def compiled(**given: Any) -> str:
+    """The field ``execution`` of an engine that is compiled with these settings."""
+    kernels = KernelConfig(**given.pop("kernels", {}))
+    compilation = CompilationConfig(mode=3, custom_ops=["none"], **given)
+    config = SimpleNamespace(
+        compilation_config=compilation, kernel_config=kernels, attention_config=AttentionConfig()
+    )
+    return identity._execution(config)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"pass_config": PassConfig(enable_qk_norm_rope_fusion=True)},
+        {"pass_config": PassConfig(fuse_norm_quant=True)},
+        {"kernels": {"enable_flashinfer_autotune": True}},
+        {"kernels": {"enable_rocm_segmented_attn_autotune": True}},
+        {"inductor_passes": {"post_grad_custom_post_pass": "textwrap.dedent"}},
+        {"splitting_ops": []},
+        {"use_inductor_graph_partition": True},
+        {"compile_sizes": [8]},
+        {"inductor_compile_config": {"max_autotune": True}},
+    ],
+    ids=lambda given: " ".join(given),
+)
+def test_what_becomes_another_kernel_counts(given: dict[str, Any]) -> None:
+    assert compiled(**given) != compiled()
+
+
+def test_what_is_left_out_is_a_setting_of_vllm_and_has_a_reason() -> None:
+    for config in (CompilationConfig, KernelConfig, AttentionConfig):
+        left_out = identity._LEFT_OUT[config.__name__]
+        assert left_out.keys() <= config.__dataclass_fields__.keys()
+        assert all(left_out.values())
 
 
 def test_overrides_count_like_an_edited_configuration(tmp_path: Path) -> None:

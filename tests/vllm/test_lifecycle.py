@@ -6,6 +6,7 @@ One story of two engines: each step begins where the one before has ended.
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from completions import Result
-from local_node import EngineSpec, wait_until
+from local_node import Engine, EngineSpec, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
 from .conftest import Pair
@@ -46,7 +47,9 @@ def test_two_engines_live_through_it(alone: Pair) -> None:
     _blocks_are_reused_while_leased(alone)
     _the_coordinator_dies_and_returns(alone)
     _what_a_dead_engine_left_waits_for_the_next_coordinator(alone)
-    _the_dead_engine_is_started_again(alone)
+    again = _the_dead_engine_is_started_again(alone)
+    _a_stopped_engine_leaves_and_does_not_die(alone)
+    _who_is_stopped_together_leaves_nothing(alone.node, again)
 
 
 def _the_coordinator_comes_last(alone: Pair) -> None:
@@ -75,7 +78,8 @@ def _blocks_are_reused_while_leased(alone: Pair) -> None:
     assert answer == computed
     assert seen.discarded == shareable(prompt)
     assert seen.imported_blocks == 0
-    assert seen.tokens.imported == 0
+    assert seen.tokens.imported == seen.loaded["imported_tokens"] == 0
+    assert seen.loaded["failed_loads"] == seen.loaded["loads"] == 1
     assert not node.leased(small)
     _assert_shares(alone, *prompts(1, seed=201))
 
@@ -116,7 +120,7 @@ def _what_a_dead_engine_left_waits_for_the_next_coordinator(alone: Pair) -> None
     assert other.complete(prompt) in (computed, hit)
 
 
-def _the_dead_engine_is_started_again(alone: Pair) -> None:
+def _the_dead_engine_is_started_again(alone: Pair) -> Engine:
     node, small, other = alone
     node.stop_engines(small)
     theirs, ours = prompts(2, seed=204)
@@ -129,6 +133,34 @@ def _the_dead_engine_is_started_again(alone: Pair) -> None:
     seen.assert_imported(shareable(theirs))
     assert imported == other.complete(theirs)
     _assert_shares(Pair(node, again, other), ours)
+    return again
+
+
+def _a_stopped_engine_leaves_and_does_not_die(alone: Pair) -> None:
+    """SIGTERM to the server alone, with which vLLM then ends its EngineCore and worker."""
+    node, _, other = alone
+    before = len(node.coordinator_log.read_text())
+    other.process.terminate()
+    for _ in wait_until("it has ended", PATIENCE_S):
+        if not other.processes():
+            break
+    node.stop_engines(other)
+    said = node.coordinator_log.read_text()[before:]
+    assert len(re.findall("event=leave", said)) == 1
+    assert not re.findall("event=(?:death|refused)", said)
+
+
+def _who_is_stopped_together_leaves_nothing(node: SharedNode, engine: Engine) -> None:
+    """SIGTERM to every process at once, as systemd does with a control group."""
+    assert node.segments()
+    engine.signal(signal.SIGTERM)
+    assert node.end_coordinator() == 0
+    for _ in wait_until("the engine has ended", PATIENCE_S):
+        if not engine.processes():
+            break
+    node.stop_engines(engine)
+    assert node.segments() == []
+    assert {path.suffix for path in node.run_dir.iterdir()} == {".log"}
 
 
 def _reuse_all_blocks(alone: Pair) -> None:

@@ -7,12 +7,17 @@ engines must not get them, nor what is computed from them.
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 
 pytest.importorskip("vllm")
 
+from kvshm.errors import SegmentTooSmall
 from kvshm.hooks.messages import RankReport
 from kvshm.plans import LoadReport
+from kvshm.slots import SlotTable
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, described, prompt
 
@@ -68,6 +73,26 @@ def test_a_description_from_before_the_latest_reset_opens_no_epoch(engine: Make)
     assert sent.metadata.describe == late.metadata.describe + 1
     e.run(sent, described(sent))
     e.wait_for_epoch()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_without_news_tells_its_number_alone(engine: Make, asynchronous: bool) -> None:
+    """The ranks are told of each life once; most steps tell them nothing, and what they compute
+    is shown all the same."""
+    e = engine(asynchronous)
+    e.add("a", prompt(1), max_tokens=40)
+    assert e.step().metadata.open_table == e.table.name
+    for _ in range(20):
+        assert vars(e.step().metadata).keys() == {"step"}
+    assert e.ready() == set(e.blocks_of("a")[:2])
+    e.connector.reset_cache()
+    sent = e.schedule()
+    assert sent.metadata.describe
+    assert not sent.metadata.quiet, "no life is there yet"
+    e.run(sent, described(sent))
+    e.wait_for_epoch()
+    assert e.step().metadata.open_table == e.table.name
+    assert e.step().metadata.quiet
 
 
 def test_weights_loaded_without_a_reset_begin_another_epoch(engine: Make) -> None:
@@ -142,3 +167,33 @@ def test_a_load_that_arrived_in_an_earlier_life_is_not_readable(
     e.step()
     assert e.scheduler.requests["a"].num_computed_tokens > 3 * BLOCK_SIZE
     assert e.ready() == set()
+
+
+def test_an_epoch_that_cannot_begin_leaves_no_marks_behind(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full /dev/shm: nothing is shown before the next reset, so nothing need be known."""
+    e = engine()
+    side = e.connector._scheduler
+
+    def full(*_: Any, **__: Any) -> SlotTable:
+        raise SegmentTooSmall("no room")
+
+    monkeypatch.setattr(SlotTable, "create", full)
+    assert e.scheduler.reset_prefix_cache()
+    e.add("a", prompt(3), max_tokens=60)
+    sent = e.schedule()
+    e.run(sent, described(sent))
+    deadline = time.monotonic() + 100
+    while not side.cache.failed:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    for _ in range(20):
+        e.step()
+    assert not side.exporter.expecting
+    assert (len(side.exporter._steps), side.exporter._computed) == (0, [])
+    monkeypatch.undo()
+    new_weights(e)
+    e.add("b", prompt(2, first=300), max_tokens=3)
+    e.step()
+    assert e.ready() == set(e.blocks_of("b")[:2])

@@ -65,7 +65,7 @@ def assert_noticed(pair: Pair, blind: Engine, seed: int) -> None:
     sent = list(prompts(4, seed))
     with observe(pair.node, blind) as seen:
         answers = ask_both(pair.node, pair.a, blind, sent)
-    assert seen.tokens.imported == sum(shareable(p) for p in sent) * BLOCK_SIZE
+    assert seen.imported_blocks == sum(shareable(p) for p in sent)
     with pytest.raises(AssertionError, match="4 of 4 imports differ"):
         assert_bit_equal(answers)
 

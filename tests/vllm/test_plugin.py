@@ -16,14 +16,15 @@ pytest.importorskip("vllm")
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
 from kvshm.errors import ConfigError
 from kvshm.hooks import plugin
-from kvshm.hooks.refusals import version_refusal
+from kvshm.hooks.refusals import version_refusal, version_warning
 
-from .tiny_config import engine_config
+from .conftest import Lines
+from .tiny_config import GEMMA, engine_config
 
-Lines = list[str]
 MakeConfig = Callable[..., VllmConfig]
 
 
@@ -48,23 +49,15 @@ def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
-def lines() -> Iterator[Lines]:
-    """What kvshm logs.  A filter, because vLLM removes the handlers of loggers below its own
-    whenever it configures logging, and its lines do not propagate to where pytest listens."""
-    said: Lines = []
-
-    def hear(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
-        return True
-
-    logging.getLogger("vllm.kvshm").addFilter(hear)
-    yield said
-    logging.getLogger("vllm.kvshm").removeFilter(hear)
+def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHM_ENABLE", "1")
+    plugin.activate()
 
 
 @pytest.fixture
-def enabled(monkeypatch: pytest.MonkeyPatch) -> None:
+def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHM_ENABLE", "1")
+    monkeypatch.setenv("KVSHM_BESIDE", "1")
     plugin.activate()
 
 
@@ -115,6 +108,19 @@ def test_an_empty_transfer_config_is_filled(make_config: MakeConfig, lines: Line
     assert not config.scheduler_config.disable_hybrid_kv_cache_manager
     make_config()
     assert len([line for line in lines if "sharing the prefix cache" in line]) == 1
+
+
+@pytest.mark.parametrize(("role", "vllms"), [("both", "kv_both"), ("producer", "kv_producer")])
+def test_only_who_imports_is_a_consumer_to_vllm(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, role: str, vllms: str
+) -> None:
+    """For consumers it holds freed blocks back."""
+    monkeypatch.setenv("KVSHM_ENABLE", "1")
+    monkeypatch.setenv("KVSHM_ROLE", role)
+    plugin.activate()
+    transfer = make_config().kv_transfer_config
+    assert transfer is not None
+    assert transfer.kv_role == vllms
 
 
 @pytest.mark.usefixtures("enabled")
@@ -206,27 +212,162 @@ def test_warnings_about_settings_reach_the_log(
 
 
 @pytest.mark.parametrize(
-    ("version", "usable"),
+    ("version", "usable", "if_allowed"),
     [
-        ((0, 31, 2), False),
-        ((0, 9, 0), False),
-        ((0, 32, 0), True),
-        ((0, 33, "0rc1"), True),
-        ((1, 0, 0), True),
-        ((0, 0, "dev"), True),
+        ((0, 31, 2), False, False),
+        ((0, 9, 0), False, False),
+        ((0, 32, 0), True, True),
+        ((0, 32, 7), True, True),
+        ((0, 33, "0rc1"), False, True),
+        ((1, 0, 0), False, True),
+        ((0, 0, "dev"), False, True),
     ],
 )
-def test_which_vllm_versions_are_new_enough(version: tuple[int | str, ...], usable: bool) -> None:
-    reason = version_refusal(version)
+def test_which_vllm_versions_are_used(
+    version: tuple[int | str, ...], usable: bool, if_allowed: bool
+) -> None:
+    reason = version_refusal(version, allowed=False)
     assert (reason is None) == usable
-    assert usable or "0.32 or newer" in str(reason)
+    assert usable or "0.32.*" in str(reason)
+    assert usable or not if_allowed or "KVSHM_ALLOW_UNTESTED_VLLM=1" in str(reason)
+    assert (version_refusal(version, allowed=True) is None) == if_allowed
+    assert (version_warning(version) is None) == usable
 
 
-def test_an_old_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [((0, 31, 0), "vLLM 0.31.0 is too old"), ((0, 33, 0), "vLLM 0.33.0 is not tested")],
+)
+def test_other_versions_of_vllm_are_left_alone(
+    monkeypatch: pytest.MonkeyPatch, lines: Lines, version: tuple[int, ...], reason: str
+) -> None:
     monkeypatch.setenv("KVSHM_ENABLE", "1")
-    monkeypatch.setattr("vllm.__version_tuple__", (0, 31, 0))
+    monkeypatch.setattr("vllm.__version_tuple__", version)
     before = getattr(VllmConfig, plugin.TOUCHPOINT)
     plugin.activate()
     assert getattr(VllmConfig, plugin.TOUCHPOINT) is before
     assert plugin.CONNECTOR not in KVConnectorFactory._registry
-    assert "vLLM 0.31.0 is too old" in lines[-1]
+    assert reason in lines[-1]
+
+
+def test_an_untested_vllm_is_used_where_that_was_asked_for(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSHM_ENABLE", "1")
+    monkeypatch.setenv("KVSHM_ALLOW_UNTESTED_VLLM", "1")
+    monkeypatch.setattr("vllm.__version_tuple__", (0, 33, 0))
+    plugin.activate()
+    transfer = make_config().kv_transfer_config
+    assert transfer is not None
+    assert transfer.kv_connector == plugin.CONNECTOR
+
+
+def test_sharing_nothing_installs_nothing(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
+    monkeypatch.setenv("KVSHM_ENABLE", "1")
+    monkeypatch.setenv("KVSHM_SHARE", "none")
+    before = getattr(VllmConfig, plugin.TOUCHPOINT)
+    plugin.activate()
+    assert getattr(VllmConfig, plugin.TOUCHPOINT) is before
+    assert "KVSHM_SHARE=none" in lines[-1]
+
+
+@pytest.mark.usefixtures("enabled")
+def test_a_name_that_vllm_changed_declines(
+    make_config: MakeConfig, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only what an import misses: the connector's class body uses a member of an enum."""
+    monkeypatch.setattr("vllm.v1.metrics.cache_hit_source.CacheHitSource", object())
+    monkeypatch.delitem(sys.modules, "kvshm.hooks.connector", raising=False)
+    for _ in range(2):
+        assert make_config().kv_transfer_config is None
+    reason = "this vLLM is not as kvshm knows it: AttributeError: 'object' object has no"
+    (line,) = [line for line in lines if "not sharing" in line]
+    assert reason in line
+    assert len([line for line in lines if "left alone" in line]) == 1
+
+
+def test_a_registry_that_vllm_changed_declines(
+    monkeypatch: pytest.MonkeyPatch, lines: Lines
+) -> None:
+    monkeypatch.setenv("KVSHM_ENABLE", "1")
+    monkeypatch.delattr(KVConnectorFactory, "register_connector")
+    plugin.activate()
+    assert "this vLLM is not as kvshm knows it: AttributeError" in lines[-1]
+
+
+@pytest.mark.usefixtures("enabled")
+def test_layers_that_cannot_be_shared_are_named_before_a_connector_is_installed(
+    tmp_path: Path, lines: Lines
+) -> None:
+    assert engine_config(tmp_path / "model", GEMMA).kv_transfer_config is None
+    assert "--disable-hybrid-kv-cache-manager makes one that is shared" in lines[-1]
+
+
+@pytest.mark.usefixtures("beside")
+def test_beside_a_configured_connector_where_that_was_asked_for(
+    make_config: MakeConfig, lines: Lines
+) -> None:
+    given = KVTransferConfig(
+        kv_connector="NixlConnector",
+        kv_role="kv_consumer",
+        engine_id="mine",
+        kv_connector_extra_config={"num_threads": 3},
+    )
+    transfer = make_config(kv_transfer_config=given).kv_transfer_config
+    assert transfer is not None
+    assert (transfer.kv_connector, transfer.kv_connector_module_path) == ("MultiConnector", None)
+    assert (transfer.kv_role, transfer.engine_id) == ("kv_consumer", "mine")
+    assert transfer.kv_load_failure_policy == "recompute"
+    theirs, ours = transfer.kv_connector_extra_config["connectors"]
+    assert theirs["kv_connector"] == "NixlConnector"
+    assert theirs["kv_connector_extra_config"] == {"num_threads": 3}
+    assert theirs["kv_load_failure_policy"] == "fail"
+    assert (ours["kv_connector"], ours["kv_role"]) == ("KvshmConnector", "kv_consumer")
+    assert any(line.startswith("beside NixlConnector, in a MultiConnector") for line in lines)
+    again = make_config(kv_transfer_config=transfer).kv_transfer_config
+    assert again is not None
+    assert again.kv_connector_extra_config == transfer.kv_connector_extra_config
+
+
+@pytest.mark.usefixtures("beside")
+def test_one_more_in_a_multiconnector(make_config: MakeConfig) -> None:
+    child = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    given = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": [child]},
+    )
+    transfer = make_config(kv_transfer_config=given).kv_transfer_config
+    assert transfer is not None
+    names = [c["kv_connector"] for c in transfer.kv_connector_extra_config["connectors"]]
+    assert names == ["NixlConnector", "KvshmConnector"]
+
+
+@pytest.mark.usefixtures("beside")
+def test_beside_an_offloading_connector_that_vllm_derives_itself(make_config: MakeConfig) -> None:
+    """vLLM derives it again whenever it makes the configuration anew."""
+    config = make_config(kv_offloading_size=1)
+    for _ in range(2):
+        transfer = config.kv_transfer_config
+        assert transfer is not None
+        theirs, ours = transfer.kv_connector_extra_config["connectors"]
+        assert (theirs["kv_connector"], ours["kv_connector"]) == (
+            "OffloadingConnector",
+            "KvshmConnector",
+        )
+        assert theirs["kv_connector_extra_config"] == {"cpu_bytes_to_use": 1 << 30}
+        getattr(config, plugin.TOUCHPOINT)()
+
+
+@pytest.mark.usefixtures("beside")
+@pytest.mark.parametrize("hook", ["get_mem_pool_context", "get_kv_connector_kv_cache_events"])
+def test_what_cannot_be_combined_is_named(
+    make_config: MakeConfig, lines: Lines, monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """The KV cache lies in one place; and a MultiConnector passes on what it knows of."""
+    monkeypatch.setattr(ExampleConnector, hook, lambda _: None, raising=False)
+    given = KVTransferConfig(kv_connector="ExampleConnector", kv_role="kv_both")
+    transfer = make_config(kv_transfer_config=given).kv_transfer_config
+    assert transfer is not None
+    assert transfer.kv_connector == "ExampleConnector"
+    assert f"ExampleConnector cannot be combined for its {hook}" in lines[-1]

@@ -13,18 +13,25 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvshm.hooks.connector import KvshmConnector
 from kvshm.hooks.refusals import (
     cache_refusal,
     config_refusal,
-    export_refusal,
+    layers_refusal,
     touchpoint_refusal,
 )
 
-from .tiny_config import cache_config, engine_config, spec
+from .tiny_config import GEMMA, cache_config, engine_config, spec
 
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 64,
+}
+MAMBA = {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}
 SEVERAL_SHAPES = {"layer.0": spec(), "layer.1": spec(head_size=32)}
 
 
@@ -41,7 +48,6 @@ def plan(config: VllmConfig) -> KVCacheConfig:
 def test_an_ordinary_engine_is_not_refused(config: VllmConfig, plan: KVCacheConfig) -> None:
     assert config_refusal(config, {}) is None
     assert cache_refusal(plan) is None
-    assert export_refusal(config) is None
 
 
 def test_layers_of_several_shapes_in_one_group_are_fine(config: VllmConfig) -> None:
@@ -63,6 +69,17 @@ def test_layers_of_several_shapes_in_one_group_are_fine(config: VllmConfig) -> N
             "Ray runs the workers",
         ),
         ("attention_config", {"hisparse_config": object()}, "HiSparse"),
+        (
+            "parallel_config",
+            {"distributed_executor_backend": "external_launcher"},
+            "external_launcher",
+        ),
+        ("parallel_config", {"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        (
+            "parallel_config",
+            {"nnodes": 2, "data_parallel_size": 1, "data_parallel_size_local": 1},
+            "several machines",
+        ),
     ],
 )
 def test_a_configuration_is_refused_with_the_reason(
@@ -75,6 +92,22 @@ def test_a_configuration_is_refused_with_the_reason(
     for name, value in change.items():
         monkeypatch.setitem(vars(getattr(config, part)), name, value)
     assert reason in str(config_refusal(config, {}))
+
+
+def test_an_amd_gpu_is_told_from_other_cuda_devices(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
+    assert "ROCm" in str(config_refusal(config, {}))
+
+
+def test_data_parallel_engines_of_one_machine_each_are_shared(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"nnodes": 2, "data_parallel_size": 2, "data_parallel_size_local": 1}
+    for name, value in sizes.items():
+        monkeypatch.setitem(vars(config.parallel_config), name, value)
+    assert config_refusal(config, {}) is None
 
 
 def test_without_a_model_there_is_nothing_to_share(tmp_path: Path) -> None:
@@ -105,10 +138,26 @@ def test_a_cache_without_hashes_is_refused(plan: KVCacheConfig) -> None:
     assert cache_refusal(dataclasses.replace(plan, hash_block_size=None)) == "blocks are not hashed"
 
 
-def test_priority_scheduling_only_imports(tmp_path: Path) -> None:
-    config = engine_config(tmp_path / "m", {}, scheduling_policy="priority")
-    assert config_refusal(config, {}) is None
-    assert "never computed" in str(export_refusal(config))
+@pytest.mark.parametrize(
+    ("architecture", "given", "reason"),
+    [
+        (GEMMA, {}, "some layers have a sliding window, others have none"),
+        (GEMMA, {"disable_hybrid_kv_cache_manager": True}, None),
+        (GEMMA, {"disable_sliding_window": True}, None),
+        (GEMMA | {"layer_types": ["full_attention"] * 2}, {}, None),
+        (MISTRAL, {}, "every layer has a sliding window"),
+        (MISTRAL | {"sliding_window": None}, {}, None),
+        (MAMBA, {"block_size": None}, "some layers keep a state instead of blocks"),
+    ],
+    ids=["mix", "one-group", "no-window", "all-full", "all-windows", "mistral", "mamba"],
+)
+def test_layers_that_will_not_be_shared_show_in_the_configuration(
+    tmp_path: Path, architecture: dict[str, Any], given: dict[str, Any], reason: str | None
+) -> None:
+    config = engine_config(tmp_path / "model", architecture, **given)
+    refusal = layers_refusal(config)
+    assert (refusal is None) == (reason is None)
+    assert str(refusal).startswith(reason or "None")
 
 
 def test_a_setting_that_vllm_no_longer_has_is_named(

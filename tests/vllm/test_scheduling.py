@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
 from kvshm.hooks.messages import RankReport
 from kvshm.plans import LoadReport
-from kvshm.records import SlotState
+from kvshm.records import BlockRecord, SlotState, pack_records, unpack_records
+from kvshm.slots import SlotTable
+from kvshm.terms import BlockId, LeaseBit
 
-from .scheduling import BLOCK_SIZE, Make, prompt
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 
 
 def test_a_block_is_readable_only_after_the_output_of_the_step_that_computed_it(
@@ -36,6 +42,20 @@ def test_chunked_prefill_publishes_chunk_by_chunk(engine: Make) -> None:
         e.step()
         seen.append(len(e.ready()))
     assert seen == [2, 5, 5]
+
+
+def test_what_a_decode_shows_is_told_with_its_output(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the last step before the engine falls idle."""
+    e = engine()
+    e.add("a", prompt(1), max_tokens=40)
+    e.step()
+    told: list[set[int]] = []
+    monkeypatch.setattr(e.connector._scheduler.cache, "flush", lambda: told.append(e.ready()))
+    while len(e.ready()) < 2:
+        assert e.step().metadata.quiet
+    assert told[-1] == e.ready()
 
 
 def test_decoded_blocks_are_published(engine: Make) -> None:
@@ -79,6 +99,51 @@ def test_a_reused_block_is_withdrawn_before_its_step_is_dispatched(engine: Make)
     assert not reused & e.ready()
 
 
+def lease_all(e: DrivenEngine) -> set[int]:
+    """Lease every block that is shown, as another engine would; returns them."""
+    records = []
+    for block in sorted(e.ready()):
+        slot = e.table.slot(BlockId(block))
+        records.append(BlockRecord(slot.block_hash, BlockId(block), slot.generation, slot.depth))
+    assert e.table.lease(LeaseBit(0), pack_records(records))[0] == len(records)
+    return {record.block_id for record in records}
+
+
+def draining(e: DrivenEngine, blocks: set[int]) -> list[int]:
+    return [b for b in blocks if e.table.slot(BlockId(b)).state is SlotState.DRAINING]
+
+
+def test_a_decode_waits_for_leases_on_the_block_that_it_reuses(engine: Make) -> None:
+    """However little else its step has to tell of."""
+    e = engine(num_blocks=10)
+    e.add("old", prompt(4), max_tokens=1)
+    e.step()
+    leased = lease_all(e)
+    assert len(leased) == 4
+    e.add("new", prompt(2, first=700), max_tokens=120)
+    e.step()
+    while leased <= e.ready():
+        sent = e.schedule()
+        assert not draining(e, leased)
+        e.run(sent)
+    assert sent.metadata.quiet
+
+
+def test_a_quiet_step_waits_for_leases_on_blocks_that_were_evicted(engine: Make) -> None:
+    e = engine()
+    e.add("old", prompt(4), max_tokens=1)
+    e.step()
+    leased = lease_all(e)
+    silent = e.add("new", prompt(2, tail=1, first=700), max_tokens=20)
+    silent.kv_transfer_params = {"kvshm": {"share": False}}
+    e.step()
+    e.step()
+    e.scheduler.kv_cache_manager.evict_blocks(leased)
+    assert set(draining(e, leased)) == leased
+    assert e.step().metadata.quiet
+    assert not draining(e, leased)
+
+
 def test_eviction_by_block_id_withdraws(engine: Make) -> None:
     e = engine()
     e.add("a", prompt(3))
@@ -111,14 +176,35 @@ def test_a_failed_rank_ends_sharing_and_costs_nothing_from_then_on(engine: Make)
     assert e.table.retired
     e.add("b", prompt(3, first=400), max_tokens=2)
     assert not e.step().metadata.describe
-    assert e.connector._scheduler.exporter._computed == {}
+    assert e.connector._scheduler.exporter._steps == deque()
 
 
-def test_priority_scheduling_imports_only(engine: Make) -> None:
-    e = engine(scheduling_policy="priority")
-    e.add("a", prompt(3))
+def test_a_block_that_priority_preemption_left_uncomputed_is_not_built_upon(
+    engine: Make,
+) -> None:
+    """With priorities a request may lose its place in the schedule() that has hashed blocks for
+    it.  Nobody computes them then, but others hit them."""
+    e = engine(
+        num_blocks=9,
+        max_num_batched_tokens=3 * BLOCK_SIZE,
+        scheduling_policy="priority",
+        long_prefill_token_threshold=2 * BLOCK_SIZE,
+        scheduler_reserve_full_isl=False,
+    )
+    e.add("low", prompt(12), priority=5)
     e.step()
-    assert e.ready() == set()
+    e.add("high", prompt(1, tail=15, first=500), max_tokens=1, priority=0)
+    e.step()
+    computed = e.blocks_of("low")
+    sent = e.schedule()
+    assert "low" in sent.output.preempted_req_ids
+    e.scheduler.finish_requests("low", RequestStatus.FINISHED_ABORTED)
+    e.run(sent)
+    e.add("c", prompt(7), max_tokens=1)
+    (new,) = e.step().output.scheduled_new_reqs
+    assert new.num_computed_tokens == (len(computed) + 1) * BLOCK_SIZE  # one never computed
+    e.step()
+    assert {b for b in e.ready() if e.table.slot(b).depth} == set(computed[1:])
 
 
 @pytest.mark.parametrize("said", [{"share": False}, {"share": "no"}, {"share": None}, "nonsense"])
@@ -143,6 +229,73 @@ def test_a_block_rewritten_in_place_is_withdrawn(engine: Make) -> None:
     assert e.ready() == {blocks[0]}
     e.run(sent)
     assert e.ready() == set(blocks[:3])
+
+
+def test_a_session_that_goes_on_never_shows_the_token_it_dropped(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A streaming-input session drops its stop token, which a step under way has computed, and
+    its next input fills the block anew: vLLM hashes it in the schedule() that rewrites it."""
+    e = engine(asynchronous=True)
+    e.tokens = iter([5001, 7777, 9999, 5002])
+    request = e.add("s", list(range(1, 15)), max_tokens=200, resumable=True)
+    request.sampling_params.stop_token_ids = [7777]
+    under_way = [e.schedule(), e.schedule()]
+    e.run(under_way.pop(0))
+    under_way.append(e.schedule())  # completes the block with the token of the step before
+    e.run(under_way.pop(0))  # which is the stop token
+    e.run(under_way.pop(0))
+    (block, *_) = e.blocks_of("s")
+    e.continue_session("s", [4242, 1, 2, 3])
+    publish, shown = SlotTable.publish, []
+
+    def published(table: SlotTable, *args: Any) -> bytes:
+        records = publish(table, *args)
+        shown.extend(record.block_id for record in unpack_records(records))
+        return records
+
+    monkeypatch.setattr(SlotTable, "publish", published)
+    sent = e.schedule()
+    assert block not in shown
+    e.run(sent)
+    assert block in e.ready()
+
+
+def test_what_is_computed_on_anothers_blocks_is_not_readable(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a MultiConnector another one loads blocks of which this engine knows nothing: perhaps of
+    a lossy codec.  Nothing on top of them is shown, not even what other requests compute there."""
+    e = engine()
+    found = (2 * BLOCK_SIZE, False)
+    monkeypatch.setattr(e.connector, "get_num_new_matched_tokens", lambda *_: found)
+    monkeypatch.setattr(e.connector, "update_state_after_alloc", lambda *_: None)
+    e.add("a", prompt(5), max_tokens=40)
+    e.step()
+    monkeypatch.undo()
+    e.add("b", prompt(7), max_tokens=1)
+    for _ in range(20):
+        e.step()
+    assert e.ready() == set()
+    e.add("c", prompt(3, first=300), max_tokens=40)
+    e.step()
+    assert e.ready() == set(e.blocks_of("c")[:3])
+
+
+def test_a_block_of_which_another_filled_all_but_a_token_is_not_readable(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another connector has all of a prompt, vLLM computes its last token anew."""
+    e = engine()
+    found = (3 * BLOCK_SIZE, True)
+    monkeypatch.setattr(e.connector, "get_num_new_matched_tokens", lambda *_: found)
+    monkeypatch.setattr(e.connector, "update_state_after_alloc", lambda *_: None)
+    e.add("a", prompt(3, tail=0), max_tokens=20)
+    e.answer(e.schedule(), KVConnectorOutput(finished_recving={"a"}))
+    monkeypatch.undo()
+    for _ in range(20):
+        e.step()
+    assert e.ready() == set()
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

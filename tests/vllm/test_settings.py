@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from local_node import wait_until
+from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from kvshm import miss_report
 from kvshm.hooks import plugin, pool_watch
@@ -47,6 +48,7 @@ def namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("KVSHM_RUN_DIR", run_dir)
     monkeypatch.setenv("KVSHM_NAMESPACE", name)
     monkeypatch.setenv("KVSHM_STRICT", "1")
+    monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", "0")
     monkeypatch.setattr(plugin, "_said", set())
     with subprocess.Popen([sys.executable, "-m", "kvshm.coordinator"]) as coordinator:
         yield name
@@ -195,13 +197,12 @@ def test_both_sides_name_the_field_that_differs(
 ) -> None:
     monkeypatch.setattr(miss_report, "PERIOD_SECONDS", 0.0)
     engine()
-    newcomer = engine(max_model_len=256)
-    wanted = {
-        f"max_model_len differs ({ours} here, {theirs} there)"
-        for ours, theirs in (("512", "256"), ("256", "512"))
-    }
+    newcomer = engine(prefix_caching_hash_algo="sha256_cbor")
+    both = (("sha256", "sha256_cbor"), ("sha256_cbor", "sha256"))
+    wanted = [f"hash_algorithm differs ({ours} here, {theirs} there)" for ours, theirs in both]
     for _ in wait_until("both sides say it", 10):
-        if wanted <= {line.rpartition(": ")[2] for line in lines if "cannot share" in line}:
+        said = [line for line in lines if "cannot share" in line]
+        if all(any(each in line for line in said) for each in wanted):
             break
     assert imported(newcomer) == 0
     assert counted(newcomer)["miss_fingerprint"] == 1
@@ -210,8 +211,8 @@ def test_both_sides_name_the_field_that_differs(
             break
     command = [sys.executable, "-m", "kvshm.tools.cli", "dump-index", "--namespace", namespace]
     dump = subprocess.run(command, capture_output=True, text=True).stdout
-    assert "max_model_len is 512 here, 256 there" in dump
-    assert "max_model_len is 256 here, 512 there" in dump
+    for ours, theirs in both:
+        assert f"hash_algorithm is {ours} here, {theirs} there" in dump
     assert len([line for line in lines if "cannot share" in line]) == 2
 
 
@@ -265,17 +266,6 @@ def test_without_a_touchpoint_for_resets_it_serves_unshared(
     assert said == ["not sharing the prefix cache: the block pool of this vLLM has no of_old"]
 
 
-def test_priority_scheduling_imports_only_and_says_so(engine: Make, lines: list[str]) -> None:
-    exporter = engine()
-    compute(exporter)
-    importer = engine(scheduling_policy="priority")
-    know(importer, exporter)
-    assert imported(importer) == 3
-    assert compute(importer, OTHER_PROMPT) == set()
-    (line,) = [line for line in lines if "importing only" in line]
-    assert "never computed" in line
-
-
 def test_a_failure_policy_is_overridden_and_that_is_said_once(
     engine: Make, lines: list[str]
 ) -> None:
@@ -307,3 +297,20 @@ def test_the_log_level_decides_what_is_shown(
     everything = ["DEBUG debug", "INFO info", "WARNING warning"]
     said = [line for line in capsys.readouterr().err.splitlines() if line in everything]
     assert said == everything[3 - shown :]
+
+
+# -- what a connector costs
+
+
+def test_a_connector_reserves_a_core_that_a_setting_gives_back(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/deployment.md says so of the CPU backend."""
+    monkeypatch.setattr(OMPProcessManager, "_parse_omp_threads_bind_env", lambda self: None)
+    config = engine().config
+    with monkeypatch.context() as patch:
+        patch.setattr(config, "kv_transfer_config", None)
+        plain = OMPProcessManager(config).reserve_cpu_num
+    assert OMPProcessManager(config).reserve_cpu_num == plain + 1
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", str(plain))
+    assert OMPProcessManager(config).reserve_cpu_num == plain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -145,16 +146,13 @@ def test_an_engine_that_joins_late_finds_what_is_there(pair: Pair, late: Engine)
     assert imported == pair.a.complete(EARLY)
 
 
-def test_priority_scheduling_imports_only_and_the_policy_is_overridden(
-    pair: Pair, later: Later
-) -> None:
+def test_priority_scheduling_shares_and_the_policy_is_overridden(pair: Pair, later: Later) -> None:
     engine = later.priority
     sent = list(prompts(1, seed=301))
     with observe(pair.node, engine) as seen:
         assert_bit_equal(ask_both(pair.node, pair.a, engine, sent))
     seen.assert_imported(shareable(sent[0]))
-    assert pair.node.shown(engine) == set()
-    assert len(engine.said("importing only: priority scheduling")) == 1
+    assert len(pair.node.shown(engine)) >= shareable(sent[0])
     assert len(engine.said("kv_load_failure_policy=fail overridden with recompute")) == 1
     assert len(engine.said("did you mean KVSHM_ROLE?")) == 1
     pair.node.stop_engines(engine)
@@ -284,7 +282,9 @@ def test_vllm_without_the_switch_is_untouched(pair: Pair, apart: Apart) -> None:
         assert plain.complete(prompt) == computed
         assert plain.complete(prompt) == pair.a.complete(prompt)
     assert plain.prompt_tokens().imported == 0
-    assert not [s for s in plain.log().splitlines() if "kvshm" in s and "plugins" not in s]
+    # Warnings name files below the environment, which may lie in a folder of this name.
+    said = plain.log().replace(sys.prefix, "").splitlines()
+    assert not [line for line in said if "kvshm" in line and "plugins" not in line]
     assert not pair.node.owned(plain)
     owned = set().union(*map(pair.node.owned, pair.node.engines))
     assert {s for s in pair.node.segments() if ".leases." not in s} == owned

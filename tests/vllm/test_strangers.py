@@ -15,7 +15,7 @@ from local_node import Engine, EngineSpec, wait_until
 from sharing_node import observe
 
 from .conftest import Pair
-from .engines import PATIENCE_S
+from .engines import PATIENCE_S, remove_what_vllm_leaves
 from .odd_vllm import with_version
 from .oracle import prompts, shareable
 
@@ -85,6 +85,7 @@ def test_another_vllm_dtype_seed_and_tensor_parallel_size(pair: Pair, tmp_path: 
             "VLLM_CPU_OMP_THREADS_BIND": "0|1",
             "PYTHONHASHSEED": "7",
             **with_version(tmp_path, "0.99.1"),
+            "KVSHM_ALLOW_UNTESTED_VLLM": "1",
         },
     )
     (stranger,) = pair.node.start_engines(spec)
@@ -97,14 +98,7 @@ def test_another_vllm_dtype_seed_and_tensor_parallel_size(pair: Pair, tmp_path: 
     assert_both_sides_name(pair, stranger, differing)
     assert_shares_nothing(pair, stranger, seed=310)
     pair.node.stop_engines(stranger)
-    _remove_what_vllm_leaves(stranger)
-
-
-def _remove_what_vllm_leaves(engine: Engine) -> None:
-    """vLLM's ranks on a CPU talk through shared memory that they do not remove."""
-    for name in set(re.findall(r"vllm_dist_[0-9a-f]{32}", engine.log())):
-        for left in Path("/dev/shm").glob(f"{name}-*"):
-            left.unlink()
+    remove_what_vllm_leaves(stranger)
 
 
 def test_another_block_size_hash_algorithm_and_kv_dtype(pair: Pair) -> None:
@@ -116,7 +110,7 @@ def test_another_block_size_hash_algorithm_and_kv_dtype(pair: Pair) -> None:
     }
     if torch.cpu._is_avx512_supported():  # else vLLM has no other KV dtype on a CPU
         arguments += ["--kv-cache-dtype", "fp8"]
-        differing["kv_dtype"] = "fp8"
+        differing["kv_dtype"] = "fp8_e4m3"
     spec = EngineSpec("stranger", pair.a.spec.model, core=1, arguments=tuple(arguments))
     (stranger,) = pair.node.start_engines(spec)
     assert_both_sides_name(pair, stranger, differing)

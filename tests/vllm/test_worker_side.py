@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch.nn import Module
 from kvshm.errors import TransportError
 from kvshm.hooks import worker
 from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.messages import RankReport, StepMetadata
+from kvshm.hooks.messages import QuietReport, QuietStep, RankReport, StepMetadata
 from kvshm.hooks.worker import WorkerSide
 from kvshm.plans import NO_TICKET, Load
 from kvshm.rank import RankCache
@@ -42,7 +44,8 @@ def connector() -> Iterator[KvshmConnector]:
     """A worker's connector, without the engine around it."""
     side = object.__new__(WorkerSide)
     side._finished, side._bad, side._report = set(), set(), RankReport(0)
-    side._described = True
+    side._under_way = set()
+    side._described, side._attached = True, frozenset()
     side._cache = RankCache(Unexportable(), Rank(0))  # type: ignore[arg-type]
     made = object.__new__(KvshmConnector)
     made.strict, made._scheduler, made._worker, made._connector_metadata = False, None, side, None
@@ -108,6 +111,11 @@ def test_an_epoch_that_ended_while_its_step_was_under_way_is_no_failure(
     assert bad == {5}
 
 
+def test_vllm_is_not_asked_to_call_for_every_layer(connector: KvshmConnector) -> None:
+    connector.bind_connector_metadata(StepMetadata(1))
+    assert not connector.has_connector_metadata()
+
+
 def test_new_weights_end_the_epoch_and_are_reported(connector: KvshmConnector) -> None:
     assert connector._worker is not None
     connector._worker._weights_change()
@@ -152,3 +160,58 @@ def test_a_description_covers_the_changes_before_it(
     assert not report.weights_changed
     step(connector, StepMetadata(2, open_table=table.name))
     assert table.life(0) == table.epoch
+
+
+def test_what_comes_up_between_quiet_steps_is_told_with_the_next(
+    connector: KvshmConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that neither asks for anything nor has anything to tell is answered by its number
+    alone, and asks the rank nothing; whatever the rank has come by meanwhile is not lost."""
+    side = connector._worker
+    assert side is not None
+    side._rank = Rank(3)
+    step(connector, StepMetadata(1))
+    with monkeypatch.context() as context:
+        context.setattr(side, "_cache", SimpleNamespace(attached=lambda: side._attached))
+        assert step(connector, QuietStep(2)) == (set(), set(), QuietReport(2))
+    peers = frozenset({Epoch(9)})
+    monkeypatch.setattr(side._cache, "attached", lambda: peers)
+    assert step(connector, QuietStep(3))[2].attached == {3: peers}
+    assert step(connector, QuietStep(4))[2].quiet
+    side._weights_change()
+    assert step(connector, QuietStep(5))[2].weights_changed
+    connector.hook_failed("some hook", ValueError())
+    assert step(connector, QuietStep(6))[2].failed
+    assert step(connector, QuietStep(7))[2] == QuietReport(7)
+
+
+def test_no_step_is_quiet_while_a_load_is_under_way(connector: KvshmConnector) -> None:
+    """However quiet the steps are in which it ends."""
+    load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), (BlockId(5),))
+    said = [step(connector, StepMetadata(1, loads=[load]))]
+    deadline = time.monotonic() + 100
+    while not said[-1][0]:
+        assert not said[-1][2].quiet
+        assert time.monotonic() < deadline
+        said.append(step(connector, QuietStep(2)))
+    assert said[-1][:2] == ({"r"}, {5})
+    assert step(connector, QuietStep(3)) == (set(), set(), QuietReport(3))
+
+
+def test_reports_of_several_ranks_become_one() -> None:
+    """Quiet only if all are: vLLM merges what the ranks say of a step."""
+    spoken = RankReport(4, attached={1: frozenset({Epoch(9)})})
+    assert QuietReport(4).aggregate(QuietReport(4)).quiet
+    for merged in (QuietReport(4).aggregate(spoken), spoken.aggregate(QuietReport(4))):
+        assert merged == spoken
+        assert not merged.quiet
+    assert QuietReport(4).aggregate(QuietReport(3)) == RankReport(3)
+
+
+@pytest.mark.parametrize("kind", [QuietStep, QuietReport])
+def test_a_quiet_message_has_every_value_and_packs_its_number(kind: Any) -> None:
+    told = pickle.loads(pickle.dumps(kind(7)))
+    assert vars(told) == {"step": 7}
+    full = StepMetadata(7) if kind is QuietStep else RankReport(7)
+    for name, value in vars(full).items():
+        assert bool(getattr(told, name)) == bool(value), name

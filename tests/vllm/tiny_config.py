@@ -32,6 +32,16 @@ TINY_LLAMA = {
     "torch_dtype": "bfloat16",
 }
 
+GEMMA = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "head_dim": 32,
+    "query_pre_attn_scalar": 32,
+    "sliding_window": 64,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+"""What of TINY_LLAMA is other in a Gemma 3, half of whose layers have a window."""
+
 
 def engine_config(directory: Path, architecture: dict[str, Any], **given: Any) -> VllmConfig:
     """Return the configuration of an engine for a Llama written to ``directory``.

@@ -1,0 +1,65 @@
+"""kvshm beside a connector that the user has configured (KVSHM_BESIDE=1): both in a MultiConnector.
+
+The user's comes first: it loads what it has, kvshm what it has not.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+MULTI = "MultiConnector"
+_TAKEN = "connectors"
+
+
+def beside_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
+    """Return why the configured connectors cannot be combined with kvshm's, or None.  Imports
+    them."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    names = [name for name in vars(KVConnectorBase_V1) if not name.startswith("_")]
+    unknown = {name for name in names if name not in vars(MultiConnector)}
+    if vllm_config.device_config.device_type == "cpu":
+        unknown.add("get_mem_pool_context")  # kvshm's places the cache there, and only one can
+    for child in _children(transfer):
+        connector: Any = KVConnectorFactory.get_connector_class(_configuration(child))
+        own = {n for n in unknown if getattr(connector, n) is not getattr(KVConnectorBase_V1, n)}
+        if own:
+            return f"{child['kv_connector']} cannot be combined for its {', '.join(sorted(own))}"
+    return None
+
+
+def combined(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTransferConfig:
+    """Return the configuration of both.  Role, engine id and everything else are the user's;
+    failed loads are recomputed, because with kvshm a block may vanish."""
+    made = copy.copy(transfer)
+    made.kv_connector, made.kv_connector_module_path = MULTI, None
+    made.kv_load_failure_policy = "recompute"
+    own = {**ours, "kv_role": transfer.kv_role}
+    made.kv_connector_extra_config = {
+        **transfer.kv_connector_extra_config,
+        _TAKEN: [*_children(transfer), own],
+    }
+    return made
+
+
+def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:
+    """The connectors as a MultiConnector lists them.  It hands them its own engine id."""
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == MULTI:
+        return list(extra.get(_TAKEN, ()))
+    child = {f.name: getattr(transfer, f.name) for f in fields(transfer) if f.name != "engine_id"}
+    child["kv_connector_extra_config"] = {k: v for k, v in extra.items() if k != _TAKEN}
+    return [child]
+
+
+def _configuration(child: dict[str, Any]) -> KVTransferConfig:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(**child)

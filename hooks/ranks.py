@@ -1,0 +1,77 @@
+"""The ranks, asked directly over vLLM's executor, between steps and while none is to come.
+
+vLLM's own way to ask at the start, the handshake of connectors, is one for all connectors of
+an engine: a MultiConnector gives the first answer it gets to every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from .callers import callers_with
+from .messages import RankDescription
+
+if TYPE_CHECKING:
+    from .connector import KvshmConnector
+
+
+class Ranks:
+    """All workers of this engine.  EngineCore's main thread; every call waits for the steps
+    that were dispatched before."""
+
+    def __init__(self, executor: Any) -> None:
+        self._executor = executor
+
+    @classmethod
+    def of_caller(cls) -> Ranks | None:
+        """The ranks of the vLLM core that is calling, or None."""
+        cores = callers_with("model_executor")
+        return cls(cores[0].model_executor) if cores else None
+
+    def describe(self) -> dict[int, RankDescription]:
+        """What they say of themselves, by rank; blocks for as long as they digest weights."""
+        answers = self._executor.collective_rpc(_describe)
+        return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
+
+    def give_up(self, load_ids: Iterable[str]) -> set[str]:
+        """End loads of an epoch that has ended; returns those of which no rank copies or will
+        report anything any more.  The rest is reported with a step, as always."""
+        answers = self._executor.collective_rpc(_ended, args=(sorted(load_ids),))
+        ended: set[str] = set.intersection(*map(set, answers)) if answers else set()
+        if ended:
+            self._executor.collective_rpc(_forget, args=(sorted(ended),))
+        return ended
+
+
+def is_beside_others(connector: object) -> bool:
+    """Whether this worker's connector is one of several.  Worker only."""
+    return has_kv_transfer_group() and get_kv_transfer_group() is not connector
+
+
+# These run in every worker; the first argument is vLLM's worker.
+
+
+def _describe(_: object) -> RankDescription | None:
+    return own.describe() if (own := _own_connector()) else None
+
+
+def _ended(_: object, load_ids: list[str]) -> set[str]:
+    return own.wait_for_end(load_ids) if (own := _own_connector()) else set()
+
+
+def _forget(_: object, load_ids: list[str]) -> None:
+    if own := _own_connector():
+        own.forget_loads(load_ids)
+
+
+def _own_connector() -> KvshmConnector | None:
+    from .connector import KvshmConnector  # which imports this module
+
+    if not has_kv_transfer_group():
+        return None
+    group: Any = get_kv_transfer_group()
+    connectors = (group, *getattr(group, "sub_connectors", ()))
+    return next((c for c in connectors if isinstance(c, KvshmConnector)), None)

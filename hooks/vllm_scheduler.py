@@ -1,0 +1,97 @@
+"""What kvshm does to vLLM's own Scheduler, which knows nothing of it: resets of the cache.
+
+As plain vLLM does, an engine with kvshm drops its cache when it is told to.  Two things stand
+against it.  Blocks of preempted requests wait for the steps in flight, because a connector that
+imports might fill them while such a step still writes.  And a load under way holds blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .callers import callers_with
+
+
+class VllmScheduler:
+    """vLLM's Scheduler.  EngineCore's main thread; by attributes that docs/vllm-facts.md lists."""
+
+    def __init__(self, scheduler: Any, connector: object) -> None:
+        self.scheduler = scheduler
+        self.alone = scheduler.connector is connector
+        """Whether there is no connector beside."""
+        self._fence = 0
+        self._preempts = False
+        self._reset = scheduler.reset_prefix_cache
+        scheduler.reset_prefix_cache = self._reset_prefix_cache
+
+    @classmethod
+    def of_caller(cls, connector: object) -> VllmScheduler | None:
+        """The scheduler that is calling, or None."""
+        found = callers_with("recompute_kv_load_failures")
+        return cls(found[0], connector) if found else None
+
+    def recompute(self) -> bool:
+        """Have failed loads be recomputed; whether that was not so.  The policy of a
+        MultiConnector counts, not that of the connectors in it."""
+        given = bool(self.scheduler.recompute_kv_load_failures)
+        self.scheduler.recompute_kv_load_failures = True
+        return not given
+
+    def import_refusal(self) -> str | None:
+        """Return why nothing may be imported, or None.  vLLM holds freed blocks back from late
+        writers only if the outermost connector's role is to import."""
+        one_at_a_time = self.scheduler.vllm_config.max_concurrent_batches <= 1
+        if self.scheduler.defer_block_free or one_at_a_time:
+            return None
+        return "kv_role=kv_producer of the engine lets blocks be freed while they are written"
+
+    def may_import(self) -> bool:
+        """Whether free blocks are free of writers: not while steps are in flight that began
+        before a reset."""
+        return not self._fence or self.scheduler.processed_step_seq >= self._fence
+
+    def make_way(self, give_up: Callable[[], set[str]]) -> None:
+        """The pool is about to be reset, for which all blocks must be free.
+
+        Deferred blocks become free now, as without a connector: whatever computes into them
+        next is ordered behind the steps in flight.  An import is not, so there is none until
+        these are over.  ``give_up`` ends the loads under way and returns their requests; it is
+        called only if the requests that run have been preempted for this reset.
+        """
+        if not self.alone:
+            return  # another connector may import as well
+        self._free_deferred()
+        if self._preempts and not self.scheduler.running:
+            for request_id in give_up() | set(self.scheduler.finished_recving_kv_req_ids):
+                self._hand_back(request_id)
+
+    def _free_deferred(self) -> None:
+        scheduler = self.scheduler
+        while scheduler.deferred_frees:
+            fence, blocks = scheduler.deferred_frees.popleft()
+            self._fence = max(fence, self._fence)
+            scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
+
+    def _hand_back(self, request_id: str) -> None:
+        """What vLLM does when a load has ended and all of it has failed, but at once."""
+        scheduler = self.scheduler
+        request = scheduler.requests[request_id]
+        if request.is_finished():
+            scheduler._free_blocks(request)
+            return
+        scheduler._handle_failed_recving({request_id})
+        scheduler.finished_recving_kv_req_ids.add(request_id)
+        scheduler.kv_holding_waiting.remove_requests([request])
+        scheduler.deferred_waiting.discard(request)
+        scheduler._handle_blocked_waiting_request(request)
+        scheduler.waiting.prepend_request(request)
+
+    def _reset_prefix_cache(
+        self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
+        self._preempts = reset_running_requests
+        try:
+            return self._reset(reset_running_requests, *args, **kwargs)
+        finally:
+            self._preempts = False

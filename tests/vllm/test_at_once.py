@@ -1,0 +1,344 @@
+"""Imports that their own step waits for: no token computed from a block that did not arrive is
+ever delivered, shown to others, or hit by another request.
+
+vLLM's real schedulers and the real connector run random work.  The model is played: a token's KV
+follows from the token and the KV before it, read from where the block table says, and the next
+token follows from the last KV.  As in the model runner, a step's tokens are those of the worker.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvshm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
+from kvshm.hooks.messages import RankReport
+from kvshm.plans import NO_TICKET, Load, LoadReport, Piece, Plan, PlannedRun
+from kvshm.records import RECORD_BYTES, SlotState
+from kvshm.terms import NO_LEASE_BIT, Epoch
+
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, prompt
+from .test_contents import GARBAGE, Kv, contents, kv_of
+
+PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
+
+
+def next_token(kv: int) -> int:
+    return 1 + abs(kv) % 50
+
+
+def answer_to(tokens: list[int], count: int) -> list[int]:
+    """What the model answers when everything goes right."""
+    tokens, begin = list(tokens), len(tokens)
+    kv = contents(0, tokens)
+    for _ in range(count):
+        tokens.append(next_token(kv[-1]))
+        kv.append(kv_of(0, kv[-1], tokens[-1]))
+    return tokens[begin:]
+
+
+@dataclass
+class Part:
+    """What a step computes of one request."""
+
+    request: Request
+    table: list[int]
+    begin: int
+    count: int
+    anew: list[int] | None
+    """All its tokens, where the worker is told them."""
+    samples: bool
+
+
+@dataclass
+class Node:
+    """The engine, its one rank, and what lies in the rank's memory."""
+
+    e: DrivenEngine
+    rnd: random.Random
+    failing: float = 0.6
+    memory: dict[int, Kv] = field(default_factory=dict)
+    steps: deque[tuple[Sent, list[Part]]] = field(default_factory=deque)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    """The worker's, by request."""
+    delivered: dict[str, list[int]] = field(default_factory=dict)
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    chains: dict[bytes, list[int]] = field(default_factory=dict)
+    later: list[tuple[Load, Request]] = field(default_factory=list)
+    """Asynchronous loads under way."""
+    awaited: int = 0
+    failed: int = 0
+
+    def __post_init__(self) -> None:
+        self.memory = {b: [GARBAGE] * BLOCK_SIZE for b in range(self.e.num_blocks)}
+        self.side = self.e.connector._scheduler
+        self.side.importer.attached[0] = frozenset({Epoch(PEER.info.epoch)})
+
+    # -- a peer that holds all prompts
+
+    def probe(self, chain: list[bytes], start: int, stop: int) -> Plan | None:
+        if self.rnd.random() < 0.3:
+            return None
+        stop = self.rnd.randint(start + 1, stop)
+        runs = (PlannedRun(PEER, bytes(RECORD_BYTES * (stop - start))),)
+        return Plan(self.e.table.epoch, start, runs, 0.0)
+
+    def begin_load(self, plan: Plan, load_id: str, targets: tuple[int, ...]) -> Load:
+        epoch, lost = self.e.table.epoch, ()
+        if self.rnd.random() < 0.05:
+            targets, lost = targets[:-1], targets[-1:]
+        pieces = (Piece(Epoch(77), "t", (), b"", b"", targets),) if targets else ()
+        return Load(load_id, epoch, NO_TICKET, NO_LEASE_BIT, pieces, lost)
+
+    # -- work
+
+    def add(self) -> None:
+        name, start = f"r{len(self.prompts)}", self.rnd.choice((1, 1, 500, 1000, 1500, 2000))
+        tokens = prompt(7, first=start)[: self.rnd.randint(3, 7 * BLOCK_SIZE)]
+        if self.rnd.random() < 0.5:
+            tokens += [self.rnd.randint(1, 3) for _ in range(self.rnd.randint(1, BLOCK_SIZE))]
+        self.prompts[name], self.delivered[name] = tokens, []
+        self.e.add(name, tokens, max_tokens=self.rnd.choice((1, 5, 30)))
+
+    def abort(self) -> None:
+        if names := list(self.e.scheduler.requests):
+            self.e.scheduler.finish_requests(self.rnd.choice(names), RequestStatus.FINISHED_ABORTED)
+
+    def loading(self) -> bool:
+        """Whether an asynchronous load is under way, or about to be."""
+        return bool(self.later) or any(sent.metadata.loads for sent, _ in self.steps)
+
+    def schedule(self) -> None:
+        sent = self.e.schedule()
+        told = {new.req_id for new in sent.output.scheduled_new_reqs}
+        told |= set(sent.output.scheduled_cached_reqs.resumed_req_ids)
+        parts = []
+        for name, count in sent.output.num_scheduled_tokens.items():
+            request = self.e.scheduler.requests[name]
+            anew = list(request._all_token_ids) if name in told else None
+            begin = request.num_computed_tokens - count
+            samples = not request.is_prefill_chunk
+            parts.append(Part(request, self.e.blocks_of(name), begin, count, anew, samples))
+            self.note(request)
+        self.steps.append((sent, parts))
+
+    def run(self) -> None:
+        """The oldest step is computed, and its output arrives."""
+        sent, parts = self.steps.popleft()
+        report = RankReport(step=sent.metadata.step)
+        for load in sent.metadata.at_once:
+            self.awaited += 1
+            request_id = load.load_id.partition("\0")[0]
+            part = next(part for part in parts if part.request.request_id == request_id)
+            bad = self.fill(load, part.request, part.table)
+            silent = self.rnd.random() < 0.1
+            if not silent:
+                report.loads.append(LoadReport(load.load_id, bad))
+            self.failed += bool(bad) or silent
+        for load in sent.metadata.loads:
+            self.later.append((load, self.e.scheduler.requests[load.load_id]))
+        sampled = [self.compute(part) for part in parts]
+        finished = self.end_some(report)
+        names = [part.request.request_id for part in parts]
+        output = KVConnectorOutput(
+            finished_recving=finished or None,
+            kv_connector_worker_meta=as_told(report),
+            invalid_block_ids={b for r in report.loads if r.load_id in finished for b in r.bad},
+        )
+        done = self.e.scheduler.update_from_output(
+            sent.output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=sampled,
+                kv_connector_output=output,
+            ),
+        )
+        for one in itertools.chain.from_iterable(each.outputs for each in done.values()):
+            self.deliver(one.request_id, one.new_token_ids)
+        for part in parts:
+            self.note(part.request)
+
+    def fill(self, load: Load, request: Request, table: list[int]) -> tuple[int, ...]:
+        bad, tokens = list(load.lost), list(request._all_token_ids)
+        for target in (t for piece in load.pieces for t in piece.targets):
+            index = table.index(target)
+            if self.rnd.random() < self.failing / 3:
+                bad.append(target)
+                self.memory[target] = [GARBAGE] * BLOCK_SIZE
+            else:
+                self.memory[target] = contents(0, tokens[: (index + 1) * BLOCK_SIZE])[-BLOCK_SIZE:]
+        return tuple(bad)
+
+    def end_some(self, report: RankReport) -> set[str]:
+        finished = set()
+        for load, request in list(self.later):
+            if self.rnd.random() < 0.5:
+                table = self.e.blocks_of(load.load_id)
+                report.loads.append(LoadReport(load.load_id, self.fill(load, request, table)))
+                finished.add(load.load_id)
+                self.later.remove((load, request))
+        return finished
+
+    def compute(self, part: Part) -> list[int]:
+        name = part.request.request_id
+        if part.anew is not None:
+            self.tokens[name] = part.anew
+        tokens = self.tokens[name]
+        kv = self.at(part.table, part.begin - 1) if part.begin else 0
+        for position in range(part.begin, part.begin + part.count):
+            kv = kv_of(0, kv, tokens[position])
+            self.memory[part.table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = kv
+        if not part.samples:
+            return []
+        tokens.append(next_token(kv))
+        return [tokens[-1]]
+
+    def at(self, table: list[int], position: int) -> int:
+        return self.memory[table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+
+    def note(self, request: Request) -> None:
+        for index, block_hash in enumerate(request.block_hashes):
+            tokens = list(request._all_token_ids)[: (index + 1) * BLOCK_SIZE]
+            self.chains[bytes(block_hash)] = tokens
+
+    # -- what must hold
+
+    def deliver(self, name: str, tokens: list[int]) -> None:
+        self.delivered[name] += tokens
+        wanted = answer_to(self.prompts[name], len(self.delivered[name]))
+        assert self.delivered[name] == wanted, name
+
+    def check(self) -> None:
+        for block in self.e.scheduler.kv_cache_manager.block_pool.blocks:
+            if self.e.table.slot(block.block_id).state is SlotState.READY:
+                slot = self.e.table.slot(block.block_id)
+                pure = contents(0, self.chains[bytes(slot.block_hash)])
+                assert self.memory[block.block_id] == pure[-BLOCK_SIZE:]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_token_comes_of_a_block_that_did_not_arrive(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, seed: int
+) -> None:
+    e = engine(asynchronous=asynchronous, num_blocks=28, max_num_batched_tokens=72, max_num_seqs=8)
+    node = Node(e, random.Random(seed))
+    monkeypatch.setattr(node.side.cache, "anybody", lambda: True)
+    monkeypatch.setattr(node.side.cache, "probe", node.probe)
+    monkeypatch.setattr(node.side.cache, "begin_load", node.begin_load)
+    monkeypatch.setattr(e.connector, "pool_reset", lambda: None)  # the weights stay, so may blocks
+    for _ in range(800):
+        kind = node.rnd.random()
+        if kind < 0.12:
+            node.add()
+        elif kind < 0.14:
+            node.abort()
+        elif kind < 0.16 and not node.loading():
+            e.scheduler.reset_prefix_cache(reset_running_requests=True)
+        elif len(node.steps) > asynchronous or (node.steps and kind < 0.5):
+            node.run()
+        else:
+            node.schedule()
+        node.check()
+    while node.steps:
+        node.run()
+    for _ in range(300):
+        node.schedule()
+        node.run()
+    assert not [r for r in e.scheduler.requests.values() if not r.is_finished()]
+    importer = node.side.importer
+    assert (importer._imports, importer._first_hashes, importer._ended) == ({}, {}, set())
+    assert importer.at_once._withheld == {}
+    assert node.awaited > node.failed > 3
+    assert sum(map(len, node.delivered.values())) > 100
+
+
+def found(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer holds three blocks of whatever is asked for, and leases all of them."""
+    plan = Plan(node.e.table.epoch, 0, (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),), 0.0)
+    piece = Piece(Epoch(77), "t", (), b"", b"", ())
+
+    def begin_load(_: Plan, load_id: str, targets: tuple[int, ...]) -> Load:
+        pieces = (replace(piece, targets=targets),)
+        return Load(load_id, node.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
+
+    monkeypatch.setattr(node.side.cache, "anybody", lambda: True)
+    monkeypatch.setattr(node.side.cache, "probe", lambda *_: plan)
+    monkeypatch.setattr(node.side.cache, "begin_load", begin_load)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_load_counts_only_if_every_rank_says_so(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, ranks: int
+) -> None:
+    """And then at once: vLLM hears nothing of it, and the blocks have their hashes."""
+    e = engine(asynchronous=asynchronous)
+    node = Node(e, random.Random(1), failing=0.0)
+    importer = node.side.importer
+    monkeypatch.setattr(importer, "_num_ranks", ranks)
+    importer.attached[1] = importer.attached[0]
+    if ranks == 1:
+        del importer.attached[1]
+    found(node, monkeypatch)
+    node.prompts["r"], node.delivered["r"] = prompt(3), []
+    request = e.add("r", prompt(3), max_tokens=9)
+    node.schedule()
+    sent = node.steps[0][0]
+    assert sent.output.has_sync_kv_loads
+    assert sent.output.num_scheduled_tokens == {"r": 3}
+    blocks = e.scheduler.kv_cache_manager.block_pool.blocks
+    table = e.blocks_of("r")[:3]
+    assert [blocks[block].block_hash for block in table] == [None] * 3
+    if asynchronous:
+        node.schedule()
+    monkeypatch.setattr(node.rnd, "random", lambda: 0.9)  # the one rank says that all is well
+    node.run()
+    assert request.num_preemptions == ranks - 1
+    counted = [e.table.counters.read(each) for each in (IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED)]
+    assert counted == ([3, 1, 0] if ranks == 1 else [0, 0, 1])
+    if ranks == 1:
+        assert all(blocks[block].block_hash for block in table)
+        assert set(table) <= e.ready()
+    for _ in range(12):
+        node.schedule()
+        node.run()
+    assert len(node.delivered["r"]) == 9
+
+
+def test_a_load_shows_nothing_of_what_its_blocks_hold_by_then(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request was preempted while the step that waits for the load was under way, and got the
+    same blocks again, each for another part of its prompt."""
+    e = engine(asynchronous=True)
+    node = Node(e, random.Random(1), failing=0.0)
+    found(node, monkeypatch)
+    monkeypatch.setattr(e.connector, "pool_reset", lambda: None)  # the weights stay, so may blocks
+    node.prompts["r"], node.delivered["r"] = prompt(3), []
+    e.add("r", prompt(3), max_tokens=9)
+    node.schedule()
+    before = e.blocks_of("r")
+    e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    monkeypatch.setattr(node.side.cache, "anybody", lambda: False)
+    node.schedule()
+    assert e.blocks_of("r") == before[::-1]
+    monkeypatch.setattr(node.rnd, "random", lambda: 0.9)  # the rank says that all is well
+    node.run()
+    assert node.awaited == 1
+    assert e.ready() == set()  # the step that writes them has not run
+    node.run()
+    assert e.ready() == set(e.blocks_of("r")[:3])
+    node.check()

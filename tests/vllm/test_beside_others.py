@@ -1,0 +1,240 @@
+"""kvshm as one of a MultiConnector's connectors, before and behind another one of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorRole,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorWorkerMetadata,
+)
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import RequestStatus
+
+from kvshm.hooks.messages import RankReport
+from kvshm.plans import LoadReport
+
+from .conftest import Lines
+from .scheduling import (
+    BLOCK_SIZE,
+    DrivenEngine,
+    Make,
+    Sent,
+    description,
+    imagined_cache,
+    own_connector,
+    prompt,
+)
+
+OURS = {
+    "kv_connector": "KvshmConnector",
+    "kv_connector_module_path": "kvshm.hooks.connector",
+    "kv_role": "kv_both",
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "ExampleConnector": {"shared_storage_path": "/nowhere"},
+    "OffloadingConnector": {"cpu_bytes_to_use": 1 << 20},
+    "NixlConnector": {},
+}
+BOTH_ORDERS = [(name, first) for name in OTHERS for first in (True, False)]
+
+
+@dataclass
+class BesideEngine(DrivenEngine):
+    """Its workers are asked over the executor, because the handshake is another one's."""
+
+    handshake: dict[tuple[int, int], Any] = field(default_factory=dict)
+    model_executor: Any = None
+
+    def shake_hands(self) -> None:
+        self.model_executor = self
+        self.scheduler.get_kv_connector().set_xfer_handshake_metadata_pp_aware(self.handshake)
+
+    def collective_rpc(self, what: Any, args: tuple[Any, ...] = ()) -> list[Any]:
+        assert what.__module__ == "kvshm.hooks.ranks"  # travels by its name
+        return [description()]
+
+    @property
+    def place(self) -> int:
+        return list(self.scheduler.connector.sub_connectors).index(self.connector)
+
+    def reported(self, report: RankReport) -> MultiKVConnectorWorkerMetadata:
+        return MultiKVConnectorWorkerMetadata(
+            tuple(report if i == self.place else None for i in range(2))
+        )
+
+    def step(self, report: RankReport | None = None) -> Sent:
+        sent = self.schedule()
+        own = report or RankReport(sent.metadata.metadata[self.place].step)
+        self.answer(sent, KVConnectorOutput(kv_connector_worker_meta=self.reported(own)))
+        return sent
+
+    def close(self) -> None:
+        self.scheduler.connector.shutdown()
+
+
+def config_of(model: Path, other: str, ours_first: bool, **policy: Any) -> VllmConfig:
+    theirs = {"kv_connector": other, "kv_role": "kv_both"}
+    theirs["kv_connector_extra_config"] = OTHERS[other]
+    connectors = [OURS, theirs] if ours_first else [theirs, OURS]
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": connectors},
+        **policy,
+    )
+    config = EngineArgs(
+        model=str(model), dtype="bfloat16", block_size=32, kv_transfer_config=transfer,
+        enforce_eager=True, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256,
+    ).create_engine_config()  # fmt: skip
+    config.scheduler_config.async_scheduling = False
+    config.cache_config.block_size = BLOCK_SIZE
+    return config
+
+
+MakeBeside = Callable[..., BesideEngine]
+
+
+@pytest.fixture
+def beside(model: Path, engine: Make) -> Iterator[MakeBeside]:
+    """Makes engines that end with the test; ``engine`` sets the run directory."""
+    made: list[BesideEngine] = []
+
+    def make(other: str, ours_first: bool, shares: bool = True, **more: Any) -> BesideEngine:
+        config = config_of(model, other, ours_first)
+        made.append(BesideEngine(config, shares=shares, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize(("other", "ours_first"), BOTH_ORDERS)
+def test_an_engine_shares_beside_another_connector(
+    beside: MakeBeside, other: str, ours_first: bool
+) -> None:
+    e = beside(other, ours_first)
+    e.add("a", prompt(3), max_tokens=2)
+    e.step()
+    assert e.ready() == set(e.blocks_of("a")[:3])
+    e.step()
+    assert e.scheduler.get_num_unfinished_requests() == 0
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_what_another_connector_says_of_its_ranks_is_left_to_it(
+    beside: MakeBeside, ours_first: bool
+) -> None:
+    foreign = {(0, 0): KVConnectorHandshakeMetadata()}
+    assert beside("ExampleConnector", ours_first, handshake=foreign).table.epoch
+
+
+def test_an_engine_whose_ranks_cannot_be_asked_says_so(
+    model: Path, engine: Make, lines: Lines
+) -> None:
+    alone = DrivenEngine.__new__(DrivenEngine)
+    alone.shake_hands = lambda: own_connector(  # type: ignore[method-assign]  # another core
+        alone.scheduler
+    ).set_xfer_handshake_metadata_pp_aware({})
+    DrivenEngine.__init__(alone, config_of(model, "NixlConnector", True), shares=False)
+    assert any("these have not said where their KV cache lies: 0" in line for line in lines)
+    alone.scheduler.connector.shutdown()
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+def test_a_worker_beside_others_is_asked_and_gives_no_handshake(
+    model: Path, engine: Make, monkeypatch: pytest.MonkeyPatch, ours_first: bool
+) -> None:
+    config = config_of(model, "ExampleConnector", ours_first)
+    group = MultiConnector(config, KVConnectorRole.WORKER, imagined_cache(8))
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", group)
+    assert group.get_handshake_metadata() is None
+    from kvshm.hooks.ranks import _describe
+
+    answer = _describe(None)
+    assert answer is not None
+    assert answer.refusal == "the KV cache was not registered"
+    group.shutdown()
+
+
+@pytest.mark.parametrize("ours_first", [True, False])
+@pytest.mark.parametrize("child", [{}, {"kv_load_failure_policy": "recompute"}])
+def test_a_lost_lease_is_a_miss_and_no_error(
+    beside: MakeBeside, lines: Lines, monkeypatch: pytest.MonkeyPatch, child: Any, ours_first: bool
+) -> None:
+    """The scheduler reads the outermost configuration's policy, which is "fail" by default."""
+    monkeypatch.setitem(OURS, "kv_load_failure_policy", child.get("kv_load_failure_policy", "fail"))
+    e = beside("ExampleConnector", ours_first)
+    assert e.config.kv_transfer_config is not None
+    assert e.config.kv_transfer_config.kv_load_failure_policy == "fail"
+    assert any("overridden with recompute" in line for line in lines)
+    matches = iter([2 * BLOCK_SIZE])
+    e.connector._scheduler.importer.match = lambda *_: next(matches, 0)  # nobody has these blocks
+    e.add("a", prompt(3), max_tokens=1)
+    sent = e.schedule()
+    (load,) = sent.metadata.metadata[e.place].loads
+    lost = RankReport(step=0, loads=[LoadReport("a", load.lost)])
+    said = e.scheduler.update_from_output(
+        sent.output,
+        ModelRunnerOutput(
+            req_ids=[],
+            req_id_to_index={},
+            sampled_token_ids=[],
+            kv_connector_output=KVConnectorOutput(
+                finished_recving={"a"},
+                kv_connector_worker_meta=e.reported(lost),
+                invalid_block_ids=set(load.lost),
+            ),
+        ),
+    )
+    assert not [o for outputs in said.values() for o in outputs.outputs]
+    request = e.scheduler.requests["a"]
+    assert request.status is not RequestStatus.FINISHED_ERROR
+    e.step()
+    assert request.get_finished_reason() is FinishReason.LENGTH
+
+
+def test_without_a_policy_nothing_is_imported(
+    beside: MakeBeside, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where vLLM's scheduler cannot be told to recompute, a lost lease would fail its request."""
+    monkeypatch.setattr("kvshm.hooks.vllm_scheduler.callers_with", lambda _: [])
+    e = beside("ExampleConnector", ours_first=True)
+    assert "exporting only: vLLM's scheduler was not found" in lines
+    e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE
+    e.add("a", prompt(3), max_tokens=3)
+    e.step()
+    assert len(e.ready()) == 3
+
+
+def test_an_engine_that_vllm_does_not_know_as_importing_imports_nothing(
+    model: Path, engine: Make, lines: Lines
+) -> None:
+    """Its freed blocks may still be written while a copy fills them."""
+    config = config_of(model, "NixlConnector", True)
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_role = "kv_producer"
+    config.scheduler_config.async_scheduling = True
+    e = BesideEngine(config, asynchronous=True)
+    assert any(line.startswith("exporting only: kv_role=kv_producer") for line in lines)
+    e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE
+    e.add("a", prompt(3), max_tokens=3)
+    e.step()
+    assert len(e.ready()) == 3
+    e.close()

@@ -1,0 +1,246 @@
+"""What others may read holds what its hash says, also where steps write tokens that do not stay.
+
+vLLM's real schedulers and the real connector run random work: drafts that are rejected, sessions
+that drop their stop token and go on, requests that are preempted or aborted while a step of
+theirs is under way.  The model is played as in test_contents.py, but it keeps its own account of
+every request, as a worker does, and writes what it computes: drafts included.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvshm.hooks.messages import RankReport
+from kvshm.records import SlotState
+
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, prompt
+from .test_contents import GARBAGE, Kv, contents, kv_of
+
+NUM_DRAFTS = 3
+STOP = 2
+SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": NUM_DRAFTS,
+    "prompt_lookup_max": 3,
+}
+
+
+@dataclass
+class Account:
+    """What the rank knows of a request."""
+
+    tokens: list[int]
+    computed: int
+    drafts: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Part:
+    """A request's part of a step."""
+
+    request: Request
+    table: list[int]
+    count: int
+    num_drafts: int
+    begins: Account | None
+    """The account that the rank is given, if the request begins, resumes or goes on."""
+
+
+@dataclass
+class Rank:
+    """The engine's one rank, and what lies in its memory."""
+
+    e: DrivenEngine
+    rnd: random.Random
+    drafts: bool
+    priorities: bool
+    memory: dict[int, Kv] = field(default_factory=dict)
+    tokens: dict[bytes, list[int]] = field(default_factory=dict)
+    accounts: dict[str, Account] = field(default_factory=dict)
+    steps: deque[tuple[Sent, list[Part]]] = field(default_factory=deque)
+    drafting: set[int] = field(default_factory=set)
+    """Blocks into which the drafter writes on, after the step's output was handed over."""
+    added: int = 0
+    seen: int = 0
+    preempted: int = 0
+
+    def __post_init__(self) -> None:
+        self.memory = {b: [GARBAGE] * BLOCK_SIZE for b in range(self.e.num_blocks)}
+
+    # -- random work
+
+    def add(self) -> None:
+        first, length = self.rnd.choice((1, 1, 500)), self.rnd.randint(3, 5 * BLOCK_SIZE)
+        tokens = prompt(6, first=first)[:length]
+        tokens += [self.rnd.randint(1, 3) for _ in range(self.rnd.randint(0, BLOCK_SIZE))]
+        extra: dict[str, Any] = {"resumable": self.rnd.random() < 0.3}
+        if self.priorities:
+            extra["priority"] = self.rnd.randint(0, 3)
+        request = self.e.add(f"r{self.added}", tokens, max_tokens=self.rnd.randint(1, 60), **extra)
+        if self.rnd.random() < 0.5:
+            request.sampling_params.stop_token_ids = [STOP]
+        self.note(request)
+        self.added += 1
+
+    def abort(self) -> None:
+        if names := list(self.e.scheduler.requests):
+            self.e.scheduler.finish_requests(self.rnd.choice(names), RequestStatus.FINISHED_ABORTED)
+
+    def go_on(self) -> None:
+        """The client of some session sends its next input, perhaps before it is asked to."""
+        sessions = [r for r in self.e.scheduler.requests.values() if r.resumable]
+        if sessions:
+            session = self.rnd.choice(sessions)
+            # Fewer than there were drafts, and this vLLM stops with an error.
+            length = self.rnd.randint(NUM_DRAFTS + 1, BLOCK_SIZE)
+            tokens = [self.rnd.randint(1, 3) for _ in range(length)]
+            self.e.continue_session(session.request_id, tokens, self.rnd.randint(1, 30))
+            session.sampling_params.stop_token_ids = [STOP]
+            self.note(session)
+
+    def schedule(self) -> None:
+        sent = self.e.schedule()
+        output = sent.output
+        begins = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            if name in cached.resumed_req_ids:
+                begins[name] = computed
+        parts = []
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.e.scheduler.requests[name]
+            account = None
+            if name in begins:
+                account = Account(list(request._all_token_ids), begins[name])
+            num_drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            parts.append(Part(request, self.e.blocks_of(name), count, num_drafts, account))
+        self.preempted += len(output.preempted_req_ids or ())
+        self.steps.append((sent, parts))
+
+    # -- the rank
+
+    def run(self) -> None:
+        sent, parts = self.steps.popleft()
+        self.drafting.clear()
+        answers = [self.compute(part) for part in parts]
+        names = [part.request.request_id for part in parts]
+        report = as_told(RankReport(sent.metadata.step, sent.metadata.fence))
+        self.e.scheduler.update_from_output(
+            sent.output,
+            ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={name: i for i, name in enumerate(names)},
+                sampled_token_ids=answers,
+                kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=report),
+            ),
+        )
+        if self.drafts and not self.e.asynchronous:
+            drafts = [self.accounts[name].drafts for name in names]
+            self.e.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+        for part in parts:
+            self.note(part.request)
+
+    def compute(self, part: Part) -> list[int]:
+        """Write what the step computes of one request; returns the tokens it samples."""
+        name = part.request.request_id
+        if part.begins is not None:
+            self.accounts[name] = part.begins
+        account = self.accounts[name]
+        # vLLM pads with drafts that do not exist.
+        drafts = (account.drafts + [GARBAGE] * NUM_DRAFTS)[: part.num_drafts]
+        tokens = account.tokens + drafts
+        readable = self.readable()
+        for p in range(account.computed, account.computed + part.count):
+            if p // BLOCK_SIZE < len(part.table):
+                block = part.table[p // BLOCK_SIZE]
+                assert block not in readable, "written while others read it"
+                before = self.at(part.table, p - 1) if p else 0
+                token = tokens[p] if p < len(tokens) else GARBAGE
+                self.memory[block][p % BLOCK_SIZE] = kv_of(0, before, token)
+                if self.drafts:
+                    self.drafting.add(block)
+        if account.computed + part.count - part.num_drafts < len(account.tokens):
+            account.computed += part.count  # a chunk of a prefill
+            return []
+        return self.sample(account, part, drafts)
+
+    def sample(self, account: Account, part: Part, drafts: list[int]) -> list[int]:
+        accepted: list[int] = []
+        for draft in drafts:
+            if draft == GARBAGE or self.rnd.random() > 0.6:
+                break
+            accepted.append(draft)
+        account.computed += part.count - part.num_drafts + len(accepted)
+        sampled = [*accepted, self.rnd.randint(1, 3)]
+        account.tokens += sampled
+        account.drafts = [self.rnd.randint(1, 3) for _ in range(NUM_DRAFTS if self.drafts else 0)]
+        return list(sampled)
+
+    def at(self, table: list[int], position: int) -> int:
+        return self.memory[table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+
+    def note(self, request: Request) -> None:
+        for index, block_hash in enumerate(request.block_hashes):
+            if bytes(block_hash) not in self.tokens:
+                tokens = list(request._all_token_ids)[: (index + 1) * BLOCK_SIZE]
+                self.tokens[bytes(block_hash)] = tokens
+
+    # -- what must hold at any moment
+
+    def readable(self) -> set[int]:
+        return self.e.ready()
+
+    def check(self) -> None:
+        assert not self.drafting & self.readable(), "readable before the drafter is through"
+        for block, slot in enumerate(self.e.table.slots()):
+            if slot.state is SlotState.READY:
+                pure = contents(0, self.tokens[bytes(slot.block_hash)])
+                assert self.memory[block] == pure[-BLOCK_SIZE:], f"block {block}: something else"
+                self.seen += 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_others_may_read_is_of_tokens_that_stayed(
+    engine: Make, asynchronous: bool, drafts: bool, policy: str, seed: int
+) -> None:
+    e = engine(
+        asynchronous=asynchronous,
+        num_blocks=24,
+        max_num_batched_tokens=80,
+        max_num_seqs=8,
+        scheduling_policy=policy,
+        # Several prompts are under way at a time: one that has blocks hashed in a schedule() may
+        # be preempted in it, and then they are never computed.
+        long_prefill_token_threshold=32,
+        scheduler_reserve_full_isl=policy != "priority",
+        **({"speculative_config": SPECULATION} if drafts else {}),
+    )
+    rank = Rank(e, random.Random(seed), drafts, policy == "priority")
+    for _ in range(500):
+        kind = rank.rnd.random()
+        if kind < 0.14:
+            rank.add()
+        elif kind < 0.16:
+            rank.abort()
+        elif kind < 0.21:
+            rank.go_on()
+        elif len(rank.steps) > asynchronous or (rank.steps and kind < 0.5):
+            rank.run()
+        else:
+            rank.schedule()
+        rank.check()
+    assert rank.preempted
+    assert rank.seen > 100

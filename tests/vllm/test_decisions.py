@@ -1,0 +1,256 @@
+"""What is imported and what is computed: the scheduler is vLLM's, time and the peer are played."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvshm import counters as c
+from kvshm.hooks import step_times
+from kvshm.hooks.before_prefill import LATE_SECONDS, TWIN_WAIT_SECONDS
+from kvshm.hooks.messages import RankReport
+from kvshm.hooks.pool_room import PoolRoom
+from kvshm.plans import (
+    NO_TICKET,
+    Load,
+    LoadFailure,
+    LoadReport,
+    Piece,
+    PieceFailure,
+    Plan,
+    PlannedRun,
+)
+from kvshm.records import RECORD_BYTES
+from kvshm.terms import NO_LEASE_BIT, Epoch
+
+from .scheduling import DrivenEngine, Make, Sent, prompt
+
+PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
+BLOCKS = 5
+
+
+class Node:
+    """An engine beside a peer that holds the first blocks of every prompt."""
+
+    def __init__(self, e: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.e, self.side = e, e.connector._scheduler
+        self.now = 1000.0
+        self.lookups = 0
+        self.side._times._clock = self.side.importer._clock = lambda: self.now
+        monkeypatch.setattr(self.side.cache, "anybody", lambda: True)
+        monkeypatch.setattr(self.side.cache, "probe", self.probe)
+        monkeypatch.setattr(self.side.cache, "begin_load", self.begin_load)
+
+    def attach(self) -> None:
+        self.side.importer.attached[0] = frozenset({Epoch(77)})
+
+    def probe(self, chain: list[bytes], start: int, stop: int) -> Plan | None:
+        self.lookups += 1
+        runs = (PlannedRun(PEER, bytes(RECORD_BYTES * (min(stop, BLOCKS) - start))),)
+        return Plan(self.e.table.epoch, start, runs, time.monotonic(), nbytes=1000)
+
+    def begin_load(self, plan: Plan, load_id: str, targets: tuple[int, ...]) -> Load:
+        pieces = (Piece(Epoch(77), "t", (), b"", b"", targets),)
+        return Load(load_id, self.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
+
+    def step(self, per_token: float) -> None:
+        sent = self.e.schedule()
+        self.now += 0.005 + per_token * sent.output.total_num_scheduled_tokens
+        self.e.run(sent)
+
+    def measure(self, per_token: float) -> None:
+        """Compute and answer a prompt of 256 tokens, and decode."""
+        self.e.add("decodes", prompt(0), max_tokens=40)
+        for _ in range(40):
+            self.step(per_token)
+        self.e.add("prefills", prompt(15, tail=16, first=500), max_tokens=1, cache_salt="own")
+        self.side.importer._failed.add("prefills")  # computed, whatever the peer holds
+        self.step(per_token)
+
+    def answer(self, sent: Sent, *bad: int, why: LoadFailure = LoadFailure.RECLAIMED) -> None:
+        """The step's loads have ended, all but ``bad`` blocks of them well."""
+        failures = (PieceFailure(Epoch(77), why, b""),) if bad else ()
+        ended = [LoadReport(load.load_id, bad, failures) for load in sent.metadata.at_once]
+        report = RankReport(sent.metadata.step, loads=ended)
+        self.e.answer(sent, KVConnectorOutput(kv_connector_worker_meta=report))
+
+    def count(self, counter: int) -> int:
+        return self.e.table.counters.read(counter)
+
+
+@pytest.fixture
+def node(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Node]:
+    def make(least: str = "0", **arguments: Any) -> Node:
+        monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", least)
+        monkeypatch.setattr(step_times, "DECODES_MEASURED", 1)
+        return Node(engine(**arguments), monkeypatch)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("per_token", "attached", "imported"),
+    [(1e-3, True, True), (1e-3, False, True), (1e-4, True, True),
+     (1e-4, False, False), (1e-6, True, False)],
+)  # fmt: skip
+def test_a_prefix_is_imported_where_that_is_faster(
+    node: Callable[..., Node], per_token: float, attached: bool, imported: bool
+) -> None:
+    """80 tokens, and a copy of half a millisecond; one that no step waits for costs two steps."""
+    n = node("auto")
+    n.measure(per_token)
+    assert n.side.cache.costs.computing(100) == pytest.approx(100 * per_token, rel=0.05)
+    if attached:
+        n.attach()
+    n.e.add("wants", prompt(BLOCKS, first=2000))
+    sent = n.e.schedule()
+    loads = sent.metadata.at_once if attached else sent.metadata.loads
+    assert bool(loads) is imported
+    assert n.count(c.MISS_CHEAPER) == (not imported)
+    if not imported:
+        assert sent.output.num_scheduled_tokens["wants"] == len(prompt(BLOCKS))
+
+
+def test_a_step_that_waited_for_a_copy_says_nothing_of_computing(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = node()
+    n.attach()
+    seen: list[int] = []
+    monkeypatch.setattr(n.side.cache.costs, "step", lambda tokens, _: seen.append(tokens))
+    n.e.add("wants", prompt(BLOCKS), max_tokens=3)
+    n.answer(n.e.schedule())
+    assert seen == []
+    n.e.step()
+    assert seen == [1]
+
+
+def test_of_steps_that_only_decode_a_few_are_timed(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n = node()
+    monkeypatch.setattr(step_times, "DECODES_MEASURED", 4)
+    seen: list[int] = []
+    monkeypatch.setattr(n.side.cache.costs, "step", lambda tokens, _: seen.append(tokens))
+    n.e.add("decodes", prompt(0), max_tokens=17)
+    n.side.importer._failed.add("decodes")
+    for _ in range(17):
+        n.e.step()
+    assert seen[0] == len(prompt(0))
+    assert len(seen[1:]) == 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_step_lasts_from_when_it_had_the_device(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Neither the pause before it counts nor the step before it."""
+    n = node(asynchronous=asynchronous)
+    seen: list[float] = []
+    monkeypatch.setattr(n.side.cache.costs, "step", lambda _, seconds: seen.append(seconds))
+    n.e.add("decodes", prompt(0), max_tokens=30)
+    for _ in range(3):
+        n.now += 100.0
+        for sent in [n.e.schedule() for _ in range(1 + asynchronous)]:
+            n.now += 1.0
+            n.e.run(sent)
+    assert seen == [1.0] * 3 * (1 + asynchronous)
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_what_is_thrown_away_is_not_counted_as_imported(
+    node: Callable[..., Node], bad: int
+) -> None:
+    """A load that a step waited for counts as a whole or not at all."""
+    n = node()
+    n.attach()
+    n.e.add("wants", prompt(BLOCKS), max_tokens=3)
+    sent = n.e.schedule()
+    ((piece,),) = [load.pieces for load in sent.metadata.at_once]
+    n.answer(sent, *piece.targets[-1:] * bad)
+    good = 1 - bad
+    told = (n.count(c.IMPORTED_BLOCKS), n.count(c.LOADS_DONE), n.count(c.LOADS_FAILED))
+    assert told == (good * BLOCKS, good, bad)
+    stats = n.e.stats()
+    assert stats is not None
+    assert (stats["imported_blocks"], stats["failed_loads"]) == (good * BLOCKS, bad)
+
+
+def test_a_peer_whose_copy_was_too_late_is_not_waited_for_a_while(
+    node: Callable[..., Node],
+) -> None:
+    n = node()
+    n.attach()
+    n.e.add("first", prompt(BLOCKS), max_tokens=1)
+    sent = n.e.schedule()
+    (load,) = sent.metadata.at_once
+    n.answer(sent, *load.pieces[0].targets, why=LoadFailure.TOO_LATE)
+    n.e.step()
+    n.now += LATE_SECONDS - 0.1
+    n.e.add("second", prompt(BLOCKS, first=2000), max_tokens=1)
+    sent = n.e.schedule()
+    assert (len(sent.metadata.at_once), len(sent.metadata.loads)) == (0, 1)
+    n.e.run(sent, RankReport(sent.metadata.step, loads=[LoadReport("second", ())]))
+    n.now += 0.2
+    n.e.add("third", prompt(BLOCKS, first=4000), max_tokens=1)
+    assert len(n.e.schedule().metadata.at_once) == 1
+
+
+def crowd(n: Node) -> None:
+    """A request occupies eight blocks; another one wants to import beside it for five steps."""
+    n.e.add("big", prompt(8), max_tokens=10, cache_salt="own")
+    n.side.importer._failed.add("big")
+    n.e.step()
+    n.attach()
+    n.e.add("wants", prompt(BLOCKS, first=2000), max_tokens=1)
+    for _ in range(5):
+        n.e.step()
+
+
+def test_what_does_not_fit_is_looked_up_again_when_blocks_become_free(
+    node: Callable[..., Node],
+) -> None:
+    n = node(num_blocks=12)
+    crowd(n)
+    assert (n.lookups, n.count(c.MISS_NO_ROOM)) == (1, 1)
+    while "big" in n.e.scheduler.requests:
+        n.e.step()
+    assert n.lookups == 1
+    assert len(n.e.schedule().metadata.at_once) == 1
+    assert n.side.importer._had_no_room == {}
+
+
+def test_without_room_for_a_block_nothing_is_looked_up(node: Callable[..., Node]) -> None:
+    n = node(num_blocks=10)
+    crowd(n)
+    assert (n.lookups, n.count(c.MISS_NO_ROOM)) == (0, 1)
+
+
+def test_a_request_waits_for_anothers_import_of_its_prefix_but_not_long(
+    node: Callable[..., Node],
+) -> None:
+    assert TWIN_WAIT_SECONDS < 1.0
+    n = node()
+    n.e.add("first", prompt(BLOCKS))
+    n.e.step()
+    n.e.add("twin", prompt(BLOCKS))
+    assert n.e.step().metadata.loads == []
+    n.now += 1.0
+    (load,) = n.e.schedule().metadata.loads
+    assert load.load_id == "twin"
+
+
+@pytest.mark.parametrize("watermark", [0, 3])
+def test_an_asynchronous_load_is_let_in_beside_the_watermark(watermark: int) -> None:
+    pool = SimpleNamespace(get_num_free_blocks=lambda: 10)
+    room = PoolRoom(SimpleNamespace(block_pool=pool, watermark_blocks=watermark), {}, 16)
+    assert room.lets_in(10 - watermark)
+    assert not room.lets_in(11 - watermark)

@@ -1,0 +1,128 @@
+"""How an engine comes to leave before it is killed, by vLLM's own functions.
+
+That a stopped server leaves is shown by test_lifecycle.py; here is when nothing may change.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.engine import utils
+
+from kvshm.hooks import leaving
+from kvshm.hooks.leaving import LEAVE_SECONDS, TOUCHPOINT, let_engines_leave, when_told_to_end
+
+
+@pytest.fixture
+def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process in which kvshm has not been asked for yet."""
+    monkeypatch.setattr(leaving, "_started", threading.Event())
+    monkeypatch.setattr(utils, TOUCHPOINT, _original())
+    monkeypatch.setattr("atexit.register", lambda function: None)
+
+
+def _original() -> object:
+    found = getattr(utils, TOUCHPOINT)
+    return getattr(found, "__wrapped__", found)
+
+
+@pytest.mark.parametrize(
+    ("request_timeout", "process_timeout", "wanted"),
+    [
+        (0, 0, LEAVE_SECONDS),  # the default: told to end, and killed in the same moment
+        (0, -1, LEAVE_SECONDS),
+        (0, 30, 30),
+        (0, None, None),  # vLLM's own five seconds
+        (30, 0, 0),  # requests had their time, the user's word counts
+        (30, 12.5, 12.5),
+    ],
+)
+def test_only_where_vllm_would_not_wait_it_waits(
+    untouched: None, request_timeout: float, process_timeout: float | None, wanted: float | None
+) -> None:
+    let_engines_leave()
+    let_engines_leave()
+    assert getattr(utils, TOUCHPOINT)(request_timeout, process_timeout) == wanted
+
+
+def test_vllms_manager_asks_that_function() -> None:
+    assert TOUCHPOINT in utils.CoreEngineProcManager.shutdown.__code__.co_names
+
+
+def test_a_vllm_without_that_function_is_left_as_it_is(
+    untouched: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(utils, TOUCHPOINT)
+    let_engines_leave()
+    assert not hasattr(utils, TOUCHPOINT)
+
+
+def test_signals_of_another_process_are_not_watched() -> None:
+    """In a script with ``LLM()`` they may mean anything."""
+    before = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before)
+    when_told_to_end(lambda: pytest.fail("left"))
+    assert signal.set_wakeup_fd(before) == before
+
+
+CORE = """
+import multiprocessing, os, signal, sys, threading, time
+sys.path[:0] = [sys.argv[1]]
+from kvshm.hooks.leaving import when_told_to_end
+multiprocessing.current_process().name = "EngineCore_DP1"
+left, handled = threading.Event(), []
+signal.signal(signal.SIGTERM, lambda *_: handled.append(left.wait(100)))
+signal.signal(signal.SIGUSR1, lambda *_: None)
+when_told_to_end(left.set)
+os.kill(os.getpid(), signal.SIGUSR1)
+time.sleep(0.1)
+print(left.is_set())
+os.kill(os.getpid(), signal.SIGTERM)
+print(handled)
+"""
+
+
+FORKING = """
+import multiprocessing, os, signal, sys, threading
+sys.path[:0] = [sys.argv[1]]
+from kvshm.hooks.leaving import when_told_to_end
+multiprocessing.current_process().name = "EngineCore_DP1"
+left = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: None)
+when_told_to_end(left.set)
+
+def fork():
+    if not (pid := os.fork()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+fork()
+thread = threading.Thread(target=fork)
+thread.start()
+thread.join()
+print(left.wait(0.5))
+os.kill(os.getpid(), signal.SIGTERM)
+print(left.wait(100))
+"""
+
+
+def test_a_child_that_is_told_to_end_is_not_its_parent() -> None:
+    """A child has the parent's handlers and descriptors."""
+    command = [sys.executable, "-c", FORKING, os.getcwd()]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert said.splitlines() == ["False", "True"]
+
+
+def test_an_engine_core_leaves_while_its_main_thread_handles_the_signal() -> None:
+    command = [sys.executable, "-c", CORE, os.getcwd()]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert said.splitlines() == ["False", "[True]"]

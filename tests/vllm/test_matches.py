@@ -1,0 +1,174 @@
+"""A match must never cost: the scheduler is vLLM's, the peer that holds the prefix is imagined."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import RequestStatus
+
+from kvshm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
+from kvshm.hooks.messages import RankReport
+from kvshm.plans import NO_TICKET, Load, LoadReport, Plan, PlannedRun
+from kvshm.records import RECORD_BYTES
+from kvshm.terms import NO_LEASE_BIT
+
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Let a peer hold the first ``blocks`` blocks of each prompt that begins like ``prompt``."""
+
+    def hold(e: DrivenEngine, blocks: int, *, alike: list[int]) -> None:
+        cache = e.connector._scheduler.cache
+        wanted = e.add("imagined", alike, max_tokens=1).block_hashes[:blocks]
+        e.scheduler.finish_requests("imagined", RequestStatus.FINISHED_ABORTED)
+
+        def probe(chain: list[bytes], start: int, stop: int) -> Plan | None:
+            stop = min(stop, len(wanted))
+            if start >= stop or chain[start:stop] != wanted[start:stop]:
+                return None
+            peer: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
+            runs = (PlannedRun(peer, bytes(RECORD_BYTES * (stop - start))),)
+            return Plan(e.table.epoch, start, runs, 0.0)
+
+        def begin_load(plan: Plan, load_id: str, targets: tuple[int, ...]) -> Load:
+            # With no pieces: so all that was promised stands in ``targets`` of the load.
+            return Load(load_id, e.table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
+
+        monkeypatch.setattr(cache, "anybody", lambda: True)
+        monkeypatch.setattr(cache, "probe", probe)
+        monkeypatch.setattr(cache, "begin_load", begin_load)
+
+    return hold
+
+
+def arrived(sent: Any) -> RankReport:
+    """The rank's report of the step: all of its loads have arrived."""
+    report = RankReport(step=sent.metadata.step)
+    for load in sent.metadata.loads:
+        object.__setattr__(load, "lost", ())
+        report.loads.append(LoadReport(load.load_id, ()))
+    return report
+
+
+def first_steps(e: DrivenEngine, *names: str) -> dict[str, int]:
+    """In which step each request was first computed."""
+    first: dict[str, int] = {}
+    for number in range(1, 100):
+        sent = e.schedule()
+        for name in sent.output.num_scheduled_tokens:
+            first.setdefault(name, number)
+        e.run(sent, arrived(sent))
+        if first.keys() >= set(names):
+            return first
+    raise AssertionError(f"not all of {names} were computed: {first}")
+
+
+@pytest.mark.parametrize("estimated", [True, False])
+def test_a_match_keeps_nobody_waiting_where_memory_is_short(
+    engine: Make, held: Any, estimated: bool
+) -> None:
+    """vLLM admits an asynchronous load only beside all that prefills under way still need, and
+    looks at nobody behind it.  Also where kvshm does not see that coming, it costs one step."""
+
+    def drive(blocks: int) -> dict[str, int]:
+        e = engine(
+            num_blocks=48, max_num_batched_tokens=160, long_prefill_token_threshold=4 * BLOCK_SIZE
+        )
+        held(e, blocks, alike=prompt(28, first=2000))
+        if not estimated:
+            e.connector._scheduler.importer.room = None
+        e.add("long", prompt(30), max_tokens=20)
+        e.step()
+        e.add("wants", prompt(28, first=2000), max_tokens=4)
+        e.add("behind", prompt(1, first=9000), max_tokens=4)
+        return first_steps(e, "wants", "behind")
+
+    computed, matched = drive(0), drive(20)
+    late = 0 if estimated else 1
+    assert matched["wants"] <= computed["wants"] + late
+    assert matched["behind"] <= computed["behind"] + late
+
+
+def test_what_fits_is_imported_all_the_same(engine: Make, held: Any) -> None:
+    e = engine(num_blocks=48)
+    held(e, 20, alike=prompt(28, first=2000))
+    request = e.add("wants", prompt(28, first=2000), max_tokens=4)
+    sent = e.schedule()
+    (load,) = sent.metadata.loads
+    assert len(load.lost) == 20
+    assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+
+
+def test_a_block_that_the_engine_has_itself_is_not_imported(engine: Make, held: Any) -> None:
+    """With EAGLE vLLM drops the last block of a local hit on purpose."""
+    e = engine()
+    manager = e.scheduler.kv_cache_manager
+    manager.coordinator.single_type_managers[0].use_eagle = True
+    manager.coordinator.use_eagle = True
+    e.add("first", prompt(5), max_tokens=1)
+    e.step()
+    held(e, 5, alike=prompt(5))
+    importer = e.connector._scheduler.importer
+    again = e.add("again", prompt(5), max_tokens=1)
+    assert importer.match(again, 4 * BLOCK_SIZE) == 0
+    assert importer.match(e.add("other", prompt(5, first=1)), 0) == 0
+    assert e.schedule().metadata.loads == []
+
+
+def test_a_request_that_reads_no_cache_imports_nothing(engine: Make, held: Any) -> None:
+    e = engine()
+    held(e, 5, alike=prompt(5))
+    request = e.add("logprobs", prompt(5))
+    request.skip_reading_prefix_cache = True
+    assert e.connector._scheduler.importer.match(request, 0) == 0
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_failure_before_a_load_lands_leaves_nothing_behind(
+    engine: Make, held: Any, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """Else each request of the same prefix would wait for an import that has long ended."""
+    e = engine()
+    held(e, 3, alike=prompt(3))
+    side = e.connector._scheduler
+    e.add("a", prompt(3), max_tokens=4)
+    sent = e.schedule()
+    assert sent.metadata.loads
+    report = arrived(sent)
+    if ended:
+        e.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(e.connector, "strict", False)
+    monkeypatch.setattr(side.importer, "reported", fail)
+    e.run(sent, report)
+    monkeypatch.undo()
+    assert (side.importer._imports, side.importer._first_hashes) == ({}, {})
+    assert ("a" in side.importer._failed) is not ended
+    assert side.importer._ended == set()
+    e.add("b", prompt(3), max_tokens=4)
+    assert "b" in e.schedule().output.num_scheduled_tokens
+
+
+@pytest.mark.parametrize(("strangers", "missed"), [(0, MISS_NO_PEER), (1, MISS_FINGERPRINT)])
+def test_an_engine_without_peers_counts_a_match_and_looks_at_nothing(
+    engine: Make, strangers: int, missed: Counter
+) -> None:
+    e = engine()
+    side = e.connector._scheduler
+    side.importer.room = SimpleNamespace()  # vLLM's pool: whatever it is asked is an error
+    side.cache._life.peers.strangers = strangers
+    e.add("r", prompt(4), max_tokens=1)
+    e.step()
+    counted = e.table.counters.snapshot()
+    looked = {k: n for k, n in counted.items() if n and k.startswith(("lookup", "miss"))}
+    assert looked == {"lookups": 1, missed.label: 1}

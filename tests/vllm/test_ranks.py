@@ -1,0 +1,98 @@
+"""An engine begins an epoch once every rank has described itself; and what is said if none can."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.outputs import KVConnectorOutput
+
+from .conftest import Lines
+from .scheduling import DrivenEngine, Make, prompt, vllm_config
+
+
+@pytest.fixture
+def lonely(model: Path, engine: Make) -> Iterator[DrivenEngine]:
+    """An engine of two ranks of which one has described itself; ``engine`` sets the directory."""
+    config = vllm_config(model)
+    config.parallel_config.world_size = 2
+    made = DrivenEngine(config, shares=False)
+    yield made
+    made.close()
+
+
+def marks(engine: DrivenEngine) -> int:
+    """Blocks that are kept in mind for an epoch to come."""
+    return len(engine.connector._scheduler.exporter._computed)
+
+
+def test_ranks_that_do_not_describe_themselves_are_named(
+    lines: Lines, lonely: DrivenEngine
+) -> None:
+    """Such as ranks whose keys collide, or those of another launcher; by then vLLM has asked."""
+    (line,) = [line for line in lines if "not sharing" in line]
+    assert line.endswith("of 2 ranks these have not said where their KV cache lies: 1")
+    lonely.add("a", prompt(3))
+    for _ in range(3):
+        lonely.step()
+    assert marks(lonely) == 0
+    assert [line for line in lines if "not sharing" in line] == [line]
+
+
+def test_ranks_that_do_not_describe_themselves_again_are_named(lines: Lines, engine: Make) -> None:
+    running = engine()
+    running.scheduler.reset_prefix_cache()
+    running.add("a", prompt(3))
+    sent = running.schedule()
+    assert sent.metadata.describe
+    assert not [line for line in lines if "not sharing" in line]
+    running.run(sent)
+    (line,) = [line for line in lines if "not sharing" in line]
+    assert line.endswith("of 1 ranks these have not said where their KV cache lies: 0")
+    running.step()
+    assert marks(running) == 0
+
+
+def test_ranks_that_never_say_that_a_step_has_ended_are_named_and_leave_nothing_behind(
+    lines: Lines, engine: Make
+) -> None:
+    """They have described themselves, and have no worker's side any more."""
+    running = engine()
+    side = running.connector._scheduler
+    for i in range(150):
+        running.add(f"r{i}", prompt(2, first=100 + 50 * i), max_tokens=1)
+        running.answer(running.schedule(), KVConnectorOutput())
+    (line,) = [line for line in lines if "not sharing" in line]
+    assert line.endswith("of 1 ranks these have not said where their KV cache lies: 0")
+    assert not side.exporter._steps
+    assert len(side._times.measured) <= 64
+    assert not side.exporter.expecting
+
+
+def test_an_untested_vllm_is_refused_where_only_the_connector_was_asked_for(
+    model: Path, engine: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--kv-transfer-config directly, without the plugin: vLLM runs on, with nothing shared."""
+    monkeypatch.setattr("vllm.__version_tuple__", (0, 33, 0))
+    alone = DrivenEngine(vllm_config(model), shares=False)
+    (line,) = [line for line in lines if "sharing the" in line]
+    assert "vLLM 0.33.0 is not tested" in line
+    assert "KVSHM_ALLOW_UNTESTED_VLLM=1" in line
+    alone.add("a", prompt(3), max_tokens=1)
+    assert alone.step().metadata.step == 0
+    assert alone.scheduler.get_num_unfinished_requests() == 0
+    alone.close()
+
+
+def test_an_untested_vllm_is_used_where_allowed_and_that_is_said(
+    engine: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVSHM_ALLOW_UNTESTED_VLLM", "1")
+    monkeypatch.setattr("vllm.__version_tuple__", (0, 0, "dev"))
+    assert engine().table.epoch
+    (line,) = [line for line in lines if line.startswith("sharing on vLLM")]
+    assert "0.0.dev, which is not tested" in line

@@ -1,0 +1,234 @@
+"""Resets of the cache while requests run or load: as in vLLM without a connector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import RequestStatus
+
+from kvshm.hooks import worker
+from kvshm.hooks.connector import KvshmConnector
+from kvshm.hooks.messages import RankReport
+from kvshm.hooks.ranks import Ranks
+from kvshm.hooks.worker import WorkerSide
+from kvshm.plans import Load, LoadReport
+from kvshm.terms import Epoch
+
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, prompt
+
+
+class Copying:
+    """A rank's cache whose loads end, all of them bad, when it has been asked often enough."""
+
+    def __init__(self, polls: int) -> None:
+        self._left = polls
+        self._loads: list[Load] = []
+
+    def begin_load(self, load: Load) -> None:
+        self._loads.append(load)
+
+    def attached(self) -> frozenset[Epoch]:
+        return frozenset()  # so that vLLM holds back whoever has to wait for a load
+
+    def poll(self, linger: float = 0.0) -> list[LoadReport]:
+        if not self._loads or self._left > 0:
+            self._left -= bool(self._loads)
+            return []
+        ended, self._loads = self._loads, []
+        return [LoadReport(load.load_id, load.lost) for load in ended]
+
+    def end_now(self) -> None:
+        self._left = 0
+
+    def open_epoch(self, _: str) -> None:
+        """Nothing is exported."""
+
+    def end_epoch(self) -> None:
+        """Nothing was."""
+
+
+class Worker:
+    """The one worker of an engine, and vLLM's executor in front of it."""
+
+    def __init__(self, engine: DrivenEngine, polls: int) -> None:
+        side = object.__new__(WorkerSide)
+        side._under_way, side._finished, side._bad = set(), set(), set()
+        side._report, side._described, side._attached = RankReport(0), True, frozenset()
+        self.cache = side._cache = Copying(polls)  # type: ignore[assignment]  # stands for one
+        self.connector = object.__new__(KvshmConnector)
+        self.connector.strict, self.connector._scheduler = True, None
+        self.connector._worker, self.connector._connector_metadata = side, None
+        side.describe = engine_rank  # type: ignore[method-assign]  # there is no model
+        side._rank = 0  # type: ignore[assignment]  # a plain number will do
+        self._engine = engine
+        engine.connector._scheduler._ranks = Ranks(self)
+
+    def collective_rpc(self, what: Callable[..., Any], args: tuple[Any, ...] = ()) -> list[Any]:
+        return [what(None, *args)]
+
+    def run(self, sent: Sent) -> None:
+        """A step in the worker, and its output in the scheduler."""
+        own = self.connector
+        own.bind_connector_metadata(sent.metadata)
+        own.start_load_kv(None)
+        own.wait_for_save()
+        finished = own.get_transfer_results(set()).finished_recving
+        bad = own.get_block_ids_with_load_errors()
+        report = own.build_connector_worker_meta()
+        own.clear_connector_metadata()
+        output = KVConnectorOutput(
+            finished_recving=finished or None,
+            invalid_block_ids=bad,
+            kv_connector_worker_meta=report,
+        )
+        self._engine.answer(sent, output)
+
+    def step(self) -> None:
+        self.run(self._engine.schedule())
+
+
+def engine_rank() -> Any:
+    from .scheduling import description
+
+    return description()
+
+
+@pytest.fixture
+def loading(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[DrivenEngine, Worker]]:
+    """An engine whose request "a" loads two blocks, which ends after so many looks at it."""
+
+    def make(polls: int, asynchronous: bool = False) -> tuple[DrivenEngine, Worker]:
+        made = engine(asynchronous)
+        one = Worker(made, polls)
+        monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", one.connector)
+        matches = iter([2 * BLOCK_SIZE])
+        made.connector._scheduler.importer.match = lambda *_: next(matches, 0)
+        made.add("a", prompt(3), max_tokens=2)
+        one.step()
+        assert made.scheduler.requests["a"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        return made, one
+
+    return make
+
+
+def finish(engine: DrivenEngine, one: Worker) -> None:
+    for _ in range(6):
+        one.step()
+    assert engine.scheduler.get_num_unfinished_requests() == 0
+    assert not engine.scheduler.requests
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == len(pool.blocks) - 1
+
+
+def test_a_forced_reset_succeeds_with_steps_in_flight(engine: Make) -> None:
+    e = engine(asynchronous=True)
+    for name, first in (("a", 1), ("b", 300)):
+        e.add(name, prompt(3, first=first), max_tokens=30)
+    flying = [e.schedule(), e.schedule()]
+    e.run(flying.pop(0))
+    assert e.ready()
+    assert e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert e.ready() == set()
+    assert not e.scheduler.deferred_frees
+    flying.append(e.schedule())
+    while flying:
+        e.run(flying.pop(0))
+    for _ in range(40):
+        e.step()
+    assert e.scheduler.get_num_unfinished_requests() == 0
+
+
+def test_nothing_is_imported_while_steps_fly_from_before_a_reset(engine: Make) -> None:
+    """They still write into blocks that are free by now; a copy is not ordered behind them."""
+    e = engine(asynchronous=True)
+    asked: list[str] = []
+    e.connector._scheduler.importer.match = lambda request, _: asked.append(request.request_id) or 0
+    e.add("a", prompt(3), max_tokens=30)
+    flying = [e.schedule(), e.schedule()]
+    assert asked == ["a"]
+    assert e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    e.add("b", prompt(3, first=300))
+    flying.append(e.schedule())
+    e.run(flying.pop(0))
+    e.add("c", prompt(3, first=600))
+    flying.append(e.schedule())
+    assert asked == ["a"]
+    e.run(flying.pop(0))
+    e.add("d", prompt(3, first=900))
+    e.schedule()
+    assert asked == ["a", "d"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("polls", [1, 50])
+def test_a_forced_reset_of_a_paused_engine_ends_its_loads(
+    loading: Any, polls: int, asynchronous: bool
+) -> None:
+    """pause(mode="keep", clear_cache=True): nothing steps, so nothing would be reported."""
+    e, one = loading(polls, asynchronous)
+    before = e.connector._scheduler._resets
+    e.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert e.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    assert e.connector._scheduler._resets > before
+    assert e.connector._scheduler.importer.under_way() == set()
+    request = e.scheduler.requests["a"]
+    assert (request.status, request.num_computed_tokens) == (RequestStatus.WAITING, 0)
+    e.scheduler.set_pause_state(PauseState.UNPAUSED)
+    finish(e, one)
+
+
+def test_a_forced_reset_ends_the_load_of_an_aborted_request(loading: Any) -> None:
+    e, one = loading(polls=2)
+    e.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    finish(e, one)
+
+
+def test_a_load_that_has_ended_but_does_not_run_yet_is_reset_too(loading: Any) -> None:
+    e, one = loading(polls=0)
+    assert e.scheduler.finished_recving_kv_req_ids == {"a"}
+    assert e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    finish(e, one)
+
+
+def test_a_reset_that_is_not_forced_leaves_loads_alone(loading: Any) -> None:
+    e, one = loading(polls=3)
+    assert e.scheduler.reset_prefix_cache() is False
+    assert e.connector._scheduler.importer.under_way() == {"a"}
+    finish(e, one)
+
+
+def test_a_load_that_does_not_end_refuses_the_reset_and_goes_on(
+    loading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its copies may still write: then the reset fails as vLLM's own do, and can be tried again."""
+    monkeypatch.setattr(worker, "GIVE_UP_SECONDS", 0.01)
+    e, one = loading(polls=10**9)
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert e.connector._scheduler.importer.under_way() == {"a"}
+    one.cache.end_now()
+    assert e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    finish(e, one)
+
+
+def test_a_load_that_a_step_in_flight_reports_is_left_to_that_report(loading: Any) -> None:
+    """A second report would end the engine."""
+    e, one = loading(polls=1)
+    sent = e.schedule()
+    one.connector.bind_connector_metadata(sent.metadata)
+    taken = one.connector.get_transfer_results(set()).finished_recving
+    assert taken == {"a"}
+    with pytest.raises(RuntimeError, match="waiting for remote KV transfer"):
+        e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert e.connector._scheduler.importer.under_way() == {"a"}

@@ -1,0 +1,79 @@
+"""Two engines of two ranks each share: every rank imports its part, or nothing counts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from local_node import Engine, EngineSpec, wait_until
+from sharing_node import BLOCK_SIZE, observe
+
+from kvshm.rundir import list_rank_sockets
+
+from .conftest import Pair
+from .engines import PATIENCE_S, SharedNode, remove_what_vllm_leaves
+from .oracle import ask_both, assert_bit_equal, prompts, shareable
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+RANKS = 2
+
+
+@pytest.fixture(scope="module")
+def wide(model: Path) -> Iterator[Pair]:
+    """Both engines have a rank on either core."""
+    arguments = ("--tensor-parallel-size", str(RANKS), "--max-model-len", "2048")
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    with SharedNode() as node:
+        node.start_coordinator()
+        a, b = node.start_engines(
+            EngineSpec("wide-a", model, 0, 64, arguments=arguments, environment=cores),
+            EngineSpec("wide-b", model, 1, 64, arguments=arguments, environment=cores),
+        )
+        node.wait_joined(a, b)
+        yield Pair(node, a, b)
+        node.stop_engines(a, b)
+        for engine in (a, b):
+            remove_what_vllm_leaves(engine)
+
+
+def workers(node: SharedNode, engine: Engine) -> list[int]:
+    """The pids of the engine's ranks."""
+    sockets = list_rank_sockets(node.run_dir, node.namespace)
+    return sorted(pid for pid, _ in sockets if pid in engine.processes())
+
+
+def test_every_rank_imports_and_the_answer_is_that_of_a_local_hit(wide: Pair) -> None:
+    node, a, b = wide
+    assert len(workers(node, a)) == len(workers(node, b)) == RANKS
+    for exporter, importer, seed in ((a, b, 400), (b, a, 401)):
+        sent = list(prompts(2, seed))
+        blocks = sum(map(shareable, sent))
+        with observe(node, importer) as seen:
+            answers = ask_both(node, exporter, importer, sent)
+        assert_bit_equal(answers)
+        assert seen.imported_blocks == blocks
+        assert seen.blocks_copied == seen.verified == RANKS * blocks
+        assert seen.discarded == seen.mismatched == 0
+        assert seen.loads_started == seen.loads_done == len(sent)
+        assert seen.tokens.imported == seen.loaded["imported_tokens"] == blocks * BLOCK_SIZE
+
+
+def test_a_killed_rank_ends_its_engine_for_the_other(wide: Pair) -> None:
+    node, a, b = wide
+    (prompt,) = prompts(1, seed=402)
+    with node.sharing(a, shareable(prompt)):
+        computed = a.complete(prompt)
+    hit = a.complete(prompt)
+    gone = f"engine of epoch {node.epoch(a):016x} is gone"
+    os.kill(workers(node, a)[-1], signal.SIGKILL)
+    for _ in wait_until("the other has heard of it", PATIENCE_S):
+        if b.said(gone):
+            break
+    with observe(node, b) as seen:
+        assert b.complete(prompt) in (computed, hit)
+    assert seen.imported_blocks == seen.leases_taken == 0
+    assert seen.tokens.computed == len(prompt)
