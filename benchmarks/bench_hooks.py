@@ -7,7 +7,8 @@ while several clients ask it at once; half of the prompts begin with a prefix th
 has, so B computes, imports, decodes, publishes and reuses blocks.  Step time is the worker's,
 from binding a step's metadata to clearing it: shorter than the cycle of the scheduler, from
 one step built to the next, so that share is, if anything, too large.  The model is tiny; a
-real one's steps are longer.
+real one's steps are longer.  What the stopwatch shows of a call of nothing is taken off for each
+call (``stopwatch_percent``).
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 
 from local_node import Engine, EngineSpec
 from measurement import percentiles, report
 from sharing_node import BLOCK_SIZE, SharingNode, observe
 from tiny_model import write_model
 
-Steps = Mapping[str, tuple[int, int, int]]
-"""Number of the step -> nanoseconds of the step, of them in kvshm, of those computing."""
+Step = tuple[int, int, int, int, int]
+Steps = Mapping[str, Step]
+"""Number of the step -> nanoseconds of the step, of them in kvshm; of those computing, copying;
+how often the stopwatch was used."""
 VOCABULARY = 1500
 PREFIX_TOKENS, TAIL_TOKENS, DECODED_TOKENS = 512, 200, 64
 NUM_BLOCKS = 192
@@ -62,17 +66,30 @@ def load(node: SharingNode, a: Engine, b: Engine, requests: int, clients: int) -
     return seen.imported_blocks
 
 
-def shares(scheduler: Steps, worker: Steps) -> dict[str, list[float]]:
+def shares(scheduler: Steps, worker: Steps, empty: tuple[float, float]) -> dict[str, list[float]]:
     """Return, per step, the share of its time spent in kvshm's hooks, in percent.  ``hooks``
-    counts what a clock on the wall says, ``computing`` leaves out what other processes took."""
+    counts what a clock on the wall says, ``computing`` leaves out what other processes took.
+    ``empty``: nanoseconds that either side's stopwatch shows of a call of nothing."""
     both = [(scheduler[s], worker[s]) for s in worker if s in scheduler]
+
+    def percent(of: Callable[[Step, Step], float]) -> list[float]:
+        return [100 * of(one, two) / two[0] for one, two in both]
+
+    def stopwatch(one: Step, two: Step) -> float:
+        return one[4] * empty[0] + two[4] * empty[1]
+
+    def hooks(one: Step, two: Step) -> float:
+        return one[1] + two[1] - stopwatch(one, two)
+
     return {
         "step_ms": [two[0] / 1e6 for _, two in both],
-        "scheduler_percent": [100 * one[1] / two[0] for one, two in both],
-        "worker_percent": [100 * two[1] / two[0] for _, two in both],
-        "hooks_percent": [100 * (one[1] + two[1]) / two[0] for one, two in both],
-        "hooks_percent_of_cycle": [100 * (one[1] + two[1]) / one[0] for one, two in both],
-        "computing_percent": [100 * (one[2] + two[2]) / two[0] for one, two in both],
+        "scheduler_percent": percent(lambda one, _: one[1] - one[4] * empty[0]),
+        "worker_percent": percent(lambda _, two: two[1] - two[4] * empty[1]),
+        "stopwatch_percent": percent(stopwatch),
+        "hooks_percent": percent(hooks),
+        "hooks_percent_without_copies": percent(lambda one, two: hooks(one, two) - two[3]),
+        "hooks_percent_of_cycle": [100 * hooks(one, two) / one[0] for one, two in both],
+        "computing_percent": percent(lambda one, two: one[2] + two[2]),
     }
 
 
@@ -103,7 +120,9 @@ def main() -> None:
         sides = ("scheduler", "worker")
         found = [json.loads((node.run_dir / f"{side}.json").read_text()) for side in sides]
     scheduler, worker = (side["steps"] for side in found)
-    measured = {name: percentiles(values) for name, values in shares(scheduler, worker).items()}
+    empty = (median(found[0]["empty"]), median(found[1]["empty"]))
+    of_steps = shares(scheduler, worker, empty)
+    measured = {name: percentiles(values) for name, values in of_steps.items()}
     methods = {side: costliest(each["methods"]) for side, each in zip(sides, found, strict=True)}
     report("hooks", imported_blocks=imported, **measured, costliest=methods)
 

@@ -1,7 +1,8 @@
 """KvshmConnector with a stopwatch around each method of its own; vLLM loads it by its path.
 
 A step runs, on the scheduler's side, from one ``build_connector_meta`` to the next, and on
-the worker's side from ``bind_connector_metadata`` to ``clear_connector_metadata``.  Both are
+the worker's side from ``bind_connector_metadata`` to ``clear_connector_metadata``.  What takes in
+a step's output counts for that step: it needs an engine that schedules synchronously.  Both are
 written, per step, when the engine shuts down: to BENCH_HOOKS_DIRECTORY/<side>.json.
 """
 
@@ -24,8 +25,19 @@ DIRECTORY = "BENCH_HOOKS_DIRECTORY"
 STEP_BEGINS = "bind_connector_metadata"
 STEP_ENDS = "clear_connector_metadata"
 STEP_BUILT = "build_connector_meta"
-EMPTY = ("save_kv_layer", "wait_for_layer_load")
-"""Called for every layer and empty: a stopwatch would measure itself."""
+COPIES = "start_load_kv"
+"""In a step that waits for imports, this is what waits."""
+SCHEDULES = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "blocks_handed_out",
+    "block_changes",
+    STEP_BUILT,
+)
+"""The scheduler's hooks that belong to the step to be built; all others to the one built last."""
+EMPTY = ("save_kv_layer", "wait_for_layer_load", "has_connector_metadata")
+"""Called for every layer and empty, or nearly: a stopwatch would measure itself."""
 
 
 class TimedConnector(KvshmConnector):
@@ -36,8 +48,15 @@ class TimedConnector(KvshmConnector):
         self.depth = 0
         self.began = 0
         self.spent, self.computed = 0, 0
-        self.steps: dict[int, tuple[int, int, int]] = {}
-        """Number of the step -> nanoseconds of the step, of them in kvshm, of those computing."""
+        self.copied = 0
+        self.calls = 0
+        self.last = 0
+        """The step built last; 0: an idle one."""
+        self.steps: dict[int, list[int]] = {}
+        """Number of the step -> nanoseconds of the step, of them in kvshm; of those computing,
+        and copying what the step computes from; how often the stopwatch was used."""
+        self.empty: list[int] = []
+        """Nanoseconds that the stopwatch shows of a call of nothing."""
         self.methods: dict[str, list[int]] = {}
         """Name of the method -> calls, nanoseconds in all of them, of the longest one."""
         super().__init__(vllm_config, role, kv_cache_config)
@@ -45,21 +64,45 @@ class TimedConnector(KvshmConnector):
 
     def called(self, name: str, spent: int, computed: int) -> None:
         """Note one call of a hook."""
-        self.spent += spent
-        self.computed += computed
         calls = self.methods.setdefault(name, [0, 0, 0])
         calls[:] = calls[0] + 1, calls[1] + spent, max(calls[2], spent)
+        if self.role_name == "scheduler" and name not in SCHEDULES:
+            if self.last:
+                step = self.steps[self.last]
+                step[1:3] = step[1] + spent, step[2] + computed
+                step[4] += 1
+            return
+        self.spent += spent
+        self.computed += computed
+        self.calls += 1
+        if name == COPIES and self._connector_metadata.at_once:
+            self.copied += spent
 
     def step_over(self, step: int, now: int) -> None:
         """Note one step; an idle one has number 0 and does not count."""
         if step:
-            self.steps[step] = (now - self.began, self.spent, self.computed)
-        self.began, self.spent, self.computed = now, 0, 0
+            taken = now - self.began
+            self.steps[step] = [taken, self.spent, self.computed, self.copied, self.calls]
+        self.last = step
+        self.step_begins(now)
+        call = functools.partial(_nothing, self)
+        begin = time.perf_counter_ns()
+        call()
+        self.empty.append(time.perf_counter_ns() - begin)
+
+    def step_begins(self, now: int) -> None:
+        """Nothing of the next step has been counted."""
+        self.began, self.spent, self.computed, self.copied, self.calls = now, 0, 0, 0, 0
 
     def write(self) -> None:
         """Write what was counted."""
         path = Path(os.environ[DIRECTORY]) / f"{self.role_name}.json"
-        path.write_text(json.dumps({"steps": self.steps, "methods": self.methods}))
+        found = {"steps": self.steps, "methods": self.methods, "empty": self.empty}
+        path.write_text(json.dumps(found))
+
+
+def _nothing(self: TimedConnector) -> None:
+    pass
 
 
 def _timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,17 +110,20 @@ def _timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def timed(self: TimedConnector, *args: Any, **kwargs: Any) -> Any:
         if self.depth:  # a hook that calls another one is counted once
             return method(self, *args, **kwargs)
-        # Asking for the thread's time takes a microsecond: outside of what the wall clock sees.
+        # What the stopwatch itself takes lies outside of what the wall clock sees: binding the
+        # arguments, which allocates and may begin a collection of garbage, and asking for the
+        # thread's time, which takes a microsecond.
+        call = functools.partial(method, self, *args, **kwargs)
+        self.depth += 1
         cpu, begin = time.thread_time_ns(), time.perf_counter_ns()
         if name == STEP_BEGINS:
-            self.began, self.spent, self.computed = begin, 0, 0
+            self.step_begins(begin)
             self.bound_step = args[0].step
-        self.depth += 1
         try:
-            result = method(self, *args, **kwargs)
+            result = call()
         finally:
-            self.depth -= 1
             end = time.perf_counter_ns()
+            self.depth -= 1
             self.called(name, end - begin, time.thread_time_ns() - cpu)
         if name == STEP_ENDS:
             self.step_over(self.bound_step, end)

@@ -24,6 +24,8 @@ class Result:
     prompt_tokens: int = field(compare=False)
     ttft_s: float = field(compare=False)
     """Seconds from sending the request to the first token."""
+    last_at: float = field(compare=False)
+    """Reading of ``time.perf_counter`` at the last token."""
 
     def agreement(self, other: Result) -> float:
         """Return the share of tokens that agree before the two first part."""
@@ -46,7 +48,7 @@ def stream(port: int, path: str, body: Mapping[str, Any]) -> Result:
     usage = {"stream_options": {"include_usage": True}}
     tokens: list[int] = []
     logprobs: list[Logprobs] = []
-    text, prompt_tokens, first = "", 0, 0.0
+    text, prompt_tokens, first, last = "", 0, 0.0, 0.0
     begin = time.perf_counter()
     for chunk in _events(port, path, {**greedy, **ids, **usage, **body}):
         if "error" in chunk:
@@ -55,13 +57,14 @@ def stream(port: int, path: str, body: Mapping[str, Any]) -> Result:
             prompt_tokens = chunk["usage"]["prompt_tokens"]
         for choice in chunk["choices"]:
             if choice.get("token_ids"):
-                first = first or time.perf_counter()
+                last = time.perf_counter()
+                first = first or last
                 tokens += choice["token_ids"]
                 logprobs += _logprobs(choice["logprobs"])
                 text += choice["text"] if "text" in choice else choice["delta"]["content"] or ""
     if len(tokens) != body["max_tokens"]:
         raise RuntimeError(f"{path}: {len(tokens)} of {body['max_tokens']} tokens arrived")
-    return Result(tuple(tokens), tuple(logprobs), text, prompt_tokens, first - begin)
+    return Result(tuple(tokens), tuple(logprobs), text, prompt_tokens, first - begin, last)
 
 
 def _events(port: int, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

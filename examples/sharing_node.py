@@ -7,6 +7,7 @@ slot tables and replicas themselves, so that nobody who uses this has to guess a
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -26,6 +27,8 @@ BLOCK_SIZE = 128
 """Tokens per block of vLLM's CPU backend."""
 SHARING_TIMEOUT_S = 120.0
 
+_METRIC = re.compile(r"vllm:kvshm_(\w+)_total\{.*\}")
+
 
 @dataclass
 class Observation:
@@ -33,6 +36,8 @@ class Observation:
 
     tokens: PromptTokens = field(default_factory=lambda: PromptTokens(0, 0, 0))
     counted: dict[str, int] = field(default_factory=dict)
+    loaded: dict[str, int] = field(default_factory=dict)
+    """By vLLM's page of metrics: vllm:kvshm_..._total."""
 
     def __getattr__(self, name: str) -> int:
         """Counters by name: ``seen.verified``."""
@@ -46,6 +51,8 @@ class Observation:
         assert self.imported_blocks == self.verified == blocks > 0
         assert self.mismatched == 0
         assert self.tokens.imported == blocks * BLOCK_SIZE
+        assert self.loaded["imported_tokens"] == blocks * BLOCK_SIZE
+        assert self.loaded["failed_loads"] == 0
 
 
 class SharingNode(Node):
@@ -71,6 +78,12 @@ class SharingNode(Node):
         name = self._segment(engine, TABLE_KIND)
         assert name is not None, f"{engine!r} has no slot table"
         return SlotTable.open(name, writable=False)
+
+    def replica(self, engine: Engine) -> ReplicaReader:
+        """Map what the engine knows of the others for reading; the caller closes it."""
+        name = self._segment(engine, INDEX_KIND)
+        assert name is not None, f"{engine!r} has no replica"
+        return ReplicaReader.open(name)
 
     def counted(self, engine: Engine) -> dict[str, int]:
         """Return the counters of the engine's present epoch."""
@@ -147,7 +160,14 @@ class SharingNode(Node):
 def observe(node: SharingNode, engine: Engine) -> Iterator[Observation]:
     """Count what the engine does inside the ``with``; filled in on leaving it."""
     seen = Observation()
-    tokens, counted = engine.prompt_tokens(), node.counted(engine)
+    tokens, counted, loaded = engine.prompt_tokens(), node.counted(engine), _loaded(engine)
     yield seen
     seen.tokens = engine.prompt_tokens() - tokens
     seen.counted = {n: v - counted[n] for n, v in node.counted(engine).items()}
+    seen.loaded = {n: v - loaded[n] for n, v in _loaded(engine).items()}
+
+
+def _loaded(engine: Engine) -> dict[str, int]:
+    metrics = engine.metrics()
+    found = map(_METRIC.match, metrics)
+    return {match[1]: int(metrics[match[0]]) for match in found if match}

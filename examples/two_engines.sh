@@ -14,7 +14,7 @@ ports=("${PORT_A:-8001}" "${PORT_B:-8002}")
 pids=()
 
 # A run directory and a namespace of our own: nothing here meets engines that run already.
-export KVSHM_RUN_DIR=$work/run KVSHM_NAMESPACE=two-engines-$$
+export KVSHM_RUN_DIR=$work/run KVSHM_NAMESPACE=two-engines-$$ KVSHM_MIN_PREFIX_TOKENS=0
 
 stop() {
     for pid in "$@"; do kill "$pid" 2>/dev/null || true; done
@@ -69,5 +69,5 @@ sleep 1 # the second engine has heard of the first one's blocks by then
 ask "${ports[1]}"
 
 # What the second did not prefill, by vLLM's own count, and who holds what.
-curl --silent "http://127.0.0.1:${ports[1]}/metrics" | grep '^vllm:external_prefix_cache_hits_total'
+curl --silent "http://127.0.0.1:${ports[1]}/metrics" | grep '^vllm:kvshm_imported_tokens_total'
 kvshm dump-index --namespace "$KVSHM_NAMESPACE"

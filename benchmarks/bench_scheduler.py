@@ -1,0 +1,205 @@
+"""What kvshm adds to vLLM's scheduler on an engine without peers.
+
+    PYTHONPATH=examples:. python benchmarks/bench_scheduler.py [--rounds 40]
+
+Two of vLLM's own schedulers, one with kvshm and one without, take the same steps in turns: no
+engine, no worker, no model (tests/vllm/scheduling.py plays the workers).  A step is schedule()
+and update_from_output(); its time is that of this thread on a core.  ``hooks``: inside the
+connector's methods, by the clock on the wall: asking for the thread's time takes a microsecond
+out of cold caches, which would count for each of them.  ``added``: whatever the same step takes
+longer, and that is also what vLLM itself does for a connector of any kind.  ``output``: in
+``update_connector_output``, before the step's tokens go out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ["KVSHM_STRICT"] = "1"
+
+from measurement import percentiles, report
+from tiny_model import write_model
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
+
+from kvshm.hooks.messages import RankReport
+from tests.vllm.scheduling import BLOCK_SIZE, DrivenEngine, as_told, vllm_config
+
+PROMPT_TOKENS = 8000
+REQUESTS = 256
+NUM_DRAFTS = 3
+DRAFTS = {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS, "prompt_lookup_max": 3}
+HOOKS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "blocks_handed_out",
+    "block_changes",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished_all_groups",
+)
+WARM_UP = 20
+"""Steps until blocks are reused, and memory was touched."""
+
+
+class Played(DrivenEngine):
+    """A scheduler, with kvshm or without, and what its steps cost."""
+
+    def __init__(self, model: Path, shares: bool, num_blocks: int, **arguments: Any) -> None:
+        settings = {"max_model_len": 8192, "max_num_batched_tokens": 8192, **arguments}
+        config = vllm_config(model, **settings)
+        config.scheduler_config.async_scheduling = False
+        if not shares:
+            config.kv_transfer_config = None
+        self.drafts = "speculative_config" in arguments
+        self.milliseconds: list[float] = []
+        self.hooks_milliseconds: list[float] = []
+        self.output_milliseconds: list[float] = []
+        self._in_hooks = 0
+        super().__init__(config, num_blocks, shares=shares)
+        for hook in HOOKS if shares else ():
+            setattr(self.connector, hook, self._timed(getattr(self.connector, hook)))
+
+    def _timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begun = time.perf_counter_ns()
+            result = hook(*args)
+            spent = time.perf_counter_ns() - begun
+            self._in_hooks += spent
+            if hook.__name__ == "update_connector_output":
+                self.output_milliseconds.append(spent / 1e6)
+            return result
+
+        return call
+
+    def timed_step(self) -> None:
+        self._in_hooks = 0
+        begun = time.thread_time_ns()
+        output = self.scheduler.schedule()
+        scheduled = time.thread_time_ns()
+        answer = self._answer(output)
+        answered = time.thread_time_ns()
+        self.scheduler.update_from_output(output, answer)
+        ended = time.thread_time_ns()
+        self.milliseconds.append((scheduled - begun + ended - answered) / 1e6)
+        self.hooks_milliseconds.append(self._in_hooks / 1e6)
+        if self.drafts:
+            names = list(output.num_scheduled_tokens)
+            drafts = [list(range(NUM_DRAFTS)) for _ in names]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _answer(self, output: Any) -> ModelRunnerOutput:
+        """Each request samples a token, and has one draft accepted if it had any."""
+        names = list(output.num_scheduled_tokens)
+        drafted = output.scheduled_spec_decode_tokens
+        tokens = [[5] * (1 + (name in drafted)) if self._samples(name) else [] for name in names]
+        indices = {name: i for i, name in enumerate(names)}
+        answer = ModelRunnerOutput(names, indices, tokens)
+        if self.shares:
+            metadata = output.kv_connector_metadata
+            said = as_told(RankReport(metadata.step, metadata.fence))
+            answer.kv_connector_output = KVConnectorOutput(kv_connector_worker_meta=said)
+        return answer
+
+    def step_aside(self) -> None:
+        """The empty step after the last request, which nobody waits for."""
+        output = self.scheduler.schedule()
+        self.scheduler.update_from_output(output, self._answer(output))
+        self.output_milliseconds = self.output_milliseconds[: len(self.milliseconds)]
+
+    def forget(self) -> None:
+        self.milliseconds.clear()
+        self.hooks_milliseconds.clear()
+        self.output_milliseconds.clear()
+
+
+def prefill(engines: list[Played], rounds: int) -> None:
+    """One prompt a step; each step withdraws what the pool takes back and shows what is new."""
+    chance = random.Random(1)
+    for index in range(WARM_UP + rounds):
+        if index == WARM_UP:
+            for engine in engines:
+                engine.forget()
+        prompt = [chance.randrange(1000) for _ in range(PROMPT_TOKENS)]
+        for engine in engines[:: 1 if index % 2 else -1]:
+            engine.add(f"r{index}", prompt, max_tokens=1)
+            engine.timed_step()
+            engine.step_aside()
+
+
+def decode(engines: list[Played], rounds: int) -> None:
+    chance = random.Random(1)
+    for index in range(REQUESTS):
+        prompt = [chance.randrange(1000) for _ in range(500)]
+        for engine in engines:
+            engine.add(f"r{index}", prompt, max_tokens=4 * (rounds + 2 * WARM_UP))
+    for index in range(WARM_UP + rounds):
+        if index == WARM_UP:
+            for engine in engines:
+                engine.forget()
+        for engine in engines[:: 1 if index % 2 else -1]:
+            while any(r.num_output_tokens == 0 for r in engine.scheduler.requests.values()):
+                engine.timed_step()  # prompts first
+            engine.timed_step()
+
+
+@contextmanager
+def pair(model: Path, num_blocks: int, **arguments: Any) -> Iterator[list[Played]]:
+    """An engine with kvshm and one without, of one configuration."""
+    engines = [Played(model, shares, num_blocks, **arguments) for shares in (True, False)]
+    try:
+        yield engines
+    finally:
+        engines[0].close()
+
+
+def result(engines: list[Played]) -> dict[str, Any]:
+    ours, plain = (percentiles(engine.milliseconds) for engine in engines)
+    added = [a - b for a, b in zip(*(e.milliseconds for e in engines), strict=True)]
+    hooks = percentiles(engines[0].hooks_milliseconds)
+    return {
+        "plain_ms": plain,
+        "with_kvshm_ms": ours,
+        "added_ms": percentiles(added),
+        "hooks_ms": hooks,
+        "output_ms": percentiles(engines[0].output_milliseconds),
+        "added_percent": round(100 * (ours["p50"] / plain["p50"] - 1), 1),
+        "hooks_percent": round(100 * hooks["p50"] / plain["p50"], 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    rounds = parser.parse_args().rounds
+    directory = Path(tempfile.mkdtemp(prefix="kvb-"))
+    os.environ["KVSHM_RUN_DIR"] = str(directory)
+    os.environ["KVSHM_NAMESPACE"] = directory.name.lower().replace("_", "-")
+    try:
+        model = write_model(directory / "model")
+        with pair(model, 6000, max_num_seqs=64) as engines:
+            prefill(engines, rounds)
+            first = result(engines)
+        many = REQUESTS * (500 + 8 * (rounds + 3 * WARM_UP)) // BLOCK_SIZE
+        with pair(model, many, max_num_seqs=REQUESTS) as engines:
+            decode(engines, rounds)
+            plain = result(engines)
+        with pair(model, many, max_num_seqs=REQUESTS, speculative_config=DRAFTS) as engines:
+            decode(engines, rounds)
+            drafts = result(engines)
+    finally:
+        shutil.rmtree(directory)
+    report("scheduler", prefill=first, decode=plain, decode_with_drafts=drafts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""Two kvshm beside each other, round by round: what did a change make slower?
+
+    PYTHONPATH=examples python benchmarks/compare.py --against OTHER_TREE/.venv/bin/python
+
+Each of the two has a node of its own with two engines; a third node has one engine without
+kvshm.  All of them live at the same time and one request is under way at a time, so a machine
+whose speed drifts slows all of them.  Printed is the median of the rounds' ratios, this kvshm
+over the other (``against``) and over no kvshm (``plain``), with the 95 % interval of that
+median; an interval that lies above 1 is a loss.  Where an engine's memory happens to lie makes it
+faster or slower by percents for as long as it lives: hence several starts, and an interval over
+starts and rounds.  What two checkouts of one commit differ by (``--against`` such a one) says how
+far to trust it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Any, Self
+
+VOCABULARY = 1500
+WARM_UP = 8
+"""Rounds until every block of the caches was in use once."""
+ROOM_PROMPTS = 6
+RESAMPLES = 2000
+DECODED = 48
+ASLEEP_SECONDS = 1.2
+"""vLLM's processes wait for each other by spinning, for a second after they have last heard
+something: until then the engines of one arm take the cores from those of the next."""
+AWAKE_TOKENS = 20
+"""Of what wakes them.  vLLM 0.32's CPU worker dies (SIGILL) of a prompt of one token."""
+BLOCK_SIZE = 128
+
+Times = dict[str, float]
+"""What was asked -> milliseconds."""
+
+
+def _prompt(number: int, tokens: int) -> list[int]:
+    drawn = random.Random(number)
+    return [drawn.randrange(VOCABULARY) for _ in range(tokens)]
+
+
+# -- one arm: a process that runs with one of the two kvshm, and its examples/
+
+
+def serve_arm(tokens: int, shared: bool) -> None:
+    """Start engines, then answer each line on stdin, the number of a round, with its times."""
+    import kvshm
+
+    sys.path.insert(0, str(Path(kvshm.__file__).parents[1] / "examples"))
+    from local_node import EngineSpec
+    from sharing_node import SharingNode
+    from tiny_model import write_model
+
+    room = ROOM_PROMPTS * ((tokens - 1) // BLOCK_SIZE + 2)
+    # An older kvshm does not know ``auto``; what is compared is the import, not when to do it.
+    settings = {"KVSHM_MIN_PREFIX_TOKENS": "0"} if shared else {"KVSHM_ENABLE": "0"}
+    with SharingNode(settings) as node:
+        # ``python -m`` looks for modules where it is started: beside a kvshm it would take that.
+        os.chdir(node.run_dir)
+        model = write_model(node.run_dir / "model")
+        specs = [EngineSpec("b", model, core=1, num_blocks=room)]
+        if shared:
+            node.start_coordinator()
+            specs.append(EngineSpec("a", model, core=0, num_blocks=room))
+        engines = node.start_engines(*specs)
+        if shared:
+            node.wait_joined(*engines)
+            _check_loaded(engines, Path(kvshm.__file__).parent)
+        print("ready", flush=True)
+        for line in sys.stdin:
+            print(json.dumps(_round(node, engines, _prompt(int(line), tokens))), flush=True)
+
+
+def _check_loaded(engines: Sequence[Any], package: Path) -> None:
+    """Make sure that it is this kvshm that the engines run with, not one that they found first."""
+    for engine in engines:
+        mapped = [Path(f"/proc/{pid}/maps").read_text() for pid in engine.processes()]
+        if not any(f"{package}/_native" in maps for maps in mapped):
+            raise SystemExit(f"{engine!r} does not run with {package}")
+
+
+def _round(node: Any, engines: Sequence[Any], prompt: list[int]) -> Times:
+    time.sleep(ASLEEP_SECONDS)
+    for engine in engines:  # which now sleep, too: who wakes up answers some milliseconds later
+        engine.complete(_prompt(0, AWAKE_TOKENS), max_tokens=2)
+    b = engines[0]
+    if len(engines) == 1:
+        times = {"computed": b.complete(prompt, max_tokens=2).ttft_s * 1000}
+    else:
+        blocks = (len(prompt) - 1) // BLOCK_SIZE
+        with node.sharing(engines[1], blocks):
+            times = {"computed": engines[1].complete(prompt, max_tokens=2).ttft_s * 1000}
+        times["imported"] = b.complete(prompt, max_tokens=2).ttft_s * 1000
+        # Before the import this engine was idle for as long as the other one computed.
+        engines[1].complete([*prompt[1:], 0], max_tokens=2)
+        times["local_hit_after_a_pause"] = b.complete(prompt, max_tokens=2).ttft_s * 1000
+    begin = time.perf_counter()
+    hit = b.complete(prompt, max_tokens=DECODED)
+    total = time.perf_counter() - begin
+    times["local_hit"] = hit.ttft_s * 1000
+    times["decode"] = (total - hit.ttft_s) * 1000 / (DECODED - 1)
+    return times
+
+
+# -- the comparison
+
+
+class Arm:
+    """An arm as its comparer sees it.  A context manager: leaving it ends its engines."""
+
+    def __init__(self, python: str, tokens: int, shared: bool) -> None:
+        own = [python, str(Path(__file__)), "--arm", "--tokens", str(tokens)]
+        self._process = subprocess.Popen(
+            [*own, *([] if shared else ["--plain"])],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        if not (line := self._process.stdout.readline()):
+            raise SystemExit(f"an arm has ended with status {self._process.wait()}")
+        return line
+
+    def wait_ready(self) -> None:
+        """Block until its engines serve."""
+        self._line()
+
+    def measure(self, number: int) -> Times:
+        """Have it go through one round."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{number}\n")
+        self._process.stdin.flush()
+        return dict(json.loads(self._line()))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def ratio(mine: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Return the median of the ratios round by round, with its 95 % interval (bootstrap, first of
+    the starts, then of the rounds of each).  Both by start."""
+    starts = [
+        [a / b for a, b in zip(*both, strict=True)] for both in zip(mine, others, strict=True)
+    ]
+    drawn = random.Random(1)
+
+    def resampled() -> list[float]:
+        some = drawn.choices(starts, k=len(starts))
+        return [each for pairs in some for each in drawn.choices(pairs, k=len(pairs))]
+
+    medians = sorted(statistics.median(resampled()) for _ in range(RESAMPLES))
+    low, high = medians[RESAMPLES // 40], medians[-RESAMPLES // 40]
+    found = statistics.median([each for pairs in starts for each in pairs])
+    return {"median": round(found, 3), "low": round(low, 3), "high": round(high, 3)}
+
+
+def measure(arms: dict[str, Arm], rounds: int) -> dict[str, list[Times]]:
+    """Go round by round through all arms, in an order that changes."""
+    times: dict[str, list[Times]] = {name: [] for name in arms}
+    for number in range(rounds + WARM_UP):
+        order = list(arms)
+        random.Random(number).shuffle(order)
+        for name in order:
+            measured = arms[name].measure(number)
+            if number >= WARM_UP:
+                times[name].append(measured)
+    return times
+
+
+def results(starts: Sequence[dict[str, list[Times]]]) -> dict[str, Any]:
+    """What all starts together say of the arms and their ratios."""
+    from measurement import percentiles
+
+    def of(name: str, way: str) -> list[list[float]]:
+        return [[each[way] for each in times[name]] for times in starts]
+
+    ways = {name: list(each[0]) for name, each in starts[0].items()}
+    found: dict[str, Any] = {
+        f"{name}_ms": {way: percentiles([*chain(*of(name, way))]) for way in of_it}
+        for name, of_it in ways.items()
+    }
+    for other in [name for name in ways if name != "this"]:
+        both = [way for way in ways["this"] if way in ways[other]]
+        found[f"this_over_{other}"] = {w: ratio(of("this", w), of(other, w)) for w in both}
+    for hit in ("local_hit", "local_hit_after_a_pause"):
+        found[f"imported_over_{hit}"] = {
+            name: ratio(of(name, "imported"), of(name, hit))
+            for name, of_it in ways.items()
+            if "imported" in of_it
+        }
+    return found
+
+
+def start(pythons: dict[str, str], rounds: int, tokens: int) -> dict[str, list[Times]]:
+    """Start all arms, in an order that changes, measure, and end them."""
+    with ExitStack() as running:
+        arms = {
+            name: running.enter_context(Arm(python, tokens, shared=name != "plain"))
+            for name, python in random.sample(sorted(pythons.items()), len(pythons))
+        }
+        for arm in arms.values():
+            arm.wait_ready()
+        return measure({name: arms[name] for name in pythons}, rounds)
+
+
+def main() -> None:
+    """Command line: print one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--against", help="the Python of an environment with the other kvshm")
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=20, help="after each start")
+    parser.add_argument("--tokens", type=int, default=3500)
+    parser.add_argument("--arm", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.arm:
+        serve_arm(args.tokens, shared=not args.plain)
+        return
+    from measurement import report
+
+    pythons = {"this": sys.executable, "plain": sys.executable}
+    if args.against:
+        pythons["against"] = args.against
+    measured = [start(pythons, args.rounds, args.tokens) for _ in range(args.starts)]
+    report("compare", tokens=args.tokens, starts=args.starts, **results(measured))
+
+
+if __name__ == "__main__":
+    main()
