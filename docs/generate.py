@@ -1,4 +1,5 @@
-"""Write the parts of these pages that the code states: the settings, from kvshm/config.py.
+"""Write the parts of these pages that the code states: the settings, from kvshm/config.py, and
+the fingerprint's fields, from kvshm/fingerprint.py.
 
     make docs
 
@@ -12,9 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvshm.config import SETTINGS, Setting
+from kvshm.fingerprint import FIELDS
 from kvshm.syncpoints import VARIABLE
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
+FINGERPRINT = Path(__file__).with_name("fingerprint.md")
 HEAD = ("setting", "accepts", "default", "what it does")
 SYNC_POINT = (
     f"`{VARIABLE}`",
@@ -33,6 +36,12 @@ def configuration(page: str) -> str:
     return replaced(page, "settings for tests", _table([*tests, SYNC_POINT]))
 
 
+def fingerprint(page: str) -> str:
+    """Return the page with the fields that the code has."""
+    rows = [(f"`{name}`", reason) for name, reason in FIELDS.items()]
+    return replaced(page, "fields", _table(rows, ("field", "why it counts")))
+
+
 def replaced(page: str, name: str, part: str) -> str:
     """Return the page with another part of that name.  Raises ValueError if there is not
     exactly one."""
@@ -48,11 +57,12 @@ def _cells(setting: Setting) -> tuple[str, ...]:
     return f"`{setting.name}`", setting.accepts, default, setting.sentence
 
 
-def _table(rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [" | ".join(cells) for cells in (HEAD, *rows)]
+def _table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str:
+    lines = [" | ".join(cells) for cells in (head, *rows)]
     lines = [f"| {line} |" for line in lines]
-    return "\n".join([lines[0], "|" + "---|" * len(HEAD), *lines[1:], ""])
+    return "\n".join([lines[0], "|" + "---|" * len(head), *lines[1:], ""])
 
 
 if __name__ == "__main__":
     CONFIGURATION.write_text(configuration(CONFIGURATION.read_text("utf-8")), "utf-8")
+    FINGERPRINT.write_text(fingerprint(FINGERPRINT.read_text("utf-8")), "utf-8")

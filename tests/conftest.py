@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvshm.errors import SegmentError
-from kvshm.segment import SegmentName, is_alive, list_segments, owner_of
+from kvshm.segment import list_segments
 
 from .played_cuda import library
+from .sessions import new_and_nobodys
 
 ROOT = Path(__file__).parent
 ORDER = ("unit", "core", "conformance", "model", "multiprocess", "packaging", "gpu", "vllm")
@@ -28,24 +27,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_cost)
 
 
-def _in_use_elsewhere(segment: SegmentName) -> bool:
-    """Whether a living process other than this one owns the segment: somebody else may well
-    run kvshm on this machine while its tests run."""
-    try:
-        owner = owner_of(str(segment))
-    except SegmentError:
-        return False
-    return owner.pid != os.getpid() and is_alive(owner)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_in_shared_memory() -> Iterator[None]:
     """The session fails if it ends with a segment that did not exist before."""
     before = set(list_segments())
     yield
-    now = list_segments()
-    busy = {segment.namespace for segment in now if _in_use_elsewhere(segment)}
-    suspects = {s for s in now if s not in before and s.namespace not in busy}
+    suspects = new_and_nobodys(before)
     left = [str(s) for s in list_segments() if s in suspects]  # some may have gone meanwhile
     assert not left, f"left in shared memory: {left}"
 
