@@ -225,7 +225,7 @@ static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run
 }
 
 /* Of the usual length, known when this is compiled, it needs no call. */
-static bool same_hash(const char *one, const char *other, size_t length)
+static bool hashes_equal(const char *one, const char *other, size_t length)
 {
     return length == KVSHM_HASH_BYTES ? memcmp(one, other, KVSHM_HASH_BYTES) == 0
                                       : memcmp(one, other, length) == 0;
@@ -242,7 +242,7 @@ static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run
     const char *expected = chain_hash(chain, index, &length);
     if (!expected)
         return !PyErr_Occurred();
-    if (given_length != length + GROUP_ID_BYTES || !same_hash(given, expected, (size_t)length))
+    if (given_length != length + GROUP_ID_BYTES || !hashes_equal(given, expected, (size_t)length))
         return true;
     kvshm_record *record = &b->records[b->count];
     *record = (kvshm_record){{0}, block, 0, (uint32_t)index, 0};

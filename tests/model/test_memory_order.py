@@ -44,16 +44,14 @@ def atomics(body: str) -> Iterator[str]:
 
 def operations(texts: dict[str, str]) -> set[Operation]:
     """All operations of all files; those of get, put, get_acquire and swap where they are used."""
-    bodies = {name: body for text in texts.values() for name, body in functions(text)}
-    helpers = {
-        name: operation
-        for name in ("get", "get_half", "get_acquire", "put", "swap")
-        for operation in atomics(bodies.pop(name))
-    }
+    bodies = [named for text in texts.values() for named in functions(text)]
+    helping = ("get", "get_half", "get_acquire", "put", "swap")
+    helpers = {name: [*atomics(body)][0] for name, body in bodies if name in helping}
     used = re.compile(r"\b(" + "|".join(helpers) + r")\s*\(")
     return {
         (name, operation)
-        for name, body in bodies.items()
+        for name, body in bodies
+        if name not in helpers
         for operation in [*atomics(body), *(helpers[h] for h in used.findall(body))]
     }
 
