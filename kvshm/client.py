@@ -30,7 +30,7 @@ MAX_QUEUED = 4096
 MAX_JOINED_BYTES = 1 << 20
 """Batches that wait together are sent as one message of up to so many bytes."""
 BUG_PAUSE_SECONDS = 0.5
-LATER_US = 5000
+LATER_US = 20_000
 """Events wait so many microseconds: they are told with a step's output, and whoever tells them at
 once competes for cores and the GIL with who delivers the tokens."""
 
