@@ -221,7 +221,9 @@ class Importer:
         # Registered before anything can fail: from here on the request waits for a report.
         self._register(request, first, self._empty(load_id, targets))
         if plan is not None and plan.num_blocks == count:
-            self._register(request, first, self._cache.begin_load(plan, load_id, targets))
+            awaited = self.at_once.expects(request.request_id)
+            load = self._cache.begin_load(plan, load_id, targets, attached=awaited)
+            self._register(request, first, load)
 
     def lost(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
         """``allocated`` failed: unless a load was registered by then, nothing will come."""

@@ -285,13 +285,16 @@ class SharedCache:
         if (life := self._life) is not None:
             life.peers.attached(epochs)
 
-    def begin_load(self, plan: Plan, load_id: str, targets: Sequence[BlockId]) -> Load:
+    def begin_load(
+        self, plan: Plan, load_id: str, targets: Sequence[BlockId], *, attached: bool = False
+    ) -> Load:
         """Lease the plan's blocks and return the load that every rank has to carry out.
+        ``attached``: all of them have said that they have its peers' memory open.
 
         ``targets`` are the own blocks to fill, one per block of the plan.  What cannot be
         leased any more is listed as lost; the load must be given to the ranks all the same.
         """
-        return self._imports.begin(self._life, plan, load_id, targets)
+        return self._imports.begin(self._life, plan, load_id, targets, attached)
 
     def end_load(self, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:
         """Account for a load that all ranks have reported; returns the targets that must not

@@ -23,7 +23,6 @@ from .plans import (
     Piece,
     Plan,
     PlannedRun,
-    bytes_per_rank,
 )
 from .records import RECORD_BYTES
 from .syncpoints import SyncPoint, sync_point
@@ -77,7 +76,7 @@ class Imports:
             return None
         count(c.LOOKUP_HITS, 1)
         count(c.BLOCKS_MATCHED, found)
-        nbytes = sum(map(_nbytes, runs))
+        nbytes = sum(run.peer.block_bytes * (len(run.records) // RECORD_BYTES) for run in runs)
         return Plan(life.table.epoch, start, tuple(runs), self._clock(), nbytes)
 
     def worth(self, life: Life | None, plan: Plan, waiting: float) -> bool:
@@ -94,9 +93,15 @@ class Imports:
         return tried
 
     def begin(
-        self, life: Life | None, plan: Plan, load_id: str, targets: Sequence[BlockId]
+        self,
+        life: Life | None,
+        plan: Plan,
+        load_id: str,
+        targets: Sequence[BlockId],
+        attached: bool = False,
     ) -> Load:
-        """Lease what the plan names, as far as it goes without a gap."""
+        """Lease what the plan names, as far as it goes without a gap.  ``attached``: all ranks
+        have its peers' memory open, and need not be told where it lies."""
         nothing = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
         if life is None or life.table.epoch != plan.epoch:
             return nothing
@@ -106,7 +111,7 @@ class Imports:
             life.table.counters.add(c.MISS_LEASE_LOST)
             return nothing
         bit = life.table.lease_bit  # read once: a rejoin may bring another one
-        pieces = tuple(self._lease(life, bit, plan, targets))
+        pieces = tuple(self._lease(life, bit, plan, targets, attached))
         leased = sum(len(piece.targets) for piece in pieces)
         sync_point(SyncPoint.LOAD_PLANNED)
         life.table.counters.add(c.LEASE_LOST, len(targets) - leased)
@@ -114,7 +119,12 @@ class Imports:
         return Load(load_id, life.table.epoch, ticket, bit, pieces, tuple(targets[leased:]))
 
     def _lease(
-        self, life: Life, bit: LeaseBit, plan: Plan, targets: Sequence[BlockId]
+        self,
+        life: Life,
+        bit: LeaseBit,
+        plan: Plan,
+        targets: Sequence[BlockId],
+        attached: bool,
     ) -> Iterator[Piece]:
         done = 0
         for run in plan.runs:
@@ -127,13 +137,15 @@ class Imports:
             if leased:
                 life.table.leases_taken += 1
                 life.table.counters.add(c.LEASES_TAKEN, sum(taken))
+                ranks = () if attached else run.peer.info.ranks
                 yield Piece(
                     peer=Epoch(run.peer.info.epoch),
                     table=run.peer.info.table,
-                    memory=tuple(rank.memory for rank in run.peer.info.ranks),
+                    memory=tuple(rank.memory for rank in ranks),
                     records=run.records[: leased * RECORD_BYTES],
                     taken=taken[:leased],
                     targets=tuple(targets[done : done + leased]),
+                    block_bytes=run.peer.block_bytes,
                 )
             done += leased
             if leased < wanted:
@@ -195,8 +207,3 @@ class Imports:
             life.peers.fine(peer)
         elif life.peers.fail(peer):
             life.table.counters.add(c.QUARANTINES)
-
-
-def _nbytes(run: PlannedRun) -> int:
-    memory = [rank.memory for rank in run.peer.info.ranks[:1]]
-    return bytes_per_rank(memory, len(run.records) // RECORD_BYTES)

@@ -6,7 +6,6 @@ metadata), never between engines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -56,12 +55,14 @@ class Piece:
     peer: Epoch
     table: str
     memory: tuple[MemoryDescriptor, ...]
-    """The peer's KV memory, by rank."""
+    """The peer's KV memory, by rank; empty if all ranks are known to have it open."""
     records: bytes
     taken: bytes
     """One byte per record: 1 if this load holds the lease and has to give it back."""
     targets: tuple[BlockId, ...]
     """Own blocks that receive the copies."""
+    block_bytes: int
+    """Bytes of one block in the memory of one rank."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,7 @@ class Load:
     @property
     def nbytes(self) -> int:
         """Bytes that each rank has to copy."""
-        return sum(bytes_per_rank(piece.memory, len(piece.targets)) for piece in self.pieces)
-
-
-def bytes_per_rank(memory: Sequence[MemoryDescriptor], num_blocks: int) -> int:
-    """Bytes of so many blocks in the memory of one rank, by all ranks' descriptors."""
-    regions = memory[0].regions if memory else []
-    return num_blocks * sum(region.block_bytes for region in regions)
+        return sum(piece.block_bytes * len(piece.targets) for piece in self.pieces)
 
 
 class LoadFailure(StrEnum):

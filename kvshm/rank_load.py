@@ -25,7 +25,7 @@ from .interfaces import Copy, CopyState
 from .log import logger
 from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
 from .rank_peers import PeerBook, PeerMemory
-from .records import RECORD_BYTES, unpack_records
+from .records import RECORD_BYTES, block_ids
 from .slots import SlotTable
 from .syncpoints import SyncPoint, sync_point
 from .terms import BlockId, LeaseBit
@@ -196,8 +196,9 @@ class RankLoad:
             self._reject(piece, [False] * count, reason)
             return
         sync_point(SyncPoint.COPIED)
-        sources = _sources(piece)
-        wanted = [part.peer.table.checksum(self._rank, s) for s in sources] if self._verify else []
+        wanted = []
+        if self._verify:
+            wanted = [part.peer.table.checksum(self._rank, s) for s in _sources(piece)]
         good = part.peer.table.recheck(self._rank, piece.records)
         if self._peers.may_have_died(piece.peer, part.peer):
             self._reject(piece, [False] * count, LoadFailure.UNCERTAIN)
@@ -206,9 +207,7 @@ class RankLoad:
             self._reject(piece, [False] * count, LoadFailure.OWN_RESET)
             return
         self._count(BLOCKS_COPIED, count)
-        self._count(
-            BYTES_COPIED, count * sum(r.block_bytes for r in piece.memory[self._rank].regions)
-        )
+        self._count(BYTES_COPIED, count * piece.block_bytes)
         if not all(good):
             self._count(RECHECK_FAILED, good.count(False))
             self._reject(piece, good, LoadFailure.RECLAIMED)
@@ -233,9 +232,9 @@ class RankLoad:
 
     def _own_epoch_ended(self) -> bool:
         table = self._table
-        if table is None or table.retired or table.epoch != self._load.epoch:
+        if table is None or table.epoch != self._load.epoch:
             return True
-        return table.life(self._rank) != table.epoch
+        return not table.is_alive(self._rank)
 
     def _reject(self, piece: Piece, good: list[bool], reason: LoadFailure) -> None:
         size = RECORD_BYTES
@@ -302,5 +301,5 @@ def release_piece(piece: Piece, bit: LeaseBit | int, table: SlotTable | None) ->
         table.close()
 
 
-def _sources(piece: Piece) -> tuple[BlockId, ...]:
-    return tuple(record.block_id for record in unpack_records(piece.records))
+def _sources(piece: Piece) -> list[BlockId]:
+    return block_ids(piece.records)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -80,8 +79,7 @@ class PeerMemory:
 
     def ended(self, rank: Rank) -> bool:
         """Whether the peer's memory is no longer what its table says, or its export is over."""
-        table = self.table
-        return table.retired or table.life(rank) != table.epoch or self.memory.ended
+        return not self.table.is_alive(rank) or self.memory.ended
 
     def silence(self, now: float) -> float:
         """Seconds since the peer's heartbeat was last seen to go on; call it now and then."""
@@ -121,7 +119,7 @@ class PeerBook:
         """Since when, by the clock."""
         self._failed: dict[Epoch, tuple[float, str]] = {}
         self._closed = False
-        self._pinned: Counter[Epoch] = Counter()
+        self._pinned: list[Collection[Epoch]] = []
         self._followed = _Followed(None)
         self._tries: dict[Epoch, int] = {}
         self._deaths = DeathWatch()
@@ -135,27 +133,27 @@ class PeerBook:
     def pinned(self, peers: Collection[Epoch]) -> Iterator[None]:
         """Keep these mapped while another thread than the load thread reads from them."""
         with self._lock:
-            self._pinned.update(peers)
+            self._pinned.append(peers)
         try:
             yield
         finally:
             with self._lock:
-                self._pinned.subtract(peers)
-                self._pinned += Counter()  # without those that nobody holds any more
+                self._pinned.remove(peers)
 
     def find(self, piece: Piece) -> PeerMemory | None:
         """The peer of a piece, None while it is being attached, which begins on first use.
 
         Raises TransportError if it has died, or could not be attached, just now or a few seconds
-        ago, and StillAttaching if that takes too long to be waited for.
+        ago, and StillAttaching if that takes too long to be waited for, or cannot begin.
         """
         with self._lock:
             peer = self._peers.get(piece.peer)
             if peer is not None:
-                self._watch(piece.peer, peer)
                 if peer.memory.ended or piece.peer in self._deaths.dead():
                     raise TransportError("it has died")
                 return peer
+            if not piece.memory:
+                raise StillAttaching("it was attached, and has been let go")
             self._check_failed(piece.peer)
             since = self._attaching.get(piece.peer)
             if since is None:
@@ -254,6 +252,7 @@ class PeerBook:
             if peer is None:
                 self._failed[wanted.peer] = (self._clock() + FAILED_SECONDS, reason)
             elif not self._closed:
+                self._watch(wanted.peer, peer)
                 self._peers[wanted.peer] = peer
                 self.attached = frozenset(self._peers)
                 return
@@ -270,12 +269,11 @@ class PeerBook:
                 self._watch(epoch, peer)
                 peer.silence(now)
             dead = self._deaths.dead()
+            kept = set(in_use).union(*self._pinned)
             ended = [
                 epoch
                 for epoch, peer in self._peers.items()
-                if epoch not in in_use
-                and epoch not in self._pinned
-                and (epoch in dead or peer.ended(self.rank))
+                if epoch not in kept and (epoch in dead or peer.ended(self.rank))
             ]
             for epoch in ended:
                 self._deaths.forget(epoch)

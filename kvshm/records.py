@@ -86,7 +86,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from .terms import HASH_BYTES, BlockHash, BlockId, Generation
 
@@ -212,6 +212,14 @@ def unpack_records(packed: bytes | memoryview) -> Iterator[BlockRecord]:
         raise ValueError(f"{len(packed)} bytes are no whole number of block records")
     for block_hash, block_id, generation, depth, kind in _RECORD.iter_unpack(packed):
         yield BlockRecord(block_hash, block_id, generation, depth, RecordKind(kind))
+
+
+def block_ids(packed: bytes) -> list[BlockId]:
+    """The block ids of a packed array, in order.  ValueError if its length is no multiple of 48."""
+    if len(packed) % RECORD_BYTES:
+        raise ValueError(f"{len(packed)} bytes are no whole number of block records")
+    words = memoryview(packed).cast("I")
+    return cast(list[BlockId], words[HASH_BYTES // 4 :: RECORD_BYTES // 4].tolist())
 
 
 def table_bytes(num_blocks: int, num_ranks: int) -> int:

@@ -165,6 +165,12 @@ class TableHeader:
     def retired(self) -> bool:
         return self._load(RETIRED_OFFSET) != 0
 
+    def is_alive(self, rank: int) -> bool:
+        """Whether the rank's KV memory is what the table says, and the table not retired."""
+        buffer, life = self._segment.buffer, self._life_offset(rank)
+        alive = _native.load(buffer, life) == self.epoch
+        return alive and not _native.load(buffer, RETIRED_OFFSET)
+
     def beat(self) -> None:
         """The owner is alive; about once a second."""
         _native.add(self._segment.buffer, HEARTBEAT_OFFSET, 1)

@@ -59,7 +59,7 @@ def begin_epoch(cache: SharedCache) -> None:
 def load_in(cache: SharedCache) -> Load:
     """A load of two blocks, as it was begun in the present epoch."""
     assert cache.epoch is not None
-    piece = Piece(Epoch(1), "gone", (memory_of(1),), bytes(96), b"\0\0", TARGETS)
+    piece = Piece(Epoch(1), "gone", (memory_of(1),), bytes(96), b"\0\0", TARGETS, 8)
     return Load("load", cache.epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
 
 
@@ -154,8 +154,7 @@ def test_what_is_computed_sooner_is_declined_and_now_and_then_tried(cache: Share
 
 def test_what_loads_took_is_what_the_next_is_expected_to_take(cache: SharedCache) -> None:
     load = load_in(cache)
-    memory = MemoryDescriptor("played", 1, 0, [Region(0, 10_000, 10_000, 8)], {})
-    load = replace(load, pieces=(replace(load.pieces[0], memory=(memory,)),))
+    load = replace(load, pieces=(replace(load.pieces[0], block_bytes=10_000),))
     assert load.nbytes == 20_000
     for _ in range(100):
         cache.end_load(load, [LoadReport("load", (), seconds=0.01), GOOD[0]])
@@ -169,8 +168,7 @@ def test_a_load_that_copied_only_a_part_shows_no_more_than_that_it_takes_longer(
     cache: SharedCache, reason: LoadFailure
 ) -> None:
     load = load_in(cache)
-    memory = MemoryDescriptor("played", 1, 0, [Region(0, 10_000, 10_000, 8)], {})
-    load = replace(load, pieces=(replace(load.pieces[0], memory=(memory,)),))
+    load = replace(load, pieces=(replace(load.pieces[0], block_bytes=10_000),))
     for _ in range(20):
         cache.end_load(load, [LoadReport("load", (), seconds=0.01)])
     expected = cache.copying(load)

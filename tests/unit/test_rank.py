@@ -37,7 +37,7 @@ def piece_of(peer: Exporter, block: int, taken: bytes = b"\0") -> Piece:
         assert peer.table.lease(BIT, records) == (1, taken)
     memory = (memory_of(peer.info.epoch),)
     target = (BlockId(block + 10),)
-    return Piece(Epoch(peer.info.epoch), peer.info.table, memory, records, taken, target)
+    return Piece(Epoch(peer.info.epoch), peer.info.table, memory, records, taken, target, 8)
 
 
 def load_of(*pieces: Piece, ticket: int = NO_TICKET, name: str = "load") -> Load:
@@ -157,7 +157,7 @@ def test_a_table_of_another_epoch_or_without_the_rank_is_not_attached(
 ) -> None:
     peer = exporter()
     piece = piece_of(peer, 1)
-    other = Piece(Epoch(77), piece.table, piece.memory, piece.records, b"\0", piece.targets)
+    other = Piece(Epoch(77), piece.table, piece.memory, piece.records, b"\0", piece.targets, 8)
     book, second = PeerBook(transport, Rank(0)), PeerBook(transport, Rank(1))
     wrong = ((book, other, "is of epoch"), (second, piece, "has no rank 1"))
     for asked, wanted, why in wrong:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -52,6 +53,19 @@ def test_nobody_waits_for_an_attach(cache: RankCache, own: SlotTable, exporter: 
     assert report.bad == piece.targets
     assert report.failures[0].reason is LoadFailure.NOT_ATTACHED
     until(cache.attached)
+
+
+def test_a_peer_that_was_let_go_is_not_attached_by_a_load_that_does_not_say_where_it_lies(
+    cache: RankCache, own: SlotTable, transport: PlayedTransport, exporter: Make
+) -> None:
+    """Else the attach would fail, and be remembered as the peer's failure."""
+    cache.open_epoch(own.name)
+    piece = piece_of(exporter(), 2)
+    (report,) = cache.load_at_once([load_of(replace(piece, memory=()))], 1000.0)
+    assert report.failures[0].reason is LoadFailure.NOT_ATTACHED
+    assert transport.attaches == []
+    cache.begin_load(load_of(piece))
+    assert reports(cache, 1)["load"].bad == ()
 
 
 @pytest.mark.parametrize("fenced", [False, True])

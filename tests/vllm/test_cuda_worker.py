@@ -120,7 +120,7 @@ def load_of(exporter: Played, importer: Played, source: int, target: int) -> Loa
     record = BlockRecord(BlockHash(b"h" * 32), BlockId(source), Generation(0), 0)
     records = exporter.table.publish(pack_records([record]), bytes(8))
     piece = Piece(
-        exporter.table.epoch, exporter.table.name, (memory,), records, b"\0", (BlockId(target),)
+        exporter.table.epoch, exporter.table.name, (memory,), records, b"\0", (BlockId(target),), 8
     )
     ticket = importer.table.take_ticket(1)
     assert ticket is not None

@@ -57,8 +57,10 @@ class Node:
         runs = (PlannedRun(PEER, bytes(RECORD_BYTES * (min(stop, BLOCKS) - start))),)
         return Plan(self.e.table.epoch, start, runs, time.monotonic(), nbytes=1000)
 
-    def begin_load(self, plan: Plan, load_id: str, targets: tuple[int, ...]) -> Load:
-        pieces = (Piece(Epoch(77), "t", (), b"", b"", targets),)
+    def begin_load(
+        self, plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
+    ) -> Load:
+        pieces = (Piece(Epoch(77), "t", (), b"", b"", targets, 0),)
         return Load(load_id, self.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
 
     def step(self, per_token: float) -> None:

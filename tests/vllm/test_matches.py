@@ -37,7 +37,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
             runs = (PlannedRun(peer, bytes(RECORD_BYTES * (stop - start))),)
             return Plan(e.table.epoch, start, runs, 0.0)
 
-        def begin_load(plan: Plan, load_id: str, targets: tuple[int, ...]) -> Load:
+        def begin_load(
+            plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
+        ) -> Load:
             # With no pieces: so all that was promised stands in ``targets`` of the load.
             return Load(load_id, e.table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
 
