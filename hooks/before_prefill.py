@@ -219,11 +219,11 @@ class Importer:
         targets = tuple(block_ids[first : first + count])
         load_id = self._load_id(request.request_id)
         # Registered before anything can fail: from here on the request waits for a report.
-        self._register(request, first, self._empty(load_id, targets))
+        self._register(request, first, self._empty(load_id, targets), targets)
         if plan is not None and plan.num_blocks == count:
             awaited = self.at_once.expects(request.request_id)
             load = self._cache.begin_load(plan, load_id, targets, attached=awaited)
-            self._register(request, first, load)
+            self._register(request, first, load, targets)
 
     def lost(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
         """``allocated`` failed: unless a load was registered by then, nothing will come."""
@@ -231,7 +231,8 @@ class Importer:
         if self.at_once.expects(request_id) or request_id in self._imports:
             return  # ``loads`` sees to the former
         first = len(block_ids) - num_external // self._block_size
-        self._register(request, first, self._empty(request_id, tuple(block_ids[first:])))
+        targets = tuple(block_ids[first:])
+        self._register(request, first, self._empty(request_id, targets), targets)
 
     def _load_id(self, request_id: str) -> str:
         """vLLM knows an asynchronous load by its request; of one that a step waits for it knows
@@ -240,10 +241,11 @@ class Importer:
             return request_id
         return f"{request_id}{SEPARATOR}{next(self._attempts)}"
 
-    def _register(self, request: Any, first: int, load: Load) -> None:
+    def _register(
+        self, request: Any, first: int, load: Load, targets: tuple[BlockId, ...] = ()
+    ) -> None:
         self.stirred = True
         request_id, chain = request.request_id, request.block_hashes
-        targets = tuple(t for piece in load.pieces for t in piece.targets) + load.lost
         self._imports[load.load_id] = _Import(request_id, load, targets, first, chain)
         if first < len(chain):
             self._first_hashes[chain[first]] = request_id

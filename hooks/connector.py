@@ -43,7 +43,7 @@ from kvshm.terms import BlockId
 
 from .boundary import guarded, report
 from .leaving import let_engines_leave
-from .messages import QuietReport, RankDescription, RankReport, StepMetadata
+from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .plugin import ensure_recompute, register
 from .pool_watch import PoolChanged
@@ -172,11 +172,13 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._connector_metadata = connector_metadata
         self._quiet = False
-        if (worker := self._worker) and isinstance(connector_metadata, StepMetadata):
-            if connector_metadata.quiet and worker.is_quiet():
-                self._quiet = True
-            else:
-                self._begin(connector_metadata)
+        if (worker := self._worker) is None:
+            return
+        # ``isinstance`` takes a microsecond for a class of vLLM's, which are abstract.
+        if type(connector_metadata) is QuietStep and worker.is_quiet():
+            self._quiet = True
+        elif isinstance(connector_metadata, StepMetadata):
+            self._begin(connector_metadata)
 
     @guarded(_nothing)
     def _begin(self, metadata: StepMetadata) -> None:
@@ -337,13 +339,13 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        if self._scheduler:
-            worker_meta = connector_output.kv_connector_worker_meta
-            self._scheduler.output(
-                connector_output.finished_recving or _NOBODY,
-                worker_meta if isinstance(worker_meta, RankReport) else None,
-                connector_output.invalid_block_ids,
-            )
+        if self._scheduler is None:
+            return
+        said: Any = connector_output.kv_connector_worker_meta
+        if type(said) is not QuietReport and not isinstance(said, RankReport):
+            said = None  # another connector's, or none
+        finished = connector_output.finished_recving or _NOBODY
+        self._scheduler.output(finished, said, connector_output.invalid_block_ids)
 
     @guarded(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

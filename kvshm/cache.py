@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -302,9 +302,11 @@ class SharedCache:
         bad = self._imports.end(self._life, load, reports)
         failed = bool(bad) or not load.pieces
         self.count(LOADS_FAILED if failed else LOADS_DONE)
-        good = sum(t not in bad for piece in load.pieces for t in piece.targets)
-        self.count(IMPORTED_BLOCKS, good)
-        self._ended.append(Ended(_without_gap(load, bad), failed))
+        targets = [target for piece in load.pieces for target in piece.targets]
+        good = [target not in bad for target in targets] if bad else [True] * len(targets)
+        self.count(IMPORTED_BLOCKS, sum(good))
+        # A block is of use only if everything before it is.
+        self._ended.append(Ended(sum(takewhile(bool, good)), failed))
         return bad
 
     def take_ended(self) -> list[Ended]:
@@ -323,12 +325,6 @@ class SharedCache:
         """Note an error where ``dump_index`` shows it.  Any thread."""
         if (life := self._life) is not None:
             life.table.log_error(text)
-
-
-def _without_gap(load: Load, bad: Set[BlockId]) -> int:
-    """How many blocks count: a block is of use only if everything before it is."""
-    targets = (target for piece in load.pieces for target in piece.targets)
-    return sum(1 for _ in takewhile(lambda target: target not in bad, targets))
 
 
 def join_cache(config: Config, spec: EngineSpec, run_dir: Path) -> SharedCache:

@@ -26,9 +26,6 @@ REFUSALS_PER_TRIAL = 64
 """After so many imports that were not worth it one is tried: no load, no better estimate."""
 _SPREAD = 4.0
 """How far apart two counts have to lie for a slope to mean something."""
-_AT_ONCE = 32
-"""So much is looked at together, or when somebody asks: most engines ask seldom, and each step
-adds."""
 
 
 class Line:
@@ -43,21 +40,9 @@ class Line:
         self._fit: tuple[float, float] | None = None
         self._fits = True
         """Whether ``_fit`` is of all that was seen: asked for several times for each addition."""
-        self._new: list[tuple[float, float]] = []
-        """What was added and not looked at yet."""
 
     def add(self, count: float, seconds: float) -> None:
         """``count`` of something, more than 0, took so many seconds."""
-        self._new.append((count, seconds))
-        if len(self._new) >= _AT_ONCE:
-            self._take_in()
-
-    def _take_in(self) -> None:
-        new, self._new = self._new, []
-        for count, seconds in new:
-            self._learn(count, seconds)
-
-    def _learn(self, count: float, seconds: float) -> None:
         size = frexp(count)[1]
         old = self._sizes.get(size, (0.0, 0.0, 0.0))
         if old[0]:
@@ -72,12 +57,10 @@ class Line:
     @property
     def largest(self) -> float:
         """The largest count seen, about; 0 before any."""
-        self._take_in()
         return max((count / weight for weight, count, _ in self._sizes.values()), default=0.0)
 
     def fit(self) -> tuple[float, float] | None:
         """Fixed seconds and seconds for each, neither below 0; None without a spread."""
-        self._take_in()
         if not self._fits:
             self._fit, self._fits = self._drawn(), True
         return self._fit
@@ -98,7 +81,6 @@ class Line:
     @property
     def mean(self) -> tuple[float, float] | None:
         """Mean count and mean seconds; None before anything was seen."""
-        self._take_in()
         weight, count, seconds = self._all
         return (count / weight, seconds / weight) if weight else None
 
