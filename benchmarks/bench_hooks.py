@@ -4,11 +4,12 @@
 
 Engine B runs with a stopwatch around every method of the connector (timed_connector.py)
 while several clients ask it at once; half of the prompts begin with a prefix that engine A
-has, so B computes, imports, decodes, publishes and reuses blocks.  Step time is the worker's,
-from binding a step's metadata to clearing it: shorter than the cycle of the scheduler, from
-one step built to the next, so that share is, if anything, too large.  The model is tiny; a
-real one's steps are longer.  What the stopwatch shows of a call of nothing is taken off for each
-call (``stopwatch_percent``).
+has, so B computes, imports, decodes, publishes and reuses blocks.  A step lasts, as the engine
+sees it, from its dispatch to its output: what vLLM's scheduler does before and after is not in it,
+so the share is, if anything, too large.  ``..._of_worker`` is the share of a part of it, from where
+the worker binds the step's metadata to where it clears them, which leaves out its preparation,
+sampling and the way there and back.  The model is tiny; a real one's steps are longer.  What the
+stopwatch shows of a call of nothing is taken off for each call (``stopwatch_percent``).
 """
 
 from __future__ import annotations
@@ -70,10 +71,10 @@ def shares(scheduler: Steps, worker: Steps, empty: tuple[float, float]) -> dict[
     """Return, per step, the share of its time spent in kvshm's hooks, in percent.  ``hooks``
     counts what a clock on the wall says, ``computing`` leaves out what other processes took.
     ``empty``: nanoseconds that either side's stopwatch shows of a call of nothing."""
-    both = [(scheduler[s], worker[s]) for s in worker if s in scheduler]
+    both = [(scheduler[s], worker[s]) for s in worker if s in scheduler and scheduler[s][0]]
 
     def percent(of: Callable[[Step, Step], float]) -> list[float]:
-        return [100 * of(one, two) / two[0] for one, two in both]
+        return [100 * of(one, two) / one[0] for one, two in both]
 
     def stopwatch(one: Step, two: Step) -> float:
         return one[4] * empty[0] + two[4] * empty[1]
@@ -82,13 +83,14 @@ def shares(scheduler: Steps, worker: Steps, empty: tuple[float, float]) -> dict[
         return one[1] + two[1] - stopwatch(one, two)
 
     return {
-        "step_ms": [two[0] / 1e6 for _, two in both],
+        "step_ms": [one[0] / 1e6 for one, _ in both],
+        "worker_ms": [two[0] / 1e6 for _, two in both],
         "scheduler_percent": percent(lambda one, _: one[1] - one[4] * empty[0]),
         "worker_percent": percent(lambda _, two: two[1] - two[4] * empty[1]),
         "stopwatch_percent": percent(stopwatch),
         "hooks_percent": percent(hooks),
         "hooks_percent_without_copies": percent(lambda one, two: hooks(one, two) - two[3]),
-        "hooks_percent_of_cycle": [100 * hooks(one, two) / one[0] for one, two in both],
+        "hooks_percent_of_worker": [100 * hooks(one, two) / two[0] for one, two in both],
         "computing_percent": percent(lambda one, two: one[2] + two[2]),
     }
 

@@ -1,9 +1,10 @@
 """KvshmConnector with a stopwatch around each method of its own; vLLM loads it by its path.
 
-A step runs, on the scheduler's side, from one ``build_connector_meta`` to the next, and on
-the worker's side from ``bind_connector_metadata`` to ``clear_connector_metadata``.  What takes in
-a step's output counts for that step: it needs an engine that schedules synchronously.  Both are
-written, per step, when the engine shuts down: to BENCH_HOOKS_DIRECTORY/<side>.json.
+A step runs, on the scheduler's side, from the end of ``build_connector_meta``, when it is
+dispatched, to the end of ``update_connector_output``, when its output is taken in; on the worker's
+side from ``bind_connector_metadata`` to ``clear_connector_metadata``.  What takes in a step's
+output counts for that step: it needs an engine that schedules synchronously.  Both are written,
+per step, when the engine shuts down: to BENCH_HOOKS_DIRECTORY/<side>.json.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ DIRECTORY = "BENCH_HOOKS_DIRECTORY"
 STEP_BEGINS = "bind_connector_metadata"
 STEP_ENDS = "clear_connector_metadata"
 STEP_BUILT = "build_connector_meta"
+STEP_ANSWERED = "update_connector_output"
 COPIES = "start_load_kv"
 """In a step that waits for imports, this is what waits."""
 SCHEDULES = (
@@ -81,7 +83,7 @@ class TimedConnector(KvshmConnector):
     def step_over(self, step: int, now: int) -> None:
         """Note one step; an idle one has number 0 and does not count."""
         if step:
-            taken = now - self.began
+            taken = now - self.began if self.role_name == "worker" else 0  # known when answered
             self.steps[step] = [taken, self.spent, self.computed, self.copied, self.calls]
         self.last = step
         self.step_begins(now)
@@ -129,6 +131,8 @@ def _timed(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             self.step_over(self.bound_step, end)
         elif name == STEP_BUILT:
             self.step_over(result.step, end)
+        elif name == STEP_ANSWERED and self.last:
+            self.steps[self.last][0] = end - self.began
         elif name == "shutdown":
             self.write()
         return result

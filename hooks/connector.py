@@ -347,8 +347,12 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         finished = connector_output.finished_recving or _NOBODY
         self._scheduler.output(finished, said, connector_output.invalid_block_ids)
 
-    @guarded(_nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        side = self._scheduler
+        return self._take_stats() if side is not None and side.cache.any_ended else None
+
+    @guarded(_nothing)
+    def _take_stats(self) -> KVConnectorStats | None:
         return self._scheduler.stats() if self._scheduler else None
 
     @classmethod

@@ -385,10 +385,9 @@ class SchedulerSide:
         if self.exporter is not None and self.exporter.step_done(step):
             self.cache.flush()
 
-    def stats(self) -> LoadStats | None:
-        """What to add to vLLM's metrics; None, as in most steps, if no load has ended."""
-        ended = self.cache.take_ended()
-        return LoadStats.of(ended, self._block_size) if ended else None
+    def stats(self) -> LoadStats:
+        """What to add to vLLM's metrics."""
+        return LoadStats.of(self.cache.take_ended(), self._block_size)
 
     def must_step(self) -> bool:
         """Whether an engine without requests has to step on: the last blocks of a speculating

@@ -309,10 +309,13 @@ class SharedCache:
         self._ended.append(Ended(sum(takewhile(bool, good)), failed))
         return bad
 
+    @property
+    def any_ended(self) -> bool:
+        """Whether ``take_ended`` has anything to tell."""
+        return bool(self._ended)
+
     def take_ended(self) -> list[Ended]:
         """How the loads went that have ended since this was asked last."""
-        if not self._ended:
-            return []
         ended, self._ended = self._ended, []
         return ended
 
