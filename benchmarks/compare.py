@@ -2,14 +2,14 @@
 
     PYTHONPATH=examples python benchmarks/compare.py --against OTHER_TREE/.venv/bin/python
 
-Each of the two has a node of its own with two engines; a third node has one engine without
-kvshm.  All of them live at the same time and one request is under way at a time, so a machine
-whose speed drifts slows all of them.  Printed is the median of the rounds' ratios, this kvshm
-over the other (``against``) and over no kvshm (``plain``), with the 95 % interval of that
-median; an interval that lies above 1 is a loss.  Where an engine's memory happens to lie makes it
-faster or slower by percents for as long as it lives: hence several starts, and an interval over
-starts and rounds.  What two checkouts of one commit differ by (``--against`` such a one) says how
-far to trust it.
+Each of the two has a node of its own with two engines; so has plain vLLM, whose engines share
+nothing and are asked the same. All of them live at the same time (six engines, 3 GB each) and one
+request is under way at a time, so a machine whose speed drifts slows all of them. Printed is the
+median of the rounds' ratios, this kvshm over the other (``against``) and over no kvshm
+(``plain``), with the 95 % interval of that median; an interval that lies above 1 is a loss. Where
+an engine's memory happens to lie makes it faster or slower by percents for as long as it lives:
+hence several starts, and an interval over starts and rounds. What two checkouts of one commit
+differ by (``--against`` such a one) says how far to trust it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -69,17 +69,19 @@ def serve_arm(tokens: int, shared: bool) -> None:
         # ``python -m`` looks for modules where it is started: beside a kvshm it would take that.
         os.chdir(node.run_dir)
         model = write_model(node.run_dir / "model")
-        specs = [EngineSpec("b", model, core=1, num_blocks=room)]
         if shared:
             node.start_coordinator()
-            specs.append(EngineSpec("a", model, core=0, num_blocks=room))
-        engines = node.start_engines(*specs)
+        a, b = node.start_engines(
+            EngineSpec("a", model, core=0, num_blocks=room),
+            EngineSpec("b", model, core=1, num_blocks=room),
+        )
         if shared:
-            node.wait_joined(*engines)
-            _check_loaded(engines, Path(kvshm.__file__).parent)
+            node.wait_joined(a, b)
+            _check_loaded((a, b), Path(kvshm.__file__).parent)
         print("ready", flush=True)
         for line in sys.stdin:
-            print(json.dumps(_round(node, engines, _prompt(int(line), tokens))), flush=True)
+            times = _round(node, a, b, _prompt(int(line), tokens), shared)
+            print(json.dumps(times), flush=True)
 
 
 def _check_loaded(engines: Sequence[Any], package: Path) -> None:
@@ -90,21 +92,19 @@ def _check_loaded(engines: Sequence[Any], package: Path) -> None:
             raise SystemExit(f"{engine!r} does not run with {package}")
 
 
-def _round(node: Any, engines: Sequence[Any], prompt: list[int]) -> Times:
+def _round(node: Any, a: Any, b: Any, prompt: list[int], shared: bool) -> Times:
     time.sleep(ASLEEP_SECONDS)
-    for engine in engines:  # which now sleep, too: who wakes up answers some milliseconds later
+    for engine in (b, a):  # which now sleep, too: who wakes up answers some milliseconds later
         engine.complete(_prompt(0, AWAKE_TOKENS), max_tokens=2)
-    b = engines[0]
-    if len(engines) == 1:
-        times = {"computed": b.complete(prompt, max_tokens=2).ttft_s * 1000}
-    else:
-        blocks = (len(prompt) - 1) // BLOCK_SIZE
-        with node.sharing(engines[1], blocks):
-            times = {"computed": engines[1].complete(prompt, max_tokens=2).ttft_s * 1000}
-        times["imported"] = b.complete(prompt, max_tokens=2).ttft_s * 1000
-        # Before the import this engine was idle for as long as the other one computed.
-        engines[1].complete([*prompt[1:], 0], max_tokens=2)
-        times["local_hit_after_a_pause"] = b.complete(prompt, max_tokens=2).ttft_s * 1000
+    readable = node.sharing(a, (len(prompt) - 1) // BLOCK_SIZE) if shared else nullcontext()
+    with readable:
+        times = {"computed": a.complete(prompt, max_tokens=2).ttft_s * 1000}
+    first = b.complete(prompt, max_tokens=2).ttft_s * 1000
+    if shared:
+        times["imported"] = first
+    # Before the import this engine was idle for as long as the other one computed.
+    a.complete([*prompt[1:], 0], max_tokens=2)
+    times["local_hit_after_a_pause"] = b.complete(prompt, max_tokens=2).ttft_s * 1000
     begin = time.perf_counter()
     hit = b.complete(prompt, max_tokens=DECODED)
     total = time.perf_counter() - begin
