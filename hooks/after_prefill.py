@@ -86,8 +86,9 @@ class Exporter:
         """Whether an epoch is to begin, or has: what is computed until then is shown once it has.
         Without one, marks would only pile up."""
         self.unsettled = False
-        """Whether blocks were withdrawn or shown since this was last set to False: call
-        ``publish_computed`` and the cache's ``settle`` before the next step is dispatched."""
+        """Whether blocks were withdrawn since this was last set to False, or some still have to
+        be shown: call ``publish_computed`` and the cache's ``settle`` before the next step is
+        dispatched."""
         self._marks = Marks(len(self._pool.blocks))
         self._life = 0
         self._requests: dict[str, _Followed] = {}
@@ -247,29 +248,26 @@ class Exporter:
         is waited for; 0: there is none."""
         return self._steps[-1].number if self._delay and self._steps and not self._held else 0
 
-    def step_done(self, number: int, fenced: bool = False) -> bool:
+    def step_done(self, number: int, fenced: bool = False) -> None:
         """The output of a step that ran the model has arrived, or every rank says that it is
         past a fence behind that step: then everything the step wrote, and all steps before it,
-        stands in memory on every rank, the drafter's part included.  Whether that may have shown
-        anything."""
-        if not (self._steps or self._computed):
-            return False
+        stands in memory on every rank, the drafter's part included."""
         done = number if fenced else number - self._delay
         if self._held:
             done = min(done, min(self._held.values()) - 1)
         while self._steps and self._steps[0].number <= done:
             self._computed += (run for wanted, run in self._steps.popleft().runs if wanted)
-        self.publish_computed()
-        return True
+        if self._computed:
+            self.publish_computed()
 
     def publish_computed(self) -> None:
         """Publish what is computed and hashed by now.  The rest keeps its mark: decoded and
         imported blocks get their hash a little later."""
-        if self._computed and self._cache.table is not None:
-            self.unsettled = True
+        if self._computed:
             self._computed = self._cache.publish_computed(
                 self._marks, self._pool.blocks, self._computed
             )
+            self.unsettled |= bool(self._computed)
 
     def _retract(self, published: list[BlockId]) -> None:
         if published:

@@ -208,8 +208,8 @@ class SharedCache:
         return life.exports.publish(blocks)
 
     def publish_computed(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
-        """``publish`` for what ``marks`` tells of: shows the runs' blocks that vLLM has hashed.
-        Returns the runs that are not through."""
+        """``publish`` for what ``marks`` tells of: shows the runs' blocks that vLLM has hashed,
+        and tells the others.  Returns the runs that are not through."""
         life = self._life
         if life is None or not self._config.exports:
             return runs
@@ -235,7 +235,7 @@ class SharedCache:
             life.exports.settle()
 
     def flush(self) -> None:
-        """Tell the others of what was published since the last ``settle``; never blocks."""
+        """Tell the others of what ``publish`` and ``retract`` changed; never blocks."""
         if (life := self._life) is not None:
             life.exports.flush()
 
