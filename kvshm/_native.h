@@ -60,6 +60,11 @@ static inline PyObject *kvshm_keep_records(PyObject *room, size_t count)
 PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const uint32_t *blocks,
                                size_t count);
 
+/* Add to the table's counter at `offset` how many records a result of (records, ...) has, which
+ * may be NULL; returns it. */
+PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offset,
+                        PyObject *result);
+
 /* The GIL is given up around large batches only.  Whoever gives it up must wait until another
  * thread that took it lets go again, which takes longer than a small batch does: a scheduler
  * would stand still in the middle of a step. */

@@ -89,22 +89,6 @@ static uint32_t *change_all(const marks_view *marks, PyObject *blocks, kvshm_pla
     return shown;
 }
 
-/* Add to the table's counter at `offset` how many records a result of (records, ...) has. */
-static PyObject *counted(PyObject *module, const Py_buffer *table, uint64_t offset,
-                         PyObject *result)
-{
-    Py_ssize_t bytes = result ? PyBytes_Size(PyTuple_GetItem(result, 0)) : 0;
-    uint64_t before;
-    int64_t status = KVSHM_OK;
-    if (bytes > 0)
-        status = kvshm_add(segment_of(table), offset, (uint64_t)bytes / KVSHM_RECORD_BYTES, &before);
-    if (status < 0) {
-        Py_DECREF(result);
-        return kvshm_raise(module, table, status);
-    }
-    return result;
-}
-
 /* ``change_all``; those that were published are retracted if there is a table, else returned. */
 static PyObject *changed(PyObject *module, const Py_buffer *table, marks_view *marks,
                          PyObject *blocks, uint32_t keep)
@@ -140,7 +124,7 @@ static PyObject *native_marks_retract(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "w*w*OK:marks_retract", &table, &marks.buffer, &blocks, &counter))
         return NULL;
     PyObject *result =
-        counted(module, &table, counter, changed(module, &table, &marks, blocks, 0));
+        kvshm_counted(module, &table, counter, changed(module, &table, &marks, blocks, 0));
     PyBuffer_Release(&table);
     return result;
 }
@@ -389,8 +373,8 @@ static PyObject *native_marks_publish(PyObject *module, PyObject *args)
         b.runs = PyMem_Malloc(((size_t)room + 1) * sizeof *b.runs);
         b.waiting = PyMem_Calloc((size_t)PyList_Size(runs) + 1, 1);
         if (b.records && b.parents && b.runs && b.waiting)
-            result = counted(module, &table, counter,
-                             publish_batch(module, &table, &b, runs, published_ms));
+            result = kvshm_counted(module, &table, counter,
+                                   publish_batch(module, &table, &b, runs, published_ms));
         else
             PyErr_NoMemory();
     }

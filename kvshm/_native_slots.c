@@ -76,6 +76,21 @@ PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const u
     return result;
 }
 
+PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offset,
+                        PyObject *result)
+{
+    Py_ssize_t bytes = result ? PyBytes_Size(PyTuple_GetItem(result, 0)) : 0;
+    uint64_t before;
+    int64_t status = KVSHM_OK;
+    if (bytes > 0)
+        status = kvshm_add(segment_of(table), offset, (uint64_t)bytes / KVSHM_RECORD_BYTES, &before);
+    if (status < 0) {
+        Py_DECREF(result);
+        return kvshm_raise(module, table, status);
+    }
+    return result;
+}
+
 static PyObject *native_retract(PyObject *module, PyObject *args)
 {
     Py_buffer table;

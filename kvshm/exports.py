@@ -112,8 +112,9 @@ class Exports:
         through."""
         published, left = self.table.publish_marked(marks.packed, pool, runs)
         if published:
-            self._outbox.append(published)
-            self.flush()
+            if self._outbox:  # what was withdrawn before is told first
+                self.flush()
+            self._send(published)
         return left
 
     def retract(self, blocks: Iterable[BlockId]) -> None:
@@ -141,12 +142,13 @@ class Exports:
         override the rest, and send the step's events."""
         if self._draining:
             self._drain()
-        self.flush()
+        if self._outbox:
+            self.flush()
 
     def flush(self) -> None:
         """Send the events collected so far; never blocks."""
-        if self._outbox:
-            batch, self._outbox = b"".join(self._outbox), []
+        batch, self._outbox = b"".join(self._outbox), []
+        if batch:
             self._send(batch)
 
     def _drain(self) -> None:

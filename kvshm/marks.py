@@ -9,7 +9,8 @@ step).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 from . import _native
@@ -33,6 +34,14 @@ class Marks:
         self.packed = bytearray(8 * num_blocks)
         """All of them, for ``SlotTable``, which publishes and retracts by them."""
         self._words = memoryview(self.packed).cast("I")
+        self.sound: Callable[[Sequence[Any], int], int] = partial(_native.marks_sound, self.packed)
+        """How many pool blocks of a table are sound from the first on, looking at so many."""
+        self.write: Callable[[Sequence[Any], int, int, int], tuple[bytes, list[BlockId]]] = partial(
+            _native.marks_write, self.packed
+        )
+        """``(table, first, last, complete)``: ``table[first:last]`` is about to be written, up to
+        ``complete`` soundly and in full.  Returns the latter, packed for a run, and those of all
+        that are published."""
 
     def withdraw(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """The blocks are not to be shown: runs lose them.  Returns those that are published."""
@@ -54,17 +63,6 @@ class Marks:
     def tag(self, blocks: Iterable[BlockId]) -> bytes:
         """The blocks with their present generations, packed for a run."""
         return b"".join(_PAIR.pack(b, self._words[2 * b]) for b in blocks)
-
-    def sound(self, table: Sequence[Any], stop: int) -> int:
-        """How many pool blocks of a table are sound from the first on, looking at ``stop``."""
-        return _native.marks_sound(self.packed, table, stop)
-
-    def write(
-        self, table: Sequence[Any], first: int, last: int, complete: int
-    ) -> tuple[bytes, list[BlockId]]:
-        """``table[first:last]`` is about to be written, up to ``complete`` soundly and in full.
-        Returns the latter, packed for a run, and those of all that are published."""
-        return _native.marks_write(self.packed, table, first, last, complete)
 
 
 touching = _native.marks_step
