@@ -84,7 +84,7 @@ def opened(cache: SharedCache) -> Peers:
     """The cache's peers, once its epoch has begun."""
     memory = MemoryDescriptor("none", Epoch(0), 0, [], {})
     cache.open_epoch([RankInfo(os.getpid(), 1, memory)], lambda: {"weights": "w"})
-    while (life := cache._life) is None:
+    while (life := cache.life) is None:
         time.sleep(0.001)
     return life.peers
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from kvshm.cache import SharedCache
 from kvshm.marks import Marks, Run, blocks_of, touching
@@ -56,10 +56,8 @@ class _Followed:
         """From this index on no block of the table has a mark."""
 
 
-class _Step(NamedTuple):
-    number: int
-    runs: list[tuple[bool, Run]]
-    """What the step completes, and whether its request wants it shown."""
+Completed: TypeAlias = list[tuple[bool, Run]]
+"""What a step completes, and whether its request wants it shown."""
 
 
 class Exporter:
@@ -86,12 +84,14 @@ class Exporter:
         """Whether an epoch is to begin, or has: what is computed until then is shown once it has.
         Without one, marks would only pile up."""
         self.unsettled = False
-        """Whether blocks were withdrawn or shown since this was last set to False: call
-        ``publish_computed`` and the cache's ``settle`` before the next step is dispatched."""
+        """Whether blocks were withdrawn since this was last set to False, or some still have to
+        be shown: call ``publish_computed`` and the cache's ``settle`` before the next step is
+        dispatched."""
         self._marks = Marks(len(self._pool.blocks))
         self._life = 0
         self._requests: dict[str, _Followed] = {}
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[tuple[int, Completed]] = deque()
+        """Steps under way that complete something, by their numbers."""
         self._computed: list[Run] = []
         """Runs of computed blocks some of which have no hash yet."""
         self._promised: dict[BlockId, Sequence[BlockId]] = {}
@@ -118,7 +118,8 @@ class Exporter:
 
     def blocks_change(self, blocks: Sequence[BlockId]) -> None:
         """The blocks lose their hashes: show them no more."""
-        self._retract(self._marks.withdraw(blocks))
+        if published := self._marks.withdraw(blocks):
+            self._retract(published)
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """These pool blocks are about to get new contents, whatever they held."""
@@ -137,23 +138,23 @@ class Exporter:
         self._promised.clear()
         self._held.clear()
 
-    def step_built(self, number: int, scheduled: dict[str, int]) -> list[Run]:
+    def step_built(self, number: int, scheduled: dict[str, int]) -> Completed:
         """A step that computes so many tokens of each request is about to be dispatched.
         Returns what it completes."""
+        runs: Completed = []
         if not self.expecting:
-            return []
-        runs: list[tuple[bool, Run]] = []
+            return runs
         size, life, drafts = self._block_size, self._life, self._delay > 0
         for followed, first, end in touching(self._requests, scheduled, size, life, drafts):
-            runs += self._writes(number, followed, first, end)
+            if run := self._writes(number, followed, first, end):
+                runs.append((self._wants(followed.request), run))
         if runs:
-            self._steps.append(_Step(number, runs))
-        return [run for _, run in runs]
+            self._steps.append((number, runs))
+        return runs
 
-    def _writes(
-        self, number: int, followed: _Followed, first: int, end: int
-    ) -> list[tuple[bool, Run]]:
-        """The step computes a request's tokens up to ``end``, from block ``first`` on."""
+    def _writes(self, number: int, followed: _Followed, first: int, end: int) -> Run | None:
+        """The step computes a request's tokens up to ``end``, from block ``first`` on.  Returns
+        what that completes."""
         request = followed.request
         table = self._manager.get_blocks(request.request_id).blocks[0]
         if followed.life != self._life or followed.preemptions != request.num_preemptions:
@@ -169,8 +170,9 @@ class Exporter:
         packed, published = self._marks.write(
             table, first, last, complete if followed.sound else first
         )
-        self._retract(published)
-        return [(self._wants(request), (request.block_hashes, first, packed))] if packed else []
+        if published:
+            self._retract(published)
+        return (request.block_hashes, first, packed) if packed else None
 
     def _begin(self, number: int, followed: _Followed, table: Sequence[Any]) -> None:
         """A request's first step, in its table or in this life: look what it builds upon."""
@@ -225,8 +227,8 @@ class Exporter:
             load = self._promised[block]  # nothing behind the block counts either
             doubtful.update(load[load.index(block) :])
         held = [self._held[block] for block in doubtful if block in self._held]
-        while held and self._steps and self._steps[-1].number >= min(held):
-            doubtful.update(blocks_of(run for _, run in self._steps.pop().runs))
+        while held and self._steps and self._steps[-1][0] >= min(held):
+            doubtful.update(blocks_of(run for _, run in self._steps.pop()[1]))
         for followed in self._requests.values():
             table = self._manager.get_blocks(followed.request.request_id).blocks[0]
             ids = [block.block_id for block in table]
@@ -237,7 +239,8 @@ class Exporter:
         for block in doubtful:
             self._promised.pop(block, None)
             self._held.pop(block, None)
-        self._retract(self._marks.clear(list(doubtful)))
+        if published := self._marks.clear(list(doubtful)):
+            self._retract(published)
 
     # -- what is known computed, once a step's output has arrived
 
@@ -245,33 +248,31 @@ class Exporter:
     def fence(self) -> int:
         """The step of which marks are held back although nothing but a fence (``step_done``)
         is waited for; 0: there is none."""
-        return self._steps[-1].number if self._delay and self._steps and not self._held else 0
+        return self._steps[-1][0] if self._delay and self._steps and not self._held else 0
 
-    def step_done(self, number: int, fenced: bool = False) -> bool:
+    def step_done(self, number: int, fenced: bool = False) -> None:
         """The output of a step that ran the model has arrived, or every rank says that it is
         past a fence behind that step: then everything the step wrote, and all steps before it,
-        stands in memory on every rank, the drafter's part included.  Whether that may have shown
-        anything."""
-        if not (self._steps or self._computed):
-            return False
+        stands in memory on every rank, the drafter's part included."""
         done = number if fenced else number - self._delay
         if self._held:
             done = min(done, min(self._held.values()) - 1)
-        while self._steps and self._steps[0].number <= done:
-            self._computed += (run for wanted, run in self._steps.popleft().runs if wanted)
-        self.publish_computed()
-        return True
+        while self._steps and self._steps[0][0] <= done:
+            for wanted, run in self._steps.popleft()[1]:
+                if wanted:
+                    self._computed.append(run)
+        if self._computed:
+            self.publish_computed()
 
     def publish_computed(self) -> None:
         """Publish what is computed and hashed by now.  The rest keeps its mark: decoded and
         imported blocks get their hash a little later."""
-        if self._computed and self._cache.table is not None:
-            self.unsettled = True
+        if self._computed:
             self._computed = self._cache.publish_computed(
                 self._marks, self._pool.blocks, self._computed
             )
+            self.unsettled |= bool(self._computed)
 
     def _retract(self, published: list[BlockId]) -> None:
-        if published:
-            self.unsettled = True
-            self._cache.retract(published)
+        self.unsettled = True
+        self._cache.retract(published)

@@ -13,10 +13,10 @@ from kvshm.config import Config
 from kvshm.counters import LOADS_AT_ONCE
 from kvshm.life import EngineSpec
 from kvshm.log import logger
-from kvshm.marks import Run, blocks_of
+from kvshm.marks import blocks_of
 from kvshm.terms import BlockId
 
-from .after_prefill import Exporter
+from .after_prefill import Completed, Exporter
 from .before_prefill import Importer
 from .identity import none_hash, scheduler_fields
 from .leaving import when_told_to_end
@@ -262,7 +262,7 @@ class SchedulerSide:
         busy = output.total_num_scheduled_tokens > 0
         life = self.cache.life  # looked at first: it may be followed by another at any time
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
-        completes: list[Run] = []
+        completes: Completed = []
         if (exporter := self.exporter) is not None:
             if self.cache.failed and exporter.expecting:
                 exporter.life_ends()
@@ -283,7 +283,7 @@ class SchedulerSide:
             patience=self.importer.at_once.step_built(),
             linger=self.importer.linger(loads, busy),
             fence=0 if busy or exporter is None else exporter.fence,
-            checksums=blocks_of(completes) if self._config.verify else [],
+            checksums=blocks_of(run for _, run in completes) if self._config.verify else [],
         )
         if metadata.describe:
             self._awaited = self._step
@@ -382,8 +382,8 @@ class SchedulerSide:
         if self._times.measured:
             self._times.ended(step)
         self._answers_are_in(step)
-        if self.exporter is not None and self.exporter.step_done(step):
-            self.cache.flush()
+        if self.exporter is not None:
+            self.exporter.step_done(step)
 
     def stats(self) -> LoadStats:
         """What to add to vLLM's metrics."""

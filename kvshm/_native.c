@@ -15,7 +15,15 @@
 typedef struct {
     PyObject *corrupt_segment;
     kvshm_places places[KVSHM_NUM_KEPT];
+    PyObject *request_names[KVSHM_NUM_REQUEST_NAMES];
 } module_state;
+
+static const char *const request_names[KVSHM_NUM_REQUEST_NAMES] = {
+    [KVSHM_COMPUTED] = "num_computed_tokens",
+    [KVSHM_REQUEST_PREEMPTIONS] = "num_preemptions",
+    [KVSHM_TOKENS] = "num_tokens",
+    [KVSHM_PLACEHOLDERS] = "num_output_placeholders",
+};
 
 static const kvshm_places unknown[KVSHM_NUM_KEPT] = {
     [KVSHM_BLOCKS].names = {{"block_id", "block_id"},
@@ -30,6 +38,11 @@ static const kvshm_places unknown[KVSHM_NUM_KEPT] = {
 kvshm_places *kvshm_places_of(PyObject *module, enum kvshm_kept which)
 {
     return &((module_state *)PyModule_GetState(module))->places[which];
+}
+
+PyObject *const *kvshm_request_names(PyObject *module)
+{
+    return ((module_state *)PyModule_GetState(module))->request_names;
 }
 
 PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status)
@@ -270,6 +283,9 @@ static int native_exec(PyObject *module)
 {
     module_state *state = PyModule_GetState(module);
     memcpy(state->places, unknown, sizeof unknown);
+    for (int i = 0; i < KVSHM_NUM_REQUEST_NAMES; i++)
+        if (!(state->request_names[i] = PyUnicode_InternFromString(request_names[i])))
+            return -1;
     PyObject *errors = PyImport_ImportModule("kvshm.errors");
     if (!errors)
         return -1;
@@ -301,6 +317,8 @@ static int native_clear(PyObject *module)
 {
     module_state *state = PyModule_GetState(module);
     Py_CLEAR(state->corrupt_segment);
+    for (int i = 0; i < KVSHM_NUM_REQUEST_NAMES; i++)
+        Py_CLEAR(state->request_names[i]);
     for (int i = 0; i < KVSHM_NUM_KEPT; i++) {
         state->places[i].type = NULL;
         Py_CLEAR(state->places[i].tried);

@@ -36,9 +36,34 @@ uint32_t *kvshm_copy_blocks_list(PyObject *sequence, size_t *count);
 
 PyObject *kvshm_list_of_blocks(const uint32_t *blocks, size_t count);
 
+/* Room for records that become bytes in the end; NULL with an exception. */
+static inline PyObject *kvshm_new_records(size_t count, kvshm_record **records)
+{
+    Py_ssize_t size = (Py_ssize_t)(count * sizeof **records);
+    PyObject *room = PyBytes_FromStringAndSize(NULL, size);
+    *records = room ? (kvshm_record *)(void *)PyBytes_AsString(room) : NULL;
+    return room;
+}
+
+/* The first of them, for which the whole is given; without a copy if they are all. */
+static inline PyObject *kvshm_keep_records(PyObject *room, size_t count)
+{
+    Py_ssize_t size = (Py_ssize_t)(count * sizeof(kvshm_record));
+    if (size == PyBytes_Size(room))
+        return room;
+    PyObject *kept = PyBytes_FromStringAndSize(PyBytes_AsString(room), size);
+    Py_DECREF(room);
+    return kept;
+}
+
 /* Retract blocks: the event to send, and the list of those to wait for. */
 PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const uint32_t *blocks,
                                size_t count);
+
+/* Add to the table's counter at `offset` how many records a result of (records, ...) has, which
+ * may be NULL; returns it. */
+PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offset,
+                        PyObject *result);
 
 /* The GIL is given up around large batches only.  Whoever gives it up must wait until another
  * thread that took it lets go again, which takes longer than a small batch does: a scheduler
@@ -75,7 +100,17 @@ enum kvshm_kept { KVSHM_BLOCKS, KVSHM_FOLLOWED, KVSHM_NUM_KEPT };
 enum kvshm_of_block { KVSHM_BLOCK_ID, KVSHM_BLOCK_HASH, KVSHM_REF_CNT };
 enum kvshm_of_followed { KVSHM_REQUEST, KVSHM_COMPLETE, KVSHM_LIFE, KVSHM_PREEMPTIONS };
 
+/* Names of attributes that requests have (vLLM's). */
+enum kvshm_of_request {
+    KVSHM_COMPUTED,
+    KVSHM_REQUEST_PREEMPTIONS,
+    KVSHM_TOKENS,
+    KVSHM_PLACEHOLDERS,
+    KVSHM_NUM_REQUEST_NAMES
+};
+
 /* The module's own. */
+PyObject *const *kvshm_request_names(PyObject *module);
 kvshm_places *kvshm_places_of(PyObject *module, enum kvshm_kept which);
 
 /* May run Python code. */

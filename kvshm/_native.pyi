@@ -50,9 +50,10 @@ def marks_change(marks: Buffer, blocks: Sequence[int], keep: int, /) -> list[int
     published."""
 
 def marks_retract(
-    table: Buffer, marks: Buffer, blocks: Sequence[int], keep: int, /
+    table: Buffer, marks: Buffer, blocks: Sequence[int], counter: int, /
 ) -> tuple[bytes, list[BlockId]]:
-    """``marks_change``, and ``retract`` of those that were published."""
+    """``marks_change``, and ``retract`` of those that were published; how many were READY is added
+    to the word at offset ``counter`` of the table."""
 
 def marks_sound(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
     """How many of ``table[:stop]``, objects with a ``block_id``, are sound from the first on."""
@@ -76,12 +77,14 @@ def marks_publish(
     pool: Sequence[Any],
     runs: list[tuple[list[bytes], int, bytes]],
     published_ms: int,
+    counter: int,
     /,
 ) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
     """Publish the blocks in ``runs`` (chain, index of the first block, packed pairs) that are
     unchanged and whose ``pool[block].block_hash`` is the chain's at their index.  Returns the
     records published, and the runs that hold a block without a hash which is in use
-    (``ref_cnt``), or one whose slot is not EMPTY."""
+    (``ref_cnt``), or one whose slot is not EMPTY.  How many were published is added to the word
+    at offset ``counter`` of the table."""
 
 # -- slots: importer's side
 

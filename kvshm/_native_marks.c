@@ -120,10 +120,11 @@ static PyObject *native_marks_retract(PyObject *module, PyObject *args)
     Py_buffer table;
     marks_view marks;
     PyObject *blocks;
-    unsigned int keep;
-    if (!PyArg_ParseTuple(args, "w*w*OI:marks_retract", &table, &marks.buffer, &blocks, &keep))
+    unsigned long long counter;
+    if (!PyArg_ParseTuple(args, "w*w*OK:marks_retract", &table, &marks.buffer, &blocks, &counter))
         return NULL;
-    PyObject *result = changed(module, &table, &marks, blocks, keep & SOUND);
+    PyObject *result =
+        kvshm_counted(module, &table, counter, changed(module, &table, &marks, blocks, 0));
     PyBuffer_Release(&table);
     return result;
 }
@@ -186,6 +187,7 @@ typedef struct {
     kvshm_places *places;
     PyObject *pool;
     const marks_view *marks;
+    PyObject *room; /* of the records */
     kvshm_record *records;
     uint64_t *parents;
     uint32_t *runs; /* of each record */
@@ -348,10 +350,9 @@ static PyObject *publish_batch(PyObject *module, const Py_buffer *table, batch *
     if (status < 0)
         return kvshm_raise(module, table, status);
     size_t published = settle(b);
-    PyObject *left = runs_that_wait(b, runs);
-    return left ? Py_BuildValue("(y#N)", b->records,
-                                (Py_ssize_t)(published * sizeof *b->records), left)
-                : NULL;
+    PyObject *room = b->room;
+    b->room = NULL;
+    return Py_BuildValue("(NN)", kvshm_keep_records(room, published), runs_that_wait(b, runs));
 }
 
 static PyObject *native_marks_publish(PyObject *module, PyObject *args)
@@ -360,22 +361,24 @@ static PyObject *native_marks_publish(PyObject *module, PyObject *args)
     marks_view marks;
     PyObject *runs, *result = NULL;
     unsigned int published_ms;
+    unsigned long long counter;
     batch b = {.marks = &marks, .places = kvshm_places_of(module, KVSHM_BLOCKS)};
-    if (!PyArg_ParseTuple(args, "w*w*OO!I:marks_publish", &table, &marks.buffer, &b.pool,
-                          &PyList_Type, &runs, &published_ms))
+    if (!PyArg_ParseTuple(args, "w*w*OO!IK:marks_publish", &table, &marks.buffer, &b.pool,
+                          &PyList_Type, &runs, &published_ms, &counter))
         return NULL;
     Py_ssize_t room = view_marks(&marks) ? count_pairs(runs) : -1;
     if (room >= 0) {
-        b.records = PyMem_Malloc(((size_t)room + 1) * sizeof *b.records);
+        b.room = kvshm_new_records((size_t)room, &b.records);
         b.parents = PyMem_Malloc(((size_t)room + 1) * sizeof *b.parents);
         b.runs = PyMem_Malloc(((size_t)room + 1) * sizeof *b.runs);
         b.waiting = PyMem_Calloc((size_t)PyList_Size(runs) + 1, 1);
         if (b.records && b.parents && b.runs && b.waiting)
-            result = publish_batch(module, &table, &b, runs, published_ms);
+            result = kvshm_counted(module, &table, counter,
+                                   publish_batch(module, &table, &b, runs, published_ms));
         else
             PyErr_NoMemory();
     }
-    PyMem_Free(b.records);
+    Py_XDECREF(b.room);
     PyMem_Free(b.parents);
     PyMem_Free(b.runs);
     PyMem_Free(b.waiting);

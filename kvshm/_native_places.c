@@ -69,7 +69,7 @@ static long long followed_number(kvshm_places *places, PyObject *followed, int w
 }
 
 typedef struct {
-    PyObject *computed, *preemptions, *tokens, *placeholders; /* names of attributes */
+    PyObject *const *names; /* of a request's attributes */
     kvshm_places *places;
     long long size, life, drafts;
 } walk;
@@ -79,23 +79,23 @@ typedef struct {
 static int must_look(const walk *w, PyObject *followed, PyObject *request, long long count,
                      long long *first, long long *end)
 {
-    long long begin = number_of(request, w->computed), known = 0;
+    long long begin = number_of(request, w->names[KVSHM_COMPUTED]), known = 0;
     *end = begin + count;
     if (w->drafts) {
         /* A step under way may have its drafts rejected: then this one begins further back, but
          * never before the last token that is known. */
-        known = number_of(request, w->tokens);
+        known = number_of(request, w->names[KVSHM_TOKENS]);
         begin = begin < known - 1 ? begin : known - 1;
     }
     *first = begin >= 0 ? begin / w->size : -1; /* a place before the table: the caller raises */
     bool look = *first < followed_number(w->places, followed, KVSHM_COMPLETE) ||
                 followed_number(w->places, followed, KVSHM_LIFE) != w->life ||
                 followed_number(w->places, followed, KVSHM_PREEMPTIONS) !=
-                    number_of(request, w->preemptions);
+                    number_of(request, w->names[KVSHM_REQUEST_PREEMPTIONS]);
     if (!look && *end / w->size > *first) {
         look = true;
         if (w->drafts) { /* drafts complete nothing */
-            known += number_of(request, w->placeholders);
+            known += number_of(request, w->names[KVSHM_PLACEHOLDERS]);
             look = (*end < known ? *end : known) / w->size > *first;
         }
     }
@@ -120,19 +120,15 @@ static bool add_if_needed(const walk *w, PyObject *found, PyObject *followed, Py
 
 PyObject *kvshm_marks_step(PyObject *module, PyObject *args)
 {
-    PyObject *requests, *scheduled, *found = NULL;
-    walk w = {.places = kvshm_places_of(module, KVSHM_FOLLOWED)};
+    PyObject *requests, *scheduled, *found;
+    walk w = {.places = kvshm_places_of(module, KVSHM_FOLLOWED),
+              .names = kvshm_request_names(module)};
     if (!PyArg_ParseTuple(args, "O!O!LLL:marks_step", &PyDict_Type, &requests, &PyDict_Type,
                           &scheduled, &w.size, &w.life, &w.drafts))
         return NULL;
     if (w.size < 1)
         return PyErr_Format(PyExc_ValueError, "a block has at least one token");
-    w.computed = PyUnicode_InternFromString("num_computed_tokens");
-    w.preemptions = PyUnicode_InternFromString("num_preemptions");
-    w.tokens = PyUnicode_InternFromString("num_tokens");
-    w.placeholders = PyUnicode_InternFromString("num_output_placeholders");
-    if (w.computed && w.preemptions && w.tokens && w.placeholders)
-        found = PyList_New(0);
+    found = PyList_New(0);
     PyObject *name, *count;
     Py_ssize_t at = 0;
     while (found && PyDict_Next(scheduled, &at, &name, &count)) {
@@ -141,9 +137,5 @@ PyObject *kvshm_marks_step(PyObject *module, PyObject *args)
             Py_CLEAR(found);
         Py_XDECREF(followed);
     }
-    Py_XDECREF(w.computed);
-    Py_XDECREF(w.preemptions);
-    Py_XDECREF(w.tokens);
-    Py_XDECREF(w.placeholders);
     return found;
 }

@@ -54,20 +54,40 @@ PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const u
     PyObject *result = NULL;
     size_t num_draining = 0;
     uint32_t *draining = PyMem_Malloc((count + 1) * sizeof *draining);
-    kvshm_record *out = PyMem_Malloc((count + 1) * sizeof *out);
-    if (draining && out) {
+    kvshm_record *out;
+    PyObject *room = kvshm_new_records(count, &out);
+    if (!draining && room)
+        PyErr_NoMemory();
+    if (draining && room) {
         int64_t retracted;
         PyThreadState *saved = without_gil(count);
         retracted = kvshm_retract(segment_of(table), blocks, count, out, draining, &num_draining);
         with_gil(saved);
-        result = retracted < 0
-                     ? kvshm_raise(module, table, retracted)
-                     : Py_BuildValue("(y#N)", out, (Py_ssize_t)(retracted * KVSHM_RECORD_BYTES),
-                                     kvshm_list_of_blocks(draining, num_draining));
-    } else
-        PyErr_NoMemory();
+        if (retracted < 0)
+            kvshm_raise(module, table, retracted);
+        else {
+            result = Py_BuildValue("(NN)", kvshm_keep_records(room, (size_t)retracted),
+                                   kvshm_list_of_blocks(draining, num_draining));
+            room = NULL;
+        }
+    }
+    Py_XDECREF(room);
     PyMem_Free(draining);
-    PyMem_Free(out);
+    return result;
+}
+
+PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offset,
+                        PyObject *result)
+{
+    Py_ssize_t bytes = result ? PyBytes_Size(PyTuple_GetItem(result, 0)) : 0;
+    uint64_t before;
+    int64_t status = KVSHM_OK;
+    if (bytes > 0)
+        status = kvshm_add(segment_of(table), offset, (uint64_t)bytes / KVSHM_RECORD_BYTES, &before);
+    if (status < 0) {
+        Py_DECREF(result);
+        return kvshm_raise(module, table, status);
+    }
     return result;
 }
 

@@ -75,9 +75,11 @@ class SharedCache:
         self._place: Path | None = run_dir
         self._run_dir = run_dir
         self._clock = clock
-        self._lock = threading.Lock()  # guards _opening and _life across the two threads
+        self._lock = threading.Lock()  # guards _opening and life across the two threads
         self._opening: _Opening | None = None
-        self._life: Life | None = None
+        self.life: Life | None = None
+        """The present epoch, as an object of its own; None without one.  Any thread; only this
+        object sets it."""
         self.failed = False
         """Whether the present epoch could not begin: there will be none until it is ended."""
         self._imports = Imports(config, clock)
@@ -87,7 +89,7 @@ class SharedCache:
         """The epoch in which all ranks have been seen alive last."""
         self._lame = Lame(self._tables_by_bit)
         member = Membership(
-            self._open_when_ready, lambda: self._life, start_command(run_dir, config.namespace)
+            self._open_when_ready, lambda: self.life, start_command(run_dir, config.namespace)
         )
         self._client = CoordinatorClient(run_dir, config.namespace, member)
         guard_forks(self)
@@ -97,24 +99,19 @@ class SharedCache:
     @property
     def epoch(self) -> Epoch | None:
         """The epoch of this cache; None before it is open and between two epochs."""
-        life = self._life
+        life = self.life
         return life.table.epoch if life else None
-
-    @property
-    def life(self) -> object:
-        """The present epoch, as an object of its own; None without one.  Any thread."""
-        return self._life
 
     @property
     def table(self) -> SlotTable | None:
         """Own slot table of the present epoch.  Any thread."""
-        life = self._life
+        life = self.life
         return life.table if life else None
 
     @property
     def num_peers(self) -> int:
         """Engines whose blocks may be used at present.  Any thread."""
-        life = self._life
+        life = self.life
         return life.peers.stats().usable if life else 0
 
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
@@ -131,7 +128,7 @@ class SharedCache:
         changed, or something went wrong.  Idempotent."""
         with self._lock:
             self._opening, self.failed = None, False
-            life, self._life = self._life, None
+            life, self.life = self.life, None
         if life is not None:
             life.end()
             self._client.rejoin()
@@ -156,18 +153,18 @@ class SharedCache:
     def forget_in_child(self) -> None:
         """The epoch is the parent's: here there is none (kvshm/forks.py)."""
         self._lock = threading.Lock()
-        self._opening = self._life = self._place = None
+        self._opening = self.life = self._place = None
 
     def _open_when_ready(self) -> Life | None:
         """On the client's thread: the present life, begun now if it is due."""
         with self._lock:
             opening = self._opening
-            if self._life is None and opening is not None:
+            if self.life is None and opening is not None:
                 fields = opening.fields()
                 if fields is not None:
                     self._opening = None
-                    self._life = self._try_to_begin(fields, opening.ranks)
-            return self._life
+                    self.life = self._try_to_begin(fields, opening.ranks)
+            return self.life
 
     def _try_to_begin(self, fields: Fields, ranks: Sequence[RankInfo]) -> Life | None:
         try:
@@ -194,7 +191,7 @@ class SharedCache:
         return Life(table, exports, peers, founding.info(table))
 
     def _tables_by_bit(self) -> dict[int, SlotTable]:
-        life = self._life
+        life = self.life
         return life.peers.tables_by_bit() if life else {}
 
     # -- the exporter's side
@@ -202,28 +199,28 @@ class SharedCache:
     def publish(self, blocks: Sequence[Publication]) -> set[BlockId]:
         """Show computed blocks to the others.  The caller vouches that every byte of them
         is written on every rank.  Returns those that are published now."""
-        life = self._life
+        life = self.life
         if life is None or not self._config.exports:
             return set()
         return life.exports.publish(blocks)
 
     def publish_computed(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
-        """``publish`` for what ``marks`` tells of: shows the runs' blocks that vLLM has hashed.
-        Returns the runs that are not through."""
-        life = self._life
+        """``publish`` for what ``marks`` tells of: shows the runs' blocks that vLLM has hashed,
+        and tells the others.  Returns the runs that are not through."""
+        life = self.life
         if life is None or not self._config.exports:
             return runs
         return life.exports.publish_marked(marks, pool, runs)
 
     def retract(self, blocks: Iterable[BlockId]) -> None:
         """Withdraw published blocks: no lease on them succeeds any more."""
-        if (life := self._life) is not None:
+        if (life := self.life) is not None:
             life.exports.retract(blocks)
 
     def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
         """Pool blocks get new contents: clears their marks, and withdraws those that are
         published.  Whether some were."""
-        if (life := self._life) is not None:
+        if (life := self.life) is not None:
             return life.exports.retract_marked(marks, blocks)
         marks.clear(blocks)
         return False
@@ -231,12 +228,12 @@ class SharedCache:
     def settle(self) -> None:
         """Call before every dispatch, after the last ``retract`` of its step: when it returns
         nobody holds a lease on a retracted block, and no copy of one will be accepted."""
-        if (life := self._life) is not None:
+        if (life := self.life) is not None:
             life.exports.settle()
 
     def flush(self) -> None:
-        """Tell the others of what was published since the last ``settle``; never blocks."""
-        if (life := self._life) is not None:
+        """Tell the others of what ``publish`` and ``retract`` changed; never blocks."""
+        if (life := self.life) is not None:
             life.exports.flush()
 
     # -- the importer's side
@@ -244,14 +241,14 @@ class SharedCache:
     def anybody(self) -> bool:
         """Whether there is another engine that ``probe`` could find; if not, that counts as a
         lookup that found nobody."""
-        life = self._life
+        life = self.life
         return life is not None and self._imports.anybody(life)
 
     def probe(self, hashes: Sequence[BlockHash | bytes], start: int, stop: int) -> Plan | None:
         """Find who holds blocks ``start`` to ``stop`` of a chain: the longest run from
         ``start`` on.  A pure look at the own replica; None if nobody has the first one, and if no
         load can succeed: this engine leaves, or the coordinator has ended its epoch."""
-        life = self._life
+        life = self.life
         if life is None or self._left or not self._config.imports:
             return None
         plan = self._imports.probe(life, hashes, start, stop)
@@ -278,11 +275,11 @@ class SharedCache:
     def worth(self, plan: Plan, waiting: float) -> bool:
         """Whether to import what the plan names rather than to compute it.  ``waiting``: seconds
         the request loses beside the copy."""
-        return self._imports.worth(self._life, plan, waiting)
+        return self._imports.worth(self.life, plan, waiting)
 
     def attached(self, epochs: Collection[int]) -> None:
         """All ranks can read these peers: whoever was avoided because one could not is not."""
-        if (life := self._life) is not None:
+        if (life := self.life) is not None:
             life.peers.attached(epochs)
 
     def begin_load(
@@ -294,12 +291,12 @@ class SharedCache:
         ``targets`` are the own blocks to fill, one per block of the plan.  What cannot be
         leased any more is listed as lost; the load must be given to the ranks all the same.
         """
-        return self._imports.begin(self._life, plan, load_id, targets, attached)
+        return self._imports.begin(self.life, plan, load_id, targets, attached)
 
     def end_load(self, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:
         """Account for a load that all ranks have reported; returns the targets that must not
         be used.  Peers that failed are avoided from now on."""
-        bad = self._imports.end(self._life, load, reports)
+        bad = self._imports.end(self.life, load, reports)
         failed = bool(bad) or not load.pieces
         self.count(LOADS_FAILED if failed else LOADS_DONE)
         targets = [target for piece in load.pieces for target in piece.targets]
@@ -321,12 +318,12 @@ class SharedCache:
 
     def count(self, counter: int, amount: int = 1) -> None:
         """Add to a counter of the own table; without an epoch it is lost."""
-        if (life := self._life) is not None and amount:
+        if (life := self.life) is not None and amount:
             life.table.counters.add(counter, amount)
 
     def log_error(self, text: str) -> None:
         """Note an error where ``dump_index`` shows it.  Any thread."""
-        if (life := self._life) is not None:
+        if (life := self.life) is not None:
             life.table.log_error(text)
 
 

@@ -94,6 +94,11 @@ SWEPT = Counter(60, "swept", "Leases of dead importers cleared from this table."
 HOOK_ERRORS = Counter(61, "hook_errors", "Exceptions turned into a miss at the hooks.")
 
 
+def place_of(counter: int) -> int:
+    """Where a counter stands in its table.  KeyError for an unknown counter."""
+    return COUNTERS_OFFSET + 8 * REGISTRY[counter]
+
+
 class Counters:
     """The counters of one slot table.  Any process that has it mapped writable may add."""
 

@@ -108,41 +108,47 @@ class Exports:
 
     def publish_marked(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
         """Make the runs' blocks readable by others as far as vLLM has hashed them; the caller
-        vouches that they are computed.  Returns the runs that are not through."""
-        published, left = marks.publish(self.table, pool, runs)
+        vouches that they are computed.  Sends the events.  Returns the runs that are not
+        through."""
+        published, left = self.table.publish_marked(marks.packed, pool, runs)
         if published:
-            self._outbox.append(published)
-            self.table.counters.add(PUBLISHED, len(published) // RECORD_BYTES)
+            if self._outbox:  # what was withdrawn before is told first
+                self.flush()
+            self._send(published)
         return left
 
     def retract(self, blocks: Iterable[BlockId]) -> None:
         """Withdraw blocks at once: no new lease succeeds from here on.  Leases still held
         are waited for in ``settle``."""
-        self._retracted(*self.table.retract(blocks if isinstance(blocks, list) else list(blocks)))
-
-    def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
-        """The same for pool blocks that get new contents, as far as they are published: nothing
-        is known of them from here on.  Whether some were."""
-        return self._retracted(*marks.retract(self.table, blocks))
-
-    def _retracted(self, records: bytes, draining: list[BlockId]) -> bool:
+        ids = blocks if isinstance(blocks, list) else list(blocks)
+        records, draining = self.table.retract(ids)
         if records:
             self._outbox.append(records)
             self._draining.extend(draining)
             self.table.counters.add(RETRACTED, len(records) // RECORD_BYTES)
-        return bool(records)
+
+    def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
+        """The same for pool blocks that get new contents, as far as they are published: nothing
+        is known of them from here on.  Whether some were."""
+        records, draining = self.table.retract_marked(marks.packed, blocks)
+        if not records:
+            return False
+        self._outbox.append(records)
+        self._draining.extend(draining)
+        return True
 
     def settle(self) -> None:
         """Before every dispatch: wait for leases on retracted blocks within one budget, then
         override the rest, and send the step's events."""
         if self._draining:
             self._drain()
-        self.flush()
+        if self._outbox:
+            self.flush()
 
     def flush(self) -> None:
         """Send the events collected so far; never blocks."""
-        if self._outbox:
-            batch, self._outbox = b"".join(self._outbox), []
+        batch, self._outbox = b"".join(self._outbox), []
+        if batch:
             self._send(batch)
 
     def _drain(self) -> None:

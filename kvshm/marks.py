@@ -9,11 +9,11 @@ step).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, TypeAlias, cast
 
 from . import _native
-from .slots import SlotTable
 from .terms import BlockId
 
 Run: TypeAlias = tuple[list[bytes], int, bytes]
@@ -31,27 +31,29 @@ class Marks:
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._bytes = bytearray(8 * num_blocks)
-        self._words = memoryview(self._bytes).cast("I")
+        self.packed = bytearray(8 * num_blocks)
+        """All of them, for ``SlotTable``, which publishes and retracts by them."""
+        self._words = memoryview(self.packed).cast("I")
+        self.sound: Callable[[Sequence[Any], int], int] = partial(_native.marks_sound, self.packed)
+        """How many pool blocks of a table are sound from the first on, looking at so many."""
+        self.write: Callable[[Sequence[Any], int, int, int], tuple[bytes, list[BlockId]]] = partial(
+            _native.marks_write, self.packed
+        )
+        """``(table, first, last, complete)``: ``table[first:last]`` is about to be written, up to
+        ``complete`` soundly and in full.  Returns the latter, packed for a run, and those of all
+        that are published."""
 
     def withdraw(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """The blocks are not to be shown: runs lose them.  Returns those that are published."""
-        return cast(list[BlockId], _native.marks_change(self._bytes, blocks, SOUND))
+        return cast(list[BlockId], _native.marks_change(self.packed, blocks, SOUND))
 
     def clear(self, blocks: Sequence[BlockId | Any]) -> list[BlockId]:
         """The same, and nothing is known of their contents.  Takes pool blocks too."""
-        return cast(list[BlockId], _native.marks_change(self._bytes, blocks, 0))
-
-    def retract(
-        self, table: SlotTable, blocks: Sequence[BlockId | Any]
-    ) -> tuple[bytes, list[BlockId]]:
-        """``clear``, and those that are published are retracted: what ``SlotTable.retract``
-        returns."""
-        return table.retract_marked(self._bytes, blocks)
+        return cast(list[BlockId], _native.marks_change(self.packed, blocks, 0))
 
     def clear_all(self) -> None:
         """Nothing is known of any block, and none is published."""
-        _native.marks_change(self._bytes, range(self._num_blocks), 0)
+        _native.marks_change(self.packed, range(self._num_blocks), 0)
 
     def make_sound(self, blocks: Iterable[BlockId]) -> None:
         """The blocks hold what may be vouched for, or soon will."""
@@ -61,25 +63,6 @@ class Marks:
     def tag(self, blocks: Iterable[BlockId]) -> bytes:
         """The blocks with their present generations, packed for a run."""
         return b"".join(_PAIR.pack(b, self._words[2 * b]) for b in blocks)
-
-    def sound(self, table: Sequence[Any], stop: int) -> int:
-        """How many pool blocks of a table are sound from the first on, looking at ``stop``."""
-        return _native.marks_sound(self._bytes, table, stop)
-
-    def write(
-        self, table: Sequence[Any], first: int, last: int, complete: int
-    ) -> tuple[bytes, list[BlockId]]:
-        """``table[first:last]`` is about to be written, up to ``complete`` soundly and in full.
-        Returns the latter, packed for a run, and those of all that are published."""
-        return _native.marks_write(self._bytes, table, first, last, complete)
-
-    def publish(
-        self, table: SlotTable, pool: Sequence[Any], runs: list[Run]
-    ) -> tuple[bytes, list[Run]]:
-        """Publish the runs' blocks to which vLLM has given the hash of their place in the chain.
-        Returns the event to send, and the runs of which some blocks have no hash yet, or a slot
-        that still drains."""
-        return table.publish_marked(self._bytes, pool, runs)
 
 
 touching = _native.marks_step

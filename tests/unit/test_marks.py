@@ -117,14 +117,15 @@ def test_a_step_makes_sound_what_it_completes_and_nothing_else(pool: list[Block]
 def test_what_is_hashed_as_its_place_says_is_published(table: SlotTable, pool: list[Block]) -> None:
     marks = Marks(8)
     packed, _ = marks.write(hashed(pool, 3, 1, 4), 0, 3, 3)
-    records, left = marks.publish(table, pool, [(CHAIN, 0, packed)])
+    records, left = table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)])
     found = list(unpack_records(records))
     assert [(r.block_id, r.block_hash, r.depth) for r in found] == [
         (3, CHAIN[0], 0), (1, CHAIN[1], 1), (4, CHAIN[2], 2)
     ]  # fmt: skip
     assert (left, ready(table)) == ([], {1, 3, 4})
     assert table.slot(1).parent_tag == int.from_bytes(CHAIN[0][:8], "little")
-    assert marks.publish(table, pool, [(CHAIN, 0, packed)]) == (b"", [])  # it is by now
+    again = table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)])
+    assert again == (b"", [])  # it is by now
     assert marks.write([pool[1], pool[4]], 0, 2, 0) == (b"", [1, 4])
 
 
@@ -135,10 +136,10 @@ def test_a_block_without_a_hash_waits_while_somebody_may_give_it_one(
     packed, _ = marks.write([pool[3], pool[1]], 0, 2, 2)
     run = (CHAIN, 0, packed)
     hashed(pool, 3)
-    assert marks.publish(table, pool, [run])[1] == [run]
+    assert table.publish_marked(marks.packed, pool, [run])[1] == [run]
     assert ready(table) == {3}
     pool[1].ref_cnt = 0
-    assert marks.publish(table, pool, [run]) == (b"", [])
+    assert table.publish_marked(marks.packed, pool, [run]) == (b"", [])
 
 
 def test_a_changed_block_and_another_hash_are_passed_over(
@@ -148,25 +149,25 @@ def test_a_changed_block_and_another_hash_are_passed_over(
     packed, _ = marks.write(hashed(pool, 3, 1, 4), 0, 3, 3)
     marks.withdraw([BlockId(3)])
     pool[1].block_hash = CHAIN[4] + GROUP
-    assert marks.publish(table, pool, [(CHAIN, 0, packed)])[1] == []
+    assert table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)])[1] == []
     assert ready(table) == {4}
     marks.clear_all()
-    assert marks.publish(table, pool, [(CHAIN, 0, packed)]) == (b"", [])
+    assert table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)]) == (b"", [])
     assert marks.sound([pool[4]], 1) == 0
 
 
 def test_a_slot_that_still_drains_waits(table: SlotTable, pool: list[Block]) -> None:
     marks = Marks(8)
     packed, _ = marks.write(hashed(pool, 3), 0, 1, 1)
-    records, _ = marks.publish(table, pool, [(CHAIN, 0, packed)])
+    records, _ = table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)])
     table.set_life(0)  # type: ignore[arg-type]  # the only rank
     assert table.lease(5, records)[0] == 1  # type: ignore[arg-type]  # any bit
     packed, published = marks.write([pool[3]], 0, 1, 1)
     assert table.retract(published)[1] == [3]
     run = (CHAIN, 0, packed)
-    assert marks.publish(table, pool, [run]) == (b"", [run])
+    assert table.publish_marked(marks.packed, pool, [run]) == (b"", [run])
     table.force([BlockId(3)])
-    assert marks.publish(table, pool, [run])[1] == []
+    assert table.publish_marked(marks.packed, pool, [run])[1] == []
     assert ready(table) == {3}
 
 
@@ -176,7 +177,7 @@ def test_a_twin_is_offered_too_and_stays_when_the_other_goes(
     marks = Marks(8)
     for block in (3, 6):
         packed, _ = marks.write(hashed(pool, block), 0, 1, 1)
-        marks.publish(table, pool, [(CHAIN, 0, packed)])
+        table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)])
     assert ready(table) == {3, 6}
     assert table.check_integrity() == []
     table.retract(marks.clear([BlockId(3)]))
@@ -191,7 +192,7 @@ def test_the_parent_is_the_chain_s_whatever_was_published_before(
     pool[6].block_hash = other[3] + GROUP
     another, _ = marks.write(pool[3:7], 3, 4, 4)
     marks.clear([pool[1]])  # between 3 and 4
-    marks.publish(table, pool, [(CHAIN, 0, packed), (other, 3, another)])
+    table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed), (other, 3, another)])
     assert ready(table) == {3, 4, 6}
     parents = {block: table.slot(block).parent_tag for block in (3, 4, 6)}
     tags = [int.from_bytes(chain[:8], "little") for chain in (CHAIN[1], other[2])]
@@ -203,14 +204,14 @@ def test_what_is_cleared_is_retracted_as_far_as_it_is_published(
 ) -> None:
     marks = Marks(8)
     packed, _ = marks.write(hashed(pool, 3, 1), 0, 2, 2)
-    records, _ = marks.publish(table, pool, [(CHAIN, 0, packed)])
+    records, _ = table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)])
     table.set_life(0)  # type: ignore[arg-type]  # the only rank
     assert table.lease(5, records[48:])[0] == 1  # type: ignore[arg-type]  # any bit
-    retracted, draining = marks.retract(table, [pool[7], pool[1], pool[3]])
+    retracted, draining = table.retract_marked(marks.packed, [pool[7], pool[1], pool[3]])
     assert [r.block_id for r in unpack_records(retracted)] == [1, 3]
     assert (draining, ready(table)) == ([1], set())
     assert marks.sound(hashed(pool, 3, 1), 2) == 0
-    assert marks.retract(table, pool) == (b"", [])  # no mark says that 1 is published
+    assert table.retract_marked(marks.packed, pool) == (b"", [])  # no mark says that 1 is published
 
 
 @pytest.mark.parametrize("block", [8, -1, 1 << 40])
@@ -219,7 +220,7 @@ def test_a_block_that_does_not_exist_is_an_error(table: SlotTable, block: int) -
     with pytest.raises(IndexError):
         marks.clear([PoolBlock(block)])
     with pytest.raises(IndexError):
-        marks.retract(table, [PoolBlock(block)])
+        table.retract_marked(marks.packed, [PoolBlock(block)])
     with pytest.raises(IndexError):
         marks.sound([PoolBlock(block)], 1)
     with pytest.raises(IndexError):
@@ -232,9 +233,9 @@ def test_runs_of_other_shapes_are_refused(table: SlotTable, pool: list[Block]) -
     packed, _ = marks.write(hashed(pool, 3), 0, 1, 1)
     for run in ((CHAIN, 0), (CHAIN, 0, "text"), ([7], 0, packed), ([b""], 0, packed)):
         with pytest.raises((TypeError, ValueError, IndexError)):
-            marks.publish(table, pool, [run])  # type: ignore[list-item]  # on purpose
+            table.publish_marked(marks.packed, pool, [run])  # type: ignore[list-item]  # on purpose
     with pytest.raises(IndexError):
-        marks.publish(table, pool[:3], [(CHAIN, 0, packed)])
+        table.publish_marked(marks.packed, pool[:3], [(CHAIN, 0, packed)])
     assert ready(table) == set()
 
 

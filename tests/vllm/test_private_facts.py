@@ -81,6 +81,21 @@ def test_a_hash_is_the_requests_and_four_bytes_of_group(engine: Make) -> None:
     assert not block.is_null
 
 
+def test_what_a_block_says_stands_in_slots_that_nobody_replaces() -> None:
+    """So it is read in place, and where is found once: a class whose ``block_hash`` becomes
+    another one later, while engines run, would go unnoticed (a subclass does not)."""
+    block_class = kv_cache_utils.KVCacheBlock
+    block = block_class(7, ref_cnt=2)
+    assert not hasattr(block, "__dict__")
+    for name in ("block_id", "ref_cnt", "_block_hash"):
+        assert inspect.ismemberdescriptor(vars(block_class)[name])
+    in_order(block_class.block_hash.fget, "return self._block_hash\n")
+    assert block_class.__getattribute__ is object.__getattribute__
+    replaced = re.compile(r"KVCacheBlock\.\w+ = |setattr\(KVCacheBlock\b")
+    sources = Path(vllm.__file__).parent.glob("v1/**/*.py")
+    assert not [path for path in sources if replaced.search(path.read_text("utf-8"))]
+
+
 def test_blocks_are_hashed_when_they_are_scheduled(engine: Make) -> None:
     e = engine()
     e.add("a", prompt(2))

@@ -29,6 +29,7 @@ class Promised:
             patch.setattr(e.connector, "get_num_new_matched_tokens", lambda *_: found)
             patch.setattr(e.connector, "update_state_after_alloc", lambda *_: None)
             patch.setattr(e.connector._scheduler.importer, "loads", self._loads)
+            e.connector._scheduler.importer.stirred = True  # as by an allocation
             self.request = e.add("a", prompt(5), max_tokens=40)
             self.under_way: list[Sent] = [e.schedule()]
         if e.asynchronous:
@@ -103,6 +104,30 @@ def test_an_import_of_an_earlier_life_is_not_shown(promised: Promised) -> None:
     for _ in range(4):
         promised.e.step()
     assert promised.e.ready() == set()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_load_does_not_vouch_for_who_writes_its_block_now(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    """Its request was aborted, a reset that came to nothing freed the blocks before the step was
+    over, and another request with the same prefix computes one of them anew."""
+    e = engine(num_blocks=16, asynchronous=asynchronous)
+    e.add("running", prompt(8, first=300), max_tokens=8)
+    e.step()
+    promised = Promised(e, monkeypatch)
+    block = promised.blocks[0]
+    e.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert not e.scheduler.reset_prefix_cache()
+    e.add("others", prompt(4, first=700), max_tokens=8)  # takes all of its blocks but the first
+    e.add("b", prompt(1, tail=0), max_tokens=8)
+    writes = e.schedule()
+    assert e.blocks_of("b") == [block]
+    promised.loaded(NUM_PROMISED)
+    promised.outputs()
+    assert block not in e.ready()
+    e.run(writes)
+    assert block in e.ready()
 
 
 def test_blocks_that_another_connector_failed_to_fill_are_withdrawn(engine: Make) -> None:
