@@ -23,7 +23,6 @@ from .plans import (
     Piece,
     Plan,
     PlannedRun,
-    bytes_per_rank,
 )
 from .records import RECORD_BYTES
 from .syncpoints import SyncPoint, sync_point
@@ -67,7 +66,10 @@ class Imports:
         count(c.LOOKUPS, 1)
         stop = min(stop, start + self._config.max_import_blocks)
         runs = life.peers.lookup(hashes, start, stop)
-        found = sum(len(run.records) for run in runs) // RECORD_BYTES
+        found = nbytes = 0
+        for peer, records in runs:
+            found += (blocks := len(records) // RECORD_BYTES)
+            nbytes += blocks * peer.block_bytes
         if not found:
             count(life.peers.why_missed(hashes, start), 1)
             return None
@@ -77,7 +79,6 @@ class Imports:
             return None
         count(c.LOOKUP_HITS, 1)
         count(c.BLOCKS_MATCHED, found)
-        nbytes = sum(map(_nbytes, runs))
         return Plan(life.table.epoch, start, tuple(runs), self._clock(), nbytes)
 
     def worth(self, life: Life | None, plan: Plan, waiting: float) -> bool:
@@ -195,8 +196,3 @@ class Imports:
             life.peers.fine(peer)
         elif life.peers.fail(peer):
             life.table.counters.add(c.QUARANTINES)
-
-
-def _nbytes(run: PlannedRun) -> int:
-    memory = [rank.memory for rank in run.peer.info.ranks[:1]]
-    return bytes_per_rank(memory, len(run.records) // RECORD_BYTES)

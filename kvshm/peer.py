@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .errors import CorruptSegment, ProtocolError, StaleAttachment
 from .protocol import EngineInfo
@@ -32,6 +32,11 @@ class Peer:
     """Reading of the clock up to which nothing is planned from the peer."""
     quarantined: bool = False
     """Whether that is because it failed."""
+    block_bytes: int = field(init=False)
+    """Bytes of a block in the memory of each of its ranks."""
+
+    def __post_init__(self) -> None:
+        self.block_bytes = self.info.ranks[0].memory.block_bytes if self.info.ranks else 0
 
     @property
     def offers(self) -> bool:

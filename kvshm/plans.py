@@ -86,8 +86,7 @@ class Load:
 
 def bytes_per_rank(memory: Sequence[MemoryDescriptor], num_blocks: int) -> int:
     """Bytes of so many blocks in the memory of one rank, by all ranks' descriptors."""
-    regions = memory[0].regions if memory else []
-    return num_blocks * sum(region.block_bytes for region in regions)
+    return num_blocks * memory[0].block_bytes if memory else 0
 
 
 class LoadFailure(StrEnum):

@@ -206,9 +206,7 @@ class RankLoad:
             self._reject(piece, [False] * count, LoadFailure.OWN_RESET)
             return
         self._count(BLOCKS_COPIED, count)
-        self._count(
-            BYTES_COPIED, count * sum(r.block_bytes for r in piece.memory[self._rank].regions)
-        )
+        self._count(BYTES_COPIED, count * piece.memory[self._rank].block_bytes)
         if not all(good):
             self._count(RECHECK_FAILED, good.count(False))
             self._reject(piece, good, LoadFailure.RECLAIMED)
