@@ -2,16 +2,22 @@
 
 #include "_core_index.h"
 
-/* How many hashes ahead of the one that is compared the index is fetched: what an engine's other
- * work has driven out of its caches arrives side by side then, not one line after the other. */
-enum { AHEAD = 32 };
+/* How many hashes' places are fetched at once, before the first of them is looked at: at first, and
+ * at most.  What an engine's other work has driven out of the caches, page tables included, then
+ * arrives side by side; between the comparisons, whose outcome no processor guesses, less would. */
+enum { FIRST_FETCHED = 32, MOST_FETCHED = 512 };
 
-static void fetch(const index_view *index, const kvshm_record *record)
+/* As many as were found so far: those that turn out not to be needed are no more than that. */
+static size_t how_many_to_fetch(size_t found, size_t left)
 {
-    uint64_t home = home_of(index, tag_of(record->hash));
-    const uint8_t *at = index->entries + home * KVSHM_ENTRY_BYTES;
-    __builtin_prefetch(at);
-    __builtin_prefetch(at + 2 * KVSHM_ENTRY_BYTES - 8); /* where its neighbour's owner stands */
+    size_t wanted = found < FIRST_FETCHED ? FIRST_FETCHED : found;
+    wanted = wanted < MOST_FETCHED ? wanted : MOST_FETCHED;
+    return wanted < left ? wanted : left;
+}
+
+static const uint8_t *home_address(const index_view *index, const kvshm_record *record)
+{
+    return index->entries + home_of(index, tag_of(record->hash)) * KVSHM_ENTRY_BYTES;
 }
 
 static void fill(kvshm_record *record, entry e)
@@ -55,12 +61,15 @@ static size_t assign_owners(const index_view *index, kvshm_record *records, size
                             uint64_t rows, uint8_t *owners)
 {
     uint64_t candidates = 0;
-    size_t begin = 0, i = 0;
-    for (size_t next = 0; next < AHEAD && next < count; next++)
-        fetch(index, &records[next]);
+    size_t begin = 0, fetched = 0, i = 0;
     for (; i < count; i++) {
-        if (count - i > AHEAD)
-            fetch(index, &records[i + AHEAD]);
+        if (i == fetched) /* not in a function of its own: gcc 12 takes such a one for one without
+                           * effect, and leaves its calls out */
+            for (size_t end = i + how_many_to_fetch(i, count - i); fetched < end; fetched++) {
+                const uint8_t *home = home_address(index, &records[fetched]);
+                __builtin_prefetch(home);
+                __builtin_prefetch(home + 2 * KVSHM_ENTRY_BYTES - 8); /* its neighbour's owner */
+            }
         uint64_t holders = holders_of(index, &records[i], rows, candidates ? candidates : rows);
         if (!holders)
             break;

@@ -108,7 +108,7 @@ static PyObject *native_index_copy(PyObject *module, PyObject *args)
     return result;
 }
 
-/* How many objects ahead of the one that is read memory is fetched, see _lookup.c. */
+/* How many objects ahead of the one that is read memory is fetched. */
 enum { AHEAD = 16, DIGEST_AT = 32 /* behind the head of a bytes object, about */ };
 
 static bool copy_digest(PyObject *item, uint8_t *to)
@@ -120,6 +120,10 @@ static bool copy_digest(PyObject *item, uint8_t *to)
     if (size < 1 || size > KVSHM_HASH_BYTES) {
         PyErr_Format(PyExc_ValueError, "a block hash has 1 to 32 bytes, not %zd", size);
         return false;
+    }
+    if (size == KVSHM_HASH_BYTES) { /* as most are: a copy without a call */
+        memcpy(to, digest, KVSHM_HASH_BYTES);
+        return true;
     }
     memset(to, 0, KVSHM_HASH_BYTES);
     memcpy(to, digest, (size_t)size);

@@ -257,7 +257,7 @@ class SharedCache:
     def _was_ended(self, table: SlotTable) -> bool:
         """Whether ranks have been alive and are not.  They are not yet before the first step of
         an epoch, with which they open it, and may load."""
-        if all(table.life(rank) == table.epoch for rank in range(table.num_ranks)):
+        if table.alive:
             self._lived = table.epoch
         elif self._lived == table.epoch:
             return True

@@ -66,7 +66,10 @@ class Imports:
         count(c.LOOKUPS, 1)
         stop = min(stop, start + self._config.max_import_blocks)
         runs = life.peers.lookup(hashes, start, stop)
-        found = sum(len(run.records) for run in runs) // RECORD_BYTES
+        found = nbytes = 0
+        for peer, records in runs:
+            found += (blocks := len(records) // RECORD_BYTES)
+            nbytes += blocks * peer.block_bytes
         if not found:
             count(life.peers.why_missed(hashes, start), 1)
             return None
@@ -76,7 +79,6 @@ class Imports:
             return None
         count(c.LOOKUP_HITS, 1)
         count(c.BLOCKS_MATCHED, found)
-        nbytes = sum(run.peer.block_bytes * (len(run.records) // RECORD_BYTES) for run in runs)
         return Plan(life.table.epoch, start, tuple(runs), self._clock(), nbytes)
 
     def worth(self, life: Life | None, plan: Plan, waiting: float) -> bool:

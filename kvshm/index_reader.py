@@ -84,7 +84,8 @@ class ReplicaReader:
         mask = live_mask(buffer) if rows_mask is None else rows_mask
         if not isinstance(hashes, list):
             hashes, start, stop = list(hashes[start:stop]), 0, stop - start
-        return [Run(*run) for run in _native.index_lookup(buffer, hashes, start, stop, mask)]
+        found = _native.index_lookup(buffer, hashes, start, stop, mask)
+        return [Run._make(run) for run in found] if found else []
 
     def rows(self) -> list[Row]:
         """Return the engines the replica knows."""

@@ -49,6 +49,11 @@ class MemoryDescriptor(msgspec.Struct, frozen=True, array_like=True):
     regions: list[Region]
     details: dict[str, Any]
 
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all regions."""
+        return sum(region.block_bytes for region in self.regions)
+
 
 class CopyState(Enum):
     """Where a copy is: nothing may be assumed about the destination while PENDING."""

@@ -33,11 +33,10 @@ class Peer:
     quarantined: bool = False
     """Whether that is because it failed."""
     block_bytes: int = field(init=False)
-    """Bytes of one block in the memory of one rank."""
+    """Bytes of a block in the memory of each of its ranks."""
 
     def __post_init__(self) -> None:
-        memory = self.info.ranks[0].memory if self.info.ranks else None
-        self.block_bytes = sum(region.block_bytes for region in memory.regions) if memory else 0
+        self.block_bytes = self.info.ranks[0].memory.block_bytes if self.info.ranks else 0
 
     @property
     def offers(self) -> bool:

@@ -12,7 +12,7 @@ whole, and what it has to say to the replica the replica's writer does (kvshm/in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARAN
 from .deaths import DeathWatch
 from .errors import KvshmError, SegmentNotFound
 from .index import Forgotten, Replica
-from .index_reader import Run
 from .log import logger
 from .peer import Peer, check_table
 from .peer_list import PeerList
@@ -215,24 +214,19 @@ class Peers:
             if not runs:
                 break
             planned = []
-            for run in runs:  # only who was found is looked at, and others are asked instead
-                peer = view.rows.get(run.row)
-                if peer is None or not self._is_good(peer, run, forgotten):
-                    mask &= ~(1 << run.row)
+            for row, records in runs:  # only who was found is looked at; then others are asked
+                peer = view.rows.get(row)
+                if (
+                    peer is None
+                    or not self._usable(peer)
+                    or (forgotten and _is_stale(peer, records, forgotten))
+                ):
+                    mask &= ~(1 << row)
                 else:
-                    planned.append(PlannedRun(peer, run.records))
+                    planned.append(PlannedRun(peer, records))
             if len(planned) == len(runs):
                 return planned
         return []
-
-    def _is_good(self, peer: Peer, run: Run, forgotten: Iterable[Forgotten]) -> bool:
-        if not self._usable(peer):
-            return False
-        return not forgotten or not any(
-            _names_any(run.records, stale.records)
-            for stale in forgotten
-            if stale.epoch == peer.info.epoch
-        )
 
     def forget(self, epoch: Epoch, records: bytes) -> None:
         """Drop packed records that could not be leased or copied: a hint was stale.  From here
@@ -372,8 +366,9 @@ class Peers:
             log.warning("engine %s (pid %d) %s", info.name, info.pid, what)
 
 
-def _names_any(records: bytes, stale: bytes) -> bool:
-    """Whether one of the packed records is among the stale ones."""
+def _is_stale(peer: Peer, records: bytes, forgotten: Collection[Forgotten]) -> bool:
+    """Whether one of the peer's packed records is among what shall not be offered any more."""
     size = RECORD_BYTES
-    wanted = {stale[i : i + size] for i in range(0, len(stale), size)}
-    return any(records[i : i + size] in wanted for i in range(0, len(records), size))
+    stale = [those.records for those in forgotten if those.epoch == peer.info.epoch]
+    unwanted = {part[i : i + size] for part in stale for i in range(0, len(part), size)}
+    return any(records[i : i + size] in unwanted for i in range(0, len(records), size))

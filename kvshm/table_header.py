@@ -146,6 +146,15 @@ class TableHeader:
         """The rank's life word: the epoch while its KV memory is what the table says."""
         return self._load(self._life_offset(rank))
 
+    @property
+    def alive(self) -> bool:
+        """Whether all ranks' life words hold the epoch."""
+        buffer, end = self._segment.buffer, LIFE_OFFSET + 8 * self.num_ranks
+        for offset in range(LIFE_OFFSET, end, 8):
+            if _native.load(buffer, offset) != self.epoch:
+                return False
+        return True
+
     def set_life(self, rank: int) -> None:
         """The rank's KV memory is exported and is what the table says; that rank only."""
         self._store(self._life_offset(rank), self.epoch)
@@ -163,7 +172,7 @@ class TableHeader:
 
     @property
     def retired(self) -> bool:
-        return self._load(RETIRED_OFFSET) != 0
+        return _native.load(self._segment.buffer, RETIRED_OFFSET) != 0
 
     def is_alive(self, rank: int) -> bool:
         """Whether the rank's KV memory is what the table says, and the table not retired."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.peers import Peers
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.records import BlockRecord, pack_records, unpack_records
@@ -20,11 +21,19 @@ HASHES = [hashlib.sha256(bytes([n])).digest() for n in range(200)]
 class Exporter:
     """Another engine, as far as this one can see it: a slot table and its events."""
 
-    def __init__(self, namespace: str, epoch: int, name: str = "a", ranks: int = 1) -> None:
+    def __init__(
+        self,
+        namespace: str,
+        epoch: int,
+        name: str = "a",
+        ranks: int = 1,
+        regions: Sequence[Region] = (),
+    ) -> None:
         spec = TableSpec(namespace, name, NUM_BLOCKS, 16, ranks, FINGERPRINT)
         self.table = SlotTable.create(spec, epoch, identity_of())
         for rank in range(ranks):
             self.table.set_life(rank)
+        memory = MemoryDescriptor("none", epoch, 0, list(regions), {})
         self.info = EngineInfo(
             epoch=epoch,
             name=name,
@@ -34,7 +43,7 @@ class Exporter:
             fields={},
             table=self.table.name,
             num_blocks=NUM_BLOCKS,
-            ranks=[RankInfo(pid=1, start_time=1, memory=None)] * ranks,
+            ranks=[RankInfo(pid=1, start_time=1, memory=memory)] * ranks,
             lease_bit=epoch % 28,
         )
 

@@ -30,6 +30,7 @@ from kvshm.plans import (
 from kvshm.protocol import RankInfo
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
 
+from .exporters import HASHES, Exporter
 from .played_transport import memory_of
 
 GOOD = [LoadReport("load", ())]
@@ -98,6 +99,19 @@ def test_who_has_left_or_was_ended_plans_no_load(
     assert plan() is None
 
 
+def test_a_plan_says_how_much_each_rank_has_to_copy(cache: SharedCache, namespace: str) -> None:
+    """Whether importing is worth its time depends on it."""
+    regions = [Region(0, 128, block_bytes, 64) for block_bytes in (64, 32)]
+    for epoch, contents in ((1, (0, 1, 2)), (2, (3, 4))):
+        peer = Exporter(namespace, epoch, f"e{epoch}", regions=regions)
+        peer.publish(*contents)
+        cache.life.peers.joined(peer.info)
+        peer.table.unlink()
+    plan = cache.probe(HASHES, 0, 9)
+    assert plan is not None
+    assert (len(plan.runs), plan.num_blocks, plan.nbytes) == (2, 5, 5 * 96)
+
+
 def test_nothing_is_used_of_a_load_whose_own_epoch_ended_after_its_ranks_looked(
     cache: SharedCache,
 ) -> None:
@@ -115,7 +129,7 @@ def test_a_peer_is_judged_by_what_is_its_fault_alone(
 ) -> None:
     """Failures in a row mean quarantine: a peer that is slow to be opened has done nothing."""
     judged: list[str] = []
-    peers = cache._life.peers
+    peers = cache.life.peers
     monkeypatch.setattr(peers, "fail", lambda epoch: judged.append("failed"))
     monkeypatch.setattr(peers, "fine", lambda epoch: judged.append("fine"))
     failure = PieceFailure(Epoch(1), reason, b"")

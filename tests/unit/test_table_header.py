@@ -58,11 +58,15 @@ def held(table: SlotTable) -> bytes:
 
 
 def test_the_life_of_a_rank_ends_alone_or_with_all(table: SlotTable, held: bytes) -> None:
+    assert table.alive
     table.end_life(1)
-    assert (table.life(0), table.life(1)) == (EPOCH, 0)
+    assert (table.life(0), table.life(1), table.alive) == (EPOCH, 0, False)
     assert table.lease(LeaseBit(0), held)[0] == 0
     assert table.recheck(Rank(0), held) == [True]
     assert table.recheck(Rank(1), held) == [False]
+    table.set_life(1)
+    table.end_life(0)
+    assert not table.alive
     table.end_life(None)
     assert table.recheck(Rank(0), held) == [False]
 
