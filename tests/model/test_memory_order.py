@@ -46,7 +46,7 @@ def operations(texts: dict[str, str]) -> set[Operation]:
     """All operations of all files; those of get, put, get_acquire and swap where they are used."""
     bodies = [named for text in texts.values() for named in functions(text)]
     helping = ("get", "get_half", "get_acquire", "put", "swap")
-    helpers = {name: [*atomics(body)][0] for name, body in bodies if name in helping}
+    helpers = {name: next(iter(atomics(body))) for name, body in bodies if name in helping}
     used = re.compile(r"\b(" + "|".join(helpers) + r")\s*\(")
     return {
         (name, operation)
