@@ -32,7 +32,8 @@ MAX_JOINED_BYTES = 1 << 20
 BUG_PAUSE_SECONDS = 0.5
 LATER_US = 20_000
 """Events wait so many microseconds: they are told with a step's output, and whoever tells them at
-once competes for cores and the GIL with who delivers the tokens."""
+once competes for cores and the GIL with who delivers the tokens.  The price: for so long others
+miss what is new, and ask in vain for leases on what has been withdrawn."""
 
 _log = logger(__name__)
 
