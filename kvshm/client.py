@@ -32,7 +32,8 @@ MAX_JOINED_BYTES = 1 << 20
 BUG_PAUSE_SECONDS = 0.5
 LATER_US = 20_000
 """Events wait so many microseconds: they are told with a step's output, and whoever tells them at
-once competes for cores and the GIL with who delivers the tokens."""
+once competes for cores and the GIL with who delivers the tokens.  The price: for so long others
+miss what is new, and ask in vain for leases on what has been withdrawn."""
 
 _log = logger(__name__)
 
@@ -55,12 +56,11 @@ class CoordinatorClient:
     ) -> None:
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
-        self._wake_fd = _native.timer()
+        self._wake_now, self._wake_later = self._timer(), self._timer()
+        """Two timers: setting one puts off what it was set to before, so that a batch would put
+        off the ``leave`` or ``rejoin`` of another thread."""
         self._will_wake = False
         """Whether the thread will look at the outbox after what is put there now."""
-        self._immediately = False
-        """Whether it will do so at once: a later wake would put that off."""
-        weakref.finalize(self, os.close, self._wake_fd).atexit = False
         self._closing = threading.Event()
         self._usable = True
         self._overflows = self._overflows_told = 0
@@ -118,6 +118,12 @@ class CoordinatorClient:
         """Whether the coordinator has this engine in its roster, as far as is known."""
         return self._session is not None and self._session.is_member
 
+    def _timer(self) -> int:
+        """A new descriptor to wake the thread by, closed with this object."""
+        timer = _native.timer()
+        weakref.finalize(self, os.close, timer).atexit = False
+        return timer
+
     def _put(self, item: bytes | None, microseconds: int) -> None:
         if self._usable and not self._closing.is_set():
             self._outbox.append(item)
@@ -128,9 +134,7 @@ class CoordinatorClient:
         if not self._usable:
             return
         self._will_wake = True
-        if not microseconds:
-            self._immediately = True
-        _native.wake(self._wake_fd, 0 if self._immediately else microseconds)
+        _native.wake(self._wake_later if microseconds else self._wake_now, microseconds)
 
     def forget_in_child(self) -> None:
         """The sockets and the thread are the parent's (kvshm/forks.py)."""
@@ -157,7 +161,8 @@ class CoordinatorClient:
         """Whether there are sockets; without (no descriptors are left) the engine serves on,
         unshared, and nothing is queued for a thread that has ended."""
         try:
-            session.open(self._wake_fd, lambda: self._hand_over(session))
+            timers = self._wake_now, self._wake_later
+            session.open(timers, lambda: self._hand_over(session))
         except Exception as exc:  # any: an engine without kvshm is a good engine
             self._usable = False
             _log.error("no sockets for the coordinator: %s (serving on, unshared)", exc)
@@ -166,9 +171,10 @@ class CoordinatorClient:
     def _hand_over(self, session: Session) -> None:
         """Pass on what the other threads have queued so far, in few messages: a scheduler that
         never rests takes the GIL at each, and must not keep this thread from listening."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_fd, 8)
-        self._will_wake = self._immediately = False  # before the queue is looked at
+        for timer in (self._wake_now, self._wake_later):
+            with contextlib.suppress(BlockingIOError):
+                os.read(timer, 8)
+        self._will_wake = False  # before the queue is looked at
         # First: what is sent after it must show the gap.
         if unheard := self._unheard - self._unheard_told:
             self._unheard_told += unheard

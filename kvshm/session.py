@@ -16,7 +16,7 @@ events flow on while the engine joins again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 from pathlib import Path
 
@@ -116,8 +116,8 @@ class Session:
         """Whether there is an engine to send events to, as far as is known.  Any thread."""
         return self._stream.listened
 
-    def open(self, wake_fd: int, hand_over: Callable[[], None]) -> None:
-        """Create and connect the sockets; what makes ``wake_fd`` readable ends a ``wait``.
+    def open(self, wake_fds: Collection[int], hand_over: Callable[[], None]) -> None:
+        """Create and connect the sockets; what makes one of ``wake_fds`` readable ends a ``wait``.
 
         ``hand_over`` passes on what the other threads have queued so far; it is called
         before a new epoch begins, so that nothing of the old one is sent as the new one's.
@@ -126,12 +126,12 @@ class Session:
         self._hand_over = hand_over
         self._context = zmq.Context(io_threads=1)
         try:
-            self._connect(wake_fd)
+            self._connect(wake_fds)
         except BaseException:
             self._context.destroy(linger=0)
             raise
 
-    def _connect(self, wake_fd: int) -> None:
+    def _connect(self, wake_fds: Collection[int]) -> None:
         self._commands = self._context.socket(zmq.DEALER)
         self._events = self._context.socket(zmq.SUB)
         for socket, endpoint in zip((self._commands, self._events), self._endpoints, strict=True):
@@ -144,7 +144,7 @@ class Session:
             socket.setsockopt(zmq.RCVHWM, 10_000)
             socket.connect(endpoint)
         self._poller = zmq.Poller()
-        for source in (self._commands, self._events, wake_fd):
+        for source in (self._commands, self._events, *wake_fds):
             self._poller.register(source, zmq.POLLIN)
 
     def close(self) -> None:

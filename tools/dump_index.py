@@ -2,14 +2,15 @@
 
 Works on a running node, without a coordinator and after a crash; maps everything read-only.
 Run it as the engines' user and in their pid namespace, else living engines look dead.
-Exit status: 0, 1 if there is nothing to show, 2 for a wrong command line, 3 if ``--check``
-found something wrong.
+Exit status: 0, 1 if there is nothing to show, 2 for a wrong command line or setting, 3 if
+``--check`` found something wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import string
 import sys
@@ -18,6 +19,9 @@ from typing import Any
 
 if __name__ == "__main__" and not __package__:  # started as a file
     __package__ = "kvshm.tools"
+
+from kvshm.config import Config
+from kvshm.errors import ConfigError
 
 from .check import check
 from .render import render
@@ -36,14 +40,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dump_index",
         description="Show what kvshm has in shared memory (read-only).",
-        epilog="exit status: 0; 1 nothing to show; 2 wrong command line; 3 --check found "
-        "something wrong",
+        epilog="exit status: 0; 1 nothing to show; 2 wrong command line or setting; 3 --check "
+        "found something wrong",
     )
     add = parser.add_argument
     add("--engine", metavar="NAME|PID|EPOCH", help="only this engine; an epoch is hexadecimal")
     add("--hash", metavar="PREFIX", type=_hash_prefix, help="list blocks whose hash begins so")
     add("--leased", action="store_true", help="only leased blocks and who holds them")
-    add("--namespace", help="only this namespace (default: all)")
+    add("--namespace", help="only this namespace (default: $KVSHM_NAMESPACE, else all; '': all)")
     add("--entries", action="store_true", help="list every block, chain and replica entry")
     add("--json", action="store_true", help="as JSON")
     add(
@@ -53,6 +57,13 @@ def _parser() -> argparse.ArgumentParser:
         "does not hold: segment, place, law",
     )
     return parser
+
+
+def _namespace(asked: str | None) -> str | None:
+    """The namespace to show; None: all.  Raises ConfigError.  Of the settings only this one is
+    looked at: a dump is also for finding out what is wrong with the others."""
+    name = os.environ.get("KVSHM_NAMESPACE") if asked is None else asked
+    return Config.from_env({"KVSHM_NAMESPACE": name}).namespace if name else None
 
 
 def _check(namespace: str | None, as_json: bool) -> int:
@@ -86,12 +97,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the report that the command line asks for; return the exit status."""
     parser = _parser()
     asked = parser.parse_args(arguments)
+    if asked.check and (asked.engine or asked.hash or asked.leased or asked.entries):
+        parser.error("--check takes no other options than --namespace and --json")
+    try:
+        namespace = _namespace(asked.namespace)
+    except ConfigError as exc:
+        print(f"dump_index: {exc}", file=sys.stderr)
+        return 2
     if asked.check:
-        if asked.engine or asked.hash or asked.leased or asked.entries:
-            parser.error("--check takes no other options than --namespace and --json")
-        return _check(asked.namespace, asked.json)
+        return _check(namespace, asked.json)
     filters = Filters(asked.engine, asked.hash, asked.leased, asked.entries)
-    taken = take(asked.namespace, with_entries=asked.entries or asked.hash is not None)
+    taken = take(namespace, with_entries=asked.entries or asked.hash is not None)
     report = describe(taken, filters)
     if asked.json:
         print(json.dumps(report, indent=2))

@@ -7,7 +7,14 @@ import subprocess
 import sys
 import uuid
 
+import pytest
+
 from kvshm.config import SETTINGS
+from kvshm.segment import identity_of
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import Epoch, Fingerprint
+from kvshm.tools import dump_index
+from kvshm.tools.snapshot import Snapshot
 
 
 def kvshm(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -48,6 +55,55 @@ def test_dump_index_gets_the_rest_of_the_command_line() -> None:
     nobody = kvshm("dump-index", "--namespace", f"t{uuid.uuid4().hex[:8]}", "--json")
     assert (nobody.returncode, nobody.stdout.strip()) == (1, '{\n  "namespaces": []\n}')
     assert "usage: dump_index" in kvshm("dump-index", "--help").stdout
+
+
+@pytest.mark.parametrize("what", [[], ["--check"]])
+def test_dump_index_shows_the_namespace_of_the_setting_unless_the_option_names_one(
+    namespace: str, what: list[str]
+) -> None:
+    table = SlotTable.create(
+        TableSpec(namespace, "e", 4, 16, 1, Fingerprint(bytes(32))), Epoch(1), identity_of()
+    )
+    other = f"t{uuid.uuid4().hex[:8]}"
+
+    def status(*option: str, **environ: str) -> int:
+        return kvshm("dump-index", *what, *option, **environ).returncode
+
+    try:
+        assert status(KVSHM_NAMESPACE=namespace) == 0
+        assert status(KVSHM_NAMESPACE=other) == 1
+        assert status("--namespace", namespace, KVSHM_NAMESPACE=other) == 0
+        assert status("--namespace", other, KVSHM_NAMESPACE=namespace) == 1
+    finally:
+        table.unlink()
+
+
+@pytest.mark.parametrize(
+    ("setting", "option"), [({}, []), ({"KVSHM_NAMESPACE": "n"}, ["--namespace", ""])]
+)
+def test_dump_index_shows_all_namespaces_where_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, setting: dict[str, str], option: list[str]
+) -> None:
+    looked: list[str | None] = []
+
+    def take(namespace: str | None, with_entries: bool) -> Snapshot:
+        looked.append(namespace)
+        return Snapshot([], [], [], [])
+
+    monkeypatch.setattr(dump_index, "take", take)
+    monkeypatch.setattr(os, "environ", setting)
+    assert dump_index.main(option) == 1
+    assert looked == [None]
+
+
+def test_dump_index_names_a_bad_namespace_and_does_not_look_at_the_other_settings() -> None:
+    for bad in (
+        kvshm("dump-index", KVSHM_NAMESPACE="Not One"),
+        kvshm("dump-index", "--namespace", "Not One"),
+    ):
+        assert (bad.returncode, bad.stdout) == (2, "")
+        assert "KVSHM_NAMESPACE='Not One' is not 1 to 32 of a-z" in bad.stderr
+    assert kvshm("dump-index", KVSHM_NAMESPACE="none-such", KVSHM_ROLE="reader").returncode == 1
 
 
 def test_a_wrong_command_line_is_told() -> None:

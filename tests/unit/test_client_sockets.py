@@ -6,12 +6,13 @@ import logging
 import os
 import resource
 import select
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from kvshm import _native
 from kvshm.client import LATER_US, CoordinatorClient
 
 
@@ -42,7 +43,7 @@ def test_without_descriptors_the_engine_serves_on_unshared(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with descriptors(left=1):  # for the client's own wake-up
+    with descriptors(left=2):  # for the client's own timers
         client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
         thread = client._thread
         assert thread is not None
@@ -94,12 +95,35 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
     assert woken == [LATER_US, LATER_US, 0]
     client._hand_over(session)  # type: ignore[arg-type]  # the same
     assert (session.sent, session.rejoins) == ([b"abc", b"d", b"e"], 1)
-    client._wake(0)  # as leave does
-    client._wake(LATER_US)  # of a batch that another thread was about to put: no later for that
-    assert woken[3:] == [0, 0]
-    client._hand_over(session)  # type: ignore[arg-type]  # the same
     client.send_events(b"f")
-    assert woken[-1] == LATER_US
+    assert woken == [LATER_US, LATER_US, 0, LATER_US]
+    client.close()
+
+
+@pytest.mark.parametrize("urgent", [CoordinatorClient.leave, CoordinatorClient.rejoin])
+def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
+    urgent: Callable[[CoordinatorClient], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose thread stops just before it sets the timer, and goes on when the other is through."""
+    wake = _native.wake
+
+    def stopped(fd: int, microseconds: int) -> None:
+        monkeypatch.setattr(_native, "wake", wake)
+        urgent(client)
+        wake(fd, microseconds)
+
+    monkeypatch.setattr("kvshm.client.LATER_US", 3_600_000_000)
+    monkeypatch.setattr(CoordinatorClient, "_run", lambda self, session: None)
+    client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
+    session = Opened()
+    client._session = session  # type: ignore[assignment]  # what of it is used
+    assert client._opens(session)  # type: ignore[arg-type]  # the same
+    monkeypatch.setattr(_native, "wake", stopped)
+    client.send_events(b"a")
+    assert session.poll.poll(10_000)
+    client._hand_over(session)  # type: ignore[arg-type]  # the same
+    assert session.sent == [b"a"]
+    assert session.poll.poll(0) == []  # else the thread would spin
     client.close()
 
 
@@ -109,12 +133,14 @@ def test_what_has_woken_the_thread_wakes_it_once(
     """A timer that stays readable has the thread spin."""
     monkeypatch.setattr(CoordinatorClient, "_run", lambda self, session: None)
     client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
-    client._wake(0)
-    poll = select.poll()
-    poll.register(client._wake_fd, select.POLLIN)
-    assert poll.poll(60_000)
-    client._hand_over(Listened())  # type: ignore[arg-type]  # what of it is used
-    assert poll.poll(0) == []
+    session = Opened()
+    client._session = session  # type: ignore[assignment]  # what of it is used
+    assert client._opens(session)  # type: ignore[arg-type]  # the same
+    for put in (client.rejoin, lambda: client.send_events(b"a")):
+        put()
+        assert session.poll.poll(60_000)
+        client._hand_over(session)  # type: ignore[arg-type]  # the same
+        assert session.poll.poll(0) == []
     client.close()
 
 
@@ -133,6 +159,15 @@ def test_who_leaves_wakes_the_thread_which_hands_over_what_is_queued_and_then_cl
     assert woken == [LATER_US, 0]
     run(client, session)  # type: ignore[arg-type]  # the same
     assert session.sent == [b"last", b"closed"]
+
+
+class Opened(Listened):
+    """A session that waits for nothing but the other threads."""
+
+    def open(self, wake_fds: Collection[int], hand_over: object) -> None:
+        self.poll = select.poll()
+        for fd in wake_fds:
+            self.poll.register(fd, select.POLLIN)
 
 
 class Leaving(Listened):

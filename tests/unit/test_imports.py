@@ -15,6 +15,7 @@ from kvshm.cache import Ended, SharedCache
 from kvshm.config import Config
 from kvshm.costs import REFUSALS_PER_TRIAL
 from kvshm.counters import MEASURED_US, MISS_CHEAPER, TRIED
+from kvshm.interfaces import Region
 from kvshm.life import EngineSpec
 from kvshm.peer import Peer
 from kvshm.plans import (

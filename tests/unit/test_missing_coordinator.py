@@ -67,7 +67,7 @@ def run_dir() -> Iterator[Path]:
 def session(run_dir: Path, clock: Clock) -> Iterator[Session]:
     session = Session(run_dir, "n", Member(), clock, lambda: 1.0)
     wake = os.eventfd(0)
-    session.open(wake, lambda: None)
+    session.open([wake], lambda: None)
     yield session
     session.close()
     os.close(wake)
