@@ -116,7 +116,7 @@ def test_a_peer_is_judged_by_what_is_its_fault_alone(
 ) -> None:
     """Failures in a row mean quarantine: a peer that is slow to be opened has done nothing."""
     judged: list[str] = []
-    peers = cache._life.peers
+    peers = cache.life.peers
     monkeypatch.setattr(peers, "fail", lambda epoch: judged.append("failed"))
     monkeypatch.setattr(peers, "fine", lambda epoch: judged.append("fine"))
     failure = PieceFailure(Epoch(1), reason, b"")

@@ -117,8 +117,8 @@ def know(importer: DrivenEngine, exporter: DrivenEngine) -> None:
     """Wait until the importer's replica has what the exporter shows."""
     cache = importer.connector._scheduler.cache
     for _ in wait_until("the importer knows the exporter", 10):
-        stats = cache._life.peers.stats()
-        if stats.attached and cache._life.peers._replica.count >= len(exporter.ready()):
+        stats = cache.life.peers.stats()
+        if stats.attached and cache.life.peers._replica.count >= len(exporter.ready()):
             break
 
 
