@@ -180,7 +180,7 @@ class Exporter:
         followed.life, followed.preemptions = self._life, request.num_preemptions
         whole = -(-request.num_computed_tokens // self._block_size)
         followed.prompt = request.num_prompt_tokens
-        followed.sound = self._marks.sound(table, whole) == whole
+        followed.sound = not whole or self._marks.sound(table, whole) == whole
         if self._promised and followed.sound:
             for block in table[:whole]:
                 if block.block_id in self._promised:

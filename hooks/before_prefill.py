@@ -38,6 +38,9 @@ STEPS_LOST = 2
 LATE_SECONDS = 10.0
 """For how long no step waits for a peer whose copy was too late: else each request would wait
 in vain, and be preempted, while copies take longer than was learnt."""
+MATCHES_IN_VAIN = 4
+"""How often a request is matched without being scheduled.  vLLM leaves it out of a step for other
+reasons than memory too; but one for which it has no room, keeps all behind it waiting."""
 TWIN_WAIT_SECONDS = 0.1
 """How long a request waits for another one's import of the same prefix."""
 
@@ -102,6 +105,8 @@ class Importer:
         self._late_until: dict[Epoch, float] = {}
         self._had_no_room: dict[str, int] = {}
         """Free blocks when a request's import did not fit."""
+        self._in_vain: dict[str, int] = {}
+        """How often a request was matched and not scheduled."""
         self._ended: set[str] = set()
         """Requests that ended while their load goes on."""
 
@@ -118,7 +123,9 @@ class Importer:
         self.stirred = True
         self.at_once.forget(request_id)
         if self._plans.pop(request_id, None) is not None:
-            self._failed.add(request_id)  # there was no room for the last plan: compute
+            self._in_vain[request_id] = times = self._in_vain.get(request_id, 0) + 1
+            if self.room is None or times >= MATCHES_IN_VAIN:
+                self._failed.add(request_id)
         if not possible or request_id in self._failed:
             return 0
         return self._offer(request, start, stop)
@@ -211,6 +218,7 @@ class Importer:
         """Blocks were allocated: lease and plan the load of the external ones."""
         plan = self._plans.pop(request.request_id, None)
         self._had_no_room.pop(request.request_id, None)
+        self._in_vain.pop(request.request_id, None)
         if num_external <= 0:
             self.at_once.refused(request.request_id)
             return
@@ -319,7 +327,10 @@ class Importer:
         done = self._imports.pop(load_id)
         request_id = done.request_id
         self._forget_first(request_id, done)
-        bad = self._cache.end_load(done.load, self._reports.pop(load_id, []))
+        reports = self._reports.pop(load_id, [])
+        if len(reports) < self._num_ranks:
+            reports.append(LoadReport(load_id, done.targets))
+        bad = self._cache.end_load(done.load, reports)
         if bad:
             self._failed.add(request_id)
         self._end(request_id)
@@ -351,6 +362,7 @@ class Importer:
         self._plans.pop(request_id, None)
         self._waiting_since.pop(request_id, None)
         self._had_no_room.pop(request_id, None)
+        self._in_vain.pop(request_id, None)
         self._failed.discard(request_id)
         if any(one.request_id == request_id for one in self._imports.values()):
             self._ended.add(request_id)

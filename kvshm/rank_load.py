@@ -112,7 +112,8 @@ class RankLoad:
             for part in self._parts:
                 part.failure = part.failure or LoadFailure.TOO_LATE
         try:
-            return all(self._harmless(part) for part in self._parts)
+            harmless = [self._harmless(part) for part in self._parts]  # stops each of them
+            return all(harmless)
         except Exception as exc:
             self._spoil(exc)
             return False
@@ -183,6 +184,9 @@ class RankLoad:
         self._spoilt = True
         self._bad = [target for piece in self._load.pieces for target in piece.targets]
         self._bad += self._load.lost
+        self._failures = [
+            PieceFailure(piece.peer, LoadFailure.COPY_FAILED, b"") for piece in self._load.pieces
+        ]
         self._note(f"a load could not be checked and is discarded: {exc}", exc)
 
     def _judge(self, part: _Part) -> None:

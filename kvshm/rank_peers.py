@@ -167,8 +167,9 @@ class PeerBook:
         died and its memory with it: after the copy has ended, before it is delivered."""
         if self.transport.memory_outlives_exporter:
             return False
-        silent = peer.silence(self._clock()) >= SUSPECT_AFTER_SECONDS
-        return silent or peer.memory.ended or not self._deaths.is_whole(epoch)
+        with self._lock:
+            silent = peer.silence(self._clock()) >= SUSPECT_AFTER_SECONDS
+            return silent or peer.memory.ended or not self._deaths.is_whole(epoch)
 
     def _watch(self, epoch: Epoch, peer: PeerMemory) -> None:
         """The engine's process and, once the list has named them, those of its ranks."""

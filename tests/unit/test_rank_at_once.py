@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from kvshm.counters import LOADS_TOO_LATE
-from kvshm.errors import MemoryInUse
+from kvshm.errors import CorruptSegment, MemoryInUse
 from kvshm.interfaces import CopyState
 from kvshm.plans import LoadFailure
 from kvshm.rank import RankCache
@@ -305,3 +305,42 @@ def test_nothing_is_delivered_if_the_own_epoch_ended_during_the_copy(
     (report,) = cache.load_at_once([load_of(piece)], 1.0)
     assert report.bad == piece.targets
     assert [failure.reason for failure in report.failures] == [LoadFailure.OWN_RESET]
+
+
+def test_all_copies_of_a_load_are_stopped_at_once(
+    cache: RankCache, attached: Make, transport: PlayedTransport, clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A step would wait for each of them else, one after the other."""
+    pieces = piece_of(attached(), 2), piece_of(attached(), 3)
+    transport.state, step = CopyState.PENDING, threading.current_thread()
+    stopping: list[list[bool]] = []
+
+    def poll(copy: PlayedCopy) -> CopyState:
+        if threading.current_thread() is step:
+            clock.now += 1.0
+        if copy.cancelled:
+            stopping.append([each.cancelled for each in transport.copies[-2:]])
+            copy.state = CopyState.FAILED if len(stopping) > 4 else CopyState.PENDING
+        return copy.state
+
+    monkeypatch.setattr(PlayedCopy, "poll", poll)
+    cache.load_at_once([load_of(*pieces)], 5.0)
+    assert stopping[1] == [True, True]
+    for copy in transport.copies:
+        copy.state = CopyState.FAILED
+
+
+def test_a_load_that_cannot_be_checked_is_its_peers_fault(
+    cache: RankCache, attached: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that one would be asked again and again, and what it took be learnt."""
+
+    def recheck(*_: object) -> list[bool]:
+        raise CorruptSegment("not what it was")
+
+    peer = attached()
+    monkeypatch.setattr(SlotTable, "recheck", recheck)
+    (report,) = cache.load_at_once([load_of(piece := piece_of(peer, 2))], 1.0)
+    assert report.bad == piece.targets
+    assert [(f.peer, f.reason) for f in report.failures] == [(piece.peer, LoadFailure.COPY_FAILED)]

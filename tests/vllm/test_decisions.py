@@ -256,3 +256,34 @@ def test_an_asynchronous_load_is_let_in_beside_the_watermark(watermark: int) -> 
     room = PoolRoom(SimpleNamespace(block_pool=pool, watermark_blocks=watermark), {}, 16)
     assert room.lets_in(10 - watermark)
     assert not room.lets_in(11 - watermark)
+
+
+def test_who_is_left_out_of_a_step_for_the_tokens_it_may_compute_is_matched_again(
+    node: Callable[..., Node],
+) -> None:
+    """Without chunked prefill it is scheduled whole or not at all, however much memory there is."""
+    n = node(num_blocks=100, max_num_batched_tokens=512, enable_chunked_prefill=False)
+    n.attach()
+    n.side.importer._failed.add("other")  # computed, whatever the peer holds
+    n.e.add("other", prompt(25, tail=1, first=9000), max_tokens=8)
+    n.e.add("wants", prompt(BLOCKS + 8, first=2000), max_tokens=2)
+    first = n.e.schedule()
+    n.answer(first)
+    assert "wants" not in first.output.num_scheduled_tokens
+    assert n.e.schedule().metadata.at_once
+
+
+def test_of_what_a_rank_has_not_reported_nothing_counts(
+    node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though vLLM says that all of them have ended."""
+    n = node()
+    monkeypatch.setattr(n.side.importer, "_num_ranks", 2)
+    n.e.add("wants", prompt(BLOCKS), max_tokens=3)
+    sent = n.e.schedule()
+    (load,) = sent.metadata.loads
+    report = RankReport(sent.metadata.step, loads=[LoadReport(load.load_id, ())])
+    said = KVConnectorOutput(finished_recving={"wants"}, kv_connector_worker_meta=report)
+    n.e.answer(sent, said)
+    assert n.count(c.LOADS_FAILED) == 1
+    assert n.e.ready() == set()
