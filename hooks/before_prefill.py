@@ -40,7 +40,7 @@ LATE_SECONDS = 10.0
 in vain, and be preempted, while copies take longer than was learnt."""
 MATCHES_IN_VAIN = 4
 """How often a request is matched without being scheduled.  vLLM leaves it out of a step for other
-reasons than memory too; but one for which it has no room, keeps all behind it waiting."""
+reasons than memory too; but one for which it has no room keeps all behind it waiting."""
 TWIN_WAIT_SECONDS = 0.1
 """How long a request waits for another one's import of the same prefix."""
 
