@@ -82,18 +82,12 @@ def test_a_hash_is_the_requests_and_four_bytes_of_group(engine: Make) -> None:
 
 
 def test_what_a_block_says_stands_in_slots_that_nobody_replaces() -> None:
-    """So it is read in place, and where is found once: a class whose ``block_hash`` becomes
-    another one later, while engines run, would go unnoticed (a subclass does not)."""
-    block_class = kv_cache_utils.KVCacheBlock
-    block = block_class(7, ref_cnt=2)
-    assert not hasattr(block, "__dict__")
-    for name in ("block_id", "ref_cnt", "_block_hash"):
-        assert inspect.ismemberdescriptor(vars(block_class)[name])
-    in_order(block_class.block_hash.fget, "return self._block_hash\n")
-    assert block_class.__getattribute__ is object.__getattribute__
-    replaced = re.compile(r"KVCacheBlock\.\w+ = |setattr\(KVCacheBlock\b")
-    sources = Path(vllm.__file__).parent.glob("v1/**/*.py")
-    assert not [path for path in sources if replaced.search(path.read_text("utf-8"))]
+    block = kv_cache_utils.KVCacheBlock
+    kept = [vars(block)[name] for name in ("block_id", "ref_cnt", "_block_hash")]
+    assert all(map(inspect.ismemberdescriptor, kept))
+    in_order(block.block_hash.fget, "return self._block_hash\n")
+    texts = [path.read_text() for path in Path(vllm.__file__).parent.glob("v1/**/*.py")]
+    assert not any(re.search(r"KVCacheBlock\.\w+ = |setattr\(KVCacheBlock\b", t) for t in texts)
 
 
 def test_blocks_are_hashed_when_they_are_scheduled(engine: Make) -> None:
@@ -149,13 +143,11 @@ def test_hashes_are_given_by_one_method_of_the_pool(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     e = engine()
-    given: list[str] = []
-    monkeypatch.setattr(
-        pool(e), "cache_full_blocks", lambda request, *_, **__: given.append(request.request_id)
-    )
+    given: list[Any] = []
+    monkeypatch.setattr(pool(e), "cache_full_blocks", lambda one, *_, **__: given.append(one))
     e.add("a", prompt(2), max_tokens=1)
     e.step()
-    assert set(given) == {"a"}
+    assert {request.request_id for request in given} == {"a"}
     assert not [block for block in pool(e).blocks if block.block_hash is not None]
 
 
@@ -384,14 +376,12 @@ def test_the_core_hands_over_what_ranks_said_and_has_the_executor() -> None:
 
 def test_the_model_runner_registers_the_caches_itself() -> None:
     in_order(ActiveKVConnector.__init__, "register_kv_caches(")
-    for owner in (GPUModelRunner, Worker):
-        assert callable(owner.get_model)
+    assert all(callable(owner.get_model) for owner in (GPUModelRunner, Worker))
 
 
 def test_weights_are_loaded_by_methods_of_these_names() -> None:
-    assert callable(GPUModelRunner.reload_weights)
-    assert callable(Worker.update_weights)
-    assert callable(GPUModelRunner.load_model)
+    runner = GPUModelRunner
+    assert all(map(callable, (runner.reload_weights, runner.load_model, Worker.update_weights)))
 
 
 def test_packed_weights_can_be_asked_by_their_kernel() -> None:
@@ -406,6 +396,5 @@ def test_a_multiconnector_gives_one_answer_to_all() -> None:
 
 def test_transfer_configurations_have_these_names() -> None:
     made = KVTransferConfig(kv_connector="x", kv_role="kv_both")
-    assert made.is_kv_consumer
-    assert made.is_kv_producer
+    assert (made.is_kv_consumer, made.is_kv_producer) == (True, True)
     assert made.kv_load_failure_policy == "fail"
