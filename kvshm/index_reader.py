@@ -8,7 +8,6 @@ owner's slot table decides.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from . import _native
 from .errors import CorruptSegment, SegmentError, SegmentNotFound
@@ -28,13 +27,10 @@ from .segment import (
     parse_segment_name,
 )
 
-
-class Run(NamedTuple):
-    """Consecutive blocks of one prefix that one engine has."""
-
-    row: int
-    records: bytes
-    """Packed block records, in the order of the prefix."""
+Run = tuple[int, bytes]
+"""Consecutive blocks of one prefix that one engine has: its row, and packed block records in the
+order of the prefix.  As the native module makes them: another class would cost a lookup more than
+all the rest of its Python."""
 
 
 class ReplicaReader:
@@ -84,8 +80,7 @@ class ReplicaReader:
         mask = live_mask(buffer) if rows_mask is None else rows_mask
         if not isinstance(hashes, list):
             hashes, start, stop = list(hashes[start:stop]), 0, stop - start
-        found = _native.index_lookup(buffer, hashes, start, stop, mask)
-        return [Run._make(run) for run in found] if found else []
+        return _native.index_lookup(buffer, hashes, start, stop, mask)
 
     def rows(self) -> list[Row]:
         """Return the engines the replica knows."""

@@ -66,7 +66,7 @@ def reader(writer: Writer) -> Iterator[ReplicaReader]:
 
 def found(reader: ReplicaReader, start: int, stop: int) -> list[BlockRecord]:
     runs = reader.lookup(HASHES, start, stop)
-    return [record for run in runs for record in unpack_records(run.records)]
+    return [record for _, records in runs for record in unpack_records(records)]
 
 
 def holds(reader: ReplicaReader, count: int) -> bool:

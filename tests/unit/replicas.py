@@ -28,4 +28,4 @@ def packed(blocks: Iterable[int], generation: int = 1, kind: RecordKind = PUBLIS
 def found(replica: ReplicaReader, content: int, mask: int | None = None) -> list[tuple[int, int]]:
     """(row, generation) of what a lookup of one content gives."""
     runs = replica.lookup(HASHES, content, content + 1, mask)
-    return [(run.row, r.generation) for run in runs for r in unpack_records(run.records)]
+    return [(row, r.generation) for row, records in runs for r in unpack_records(records)]

@@ -6,7 +6,6 @@ import pytest
 
 from kvshm.errors import IndexFull
 from kvshm.index import Applied, Replica
-from kvshm.index_reader import Run
 from kvshm.records import (
     NUM_ROWS,
     BlockRecord,
@@ -22,8 +21,8 @@ from .replicas import HASHES, RETRACT, found, packed, record
 
 def test_a_published_prefix_is_found_as_one_run(replica: Replica, row: int) -> None:
     assert replica.apply(row, packed(range(5))) == Applied(added=5)
-    assert replica.lookup(HASHES, 0, 100) == [Run(row, packed(range(5)))]
-    assert replica.lookup(HASHES, 2, 4) == [Run(row, packed(range(2, 4)))]
+    assert replica.lookup(HASHES, 0, 100) == [(row, packed(range(5)))]
+    assert replica.lookup(HASHES, 2, 4) == [(row, packed(range(2, 4)))]
     assert replica.lookup(HASHES, 5, 9) == []
     assert replica.lookup(tuple(HASHES), 2, 9) == replica.lookup(HASHES, 2, 9)
     assert replica.lookup((), 2, 9) == []
@@ -31,14 +30,14 @@ def test_a_published_prefix_is_found_as_one_run(replica: Replica, row: int) -> N
 
 def test_a_lookup_ends_at_the_first_missing_block(replica: Replica, row: int) -> None:
     replica.apply(row, packed([0, 1, 3]))
-    assert replica.lookup(HASHES, 0, 4) == [Run(row, packed([0, 1]))]
+    assert replica.lookup(HASHES, 0, 4) == [(row, packed([0, 1]))]
 
 
 def test_digests_of_16_bytes_are_found_as_they_are(replica: Replica, row: int) -> None:
     short = HASHES[0][:16]
     replica.apply(row, pack_records([BlockRecord(short.ljust(32, b"\0"), 3, 1, 0)]))
-    [run] = replica.lookup([short], 0, 1)
-    assert next(unpack_records(run.records)).block_id == 3
+    [(_, records)] = replica.lookup([short], 0, 1)
+    assert next(unpack_records(records)).block_id == 3
 
 
 def test_an_equal_tag_is_no_more_than_a_hint(replica: Replica, row: int) -> None:
@@ -46,8 +45,8 @@ def test_an_equal_tag_is_no_more_than_a_hint(replica: Replica, row: int) -> None
     that the lease can compare all 32 bytes with the slot's."""
     replica.apply(row, packed([0]))
     twin = HASHES[0][:8] + bytes(24)
-    [run] = replica.lookup([twin], 0, 1)
-    assert next(unpack_records(run.records)).block_hash == twin
+    [(_, records)] = replica.lookup([twin], 0, 1)
+    assert next(unpack_records(records)).block_hash == twin
 
 
 def test_a_replayed_publish_does_not_resurrect(replica: Replica, row: int) -> None:
@@ -146,8 +145,8 @@ def test_a_prefix_is_cut_into_as_few_owners_as_possible(replica: Replica) -> Non
     replica.apply(a, packed([0, 1, 4]))
     replica.apply(b, packed([0, 1, 2, 3]))
     assert replica.lookup(HASHES, 0, 9) == [
-        Run(b, packed([0, 1, 2, 3])),
-        Run(a, packed([4])),
+        (b, packed([0, 1, 2, 3])),
+        (a, packed([4])),
     ]
 
 
@@ -173,7 +172,7 @@ def test_dropping_a_row_leaves_the_others_and_makes_room(replica: Replica) -> No
     replica.apply(b, packed(range(20), 4))
     assert replica.drop_row(a) == 20
     assert replica.drop_row(a) == 0
-    assert replica.lookup(HASHES, 0, 99) == [Run(b, packed(range(20), 4))]
+    assert replica.lookup(HASHES, 0, 99) == [(b, packed(range(20), 4))]
     assert [r.epoch for r in replica.rows()] == [2]
 
 

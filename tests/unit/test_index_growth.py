@@ -10,7 +10,6 @@ from kvshm import index as index_module
 from kvshm import segment as segments
 from kvshm.errors import CorruptSegment, SegmentExists, SegmentNotFound, SegmentTooSmall
 from kvshm.index import Applied, Replica
-from kvshm.index_reader import Run
 from kvshm.records import (
     CAPACITY_OFFSET,
     ENTRY_BYTES,
@@ -31,9 +30,9 @@ def test_a_full_index_grows_and_loses_nothing(replica: Replica) -> None:
     replica.apply(b, packed(range(30), 2))
     assert replica.apply(a, packed(range(2000), 7)) == Applied(added=1990, ignored=10)
     assert replica.capacity > 2000 > small
-    assert replica.lookup(HASHES, 0, 10, 1 << a) == [Run(a, packed(range(10), 7))]
-    assert replica.lookup(HASHES, 20, 4096, 1 << a) == [Run(a, packed(range(20, 2000), 7))]
-    assert replica.lookup(HASHES, 0, 4096, 1 << b) == [Run(b, packed(range(30), 2))]
+    assert replica.lookup(HASHES, 0, 10, 1 << a) == [(a, packed(range(10), 7))]
+    assert replica.lookup(HASHES, 20, 4096, 1 << a) == [(a, packed(range(20, 2000), 7))]
+    assert replica.lookup(HASHES, 0, 4096, 1 << b) == [(b, packed(range(30), 2))]
     assert [(r.epoch, r.entries) for r in replica.rows()] == [(1, 1990), (2, 30)]
 
 
@@ -116,7 +115,7 @@ def test_without_room_to_grow_entries_are_refused_never_raised(
     applied = replica.apply(row, packed(range(100)))
     assert applied == Applied(added=56, refused=44), "64 entries are filled to 7/8"
     assert replica.refused == 44
-    assert replica.lookup(HASHES, 0, 100) == [Run(row, packed(range(56)))]
+    assert replica.lookup(HASHES, 0, 100) == [(row, packed(range(56)))]
 
 
 def test_a_refused_block_is_welcome_again_once_there_is_room(

@@ -250,7 +250,7 @@ class GrowingIndex(RuleBasedStateMachine):
         hashes = [HASHES[content] for content in wanted]
         asked = self.reader if from_outside else self.replica
         runs = asked.lookup(hashes, start, len(hashes), sum(1 << row for row in rows))
-        found = [(run.row, r) for run in runs for r in unpack_records(run.records)]
+        found = [(row, r) for row, records in runs for r in unpack_records(records)]
         length, owners = self.model.expected_runs(hashes[start:], rows)
         assert (len(found), len(runs)) == (length, owners)
         published = self.model.published()
