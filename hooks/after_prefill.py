@@ -27,16 +27,14 @@ from kvshm.marks import Marks, Run, blocks_of, touching
 from kvshm.terms import BlockId
 
 
-class Written(NamedTuple):
-    """A block that has been filled."""
+class Loaded(NamedTuple):
+    """Consecutive blocks of a request that a load has filled."""
 
-    block_id: BlockId
-    position: int
-    """Its place in the request's block table."""
     chain: list[bytes]
     """The request's block hashes; grows as the request does."""
-    complete: bool = True
-    """Whether its last token is there."""
+    first: int
+    """Index of the first block in the request's block table."""
+    blocks: Sequence[BlockId]
 
 
 class _Followed:
@@ -200,14 +198,20 @@ class Exporter:
             self._promised.update(dict.fromkeys(blocks, blocks))
             self._marks.make_sound(blocks)
 
-    def blocks_loaded(self, written: Iterable[Written], shown: bool = True) -> None:
+    def blocks_loaded(self, loaded: Loaded, shown: bool = True) -> None:
         """These blocks of a load were imported and checked on every rank; call before
         ``step_done`` of the same output, also if the request is gone or does not want them
         ``shown``.  Those of a load that was begun in an earlier life are passed over."""
-        for one in written:
-            self._held.pop(one.block_id, None)
-            if self._promised.pop(one.block_id, None) is not None and shown:
-                self._computed.append((one.chain, one.position, self._marks.tag([one.block_id])))
+        chain, first, blocks = loaded
+        promised = [self._promised.pop(block, None) is not None for block in blocks]
+        if self._held:
+            for block in blocks:
+                self._held.pop(block, None)
+        if shown and all(promised):
+            self._computed.append((chain, first, self._marks.tag(blocks)))
+        elif shown:
+            left = [(first + i, block) for i, block in enumerate(blocks) if promised[i]]
+            self._computed += [(chain, index, self._marks.tag([block])) for index, block in left]
 
     def blocks_failed(self, blocks: Iterable[BlockId]) -> None:
         """Loads, kvshm's or another connector's, did not fill these blocks; call before

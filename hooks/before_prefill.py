@@ -11,10 +11,10 @@ failed once.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any
 
 from kvshm.cache import SharedCache
@@ -23,7 +23,7 @@ from kvshm.counters import MISS_NO_ROOM
 from kvshm.plans import NO_TICKET, Load, LoadFailure, LoadReport, Plan
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch
 
-from .after_prefill import Written
+from .after_prefill import Loaded
 from .at_once import AtOnce
 from .pool_room import PoolRoom
 
@@ -64,7 +64,7 @@ class Landed:
 
     load_id: str
     request_id: str
-    good: list[Written]
+    good: Loaded
     bad: set[BlockId]
 
 
@@ -92,7 +92,7 @@ class Importer:
         self.attached: dict[int, frozenset[Epoch]] = {}
         """What each rank has said it can read at once."""
         self._num_ranks = num_ranks
-        self._attempts = itertools.count()
+        self._attempts = count()
         self._begun = 0.0
         """Seconds of copies, estimated, that the step being built begins without waiting."""
         self._plans: dict[str, Plan] = {}
@@ -334,12 +334,9 @@ class Importer:
         if bad:
             self._failed.add(request_id)
         self._end(request_id)
-        good = []
-        for offset, target in enumerate(done.targets):
-            if target in bad:
-                break  # a block counts only if everything before it does
-            good.append(Written(target, done.first_index + offset, done.chain, True))
-        return Landed(load_id, request_id, good, bad)
+        # A block counts only if everything before it does.
+        good = tuple(takewhile(lambda t: t not in bad, done.targets)) if bad else done.targets
+        return Landed(load_id, request_id, Loaded(done.chain, done.first_index, good), bad)
 
     def _end(self, request_id: str) -> None:
         """A load has ended; if its request had before, nothing more is known of it."""

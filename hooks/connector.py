@@ -323,19 +323,13 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             report(self, "build_connector_meta", exc)
             return self._scheduler.emergency(scheduler_output)
 
+    # Whatever fails here: better to compute anew what was right.
+    @guarded(lambda self, *_: self._scheduler.importer.at_once.undo_all())
     def before_output(self, output: Any, result: Any) -> None:
         """vLLM is about to take in a step's output: nothing of it may be delivered that was
         computed from blocks which did not arrive."""
-        if self._scheduler is None:
-            return
-        try:
+        if self._scheduler:
             self._scheduler.before_output(output, result)
-        except Exception as exc:  # any, as ``guarded``
-            if self.strict:
-                raise
-            report(self, "before_output", exc)
-            # Whatever that was: better to compute anew what was right.
-            self._scheduler.importer.at_once.undo_all()
 
     @guarded(_nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:

@@ -319,7 +319,7 @@ class SchedulerSide:
         self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
         at_once, exporter = self.importer.at_once, self.exporter
         for landed in self.importer.land_awaited(metadata.at_once, reports):
-            if not landed.good:
+            if not landed.good.blocks:
                 if exporter is not None:  # first: it looks for them in the request's table
                     exporter.blocks_failed(landed.bad)
                 at_once.failed(landed.request_id, landed.load_id)

@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.after_prefill import Exporter, Written
+from kvshm.hooks.after_prefill import Exporter, Loaded
 from kvshm.hooks.messages import QuietReport
 from kvshm.terms import BlockId
 
@@ -47,9 +47,7 @@ class Promised:
 
     def loaded(self, count: int) -> None:
         chain = self.request.block_hashes
-        self.exporter.blocks_loaded(
-            [Written(self.blocks[i], i, chain) for i in range(count)]  # type: ignore[arg-type]  # of bytes
-        )
+        self.exporter.blocks_loaded(Loaded(chain, 0, self.blocks[:count]))  # type: ignore[arg-type]  # of bytes
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
