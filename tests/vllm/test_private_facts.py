@@ -143,8 +143,8 @@ def test_hashes_are_given_by_one_method_of_the_pool(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     e = engine()
-    given: list[Any] = []
-    monkeypatch.setattr(pool(e), "cache_full_blocks", lambda one, *_, **__: given.append(one))
+    given: set[Any] = set()
+    monkeypatch.setattr(pool(e), "cache_full_blocks", lambda request, *_, **__: given.add(request))
     e.add("a", prompt(2), max_tokens=1)
     e.step()
     assert {request.request_id for request in given} == {"a"}
