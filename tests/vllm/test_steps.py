@@ -231,10 +231,10 @@ class PlayedTime:
         return self.now - before
 
     def _until_noticed(self) -> None:
-        """The thread that looks after loads has begun all and seen the end of those that have
-        ended, however little of the real time it gets."""
+        """The thread that looks after loads has begun all and reported those that have ended,
+        however little of the real time it gets."""
         deadline = monotonic() + 100
-        while self._rank._loads.qsize() or len(self._rank._peers.copying) > sum(
+        while self._rank._under_way - len(self._rank._reports) > sum(
             ends > self.now for ends in self._ends
         ):
             assert monotonic() < deadline
@@ -250,8 +250,8 @@ def test_a_burst_of_imports_keeps_nobody_waiting_longer_than_the_cap(
     for first in range(1, 10):
         importer.hold(first)
     b = importer.b
+    importer.first_token("attaches", 1)  # in real time: other threads do that
     time = PlayedTime(b, monkeypatch)
-    importer.first_token("attaches", 1)
     importer.first_token("teaches", 2)
     monkeypatch.setattr(before_prefill, "LINGER_SECONDS", LINGER)
     if capped:
