@@ -117,7 +117,7 @@ class Importer:
         request_id = request.request_id
         start = num_local_tokens // self._block_size
         stop = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
-        possible = start < stop and self.wants(request)
+        possible = start < stop
         if not (self._plans or self.at_once.any or (possible and self._cache.anybody())):
             return 0
         self.stirred = True
@@ -126,7 +126,7 @@ class Importer:
             self._in_vain[request_id] = times = self._in_vain.get(request_id, 0) + 1
             if self.room is None or times >= MATCHES_IN_VAIN:
                 self._failed.add(request_id)
-        if not possible or request_id in self._failed:
+        if not possible or request_id in self._failed or not self.wants(request):
             return 0
         return self._offer(request, start, stop)
 
@@ -361,7 +361,8 @@ class Importer:
         self._had_no_room.pop(request_id, None)
         self._in_vain.pop(request_id, None)
         self._failed.discard(request_id)
-        if any(one.request_id == request_id for one in self._imports.values()):
+        ours = self._imports and any(i.request_id == request_id for i in self._imports.values())
+        if ours:
             self._ended.add(request_id)
         else:
             self.at_once.forget(request_id)

@@ -26,6 +26,8 @@ REFUSALS_PER_TRIAL = 64
 """After so many imports that were not worth it one is tried: no load, no better estimate."""
 _SPREAD = 4.0
 """How far apart two counts have to lie for a slope to mean something."""
+_NOTHING = (0.0, 0.0, 0.0)
+"""Weight, count and seconds before anything was seen."""
 
 
 class Line:
@@ -36,7 +38,7 @@ class Line:
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[float, float, float]] = {}  # weight, count, seconds
-        self._all = (0.0, 0.0, 0.0)
+        self._all = _NOTHING
         self._fit: tuple[float, float] | None = None
         self._fits = True
         """Whether ``_fit`` is of all that was seen: asked for several times for each addition."""
@@ -44,15 +46,16 @@ class Line:
     def add(self, count: float, seconds: float) -> None:
         """``count`` of something, more than 0, took so many seconds."""
         size = frexp(count)[1]
-        old = self._sizes.get(size, (0.0, 0.0, 0.0))
-        if old[0]:
-            mean = old[2] / old[0]
+        weight, counts, total = self._sizes.get(size, _NOTHING)
+        if weight:
+            mean = total / weight
             seconds = min(seconds, OUTLIER * mean)
             if OUTLIER * seconds < mean:  # nothing is too quick by accident: what was seen was slow
-                old = (0.0, 0.0, 0.0)
+                weight, counts, total = _NOTHING
         self._fits = False
-        self._sizes[size] = _forget(old, count, seconds)
-        self._all = _forget(self._all, count, seconds)
+        self._sizes[size] = weight * KEEP + 1.0, counts * KEEP + count, total * KEEP + seconds
+        weight, counts, total = self._all
+        self._all = weight * KEEP + 1.0, counts * KEEP + count, total * KEEP + seconds
 
     @property
     def largest(self) -> float:
@@ -83,13 +86,6 @@ class Line:
         """Mean count and mean seconds; None before anything was seen."""
         weight, count, seconds = self._all
         return (count / weight, seconds / weight) if weight else None
-
-
-def _forget(
-    old: tuple[float, float, float], count: float, seconds: float
-) -> tuple[float, float, float]:
-    weight, counts, total = old
-    return weight * KEEP + 1.0, counts * KEEP + count, total * KEEP + seconds
 
 
 class Costs:
