@@ -137,7 +137,7 @@ class Importer:
             return 0  # vLLM does not want the block: it would take its own
         if self._twin_is_loading(request_id, chain, start):
             return None
-        if not self._fits(request_id, start + 1, (True, False)):
+        if not self._fits(request, start + 1, (True, False)):
             return 0
         plan = self._cache.probe(chain, start, stop)
         if plan is None:
@@ -146,7 +146,7 @@ class Importer:
         alone = self.room is not None and self.room.is_alone(request)
         awaited = self.at_once.can_undo(request) and self._may_await(plan, seconds, alone)
         waiting = 0.0 if awaited else STEPS_LOST * costs.step_seconds()
-        fits = self._fits(request_id, plan.start + plan.num_blocks, (awaited,))
+        fits = self._fits(request, plan.start + plan.num_blocks, (awaited,))
         if not fits or not self._cache.worth(plan, waiting):
             return 0
         if awaited:
@@ -188,16 +188,17 @@ class Importer:
         begun = (self._imports[name].load for name in self.under_way() - new)
         return sum(self._cache.copying(load) for load in begun)
 
-    def _fits(self, request_id: str, blocks: int, awaited: tuple[bool, ...]) -> bool:
+    def _fits(self, request: Any, blocks: int, awaited: tuple[bool, ...]) -> bool:
         """Whether vLLM would admit an import that occupies so many blocks, awaited or not.  One
         that it does not keeps everybody behind it waiting, where the same request is computed
         at once.  A refused request is refused until a block has become free."""
         if self.room is None:
             return True
-        free = self.room.free()
+        free, request_id = self.room.free(), request.request_id
         if free <= self._had_no_room.get(request_id, -1):
             return False
-        if any(free > blocks if way else self.room.lets_in(blocks) for way in awaited):
+        room = self.room
+        if any(free > blocks if way else room.lets_in(blocks, request) for way in awaited):
             return True
         self._had_no_room[request_id] = free
         self._cache.count(MISS_NO_ROOM)

@@ -7,6 +7,9 @@ from typing import Any
 
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""
+SPARE = 8
+"""One of so many blocks of the pool has to stay free beside an asynchronous import, for who comes
+or decodes while it lasts: behind a request that waits for blocks vLLM looks at nobody."""
 
 
 class PoolRoom:
@@ -30,17 +33,24 @@ class PoolRoom:
         """Blocks that can be handed out."""
         return int(self._manager.block_pool.get_num_free_blocks())
 
-    def lets_in(self, num_blocks: int) -> bool:
-        """Whether vLLM admits an asynchronous load that occupies so many blocks.  It does so
-        only beside what prefills under way still need, and looks at nobody behind a request
-        that it does not admit."""
+    def lets_in(self, num_blocks: int, request: Any) -> bool:
+        """Whether vLLM admits an asynchronous load that occupies so many blocks, and has room
+        for the rest of the request's prompt when it has ended.  vLLM does the former only beside
+        what prefills under way still need, looks at nobody behind a request that it does not
+        admit, and meanwhile gives blocks to others."""
+        missing = sum(self._missing(each) for each in self._requests.values())
+        left = self.free() - missing
         kept = int(getattr(self._manager, "watermark_blocks", 0))
-        missing = sum(self._missing(request) for request in self._requests.values())
-        return num_blocks + kept + missing <= self.free()
+        spare = len(self._manager.block_pool.blocks) // SPARE
+        return num_blocks + kept <= left and self._blocks(request) + spare <= left
 
     def _missing(self, request: Any) -> int:
         """Blocks that a prefill under way has yet to be given."""
         if request.status.name not in PREFILLING:
             return 0
         held = len(self._manager.get_blocks(request.request_id).blocks[0])
-        return max(-(-int(request.num_tokens) // self._block_size) - held, 0)
+        return max(self._blocks(request) - held, 0)
+
+    def _blocks(self, request: Any) -> int:
+        """Blocks that a request's tokens fill, one of them perhaps in part."""
+        return -(-int(request.num_tokens) // self._block_size)

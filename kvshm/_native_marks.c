@@ -73,7 +73,7 @@ static uint32_t *change_all(const marks_view *marks, PyObject *blocks, kvshm_pla
                             uint32_t keep, size_t *num_shown)
 {
     Py_ssize_t count = PySequence_Size(blocks);
-    uint32_t *shown = count < 0 ? NULL : PyMem_Malloc(((size_t)count + 1) * sizeof *shown);
+    uint32_t *shown = count < 0 ? NULL : PyMem_New(uint32_t, (size_t)count + 1);
     *num_shown = 0;
     if (count >= 0 && !shown)
         PyErr_NoMemory();
@@ -156,9 +156,16 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "w*Onnn:marks_write", &marks.buffer, &table, &first, &last,
                           &complete))
         return NULL;
+    Py_ssize_t length = PySequence_Size(table);
+    if (first < 0 || last > length) {
+        if (length >= 0)
+            PyErr_SetString(PyExc_IndexError, "the table has no such blocks");
+        PyBuffer_Release(&marks.buffer);
+        return NULL;
+    }
     size_t room = last > first ? (size_t)(last - first) : 0, whole = 0, num_shown = 0;
-    pair *pairs = PyMem_Malloc((room + 1) * sizeof *pairs);
-    uint32_t *shown = PyMem_Malloc((room + 1) * sizeof *shown);
+    pair *pairs = PyMem_New(pair, room + 1);
+    uint32_t *shown = PyMem_New(uint32_t, room + 1);
     bool done = shown && pairs && view_marks(&marks);
     if (!shown || !pairs)
         PyErr_NoMemory();
@@ -366,7 +373,9 @@ static PyObject *native_marks_publish(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "w*w*OO!IK:marks_publish", &table, &marks.buffer, &b.pool,
                           &PyList_Type, &runs, &published_ms, &counter))
         return NULL;
-    Py_ssize_t room = view_marks(&marks) ? count_pairs(runs) : -1;
+    /* a list of its own, which nothing that runs meanwhile changes */
+    runs = PyList_GetSlice(runs, 0, PyList_Size(runs));
+    Py_ssize_t room = runs && view_marks(&marks) ? count_pairs(runs) : -1;
     if (room >= 0) {
         b.room = kvshm_new_records((size_t)room, &b.records);
         b.parents = PyMem_Malloc(((size_t)room + 1) * sizeof *b.parents);
@@ -378,6 +387,7 @@ static PyObject *native_marks_publish(PyObject *module, PyObject *args)
         else
             PyErr_NoMemory();
     }
+    Py_XDECREF(runs);
     Py_XDECREF(b.room);
     PyMem_Free(b.parents);
     PyMem_Free(b.runs);

@@ -168,6 +168,7 @@ class PeerBook:
         if self.transport.memory_outlives_exporter:
             return False
         with self._lock:
+            self._watch(epoch, peer)
             silent = peer.silence(self._clock()) >= SUSPECT_AFTER_SECONDS
             return silent or peer.memory.ended or not self._deaths.is_whole(epoch)
 
@@ -192,6 +193,9 @@ class PeerBook:
         if news is not None:
             followed.listed = {Epoch(info.epoch): info for info in news}
             self._tries = {e: n for e, n in self._tries.items() if e in followed.listed}
+            with self._lock:  # the list names the processes of ranks
+                for epoch, peer in self._peers.items():
+                    self._watch(epoch, peer)
         if followed is not self._followed:
             return  # of an epoch that has ended meanwhile
         for epoch, info in followed.listed.items():
@@ -266,8 +270,7 @@ class PeerBook:
         now = self._clock()
         with self._lock:
             self._failed = {e: failed for e, failed in self._failed.items() if now < failed[0]}
-            for epoch, peer in self._peers.items():
-                self._watch(epoch, peer)
+            for peer in self._peers.values():
                 peer.silence(now)
             dead = self._deaths.dead()
             kept = set(in_use).union(*self._pinned)

@@ -224,8 +224,31 @@ def test_a_block_that_does_not_exist_is_an_error(table: SlotTable, block: int) -
     with pytest.raises(IndexError):
         marks.sound([PoolBlock(block)], 1)
     with pytest.raises(IndexError):
-        marks.write([PoolBlock(0)], 0, 2, 2)
-    assert marks.sound([PoolBlock(0)], 1) == 1
+        marks.write([PoolBlock(block)], 0, 1, 1)
+    for first, last in ((0, 2), (-1, 1), (0, 1 << 62)):
+        with pytest.raises(IndexError):
+            marks.write((PoolBlock(0),), first, last, last)
+    assert marks.sound([PoolBlock(0)], 1) == 0
+
+
+def test_runs_that_change_while_they_are_published_harm_nobody(table: SlotTable) -> None:
+    """What a block says may be told by Python code, which may do anything."""
+    marks = Marks(8)
+    blocks = [PoolBlock(n) for n in range(3)]
+    packed, _ = marks.write(blocks, 0, 3, 3)
+    runs = [(CHAIN, 0, packed)]
+
+    class Meddling(PoolBlock):
+        @property
+        def block_hash(self) -> bytes | None:  # type: ignore[override]  # of an attribute
+            runs.extend([(CHAIN, 0, packed)] * 1000)
+            return None
+
+        @block_hash.setter
+        def block_hash(self, value: bytes | None) -> None: ...
+
+    _, left = table.publish_marked(marks.packed, [Meddling(n) for n in range(3)], runs)
+    assert len(left) == 1
 
 
 def test_runs_of_other_shapes_are_refused(table: SlotTable, pool: list[Block]) -> None:

@@ -244,6 +244,24 @@ def test_no_copy_from_a_dead_exporter_is_delivered_unless_its_memory_stays(
     assert transport.memories[peer.info.epoch].closed
 
 
+def test_the_ranks_of_a_peer_that_is_listed_after_it_was_attached_are_watched(
+    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
+    table: SlotTable, child: subprocess.Popen[bytes],
+) -> None:  # fmt: skip
+    """A load may have attached it first."""
+    transport.memory_outlives_exporter = False
+    peer = exporter()
+    attaches = RankLoad(load_of(piece_of(peer, 1)), book, table)
+    until(attaches.advance)
+    listed.write([told(peer, child.pid)])
+    book.attach_listed()
+    child.kill()
+    child.wait()
+    load = RankLoad(load_of(piece_of(peer, 2)), book, table)
+    assert load.advance()
+    assert load.report.failures[0].reason is LoadFailure.UNREACHABLE
+
+
 @pytest.mark.parametrize("outlives", [False, True])
 def test_an_exporter_that_dies_while_it_is_copied_from(
     book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,

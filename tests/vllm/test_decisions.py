@@ -15,7 +15,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvshm import counters as c
 from kvshm.hooks import step_times
-from kvshm.hooks.before_prefill import LATE_SECONDS, TWIN_WAIT_SECONDS
+from kvshm.hooks.before_prefill import LATE_SECONDS, MATCHES_IN_VAIN, TWIN_WAIT_SECONDS
 from kvshm.hooks.messages import RankReport
 from kvshm.hooks.pool_room import PoolRoom
 from kvshm.plans import (
@@ -252,10 +252,13 @@ def test_a_request_waits_for_anothers_import_of_its_prefix_but_not_long(
 
 @pytest.mark.parametrize("watermark", [0, 3])
 def test_an_asynchronous_load_is_let_in_beside_the_watermark(watermark: int) -> None:
-    pool = SimpleNamespace(get_num_free_blocks=lambda: 10)
+    pool = SimpleNamespace(get_num_free_blocks=lambda: 10, blocks=range(16))
     room = PoolRoom(SimpleNamespace(block_pool=pool, watermark_blocks=watermark), {}, 16)
-    assert room.lets_in(10 - watermark)
-    assert not room.lets_in(11 - watermark)
+    request = SimpleNamespace(num_tokens=8 * 16)
+    assert room.lets_in(10 - watermark, request)
+    assert not room.lets_in(11 - watermark, request)
+    request.num_tokens += 1  # the rest of its prompt, and one block in eight for others
+    assert not room.lets_in(1, request)
 
 
 def test_who_is_left_out_of_a_step_for_the_tokens_it_may_compute_is_matched_again(
@@ -287,3 +290,19 @@ def test_of_what_a_rank_has_not_reported_nothing_counts(
     n.e.answer(sent, said)
     assert n.count(c.LOADS_FAILED) == 1
     assert n.e.ready() == set()
+
+
+def test_a_request_that_is_matched_in_vain_again_and_again_is_computed(
+    node: Callable[..., Node],
+) -> None:
+    n = node()
+    n.attach()
+    request, importer = n.e.add("wants", prompt(BLOCKS)), n.side.importer
+    found = []
+    for _ in range(MATCHES_IN_VAIN + 2):
+        found.append(importer.match(request, 0) or 0)
+        importer.at_once.step_built()
+        importer.handed_over()
+    assert list(map(bool, found)) == [True] * MATCHES_IN_VAIN + [False] * 2
+    importer.finished("wants")
+    assert importer._in_vain == {}

@@ -98,6 +98,36 @@ def test_a_match_keeps_nobody_waiting_where_memory_is_short(
     assert matched["behind"] <= computed["behind"] + late
 
 
+def test_an_import_does_not_wait_for_blocks_that_others_take_while_it_lasts(
+    engine: Make, held: Any
+) -> None:
+    """vLLM looks at nobody behind a request whose load has ended and for whose rest there is no
+    room, and preempts nobody for it."""
+
+    def drive(blocks: int) -> list[int]:
+        e = engine(
+            num_blocks=48, max_num_batched_tokens=256, long_prefill_token_threshold=4 * BLOCK_SIZE
+        )
+        held(e, blocks, alike=prompt(14, first=2000))
+        e.add("long", prompt(19, tail=10, first=3500), max_tokens=60)
+        e.add("longer", prompt(11, tail=10, first=5600), max_tokens=60)
+        for _ in range(5):
+            e.step()
+        waiting = [e.add("wants", prompt(14, first=2000), max_tokens=4)]
+        e.add("behind", prompt(1, first=9900), max_tokens=4)
+        first: dict[str, int] = {}
+        for number in range(60):
+            if number == 1:
+                waiting.append(e.add("third", prompt(1, tail=1, first=9000), max_tokens=4))
+            sent = e.schedule()
+            e.run(sent, arrived(sent))
+            first = {r.request_id: number for r in waiting if r.num_output_tokens} | first
+        return [first["wants"], first["third"]]
+
+    computed, matched = drive(0), drive(10)
+    assert all(late <= soon + 4 for late, soon in zip(matched, computed, strict=True))
+
+
 def test_what_fits_is_imported_all_the_same(engine: Make, held: Any) -> None:
     e = engine(num_blocks=48)
     held(e, 20, alike=prompt(28, first=2000))
