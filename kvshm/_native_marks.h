@@ -1,0 +1,38 @@
+/* Marks as C sees them (kvshm/marks.py): shared by what changes them and what publishes by them. */
+
+#ifndef KVSHM_NATIVE_MARKS_H
+#define KVSHM_NATIVE_MARKS_H
+
+#include "_native.h"
+
+#include <stdbool.h>
+
+enum { SOUND = 1, SHOWN = 2 };
+
+typedef struct {
+    uint32_t generation, flags;
+} mark;
+
+typedef struct {
+    uint32_t block, generation;
+} pair;
+
+typedef struct {
+    Py_buffer buffer;
+    mark *of;
+    size_t count;
+} marks_view;
+
+static inline bool view_marks(marks_view *marks)
+{
+    marks->of = marks->buffer.buf;
+    marks->count = (size_t)marks->buffer.len / sizeof(mark);
+    if ((uintptr_t)marks->of % _Alignof(mark) == 0)
+        return true;
+    PyErr_SetString(PyExc_ValueError, "misaligned marks");
+    return false;
+}
+
+PyObject *kvshm_marks_publish(PyObject *module, PyObject *args);
+
+#endif

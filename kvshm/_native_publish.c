@@ -1,0 +1,215 @@
+/* Glue between Python and the core: publishing what marks tell of, as far as vLLM has hashed it.
+ * Keeps the GIL but for a large batch. */
+
+#include "_native_marks.h"
+
+#include <string.h>
+
+enum { GROUP_ID_BYTES = 4 };
+
+typedef struct {
+    kvshm_places *places;
+    PyObject *pool;
+    const marks_view *marks;
+    PyObject *room; /* of the records */
+    kvshm_record *records;
+    uint64_t *parents;
+    uint32_t *runs; /* of each record */
+    uint8_t *waiting; /* of each run */
+    size_t count;
+} batch;
+
+/* The chain's hash at `index`, as vLLM has it; borrowed.  NULL: there is none. */
+static const char *chain_hash(PyObject *chain, Py_ssize_t index, Py_ssize_t *length)
+{
+    char *bytes = NULL;
+    if (index < 0 || index >= PyList_Size(chain))
+        return NULL;
+    if (PyBytes_AsStringAndSize(PyList_GetItem(chain, index), &bytes, length) < 0)
+        return NULL;
+    if (*length > 0 && *length <= KVSHM_HASH_BYTES)
+        return bytes;
+    PyErr_Format(PyExc_ValueError, "a block hash has %zd bytes", *length);
+    return NULL;
+}
+
+/* The next record's parent: mostly it is the record before. */
+static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run)
+{
+    uint64_t *parent = &b->parents[b->count];
+    const kvshm_record *before = b->count ? &b->records[b->count - 1] : NULL;
+    *parent = 0;
+    if (before && b->runs[b->count - 1] == run && before->depth + 1 == (uint64_t)index) {
+        memcpy(parent, before->hash, sizeof *parent);
+        return true;
+    }
+    Py_ssize_t length = 0;
+    const char *hash = chain_hash(chain, index - 1, &length);
+    if (hash)
+        memcpy(parent, hash, (size_t)(length < 8 ? length : 8));
+    return hash || !PyErr_Occurred();
+}
+
+/* Of the usual length, known when this is compiled, it needs no call. */
+static bool hashes_equal(const char *one, const char *other, size_t length)
+{
+    return length == KVSHM_HASH_BYTES ? memcmp(one, other, KVSHM_HASH_BYTES) == 0
+                                      : memcmp(one, other, length) == 0;
+}
+
+/* A block that has a hash: add its record if that is the one of its place in the chain. */
+static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, uint32_t block,
+                       PyObject *hash)
+{
+    char *given;
+    Py_ssize_t given_length, length = 0;
+    if (PyBytes_AsStringAndSize(hash, &given, &given_length) < 0)
+        return false;
+    const char *expected = chain_hash(chain, index, &length);
+    if (!expected)
+        return !PyErr_Occurred();
+    if (given_length != length + GROUP_ID_BYTES || !hashes_equal(given, expected, (size_t)length))
+        return true;
+    kvshm_record *record = &b->records[b->count];
+    *record = (kvshm_record){{0}, block, 0, (uint32_t)index, 0};
+    if (length == KVSHM_HASH_BYTES)
+        memcpy(record->hash, expected, KVSHM_HASH_BYTES);
+    else
+        memcpy(record->hash, expected, (size_t)length);
+    if (!set_parent(b, chain, index, run))
+        return false;
+    b->runs[b->count++] = run;
+    return true;
+}
+
+/* Look at one block of a run.  Without a hash it waits, as long as somebody may give it one. */
+static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, pair one)
+{
+    if (one.block >= b->marks->count)
+        return PyErr_Format(PyExc_IndexError, "block %u has no mark", one.block) != NULL;
+    const mark *now = &b->marks->of[one.block];
+    if (now->generation != one.generation || now->flags & SHOWN)
+        return true;
+    PyObject *block = kvshm_item(b->pool, one.block);
+    PyObject *hash = block ? kvshm_get(b->places, block, KVSHM_BLOCK_HASH) : NULL;
+    bool done = hash != NULL;
+    if (hash == Py_None) {
+        PyObject *users = kvshm_get(b->places, block, KVSHM_REF_CNT);
+        long number = users ? PyLong_AsLong(users) : -1;
+        Py_XDECREF(users);
+        done = !PyErr_Occurred();
+        b->waiting[run] |= number > 0;
+    } else if (hash)
+        done = add_record(b, chain, index, run, one.block, hash);
+    Py_XDECREF(hash);
+    Py_XDECREF(block);
+    return done;
+}
+
+static bool collect_run(batch *b, PyObject *runs, uint32_t run)
+{
+    PyObject *chain;
+    const char *packed;
+    Py_ssize_t first, bytes;
+    if (!PyArg_ParseTuple(PyList_GetItem(runs, run), "Ony#:run", &chain, &first, &packed, &bytes))
+        return false;
+    for (Py_ssize_t i = 0; i < bytes / (Py_ssize_t)sizeof(pair); i++) {
+        pair one;
+        memcpy(&one, packed + (size_t)i * sizeof one, sizeof one);
+        if (!look_at(b, chain, first + i, run, one))
+            return false;
+    }
+    return true;
+}
+
+/* How many blocks all runs name; -1 with an exception. */
+static Py_ssize_t count_pairs(PyObject *runs)
+{
+    Py_ssize_t total = 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(runs); i++) {
+        PyObject *packed = PyTuple_GetItem(PyList_GetItem(runs, i), 2);
+        Py_ssize_t bytes = packed ? PyBytes_Size(packed) : -1;
+        if (bytes < 0)
+            return -1;
+        total += bytes / (Py_ssize_t)sizeof(pair);
+    }
+    return total;
+}
+
+/* Mark what was published, pack it to the front; the rest waits.  Returns how many. */
+static size_t settle(batch *b)
+{
+    size_t published = 0;
+    for (size_t i = 0; i < b->count; i++) {
+        if (b->records[i].kind == KVSHM_PUBLISH) {
+            b->marks->of[b->records[i].block_id].flags |= SHOWN;
+            if (published != i)
+                b->records[published] = b->records[i];
+            published++;
+        } else
+            b->waiting[b->runs[i]] = 1;
+    }
+    return published;
+}
+
+static PyObject *runs_that_wait(const batch *b, PyObject *runs)
+{
+    PyObject *left = PyList_New(0);
+    for (Py_ssize_t i = 0; left && i < PyList_Size(runs); i++)
+        if (b->waiting[i] && PyList_Append(left, PyList_GetItem(runs, i)) < 0)
+            Py_CLEAR(left);
+    return left;
+}
+
+static PyObject *publish_batch(PyObject *module, const Py_buffer *table, batch *b, PyObject *runs,
+                               unsigned int published_ms)
+{
+    for (uint32_t run = 0; run < (uint32_t)PyList_Size(runs); run++)
+        if (!collect_run(b, runs, run))
+            return NULL;
+    PyThreadState *saved = without_gil(b->count);
+    int64_t status =
+        kvshm_publish(segment_of(table), b->records, b->parents, b->count, published_ms);
+    with_gil(saved);
+    if (status < 0)
+        return kvshm_raise(module, table, status);
+    size_t published = settle(b);
+    PyObject *room = b->room;
+    b->room = NULL;
+    return Py_BuildValue("(NN)", kvshm_keep_records(room, published), runs_that_wait(b, runs));
+}
+
+PyObject *kvshm_marks_publish(PyObject *module, PyObject *args)
+{
+    Py_buffer table;
+    marks_view marks;
+    PyObject *runs, *result = NULL;
+    unsigned int published_ms;
+    unsigned long long counter;
+    batch b = {.marks = &marks, .places = kvshm_places_of(module, KVSHM_BLOCKS)};
+    if (!PyArg_ParseTuple(args, "w*w*OO!IK:marks_publish", &table, &marks.buffer, &b.pool,
+                          &PyList_Type, &runs, &published_ms, &counter))
+        return NULL;
+    /* a list of its own, which nothing that runs meanwhile changes */
+    runs = PyList_GetSlice(runs, 0, PyList_Size(runs));
+    Py_ssize_t room = runs && view_marks(&marks) ? count_pairs(runs) : -1;
+    if (room >= 0) {
+        b.room = kvshm_new_records((size_t)room, &b.records);
+        b.parents = PyMem_Malloc(((size_t)room + 1) * sizeof *b.parents);
+        b.runs = PyMem_Malloc(((size_t)room + 1) * sizeof *b.runs);
+        b.waiting = PyMem_Calloc((size_t)PyList_Size(runs) + 1, 1);
+        if (b.records && b.parents && b.runs && b.waiting)
+            result = kvshm_counted(module, &table, counter,
+                                   publish_batch(module, &table, &b, runs, published_ms));
+        else
+            PyErr_NoMemory();
+    }
+    Py_XDECREF(runs);
+    Py_XDECREF(b.room);
+    PyMem_Free(b.parents);
+    PyMem_Free(b.runs);
+    PyMem_Free(b.waiting);
+    PyBuffer_Release(&table);
+    PyBuffer_Release(&marks.buffer);
+    return result;
+}
