@@ -85,7 +85,7 @@ def opened(cache: SharedCache) -> Peers:
     memory = MemoryDescriptor("none", Epoch(0), 0, [], {})
     cache.open_epoch([RankInfo(os.getpid(), 1, memory)], lambda: {"weights": "w"})
     while (life := cache.life) is None:
-        time.sleep(0.001)
+        time.sleep(0.001)  # another thread begins it
     return life.peers
 
 

@@ -117,7 +117,7 @@ def _wrap(config: Config) -> None:
             _say_once(warning, logging.WARNING)
         try:
             _offer(self, config)
-        except Exception as exc:  # any, as above
+        except Exception as exc:  # any, as above: of a vLLM that has changed
             _decline(_unexpected(exc))
 
     post_init.kvshm = True  # type: ignore[attr-defined]  # marks the wrapper as ours

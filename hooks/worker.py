@@ -245,7 +245,7 @@ class WorkerSide:
         were not reported."""
         wanted, deadline = set(load_ids), time.monotonic() + GIVE_UP_SECONDS
         self.collect()
-        while wanted & self._under_way and time.monotonic() < deadline:
+        while wanted & self._under_way and time.monotonic() < deadline:  # a thread ends them
             time.sleep(POLL_SECONDS)
             self.collect()
         return wanted & self._finished

@@ -24,6 +24,7 @@ from .errors import AlreadyRunning, RunDirectoryError, SegmentError
 CLEARING_SECONDS = 5.0
 """How long a starting coordinator waits for somebody who clears up; that takes milliseconds."""
 _PAUSE_SECONDS = 0.01
+"""Between two tries for a lock: flock tells nobody that another process has let go in time."""
 _FLAGS = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 

@@ -39,7 +39,7 @@ log = logger(__name__)
 POLL_SECONDS = 0.0002
 """Between two polls of copies under way; far below a scheduler step."""
 IMPATIENT_SECONDS = 0.00005
-"""Between two polls while a step waits."""
+"""Between two polls while a step waits: what a device copies tells nobody when it has ended."""
 TIDY_SECONDS = 1.0
 """How often a rank looks which peers have ended and which are new."""
 CLOSE_SECONDS = 5.0
