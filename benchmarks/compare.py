@@ -40,7 +40,15 @@ something: until then the engines of one arm take the cores from those of the ne
 AWAKE_TOKENS = 20
 """Of what wakes them.  vLLM 0.32's CPU worker dies (SIGILL) of a prompt of one token."""
 BLOCK_SIZE = 128
+IDLE_CONNECTOR = json.dumps(
+    {
+        "kv_connector": "IdleConnector",
+        "kv_connector_module_path": "idle_connector",
+        "kv_role": "kv_both",
+    }
+)
 
+UNSHARED = ("plain", "idle")
 Times = dict[str, float]
 """What was asked -> milliseconds."""
 
@@ -53,7 +61,7 @@ def _prompt(number: int, tokens: int) -> list[int]:
 # -- one arm: a process that runs with one of the two kvshm, and its examples/
 
 
-def serve_arm(tokens: int, shared: bool) -> None:
+def serve_arm(tokens: int, shared: bool, idle: bool) -> None:
     """Start engines, then answer each line on stdin, the number of a round, with its times."""
     import kvshm
 
@@ -65,6 +73,9 @@ def serve_arm(tokens: int, shared: bool) -> None:
     room = ROOM_PROMPTS * ((tokens - 1) // BLOCK_SIZE + 2)
     # An older kvshm does not know ``auto``; what is compared is the import, not when to do it.
     settings = {"KVSHM_MIN_PREFIX_TOKENS": "0"} if shared else {"KVSHM_ENABLE": "0"}
+    arguments = ("--kv-transfer-config", IDLE_CONNECTOR) if idle else ()
+    if idle:
+        settings["PYTHONPATH"] = str(Path(__file__).parent)
     with SharingNode(settings) as node:
         # ``python -m`` looks for modules where it is started: beside a kvshm it would take that.
         os.chdir(node.run_dir)
@@ -72,8 +83,8 @@ def serve_arm(tokens: int, shared: bool) -> None:
         if shared:
             node.start_coordinator()
         a, b = node.start_engines(
-            EngineSpec("a", model, core=0, num_blocks=room),
-            EngineSpec("b", model, core=1, num_blocks=room),
+            EngineSpec("a", model, core=0, num_blocks=room, arguments=arguments),
+            EngineSpec("b", model, core=1, num_blocks=room, arguments=arguments),
         )
         if shared:
             node.wait_joined(a, b)
@@ -119,10 +130,10 @@ def _round(node: Any, a: Any, b: Any, prompt: list[int], shared: bool) -> Times:
 class Arm:
     """An arm as its comparer sees it.  A context manager: leaving it ends its engines."""
 
-    def __init__(self, python: str, tokens: int, shared: bool) -> None:
+    def __init__(self, name: str, python: str, tokens: int) -> None:
         own = [python, str(Path(__file__)), "--arm", "--tokens", str(tokens)]
         self._process = subprocess.Popen(
-            [*own, *([] if shared else ["--plain"])],
+            [*own, *([f"--{name}"] if name in UNSHARED else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -213,7 +224,7 @@ def start(pythons: dict[str, str], rounds: int, tokens: int) -> dict[str, list[T
     """Start all arms, in an order that changes, measure, and end them."""
     with ExitStack() as running:
         arms = {
-            name: running.enter_context(Arm(python, tokens, shared=name != "plain"))
+            name: running.enter_context(Arm(name, python, tokens))
             for name, python in random.sample(sorted(pythons.items()), len(pythons))
         }
         for arm in arms.values():
@@ -229,14 +240,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="after each start")
     parser.add_argument("--tokens", type=int, default=3500)
     parser.add_argument("--arm", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--plain", action="store_true", help=argparse.SUPPRESS)
+    for name in UNSHARED:
+        parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.arm:
-        serve_arm(args.tokens, shared=not args.plain)
+        serve_arm(args.tokens, shared=not (args.plain or args.idle), idle=args.idle)
         return
     from measurement import report
 
-    pythons = {"this": sys.executable, "plain": sys.executable}
+    pythons = dict.fromkeys(("this", *UNSHARED), sys.executable)
     if args.against:
         pythons["against"] = args.against
     measured = [start(pythons, args.rounds, args.tokens) for _ in range(args.starts)]

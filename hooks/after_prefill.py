@@ -26,6 +26,8 @@ from kvshm.cache import SharedCache
 from kvshm.marks import Marks, Run, blocks_of, touching
 from kvshm.terms import BlockId
 
+from .pool_watch import block_tables
+
 
 class Loaded(NamedTuple):
     """Consecutive blocks of a request that a load has filled."""
@@ -71,9 +73,10 @@ class Exporter:
     ) -> None:
         """``manager`` is vLLM's KV cache manager; ``wants`` tells whether a request's blocks may
         be shown.  ``delay`` holds marks back for so many further steps: 1 with speculative
-        decoding, whose drafter writes after the output it belongs to was handed over."""
+        decoding, whose drafter writes after the output it belongs to was handed over.  Raises
+        PoolChanged if vLLM does not keep what has to be looked at."""
         self._cache = cache
-        self._manager = manager
+        self._tables = block_tables(manager)
         self._pool = manager.block_pool
         self._block_size = block_size
         self._wants = wants
@@ -154,7 +157,7 @@ class Exporter:
         """The step computes a request's tokens up to ``end``, from block ``first`` on.  Returns
         what that completes."""
         request = followed.request
-        table = self._manager.get_blocks(request.request_id).blocks[0]
+        table = self._tables.get(request.request_id, ())
         if followed.life != self._life or followed.preemptions != request.num_preemptions:
             self._begin(number, followed, table)
         # vLLM lets a streaming-input session go on behind accepted drafts that it has dropped
@@ -234,7 +237,7 @@ class Exporter:
         while held and self._steps and self._steps[-1][0] >= min(held):
             doubtful.update(blocks_of(run for _, run in self._steps.pop()[1]))
         for followed in self._requests.values():
-            table = self._manager.get_blocks(followed.request.request_id).blocks[0]
+            table = self._tables.get(followed.request.request_id, ())
             ids = [block.block_id for block in table]
             first = next((i for i, block in enumerate(ids) if block in doubtful), len(ids))
             if first < len(ids):

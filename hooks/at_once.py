@@ -62,7 +62,8 @@ class AtOnce:
     def __init__(self) -> None:
         self.available = False
         self._scheduler: Any = None
-        self._withheld: dict[str, _Withheld] = {}
+        self.withheld: dict[str, _Withheld] = {}
+        """Requests for which ``expects`` holds.  Only this object changes it."""
         self._estimated = self._price = 0.0
 
     def watch(self, scheduler: Any, before_output: Callable[[Any, Any], None]) -> None:
@@ -79,7 +80,7 @@ class AtOnce:
         give_hashes, update = pool.cache_full_blocks, scheduler.update_from_output
 
         def cache_full_blocks(request: Any, *args: Any, **kwargs: Any) -> Any:
-            if (held := self._withheld.get(request.request_id)) is None:
+            if (held := self.withheld.get(request.request_id)) is None:
                 return give_hashes(request, *args, **kwargs)
             held.calls.append(((request, *args), kwargs))
             return None
@@ -114,25 +115,20 @@ class AtOnce:
         computing instead ``price``; None if that is not known yet."""
         self._estimated += seconds
         self._price += PATIENCE_MOST if price is None else price
-        self._withheld[request.request_id] = _Withheld(request)
+        self.withheld[request.request_id] = _Withheld(request)
 
     def expects(self, request_id: str) -> bool:
         """Whether the request was told of to ``expect``, and nothing has come of it yet."""
-        return request_id in self._withheld
-
-    @property
-    def any(self) -> bool:
-        """Whether there is a request for which ``expects`` holds."""
-        return bool(self._withheld)
+        return request_id in self.withheld
 
     def begun(self, request_id: str, load_id: str) -> None:
         """The blocks are allocated; this load is to fill them."""
-        self._withheld[request_id].load_id = load_id
+        self.withheld[request_id].load_id = load_id
 
     def without_load(self, scheduled: Container[str]) -> list[Any]:
         """Requests in the step being built that are to have blocks which no load brings: a
         failure of ours.  Those that are not in it were refused, and are forgotten."""
-        none = [held.request for held in self._withheld.values() if not held.load_id]
+        none = [held.request for held in self.withheld.values() if not held.load_id]
         for request in none:
             if request.request_id not in scheduled:
                 self.forget(request.request_id)
@@ -148,19 +144,19 @@ class AtOnce:
 
     def forget(self, request_id: str) -> None:
         """No blocks were allocated, or they are gone."""
-        self._withheld.pop(request_id, None)
+        self.withheld.pop(request_id, None)
 
     def refused(self, request_id: str) -> None:
         """Blocks were allocated, but vLLM loads nothing into them."""
-        if (held := self._withheld.pop(request_id, None)) is not None:
+        if (held := self.withheld.pop(request_id, None)) is not None:
             self._give(held)
 
     def arrived(self, request_id: str, load_id: str) -> None:
         """The load was right: give the hashes that were withheld, if the request has the blocks
         still."""
-        held = self._withheld.get(request_id)
+        held = self.withheld.get(request_id)
         if held is not None and held.load_id == load_id:
-            del self._withheld[request_id]
+            del self.withheld[request_id]
             if held.request.status.name == "RUNNING":
                 self._give(held)
 
@@ -171,14 +167,14 @@ class AtOnce:
     def failed(self, request_id: str, load_id: str) -> None:
         """What the request has computed, and is computing in steps under way, is of blocks that
         did not arrive: drop all of it and compute anew."""
-        held = self._withheld.get(request_id)
+        held = self.withheld.get(request_id)
         if held is not None and held.load_id == load_id:
             self._undo(request_id)
         # Else it has been preempted since, with its output dropped, and matched anew.
 
     def undo_all(self) -> None:
         """``failed`` for all that steps under way wait for."""
-        for request_id in [r for r, held in self._withheld.items() if held.load_id]:
+        for request_id in [r for r, held in self.withheld.items() if held.load_id]:
             try:
                 self._undo(request_id)
             except Exception:  # of vLLM's methods; the others are to be undone all the same
@@ -192,7 +188,7 @@ class AtOnce:
             request.drop_stale_output = True
             if request.status.name == "RUNNING":  # else preempted meanwhile
                 self._preempt(request)
-        del self._withheld[request_id]
+        del self.withheld[request_id]
 
     def _preempt(self, request: Any) -> None:
         scheduler, stats = self._scheduler, request.prefill_stats

@@ -118,7 +118,7 @@ class Importer:
         start = num_local_tokens // self._block_size
         stop = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         possible = start < stop
-        if not (self._plans or self.at_once.any or (possible and self._cache.anybody())):
+        if not (self._plans or self.at_once.withheld or (possible and self._cache.anybody())):
             return 0
         self.stirred = True
         self.at_once.forget(request_id)
@@ -265,7 +265,7 @@ class Importer:
     def loads(self, scheduled: Container[str]) -> tuple[list[Load], list[Load]]:
         """What to hand to the ranks with the step being built, which computes these requests:
         loads, and loads that it waits for.  They stay here until ``handed_over``."""
-        if not (self._new or self.at_once.any):
+        if not (self._new or self.at_once.withheld):
             return [], []
         for request in self.at_once.without_load(scheduled):
             self._register(request, 0, self._empty(self._load_id(request.request_id), ()))

@@ -372,10 +372,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.request_finished(request)
         return False, None
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids)
+    request_finished_all_groups = request_finished
 
     @guarded(lambda self: False)
     def has_pending_push_work(self) -> bool:

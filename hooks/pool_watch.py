@@ -7,7 +7,7 @@ scheduler, strictly before the step that writes is dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvshm.errors import KvshmError
@@ -40,6 +40,16 @@ class PoolListener(Protocol):
 
 class PoolChanged(KvshmError):
     """vLLM's block pool lacks something kvshm relies on; names it."""
+
+
+def block_tables(manager: Any) -> Mapping[str, Sequence[Any]]:
+    """The block tables by request, as vLLM's block manager keeps them: asking its ``get_blocks``
+    costs seven calls.  Raises PoolChanged if they are not where they are looked for."""
+    groups = getattr(getattr(manager, "coordinator", None), "single_type_managers", None)
+    tables = getattr(groups[0], "req_to_blocks", None) if groups else None
+    if not isinstance(tables, dict):
+        raise PoolChanged("the block manager of this vLLM keeps no req_to_blocks")
+    return tables
 
 
 def watch_resets(pool: Any, listener: PoolListener) -> None:

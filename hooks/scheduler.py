@@ -97,13 +97,13 @@ class SchedulerSide:
         self.importer.room = PoolRoom(manager, self._requests, self._block_size)
         if not self._config.exports:
             return
+        delay, wants = 1 if self._vllm_config.speculative_config else 0, self.importer.wants
         try:
+            exporter = Exporter(self.cache, manager, self._block_size, wants, delay)
             watch_blocks(pool, listener)
+            self.exporter = exporter
         except PoolChanged as exc:
             log.warning("importing only: %s", exc)
-            return
-        delay = 1 if self._vllm_config.speculative_config else 0
-        self.exporter = Exporter(self.cache, manager, self._block_size, self.importer.wants, delay)
 
     def _bind_scheduler(self, scheduler: VllmScheduler | None) -> None:
         """Import only if a failed load is a miss, and no late writer meets a copy."""
@@ -228,7 +228,7 @@ class SchedulerSide:
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that another engine holds beyond the local hit, None for "ask again", and
         whether vLLM is to hold the request back until they have arrived."""
-        if not self.may_import():
+        if not self._importing or (self._vllm and self._vllm.fence and not self.may_import()):
             self.importer.at_once.forget(request.request_id)
             return 0, False
         found = self.importer.match(request, num_local_tokens)
@@ -245,7 +245,7 @@ class SchedulerSide:
         news = not tokens or self._describe or self.importer.stirred
         quiet = not news and self.cache.life is self._told
         metadata = self._build_quiet(output) if quiet else self._build(output)
-        if tokens and not metadata.at_once:
+        if self._step % self._times.every == 0 if quiet else tokens and not metadata.at_once:
             self._times.built(self._step, tokens, len(output.num_scheduled_tokens))
         return metadata
 
@@ -381,7 +381,8 @@ class SchedulerSide:
         """All that the output of a step tells is that it has run."""
         if self._times.measured:
             self._times.ended(step)
-        self._answers_are_in(step)
+        if self._awaited is not None:
+            self._answers_are_in(step)
         if self.exporter is not None:
             self.exporter.step_done(step)
 

@@ -8,8 +8,9 @@ from typing import TypeAlias
 
 from kvshm.costs import Costs
 
-DECODES_MEASURED = 8
-"""Of so many steps that only decode the time of one is taken."""
+STEPS_PER_MEASURED = 8
+"""Of so many steps that only decode, or import nothing and look for nothing to import, the time of
+one is taken."""
 MAX_UNDER_WAY = 64
 """Steps whose time is taken at once; of ranks that never say that a step has ended only the latest
 so many are kept."""
@@ -28,13 +29,14 @@ class StepTimes:
         self.measured: deque[_Built] = deque(maxlen=MAX_UNDER_WAY)
         """Steps under way whose time is taken.  While there are none, ``ended`` need not be
         called."""
+        self.every = STEPS_PER_MEASURED
         self._ended_at = 0.0
         self._unanswered = 0
 
     def built(self, step: int, tokens: int, requests: int) -> None:
         """A step of so many tokens, for so many requests, is being dispatched."""
         # Steps that only decode are all alike: one of so many tells enough.
-        if step % DECODES_MEASURED == 0 or tokens > requests:
+        if step % self.every == 0 or tokens > requests:
             self.measured.append((step, self._clock(), tokens))
 
     def ended(self, step: int) -> None:

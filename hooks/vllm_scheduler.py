@@ -20,7 +20,8 @@ class VllmScheduler:
         self.scheduler = scheduler
         self.alone = scheduler.connector is connector
         """Whether there is no connector beside."""
-        self._fence = 0
+        self.fence = 0
+        """The step that has to be over before anything may be imported; 0: none has."""
         self._preempts = False
         self._reset = scheduler.reset_prefix_cache
         scheduler.reset_prefix_cache = self._reset_prefix_cache
@@ -49,7 +50,7 @@ class VllmScheduler:
     def may_import(self) -> bool:
         """Whether free blocks are free of writers: not while steps are in flight that began
         before a reset."""
-        return not self._fence or self.scheduler.processed_step_seq >= self._fence
+        return not self.fence or self.scheduler.processed_step_seq >= self.fence
 
     def make_way(self, give_up: Callable[[], set[str]]) -> None:
         """The pool is about to be reset, for which all blocks must be free.
@@ -70,7 +71,7 @@ class VllmScheduler:
         scheduler = self.scheduler
         while scheduler.deferred_frees:
             fence, blocks = scheduler.deferred_frees.popleft()
-            self._fence = max(fence, self._fence)
+            self.fence = max(fence, self.fence)
             scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
     def _hand_back(self, request_id: str) -> None:

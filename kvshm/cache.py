@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from .client import CoordinatorClient
 from .config import Config
 from .costs import Costs
-from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
+from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED, LOOKUPS
 from .errors import KvshmError, SegmentError
 from .exports import Exports, Lame, Publication
 from .forks import guard_forks
@@ -71,6 +71,7 @@ class SharedCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config = config
+        self._exports = config.exports
         self._spec = spec
         self._place: Path | None = run_dir
         self._run_dir = run_dir
@@ -200,7 +201,7 @@ class SharedCache:
         """Show computed blocks to the others.  The caller vouches that every byte of them
         is written on every rank.  Returns those that are published now."""
         life = self.life
-        if life is None or not self._config.exports:
+        if life is None or not self._exports:
             return set()
         return life.exports.publish(blocks)
 
@@ -208,7 +209,7 @@ class SharedCache:
         """``publish`` for what ``marks`` tells of: shows the runs' blocks that vLLM has hashed,
         and tells the others.  Returns the runs that are not through."""
         life = self.life
-        if life is None or not self._config.exports:
+        if life is None or not self._exports:
             return runs
         return life.exports.publish_marked(marks, pool, runs)
 
@@ -242,7 +243,10 @@ class SharedCache:
         """Whether there is another engine that ``probe`` could find; if not, that counts as a
         lookup that found nobody."""
         life = self.life
-        return life is not None and self._imports.anybody(life)
+        if life is None or (reason := life.peers.why_nobody()) is None:
+            return life is not None
+        life.table.counters.add_one_to_both(LOOKUPS, reason)
+        return False
 
     def probe(self, hashes: Sequence[BlockHash | bytes], start: int, stop: int) -> Plan | None:
         """Find who holds blocks ``start`` to ``stop`` of a chain: the longest run from

@@ -19,6 +19,8 @@ class Counter(int):
 
     label: str
     sentence: str
+    place: int
+    """Where it stands in a slot table."""
 
     def __new__(cls, number: int, label: str, sentence: str) -> Counter:
         """Register counter ``number``.  ValueError if the id is taken or has no place."""
@@ -26,6 +28,7 @@ class Counter(int):
             raise ValueError(f"counter id {number} is taken or not below {NUM_COUNTERS}")
         counter = super().__new__(cls, number)
         counter.label, counter.sentence = label, sentence
+        counter.place = COUNTERS_OFFSET + 8 * number
         REGISTRY[number] = counter
         return counter
 
@@ -94,11 +97,6 @@ SWEPT = Counter(60, "swept", "Leases of dead importers cleared from this table."
 HOOK_ERRORS = Counter(61, "hook_errors", "Exceptions turned into a miss at the hooks.")
 
 
-def place_of(counter: int) -> int:
-    """Where a counter stands in its table.  KeyError for an unknown counter."""
-    return COUNTERS_OFFSET + 8 * REGISTRY[counter]
-
-
 class Counters:
     """The counters of one slot table.  Any process that has it mapped writable may add."""
 
@@ -110,17 +108,17 @@ class Counters:
         number = REGISTRY[counter]
         if amount < 0:
             raise ValueError(f"{number.label} cannot count {amount}")
-        _native.add(self._segment.buffer, COUNTERS_OFFSET + 8 * number, amount)
+        _native.add(self._segment.buffer, number.place, amount)
 
-    def add_one_to_each(self, *counters: int) -> None:
-        """Count one more of several things.  KeyError for an unknown counter."""
+    def add_one_to_both(self, counter: Counter, other: Counter) -> None:
+        """Count one more of two things."""
         buffer = self._segment.buffer
-        for counter in counters:
-            _native.add(buffer, COUNTERS_OFFSET + 8 * REGISTRY[counter], 1)
+        _native.add(buffer, counter.place, 1)
+        _native.add(buffer, other.place, 1)
 
     def read(self, counter: int) -> int:
         """The present value.  KeyError for an unknown counter."""
-        return _native.load(self._segment.buffer, COUNTERS_OFFSET + 8 * REGISTRY[counter])
+        return _native.load(self._segment.buffer, REGISTRY[counter].place)
 
     def snapshot(self) -> dict[str, int]:
         """All values by label, in the order of their ids; each is read on its own."""

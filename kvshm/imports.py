@@ -53,13 +53,6 @@ class Imports:
         self._clock = clock
         self.costs = Costs()
 
-    def anybody(self, life: Life) -> bool:
-        """Whether there is a peer to ask; else the lookup that need not be made is counted."""
-        if life.peers.any:
-            return True
-        life.table.counters.add_one_to_each(c.LOOKUPS, life.peers.why_missed((), 0))
-        return False
-
     def probe(self, life: Life, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """The longest run of blocks from ``start`` on that usable peers seem to hold."""
         count = life.table.counters.add

@@ -182,15 +182,17 @@ class Peers:
 
     # -- the scheduler's thread: nothing here waits for the client's
 
-    @property
-    def any(self) -> bool:
-        """Whether there is anybody to look for blocks at."""
-        return self._view.mask != 0
+    def why_nobody(self) -> Counter | None:
+        """Return the counter of the reason why there is nobody to look for blocks at; None if
+        there is somebody."""
+        if self._view.mask:
+            return None
+        return MISS_FINGERPRINT if self.strangers else MISS_NO_PEER
 
     def why_missed(self, hashes: Sequence[bytes], start: int) -> Counter:
         """Return the counter of the reason why ``lookup`` found nobody for block ``start``."""
-        if not self._view.mask:
-            return MISS_FINGERPRINT if self.strangers else MISS_NO_PEER
+        if (reason := self.why_nobody()) is not None:
+            return reason
         if self._avoided and self._only_avoided(hashes, start):
             return MISS_QUARANTINED
         return MISS_NO_OWNER

@@ -43,20 +43,12 @@ class Stream:
         self._own_epoch = 0
         self._coordinator_epoch = 0
         self._sequence = 0
-        self._heard: dict[int, int] = {}
+        self.heard: dict[int, int] = {}
+        """Known engines: epoch -> sequence of the last events heard of.  Only this object changes
+        it; whether it is empty any thread may ask."""
         self._suspected: set[int] = set()
         self._missing: set[int] = set()
         self._strangers = 0
-
-    @property
-    def engines(self) -> dict[int, int]:
-        """Known engines: epoch -> sequence of the last events heard of."""
-        return dict(self._heard)
-
-    @property
-    def listened(self) -> bool:
-        """Whether any other engine may want this one's events.  Any thread."""
-        return bool(self._heard)
 
     @property
     def missing(self) -> frozenset[int]:
@@ -67,7 +59,7 @@ class Stream:
         """Take over the roster of ``joined``: tell of engines that are new, gone, or whose
         events were lost.  A new epoch of the own cache begins with an empty picture."""
         if joined.engine_epoch != self._own_epoch:
-            self._heard.clear()
+            self.heard.clear()
             self._suspected.clear()
             self._missing.clear()
         restarted = joined.coordinator_epoch != self._coordinator_epoch
@@ -76,7 +68,7 @@ class Stream:
         self._sequence = joined.sequence
         self._strangers = len(joined.strangers)
         roster = {e.epoch: e for e in joined.roster if e.epoch != joined.engine_epoch}
-        absent = set(self._heard) - set(roster)
+        absent = set(self.heard) - set(roster)
         if restarted:
             self._missing = absent
         else:
@@ -115,26 +107,26 @@ class Stream:
             self._listener.strangers_counted(tick.strangers)
         if tick.sequence == self._sequence:
             for epoch, sequence in tick.sequences.items():
-                if sequence > self._heard.get(epoch, sequence):
-                    self._heard[epoch] = sequence
+                if sequence > self.heard.get(epoch, sequence):
+                    self.heard[epoch] = sequence
                     self._listener.rescan(epoch)
         return Verdict.MEMBER
 
     def _pass_on(self, broadcast: AnyBroadcast) -> None:
         match broadcast:
             case EngineJoined(engine=info) if info.epoch != self._own_epoch:
-                self._heard[info.epoch] = broadcast.engine_sequence
+                self.heard[info.epoch] = broadcast.engine_sequence
                 self._missing.discard(info.epoch)
                 self._listener.engine_joined(info)
                 self._recover(info.epoch)
-            case EngineEvents(epoch=epoch) if epoch in self._heard:
+            case EngineEvents(epoch=epoch) if epoch in self.heard:
                 self._events(broadcast)
-            case EngineSuspected(epoch=epoch) if epoch in self._heard:
+            case EngineSuspected(epoch=epoch) if epoch in self.heard:
                 self._suspected.add(epoch)
                 self._listener.engine_suspected(epoch)
             case EngineRecovered(epoch=epoch):
                 self._recover(epoch)
-            case EngineGone(epoch=epoch) if epoch in self._heard:
+            case EngineGone(epoch=epoch) if epoch in self.heard:
                 self._drop(epoch, broadcast.reason)
             case StrangerJoined(stranger=stranger):
                 self._listener.stranger_joined(stranger)
@@ -142,17 +134,17 @@ class Stream:
                 return  # of this engine itself, or of an epoch that is not in the roster
 
     def _events(self, events: EngineEvents) -> None:
-        epoch, last = events.epoch, self._heard[events.epoch]
+        epoch, last = events.epoch, self.heard[events.epoch]
         if events.engine_sequence <= last:
             return
-        self._heard[epoch] = events.engine_sequence
+        self.heard[epoch] = events.engine_sequence
         if events.engine_sequence > last + 1:
             self._listener.rescan(epoch)
         self._listener.engine_events(epoch, events.records)
 
     def _meet(self, info: EngineInfo, sequence: int) -> None:
-        known = self._heard.get(info.epoch)
-        self._heard[info.epoch] = sequence
+        known = self.heard.get(info.epoch)
+        self.heard[info.epoch] = sequence
         self._missing.discard(info.epoch)
         if known is None:
             self._listener.engine_joined(info)
@@ -172,7 +164,7 @@ class Stream:
             self._listener.engine_recovered(epoch)
 
     def _drop(self, epoch: int, reason: str) -> None:
-        del self._heard[epoch]
+        del self.heard[epoch]
         self._suspected.discard(epoch)
         self._missing.discard(epoch)
         self._listener.engine_gone(epoch, reason)

@@ -114,7 +114,7 @@ class Session:
     @property
     def listened(self) -> bool:
         """Whether there is an engine to send events to, as far as is known.  Any thread."""
-        return self._stream.listened
+        return bool(self._stream.heard)
 
     def open(self, wake_fds: Collection[int], hand_over: Callable[[], None]) -> None:
         """Create and connect the sockets; what makes one of ``wake_fds`` readable ends a ``wait``.

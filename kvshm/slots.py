@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from . import _native
 from . import syncpoints as syncpoints  # arms the core's sync points, if a test asked for it
-from .counters import PUBLISHED, RETRACTED, place_of
+from .counters import PUBLISHED, RETRACTED
 from .errors import CorruptSegment
 from .records import (
     GENERATION_SHIFT,
@@ -37,7 +37,6 @@ __all__ = ["Slot", "SlotTable", "TableSpec"]
 _SCAN_BATCH = 4096
 _MAX_MS = (1 << 32) - 1
 _STABLE_READS = 8
-_PUBLISHED, _RETRACTED = place_of(PUBLISHED), place_of(RETRACTED)
 _SLOT = struct.Struct("<Q32sQII8x")
 assert _SLOT.size == SLOT_BYTES
 
@@ -110,7 +109,7 @@ class SlotTable(TableHeader):
         places in the chain; counts them.  Returns the event to send, and the runs of which some
         blocks have no hash yet, or a slot that still drains."""
         buffer = self._segment.buffer
-        return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), _PUBLISHED)
+        return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.place)
 
     def retract(self, blocks: Sequence[BlockId]) -> tuple[bytes, list[BlockId]]:
         """Withdraw blocks: none of them can be leased from here on.
@@ -126,7 +125,7 @@ class SlotTable(TableHeader):
     ) -> tuple[bytes, list[BlockId]]:
         """The same for those of ``blocks`` that ``marks`` (kvshm/marks.py) has as published, and
         counts them; marks of all of them are cleared.  Takes pool blocks too."""
-        return _native.marks_retract(self._segment.buffer, marks, blocks, _RETRACTED)
+        return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.place)
 
     def drain(self, blocks: Sequence[BlockId], lame: int) -> list[BlockId]:
         """Free retracted blocks that nobody leases any more; leases in the bit mask ``lame``

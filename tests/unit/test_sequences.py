@@ -128,7 +128,7 @@ def test_events_of_an_unknown_epoch_are_dropped() -> None:
     stream, recorder = stream_at(5)
     assert stream.take(events(6, 1)) is Verdict.MEMBER
     assert recorder.calls == []
-    assert stream.engines == {}
+    assert stream.heard == {}
 
 
 def test_tick_shows_a_lost_tail() -> None:
@@ -159,7 +159,7 @@ def test_engines_may_be_missing_for_a_while_after_a_restart() -> None:
     assert recorder.drain() == [("engine_joined", engine(7))]
     stream.give_up_missing()
     assert recorder.drain() == [("engine_gone", 9, "did not join the new coordinator")]
-    assert stream.engines == {8: 1, 7: 3}
+    assert stream.heard == {8: 1, 7: 3}
 
 
 def test_suspicion_ends_with_recovery_return_or_roster() -> None:
@@ -276,7 +276,7 @@ class Anything(RuleBasedStateMachine):
 
     @invariant()
     def knows_whom_it_keeps(self) -> None:
-        assert self.replica.keys() == self.stream.engines.keys()
+        assert self.replica.keys() == self.stream.heard.keys()
 
 
 Anything.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

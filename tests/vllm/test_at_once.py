@@ -262,7 +262,7 @@ def test_no_token_comes_of_a_block_that_did_not_arrive(
     assert not [r for r in e.scheduler.requests.values() if not r.is_finished()]
     importer = node.side.importer
     assert (importer._imports, importer._first_hashes, importer._ended) == ({}, {}, set())
-    assert importer.at_once._withheld == {}
+    assert importer.at_once.withheld == {}
     assert node.awaited > node.failed > 3
     assert sum(map(len, node.delivered.values())) > 100
 

@@ -92,7 +92,7 @@ class Node:
 def node(engine: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Node]:
     def make(least: str = "0", **arguments: Any) -> Node:
         monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", least)
-        monkeypatch.setattr(step_times, "DECODES_MEASURED", 1)
+        monkeypatch.setattr(step_times, "STEPS_PER_MEASURED", 1)
         return Node(engine(**arguments), monkeypatch)
 
     return make
@@ -139,7 +139,7 @@ def test_of_steps_that_only_decode_a_few_are_timed(
     node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = node()
-    monkeypatch.setattr(step_times, "DECODES_MEASURED", 4)
+    n.side._times.every = 4
     seen: list[int] = []
     monkeypatch.setattr(n.side.cache.costs, "step", lambda tokens, _: seen.append(tokens))
     n.e.add("decodes", prompt(0), max_tokens=17)
@@ -148,6 +148,18 @@ def test_of_steps_that_only_decode_a_few_are_timed(
         n.e.step()
     assert seen[0] == len(prompt(0))
     assert len(seen[1:]) == 4
+
+
+def test_of_prompts_that_nobody_may_have_a_few_are_timed(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = engine()
+    seen: list[int] = []
+    monkeypatch.setattr(e.connector._scheduler.cache.costs, "step", lambda n, _: seen.append(n))
+    for number in range(17):
+        e.add(f"r{number}", prompt(2, first=100 * number), max_tokens=1)
+        e.step()
+    assert seen == [len(prompt(2))] * 3  # the first: nothing is quiet until the ranks know all
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
