@@ -2,11 +2,12 @@
 
     PYTHONPATH=examples python benchmarks/compare.py --against OTHER_TREE/.venv/bin/python
 
-Each of the two has a node of its own with two engines; so has plain vLLM, whose engines share
-nothing and are asked the same. All of them live at the same time (six engines, 3 GB each) and one
-request is under way at a time, so a machine whose speed drifts slows all of them. Printed is the
-median of the rounds' ratios, this kvshm over the other (``against``) and over no kvshm
-(``plain``), with the 95 % interval of that median; an interval that lies above 1 is a loss. Where
+Each of the two has a node of its own with two engines; so have vLLM without kvshm (``plain``) and
+vLLM with a connector that does nothing (``idle``: what any connector costs, idle_connector.py),
+whose engines share nothing and are asked the same. All of them live at the same time (3 GB for an
+engine; ``--unshared plain`` leaves ``idle`` out, ``--unshared`` both) and one request is under way
+at a time, so a machine whose speed drifts slows all of them. Printed is the median of the rounds'
+ratios, this kvshm over the others, with the 95 % interval of that median; an interval that lies above 1 is a loss. Where
 an engine's memory happens to lie makes it faster or slower by percents for as long as it lives:
 hence several starts, and an interval over starts and rounds. What two checkouts of one commit
 differ by (``--against`` such a one) says how far to trust it.
@@ -240,6 +241,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="after each start")
     parser.add_argument("--tokens", type=int, default=3500)
     parser.add_argument("--arm", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--unshared", nargs="*", choices=UNSHARED, default=UNSHARED, help="engines without kvshm"
+    )
     for name in UNSHARED:
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -248,7 +252,7 @@ def main() -> None:
         return
     from measurement import report
 
-    pythons = dict.fromkeys(("this", *UNSHARED), sys.executable)
+    pythons = dict.fromkeys(("this", *args.unshared), sys.executable)
     if args.against:
         pythons["against"] = args.against
     measured = [start(pythons, args.rounds, args.tokens) for _ in range(args.starts)]

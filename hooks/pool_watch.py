@@ -16,6 +16,7 @@ from kvshm.terms import BlockId
 FOR_SHARING = ("reset_prefix_cache",)
 """Without it new weights would go unnoticed: nothing may be shared in either direction."""
 FOR_EXPORT = ("get_new_blocks", "_remove_cached_block_hashes", "blocks")
+TABLES = "req_to_blocks"
 
 
 class PoolListener(Protocol):
@@ -46,9 +47,9 @@ def block_tables(manager: Any) -> Mapping[str, Sequence[Any]]:
     """The block tables by request, as vLLM's block manager keeps them: asking its ``get_blocks``
     costs seven calls.  Raises PoolChanged if they are not where they are looked for."""
     groups = getattr(getattr(manager, "coordinator", None), "single_type_managers", None)
-    tables = getattr(groups[0], "req_to_blocks", None) if groups else None
+    tables = getattr(groups[0], TABLES, None) if groups else None
     if not isinstance(tables, dict):
-        raise PoolChanged("the block manager of this vLLM keeps no req_to_blocks")
+        raise PoolChanged(f"the block manager of this vLLM has no {TABLES}")
     return tables
 
 

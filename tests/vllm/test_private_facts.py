@@ -27,7 +27,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor, WorkerProc
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.request import RequestStatus
@@ -38,6 +37,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvshm.hooks import leaving, plugin
+from kvshm.hooks.pool_watch import block_tables
 from kvshm.hooks.refusals import is_tested
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
@@ -107,6 +107,17 @@ def test_a_requests_hashes_are_one_list_that_grows(engine: Make) -> None:
     e.step()
     assert request.block_hashes is hashes
     assert len(hashes) == 2
+
+
+def test_block_tables_are_kept_by_request(engine: Make) -> None:
+    """In one dict that stays, for as long as the request has blocks."""
+    e = engine()
+    tables = block_tables(e.scheduler.kv_cache_manager)
+    e.add("a", prompt(2), max_tokens=1)
+    e.schedule()
+    assert [block.block_id for block in tables["a"]] == e.blocks_of("a") != []
+    e.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert "a" not in tables
 
 
 def test_free_blocks_keep_their_hash_until_they_are_handed_out(engine: Make) -> None:
@@ -280,12 +291,8 @@ def test_reports_of_all_ranks_become_one() -> None:
 
 
 def test_the_layer_hooks_are_left_out_without_metadata() -> None:
-    in_order(
-        kv_transfer_utils.maybe_transfer_kv_layer,
-        "has_connector_metadata()",
-        "wait_for_layer_load(",
-        "save_kv_layer(",
-    )
+    wrapper, asked = kv_transfer_utils.maybe_transfer_kv_layer, "has_connector_metadata()"
+    in_order(wrapper, asked, "wait_for_layer_load(", "save_kv_layer(")
 
 
 # -- blocks that wait for steps in flight, failed loads, resets
@@ -303,12 +310,7 @@ def test_an_importer_makes_vllm_hold_freed_blocks_back(engine: Make) -> None:
 
 def test_a_policy_of_recomputing_is_read_once(engine: Make) -> None:
     """By the Scheduler, off the outermost connector's configuration."""
-    in_order(
-        Scheduler.__init__,
-        "create_connector(",
-        "self.recompute_kv_load_failures = ",
-        "bind_kv_cache_manager(",
-    )
+    in_order(Scheduler.__init__, "create_connector(", "load_failures = ", "bind_kv_cache_manager(")
     assert engine().scheduler.recompute_kv_load_failures is True
 
 
@@ -353,7 +355,7 @@ def test_the_scheduler_binds_its_manager_itself(engine: Make) -> None:
 
 
 def test_who_ends_an_engine_asks_how_long_it_may_take() -> None:
-    in_order(CoreEngineProcManager.shutdown, f"{leaving.TOUCHPOINT}(")
+    in_order(engine_utils.CoreEngineProcManager.shutdown, f"{leaving.TOUCHPOINT}(")
     assert callable(getattr(engine_utils, leaving.TOUCHPOINT))
 
 
@@ -365,11 +367,8 @@ def test_the_core_hands_over_what_ranks_said_and_has_the_executor() -> None:
         "kv_connector.set_xfer_handshake_metadata_pp_aware(",
     )
     for executor in (UniProcExecutor, MultiprocExecutor):
-        assert list(inspect.signature(executor.collective_rpc).parameters)[1:4] == [
-            "method",
-            "timeout",
-            "args",
-        ]
+        parameters = list(inspect.signature(executor.collective_rpc).parameters)
+        assert " ".join(parameters[1:4]) == "method timeout args"
     assert run_method(self_made := object(), lambda *given: given, (1,), {}) == (self_made, 1)
     in_order(WorkerProc._execute_worker_rpc, "cloudpickle.loads(method), self.worker")
 

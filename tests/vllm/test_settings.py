@@ -241,18 +241,27 @@ def test_misses_after_the_match_are_counted(engine: Make) -> None:
 # -- what of vLLM is missing is named, once
 
 
+@pytest.mark.parametrize(
+    ("touchpoint", "changed", "owner"),
+    [("FOR_EXPORT", ("get_new_blocks", "of_old"), "pool"), ("TABLES", "of_old", "manager")],
+)
 def test_without_a_touchpoint_for_exports_it_imports_only(
-    engine: Make, lines: list[str], monkeypatch: pytest.MonkeyPatch
+    engine: Make,
+    lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    touchpoint: str,
+    changed: object,
+    owner: str,
 ) -> None:
     exporter = engine()
     compute(exporter)
-    monkeypatch.setattr(pool_watch, "FOR_EXPORT", ("get_new_blocks", "of_old"))
+    monkeypatch.setattr(pool_watch, touchpoint, changed)
     importer = engine()
     know(importer, exporter)
     assert imported(importer) == 3
     assert compute(importer, OTHER_PROMPT) == set()
-    said = [line for line in lines if "block pool" in line]
-    assert said == ["importing only: the block pool of this vLLM has no of_old"]
+    said = [line for line in lines if "of this vLLM" in line]
+    assert said == [f"importing only: the block {owner} of this vLLM has no of_old"]
 
 
 def test_without_a_touchpoint_for_resets_it_serves_unshared(
