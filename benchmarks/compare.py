@@ -3,14 +3,15 @@
     PYTHONPATH=examples python benchmarks/compare.py --against OTHER_TREE/.venv/bin/python
 
 Each of the two has a node of its own with two engines; so have vLLM without kvshm (``plain``) and
-vLLM with a connector that does nothing (``idle``: what any connector costs, idle_connector.py),
-whose engines share nothing and are asked the same. All of them live at the same time (3 GB for an
-engine; ``--unshared plain`` leaves ``idle`` out, ``--unshared`` both) and one request is under way
-at a time, so a machine whose speed drifts slows all of them. Printed is the median of the rounds'
-ratios, this kvshm over the others, with the 95 % interval of that median; an interval that lies above 1 is a loss. Where
-an engine's memory happens to lie makes it faster or slower by percents for as long as it lives:
-hence several starts, and an interval over starts and rounds. What two checkouts of one commit
-differ by (``--against`` such a one) says how far to trust it.
+vLLM with a connector that does nothing (``idle``: what any connector costs), whose engines share
+nothing and are asked the same. ``--unshared plain`` leaves ``idle`` out, ``--unshared`` both.
+
+All of them live at the same time (3 GB for an engine) and one request is under way at a time, so a
+machine whose speed drifts slows all of them. Printed is the median of the rounds' ratios, this
+kvshm over the others, with the 95 % interval of that median; an interval that lies above 1 is a
+loss. Where an engine's memory happens to lie makes it faster or slower by percents for as long as
+it lives: hence several starts, and an interval over starts and rounds. What two checkouts of one
+commit differ by (``--against`` such a one) says how far to trust it.
 """
 
 from __future__ import annotations
