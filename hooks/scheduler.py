@@ -245,8 +245,8 @@ class SchedulerSide:
         news = not tokens or self._describe or self.importer.stirred
         quiet = not news and self.cache.life is self._told
         metadata = self._build_quiet(output) if quiet else self._build(output)
-        if self._step % self._times.every == 0 if quiet else tokens and not metadata.at_once:
-            self._times.built(self._step, tokens, len(output.num_scheduled_tokens))
+        if quiet or (tokens and not metadata.at_once):
+            self._times.built(self._step, tokens, len(output.num_scheduled_tokens), quiet)
         return metadata
 
     def _build_quiet(self, output: Any) -> StepMetadata:

@@ -9,8 +9,8 @@ from typing import TypeAlias
 from kvshm.costs import Costs
 
 STEPS_PER_MEASURED = 8
-"""Of so many steps that only decode, or import nothing and look for nothing to import, the time of
-one is taken."""
+"""Of so many steps that only decode the time of one is taken; and so it is, once prefill's price is
+known, of prefills in which nobody was looked for to import from."""
 MAX_UNDER_WAY = 64
 """Steps whose time is taken at once; of ranks that never say that a step has ended only the latest
 so many are kept."""
@@ -29,14 +29,23 @@ class StepTimes:
         self.measured: deque[_Built] = deque(maxlen=MAX_UNDER_WAY)
         """Steps under way whose time is taken.  While there are none, ``ended`` need not be
         called."""
-        self.every = STEPS_PER_MEASURED
+        self._every = STEPS_PER_MEASURED
+        self._decodes = self._prefills = 0
         self._ended_at = 0.0
         self._unanswered = 0
 
-    def built(self, step: int, tokens: int, requests: int) -> None:
-        """A step of so many tokens, for so many requests, is being dispatched."""
-        # Steps that only decode are all alike: one of so many tells enough.
-        if step % self.every == 0 or tokens > requests:
+    def built(self, step: int, tokens: int, requests: int, quiet: bool = False) -> None:
+        """A step of so many tokens, for so many requests, is being dispatched; ``quiet``: one in
+        which nobody was looked for to import from."""
+        # Each kind is counted on its own: traffic is regular, and the steps of one kind may all
+        # have odd numbers.
+        if tokens <= requests:
+            self._decodes += 1
+            timed = self._decodes % self._every == 0
+        else:
+            self._prefills += quiet
+            timed = not quiet or self._prefills % self._every == 0 or not self._costs.known
+        if timed:
             self.measured.append((step, self._clock(), tokens))
 
     def ended(self, step: int) -> None:

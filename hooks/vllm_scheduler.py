@@ -13,6 +13,12 @@ from typing import Any
 from .callers import callers_with
 
 
+def _has_landed(request: Any) -> bool:
+    """Whether it waits with the blocks of a load that has ended, because the rest of it finds no
+    room.  So does a session between two inputs, for which plain vLLM does not reset either."""
+    return request.status.name in ("WAITING", "PREEMPTED") and not request.resumable
+
+
 class VllmScheduler:
     """vLLM's Scheduler.  EngineCore's main thread; by attributes that docs/vllm-facts.md lists."""
 
@@ -66,6 +72,9 @@ class VllmScheduler:
         if self._preempts and not self.scheduler.running:
             for request_id in give_up() | set(self.scheduler.finished_recving_kv_req_ids):
                 self._hand_back(request_id)
+            for request in [*filter(_has_landed, self.scheduler.kv_holding_waiting)]:
+                request.status = type(request.status).WAITING_FOR_REMOTE_KVS
+                self._hand_back(request.request_id)
 
     def _free_deferred(self) -> None:
         scheduler = self.scheduler

@@ -22,6 +22,9 @@ WARM_UP_STEPS = 8
 WARM_UP_LOADS = 1
 OUTLIER = 4.0
 """What took more than so many times what was expected is learnt as if it had not."""
+TRIALS_UNTIL_KNOWN = 8
+"""Before prefill's price is known one of so many imports is computed instead, or an engine that
+finds everything elsewhere would never learn it."""
 REFUSALS_PER_TRIAL = 64
 """After so many imports that were not worth it one is tried: no load, no better estimate."""
 _SPREAD = 4.0
@@ -97,6 +100,9 @@ class Costs:
         self._loads = Line()
         self._loaded = 0
         self._refused = 0
+        self._unpriced = 0
+        self.known = False
+        """Whether prefill's price is known."""
 
     def step(self, tokens: int, seconds: float) -> None:
         """A step that computed so many tokens took so long."""
@@ -105,6 +111,7 @@ class Costs:
         self._seen += 1
         if self._seen > WARM_UP_STEPS:
             self._steps.add(tokens, seconds)
+            self.known = self.known or self.computing(tokens) is not None
 
     def load(self, nbytes: int, seconds: float) -> None:
         """A load of so many bytes per rank took so long, from its begin to its re-check, with no
@@ -116,10 +123,14 @@ class Costs:
             self._loads.add(nbytes, min(seconds, OUTLIER * self.copying(nbytes)))
 
     def computing(self, tokens: int) -> float | None:
-        """Seconds by which so many tokens more make a prefill longer; None while no prefill
-        and no step of quite another size has been seen."""
-        line = self._steps.fit()
-        return line[1] * tokens if line and self._steps.largest >= UNMEASURED_TOKENS else None
+        """Seconds by which so many tokens more make a prefill longer; None while no prefill has
+        been seen.  While all steps were of about one size: as if nothing of a step were fixed."""
+        if self._steps.largest < UNMEASURED_TOKENS:
+            return None
+        if (line := self._steps.fit()) is not None:
+            return line[1] * tokens
+        mean = self._steps.mean
+        return mean[1] / mean[0] * tokens if mean else None
 
     def step_seconds(self) -> float:
         """A typical step; 0 while none was seen."""
@@ -138,10 +149,11 @@ class Costs:
     def worth(self, tokens: int, nbytes: int, waiting: float) -> bool:
         """Whether to import these tokens rather than to compute them.  ``waiting``: seconds
         the request loses beside the copy.  Before prefill's price is known: whether they
-        are at least UNMEASURED_TOKENS."""
+        are at least UNMEASURED_TOKENS, but for a trial now and then."""
         computing = self.computing(tokens)
         if computing is None:
-            return tokens >= UNMEASURED_TOKENS
+            self._unpriced += tokens >= UNMEASURED_TOKENS
+            return tokens >= UNMEASURED_TOKENS and self._unpriced % TRIALS_UNTIL_KNOWN != 0
         return self.copying(nbytes) + waiting < computing
 
     def tries(self) -> bool:

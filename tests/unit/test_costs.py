@@ -49,6 +49,21 @@ def test_before_anything_is_measured_long_prefixes_are_imported(tokens: int) -> 
     assert costs.worth(tokens, MEGABYTE, 0.0) is (tokens == UNMEASURED_TOKENS)
 
 
+def test_until_prefill_is_priced_one_import_in_a_few_is_computed_to_see() -> None:
+    costs = Costs()
+    imported = [costs.worth(UNMEASURED_TOKENS, MEGABYTE, 0.0) for _ in range(16)]
+    assert [n for n, yes in enumerate(imported, 1) if not yes] == [8, 16]
+
+
+def test_prompts_of_one_size_price_prefill_by_the_whole_step() -> None:
+    costs = Costs()
+    for _ in range(WARM_UP_STEPS + 1):
+        assert not costs.known
+        costs.step(400, 0.006)
+    assert costs.known
+    assert costs.computing(200) == pytest.approx(0.003)
+
+
 def test_what_is_computed_sooner_is_not_imported() -> None:
     fast_copies = measured(per_token=5e-5, latency=2e-4, per_byte=1e-10)
     assert fast_copies.worth(1000, 10 * MEGABYTE, 0.0)

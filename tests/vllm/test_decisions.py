@@ -139,7 +139,7 @@ def test_of_steps_that_only_decode_a_few_are_timed(
     node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = node()
-    n.side._times.every = 4
+    n.side._times._every = 4
     seen: list[int] = []
     monkeypatch.setattr(n.side.cache.costs, "step", lambda tokens, _: seen.append(tokens))
     n.e.add("decodes", prompt(0), max_tokens=17)
@@ -150,16 +150,21 @@ def test_of_steps_that_only_decode_a_few_are_timed(
     assert len(seen[1:]) == 4
 
 
+@pytest.mark.parametrize(("known", "timed"), [(True, 1 + 16 // 8), (False, 17)])
+@pytest.mark.parametrize("max_tokens", [1, 7, 8])
 def test_of_prompts_that_nobody_may_have_a_few_are_timed(
-    engine: Make, monkeypatch: pytest.MonkeyPatch
+    engine: Make, monkeypatch: pytest.MonkeyPatch, max_tokens: int, known: bool, timed: int
 ) -> None:
+    """However many steps a request takes; and the first, before the ranks know all."""
     e = engine()
-    seen: list[int] = []
-    monkeypatch.setattr(e.connector._scheduler.cache.costs, "step", lambda n, _: seen.append(n))
+    costs, seen = e.connector._scheduler.cache.costs, []
+    monkeypatch.setattr(costs, "known", known)
+    monkeypatch.setattr(costs, "step", lambda tokens, _: seen.append(tokens))
     for number in range(17):
-        e.add(f"r{number}", prompt(2, first=100 * number), max_tokens=1)
-        e.step()
-    assert seen == [len(prompt(2))] * 3  # the first: nothing is quiet until the ranks know all
+        e.add(f"r{number}", prompt(2, first=100 * number), max_tokens=max_tokens)
+        while e.scheduler.has_requests():
+            e.step()
+    assert seen.count(len(prompt(2))) == timed
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

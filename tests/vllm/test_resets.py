@@ -194,6 +194,39 @@ def test_a_forced_reset_ends_the_load_of_an_aborted_request(loading: Any) -> Non
     finish(e, one)
 
 
+@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_import_that_waits_for_room_behind_its_load_is_reset_too(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, paused: bool
+) -> None:
+    """vLLM has taken it for loaded, and it holds blocks, but the rest of it finds no room."""
+    e = engine(asynchronous, num_blocks=13)
+    importer, cache = e.connector._scheduler.importer, e.connector._scheduler.cache
+    monkeypatch.setattr(cache, "end_load", lambda load, reports: set())
+    importer.match = lambda request, _: 3 * BLOCK_SIZE if request.request_id == "a" else 0
+    e.add("fills", prompt(5, tail=15, first=500), max_tokens=80)
+    e.step()
+    e.add("a", prompt(4), max_tokens=2)
+    (load,) = (sent := e.schedule()).metadata.loads
+    e.run(sent)
+    while e.scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
+        e.step()
+    sent = e.schedule()
+    e.run(sent, RankReport(sent.metadata.step, loads=[LoadReport(load.load_id, ())]))
+    e.step()
+    request = e.scheduler.requests["a"]
+    assert (request.status, len(e.blocks_of("a"))) == (RequestStatus.WAITING, 3)
+    if paused:
+        e.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert e.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert e.blocks_of("a") == []
+    importer.match = lambda *_: 0
+    e.scheduler.set_pause_state(PauseState.UNPAUSED)
+    while e.scheduler.requests:
+        e.step()
+    assert request.num_output_tokens == 2
+
+
 def test_a_load_that_has_ended_but_does_not_run_yet_is_reset_too(loading: Any) -> None:
     e, one = loading(polls=0)
     assert e.scheduler.finished_recving_kv_req_ids == {"a"}
