@@ -51,7 +51,7 @@ EVENTS_DROPPED = Counter(
 EVENTS_UNHEARD = Counter(7, "events_unheard", "Batches of events while no other engine was there.")
 
 # -- importer's side: looking
-LOOKUPS = Counter(16, "lookups", "Prefixes looked up in the replica.")
+LOOKUPS = Counter(16, "lookups", "Prefixes looked up, each time that vLLM asks.")
 LOOKUP_HITS = Counter(17, "lookup_hits", "Lookups that led to a plan.")
 BLOCKS_MATCHED = Counter(18, "blocks_matched", "Blocks in those plans.")
 MISS_NO_PEER = Counter(19, "miss_no_peer", "Lookups while no other engine was there.")
@@ -61,7 +61,7 @@ MISS_LEASE_LOST = Counter(22, "miss_lease_lost", "Plans of which no block could 
 MISS_QUARANTINED = Counter(23, "miss_quarantined", "Matches only at peers that are avoided.")
 MISS_FINGERPRINT = Counter(24, "miss_fingerprint", "Lookups while no engine here was compatible.")
 MISS_CHEAPER = Counter(
-    25, "miss_cheaper", "Matches that computing was estimated to be faster than importing."
+    25, "miss_cheaper", "Matches computed because that was estimated to be faster, or to see."
 )
 TRIED = Counter(26, "tried", "Matches imported although computing was estimated to be faster.")
 MISS_NO_ROOM = Counter(27, "miss_no_room", "Prompts that the block pool had no room to import for.")
