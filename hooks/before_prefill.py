@@ -5,8 +5,7 @@
     step built       the load travels to the ranks, which copy and re-check
     output arrives   good blocks count as computed; bad ones vLLM computes itself
 
-Only whole blocks, never the prompt's last token, and never again for a request whose load
-failed once.
+Only whole blocks, never the prompt's last token, and never again for a request that lost one.
 """
 
 from __future__ import annotations
@@ -109,6 +108,8 @@ class Importer:
         """How often a request was matched and not scheduled."""
         self._ended: set[str] = set()
         """Requests that ended while their load goes on."""
+        self.landed: set[str] = set()
+        """Requests that vLLM has not scheduled since their load has ended."""
 
     def match(self, request: Any, num_local_tokens: int) -> int | None:
         """Tokens beyond the local hit that another engine holds; None: ask again, the same
@@ -218,6 +219,7 @@ class Importer:
     def allocated(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
         """Blocks were allocated: lease and plan the load of the external ones."""
         plan = self._plans.pop(request.request_id, None)
+        self.landed.discard(request.request_id)
         self._had_no_room.pop(request.request_id, None)
         self._in_vain.pop(request.request_id, None)
         if num_external <= 0:
@@ -322,7 +324,9 @@ class Importer:
 
     def land(self, request_ids: Iterable[str]) -> list[Landed]:
         """All ranks have reported these requests: account for them."""
-        return [self._land(r) for r in request_ids if r in self._imports]
+        ended = [request_id for request_id in request_ids if request_id in self._imports]
+        self.landed.update(set(ended) - self._ended)
+        return [self._land(request_id) for request_id in ended]
 
     def _land(self, load_id: str) -> Landed:
         done = self._imports.pop(load_id)
@@ -362,6 +366,7 @@ class Importer:
         self._had_no_room.pop(request_id, None)
         self._in_vain.pop(request_id, None)
         self._failed.discard(request_id)
+        self.landed.discard(request_id)
         ours = self._imports and any(i.request_id == request_id for i in self._imports.values())
         if ours:
             self._ended.add(request_id)

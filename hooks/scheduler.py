@@ -66,7 +66,7 @@ class SchedulerSide:
         self.importer = Importer(
             self.cache, config, self._block_size, clock, num_ranks=self._num_ranks
         )
-        self._times = StepTimes(self.cache.costs, clock)
+        self._times = StepTimes(self.cache.costs, clock, vllm_config.scheduler_config)
         self._requests: dict[str, Any] = {}
         self.exporter: Exporter | None = None
         self._vllm: VllmScheduler | None = None
@@ -128,14 +128,14 @@ class SchedulerSide:
             self._vllm.make_way(self._give_up_loads)
 
     def _give_up_loads(self) -> set[str]:
-        """End all loads under way, without a step; returns whose loads have."""
-        loads = self.importer.under_way()
+        """End all loads under way, without a step; returns whose loads have or had ended."""
+        loads, landed = self.importer.under_way(), set(self.importer.landed)
         if not loads or self._ranks is None:
-            return set()
+            return landed
         self.reset()
         ended = self._ranks.give_up(loads)
         self.importer.given_up(ended)
-        return ended
+        return ended | landed
 
     def let_steps_wait(self, before_output: Callable[[Any, Any], None]) -> None:
         """Let steps wait for short imports, where that waits for nothing else: with speculation

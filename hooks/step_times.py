@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from kvshm.costs import Costs
 
@@ -23,30 +23,33 @@ _Built: TypeAlias = tuple[int, float, int]
 class StepTimes:
     """Feeds ``costs`` with the times of steps.  Scheduler's thread."""
 
-    def __init__(self, costs: Costs, clock: Callable[[], float]) -> None:
+    def __init__(self, costs: Costs, clock: Callable[[], float], limits: Any) -> None:
+        """``limits``: vLLM's SchedulerConfig."""
+        longest = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
+        costs.prefill_tokens = min(costs.prefill_tokens, longest, limits.max_num_batched_tokens)
         self._costs = costs
         self._clock = clock
         self.measured: deque[_Built] = deque(maxlen=MAX_UNDER_WAY)
         """Steps under way whose time is taken.  While there are none, ``ended`` need not be
         called."""
         self._every = STEPS_PER_MEASURED
-        self._decodes = self._prefills = 0
+        self._seen: dict[int, int] = {}
+        """Steps by their kind: decodes 0, prefills in which nobody was looked for by their size."""
         self._ended_at = 0.0
         self._unanswered = 0
 
     def built(self, step: int, tokens: int, requests: int, quiet: bool = False) -> None:
         """A step of so many tokens, for so many requests, is being dispatched; ``quiet``: one in
         which nobody was looked for to import from."""
-        # Each kind is counted on its own: traffic is regular, and the steps of one kind may all
-        # have odd numbers.
-        if tokens <= requests:
-            self._decodes += 1
-            timed = self._decodes % self._every == 0
-        else:
-            self._prefills += quiet
-            timed = not quiet or self._prefills % self._every == 0 or not self._costs.known
-        if timed:
-            self.measured.append((step, self._clock(), tokens))
+        decodes = tokens <= requests
+        if decodes or (quiet and self._costs.known):
+            # Each kind is counted on its own: traffic is regular, and all steps of one kind may
+            # have odd numbers.
+            kind = 0 if decodes else tokens.bit_length()
+            self._seen[kind] = seen = self._seen.get(kind, 0) + 1
+            if seen % self._every:
+                return
+        self.measured.append((step, self._clock(), tokens))
 
     def ended(self, step: int) -> None:
         """The output of a step is there.  It had the device to itself from when it was built,

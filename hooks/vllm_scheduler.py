@@ -13,12 +13,6 @@ from typing import Any
 from .callers import callers_with
 
 
-def _has_landed(request: Any) -> bool:
-    """Whether it waits with the blocks of a load that has ended, because the rest of it finds no
-    room.  So does a session between two inputs, for which plain vLLM does not reset either."""
-    return request.status.name in ("WAITING", "PREEMPTED") and not request.resumable
-
-
 class VllmScheduler:
     """vLLM's Scheduler.  EngineCore's main thread; by attributes that docs/vllm-facts.md lists."""
 
@@ -29,6 +23,8 @@ class VllmScheduler:
         self.fence = 0
         """The step that has to be over before anything may be imported; 0: none has."""
         self._preempts = False
+        self._ran: list[Any] = []
+        """The requests that this reset preempts, in their order."""
         self._reset = scheduler.reset_prefix_cache
         scheduler.reset_prefix_cache = self._reset_prefix_cache
 
@@ -63,18 +59,15 @@ class VllmScheduler:
 
         Deferred blocks become free now, as without a connector: whatever computes into them
         next is ordered behind the steps in flight.  An import is not, so there is none until
-        these are over.  ``give_up`` ends the loads under way and returns their requests; it is
-        called only if the requests that run have been preempted for this reset.
+        these are over.  ``give_up`` ends the loads under way and returns their requests, and those
+        that wait for room since theirs has ended; it is called only if the requests that run have
+        been preempted for this reset.
         """
         if not self.alone:
             return  # another connector may import as well
         self._free_deferred()
         if self._preempts and not self.scheduler.running:
-            for request_id in give_up() | set(self.scheduler.finished_recving_kv_req_ids):
-                self._hand_back(request_id)
-            for request in [*filter(_has_landed, self.scheduler.kv_holding_waiting)]:
-                request.status = type(request.status).WAITING_FOR_REMOTE_KVS
-                self._hand_back(request.request_id)
+            self._hand_back(give_up() | set(self.scheduler.finished_recving_kv_req_ids))
 
     def _free_deferred(self) -> None:
         scheduler = self.scheduler
@@ -83,25 +76,32 @@ class VllmScheduler:
             self.fence = max(fence, self.fence)
             scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
-    def _hand_back(self, request_id: str) -> None:
-        """What vLLM does when a load has ended and all of it has failed, but at once."""
+    def _hand_back(self, request_ids: set[str]) -> None:
+        """What vLLM does when a load has ended and all of it has failed, but at once: the requests
+        wait, without blocks, in their order and behind those that were running."""
         scheduler = self.scheduler
-        request = scheduler.requests[request_id]
-        if request.is_finished():
-            scheduler._free_blocks(request)
-            return
-        scheduler._handle_failed_recving({request_id})
-        scheduler.finished_recving_kv_req_ids.add(request_id)
-        scheduler.kv_holding_waiting.remove_requests([request])
-        scheduler.deferred_waiting.discard(request)
-        scheduler._handle_blocked_waiting_request(request)
-        scheduler.waiting.prepend_request(request)
+        for request in [scheduler.requests[name] for name in request_ids]:
+            if request.is_finished():
+                scheduler._free_blocks(request)
+        holding = [r for r in scheduler.kv_holding_waiting if r.request_id in request_ids]
+        for request in holding:
+            request.status = type(request.status).WAITING_FOR_REMOTE_KVS  # it may be past that
+            scheduler._handle_failed_recving({request.request_id})
+            scheduler.finished_recving_kv_req_ids.add(request.request_id)
+            scheduler._handle_blocked_waiting_request(request)
+            scheduler.deferred_waiting.discard(request)
+            scheduler._inflight_prefills.discard(request)
+        scheduler.kv_holding_waiting.remove_requests(holding)
+        scheduler.waiting.remove_requests(self._ran)
+        for request in reversed([*self._ran, *holding]):
+            scheduler.waiting.prepend_request(request)
 
     def _reset_prefix_cache(
         self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         self._preempts = reset_running_requests
+        self._ran = list(self.scheduler.running)
         try:
             return self._reset(reset_running_requests, *args, **kwargs)
         finally:
-            self._preempts = False
+            self._preempts, self._ran = False, []

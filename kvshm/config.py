@@ -154,8 +154,8 @@ class Config:
             _tokens,
             "auto, or a whole number of tokens, 0 or more",
             "Fewer tokens than this are computed rather than imported; 0 means one block. With "
-            "auto, what is estimated to be computed sooner; before there are estimates 256, and "
-            "one import in eight is computed to get them.",
+            "auto, what is estimated to be computed sooner, 256 before there are estimates; who "
+            "finds everything elsewhere computes one import in 64 to see, in eight at first.",
         ),
     )
     drain_budget_ms: float = field(

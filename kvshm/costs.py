@@ -22,9 +22,10 @@ WARM_UP_STEPS = 8
 WARM_UP_LOADS = 1
 OUTLIER = 4.0
 """What took more than so many times what was expected is learnt as if it had not."""
-TRIALS_UNTIL_KNOWN = 8
-"""Before prefill's price is known one of so many imports is computed instead, or an engine that
-finds everything elsewhere would never learn it."""
+IMPORTS_PER_TRIAL = 8, 64
+"""An engine that finds everything elsewhere would never learn, or unlearn, what computing costs:
+of so many imports in a row, without a prefill, one is computed instead; until that has been seen
+twice, and then."""
 REFUSALS_PER_TRIAL = 64
 """After so many imports that were not worth it one is tried: no load, no better estimate."""
 _SPREAD = 4.0
@@ -61,9 +62,9 @@ class Line:
         self._all = weight * KEEP + 1.0, counts * KEEP + count, total * KEEP + seconds
 
     @property
-    def largest(self) -> float:
-        """The largest count seen, about; 0 before any."""
-        return max((count / weight for weight, count, _ in self._sizes.values()), default=0.0)
+    def largest(self) -> tuple[float, float] | None:
+        """Mean count and mean seconds of the largest size seen; None before any."""
+        return max(self._means(), default=None)
 
     def fit(self) -> tuple[float, float] | None:
         """Fixed seconds and seconds for each, neither below 0; None without a spread."""
@@ -71,10 +72,11 @@ class Line:
             self._fit, self._fits = self._drawn(), True
         return self._fit
 
+    def _means(self) -> list[tuple[float, float]]:
+        return [(count / weight, total / weight) for weight, count, total in self._sizes.values()]
+
     def _drawn(self) -> tuple[float, float] | None:
-        means = [
-            (count / weight, seconds / weight) for weight, count, seconds in self._sizes.values()
-        ]
+        means = self._means()
         most, longest = max(means, default=(0.0, 0.0))
         small = [(seconds, count) for count, seconds in means if count * _SPREAD <= most]
         if not small:
@@ -100,9 +102,17 @@ class Costs:
         self._loads = Line()
         self._loaded = 0
         self._refused = 0
-        self._unpriced = 0
-        self.known = False
-        """Whether prefill's price is known."""
+        self._in_a_row = 0
+        """Imports since a prefill was seen."""
+        self.prefill_tokens = UNMEASURED_TOKENS
+        """A step of so many tokens is a prefill, not decodes alone: a step's limit may be lower
+        than what is assumed."""
+        self._prefills = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether prefill's price was seen, and seen again: a first step may be slow."""
+        return self._prefills > 1
 
     def step(self, tokens: int, seconds: float) -> None:
         """A step that computed so many tokens took so long."""
@@ -111,7 +121,9 @@ class Costs:
         self._seen += 1
         if self._seen > WARM_UP_STEPS:
             self._steps.add(tokens, seconds)
-            self.known = self.known or self.computing(tokens) is not None
+            if tokens >= self.prefill_tokens:
+                self._prefills += 1
+                self._in_a_row = 0
 
     def load(self, nbytes: int, seconds: float) -> None:
         """A load of so many bytes per rank took so long, from its begin to its re-check, with no
@@ -125,12 +137,12 @@ class Costs:
     def computing(self, tokens: int) -> float | None:
         """Seconds by which so many tokens more make a prefill longer; None while no prefill has
         been seen.  While all steps were of about one size: as if nothing of a step were fixed."""
-        if self._steps.largest < UNMEASURED_TOKENS:
+        if self._prefills == 0:
             return None
         if (line := self._steps.fit()) is not None:
             return line[1] * tokens
-        mean = self._steps.mean
-        return mean[1] / mean[0] * tokens if mean else None
+        most = self._steps.largest
+        return most[1] / most[0] * tokens if most else None
 
     def step_seconds(self) -> float:
         """A typical step; 0 while none was seen."""
@@ -149,12 +161,14 @@ class Costs:
     def worth(self, tokens: int, nbytes: int, waiting: float) -> bool:
         """Whether to import these tokens rather than to compute them.  ``waiting``: seconds
         the request loses beside the copy.  Before prefill's price is known: whether they
-        are at least UNMEASURED_TOKENS, but for a trial now and then."""
+        are at least UNMEASURED_TOKENS.  But for a trial now and then."""
         computing = self.computing(tokens)
         if computing is None:
-            self._unpriced += tokens >= UNMEASURED_TOKENS
-            return tokens >= UNMEASURED_TOKENS and self._unpriced % TRIALS_UNTIL_KNOWN != 0
-        return self.copying(nbytes) + waiting < computing
+            worth = tokens >= UNMEASURED_TOKENS
+        else:
+            worth = self.copying(nbytes) + waiting < computing
+        self._in_a_row += worth
+        return worth and self._in_a_row % IMPORTS_PER_TRIAL[self.known] != 0
 
     def tries(self) -> bool:
         """An import is not worth it: whether it is tried all the same, to see."""

@@ -49,19 +49,49 @@ def test_before_anything_is_measured_long_prefixes_are_imported(tokens: int) -> 
     assert costs.worth(tokens, MEGABYTE, 0.0) is (tokens == UNMEASURED_TOKENS)
 
 
-def test_until_prefill_is_priced_one_import_in_a_few_is_computed_to_see() -> None:
+def test_an_engine_that_finds_everything_elsewhere_computes_now_and_then_to_see() -> None:
+    """Soon, until prefill was seen twice: a first step may be slow."""
     costs = Costs()
-    imported = [costs.worth(UNMEASURED_TOKENS, MEGABYTE, 0.0) for _ in range(16)]
-    assert [n for n, yes in enumerate(imported, 1) if not yes] == [8, 16]
+    for _ in range(WARM_UP_STEPS):
+        costs.step(1, 0.005)
+    imported = []
+    for _ in range(200):
+        imported.append(costs.worth(400, MEGABYTE, 0.0))
+        if not imported[-1]:
+            costs.step(400, 3.0)
+    computed = [n for n, yes in enumerate(imported, 1) if not yes]
+    assert computed == [8, 16, 80, 144]
+
+
+def test_a_first_prefill_that_was_slow_is_found_out_by_the_second() -> None:
+    costs = measured(1e-5, 1e-3, 1e-9)
+    costs._steps, costs._prefills = Line(), 0
+    costs.step(400, 3.0)
+    imported = [costs.worth(400, 500 * MEGABYTE, 0.0) for _ in range(8)]
+    assert imported == [True] * 7 + [False]
+    costs.step(400, 0.006)
+    assert costs.known
+    assert not costs.worth(400, 500 * MEGABYTE, 0.0)
 
 
 def test_prompts_of_one_size_price_prefill_by_the_whole_step() -> None:
     costs = Costs()
-    for _ in range(WARM_UP_STEPS + 1):
+    for _ in range(WARM_UP_STEPS + 2):
         assert not costs.known
         costs.step(400, 0.006)
     assert costs.known
     assert costs.computing(200) == pytest.approx(0.003)
+
+
+def test_short_steps_are_prefills_where_none_is_longer() -> None:
+    costs = Costs()
+    costs.prefill_tokens = 128
+    for _ in range(WARM_UP_STEPS):
+        costs.step(128, 0.006)
+        assert costs.computing(128) is None
+    costs.step(1, 0.005)
+    costs.step(128, 0.006)
+    assert costs.computing(127) == pytest.approx(0.001)
 
 
 def test_what_is_computed_sooner_is_not_imported() -> None:

@@ -328,6 +328,7 @@ def test_a_load_that_failed_leaves_its_request_as_new(engine: Make) -> None:
     assert (request.status, request.num_computed_tokens) == (RequestStatus.WAITING, 0)
     assert e.blocks_of("a") == []
     assert not e.scheduler.finished_recving_kv_req_ids
+    assert isinstance(e.scheduler._inflight_prefills, set)
 
 
 def test_a_load_is_reported_once() -> None:

@@ -194,19 +194,20 @@ def test_a_forced_reset_ends_the_load_of_an_aborted_request(loading: Any) -> Non
     finish(e, one)
 
 
-@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize(("paused", "session"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_an_import_that_waits_for_room_behind_its_load_is_reset_too(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, paused: bool
+    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, paused: bool, session: bool
 ) -> None:
-    """vLLM has taken it for loaded, and it holds blocks, but the rest of it finds no room."""
+    """vLLM has taken it for loaded, and it holds blocks, but the rest of it finds no room.  Who was
+    running goes on before it."""
     e = engine(asynchronous, num_blocks=13)
     importer, cache = e.connector._scheduler.importer, e.connector._scheduler.cache
     monkeypatch.setattr(cache, "end_load", lambda load, reports: set())
     importer.match = lambda request, _: 3 * BLOCK_SIZE if request.request_id == "a" else 0
     e.add("fills", prompt(5, tail=15, first=500), max_tokens=80)
     e.step()
-    e.add("a", prompt(4), max_tokens=2)
+    e.add("a", prompt(4), max_tokens=2, resumable=session)
     (load,) = (sent := e.schedule()).metadata.loads
     e.run(sent)
     while e.scheduler.kv_cache_manager.block_pool.get_num_free_blocks():
@@ -220,11 +221,13 @@ def test_an_import_that_waits_for_room_behind_its_load_is_reset_too(
         e.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     assert e.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert e.blocks_of("a") == []
+    assert [waiting.request_id for waiting in e.scheduler.waiting] == ["fills", "a"]
     importer.match = lambda *_: 0
     e.scheduler.set_pause_state(PauseState.UNPAUSED)
-    while e.scheduler.requests:
+    while "a" in e.scheduler.requests and request.status.name != "WAITING_FOR_STREAMING_REQ":
         e.step()
-    assert request.num_output_tokens == 2
+    assert request.num_tokens == len(prompt(4)) + 2
+    assert importer.landed == set()
 
 
 def test_a_load_that_has_ended_but_does_not_run_yet_is_reset_too(loading: Any) -> None:
