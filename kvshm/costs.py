@@ -108,11 +108,8 @@ class Costs:
         """A step of so many tokens is a prefill, not decodes alone: a step's limit may be lower
         than what is assumed."""
         self._prefills = 0
-
-    @property
-    def known(self) -> bool:
+        self.known = False
         """Whether prefill's price was seen, and seen again: a first step may be slow."""
-        return self._prefills > 1
 
     def step(self, tokens: int, seconds: float) -> None:
         """A step that computed so many tokens took so long."""
@@ -124,6 +121,7 @@ class Costs:
             if tokens >= self.prefill_tokens:
                 self._prefills += 1
                 self._in_a_row = 0
+                self.known = self._prefills > 1
 
     def load(self, nbytes: int, seconds: float) -> None:
         """A load of so many bytes per rank took so long, from its begin to its re-check, with no

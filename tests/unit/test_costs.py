@@ -65,7 +65,7 @@ def test_an_engine_that_finds_everything_elsewhere_computes_now_and_then_to_see(
 
 def test_a_first_prefill_that_was_slow_is_found_out_by_the_second() -> None:
     costs = measured(1e-5, 1e-3, 1e-9)
-    costs._steps, costs._prefills = Line(), 0
+    costs._steps, costs._prefills, costs.known = Line(), 0, False
     costs.step(400, 3.0)
     imported = [costs.worth(400, 500 * MEGABYTE, 0.0) for _ in range(8)]
     assert imported == [True] * 7 + [False]

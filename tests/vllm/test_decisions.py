@@ -158,7 +158,7 @@ def test_of_prompts_that_nobody_may_have_a_few_are_timed(
     """However many steps a request takes; and the first, before the ranks know all."""
     e = engine()
     costs, seen = e.connector._scheduler.cache.costs, []
-    costs._prefills = 2 * known
+    costs.known = known
     monkeypatch.setattr(costs, "step", lambda tokens, _: seen.append(tokens))
     for number in range(17):
         e.add(f"r{number}", prompt(2, first=100 * number), max_tokens=max_tokens)
