@@ -2,9 +2,9 @@
 
     PYTHONPATH=examples python benchmarks/compare.py --against OTHER_TREE/.venv/bin/python
 
-Each of the two has a node of its own with two engines; so have vLLM without kvshm (``plain``) and
-vLLM with a connector that does nothing (``idle``: what any connector costs), whose engines share
-nothing and are asked the same. ``--unshared plain`` leaves ``idle`` out, ``--unshared`` both.
+Each of the two has a node of its own with two engines; so has vLLM without kvshm, whose engines
+share nothing and are asked the same. ``--unshared`` says which these are: ``plain`` (the default),
+``idle`` (with a connector that does nothing: what any connector costs), both, or none.
 
 All of them live at the same time (3 GB for an engine) and one request is under way at a time, so a
 machine whose speed drifts slows all of them. Printed is the median of the rounds' ratios, this
@@ -243,7 +243,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3500)
     parser.add_argument("--arm", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--unshared", nargs="*", choices=UNSHARED, default=UNSHARED, help="engines without kvshm"
+        "--unshared", nargs="*", choices=UNSHARED, default=["plain"], help="engines without kvshm"
     )
     for name in UNSHARED:
         parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)

@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 
-class IdleConnector(KVConnectorBase_V1):  # type: ignore[misc]
+class IdleConnector(KVConnectorBase_V1):  # type: ignore[misc]  # mypy does not follow vLLM
     """Matches nothing, loads nothing, saves nothing."""
 
     def get_num_new_matched_tokens(self, *_: Any) -> tuple[int, bool]:

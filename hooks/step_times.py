@@ -25,8 +25,10 @@ class StepTimes:
 
     def __init__(self, costs: Costs, clock: Callable[[], float], limits: Any) -> None:
         """``limits``: vLLM's SchedulerConfig."""
-        longest = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
-        costs.prefill_tokens = min(costs.prefill_tokens, longest, limits.max_num_batched_tokens)
+        longest: int = limits.max_num_batched_tokens
+        if threshold := getattr(limits, "long_prefill_token_threshold", 0):
+            longest = min(longest, threshold)
+        costs.prefill_tokens = min(costs.prefill_tokens, longest)
         self._costs = costs
         self._clock = clock
         self.measured: deque[_Built] = deque(maxlen=MAX_UNDER_WAY)

@@ -150,6 +150,16 @@ def test_of_steps_that_only_decode_a_few_are_timed(
     assert len(seen[1:]) == 4
 
 
+@pytest.mark.parametrize(
+    ("limit", "threshold", "least"), [(512, 0, 256), (128, 0, 128), (512, 64, 64)]
+)
+def test_what_counts_as_a_prefill_is_no_longer_than_a_step_can_be(
+    engine: Make, limit: int, threshold: int, least: int
+) -> None:
+    e = engine(max_num_batched_tokens=limit, long_prefill_token_threshold=threshold)
+    assert e.connector._scheduler.cache.costs.prefill_tokens == least
+
+
 @pytest.mark.parametrize(("known", "timed"), [(True, 1 + 16 // 8), (False, 17)])
 @pytest.mark.parametrize("max_tokens", [1, 7, 8])
 def test_of_prompts_that_nobody_may_have_a_few_are_timed(

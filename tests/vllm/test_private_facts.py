@@ -110,7 +110,6 @@ def test_a_requests_hashes_are_one_list_that_grows(engine: Make) -> None:
 
 
 def test_block_tables_are_kept_by_request(engine: Make) -> None:
-    """In one dict that stays, for as long as the request has blocks."""
     e = engine()
     tables = block_tables(e.scheduler.kv_cache_manager)
     e.add("a", prompt(2), max_tokens=1)
@@ -310,7 +309,8 @@ def test_an_importer_makes_vllm_hold_freed_blocks_back(engine: Make) -> None:
 
 def test_a_policy_of_recomputing_is_read_once(engine: Make) -> None:
     """By the Scheduler, off the outermost connector's configuration."""
-    in_order(Scheduler.__init__, "create_connector(", "load_failures = ", "bind_kv_cache_manager(")
+    own = "self.recompute_kv_load_failures = "
+    in_order(Scheduler.__init__, "create_connector(", own, "bind_kv_cache_manager(")
     assert engine().scheduler.recompute_kv_load_failures is True
 
 
