@@ -52,6 +52,9 @@
  *     same_hash              load relaxed         between the acquire before and the CAS after it
  *     alive                  load acquire         who finds a table alive finds its memory as it
  *                                                 was when that was said
+ *     has_died               load relaxed         for a lease a hint; in the re-check behind its
+ *                                                 fence: the kernel marks a death before it gives
+ *                                                 any of the process's memory back
  *     lease_slot             load acquire         the hash is read after the word
  *     lease_slot             CAS acq_rel/acquire  from the LOADED word: nothing changed since, so
  *                                                 word and hash belong together; without a bit the

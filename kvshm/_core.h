@@ -13,7 +13,7 @@
 #include <stdint.h>
 
 enum {
-    KVSHM_LAYOUT_VERSION = 1,
+    KVSHM_LAYOUT_VERSION = 2,
     KVSHM_TABLE_HEADER_BYTES = 8192,
     KVSHM_VERSION_OFFSET = 8,
     KVSHM_HEADER_BYTES_OFFSET = 12,
@@ -24,6 +24,8 @@ enum {
     KVSHM_RETIRED_OFFSET = 136,
     KVSHM_LIFE_OFFSET = 192,
     KVSHM_MAX_RANKS = 64,
+    KVSHM_PULSES_OFFSET = 6144,
+    KVSHM_PULSE_DIED = 0x40000000, /* FUTEX_OWNER_DIED */
     KVSHM_SLOT_BYTES = 64,
     KVSHM_SLOT_HASH_OFFSET = 8,
     KVSHM_SLOT_PARENT_OFFSET = 40,
@@ -107,9 +109,9 @@ int64_t kvshm_reset(kvshm_segment table);
 /* Lease the longest possible prefix of `records` (hash and generation must match, READY) for
  * lease bit `bit` (-1: check only; the table may then be mapped read-only).  taken[i] = 1 if
  * the bit was set by this call, 0 if it was set already (another load of this engine holds
- * it) or bit is -1.  Nothing is leased if the table is retired, its epoch is not `epoch`, or a
- * life word is not `epoch`.  A block id that does not exist ends the prefix: a record comes
- * from a hint.  Returns the length of the leased prefix. */
+ * it) or bit is -1.  Nothing is leased if the table is retired, its epoch is not `epoch`, a
+ * life word is not `epoch`, or one of its processes has died.  A block id that does not exist
+ * ends the prefix: a record comes from a hint.  Returns the length of the leased prefix. */
 int64_t kvshm_lease(kvshm_segment table, uint64_t epoch, int bit, const kvshm_record *records,
                     size_t count, uint8_t *taken);
 
@@ -119,7 +121,8 @@ int64_t kvshm_release(kvshm_segment table, int bit, const kvshm_record *records,
                       const uint8_t *taken);
 
 /* After the last byte was copied: acquire fence, then good[i] = the slot is not EMPTY, its
- * generation is the record's, and the rank's life word is still `epoch` (else none is good).
+ * generation is the record's, the rank's life word is still `epoch` and its process has not
+ * died (else none is good).
  * Returns how many are good. */
 int64_t kvshm_recheck(kvshm_segment table, uint64_t epoch, uint32_t rank,
                       const kvshm_record *records, size_t count, uint8_t *good);

@@ -13,13 +13,20 @@ static bool same_hash(const uint8_t *slot, const kvshm_record *record)
     return difference == 0;
 }
 
+/* Process 0 is the table's owner, process 1 + r its rank r. */
+static bool has_died(const table_view *table, uint32_t process)
+{
+    return get(table->base + KVSHM_PULSES_OFFSET + 8 * process) & KVSHM_PULSE_DIED;
+}
+
 static bool alive(const table_view *table, uint64_t epoch)
 {
     /* acquire: whoever finds the table alive also finds it as it was made */
     bool good = get_acquire(table->base + KVSHM_EPOCH_OFFSET) == epoch &&
-                get_acquire(table->base + KVSHM_RETIRED_OFFSET) == 0;
+                get_acquire(table->base + KVSHM_RETIRED_OFFSET) == 0 && !has_died(table, 0);
     for (uint32_t rank = 0; good && rank < table->num_ranks; rank++)
-        good = get_acquire(table->base + KVSHM_LIFE_OFFSET + 8 * rank) == epoch;
+        good = get_acquire(table->base + KVSHM_LIFE_OFFSET + 8 * rank) == epoch &&
+               !has_died(table, 1 + rank);
     return good;
 }
 
@@ -110,7 +117,8 @@ int64_t kvshm_recheck(kvshm_segment segment, uint64_t epoch, uint32_t rank,
     if (rank >= table.num_ranks)
         return KVSHM_OUT_OF_RANGE;
     bool valid = get(table.base + KVSHM_EPOCH_OFFSET) == epoch &&
-                 get(table.base + KVSHM_LIFE_OFFSET + 8 * rank) == epoch;
+                 get(table.base + KVSHM_LIFE_OFFSET + 8 * rank) == epoch &&
+                 !has_died(&table, 1 + rank);
     int64_t passed = 0;
     for (size_t i = 0; i < count; i++) {
         uint64_t word = get(slot_of(&table, records[i].block_id));

@@ -244,7 +244,7 @@ static const struct {
     LAYOUT(LAYOUT_VERSION), LAYOUT(TABLE_HEADER_BYTES), LAYOUT(VERSION_OFFSET),
     LAYOUT(HEADER_BYTES_OFFSET), LAYOUT(SEGMENT_BYTES_OFFSET), LAYOUT(EPOCH_OFFSET),
     LAYOUT(NUM_BLOCKS_OFFSET), LAYOUT(NUM_RANKS_OFFSET), LAYOUT(RETIRED_OFFSET),
-    LAYOUT(LIFE_OFFSET), LAYOUT(MAX_RANKS),
+    LAYOUT(LIFE_OFFSET), LAYOUT(MAX_RANKS), LAYOUT(PULSES_OFFSET), LAYOUT(PULSE_DIED),
     LAYOUT(SLOT_BYTES), LAYOUT(SLOT_HASH_OFFSET), LAYOUT(SLOT_PARENT_OFFSET),
     LAYOUT(SLOT_DEPTH_OFFSET), LAYOUT(SLOT_PUBLISHED_OFFSET), LAYOUT(NUM_LEASE_BITS),
     LAYOUT(INDEX_HEADER_BYTES), LAYOUT(CAPACITY_OFFSET), LAYOUT(COUNT_OFFSET),
@@ -296,7 +296,8 @@ static int native_exec(PyObject *module)
         PyModule_AddIntConstant(module, "NUM_SYNC_POINTS", KVSHM_SYNC_CORE_COUNT) < 0 ||
         PyModule_AddFunctions(module, kvshm_slot_methods) < 0 ||
         PyModule_AddFunctions(module, kvshm_index_methods) < 0 ||
-        PyModule_AddFunctions(module, kvshm_mark_methods) < 0) {
+        PyModule_AddFunctions(module, kvshm_mark_methods) < 0 ||
+        PyModule_AddFunctions(module, kvshm_pulse_methods) < 0) {
         Py_XDECREF(dict);
         return -1;
     }

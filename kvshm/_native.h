@@ -7,7 +7,8 @@
 
 #include "_core.h"
 
-extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[];
+extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[],
+    kvshm_pulse_methods[];
 
 /* Results: status below 0 -> exception (CorruptSegment, IndexError, ValueError) and NULL. */
 PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status);

@@ -164,6 +164,14 @@ def copy_blocks(
     """Copy blocks pairwise in all regions; returns how many.  A non-zero 4-byte ``stop`` ends it
     before the next block.  The addresses must stay mapped."""
 
+# -- processes
+
+def pulse(segment: Buffer, offset: int, /) -> object:
+    """Have the kernel write PULSE_DIED to the word at ``offset`` of a shared mapping when this
+    process dies, before any of its memory or descriptors go; it is also written once the object
+    that is returned is gone.  Until then the word holds the id of a thread.  Waits for that
+    thread to start.  Raises OSError: no room for a thread, or a kernel without robust futexes."""
+
 # -- threads
 
 def timer() -> int:

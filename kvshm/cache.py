@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -23,9 +24,10 @@ from .client import CoordinatorClient
 from .config import Config
 from .costs import Costs
 from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED, LOOKUPS
-from .errors import KvshmError, SegmentError
+from .errors import KvshmError, SegmentError, TransportError
 from .exports import Exports, Lame, Publication
 from .forks import guard_forks
+from .handout import Handouts, serve_epoch
 from .imports import Imports
 from .leftovers import clear
 from .life import EngineSpec, Founding, Life
@@ -36,7 +38,7 @@ from .peer_list import PeerList
 from .peers import Peers
 from .plans import Load, LoadReport, Plan
 from .protocol import RankInfo
-from .rundir import peers_file, start_command
+from .rundir import engine_socket, peers_file, start_command
 from .slots import SlotTable
 from .terms import BlockHash, BlockId, Epoch
 
@@ -118,7 +120,7 @@ class SharedCache:
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` gives the fingerprint's fields (it is asked on
         the client's thread until then).  From there on ``epoch`` is set, and every rank has
-        to open ``table.name`` before others can read its blocks."""
+        to open it (``RankCache.open_epoch``) before others can read its blocks."""
         self.end_epoch()
         with self._lock:
             self._opening = _Opening(ranks, fields)
@@ -170,26 +172,28 @@ class SharedCache:
     def _try_to_begin(self, fields: Fields, ranks: Sequence[RankInfo]) -> Life | None:
         try:
             return self._begin(Founding(self._config, self._spec, fields, ranks))
-        except SegmentError as exc:  # most likely a /dev/shm that is too small
+        except (SegmentError, TransportError) as exc:  # too little memory, or no descriptors left
             log.warning("not sharing the prefix cache: %s (serving on, unshared)", exc)
             self.failed = True
             return None
 
     def _begin(self, founding: Founding) -> Life:
-        """Raises SegmentError, leaving no segment behind."""
-        table = founding.table()
-        try:
-            space, epoch = self._config.namespace, founding.epoch
+        """Raises SegmentError or TransportError, leaving nothing behind."""
+        run_dir, space, epoch = self._run_dir, self._config.namespace, founding.epoch
+        with ExitStack() as undo:
+            table = founding.table()
+            undo.callback(table.close)
             listed = None  # whoever does not import has nothing to attach
             if self._config.imports:
-                listed = PeerList(peers_file(self._run_dir, space, epoch))
-            peers = Peers(space, self._spec.name, epoch, listed=listed)
-        except BaseException:
-            table.unlink()
-            raise
+                listed = PeerList(peers_file(run_dir, space, epoch))
+            peers = Peers(space, self._spec.name, epoch, Handouts(run_dir, space), listed=listed)
+            undo.callback(peers.close)
+            path = engine_socket(run_dir, space, epoch)
+            server = serve_epoch(path, table, peers.replica)
+            undo.pop_all()
         budget = self._config.step_budget_ms(self._spec.asynchronous) / 1000
         exports = Exports(table, self._client.send_events, self._lame, budget, self._clock)
-        return Life(table, exports, peers, founding.info(table))
+        return Life(table, exports, peers, server, founding.info(table))
 
     def _tables_by_bit(self) -> dict[int, SlotTable]:
         life = self.life

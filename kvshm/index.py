@@ -6,12 +6,13 @@ not wait has the writer do its work (``forget``, ``end``).  Events may be
 lost, repeated or out of order: a private tombstone per block of each engine remembers the
 highest generation heard of and whether it was retracted, so that nothing old comes back.
 
-When the segment is full a larger one is built beside it, announced in the old header and
-put in its place; if shared memory has no room for that, new entries are refused.
+When the segment is full a larger one is built beside it and put in its place; if there is no
+memory for that, new entries are refused.
 """
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 from collections import deque
@@ -30,11 +31,9 @@ from .records import (
     INDEX_MAGIC,
     NUM_ROWS,
     RECORD_BYTES,
-    REVISION_OFFSET,
     ROW_BYTES,
     ROW_STATE_OFFSET,
     ROWS_OFFSET,
-    SUCCESSOR_OFFSET,
     TOMBSTONE_BYTES,
     RecordKind,
     RowState,
@@ -42,7 +41,7 @@ from .records import (
     pack_records,
     unpack_records,
 )
-from .segment import INDEX_KIND, Header, Identity, Segment, SegmentName, write_header
+from .segment import INDEX_KIND, Header, Segment, SegmentName, write_header
 from .terms import Epoch, Generation, LeaseBit
 
 log = logger(__name__)
@@ -89,8 +88,8 @@ class Replica(ReplicaReader):
     """What ``forget`` was told and the writer has yet to do.  An entry leaves it only after the
     index has changed: who sees it empty before a lookup will not be offered any of it."""
 
-    def __init__(self, segment: Segment, name: SegmentName, header: Header) -> None:
-        super().__init__(segment, name)
+    def __init__(self, segment: Segment, header: Header) -> None:
+        super().__init__(segment)
         self._header = header
         self._lock = threading.Lock()
         self.forgotten = deque()
@@ -100,17 +99,20 @@ class Replica(ReplicaReader):
         self._grow_at = 0
 
     @classmethod
-    def create(
-        cls, namespace: str, engine: str | int, epoch: Epoch, identity: Identity, capacity: int
-    ) -> Replica:
+    def create(cls, namespace: str, engine: str | int, epoch: Epoch, capacity: int) -> Replica:
         """Create an empty replica for ``capacity`` entries, rounded up to a power of two.
 
-        Raises SegmentExists or SegmentTooSmall.
+        Raises SegmentTooSmall.
         """
-        header = Header(INDEX_MAGIC, INDEX_HEADER_BYTES, epoch, identity)
-        name = SegmentName(namespace, INDEX_KIND, str(engine), epoch)
+        header = Header(INDEX_MAGIC, INDEX_HEADER_BYTES, epoch, os.getpid())
+        name = str(SegmentName(namespace, INDEX_KIND, str(engine), epoch))
         rounded = 1 << (max(capacity, MIN_CAPACITY) - 1).bit_length()
-        return cls(_new_segment(name, rounded, header), name, header)
+        return cls(_new_segment(name, rounded, header), header)
+
+    def descriptor(self) -> int:
+        """A new read-only descriptor of what the replica is at the moment, to hand on; the
+        caller's to close.  Any thread.  Raises SegmentError."""
+        return self._segment.descriptor(writable=False)
 
     @property
     def refused(self) -> int:
@@ -214,14 +216,9 @@ class Replica(ReplicaReader):
         with self._turn():
             super().close()
 
-    def unlink(self) -> None:
-        """Remove the name; who has the replica mapped keeps it."""
-        with self._turn():
-            self._segment.unlink()
-
     def end(self) -> None:
-        """``unlink`` and ``close`` without waiting: where another thread writes, that thread
-        does it before it is done."""
+        """``close`` without waiting: where another thread writes, that thread does it before it
+        is done."""
         self._ending = True
         self._catch_up()
 
@@ -254,7 +251,6 @@ class Replica(ReplicaReader):
             finally:
                 self.forgotten.popleft()
         if self._ending:
-            self._segment.unlink()
             super().close()
         return self._ending
 
@@ -269,9 +265,6 @@ class Replica(ReplicaReader):
             self._apply(tombstones, stale.row, pack_records(retracts))
 
     # -- growth
-
-    def _current(self) -> Segment:
-        return self._segment
 
     def _apply(self, tombstones: bytearray, row: int, records: bytes) -> Applied:
         """Apply, growing as needed: applying again does nothing to what was applied before."""
@@ -297,31 +290,26 @@ class Replica(ReplicaReader):
         return True
 
     def _enlarge(self) -> None:
-        name = self._name._replace(revision=self._name.revision + 1)
         old = self._segment
         try:
-            larger = _new_segment(name, 2 * self.capacity, self._header)
+            larger = _new_segment(self.name, 2 * self.capacity, self._header)
         except SegmentError as exc:
             raise IndexFull(f"{self.name} is full and cannot grow: {exc}") from exc
         try:
             _native.index_copy(old.buffer, larger.buffer)
         except BaseException:
-            larger.unlink()
+            larger.close()
             raise
         # A lookup under way keeps the old mapping: it is dropped, not closed.
-        self._segment, self._name = larger, name
-        # SYNC POINT: other processes turn to the larger segment from here on
-        _native.store(old.buffer, SUCCESSOR_OFFSET, name.revision)
-        old.unlink()
+        self._segment = larger
 
 
-def _new_segment(name: SegmentName, capacity: int, header: Header) -> Segment:
-    """Create an empty index.  It is valid at once: nobody is sent to a larger one before it
-    is filled, and to who finds it by its name it is an index with fewer entries."""
-    segment = Segment.create(str(name), index_bytes(capacity))
+def _new_segment(name: str, capacity: int, header: Header) -> Segment:
+    """Create an empty index.  It is valid at once: to who is handed it before a smaller one was
+    copied into it, it is an index with fewer entries."""
+    segment = Segment.create(name, index_bytes(capacity))
     _native.store(segment.buffer, CAPACITY_OFFSET, capacity)
-    _native.store(segment.buffer, REVISION_OFFSET, name.revision)
-    write_header(segment, *header)
+    write_header(segment, header)
     return segment
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,9 +12,9 @@ import msgspec
 from .config import Config
 from .exports import Exports
 from .fingerprint import fingerprint
+from .handout import HandoutServer
 from .peers import Peers
 from .protocol import EngineInfo, RankInfo
-from .segment import identity_of
 from .slots import SlotTable, TableSpec
 from .terms import Epoch, Fingerprint
 from .version import __version__
@@ -43,14 +44,16 @@ class Life:
     table: SlotTable
     exports: Exports
     peers: Peers
+    server: HandoutServer
+    """Hands out the table and the replica."""
     info: EngineInfo
 
     def end(self) -> None:
-        """Withdraw everything for good.  Segments are unlinked; who has them mapped keeps
-        them, and finds every slot EMPTY and every life word 0."""
+        """Withdraw everything for good.  Who has the table mapped keeps it, and finds every slot
+        EMPTY and every life word 0."""
         self.exports.end()
+        self.server.close()
         self.peers.close()
-        self.table.unlink()
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Founding:
     epoch: Epoch = field(default_factory=lambda: Epoch(secrets.randbits(64) | 1))
 
     def table(self) -> SlotTable:
-        """Create the epoch's slot table.  Raises SegmentError."""
+        """Create the epoch's slot table, with this process's pulse.  Raises SegmentError."""
         spec = TableSpec(
             namespace=self.config.namespace,
             engine=self.spec.name,
@@ -75,19 +78,22 @@ class Founding:
             fingerprint=fingerprint(self.fields),
             model=self.spec.model,
         )
-        return SlotTable.create(spec, self.epoch, identity_of())
+        table = SlotTable.create(spec, self.epoch)
+        try:
+            table.begin_pulse(None)
+        except BaseException:
+            table.close()
+            raise
+        return table
 
     def info(self, table: SlotTable) -> EngineInfo:
         """The epoch's entry for the roster."""
-        identity = identity_of()
         return EngineInfo(
             epoch=self.epoch,
             name=self.spec.name,
-            pid=identity.pid,
-            start_time=identity.start_time,
+            pid=os.getpid(),
             fingerprint=Fingerprint(table.fingerprint),
             fields=dict(self.fields),
-            table=table.name,
             num_blocks=self.spec.num_blocks,
             ranks=[self._of_this_epoch(rank) for rank in self.ranks],
             imports_only=not self.config.exports,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from .errors import CorruptSegment, ProtocolError, StaleAttachment
 from .protocol import EngineInfo
 from .records import NUM_LEASE_BITS
-from .segment import Identity
 from .slots import SlotTable
 from .terms import NO_LEASE_BIT
 
@@ -26,7 +25,7 @@ class Peer:
     row: int
     suspected: bool = False
     dead: bool = False
-    """One of its processes is known to have ended; whoever cleans up says so later."""
+    """One of its processes has ended; the coordinator says so, too, if there is one."""
     failures: int = 0
     avoided_until: float = 0.0
     """Reading of the clock up to which nothing is planned from the peer."""
@@ -43,25 +42,18 @@ class Peer:
         """Whether it has something to offer, as far as is known of it."""
         return not (self.suspected or self.dead or self.info.imports_only)
 
-    @property
-    def processes(self) -> list[Identity]:
-        """Those of the engine and of its ranks, in the engine's pid namespace."""
-        ids = {(self.info.pid, self.info.start_time)}
-        ids.update((rank.pid, rank.start_time) for rank in self.info.ranks)
-        return [self.table.identity._replace(pid=pid, start_time=at) for pid, at in sorted(ids)]
-
 
 def check_table(table: SlotTable, info: EngineInfo) -> None:
     """Raise unless the table is the one that the roster speaks of."""
     if table.epoch != info.epoch:
         raise StaleAttachment(
-            f"{info.table} is of epoch {table.epoch:016x}, the roster says {info.epoch:016x}"
+            f"its table is of epoch {table.epoch:016x}, the roster says {info.epoch:016x}"
         )
     said = (info.num_blocks, len(info.ranks), info.fingerprint)
     found = (table.num_blocks, table.num_ranks, table.fingerprint)
     if said != found:
         raise CorruptSegment(
-            f"{info.table} (blocks, ranks, fingerprint) is {found}, the roster says {said}"
+            f"its table (blocks, ranks, fingerprint) is {found}, the roster says {said}"
         )
     if not NO_LEASE_BIT <= info.lease_bit < NUM_LEASE_BITS:
         raise ProtocolError(f"the roster gives it lease bit {info.lease_bit}")

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED, Counter
-from .deaths import DeathWatch
 from .errors import KvshmError, SegmentNotFound
+from .handout import Handouts
 from .index import Forgotten, Replica
 from .log import logger
 from .peer import Peer, check_table
@@ -26,7 +26,6 @@ from .peer_list import PeerList
 from .plans import PlannedRun
 from .protocol import EngineInfo
 from .records import RECORD_BYTES, RowState
-from .segment import identity_of
 from .slots import SlotTable
 from .terms import Epoch, LeaseBit
 
@@ -81,35 +80,29 @@ class Peers:
         namespace: str,
         engine: str,
         epoch: Epoch,
-        open_table: Callable[[str], SlotTable] = SlotTable.open,
+        handouts: Handouts,
         clock: Callable[[], float] = time.monotonic,
         listed: PeerList | None = None,
     ) -> None:
         """Create the replica of engine ``engine`` in its own ``epoch``.
 
-        ``clock`` gives seconds.  ``listed``: where the peers are named to the own ranks.
-        Raises SegmentExists or SegmentTooSmall.
+        ``handouts``: where the others' tables are to be had.  ``clock`` gives seconds.
+        ``listed``: where the peers are named to the own ranks.  Raises SegmentTooSmall.
         """
         self._epoch = epoch
-        self._open_table = open_table
+        self._handouts = handouts
         self._clock = clock
-        self._replica = Replica.create(namespace, engine, epoch, identity_of(), INITIAL_CAPACITY)
+        self.replica = Replica.create(namespace, engine, epoch, INITIAL_CAPACITY)
         self._closed = False
         self._peers: dict[int, Peer] = {}  # the client's thread only
         self._view = _NOBODY
         self._listed = listed
-        self._deaths = DeathWatch()
         self._avoided: dict[int, Peer] = {}  # in quarantine, by row; the scheduler's thread only
         self._complaints: set[tuple[int, str]] = set()
         self._skipped = 0
         self._strange_events = 0
         self.strangers = 0
         """Engines of other fingerprints on this node; set on the client's thread."""
-
-    @property
-    def replica_name(self) -> str:
-        """Name of the replica's segment at the moment; ``Replica.open`` follows its growth."""
-        return self._replica.name
 
     # -- the client's thread
 
@@ -145,7 +138,7 @@ class Peers:
             self._strange_events += 1
             return
         try:
-            self._replica.apply(peer.row, records)
+            self.replica.apply(peer.row, records)
         except (KvshmError, IndexError, ValueError) as exc:
             self._strange_events += 1
             self._complain(peer.info, f"sent events that make no sense: {exc}")
@@ -158,8 +151,8 @@ class Peers:
             return
         try:
             # The order matters: what is known before the scan begins was READY before.
-            before = self._replica.heard(peer.row)
-            self._replica.resync(peer.row, before, peer.table.scan())
+            before = self.replica.heard(peer.row)
+            self.replica.resync(peer.row, before, peer.table.scan())
         except (KvshmError, IndexError, ValueError) as exc:
             self._drop(epoch)
             self._skip(peer.info, exc)
@@ -167,12 +160,11 @@ class Peers:
     def look_for_deaths(self) -> None:
         """Offer nothing any more of engines of which a process has ended.  About once a second,
         with a coordinator or without; one that is there sees the death too, and cleans up."""
-        for epoch in self._deaths.dead():
-            peer = self._peers.get(epoch)
-            if peer is not None and not peer.dead:
+        for peer in self._peers.values():
+            if not peer.dead and peer.table.died:
                 peer.dead = True
                 self._show()
-                self._replica.set_row_state(peer.row, RowState.SUSPECTED)
+                self.replica.set_row_state(peer.row, RowState.SUSPECTED)
                 log.warning("engine %s (pid %d) has died", peer.info.name, peer.info.pid)
 
     def write_again(self) -> None:
@@ -202,7 +194,7 @@ class Peers:
         still = {row: p for row, p in self._avoided.items() if p.avoided_until > now}
         self._avoided = still
         mask = sum(1 << row for row, peer in still.items() if rows.get(row) is peer)
-        return bool(mask and self._replica.lookup(hashes, start, start + 1, mask))
+        return bool(mask and self.replica.lookup(hashes, start, start + 1, mask))
 
     def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> list[PlannedRun]:
         """Return the longest prefix of ``hashes[start:stop]`` that usable peers seem to hold,
@@ -211,8 +203,8 @@ class Peers:
         mask = view.mask
         while mask:
             # Before the lookup: what the writer has done since, the lookup sees.
-            forgotten = list(self._replica.forgotten) if self._replica.forgotten else ()
-            runs = self._replica.lookup(hashes, start, stop, mask)
+            forgotten = list(self.replica.forgotten) if self.replica.forgotten else ()
+            runs = self.replica.lookup(hashes, start, stop, mask)
             if not runs:
                 break
             planned = []
@@ -235,7 +227,7 @@ class Peers:
         on no lookup names them."""
         peer = self._view.peers.get(epoch)
         if peer is not None:
-            self._replica.forget(peer.row, epoch, records)
+            self.replica.forget(peer.row, epoch, records)
 
     def fail(self, epoch: Epoch) -> bool:
         """Count a failed load from a peer; the third in a row puts it in quarantine, which
@@ -286,14 +278,14 @@ class Peers:
         """Any thread."""
         view = self._view
         usable = sum(map(self._usable, view.rows.values()))
-        refused = self._replica.refused
+        refused = self.replica.refused
         return PeersStats(len(view.peers), usable, self._skipped, self._strange_events, refused)
 
     def close(self) -> None:
-        """Forget everybody and remove the replica; later calls do nothing.  Idempotent."""
+        """Forget everybody and the replica; later calls do nothing.  Idempotent."""
         self._closed = True
         self._view = _NOBODY
-        self._replica.end()
+        self.replica.end()
         if self._listed is not None:
             self._listed.end()
 
@@ -317,8 +309,7 @@ class Peers:
         peer = self._peers.pop(epoch, None)
         if peer is not None:
             self._show()  # before its row is another's
-            self._replica.drop_row(peer.row)
-            self._deaths.forget(epoch)
+            self.replica.drop_row(peer.row)
             self._write_list()
 
     def _usable(self, peer: Peer) -> bool:
@@ -330,23 +321,22 @@ class Peers:
         if peer is not None:
             peer.suspected = suspected
             self._show()
-            self._replica.set_row_state(peer.row, state)
+            self.replica.set_row_state(peer.row, state)
 
     def _attach(self, info: EngineInfo) -> bool:
         if self._closed:
             return False
         try:
-            table = self._open_table(info.table)
+            table = self._handouts.table_of_member(info.epoch, info.num_blocks, len(info.ranks))
             check_table(table, info)
             epoch, bit = Epoch(info.epoch), LeaseBit(info.lease_bit)
-            row = self._replica.add_row(epoch, info.name, info.num_blocks, bit)
+            row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)
         except KvshmError as exc:
             self._skip(info, exc)
             return False
         peer = self._peers[info.epoch] = Peer(info, table, row)
         self._show()
         self._write_list()
-        self._deaths.watch(info.epoch, peer.processes)
         return True
 
     def _write_list(self) -> None:

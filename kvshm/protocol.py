@@ -38,7 +38,7 @@ class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     """One worker process of an engine and how to reach its KV memory."""
 
     pid: int
-    start_time: int
+    """As the engine sees it: for people."""
     memory: MemoryDescriptor
 
 
@@ -48,12 +48,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     name: str
     pid: int
-    start_time: int
+    """As it sees itself: for people."""
     fingerprint: bytes
     fields: dict[str, str]
     """The fingerprint's ingredients, to name what differs between two engines."""
-    table: str
-    """Name of the slot table segment."""
     num_blocks: int
     ranks: list[RankInfo]
     lease_bit: int = -1

@@ -13,9 +13,8 @@ Slot table: one per exporting engine and epoch
     8     | layout_version u32 (written LAST)  | header_bytes u32           |
     16    | segment_bytes u64                                               |
     24    | epoch u64                                                       |
-    32    | boot_id 16 bytes                                                |
-    48    | pid u64                                                         |
-    56    | start_time u64 (field 22 of /proc/PID/stat)                     |
+    32    | pid u64, as its owner sees it: for people                       |
+    40    | reserved                                                        |
     64    | fingerprint 32 bytes                                            |
     96    | num_blocks u32 | block_size u32 | num_ranks u32 | lease_bit+1   |
     112   | created_ns u64 (CLOCK_REALTIME)                                 |
@@ -29,13 +28,18 @@ Slot table: one per exporting engine and epoch
     1024  | counters u64 x 128 (ids: kvshm/counters.py)                     |
     2048  | error log: 16 x (count u64, first_ns u64, last_ns u64, 104 text)|
     4096  | load tickets u64 x 256: ranks that have yet to finish a load    |
-    6144  | reserved                                                        |
+    6144  | pulses u64 x 65: of the owner, then of each rank (below)        |
+    6664  | reserved                                                        |
     8192  +-----------------------------------------------------------------+
           | slot 0: 64 bytes                                                |
           | slot 1 ...                                  64 x num_blocks     |
           +-----------------------------------------------------------------+
           | checksum u64 [num_ranks][num_blocks]  (KVSHM_VERIFY)            |
           +-----------------------------------------------------------------+
+
+Pulse: 0 until the process has the table, then the id of a thread that ends with the process; the
+kernel itself replaces that by PULSE_DIED (FUTEX_OWNER_DIED) when it does, however it ends, and
+before any of the process's memory or descriptors go (kvshm/_native_pulse.c).
 
 Slot::
 
@@ -52,12 +56,10 @@ Replica index: one per engine, written by that engine's scheduler process only
 
     0     | magic "KVSHMIDX" | layout_version u32 (LAST) | header_bytes u32  |
     16    | segment_bytes u64 | epoch u64 (of the owning engine)             |
-    32    | boot_id 16 bytes | pid u64 | start_time u64                      |
+    32    | pid u64 | reserved                                               |
     64    | capacity u64 (entries, a power of two)                           |
     72    | count u64 (entries in use)                                       |
     80    | sequence u64 (odd while the writer is at work)                   |
-    88    | successor u64 (revision of the larger index that replaces this)  |
-    96    | revision u64                                                     |
     4096  | rows: 64 x 64 bytes, one per known engine                        |
     8192  | entries: 24 bytes x capacity                                     |
 
@@ -75,10 +77,6 @@ Block record: how blocks are named in events, plans and batches (48 bytes)
 Tombstone: private memory of the replica's writer, 16 bytes per block of each engine::
 
     tag u64 | generation:32 << 32 | state:32  (highest generation heard of, and its state)
-
-Lease table: one per namespace, outlives the coordinator; 28 rows of 64 bytes at 4096::
-
-    epoch u64 | pid u64 | start_time u64 | boot_id 16 bytes | reserved
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ from typing import NamedTuple, cast
 
 from .terms import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0
@@ -98,14 +96,13 @@ VERSION_OFFSET = MAGIC_OFFSET + 8
 HEADER_BYTES_OFFSET = VERSION_OFFSET + 4
 SEGMENT_BYTES_OFFSET = HEADER_BYTES_OFFSET + 4
 EPOCH_OFFSET = SEGMENT_BYTES_OFFSET + 8
-BOOT_ID_OFFSET = EPOCH_OFFSET + 8
-PID_OFFSET = BOOT_ID_OFFSET + 16
-START_TIME_OFFSET = PID_OFFSET + 8
+PID_OFFSET = EPOCH_OFFSET + 8
+PREFIX_BYTES = 64
 
 # -- slot table
 TABLE_MAGIC = b"KVSHMSLT"
 TABLE_HEADER_BYTES = 8192
-FINGERPRINT_OFFSET = START_TIME_OFFSET + 8
+FINGERPRINT_OFFSET = PREFIX_BYTES
 NUM_BLOCKS_OFFSET = FINGERPRINT_OFFSET + 32
 BLOCK_SIZE_OFFSET = NUM_BLOCKS_OFFSET + 4
 NUM_RANKS_OFFSET = BLOCK_SIZE_OFFSET + 4
@@ -116,6 +113,7 @@ LEASES_TAKEN_OFFSET = HEARTBEAT_OFFSET + 8
 RETIRED_OFFSET = LEASES_TAKEN_OFFSET + 8
 LIFE_OFFSET = 192
 MAX_RANKS = 64
+MAX_BLOCKS = 1 << 24
 ENGINE_NAME_OFFSET = LIFE_OFFSET + 8 * MAX_RANKS
 ENGINE_NAME_BYTES = 64
 MODEL_NAME_OFFSET = ENGINE_NAME_OFFSET + ENGINE_NAME_BYTES
@@ -127,6 +125,8 @@ NUM_ERRORS = 16
 ERROR_BYTES = 128
 TICKETS_OFFSET = ERRORS_OFFSET + NUM_ERRORS * ERROR_BYTES
 NUM_TICKETS = 256
+PULSES_OFFSET = TICKETS_OFFSET + 8 * NUM_TICKETS
+PULSE_DIED = 0x40000000
 
 SLOT_BYTES = 64
 SLOT_HASH_OFFSET = 8
@@ -142,11 +142,9 @@ GENERATION_SHIFT = 32
 # -- replica index
 INDEX_MAGIC = b"KVSHMIDX"
 INDEX_HEADER_BYTES = 8192
-CAPACITY_OFFSET = START_TIME_OFFSET + 8
+CAPACITY_OFFSET = PREFIX_BYTES
 COUNT_OFFSET = CAPACITY_OFFSET + 8
 SEQUENCE_OFFSET = COUNT_OFFSET + 8
-SUCCESSOR_OFFSET = SEQUENCE_OFFSET + 8
-REVISION_OFFSET = SUCCESSOR_OFFSET + 8
 ROWS_OFFSET = 4096
 NUM_ROWS = 64
 ROW_BYTES = 64
@@ -154,12 +152,6 @@ ROW_STATE_OFFSET = 8
 ROW_ENTRIES_OFFSET = 16
 ENTRY_BYTES = 24
 TOMBSTONE_BYTES = 16
-
-# -- lease table
-LEASE_TABLE_MAGIC = b"KVSHMLSE"
-LEASE_TABLE_BYTES = 8192
-LEASE_ROWS_OFFSET = 4096
-LEASE_ROW_BYTES = 64
 
 RECORD_BYTES = 48
 _RECORD = struct.Struct(f"<{HASH_BYTES}sIIII")

@@ -13,13 +13,17 @@ import shlex
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import RunDirectoryError
+from .terms import Epoch
 
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket (Linux, without the closing zero)."""
 
-_RANK_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.rank\.(?P<pid>[0-9]+)\.[0-9]+\.sock")
+_SOCKET = re.compile(
+    r"(?P<namespace>[^.]+)\.(engine\.(?P<epoch>[0-9a-f]{16})|rank\.[0-9a-z]+\.[0-9]+)\.sock"
+)
 _PEERS_FILE = re.compile(r"(?P<namespace>[^.]+)\.peers\.(?P<epoch>[0-9a-f]{16})(\.new)?")
 
 
@@ -94,10 +98,21 @@ def lock_path(run_dir: Path, namespace: str) -> Path:
     return run_dir / f"{namespace}.lock"
 
 
-def rank_socket(run_dir: Path, namespace: str, pid: int, rank: int) -> Path:
+def tables_socket(run_dir: Path, namespace: str) -> Path:
+    """Socket at which the coordinator hands out the slot tables of its roster."""
+    return _socket(run_dir, f"{namespace}.tables.sock")
+
+
+def engine_socket(run_dir: Path, namespace: str, epoch: int) -> Path:
+    """Socket at which an engine hands out its slot table and replica, in one epoch."""
+    return _socket(run_dir, f"{namespace}.engine.{epoch:016x}.sock")
+
+
+def rank_socket(run_dir: Path, namespace: str, process: str, rank: int) -> Path:
     """Socket at which a worker process hands out the file descriptors of its KV memory, for
-    one epoch after another."""
-    return _socket(run_dir, f"{namespace}.rank.{pid}.{rank}.sock")
+    one epoch after another.  ``process``: letters and digits of its own.  A pid would not do: it
+    may be another's as well, in another container with the same run directory."""
+    return _socket(run_dir, f"{namespace}.rank.{process}.{rank}.sock")
 
 
 def peers_file(run_dir: Path, namespace: str, epoch: int) -> Path:
@@ -119,7 +134,7 @@ def list_peers_files(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:
 def require_room(run_dir: Path, namespace: str) -> None:
     """Check that every socket of an engine has room below ``run_dir``.  Raises
     RunDirectoryError: better before an engine has begun to share than rank by rank."""
-    rank_socket(run_dir, namespace, pid=9_999_999, rank=99)  # the longest name there is
+    engine_socket(run_dir, namespace, epoch=0)  # the longest name there is
 
 
 def start_command(run_dir: Path, namespace: str) -> str:
@@ -127,14 +142,27 @@ def start_command(run_dir: Path, namespace: str) -> str:
     return f"kvshm-coordinator --run-dir {shlex.quote(str(run_dir))} --namespace {namespace}"
 
 
-def list_rank_sockets(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:
-    """Return (pid, path) of the namespace's rank sockets that lie there, alive or not."""
-    found = ((_RANK_SOCKET.fullmatch(path.name), path) for path in sorted(run_dir.iterdir()))
+class FoundSocket(NamedTuple):
+    """A socket of engines that lies in a run directory, served or not."""
+
+    namespace: str
+    epoch: Epoch | None
+    """That of the engine; None for a rank's."""
+    path: Path
+
+
+def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundSocket]:
+    """Return the sockets of engines and their ranks, of a namespace or (None) of all."""
+    found = ((_SOCKET.fullmatch(path.name), path) for path in sorted(run_dir.iterdir()))
     return [
-        (int(match["pid"]), path)
+        FoundSocket(match["namespace"], _epoch(match["epoch"]), path)
         for match, path in found
-        if match and match["namespace"] == namespace
+        if match and namespace in (None, match["namespace"])
     ]
+
+
+def _epoch(digits: str | None) -> Epoch | None:
+    return None if digits is None else Epoch(int(digits, 16))
 
 
 def _socket(run_dir: Path, name: str) -> Path:

@@ -8,6 +8,7 @@ the table's state.
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 from collections import Counter
@@ -21,19 +22,23 @@ from .errors import CorruptSegment
 from .records import (
     GENERATION_SHIFT,
     LEASE_MASK,
+    MAX_BLOCKS,
+    MAX_RANKS,
     NUM_LEASE_BITS,
     SLOT_BYTES,
     STATE_SHIFT,
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,
     SlotState,
+    table_bytes,
 )
-from .segment import Header, Identity, Segment, check_header, write_header
+from .segment import Header, Segment, check_header, write_header
 from .table_header import Clock, TableHeader, TableSpec
 from .terms import BlockHash, BlockId, Epoch, Generation, LeaseBit, Rank
 
 __all__ = ["Slot", "SlotTable", "TableSpec"]
 
+LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
 _SCAN_BATCH = 4096
 _MAX_MS = (1 << 32) - 1
 _STABLE_READS = 8
@@ -68,24 +73,35 @@ class SlotTable(TableHeader):
 
     @classmethod
     def create(
-        cls, spec: TableSpec, epoch: Epoch, identity: Identity, clock: Clock = time.time_ns
+        cls, spec: TableSpec, epoch: Epoch, pid: int | None = None, clock: Clock = time.time_ns
     ) -> SlotTable:
         """Create the table of a new epoch: every slot EMPTY, every rank without life.
 
-        Raises SegmentExists or SegmentTooSmall.
+        ``pid``: its owner's, for people (default: this process).  Raises SegmentTooSmall.
         """
         segment = Segment.create(spec.segment_name(epoch), spec.nbytes)
         spec.write(segment, clock())
-        write_header(segment, TABLE_MAGIC, TABLE_HEADER_BYTES, epoch, identity)
-        return cls(segment, Header(TABLE_MAGIC, TABLE_HEADER_BYTES, epoch, identity), clock)
+        owner = os.getpid() if pid is None else pid
+        header = Header(TABLE_MAGIC, TABLE_HEADER_BYTES, epoch, owner)
+        write_header(segment, header)
+        return cls(segment, header, clock)
 
     @classmethod
-    def open(cls, name: str, *, writable: bool = True, clock: Clock = time.time_ns) -> SlotTable:
-        """Map an existing table.
+    def of(
+        cls,
+        name: str,
+        fd: int,
+        *,
+        writable: bool = True,
+        largest: int = LARGEST_TABLE,
+        clock: Clock = time.time_ns,
+    ) -> SlotTable:
+        """Map a table whose descriptor was handed on; ``fd`` is closed.  ``name`` is what to call
+        it, ``largest`` of how many bytes it may be.
 
-        Raises SegmentNotFound, SegmentNotReady, VersionMismatch or CorruptSegment.
+        Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
-        segment = Segment.open(name, writable)
+        segment = Segment.of(name, fd, writable, largest).keep_no_descriptor()
         try:
             return cls(segment, check_header(segment, TABLE_MAGIC), clock)
         except BaseException:

@@ -2,6 +2,9 @@
 
 A life word holds the epoch while one rank's KV memory is what the table says.  Without it no
 lease succeeds and no re-check passes, so zeroing it withdraws everything at once.
+
+A pulse says that a process may still use the table, and the leases of its engine: the kernel
+marks it when the process dies, before it frees any of its memory.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from dataclasses import dataclass
 from . import _native
 from .counters import Counters
 from .error_log import ErrorLog, LoggedError
-from .errors import CorruptSegment
+from .errors import CorruptSegment, SegmentError
 from .records import (
     CREATED_OFFSET,
     ENGINE_NAME_BYTES,
@@ -23,6 +26,7 @@ from .records import (
     HEARTBEAT_OFFSET,
     LEASES_TAKEN_OFFSET,
     LIFE_OFFSET,
+    MAX_BLOCKS,
     MAX_RANKS,
     MODEL_NAME_BYTES,
     MODEL_NAME_OFFSET,
@@ -30,13 +34,15 @@ from .records import (
     NUM_LEASE_BITS,
     NUM_RANKS_OFFSET,
     NUM_TICKETS,
+    PULSE_DIED,
+    PULSES_OFFSET,
     RETIRED_OFFSET,
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,
     TICKETS_OFFSET,
     table_bytes,
 )
-from .segment import TABLE_KIND, Header, Segment, segment_name
+from .segment import TABLE_KIND, Header, Segment, SegmentName
 from .terms import Epoch, Fingerprint, LeaseBit
 
 Clock = Callable[[], int]
@@ -64,7 +70,7 @@ class TableSpec:
     model: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 < self.num_blocks < 1 << 32 or not 0 < self.block_size < 1 << 32:
+        if not 0 < self.num_blocks <= MAX_BLOCKS or not 0 < self.block_size < 1 << 32:
             raise ValueError(f"{self.num_blocks} blocks of {self.block_size} tokens")
         if not 0 < self.num_ranks <= MAX_RANKS:
             raise ValueError(f"{self.num_ranks} ranks, a slot table has 1 to {MAX_RANKS}")
@@ -79,8 +85,8 @@ class TableSpec:
         return table_bytes(self.num_blocks, self.num_ranks)
 
     def segment_name(self, epoch: Epoch) -> str:
-        """Name of the segment in one epoch."""
-        return segment_name(self.namespace, TABLE_KIND, self.engine, epoch)
+        """What people call the segment in one epoch."""
+        return str(SegmentName(self.namespace, TABLE_KIND, self.engine, epoch))
 
     def write(self, segment: Segment, created_ns: int) -> None:
         """Fill the fixed fields of a new segment's header."""
@@ -106,7 +112,8 @@ class TableHeader:
     def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
         """Take over a segment whose common header was checked.  Raises CorruptSegment."""
         self._segment, self._clock = segment, clock
-        self.name, self.epoch, self.identity = segment.name, header.epoch, header.identity
+        self.name, self.epoch, self.pid = segment.name, header.epoch, header.pid
+        self._pulse: object = None
         buffer = segment.buffer
         if header.magic != TABLE_MAGIC or header.header_bytes != TABLE_HEADER_BYTES:
             raise CorruptSegment(f"{self.name} has a header of {header.header_bytes} bytes")
@@ -161,8 +168,7 @@ class TableHeader:
 
     def end_life(self, rank: int | None) -> None:
         """Before the rank's KV memory is freed or remapped (None: that of all ranks).  From
-        here on no lease succeeds and no re-check of that rank passes.  Also called by
-        whoever has confirmed the rank's death."""
+        here on no lease succeeds and no re-check of that rank passes."""
         for ended in range(self.num_ranks) if rank is None else (rank,):
             self._store(self._life_offset(ended), 0)
 
@@ -178,7 +184,44 @@ class TableHeader:
         """Whether the rank's KV memory is what the table says, and the table not retired."""
         buffer, life = self._segment.buffer, self._life_offset(rank)
         alive = _native.load(buffer, life) == self.epoch
-        return alive and not _native.load(buffer, RETIRED_OFFSET)
+        return alive and not _native.load(buffer, RETIRED_OFFSET) and not self.died
+
+    # -- pulses: who of the engine's processes still has the table
+
+    def begin_pulse(self, rank: int | None) -> None:
+        """Let the kernel mark the end of this process, which is the rank's (None: the owner's).
+        It counts as ended, too, once this object is closed or gone.  Raises SegmentError where
+        the kernel or the process's limits do not allow that."""
+        try:
+            self._pulse = _native.pulse(self._segment.buffer, self._pulse_offset(rank))
+        except OSError as exc:
+            raise SegmentError(f"{self.name}: a death could not be told: {exc}") from exc
+
+    def _pulse_offset(self, rank: int | None) -> int:
+        if rank is None:
+            return PULSES_OFFSET
+        self._life_offset(rank)
+        return PULSES_OFFSET + 8 * (1 + rank)
+
+    def _pulses(self) -> list[int]:
+        buffer = self._segment.buffer
+        stop = PULSES_OFFSET + 8 * (1 + self.num_ranks)
+        return [_native.load(buffer, offset) for offset in range(PULSES_OFFSET, stop, 8)]
+
+    @property
+    def owner_died(self) -> bool:
+        """Whether the process that made the table has ended, or given it up."""
+        return bool(self._load(PULSES_OFFSET) & PULSE_DIED)
+
+    @property
+    def died(self) -> bool:
+        """Whether a process without which the epoch is at its end has ended, or given it up."""
+        return any(pulse & PULSE_DIED for pulse in self._pulses())
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a process of the engine still has the table, and may give leases back."""
+        return any(pulse and not pulse & PULSE_DIED for pulse in self._pulses())
 
     def beat(self) -> None:
         """The owner is alive; about once a second."""
@@ -259,15 +302,19 @@ class TableHeader:
         lives = [self.life(rank) for rank in range(self.num_ranks)]
         tickets = _TICKETS.unpack_from(self._segment.buffer, TICKETS_OFFSET)
         found = [f"life of rank {r} is {w:#x}" for r, w in enumerate(lives) if w not in legal]
+        pulses = enumerate(self._pulses(), start=-1)
+        found += [f"pulse {r} is {p:#x}" for r, p in pulses if p > PULSE_DIED]
         found += [f"ticket {i} waits for {n} ranks" for i, n in enumerate(tickets) if n > MAX_RANKS]
         if self.lease_bit >= NUM_LEASE_BITS:
             found.append(f"lease bit is {self.lease_bit}")
         return found
 
+    def descriptor(self, writable: bool) -> int:
+        """A new descriptor of the table, to hand on; the caller's to close.  Only of a table that
+        this object created.  Raises SegmentError."""
+        return self._segment.descriptor(writable)
+
     def close(self) -> None:
         """Unmap.  Idempotent."""
+        self._pulse = None
         self._segment.close()
-
-    def unlink(self) -> None:
-        """Remove the name; mappings stay valid.  Idempotent."""
-        self._segment.unlink()

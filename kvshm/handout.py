@@ -1,0 +1,182 @@
+"""Handing out slot tables and replicas: a segment has no name, so its owner gives descriptors.
+
+::
+
+    <run dir>/<namespace>.engine.<epoch>.sock     the engine itself, in one epoch: both of its own
+    <run dir>/<namespace>.tables.sock             the coordinator: the tables of the whole roster
+
+The connection stays open; its end says that the server has ended, or hands out no more.  Engines
+ask the coordinator, which answers even for one that stands still; ranks and tools ask the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from .errors import ProtocolError, SegmentError, SegmentNotFound, TransportError
+from .fds import FdServer, close_all, fetch_and_stay
+from .index import Replica
+from .index_reader import ReplicaReader
+from .records import table_bytes
+from .rundir import engine_socket, tables_socket
+from .segment import INDEX_KIND, TABLE_KIND
+from .slots import LARGEST_TABLE, SlotTable
+from .terms import Epoch
+
+FETCH_SECONDS = 2.0
+"""How long a server may take to answer; it is answered by a thread of its own."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """Which segment is wanted, and whether to write to it."""
+
+    kind: str
+    epoch: int
+    writable: bool = False
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Whether a descriptor rides along; if not, why."""
+
+    found: bool
+    reason: str = ""
+
+
+_request_decoder = msgspec.msgpack.Decoder(Request)
+_answer_decoder = msgspec.msgpack.Decoder(Answer)
+
+Find = Callable[[Request], int]
+"""Gives a descriptor that is closed once it was sent.  On the server's thread; SegmentError if
+there is none."""
+
+
+class HandoutServer:
+    """Answers requests at ``path`` until ``close``; raises TransportError if it cannot."""
+
+    def __init__(self, path: Path, find: Find) -> None:
+        self._find = find
+        self._sent: list[int] = []
+        self._server = FdServer(path, self._answer)
+
+    def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
+        """The descriptor of the answer before was sent, or never will be."""
+        self._forget_sent()
+        try:
+            self._sent = [self._find(_request_decoder.decode(packed))]
+        except (msgspec.DecodeError, SegmentError) as exc:
+            return msgspec.msgpack.encode(Answer(False, str(exc))), []
+        return msgspec.msgpack.encode(Answer(True)), self._sent
+
+    def _forget_sent(self) -> None:
+        sent, self._sent = self._sent, []
+        close_all(sent)
+
+    def close(self) -> None:
+        """Hand out no more.  Idempotent; waits for the answer under way."""
+        self._server.close()
+        self._forget_sent()
+
+
+def serve_epoch(path: Path, table: SlotTable, replica: Replica) -> HandoutServer:
+    """Hand out an engine's own segments.  Raises TransportError."""
+
+    def find(wanted: Request) -> int:
+        if wanted.epoch != table.epoch or wanted.kind not in (TABLE_KIND, INDEX_KIND):
+            raise SegmentNotFound(f"epoch {table.epoch:016x} is served here")
+        if wanted.kind == TABLE_KIND:
+            return table.descriptor(wanted.writable)
+        return replica.descriptor()
+
+    return HandoutServer(path, find)
+
+
+# -- asking
+
+
+class Asked(NamedTuple):
+    """What came of asking: a descriptor and the connection, both the caller's to close."""
+
+    fd: int
+    connection: socket.socket
+
+
+def read_answer(reply: bytes, fds: list[int], what: str) -> int:
+    """Return the one descriptor of an answer; others are closed.  Raises SegmentError."""
+    try:
+        answer = _answer_decoder.decode(reply)
+    except msgspec.DecodeError as exc:
+        close_all(fds)
+        raise SegmentError(f"{what}: undecodable answer: {exc}") from exc
+    if answer.found and len(fds) == 1:
+        return fds[0]
+    close_all(fds)
+    if answer.found:
+        raise SegmentError(f"{what}: the answer came with {len(fds)} descriptors")
+    raise SegmentNotFound(f"{what}: {answer.reason}")
+
+
+def encode_request(kind: str, epoch: int, writable: bool) -> bytes:
+    """A request as it is sent."""
+    return msgspec.msgpack.encode(Request(kind, epoch, writable))
+
+
+def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> Asked:
+    """Ask the server at ``path`` for a segment.  Blocks for ``timeout`` seconds at most.  Raises
+    SegmentNotFound if nobody has it (any more), or SegmentError."""
+    try:
+        request = encode_request(kind, epoch, writable)
+        reply, fds, connection = fetch_and_stay(path, request, timeout)
+    except TransportError as exc:
+        gone = isinstance(exc.__cause__, (FileNotFoundError, ConnectionRefusedError))
+        raise (SegmentNotFound if gone else SegmentError)(str(exc)) from exc
+    try:
+        return Asked(read_answer(reply, fds, os.fspath(path)), connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+class Handouts:
+    """Where the segments of one run directory and namespace are to be had.  Any thread; each
+    method blocks for ``timeout`` seconds at most, and raises SegmentError."""
+
+    def __init__(self, run_dir: Path, namespace: str, timeout: float = FETCH_SECONDS) -> None:
+        self._run_dir = run_dir
+        self._namespace = namespace
+        self._timeout = timeout
+
+    def table(self, epoch: Epoch | int, *, writable: bool = True) -> SlotTable:
+        """An engine's table, from the engine.  Raises SegmentNotFound if it has ended."""
+        return self._table(self._engine(epoch), epoch, writable, LARGEST_TABLE)
+
+    def table_of_member(self, epoch: int, num_blocks: int, num_ranks: int) -> SlotTable:
+        """The table of an engine in the roster, from the coordinator: of the stated size."""
+        path = tables_socket(self._run_dir, self._namespace)
+        return self._table(path, epoch, True, table_bytes(num_blocks, num_ranks))
+
+    def replica(self, epoch: Epoch | int) -> ReplicaReader:
+        """An engine's replica as it is now, from the engine, to read."""
+        fd, connection = ask(self._engine(epoch), INDEX_KIND, epoch, False, self._timeout)
+        connection.close()
+        return ReplicaReader.of(self._called(INDEX_KIND, epoch), fd)
+
+    def _table(self, path: Path, epoch: int, writable: bool, largest: int) -> SlotTable:
+        fd, connection = ask(path, TABLE_KIND, epoch, writable, self._timeout)
+        connection.close()
+        table = SlotTable.of(self._called(TABLE_KIND, epoch), fd, writable=writable, largest=largest)
+        if table.epoch != epoch:
+            table.close()
+            raise ProtocolError(f"{path} handed out epoch {table.epoch:016x}, not {epoch:016x}")
+        return table
+
+    def _engine(self, epoch: int) -> Path:
+        return engine_socket(self._run_dir, self._namespace, epoch)
+
+    def _called(self, kind: str, epoch: int) -> str:
+        return f"kvshm.{self._namespace}.{kind}.{epoch:016x}"
