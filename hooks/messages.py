@@ -37,8 +37,8 @@ class StepMetadata(KVConnectorMetadata):
 
     quiet: ClassVar[bool] = False
     step: int
-    open_table: str = ""
-    """A new epoch has begun: the slot table every rank has to open."""
+    open_epoch: int = 0
+    """A new epoch has begun: every rank has to open its slot table.  0: none has."""
     describe: int = 0
     """The old epoch has ended (weights may have changed): describe yourself again, in answer
     to the reset of this number.  0: no need."""

@@ -276,7 +276,7 @@ class SchedulerSide:
         self.cache.settle()
         metadata = StepMetadata(
             step=self._step if busy else 0,
-            open_table=self._newly_opened(),
+            open_epoch=self._newly_opened(),
             describe=self._resets if self._describe and busy else 0,
             loads=loads,
             at_once=at_once,
@@ -303,10 +303,10 @@ class SchedulerSide:
         patience = self.importer.at_once.step_built()
         return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
 
-    def _newly_opened(self) -> str:
+    def _newly_opened(self) -> int:
         table, announced = self.cache.table, self._announced
         self._announced = announced if table is None else table.epoch
-        return "" if table is None or table.epoch == announced else table.name
+        return 0 if table is None or table.epoch == announced else table.epoch
 
     def before_output(self, output: Any, result: Any) -> None:
         """vLLM is about to take in a step's output: what its imports that it waited for have

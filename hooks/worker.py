@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
@@ -14,13 +15,13 @@ import torch
 from kvshm.config import Config
 from kvshm.errors import KvshmError, SegmentNotFound, TransportError
 from kvshm.fingerprint import KERNEL_BLOCKS
+from kvshm.handout import Handouts
 from kvshm.interfaces import Transport, load_transport
 from kvshm.log import logger
 from kvshm.plans import LoadReport
 from kvshm.protocol import RankInfo
 from kvshm.rank import POLL_SECONDS, RankCache
 from kvshm.rundir import rank_socket
-from kvshm.segment import identity_of
 from kvshm.terms import BlockId, Epoch, Rank
 
 from .identity import find_model, model_owners, rank_fields
@@ -86,7 +87,8 @@ class WorkerSide:
         if self._model is not None:
             watch_weights([self._model, *owners], self._weights_change)
         self._kernel_blocks = placement.kernel_blocks
-        socket = rank_socket(self._run_dir, self._config.namespace, os.getpid(), self._rank)
+        run_dir, namespace = self._run_dir, self._config.namespace
+        socket = rank_socket(run_dir, namespace, secrets.token_hex(4), self._rank)
         wanted = getattr(self._transport_type, "settings", ())
         try:
             self._transport = self._transport_type(
@@ -104,7 +106,10 @@ class WorkerSide:
         # import defers that); but a drafter writes after its step's output was handed over.
         self._transport.late_writers = self._vllm_config.speculative_config is not None
         self._cache = RankCache(
-            self._transport, self._rank, run_dir=self._run_dir, verify=self._config.verify
+            self._transport,
+            self._rank,
+            Handouts(run_dir, namespace),
+            verify=self._config.verify,
         )
 
     def _weights_change(self) -> None:
@@ -145,12 +150,11 @@ class WorkerSide:
         except WeightsUnknown as exc:
             return RankDescription(None, {}, str(exc))
         fields[KERNEL_BLOCKS] = str(self._kernel_blocks)  # decides the order within a block
-        identity = identity_of()
         try:
             memory = self._transport.export(Epoch(0))  # serves nothing until an epoch is opened
         except TransportError as exc:
             return RankDescription(None, {}, str(exc))
-        return RankDescription(RankInfo(identity.pid, identity.start_time, memory), fields)
+        return RankDescription(RankInfo(os.getpid(), memory), fields)
 
     # -- every step
 
@@ -179,9 +183,9 @@ class WorkerSide:
             report.descriptions[self._rank] = self.describe()
         # A table made for weights that are gone stays closed: its loads all fail, and the
         # scheduler, which is being told, begins another epoch.
-        if metadata.open_table and self._cache is not None and self._described:
+        if metadata.open_epoch and self._cache is not None and self._described:
             with suppress(SegmentNotFound):  # ended while the step was under way; told next
-                self._cache.open_epoch(metadata.open_table)
+                self._cache.open_epoch(Epoch(metadata.open_epoch))
 
     def _passes(self, fence: int) -> bool:
         """Whether all that the model's steps have written by now stands in memory.  They run on

@@ -67,6 +67,20 @@ def _check_path(path: str) -> None:
 # -- asking
 
 
+def socket_name(path: str | Path) -> str:
+    """What a peer is told of the socket at ``path``: its name.  The directory is shared, but
+    another container may see it at another place."""
+    return os.path.basename(path)
+
+
+def beside(own_path: str | Path, name: str) -> str:
+    """Where the socket lies that a peer calls ``name``: beside the own one.  TransportError if
+    that is no name."""
+    if not name or os.path.basename(name) != name:
+        raise TransportError(f"{name!r} is no name of a socket in the run directory")
+    return os.path.join(os.path.dirname(own_path), name)
+
+
 def _received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
     fds = array.array("i")
     for level, kind, data in ancillary:

@@ -24,7 +24,7 @@ from .fds import FdServer, close_all, fetch_and_stay
 from .index import Replica
 from .index_reader import ReplicaReader
 from .records import table_bytes
-from .rundir import engine_socket, tables_socket
+from .rundir import engine_socket, peers_file, tables_socket
 from .segment import INDEX_KIND, TABLE_KIND
 from .slots import LARGEST_TABLE, SlotTable
 from .terms import Epoch
@@ -159,6 +159,10 @@ class Handouts:
         """The table of an engine in the roster, from the coordinator: of the stated size."""
         path = tables_socket(self._run_dir, self._namespace)
         return self._table(path, epoch, True, table_bytes(num_blocks, num_ranks))
+
+    def peers_file(self, epoch: Epoch) -> Path:
+        """Where the engine of an epoch names its peers to its ranks (kvshm/peer_list.py)."""
+        return peers_file(self._run_dir, self._namespace, epoch)
 
     def replica(self, epoch: Epoch | int) -> ReplicaReader:
         """An engine's replica as it is now, from the engine, to read."""

@@ -37,9 +37,8 @@ _PEERS_FAULT = {
     LoadFailure.UNREACHABLE,
     LoadFailure.COPY_FAILED,
     LoadFailure.MISMATCH,
-    LoadFailure.UNCERTAIN,
 }
-_COPIED_ALL_THE_SAME = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH, LoadFailure.UNCERTAIN}
+_COPIED_ALL_THE_SAME = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
 """Anything else that fails may have kept bytes from being copied."""
 _HINT_WAS_WRONG = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
 """The block is not, or no longer, what the replica says; the others may just be tried again."""
@@ -135,7 +134,6 @@ class Imports:
                 ranks = () if attached else run.peer.info.ranks
                 yield Piece(
                     peer=Epoch(run.peer.info.epoch),
-                    table=run.peer.info.table,
                     memory=tuple(rank.memory for rank in ranks),
                     records=run.records[: leased * RECORD_BYTES],
                     taken=taken[:leased],

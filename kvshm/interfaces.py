@@ -127,10 +127,6 @@ class Transport(Protocol):
     """Whether what the model was given to do before a copy may still write to its targets: then
     a copy waits for it.  True unless the engine says that it sees to that."""
 
-    memory_outlives_exporter: bool
-    """Whether attached memory stays as it was when the exporter's process dies, for as long as
-    it is attached.  If not, nothing is delivered that was copied from one who may have died."""
-
     def export(self, epoch: Epoch) -> MemoryDescriptor:
         """Describe own memory to peers under ``epoch``.  A second call replaces the first:
         from then on the old descriptor is stale, while copies under way go on.  Raises

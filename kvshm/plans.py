@@ -53,7 +53,6 @@ class Piece:
     """Consecutive blocks of a load that come from one peer."""
 
     peer: Epoch
-    table: str
     memory: tuple[MemoryDescriptor, ...]
     """The peer's KV memory, by rank; empty if all ranks are known to have it open."""
     records: bytes
@@ -97,8 +96,6 @@ class LoadFailure(StrEnum):
     """The exporter reused the block, or its memory ended, while it was being copied."""
     TOO_LATE = "too-late"
     """The copy had not ended when the step that needs it could not wait any longer."""
-    UNCERTAIN = "uncertain"
-    """The exporter was dead or silent when the copy had ended, and its memory may have gone."""
     MISMATCH = "mismatch"
     """KVSHM_VERIFY: the copied bytes are not those that were published."""
     OWN_RESET = "own-reset"

@@ -18,19 +18,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from .counters import LOADS_STARTED, LOADS_TOO_LATE
 from .errors import MemoryInUse
 from .forks import guard_forks
+from .handout import Handouts
 from .interfaces import Transport
 from .log import logger
 from .peer_list import PeerListReader
 from .plans import Load, LoadFailure, LoadReport
 from .rank_load import RankLoad
 from .rank_peers import PeerBook
-from .rundir import peers_file
-from .segment import parse_segment_name
 from .slots import SlotTable
 from .terms import BlockId, Epoch, Rank
 
@@ -56,14 +54,13 @@ class RankCache:
         self,
         transport: Transport,
         rank: Rank,
+        handouts: Handouts,
         *,
-        run_dir: Path | None = None,
         verify: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``run_dir``: where the engine names its peers, so that they are attached ahead of
-        loads; without it they are attached on first use."""
-        self._run_dir = run_dir
+        """``handouts``: where the own table and those of peers are to be had."""
+        self._handouts = handouts
         self._transport = transport
         self._rank = rank
         self._verify = verify
@@ -71,7 +68,7 @@ class RankCache:
         self.failed = ""
         """Why the rank exports nothing although it was told to; empty while all is well."""
         self._table: SlotTable | None = None
-        self._peers = PeerBook(transport, rank, clock)
+        self._peers = PeerBook(transport, rank, handouts, clock)
         self._tidy_at = clock() + TIDY_SECONDS
         self._untidy = False
         self._loads: queue.SimpleQueue[RankLoad | None] = queue.SimpleQueue()
@@ -93,29 +90,28 @@ class RankCache:
         may have ended since; its loads fail.  Any thread; does not block, costs nothing."""
         return self._peers.attached
 
-    def open_epoch(self, table_name: str) -> None:
-        """Export own memory under the epoch of ``table_name`` and declare it alive there.
+    def open_epoch(self, epoch: Epoch) -> None:
+        """Export own memory under the engine's ``epoch`` and declare it alive in its table.
 
-        The life word is set last: before it, no lease on this engine's blocks succeeds.
-        Raises SegmentError or TransportError; then the rank exports nothing, and ``failed``
-        says why until an epoch is opened.
+        The life word is set last: before it, no lease on this engine's blocks succeeds.  Blocks
+        for as long as the engine takes to hand its table out, FETCH_SECONDS at most.  Raises
+        SegmentError or TransportError; then the rank exports nothing, and ``failed`` says why
+        until an epoch is opened.
         """
         self.end_epoch()
         try:
-            self._table = self._export(table_name)
+            self._table = self._export(epoch)
         except Exception as exc:
             self.failed = f"rank {self._rank} cannot export: {exc}"
             raise
         self.failed = ""
-        name = parse_segment_name(table_name)
-        if self._run_dir is not None and name is not None:
-            listed = peers_file(self._run_dir, name.namespace, name.epoch)
-            self._peers.follow(PeerListReader(listed))
+        self._peers.follow(PeerListReader(self._handouts.peers_file(epoch)))
 
-    def _export(self, table_name: str) -> SlotTable:
-        table = SlotTable.open(table_name)
+    def _export(self, epoch: Epoch) -> SlotTable:
+        table = self._handouts.table(epoch)
         try:
-            self._transport.export(table.epoch)
+            table.begin_pulse(self._rank)
+            self._transport.export(epoch)
             table.set_life(self._rank)
         except BaseException:
             table.close()

@@ -20,7 +20,7 @@ from .counters import (
     RECHECK_FAILED,
     VERIFIED,
 )
-from .errors import KvshmError, SegmentNotFound, StillAttaching
+from .errors import KvshmError, StillAttaching
 from .interfaces import Copy, CopyState
 from .log import logger
 from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
@@ -204,9 +204,6 @@ class RankLoad:
         if self._verify:
             wanted = [part.peer.table.checksum(self._rank, s) for s in _sources(piece)]
         good = part.peer.table.recheck(self._rank, piece.records)
-        if self._peers.may_have_died(piece.peer, part.peer):
-            self._reject(piece, [False] * count, LoadFailure.UNCERTAIN)
-            return
         if self._own_epoch_ended():
             self._reject(piece, [False] * count, LoadFailure.OWN_RESET)
             return
@@ -256,12 +253,18 @@ class RankLoad:
         if not self._is_last():
             return
         for part in self._parts:
-            table = part.peer.table if part.peer is not None else None
             try:
-                release_piece(part.piece, self._load.lease_bit, table)
+                self._release_piece(part)
             except Exception as exc:
                 self._note(f"leases could not be given back, their exporter will: {exc}", exc)
         sync_point(SyncPoint.RELEASED)
+
+    def _release_piece(self, part: _Part) -> None:
+        bit, piece = self._load.lease_bit, part.piece
+        if part.peer is None:
+            self._peers.release(piece, bit)
+        elif bit >= 0 and any(piece.taken):
+            part.peer.table.release(LeaseBit(bit), piece.records, piece.taken)
 
     def _is_last(self) -> bool:
         """Whether no other rank needs the leases.  A rank that has no table of the load's
@@ -285,24 +288,6 @@ class RankLoad:
         with suppress(Exception):  # the log above has it; nothing may be lost for the note
             if self._table is not None:
                 self._table.log_error(text)
-
-
-def release_piece(piece: Piece, bit: LeaseBit | int, table: SlotTable | None) -> None:
-    """Clear the leases a piece took.  Without ``table`` it is opened for the purpose; a peer
-    that has gone needs no release.  Raises SegmentError."""
-    if bit < 0 or not any(piece.taken):
-        return
-    if table is not None:
-        table.release(LeaseBit(bit), piece.records, piece.taken)
-        return
-    try:
-        table = SlotTable.open(piece.table)
-    except SegmentNotFound:
-        return
-    try:
-        table.release(LeaseBit(bit), piece.records, piece.taken)
-    finally:
-        table.close()
 
 
 def _sources(piece: Piece) -> list[BlockId]:

@@ -5,8 +5,8 @@ own: loads from other peers go on meanwhile, and a failure is remembered for a w
 many turns of threads in two busy processes, so it is done when a peer joins (kvshm/peer_list.py),
 and for a load only if that has not happened yet.
 
-Who is attached is watched, whether there is a coordinator or not: its processes by pidfds, its
-export by the transport, its heartbeat in the slot table.
+Who is attached is watched, whether there is a coordinator or not: its processes by their pulses in
+the slot table, its export by the transport.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
-from .deaths import DeathWatch
-from .errors import KvshmError, StaleAttachment, StillAttaching, TransportError
+from .errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
+from .handout import Handouts
 from .interfaces import Attachment, MemoryDescriptor, Transport
 from .log import logger
 from .peer_list import PeerListReader
 from .plans import Piece
-from .protocol import SUSPECT_AFTER_SECONDS, EngineInfo
+from .protocol import EngineInfo
 from .slots import SlotTable
-from .terms import Epoch, Rank
+from .terms import Epoch, LeaseBit, Rank
 
 log = logger(__name__)
 
@@ -45,7 +45,6 @@ class Wanted:
     """What is needed to attach a peer."""
 
     peer: Epoch
-    table: str
     memory: Sequence[MemoryDescriptor]
     """By rank."""
 
@@ -60,32 +59,10 @@ class PeerMemory:
 
     table: SlotTable
     memory: Attachment
-    _beat: int = -1
-    _heard_at: float = 0.0
-
-    @classmethod
-    def attach(cls, wanted: Wanted, rank: Rank, transport: Transport) -> PeerMemory:
-        """Open both.  Blocks; raises KvshmError."""
-        table = SlotTable.open(wanted.table)
-        try:
-            if table.epoch != wanted.peer:
-                raise StaleAttachment(f"{wanted.table} is of epoch {table.epoch:016x}")
-            if rank >= min(len(wanted.memory), table.num_ranks):
-                raise TransportError(f"peer {wanted.peer:016x} has no rank {rank}")
-            return cls(table, transport.attach(wanted.memory[rank]))
-        except BaseException:
-            table.close()
-            raise
 
     def ended(self, rank: Rank) -> bool:
         """Whether the peer's memory is no longer what its table says, or its export is over."""
         return not self.table.is_alive(rank) or self.memory.ended
-
-    def silence(self, now: float) -> float:
-        """Seconds since the peer's heartbeat was last seen to go on; call it now and then."""
-        if (beat := self.table.heartbeat) != self._beat:
-            self._beat, self._heard_at = beat, now
-        return now - self._heard_at
 
     def close(self) -> None:
         """Unmap both: the table now, the memory after the copies from it."""
@@ -108,10 +85,15 @@ class PeerBook:
     at once; it blocks neither, unless a method says otherwise."""
 
     def __init__(
-        self, transport: Transport, rank: Rank, clock: Callable[[], float] = time.monotonic
+        self,
+        transport: Transport,
+        rank: Rank,
+        handouts: Handouts,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.transport = transport
         self.rank = rank
+        self._handouts = handouts
         self._clock = clock
         self._lock = threading.Lock()
         self._peers: dict[Epoch, PeerMemory] = {}
@@ -122,7 +104,9 @@ class PeerBook:
         self._pinned: list[Collection[Epoch]] = []
         self._followed = _Followed(None)
         self._tries: dict[Epoch, int] = {}
-        self._deaths = DeathWatch()
+        self._early: dict[Epoch, SlotTable] = {}
+        """Tables of peers whose rank does not serve its memory yet: an engine joins before its
+        ranks do, which is with its first step."""
         self.copying: set[object] = set()
         """The loads whose copies have begun and not ended, of both threads."""
         self.attached: frozenset[Epoch] = frozenset()
@@ -149,7 +133,7 @@ class PeerBook:
         with self._lock:
             peer = self._peers.get(piece.peer)
             if peer is not None:
-                if peer.memory.ended or piece.peer in self._deaths.dead():
+                if peer.memory.ended or peer.table.died:
                     raise TransportError("it has died")
                 return peer
             if not piece.memory:
@@ -157,28 +141,10 @@ class PeerBook:
             self._check_failed(piece.peer)
             since = self._attaching.get(piece.peer)
             if since is None:
-                self._begin_attach(Wanted(piece.peer, piece.table, piece.memory))
+                self._begin_attach(Wanted(piece.peer, piece.memory))
             elif self._clock() - since >= ATTACH_PATIENCE_SECONDS:
                 raise StillAttaching(f"no answer within {ATTACH_PATIENCE_SECONDS:g} s")
         return None
-
-    def may_have_died(self, epoch: Epoch, peer: PeerMemory) -> bool:
-        """Whether bytes copied from the peer until now may be another's, because its process
-        died and its memory with it: after the copy has ended, before it is delivered."""
-        if self.transport.memory_outlives_exporter:
-            return False
-        with self._lock:
-            self._watch(epoch, peer)
-            silent = peer.silence(self._clock()) >= SUSPECT_AFTER_SECONDS
-            return silent or peer.memory.ended or not self._deaths.is_whole(epoch)
-
-    def _watch(self, epoch: Epoch, peer: PeerMemory) -> None:
-        """The engine's process and, once the list has named them, those of its ranks."""
-        engine = peer.table.identity
-        listed = self._followed.listed
-        ranks = listed[epoch].ranks if epoch in listed else ()
-        of_ranks = (engine._replace(pid=r.pid, start_time=r.start_time) for r in ranks)
-        self._deaths.watch(epoch, (engine, *of_ranks))
 
     # -- ahead of loads
 
@@ -193,9 +159,7 @@ class PeerBook:
         if news is not None:
             followed.listed = {Epoch(info.epoch): info for info in news}
             self._tries = {e: n for e, n in self._tries.items() if e in followed.listed}
-            with self._lock:  # the list names the processes of ranks
-                for epoch, peer in self._peers.items():
-                    self._watch(epoch, peer)
+            self._forget_early(followed.listed)
         if followed is not self._followed:
             return  # of an epoch that has ended meanwhile
         for epoch, info in followed.listed.items():
@@ -203,26 +167,15 @@ class PeerBook:
                 if len(self._attaching) >= MAX_ATTACHING or self._closed:
                     return
                 known = epoch in self._peers or epoch in self._attaching or epoch in self._failed
+                early = self._early.get(epoch)
             if known or info.imports_only or self._tries.get(epoch, 0) >= MAX_TRIES:
                 continue
-            if self._is_open(info):
-                self._tries[epoch] = self._tries.get(epoch, 0) + 1
-                memory = [rank.memory for rank in info.ranks]
-                with self._lock:
-                    self._begin_attach(Wanted(epoch, info.table, memory))
-
-    def _is_open(self, info: EngineInfo) -> bool:
-        """Whether the peer's rank serves its epoch yet: an engine joins before its ranks do."""
-        try:
-            table = SlotTable.open(info.table, writable=False)
-        except KvshmError:
-            return False
-        try:
-            return table.life(self.rank) == info.epoch
-        except IndexError:
-            return False
-        finally:
-            table.close()
+            if early is not None and early.life(self.rank) != epoch:
+                continue
+            self._tries[epoch] = self._tries.get(epoch, 0) + 1
+            memory = [rank.memory for rank in info.ranks]
+            with self._lock:
+                self._begin_attach(Wanted(epoch, memory))
 
     # -- attaching
 
@@ -245,7 +198,7 @@ class PeerBook:
         """On a thread of its own."""
         peer, reason = None, ""
         try:
-            peer = PeerMemory.attach(wanted, self.rank, self.transport)
+            peer = self._open(wanted)
         except Exception as exc:
             reason = f"{type(exc).__name__}: {exc}"
             if isinstance(exc, KvshmError):
@@ -254,15 +207,55 @@ class PeerBook:
                 log.exception("engine %016x could not be attached", wanted.peer)
         with self._lock:
             self._attaching.pop(wanted.peer, None)
-            if peer is None:
+            if reason:
                 self._failed[wanted.peer] = (self._clock() + FAILED_SECONDS, reason)
-            elif not self._closed:
-                self._watch(wanted.peer, peer)
+            elif peer is not None and not self._closed:
                 self._peers[wanted.peer] = peer
                 self.attached = frozenset(self._peers)
                 return
         if peer is not None:
             peer.close()  # nobody waits for it any more
+
+    def _open(self, wanted: Wanted) -> PeerMemory | None:
+        """Open the peer's table and memory; None if its rank does not serve that yet.  Blocks;
+        raises KvshmError."""
+        with self._lock:
+            table = self._early.pop(wanted.peer, None)
+        if table is None:
+            table = self._handouts.table(wanted.peer)
+        try:
+            if self.rank >= min(len(wanted.memory), table.num_ranks):
+                raise TransportError(f"peer {wanted.peer:016x} has no rank {self.rank}")
+            if table.life(self.rank) == wanted.peer:
+                return PeerMemory(table, self.transport.attach(wanted.memory[self.rank]))
+        except BaseException:
+            table.close()
+            raise
+        with self._lock:
+            self._early[wanted.peer] = table
+            self._tries.pop(wanted.peer, None)
+        return None
+
+    def _forget_early(self, listed: Collection[Epoch]) -> None:
+        with self._lock:
+            gone = [self._early.pop(epoch) for epoch in list(self._early) if epoch not in listed]
+        for table in gone:
+            table.close()
+
+    # -- leases
+
+    def release(self, piece: Piece, bit: LeaseBit | int) -> None:
+        """Give back the leases that a piece took.  A peer that is not attached is asked for its
+        table on a thread of its own; one that has gone needs no release.  Raises SegmentError."""
+        if bit < 0 or not any(piece.taken):
+            return
+        with self._lock:
+            peer = self._peers.get(piece.peer)
+            if peer is not None:
+                peer.table.release(LeaseBit(bit), piece.records, piece.taken)
+                return
+        args = self._handouts, piece, LeaseBit(bit)
+        threading.Thread(target=_release, args=args, name="kvshm-release", daemon=True).start()
 
     def unmap_ended(self, in_use: Collection[Epoch]) -> None:
         """Unmap peers that have ended, so that their memory can be freed; not those that a
@@ -270,17 +263,12 @@ class PeerBook:
         now = self._clock()
         with self._lock:
             self._failed = {e: failed for e, failed in self._failed.items() if now < failed[0]}
-            for peer in self._peers.values():
-                peer.silence(now)
-            dead = self._deaths.dead()
             kept = set(in_use).union(*self._pinned)
             ended = [
                 epoch
                 for epoch, peer in self._peers.items()
-                if epoch not in kept and (epoch in dead or peer.ended(self.rank))
+                if epoch not in kept and peer.ended(self.rank)
             ]
-            for epoch in ended:
-                self._deaths.forget(epoch)
             gone = [self._peers.pop(epoch) for epoch in ended]
             if gone:
                 self.attached = frozenset(self._peers)
@@ -291,10 +279,10 @@ class PeerBook:
         way.  Idempotent."""
         with self._lock:
             self._closed = True
-            self._deaths.close()
             gone, self._peers = list(self._peers.values()), {}
             self.attached = frozenset()
         _close_all(gone)
+        self._forget_early(())
 
 
 def _close_all(peers: list[PeerMemory]) -> None:
@@ -302,3 +290,17 @@ def _close_all(peers: list[PeerMemory]) -> None:
     with ExitStack() as closing:
         for peer in peers:
             closing.callback(peer.close)
+
+
+def _release(handouts: Handouts, piece: Piece, bit: LeaseBit) -> None:
+    """On a thread of its own.  What fails here the exporter gets over: it waits for a lease within
+    its budget, no longer."""
+    try:
+        table = handouts.table(piece.peer)
+    except SegmentNotFound:
+        return
+    except KvshmError as exc:
+        log.warning("leases of engine %016x could not be given back: %s", piece.peer, exc)
+        return
+    with closing(table):
+        table.release(bit, piece.records, piece.taken)

@@ -115,7 +115,6 @@ class CudaIpcTransport:
     """
 
     name = "cuda_ipc"
-    memory_outlives_exporter = False
     """Not proven (docs/gpu.md)."""
     settings = ("staging",)
     """Of Config, for the constructor (kvshm.interfaces.load_transport)."""
@@ -153,7 +152,7 @@ class CudaIpcTransport:
         self.driver = current_driver() if driver is None else driver
         compute = self.driver.compute_stream()
         self.engine = CopyEngine(self.driver, compute, programs)
-        self.mappings = Mappings(self.driver)
+        self.mappings = Mappings(self.driver, self._socket_path)
         self._reader = Reader(self.driver, compute)
         self._prober = Prober(self.driver, programs)
         self._socket_path = str(socket_path)
@@ -215,7 +214,7 @@ class CudaIpcTransport:
             self._serve(life)
         return CudaDetails(
             self.driver.process, life, self.driver.uuid, memories, probe,
-            self._probe.checksum, self._socket_path,
+            self._probe.checksum, Path(self._socket_path).name,
         )  # fmt: skip
 
     def _serve(self, life: int) -> None:

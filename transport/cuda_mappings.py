@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvshm.errors import TransportError
+from kvshm.fds import beside
 from kvshm.log import logger
 
 from .cuda_driver import Chunk, CudaError, Driver
@@ -44,8 +45,10 @@ class Mappings:
     """The mappings of one transport.  Any thread; waiting for a peer or for the GPU holds up
     only those who want the same memory."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, own_socket: str) -> None:
+        """``own_socket``: the sockets of peers lie beside it."""
         self._driver = driver
+        self._own_socket = own_socket
         self._lock = threading.Lock()
         self._open: dict[_Key, Mapping] = {}
         self._changing: dict[_Key, threading.Event] = {}
@@ -99,7 +102,8 @@ class Mappings:
         if memory.kind == IPC:
             return self._map_allocation(memory, under)
         if memory.kind == FD:
-            chunks = fetch_chunks(details.socket, details.life, memory.number)
+            socket = beside(self._own_socket, details.socket)
+            chunks = fetch_chunks(socket, details.life, memory.number)
         elif memory.kind == FABRIC:
             chunks = _fabric(memory)
         else:

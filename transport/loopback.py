@@ -145,7 +145,6 @@ class LoopbackTransport:
 
     name = "loopback"
     late_writers = True
-    memory_outlives_exporter = True
 
     def __init__(
         self,

@@ -28,7 +28,14 @@ import msgspec
 
 from kvshm import _native
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.fds import FdServer, close_all, fetch_and_stay, has_hung_up
+from kvshm.fds import (
+    FdServer,
+    beside,
+    close_all,
+    fetch_and_stay,
+    has_hung_up,
+    socket_name,
+)
 from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.terms import BlockId, Epoch
 
@@ -81,13 +88,14 @@ def _map_read_only(fds: Sequence[int]) -> list[mmap.mmap]:
 
 
 def _fetch_memory(
-    descriptor: MemoryDescriptor,
+    descriptor: MemoryDescriptor, own_socket: str
 ) -> tuple[list[mmap.mmap], socket.socket | None]:
     """Ask the exporter for its descriptors and map them; also the connection, if it stays open.
     StaleAttachment, TransportError."""
-    socket_path = descriptor.details.get("socket")
-    if descriptor.transport != PosixShmTransport.name or not isinstance(socket_path, str):
+    name = descriptor.details.get("socket")
+    if descriptor.transport != PosixShmTransport.name or not isinstance(name, str):
         raise TransportError(f"no {PosixShmTransport.name} memory: {descriptor}")
+    socket_path = beside(own_socket, name)
     request = msgspec.msgpack.encode(Request(descriptor.epoch))
     reply, fds, connection = fetch_and_stay(socket_path, request, FETCH_TIMEOUT)
     stays = False
@@ -193,7 +201,6 @@ class PosixShmTransport:
     name = "posix_shm"
     late_writers = True
     """Of no meaning here: what a processor has been given to do, it has done."""
-    memory_outlives_exporter = True
     allocate = staticmethod(KVMemory.create)
     adopt = staticmethod(KVMemory.adopt)
 
@@ -238,7 +245,7 @@ class PosixShmTransport:
                 self._fds.append(self.memory[len(self._fds)].read_only_fd())
             if self._server is None:
                 self._server = FdServer(self._socket_path, self._answer)
-        details = {"socket": self._socket_path}
+        details = {"socket": socket_name(self._socket_path)}
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
@@ -253,7 +260,7 @@ class PosixShmTransport:
         return msgspec.msgpack.encode(Answer("ok", epoch, stays=True)), self._fds
 
     def attach(self, descriptor: MemoryDescriptor) -> PosixAttachment:
-        mappings, connection = _fetch_memory(descriptor)
+        mappings, connection = _fetch_memory(descriptor, self._socket_path)
         try:
             attachment = PosixAttachment(self, descriptor, mappings, connection)
             with self._lock:
