@@ -1,16 +1,12 @@
-"""What holds for every test: cheap ones first, and nothing of kvshm stays in shared memory."""
+"""What holds for every test: cheap ones first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvshm.segment import list_segments
-
 from .played_cuda import library
-from .sessions import new_and_nobodys
 
 ROOT = Path(__file__).parent
 ORDER = ("unit", "core", "conformance", "model", "multiprocess", "packaging", "gpu", "vllm")
@@ -25,16 +21,6 @@ def _cost(item: pytest.Item) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run cheap tests first, so that a mistake shows before minutes of engines."""
     items.sort(key=_cost)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def nothing_left_in_shared_memory() -> Iterator[None]:
-    """The session fails if it ends with a segment that did not exist before."""
-    before = set(list_segments())
-    yield
-    suspects = new_and_nobodys(before)
-    left = [str(s) for s in list_segments() if s in suspects]  # some may have gone meanwhile
-    assert not left, f"left in shared memory: {left}"
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,14 @@
-"""Fixtures of several unit tests: own names in shared memory, a replica, peers."""
+"""Fixtures of several unit tests: own names, served engines, a replica, peers."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 import pytest
 
-from kvshm import segment as segments
 from kvshm.index import Replica
 from kvshm.peers import Peers
 
@@ -15,26 +16,30 @@ from ..sessions import new_namespace
 from . import replicas
 from .cuda_ranks import Node
 from .exporters import OWN_EPOCH, Clock, Exporter, Make
+from .served import ServedNode
 
 
 @pytest.fixture
-def namespace() -> Iterator[str]:
-    """A namespace of the test's own, which it leaves empty."""
-    name = new_namespace()
-    yield name
-    left = segments.list_segments(name)
-    for leftover in left:
-        segments.unlink(str(leftover))
-    assert left == []
+def namespace() -> str:
+    """A namespace of the test's own."""
+    return new_namespace()
+
+
+@pytest.fixture
+def served(namespace: str) -> Iterator[ServedNode]:
+    """A run directory, with the engines that the test has begun in it."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        node = ServedNode(Path(directory), namespace)
+        yield node
+        node.close()
 
 
 @pytest.fixture
 def replica(namespace: str) -> Iterator[Replica]:
     """An index of 64 entries, sound when the test ends."""
-    replica = Replica.create(namespace, "b", replicas.OWN_EPOCH, segments.identity_of(), 64)
+    replica = Replica.create(namespace, "b", replicas.OWN_EPOCH, 64)
     yield replica
     assert replica.check_integrity() == []
-    replica.unlink()
     replica.close()
 
 

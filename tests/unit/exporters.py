@@ -9,7 +9,6 @@ from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.peers import Peers
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.records import BlockRecord, pack_records, unpack_records
-from kvshm.segment import identity_of
 from kvshm.slots import SlotTable, TableSpec
 
 OWN_EPOCH = 0xFFFF
@@ -30,7 +29,7 @@ class Exporter:
         regions: Sequence[Region] = (),
     ) -> None:
         spec = TableSpec(namespace, name, NUM_BLOCKS, 16, ranks, FINGERPRINT)
-        self.table = SlotTable.create(spec, epoch, identity_of())
+        self.table = SlotTable.create(spec, epoch)
         for rank in range(ranks):
             self.table.set_life(rank)
         memory = MemoryDescriptor("none", epoch, 0, list(regions), {})
@@ -57,7 +56,6 @@ class Exporter:
         return self.table.retract(list(blocks))[0]
 
     def end(self) -> None:
-        self.table.unlink()
         self.table.close()
 
 

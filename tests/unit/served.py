@@ -1,0 +1,67 @@
+"""Engines whose slot tables and replicas are handed out, from this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvshm.handout import HandoutServer, Handouts, serve_epoch
+from kvshm.index import Replica
+from kvshm.rundir import engine_socket
+from kvshm.slots import SlotTable, TableSpec
+from kvshm.terms import Epoch, Fingerprint
+
+
+class Served:
+    """One engine in one epoch: its table and replica, and the socket that hands them out."""
+
+    def __init__(self, run_dir: Path, table: SlotTable, namespace: str, capacity: int = 64) -> None:
+        self.table = table
+        self.replica = Replica.create(namespace, table.engine, table.epoch, capacity)
+        self.path = engine_socket(run_dir, namespace, table.epoch)
+        self._server: HandoutServer | None = serve_epoch(self.path, table, self.replica)
+
+    def crash(self) -> None:
+        """Leave what a process leaves that is killed: a socket that nobody serves."""
+        kept = self.path.with_name("kept")
+        kept.hardlink_to(self.path)
+        self.close()
+        kept.rename(self.path)
+
+    def close(self) -> None:
+        """Hand out nothing any more, and unmap.  Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
+        self.table.close()
+        self.replica.close()
+
+
+class ServedNode:
+    """Engines of one namespace and run directory; ``close`` ends those that are left."""
+
+    def __init__(self, run_dir: Path, namespace: str) -> None:
+        self.run_dir, self.namespace = run_dir, namespace
+        self.handouts = Handouts(run_dir, namespace)
+        self.engines: list[Served] = []
+
+    def serve(
+        self,
+        engine: str,
+        epoch: int,
+        num_blocks: int = 26,
+        num_ranks: int = 1,
+        fingerprint: bytes = bytes(32),
+        model: str = "",
+        pid: int | None = None,
+    ) -> Served:
+        """Begin an engine's epoch: a table without life, and an empty replica."""
+        spec = TableSpec(
+            self.namespace, engine, num_blocks, 16, num_ranks, Fingerprint(fingerprint), model
+        )
+        table = SlotTable.create(spec, Epoch(epoch), pid)
+        self.engines.append(Served(self.run_dir, table, self.namespace))
+        return self.engines[-1]
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
