@@ -12,6 +12,7 @@ import re
 import shlex
 import stat
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from .terms import Epoch
 
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket (Linux, without the closing zero)."""
+
+MOST_FOUND = 4096
+"""So many sockets, or lists, a run directory is searched for: more than any node has."""
 
 _SOCKET = re.compile(
     r"(?P<namespace>[^.]+)\.(engine\.(?P<epoch>[0-9a-f]{16})|rank\.[0-9a-z]+\.[0-9]+)\.sock"
@@ -123,12 +127,8 @@ def peers_file(run_dir: Path, namespace: str, epoch: int) -> Path:
 def list_peers_files(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:
     """Return (epoch, path) of the namespace's lists of peers that lie there, half-written ones
     included."""
-    found = ((_PEERS_FILE.fullmatch(path.name), path) for path in sorted(run_dir.iterdir()))
-    return [
-        (int(match["epoch"], 16), path)
-        for match, path in found
-        if match and match["namespace"] == namespace
-    ]
+    found = _matching(run_dir, _PEERS_FILE, namespace)
+    return [(int(match["epoch"], 16), path) for match, path in found]
 
 
 def require_room(run_dir: Path, namespace: str) -> None:
@@ -153,12 +153,20 @@ class FoundSocket(NamedTuple):
 
 def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundSocket]:
     """Return the sockets of engines and their ranks, of a namespace or (None) of all."""
-    found = ((_SOCKET.fullmatch(path.name), path) for path in sorted(run_dir.iterdir()))
     return [
         FoundSocket(match["namespace"], _epoch(match["epoch"]), path)
-        for match, path in found
-        if match and namespace in (None, match["namespace"])
+        for match, path in _matching(run_dir, _SOCKET, namespace)
     ]
+
+
+def _matching(
+    run_dir: Path, pattern: re.Pattern[str], namespace: str | None
+) -> list[tuple[re.Match[str], Path]]:
+    """The entries with such names, in order: MOST_FOUND at most.  Looks at nothing but names."""
+    matches = filter(None, map(pattern.fullmatch, os.listdir(run_dir)))
+    ours = (match for match in matches if namespace in (None, match["namespace"]))
+    found = sorted(islice(ours, MOST_FOUND), key=lambda match: match.string)
+    return [(match, run_dir / match.string) for match in found]
 
 
 def _epoch(digits: str | None) -> Epoch | None:

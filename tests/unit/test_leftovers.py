@@ -1,50 +1,126 @@
-"""kvshm.leftovers: what clearing up leaves to the living, and in which order it removes."""
+"""kvshm.leftovers: what clearing up removes, what it leaves to the living, and odd entries."""
 
 from __future__ import annotations
 
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvshm.leftovers import clear
-from kvshm.rundir import peers_file
-from kvshm.segment import Identity, identity_of
-from kvshm.slots import SlotTable, TableSpec
-from kvshm.terms import Epoch, Fingerprint, Rank
+from kvshm.errors import RunDirectoryError
+from kvshm.leftovers import clear, is_served, left_by_engines
+from kvshm.locks import take_lock
+from kvshm.rundir import (
+    MOST_FOUND,
+    command_endpoint,
+    engine_socket,
+    event_endpoint,
+    list_sockets,
+    lock_path,
+    peers_file,
+    rank_socket,
+    tables_socket,
+)
+
+from .served import ServedNode
 
 
-def table_of(namespace: str, epoch: int, owner: Identity) -> SlotTable:
-    spec = TableSpec(namespace, "e", 8, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(epoch), owner)
-    table.set_life(Rank(0))
-    return table
+def entries(node: ServedNode) -> set[str]:
+    return set(os.listdir(node.run_dir))
 
 
-@pytest.fixture
-def dead() -> Identity:
-    """A process that had this one's number before."""
-    here = identity_of()
-    return here._replace(start_time=here.start_time - 1)
+def left_socket(path: Path) -> None:
+    """A socket whose process has ended."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(os.fspath(path))
 
 
-def test_the_lists_of_the_living_stay(namespace: str, tmp_path: Path, dead: Identity) -> None:
-    tables = [table_of(namespace, 1, dead), table_of(namespace, 2, identity_of())]
-    lists = [peers_file(tmp_path, namespace, Epoch(epoch)) for epoch in (1, 2)]
-    for path in lists:
+def test_sockets_and_lists_of_the_dead_go_those_of_the_living_stay(served: ServedNode) -> None:
+    living, dead = served.serve("living", 1), served.serve("dead", 2)
+    lists = [peers_file(served.run_dir, served.namespace, epoch) for epoch in (1, 2)]
+    for path in (*lists, lists[1].with_name(f"{lists[1].name}.new")):
         path.write_bytes(b"")
-    clear(tmp_path, namespace)
-    assert [path.exists() for path in lists] == [False, True]
-    tables[1].unlink()
-    for table in tables:
-        table.close()
+    left_socket(rank_socket(served.run_dir, served.namespace, "abc", 0))
+    dead.crash()
+    gone = {path.name for path in left_by_engines(served.run_dir, served.namespace)}
+    assert len(gone) == 4
+    kept = {living.path.name, lists[0].name}
+    assert entries(served) == gone | kept
+    found = clear(served.run_dir, served.namespace)
+    assert {Path(path).name for path in found.removed} == gone
+    assert (entries(served), found.left, found.coordinator) == (kept, [], "")
 
 
-def test_the_life_of_the_dead_ends_before_its_table_is_unlinked(
-    namespace: str, tmp_path: Path, dead: Identity
+def test_what_a_coordinator_left_goes_too_and_of_other_namespaces_nothing(
+    served: ServedNode,
 ) -> None:
-    """Who has the table mapped would else go on to read memory that nobody keeps."""
-    table = table_of(namespace, 1, dead)
-    assert table.life(Rank(0)) == table.epoch
-    assert table.name in clear(tmp_path, namespace).removed
-    assert table.life(Rank(0)) == 0
-    table.close()
+    run_dir = served.run_dir
+    for namespace in (served.namespace, "other"):
+        ends = (command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace))
+        for path in (*ends, os.fspath(tables_socket(run_dir, namespace))):
+            left_socket(Path(path.removeprefix("ipc://")))
+    assert len(clear(run_dir, served.namespace, dry_run=True).removed) == 3
+    assert len(clear(run_dir, served.namespace).removed) == 3
+    assert len(entries(served)) == 3
+    assert all(name.startswith("other.") for name in entries(served))
+
+
+MAKE: dict[str, Callable[[Path], object]] = {
+    "a file": Path.touch,
+    "a FIFO": os.mkfifo,
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a directory": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE.keys())
+def test_what_is_no_socket_is_served_by_nobody_and_never_waited_for(
+    served: ServedNode, make: Callable[[Path], object]
+) -> None:
+    paths = [
+        engine_socket(served.run_dir, served.namespace, 7),
+        peers_file(served.run_dir, served.namespace, 8),
+        tables_socket(served.run_dir, served.namespace),
+    ]
+    for path in paths:
+        make(path)
+    found = clear(served.run_dir, served.namespace)
+    if make is Path.mkdir:
+        assert sorted(found.left) == sorted(f"{path}: Is a directory" for path in paths)
+    else:
+        assert (entries(served), found.left) == (set(), [])
+
+
+def test_foreign_names_are_left_alone_and_a_scan_is_bounded(served: ServedNode) -> None:
+    foreign = ["x", f"{served.namespace}.engine.7.sock", f"{served.namespace}.log", "..sock"]
+    for name in foreign:
+        (served.run_dir / name).touch()
+    for epoch in range(MOST_FOUND + 10):
+        engine_socket(served.run_dir, served.namespace, epoch).touch()
+    assert len(list_sockets(served.run_dir, None)) == MOST_FOUND
+    for _ in range(2):  # what one clearing does not come to, the next one does
+        clear(served.run_dir, served.namespace)
+    assert entries(served) == set(foreign)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, MAKE["a link to nothing"]])
+def test_an_odd_lock_is_refused_in_a_sentence(
+    served: ServedNode, make: Callable[[Path], object]
+) -> None:
+    path = lock_path(served.run_dir, served.namespace)
+    make(path)
+    with pytest.raises(RunDirectoryError, match=f"lock file {path} "):
+        take_lock(path)
+    with pytest.raises(RunDirectoryError):
+        clear(served.run_dir, served.namespace)
+
+
+def test_a_socket_is_served_until_its_server_ends(served: ServedNode) -> None:
+    engine = served.serve("e", 1)
+    assert is_served(engine.path)
+    engine.crash()
+    assert engine.path.is_socket()
+    assert not is_served(engine.path)
