@@ -160,6 +160,11 @@ class Handouts:
         path = tables_socket(self._run_dir, self._namespace)
         return self._table(path, epoch, True, table_bytes(num_blocks, num_ranks))
 
+    def table_from_coordinator(self, epoch: Epoch | int) -> SlotTable:
+        """A table of the roster to read, from the coordinator: where its engine is silent."""
+        path = tables_socket(self._run_dir, self._namespace)
+        return self._table(path, epoch, False, LARGEST_TABLE)
+
     def peers_file(self, epoch: Epoch) -> Path:
         """Where the engine of an epoch names its peers to its ranks (kvshm/peer_list.py)."""
         return peers_file(self._run_dir, self._namespace, epoch)

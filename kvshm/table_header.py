@@ -136,6 +136,11 @@ class TableHeader:
         self._next_ticket = 0
         self._errors = ErrorLog(segment)
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the segment, whatever its header states."""
+        return self._segment.buffer.nbytes
+
     def _load(self, offset: int) -> int:
         return _native.load(self._segment.buffer, offset)
 

@@ -1,4 +1,4 @@
-"""Checks that everything in shared memory obeys its laws, on a running or a crashed node.
+"""Checks that everything in shared memory obeys its laws, as the engines hand it out.
 
 Reads only, needs no coordinator.  What looks wrong is looked at again until it either has
 changed or has stayed for longer than any change takes, so a busy node gives no false alarm.
@@ -9,40 +9,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from kvshm import _native
-from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady
+from kvshm.errors import KvshmError
 from kvshm.index_parts import violations
-from kvshm.index_reader import check_capacity
-from kvshm.records import (
-    INDEX_MAGIC,
-    REVISION_OFFSET,
-    SEQUENCE_OFFSET,
-    SUCCESSOR_OFFSET,
-)
-from kvshm.segment import (
-    INDEX_KIND,
-    LEASES_KIND,
-    SHM_DIRECTORY,
-    TABLE_KIND,
-    Segment,
-    SegmentName,
-    check_header,
-    list_segments,
-)
+from kvshm.index_reader import ReplicaReader
+from kvshm.records import SEQUENCE_OFFSET
+from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 
-from .laws import (
-    AFTER_A_SWEEP,
-    SOON,
-    Violation,
-    between,
-    of_leases,
-    of_table,
-    stated,
-    without_coordinator,
-)
-from .snapshot import LeaseTableSnapshot, TableSnapshot, read_leases, read_table
+from .fetching import Fetched, coordinator_runs, fetch_all
+from .laws import AFTER_A_SWEEP, SOON, Violation, between, of_table, stated, without_coordinator
+from .render import leftover
+from .snapshot import TableSnapshot, read_table
 
 PAUSE_SECONDS = 0.1
 _STABLE_READS = 20
@@ -50,16 +31,17 @@ _STABLE_READS = 20
 
 @dataclass
 class Look:
-    """What one look at all segments found."""
+    """What one look at a run directory found."""
 
     checked: Counter[str] = field(default_factory=Counter)
     """How many segments of each kind."""
     suspects: list[Violation] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """What is sound, and still not what anybody wants."""
+    """What is sound, or cannot be told, and still not what anybody wants."""
 
 
 def check(
+    run_dir: Path,
     namespace: str | None,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
@@ -68,80 +50,74 @@ def check(
 
     The suspects that are returned are no longer suspects: they are violations.  Blocks for
     about half a second if something seems wrong, for ten if it seems to be a death that
-    nobody has noticed.
+    nobody has noticed; longer if engines stand still.  Raises OSError if there is no such
+    directory.
     """
-    first = look(namespace)
+    first = look(run_dir, namespace)
     began, proven, suspects = clock(), set[Violation](), set(first.suspects)
     while suspects:
         proven |= {v for v in suspects if clock() - began >= v.patience}
         suspects -= proven
         if suspects:
             pause(PAUSE_SECONDS)
-            suspects &= set(look(namespace).suspects)
+            suspects &= set(look(run_dir, namespace).suspects)
     return Look(first.checked, [v for v in first.suspects if v in proven], first.warnings)
 
 
-def look(namespace: str | None) -> Look:
-    """Read every segment once.  One that is removed meanwhile is left out."""
-    found, names = Look(), list_segments(namespace)
-    for one in sorted({name.namespace for name in names}):
-        _look_at_namespace([name for name in names if name.namespace == one], found)
+def look(run_dir: Path, namespace: str | None) -> Look:
+    """Read every segment once.  An engine that ends meanwhile is left out."""
+    found, engines = Look(), fetch_all(run_dir, namespace)
+    for one in sorted({engine.namespace for engine in engines}):
+        members = [engine for engine in engines if engine.namespace == one]
+        _look_at_namespace(members, coordinator_runs(run_dir, one), found)
     return found
 
 
-def _look_at_namespace(names: list[SegmentName], found: Look) -> None:
+def _look_at_namespace(engines: list[Fetched], coordinated: bool, found: Look) -> None:
     tables: list[TableSnapshot] = []
-    leases: list[LeaseTableSnapshot] = []
-    for name in names:
-        try:
-            found.suspects += _look_at(name, tables, leases)
-        except (SegmentNotFound, FileNotFoundError):
-            continue
-        except KvshmError as exc:
-            patience = AFTER_A_SWEEP if isinstance(exc, SegmentNotReady) else SOON
-            law = f"{type(exc).__name__}: {exc}"
-            found.suspects.append(Violation(str(name), "header", law, patience))
-        found.checked[name.kind] += 1
-    found.suspects += between(tables, leases[0] if leases else None)
-    if (warning := without_coordinator(tables, leases[0] if leases else None)) is not None:
+    for engine in engines:
+        with closing(engine):
+            found.suspects += _look_at(engine, tables)
+        for problem in engine.problems:
+            if problem.silent:
+                found.warnings.append(f"{problem.segment}: {problem.text}")
+            else:
+                found.suspects.append(Violation(problem.segment, "header", problem.text, SOON))
+        if engine.ended:
+            found.warnings.append(leftover(f"{engine.epoch:016x}", coordinated))
+        found.checked[TABLE_KIND] += engine.table is not None
+        found.checked[INDEX_KIND] += engine.replica is not None
+    known = len(tables) == sum(not engine.ended for engine in engines)
+    found.suspects += between(tables, coordinated and known)
+    if not coordinated and (warning := without_coordinator(tables)) is not None:
         found.warnings.append(warning)
 
 
-def _look_at(
-    name: SegmentName, tables: list[TableSnapshot], leases: list[LeaseTableSnapshot]
-) -> Iterator[Violation]:
-    if name.kind == TABLE_KIND:
-        tables.append(read_table(name))
-        yield from of_table(tables[-1], (SHM_DIRECTORY / str(name)).stat().st_size)
-    elif name.kind == LEASES_KIND:
-        leases.append(read_leases(name))
-        yield from of_leases(leases[-1])
-    elif name.kind == INDEX_KIND:
-        yield from _look_at_index(name)
-    else:
-        yield Violation(str(name), "name", f"kind {name.kind!r} is unknown to this kvshm")
+def _look_at(engine: Fetched, tables: list[TableSnapshot]) -> Iterator[Violation]:
+    """What is wrong with what an engine has handed out; what cannot be read is noted there."""
+    name = "unnamed"
+    if engine.table is not None:
+        try:
+            tables.append(read_table(engine.namespace, engine.table))
+            name = engine.table.engine
+            yield from of_table(tables[-1])
+        except KvshmError as exc:
+            engine.note(TABLE_KIND, exc)
+    if engine.replica is not None:
+        called = SegmentName(engine.namespace, INDEX_KIND, name, engine.epoch)
+        try:
+            yield from _look_at_index(called, engine.replica)
+        except KvshmError as exc:
+            engine.note(INDEX_KIND, exc)
 
 
 # -- replica indexes
 
 
-def _look_at_index(name: SegmentName) -> Iterator[Violation]:
-    segment = Segment.open(str(name), writable=False)
-    try:
-        header = check_header(segment, INDEX_MAGIC)
-        check_capacity(segment)
-        revision, successor = (
-            _native.load(segment.buffer, at) for at in (REVISION_OFFSET, SUCCESSOR_OFFSET)
-        )
-        if (header.epoch, revision) != (name.epoch, name.revision):
-            law = f"says epoch {header.epoch:016x}, revision {revision}; its name does not"
-            yield Violation(str(name), "header", law)
-        if successor:
-            law = f"is replaced by revision {successor}, but keeps its name"
-            yield Violation(str(name), "header", law)
-        yield from _look_at_entries(name, segment.buffer)
-    finally:
-        segment.close()
+def _look_at_index(name: SegmentName, replica: ReplicaReader) -> Iterator[Violation]:
+    if (epoch := replica.header.epoch) != name.epoch:
+        yield Violation(str(name), "header", f"says epoch {epoch:016x}; its socket does not")
+    yield from _look_at_entries(name, replica.buffer)
 
 
 def _look_at_entries(name: SegmentName, buffer: memoryview) -> Iterator[Violation]:

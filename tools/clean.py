@@ -22,8 +22,8 @@ EXIT_CLEAN, EXIT_LEFT, EXIT_USAGE = range(3)
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvshm clean",
-        description="Remove the segments, sockets and lock files of processes that are certainly "
-        "dead. Run it as the engines' user and in their pid namespace.",
+        description="Remove the sockets, lists and lock files of processes that have ended. Run it "
+        "as the engines' user.",
         epilog="exit status: 0 nothing of the dead is left; 1 something is, or a coordinator "
         "serves, which clears up itself; 2 wrong command line or setting",
     )

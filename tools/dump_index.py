@@ -1,7 +1,7 @@
 """Shows what kvshm has in shared memory: ``python -m kvshm.tools.dump_index``.
 
-Works on a running node, without a coordinator and after a crash; maps everything read-only.
-Run it as the engines' user and in their pid namespace, else living engines look dead.
+Asks the engines in the run directory; works without a coordinator, maps everything read-only, and
+names what the dead have left.  Run it as the engines' user, wherever their run directory is.
 Exit status: 0, 1 if there is nothing to show, 2 for a wrong command line or setting, 3 if
 ``--check`` found something wrong.
 """
@@ -15,18 +15,19 @@ import signal
 import string
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # started as a file
     __package__ = "kvshm.tools"
 
 from kvshm.config import Config
-from kvshm.errors import ConfigError
+from kvshm.errors import ConfigError, RunDirectoryError
+from kvshm.rundir import choose_run_directory, open_run_directory
 
-from .check import check
-from .render import render
+from .check import Look, check
+from .render import ended, render
 from .report import Filters, describe
-from .snapshot import take
+from .snapshot import Snapshot, take
 
 
 def _hash_prefix(text: str) -> str:
@@ -48,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--hash", metavar="PREFIX", type=_hash_prefix, help="list blocks whose hash begins so")
     add("--leased", action="store_true", help="only leased blocks and who holds them")
     add("--namespace", help="only this namespace (default: $KVSHM_NAMESPACE, else all; '': all)")
+    add("--run-dir", help="where the engines' sockets lie (default: as for engines)")
     add("--entries", action="store_true", help="list every block, chain and replica entry")
     add("--json", action="store_true", help="as JSON")
     add(
@@ -59,16 +61,22 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _namespace(asked: str | None) -> str | None:
-    """The namespace to show; None: all.  Raises ConfigError.  Of the settings only this one is
-    looked at: a dump is also for finding out what is wrong with the others."""
-    name = os.environ.get("KVSHM_NAMESPACE") if asked is None else asked
-    return Config.from_env({"KVSHM_NAMESPACE": name}).namespace if name else None
+def _place(asked: argparse.Namespace) -> tuple[Path | None, str | None]:
+    """The run directory, None if there is none, and the namespace to show (None: all).  Raises
+    ConfigError or RunDirectoryError.  Of the settings only these two are looked at: a dump is
+    also for finding out what is wrong with the others."""
+    options = {"KVSHM_NAMESPACE": asked.namespace, "KVSHM_RUN_DIR": asked.run_dir}
+    chosen = {key: os.environ.get(key) if v is None else v for key, v in options.items()}
+    config = Config.from_env({key: value for key, value in chosen.items() if value})
+    namespace = config.namespace if chosen["KVSHM_NAMESPACE"] else None
+    if not os.path.exists(choose_run_directory(config.run_dir, os.environ)):
+        return None, namespace
+    return open_run_directory(config.run_dir, os.environ), namespace
 
 
-def _check(namespace: str | None, as_json: bool) -> int:
+def _check(run_dir: Path | None, namespace: str | None, as_json: bool) -> int:
     """Print what is wrong; return the exit status."""
-    found = check(namespace)
+    found = check(run_dir, namespace) if run_dir else Look()
     if as_json:
         wrong = [{"segment": v.segment, "place": v.place, "law": v.law} for v in found.suspects]
         told = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}
@@ -80,7 +88,7 @@ def _check(namespace: str | None, as_json: bool) -> int:
             print(f"warning: {warning}", file=sys.stderr)
     if found.suspects:
         return 3
-    if not found.checked:
+    if not found.checked.total():
         print("nothing of kvshm found to check", file=sys.stderr)
         return 1
     if not as_json:
@@ -88,9 +96,25 @@ def _check(namespace: str | None, as_json: bool) -> int:
     return 0
 
 
-def _is_empty(report: dict[str, Any]) -> bool:
-    parts = ("engines", "replicas", "unreadable", "lease_table")
-    return not any(space[part] for space in report["namespaces"] for part in parts)
+def _show(run_dir: Path | None, namespace: str | None, asked: argparse.Namespace) -> int:
+    """Print the report; return the exit status."""
+    with_entries = asked.entries or asked.hash is not None
+    taken = take(run_dir, namespace, with_entries) if run_dir else Snapshot()
+    report = describe(taken, Filters(asked.engine, asked.hash, asked.leased, asked.entries))
+    empty = not any(
+        space[part]
+        for space in report["namespaces"]
+        for part in ("engines", "replicas", "unreadable")
+    )
+    if asked.json:
+        print(json.dumps(report, indent=2))
+    elif not empty:
+        print(render(report, everything=asked.entries))
+    if empty:
+        for line in (line for space in report["namespaces"] for line in ended(space)):
+            print(line, file=sys.stderr)
+        print("nothing of kvshm found that was asked for", file=sys.stderr)
+    return 1 if empty else 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,25 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     asked = parser.parse_args(arguments)
     if asked.check and (asked.engine or asked.hash or asked.leased or asked.entries):
-        parser.error("--check takes no other options than --namespace and --json")
+        parser.error("--check takes no other options than --namespace, --run-dir and --json")
     try:
-        namespace = _namespace(asked.namespace)
-    except ConfigError as exc:
+        run_dir, namespace = _place(asked)
+    except (ConfigError, RunDirectoryError) as exc:
         print(f"dump_index: {exc}", file=sys.stderr)
         return 2
     if asked.check:
-        return _check(namespace, asked.json)
-    filters = Filters(asked.engine, asked.hash, asked.leased, asked.entries)
-    taken = take(namespace, with_entries=asked.entries or asked.hash is not None)
-    report = describe(taken, filters)
-    if asked.json:
-        print(json.dumps(report, indent=2))
-    elif not _is_empty(report):
-        print(render(report, everything=asked.entries))
-    if _is_empty(report):
-        print("nothing of kvshm found that was asked for", file=sys.stderr)
-        return 1
-    return 0
+        return _check(run_dir, namespace, asked.json)
+    return _show(run_dir, namespace, asked)
 
 
 if __name__ == "__main__":

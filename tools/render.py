@@ -21,17 +21,28 @@ def render(report: Json, *, everything: bool = False) -> str:
 
 
 def _namespace(space: Json, everything: bool) -> Iterator[str]:
-    yield f"namespace {space['namespace']}"
+    without = "" if space["coordinator"] else ": no coordinator runs"
+    yield f"namespace {space['namespace']}{without}"
     yield from _engines(space["engines"])
-    if space["lease_table"]:
-        yield from _lease_table(space["lease_table"])
     for engine in space["engines"]:
         yield from _engine_details(engine, everything)
     for replica in space["replicas"]:
         yield from _replica(replica)
     for broken in space["unreadable"]:
         yield f"\n  unreadable: {broken['segment']}\n    {broken['problem']}"
+    yield from (f"\n  {line}" for line in ended(space))
     yield ""
+
+
+def ended(space: Json) -> Iterator[str]:
+    """A line for each engine of a namespace of which nothing is left but its socket."""
+    return (leftover(engine["epoch"], space["coordinator"]) for engine in space["ended"])
+
+
+def leftover(epoch: str, coordinated: bool) -> str:
+    """What to say of an engine that has left its socket."""
+    end = "the coordinator clears up" if coordinated else "run `kvshm clean` or start a coordinator"
+    return f"engine {epoch}: its process has ended; {end}"
 
 
 def _engines(engines: list[Json]) -> Iterator[str]:
@@ -53,7 +64,7 @@ def _engine(engine: Json) -> Sequence[object]:
     return (
         engine["engine"],
         engine["pid"],
-        _process(engine["alive"]),
+        _process(engine),
         engine["epoch"],
         engine["model"] or "-",
         engine["fingerprint"][:12],
@@ -63,14 +74,6 @@ def _engine(engine: Json) -> Sequence[object]:
         lives,
         engine["heartbeat"],
     )
-
-
-def _lease_table(leases: Json) -> Iterator[str]:
-    coordinator = leases["coordinator"]
-    yield ""
-    yield f"  lease bits (coordinator: pid {coordinator['pid']}, {_process(coordinator['alive'])})"
-    if leases["owners"]:
-        yield from _table("bit|held by", [(o["bit"], _holder(o)) for o in leases["owners"]])
 
 
 def _engine_details(engine: Json, everything: bool) -> Iterator[str]:
@@ -124,7 +127,7 @@ def _begin(chain: Json) -> int:
 def _replica(replica: Json) -> Iterator[str]:
     yield ""
     yield (
-        f"  replica of {replica['engine']} (pid {replica['pid']}, {_process(replica['alive'])}): "
+        f"  replica of {replica['engine']} (pid {replica['pid']}): "
         f"{replica['count']} of {replica['capacity']} entries"
     )
     if replica["rows"]:
@@ -141,8 +144,10 @@ def _replica(replica: Json) -> Iterator[str]:
         )
 
 
-def _process(alive: bool | None) -> str:
-    return "unknown" if alive is None else "alive" if alive else "dead"
+def _process(engine: Json) -> str:
+    if not engine["alive"]:
+        return "dead"
+    return "a rank is dead" if engine["died"] else "alive"
 
 
 def _holder(holder: Json) -> str:

@@ -38,49 +38,41 @@ class Filters:
 
 def describe(taken: Snapshot, filters: Filters) -> Json:
     """Return the snapshot as a tree of dicts and lists: one element per namespace."""
-    namespaces = sorted({name.namespace for name in taken.names})
-    return {"namespaces": [_namespace(taken, name, filters) for name in namespaces]}
+    return {
+        "namespaces": [_namespace(taken.only(name), name, filters) for name in taken.namespaces]
+    }
 
 
-def _namespace(taken: Snapshot, namespace: str, filters: Filters) -> Json:
-    part, holders = taken.only(namespace), Holders(taken.only(namespace))
+def _namespace(part: Snapshot, namespace: str, filters: Filters) -> Json:
+    holders = Holders(part)
     # Those that share stand together.
     tables = sorted(part.tables, key=lambda table: (table.fingerprint, table.name))
-    engines = [_engine(t, holders, filters) for t in tables if _is_engine(t.name, t, filters)]
-    replicas = [_replica(r, filters) for r in part.replicas if _is_engine(r.name, r, filters)]
-    unreadable = [broken for broken in part.unreadable if _is_engine(broken.name, None, filters)]
+    engines = [_engine(t, holders, filters) for t in tables if _is_asked(t.name, t.pid, filters)]
+    replicas = [_replica(r, filters) for r in part.replicas if _is_asked(r.name, r.pid, filters)]
+    unreadable = [broken for broken in part.unreadable if _is_epoch(broken.epoch, filters)]
+    ended = [ended for ended in part.ended if _is_epoch(ended.epoch, filters)]
     narrow = filters.leased or filters.block_hash is not None
     return {
         "namespace": namespace,
-        "lease_table": None if narrow or filters.engine else _lease_table(part, holders),
+        "coordinator": bool(part.coordinated),
         "engines": [engine for engine in engines if engine["blocks"] or not narrow],
         "replicas": [
             replica
             for replica in replicas
             if not filters.leased and (replica["entries"] or not narrow)
         ],
-        "unreadable": [{"segment": str(b.name), "problem": b.problem} for b in unreadable],
+        "unreadable": [{"segment": b.segment, "problem": b.problem} for b in unreadable],
+        "ended": [{"epoch": f"{e.epoch:016x}", "socket": str(e.path)} for e in ended],
     }
 
 
-def _is_engine(
-    name: SegmentName, found: TableSnapshot | ReplicaSnapshot | None, filters: Filters
-) -> bool:
-    if filters.engine is None:
-        return True
-    wanted = filters.engine.removeprefix("0x")
-    pid = str(found.identity.pid) if found else ""
-    return wanted in {name.engine, pid, f"{name.epoch:016x}"}
+def _is_asked(name: SegmentName, pid: int, filters: Filters) -> bool:
+    return filters.engine in (name.engine, str(pid)) or _is_epoch(name.epoch, filters)
 
 
-def _lease_table(part: Snapshot, holders: Holders) -> Json | None:
-    for leases in part.leases:
-        return {
-            "segment": str(leases.name),
-            "coordinator": {"pid": leases.identity.pid, "alive": leases.alive},
-            "owners": [holders.of_bit(owner.bit) for owner in leases.owners],
-        }
-    return None
+def _is_epoch(epoch: int, filters: Filters) -> bool:
+    wanted = filters.engine
+    return wanted is None or wanted.removeprefix("0x") == f"{epoch:016x}"
 
 
 # -- engines
@@ -91,8 +83,9 @@ def _engine(table: TableSnapshot, holders: Holders, filters: Filters) -> Json:
         "engine": table.engine,
         "segment": str(table.name),
         "epoch": f"{table.name.epoch:016x}",
-        "pid": table.identity.pid,
+        "pid": table.pid,
         "alive": table.alive,
+        "died": table.died,
         "model": table.model,
         "fingerprint": table.fingerprint.hex(),
         "block_size": table.block_size,
@@ -179,8 +172,7 @@ def _replica(replica: ReplicaSnapshot, filters: Filters) -> Json:
         "engine": replica.name.engine,
         "segment": str(replica.name),
         "epoch": f"{replica.name.epoch:016x}",
-        "pid": replica.identity.pid,
-        "alive": replica.alive,
+        "pid": replica.pid,
         "capacity": replica.capacity,
         "count": replica.count,
         "rows": [

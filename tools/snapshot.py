@@ -1,4 +1,4 @@
-"""Reads everything kvshm keeps in shared memory, read-only, from a running or a crashed node.
+"""Reads everything kvshm keeps in shared memory, read-only, as the engines hand it out.
 
 Every segment is mapped without the right to write, read once and unmapped.  The node runs
 on meanwhile: what is read from different segments need not fit together to the last block.
@@ -6,38 +6,22 @@ on meanwhile: what is read from different segments need not fit together to the 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
 
 from kvshm.error_log import LoggedError
-from kvshm.errors import CorruptSegment, KvshmError, SegmentNotFound
+from kvshm.errors import CorruptSegment, KvshmError
 from kvshm.index_parts import Entry, Row
 from kvshm.index_reader import ReplicaReader
-from kvshm.records import (
-    LEASE_ROW_BYTES,
-    LEASE_ROWS_OFFSET,
-    LEASE_TABLE_BYTES,
-    LEASE_TABLE_MAGIC,
-    NUM_LEASE_BITS,
-    SlotState,
-)
-from kvshm.segment import (
-    INDEX_KIND,
-    LEASES_KIND,
-    TABLE_KIND,
-    Identity,
-    Segment,
-    SegmentName,
-    check_header,
-    is_alive,
-    list_segments,
-    owner_of,
-    parse_segment_name,
-)
+from kvshm.records import SlotState
+from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 from kvshm.slots import Slot, SlotTable
+from kvshm.terms import Epoch
 
-_LEASE_ROW = struct.Struct("<QQQ16s")
+from .fetching import Fetched, coordinator_runs, fetch_all
 
 
 @dataclass(frozen=True)
@@ -47,8 +31,12 @@ class TableSnapshot:
     name: SegmentName
     epoch: int
     engine: str
-    identity: Identity
+    nbytes: int
+    pid: int
     alive: bool
+    """Whether the process that made it runs."""
+    died: bool
+    """Whether one of the engine's processes, its ranks' included, has ended."""
     fingerprint: bytes
     model: str
     num_blocks: int
@@ -70,124 +58,122 @@ class ReplicaSnapshot:
     """One engine's replica index; ``entries`` only if they were asked for."""
 
     name: SegmentName
-    identity: Identity
-    alive: bool
+    pid: int
     capacity: int
     count: int
     rows: list[Row]
     entries: list[Entry]
 
 
-@dataclass(frozen=True)
-class LeaseOwner:
-    """Who the lease table says holds a lease bit."""
+class Unreadable(NamedTuple):
+    """Something of an engine of which nothing can be said but why."""
 
-    bit: int
-    epoch: int
-    identity: Identity
-    alive: bool
-
-
-@dataclass(frozen=True)
-class LeaseTableSnapshot:
-    """One namespace's lease table, and the coordinator that wrote it last."""
-
-    name: SegmentName
-    identity: Identity
-    alive: bool
-    owners: list[LeaseOwner]
-
-
-@dataclass(frozen=True)
-class Unreadable:
-    """A segment of which nothing can be said but why."""
-
-    name: SegmentName
+    namespace: str
+    epoch: Epoch
+    segment: str
     problem: str
+
+
+class Ended(NamedTuple):
+    """An engine of which nothing is left but its socket."""
+
+    namespace: str
+    epoch: Epoch
+    path: Path
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All of kvshm on this machine, or of one namespace."""
+    """All of kvshm in one run directory, or of one namespace."""
 
     tables: list[TableSnapshot] = field(default_factory=list)
     replicas: list[ReplicaSnapshot] = field(default_factory=list)
-    leases: list[LeaseTableSnapshot] = field(default_factory=list)
     unreadable: list[Unreadable] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
+    coordinated: set[str] = field(default_factory=set)
+    """The namespaces that a coordinator serves."""
 
     @property
-    def names(self) -> list[SegmentName]:
-        """Names of all segments that were found."""
-        readable = [*(t.name for t in self.tables), *(r.name for r in self.replicas)]
-        return readable + [s.name for s in self.leases] + [u.name for u in self.unreadable]
+    def namespaces(self) -> list[str]:
+        """The namespaces of which something was found."""
+        mapped = [*(t.name for t in self.tables), *(r.name for r in self.replicas)]
+        found = {name.namespace for name in mapped}
+        found |= {broken.namespace for broken in self.unreadable}
+        return sorted(found | {ended.namespace for ended in self.ended})
 
     def only(self, namespace: str) -> Snapshot:
         """The part of it that belongs to one namespace."""
         return Snapshot(
             [table for table in self.tables if table.name.namespace == namespace],
             [replica for replica in self.replicas if replica.name.namespace == namespace],
-            [leases for leases in self.leases if leases.name.namespace == namespace],
-            [broken for broken in self.unreadable if broken.name.namespace == namespace],
+            [broken for broken in self.unreadable if broken.namespace == namespace],
+            [ended for ended in self.ended if ended.namespace == namespace],
+            self.coordinated & {namespace},
         )
 
 
-def take(namespace: str | None, with_entries: bool) -> Snapshot:
-    """Read all segments of a namespace (None: of all).  Changes nothing, needs no coordinator.
+def take(run_dir: Path, namespace: str | None, with_entries: bool) -> Snapshot:
+    """Read what the engines of a namespace (None: of all) hand out.  Changes nothing.
 
-    A segment that is removed meanwhile is left out; one that cannot be read is noted with
-    the reason.  ``with_entries``: also every entry of the replicas.
+    An engine that ends meanwhile is left out; what cannot be read is noted with the reason.
+    ``with_entries``: also every entry of the replicas.  Raises OSError if there is no such
+    directory.
     """
     taken = Snapshot()
-    for name in list_segments(namespace):
-        try:
-            _read(taken, name, with_entries)
-        except SegmentNotFound:
-            continue
-        except KvshmError as exc:
-            taken.unreadable.append(Unreadable(name, f"{type(exc).__name__}: {exc}"))
+    for fetched in fetch_all(run_dir, namespace):
+        with closing(fetched):
+            _read(taken, fetched, with_entries)
+    taken.coordinated.update(name for name in taken.namespaces if coordinator_runs(run_dir, name))
     return taken
 
 
-def _read(taken: Snapshot, name: SegmentName, with_entries: bool) -> None:
-    if name.kind == TABLE_KIND:
-        taken.tables.append(read_table(name))
-    elif name.kind == INDEX_KIND:
-        replica = _read_replica(name, with_entries)
-        if all(known.name != replica.name for known in taken.replicas):
-            taken.replicas.append(replica)
-    elif name.kind == LEASES_KIND:
-        taken.leases.append(read_leases(name))
-    else:
-        taken.unreadable.append(Unreadable(name, f"kind {name.kind!r} is unknown to this kvshm"))
+def _read(taken: Snapshot, fetched: Fetched, with_entries: bool) -> None:
+    space, epoch = fetched.namespace, fetched.epoch
+    if fetched.ended:
+        taken.ended.append(Ended(space, epoch, fetched.path))
+    engine = "unnamed"
+    if fetched.table is not None:
+        try:
+            taken.tables.append(read_table(space, fetched.table))
+            engine = fetched.table.engine
+        except KvshmError as exc:
+            fetched.note(TABLE_KIND, exc)
+    if fetched.replica is not None:
+        name = SegmentName(space, INDEX_KIND, engine, epoch)
+        try:
+            taken.replicas.append(_read_replica(name, fetched.replica, with_entries))
+        except KvshmError as exc:
+            fetched.note(INDEX_KIND, exc)
+    taken.unreadable.extend(
+        Unreadable(space, epoch, problem.segment, problem.text) for problem in fetched.problems
+    )
 
 
-def read_table(name: SegmentName) -> TableSnapshot:
+def read_table(namespace: str, table: SlotTable) -> TableSnapshot:
     """Read one slot table.  Raises SegmentError."""
-    table = SlotTable.open(str(name), writable=False)
-    try:
-        return TableSnapshot(
-            name=name,
-            epoch=table.epoch,
-            engine=table.engine,
-            identity=table.identity,
-            alive=is_alive(table.identity),
-            fingerprint=table.fingerprint,
-            model=table.model,
-            num_blocks=table.num_blocks,
-            block_size=table.block_size,
-            lease_bit=table.lease_bit,
-            heartbeat=table.heartbeat,
-            leases_taken=table.leases_taken,
-            retired=table.retired,
-            life=[table.life(rank) for rank in range(table.num_ranks)],
-            created_ns=table.created_ns,
-            slots=dict(_slots_in_use(table)),
-            counters=table.counters.snapshot(),
-            errors=table.errors(),
-            problems=table.check_integrity(),
-        )
-    finally:
-        table.close()
+    return TableSnapshot(
+        name=SegmentName(namespace, TABLE_KIND, table.engine, table.epoch),
+        epoch=table.epoch,
+        engine=table.engine,
+        nbytes=table.nbytes,
+        pid=table.pid,
+        alive=not table.owner_died,
+        died=table.died,
+        fingerprint=table.fingerprint,
+        model=table.model,
+        num_blocks=table.num_blocks,
+        block_size=table.block_size,
+        lease_bit=table.lease_bit,
+        heartbeat=table.heartbeat,
+        leases_taken=table.leases_taken,
+        retired=table.retired,
+        life=[table.life(rank) for rank in range(table.num_ranks)],
+        created_ns=table.created_ns,
+        slots=dict(_slots_in_use(table)),
+        counters=table.counters.snapshot(),
+        errors=table.errors(),
+        problems=table.check_integrity(),
+    )
 
 
 def _slots_in_use(table: SlotTable) -> Iterator[tuple[int, Slot]]:
@@ -200,41 +186,13 @@ def _slots_in_use(table: SlotTable) -> Iterator[tuple[int, Slot]]:
             yield block_id, slot
 
 
-def _read_replica(name: SegmentName, with_entries: bool) -> ReplicaSnapshot:
-    reader = ReplicaReader.open(str(name))
-    try:
-        entries = list(reader.entries()) if with_entries else []
-        newest = parse_segment_name(reader.name)  # it may have been replaced by a larger one
-        assert newest is not None
-        identity = owner_of(reader.name)
-        return ReplicaSnapshot(
-            name=newest,
-            identity=identity,
-            alive=is_alive(identity),
-            capacity=reader.capacity,
-            count=reader.count,
-            rows=reader.rows(),
-            entries=entries,
-        )
-    finally:
-        reader.close()
-
-
-def read_leases(name: SegmentName) -> LeaseTableSnapshot:
-    """Read one lease table.  Raises SegmentError."""
-    segment = Segment.open(str(name), writable=False)
-    try:
-        identity = check_header(segment, LEASE_TABLE_MAGIC).identity
-        if segment.buffer.nbytes < LEASE_TABLE_BYTES:
-            raise CorruptSegment(f"{name} has {segment.buffer.nbytes} bytes")
-        owners = [_lease_owner(segment.buffer, bit) for bit in range(NUM_LEASE_BITS)]
-    finally:
-        segment.close()
-    return LeaseTableSnapshot(name, identity, is_alive(identity), [o for o in owners if o.epoch])
-
-
-def _lease_owner(buffer: memoryview, bit: int) -> LeaseOwner:
-    offset = LEASE_ROWS_OFFSET + bit * LEASE_ROW_BYTES
-    epoch, pid, start_time, boot_id = _LEASE_ROW.unpack_from(buffer, offset)
-    identity = Identity(boot_id, pid, start_time)
-    return LeaseOwner(bit, epoch, identity, is_alive(identity))
+def _read_replica(name: SegmentName, reader: ReplicaReader, with_entries: bool) -> ReplicaSnapshot:
+    entries = list(reader.entries()) if with_entries else []
+    return ReplicaSnapshot(
+        name=name,
+        pid=reader.header.pid,
+        capacity=reader.capacity,
+        count=reader.count,
+        rows=reader.rows(),
+        entries=entries,
+    )

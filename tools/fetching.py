@@ -1,0 +1,105 @@
+"""Asks the engines of a run directory for their slot tables and replicas, all at the same time.
+
+Every descriptor is read-only.  An engine that stands still cannot answer: then the coordinator is
+asked for its table.  Whoever has ended has left nothing but a socket.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from kvshm.errors import KvshmError, TransportError
+from kvshm.handout import Handouts
+from kvshm.index_reader import ReplicaReader
+from kvshm.leftovers import is_served
+from kvshm.rundir import list_sockets, tables_socket
+from kvshm.segment import INDEX_KIND, TABLE_KIND
+from kvshm.slots import SlotTable
+from kvshm.terms import Epoch
+
+_AT_ONCE = 32
+"""More engines than a namespace has lease bits for: nobody waits for one that stands still."""
+
+
+class Problem(NamedTuple):
+    """Why something of an engine is missing."""
+
+    segment: str
+    text: str
+    silent: bool
+    """Whether the engine has not answered; else what it gave cannot be used."""
+
+
+@dataclass
+class Fetched:
+    """What one engine, in one epoch, has handed out.  ``close`` unmaps it."""
+
+    namespace: str
+    epoch: Epoch
+    path: Path
+    """The engine's socket."""
+    table: SlotTable | None = None
+    replica: ReplicaReader | None = None
+    problems: list[Problem] = field(default_factory=list)
+    ended: bool = False
+    """Whether nobody serves the socket."""
+
+    def note(self, kind: str, exc: Exception) -> None:
+        """Something that was handed out cannot be used."""
+        segment = f"kvshm.{self.namespace}.{kind}.{self.epoch:016x}"
+        self.problems.append(Problem(segment, f"{type(exc).__name__}: {exc}", False))
+
+    def close(self) -> None:
+        for mapped in (self.table, self.replica):
+            if mapped is not None:
+                mapped.close()
+
+
+def fetch_all(run_dir: Path, namespace: str | None) -> list[Fetched]:
+    """Ask every engine of a namespace, or (None) of all; the caller closes what it gets.  Whoever
+    ends meanwhile is left out.  Blocks for some seconds at most if engines stand still."""
+    engines = [
+        Fetched(found.namespace, found.epoch, found.path)
+        for found in list_sockets(run_dir, namespace)
+        if found.epoch is not None
+    ]
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        list(pool.map(_fetch, engines))
+    return [engine for engine in engines if not engine.ended or os.path.lexists(engine.path)]
+
+
+def coordinator_runs(run_dir: Path, namespace: str) -> bool:
+    """Whether one serves the namespace."""
+    return is_served(tables_socket(run_dir, namespace))
+
+
+def _fetch(engine: Fetched) -> None:
+    handouts = Handouts(engine.path.parent, engine.namespace)
+    try:
+        engine.table = handouts.table(engine.epoch, writable=False)
+    except KvshmError as exc:
+        if not is_served(engine.path):
+            engine.ended = True
+            return
+        if isinstance(exc.__cause__, TransportError):
+            _ask_coordinator(engine, handouts, exc)
+            return
+        engine.note(TABLE_KIND, exc)
+    try:
+        engine.replica = handouts.replica(engine.epoch)
+    except KvshmError as exc:
+        engine.note(INDEX_KIND, exc)
+
+
+def _ask_coordinator(engine: Fetched, handouts: Handouts, silence: KvshmError) -> None:
+    try:
+        engine.table = handouts.table_from_coordinator(engine.epoch)
+        rest = "its table is shown by the coordinator, its replica is not"
+    except KvshmError as exc:
+        rest = f"nothing of it is shown, since the coordinator has no table of it: {exc}"
+    who = f"engine {engine.epoch:016x}"
+    engine.problems.append(Problem(who, f"it does not answer: {silence}; {rest}", True))
