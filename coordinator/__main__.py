@@ -11,25 +11,22 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
-from kvshm.leftovers import clear
+from kvshm.leftovers import clear, left_by_engines
 from kvshm.locks import clearing, take_lock
 from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
-from kvshm.segment import identity_of, is_alive, is_dead
 from kvshm.version import __version__
 
 from . import logfmt
 from .actions import Log
-from .lease_bits import LeaseBits
-from .lease_table import LeaseTable
 from .notify import READY, STOPPING, notify
-from .reaper import Reaper
 from .roster import State
 from .server import Server
-from .state import GRACE_SECONDS
+from .tables import Tables
 
 EXIT_CLEAN, EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RUNNING, EXIT_RUN_DIRECTORY = range(5)
 
@@ -105,10 +102,8 @@ def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
     endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
     with clearing(run_dir):
         lock = take_lock(lock_path(run_dir, namespace))
-        leases = LeaseTable.open(namespace, identity_of())
-    complaints = _serve(run_dir, namespace, leases, endpoints, signals)
+    complaints = _serve(run_dir, namespace, endpoints, signals)
     signals.ignore()
-    leases.close()
     os.close(lock)
     cleared = clear(run_dir, namespace)
     for removed in cleared.removed:
@@ -120,36 +115,16 @@ def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
 
 
 def _serve(
-    run_dir: Path,
-    namespace: str,
-    leases: LeaseTable,
-    endpoints: tuple[str, str],
-    signals: _Signals,
+    run_dir: Path, namespace: str, endpoints: tuple[str, str], signals: _Signals
 ) -> int:
     """Serve until a signal says otherwise; return the number of complaints."""
-    identity = identity_of()
-    reaper = Reaper(run_dir, namespace)
-    rows = leases.rows()
-    taken = {bit: owner.identity for bit, owner in enumerate(rows) if owner.epoch}
-    dead = {bit for bit, identity in taken.items() if is_dead(identity)}
-    unknown = {bit for bit in taken.keys() - dead if not is_alive(taken[bit])}
-    state = State(
-        epoch=secrets.randbits(63) + 1,
-        namespace=namespace,
-        uid=os.geteuid(),
-        boot_id=identity.boot_id,
-        bits=LeaseBits(rows, dead, time.monotonic() + GRACE_SECONDS, unknown),
-    )
-    server = Server(state, leases, reaper)
+    state = State(epoch=secrets.randbits(63) + 1, namespace=namespace, uid=os.geteuid())
+    tables = Tables(run_dir, namespace, time.monotonic)
+    server = Server(state, tables, lambda: _sweep_files(run_dir, namespace))
+    tables.serve()
     server.open(*endpoints, signals.wake.fileno())
     about: dict[str, object] = {"pid": os.getpid(), "run_dir": run_dir, "namespace": namespace}
-    bits = {"version": __version__, "bits_kept": len(taken) - len(dead), "bits_of_dead": len(dead)}
-    logfmt.write(Log(logging.INFO, "serving", {**about, **bits}))
-    if unknown:
-        remedy = f"remove /dev/shm/kvshm.{namespace}.* when no engine of the namespace runs"
-        reason = "their owners were in another pid namespace: nobody gets these bits"
-        fields: dict[str, object] = {"bits": len(unknown), "reason": reason, "remedy": remedy}
-        logfmt.write(Log(logging.WARNING, "bits-unknown", fields))
+    logfmt.write(Log(logging.INFO, "serving", {**about, "version": __version__}))
     notify(READY, os.environ)
     try:
         server.run(lambda: signals.received)
@@ -159,6 +134,14 @@ def _serve(
         for endpoint in endpoints:
             Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
     return state.num_complaints
+
+
+def _sweep_files(run_dir: Path, namespace: str) -> None:
+    """Remove what dead engines left in the run directory."""
+    for path in left_by_engines(run_dir, namespace):
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+            logfmt.write(Log(logging.INFO, "removed", {"path": path}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

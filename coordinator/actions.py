@@ -8,14 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from kvshm.protocol import AnyBroadcast, Command, ForeignJoin, Join, Reply
-from kvshm.segment import Identity
-
-
-class Process(NamedTuple):
-    """One process, told apart from a later one of the same pid."""
-
-    pid: int
-    start_time: int
 
 
 class Peer(NamedTuple):
@@ -26,13 +18,6 @@ class Peer(NamedTuple):
     uid: int
     pid: int
     """0: in a pid namespace that cannot be seen from here; -1: the socket did not tell."""
-
-
-class Owner(NamedTuple):
-    """Who holds a lease bit; epoch 0: nobody any more, but this process did."""
-
-    epoch: int
-    identity: Identity
 
 
 class Refusal(NamedTuple):
@@ -76,16 +61,24 @@ class Examined(NamedTuple):
 
 
 class Died(NamedTuple):
-    """A watched process has ended; this is certain."""
+    """A process of the engine has ended, or given up this epoch's table; this is certain."""
 
-    process: Process
+    epoch: int
+    owner: bool
+    """Whether it was the engine's own process, not a worker's."""
+
+
+class Deserted(NamedTuple):
+    """No process has this epoch's table any more, so nobody gives leases of it back."""
+
+    epoch: int
 
 
 class Clock(NamedTuple):
     """About a second has passed."""
 
 
-Event = Received | Garbled | Foreign | Examined | Died | Clock
+Event = Received | Garbled | Foreign | Examined | Died | Deserted | Clock
 
 # -- actions
 
@@ -105,59 +98,27 @@ class Publish(NamedTuple):
 
 
 class Examine(NamedTuple):
-    """Look whether the engine's processes and slot table are visible here; ``Examined``
-    follows."""
+    """Fetch the engine's slot table and look whether it is what the Join says; ``Examined``
+    follows.  From then on the table is kept, and ``Died`` and ``Deserted`` tell its end."""
 
     peer: Peer
     join: Join
 
 
-class Watch(NamedTuple):
-    """Report the end of this process with ``Died``, also if it has ended already."""
+class Forget(NamedTuple):
+    """Let go of an epoch's slot table."""
 
-    process: Process
-
-
-class Unwatch(NamedTuple):
-    process: Process
-
-
-class EndLife(NamedTuple):
-    """Zero the life words of a slot table: nothing can be leased or delivered any more."""
-
-    table: str
+    epoch: int
 
 
 class SweepBits(NamedTuple):
-    """Clear these lease bits in every slot table of the namespace."""
+    """Clear these lease bits in every slot table."""
 
     bits: int
 
 
-class UnlinkEpoch(NamedTuple):
-    """Remove the slot table and the rank sockets of an ended epoch."""
-
-    table: str
-    epoch: int
-
-
-class SweepProcess(NamedTuple):
-    """Remove every segment that the dead process owned."""
-
-    process: Process
-
-
-class SweepLeftovers(NamedTuple):
-    """Remove what dead processes left behind, except that of epochs still in the roster."""
-
-    keep: frozenset[int]
-
-
-class WriteLease(NamedTuple):
-    """Note in the lease table who holds a bit."""
-
-    bit: int
-    owner: Owner
+class SweepFiles(NamedTuple):
+    """Remove what the dead left in the run directory."""
 
 
 class Log(NamedTuple):
@@ -168,17 +129,4 @@ class Log(NamedTuple):
     fields: dict[str, object]
 
 
-Action = (
-    Send
-    | Publish
-    | Examine
-    | Watch
-    | Unwatch
-    | EndLife
-    | SweepBits
-    | UnlinkEpoch
-    | SweepProcess
-    | SweepLeftovers
-    | WriteLease
-    | Log
-)
+Action = Send | Publish | Examine | Forget | SweepBits | SweepFiles | Log

@@ -22,16 +22,14 @@ from kvshm.protocol import (
     StrangerJoined,
     check_version,
 )
-from kvshm.records import MAX_RANKS
-from kvshm.segment import TABLE_KIND, Identity, parse_segment_name
+from kvshm.records import MAX_BLOCKS, MAX_RANKS
 from kvshm.terms import NO_LEASE_BIT
 
-from .actions import Action, Examine, Log, Owner, Peer, Refusal, Send, WriteLease
-from .roster import Engine, State, processes_of
+from .actions import Action, Examine, Log, Peer, Refusal, Send, SweepBits
+from .roster import Engine, State
 from .versions import who_upgrades
 
 FINGERPRINT_BYTES = 32
-_SAME_NAMESPACES = "run engines and coordinator in one pid namespace (containers: --pid=host)"
 _NEW_EPOCH = "begin a new epoch and join with that"
 
 
@@ -40,9 +38,8 @@ def on_join(state: State, peer: Peer, join: Join) -> list[Action]:
     refusal = (
         _refuse_speaker(state, peer)
         or _refuse_protocol(join.protocol, join.engine)
-        or _refuse_pid(peer, join.engine)
-        or _refuse_message(state, join.engine)
-        or _refuse_epoch(state, join.engine)
+        or _refuse_message(join.engine)
+        or _refuse_epoch(state, peer, join.engine)
     )
     return [Examine(peer, join)] if refusal is None else refuse(state, peer, join.engine, refusal)
 
@@ -64,8 +61,6 @@ def _refuse_speaker(state: State, peer: Peer) -> Refusal | None:
             f"the engine runs as uid {peer.uid}, the coordinator as uid {state.uid}",
             "run both as one user",
         )
-    if peer.pid == 0:
-        return Refusal("the engine is in a pid namespace that is not visible", _SAME_NAMESPACES)
     return None
 
 
@@ -77,47 +72,26 @@ def _refuse_protocol(protocol: int, engine: EngineInfo | ForeignEngine) -> Refus
     return None
 
 
-def _refuse_pid(peer: Peer, engine: EngineInfo) -> Refusal | None:
-    if peer.pid != engine.pid:
-        return Refusal(
-            f"the engine calls itself pid {engine.pid}, here it is pid {peer.pid}",
-            _SAME_NAMESPACES,
-        )
-    return None
-
-
-def _refuse_message(state: State, engine: EngineInfo) -> Refusal | None:
-    name = parse_segment_name(engine.table)
-    if name is None or (name.namespace, name.kind, name.epoch) != (
-        state.namespace,
-        TABLE_KIND,
-        engine.epoch,
-    ):
-        return Refusal(
-            f"{engine.table!r} is no slot table of namespace {state.namespace!r} and this epoch",
-            "set the same KVSHM_NAMESPACE for both",
-        )
+def _refuse_message(engine: EngineInfo) -> Refusal | None:
     if (
         engine.epoch == 0
         or len(engine.fingerprint) != FINGERPRINT_BYTES
         or not 0 < len(engine.ranks) <= MAX_RANKS
+        or not 0 < engine.num_blocks <= MAX_BLOCKS
     ):
         return Refusal("the description of the engine is malformed", "report this as a bug")
     return None
 
 
-def _refuse_epoch(state: State, engine: EngineInfo) -> Refusal | None:
+def _refuse_epoch(state: State, peer: Peer, engine: EngineInfo) -> Refusal | None:
     if engine.epoch in state.ended:
         return Refusal("this epoch has ended", _NEW_EPOCH)
     known = state.engines.get(engine.epoch)
-    if known is not None and not _is_same(known.info, engine):
+    if known is not None and (
+        known.pid != peer.pid or known.info.fingerprint != engine.fingerprint
+    ):
         return Refusal("another engine has this epoch", _NEW_EPOCH)
     return None
-
-
-def _is_same(known: EngineInfo, other: EngineInfo) -> bool:
-    fixed = ("pid", "start_time", "fingerprint", "table")
-    return all(getattr(known, name) == getattr(other, name) for name in fixed)
 
 
 def refuse(
@@ -141,14 +115,15 @@ def admit(state: State, peer: Peer, join: Join, now: float) -> list[Action]:
     that merely lost broadcasts costs nobody a scan.
     """
     engine, known = join.engine, state.engines.get(join.engine.epoch)
-    owner = Owner(engine.epoch, Identity(state.boot_id, engine.pid, engine.start_time))
     others = state.engines.keys() - {engine.epoch}
-    bit = state.bits.grant(owner, processes_of(engine), engine.lease_bit, others)
+    new = not state.settled and engine.lease_bit == NO_LEASE_BIT
+    bit = state.bits.grant(engine.epoch, peer.pid, engine.lease_bit, others, last_first=new)
     info = msgspec.structs.replace(engine, lease_bit=bit)
-    state.engines[engine.epoch] = Engine(info, join.sequence, now)
-    actions = state.watch()
-    if bit != NO_LEASE_BIT:
-        actions.append(WriteLease(bit, owner))
+    state.engines[engine.epoch] = Engine(info, peer.pid, join.sequence, now)
+    actions = state.forget()
+    if new and bit != NO_LEASE_BIT:
+        # Somebody who died before this coordinator began may have left leases with it.
+        actions.append(SweepBits(1 << bit))
     if known is not None and known.suspected:
         actions.append(state.publish(info.fingerprint, EngineRecovered, epoch=info.epoch))
     if known is None or known.sequence != join.sequence or known.info != info:

@@ -1,7 +1,7 @@
 """The roster and everything else the coordinator knows.  Pure.
 
-Nothing of it is needed to serve a prefix: a new coordinator starts with an empty roster and
-the lease table, and learns the rest from the engines that join it.
+Nothing of it is needed to serve a prefix: a new coordinator starts with an empty roster, and
+learns everything from the engines that join it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from kvshm.protocol import AnyBroadcast, EngineInfo
 
-from .actions import Action, Log, Peer, Process, Publish, Unwatch, Watch
+from .actions import Action, Forget, Log, Peer, Publish
 from .lease_bits import LeaseBits
 
 MAX_COMPLAINTS = 1000
@@ -28,20 +28,12 @@ class Engine:
     """One row of the roster."""
 
     info: EngineInfo
+    pid: int
+    """As the socket tells: who speaks for this epoch."""
     sequence: int
     """Of its last events: relayed, or known to be lost."""
     last_heard: float
     suspected: bool = False
-
-    @property
-    def processes(self) -> set[Process]:
-        return processes_of(self.info)
-
-
-def processes_of(info: EngineInfo) -> set[Process]:
-    """Return the processes without which the engine's epoch is at its end."""
-    ranks = {Process(rank.pid, rank.start_time) for rank in info.ranks}
-    return ranks | {Process(info.pid, info.start_time)}
 
 
 @dataclass
@@ -51,8 +43,7 @@ class State:
     epoch: int
     namespace: str
     uid: int
-    boot_id: bytes
-    bits: LeaseBits
+    bits: LeaseBits = field(default_factory=LeaseBits)
     engines: dict[int, Engine] = field(default_factory=dict)
     """The roster, by epoch."""
     topics: dict[bytes, int] = field(default_factory=dict)
@@ -62,10 +53,14 @@ class State:
     """Topics that had no engine when they were last looked at."""
     ended: dict[int, None] = field(default_factory=dict)
     """The last epochs that were in the roster and will never be again, oldest first."""
-    unexplained: dict[int, tuple[EngineInfo, float]] = field(default_factory=dict)
+    unexplained: dict[int, tuple[Engine, float]] = field(default_factory=dict)
     """Epochs that ended with a worker's process: their engine may be about to say that it leaves;
     until when it may."""
-    watched: set[Process] = field(default_factory=set)
+    kept: set[int] = field(default_factory=set)
+    """Epochs whose tables the shell keeps."""
+    settled: bool = False
+    """Whether all engines that a coordinator before this one knew have had time to come back."""
+    settled_at: float | None = None
     complaints: dict[tuple[int, str], int] = field(default_factory=dict)
     """(pid, what about) -> how often."""
     num_complaints: int = 0
@@ -94,12 +89,11 @@ class State:
             del self.topics[topic]
         self.idle_topics = idle - self.idle_topics
 
-    def watch(self) -> list[Action]:
-        """Watch exactly those processes whose death matters to an engine or a lease bit."""
-        needed = self.bits.holders.union(*(e.processes for e in self.engines.values()))
-        actions: list[Action] = [Watch(process) for process in sorted(needed - self.watched)]
-        actions += [Unwatch(process) for process in sorted(self.watched - needed)]
-        self.watched = needed
+    def forget(self) -> list[Action]:
+        """Keep exactly those tables whose end matters to an engine or a lease bit."""
+        needed = self.bits.holders | self.engines.keys()
+        actions: list[Action] = [Forget(epoch) for epoch in sorted(self.kept - needed)]
+        self.kept = needed
         return actions
 
     def complain(self, peer: Peer, event: str, reason: str, **fields: object) -> list[Action]:

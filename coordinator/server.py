@@ -1,10 +1,9 @@
-"""The shell: sockets, pidfds and the clock.  It tells ``decide`` what happened and does what
+"""The shell: sockets and the clock.  It tells ``decide`` what happened and does what
 ``decide`` says."""
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -19,37 +18,27 @@ from kvshm.protocol import (
     encode,
     foreign_join,
 )
-from kvshm.segment import identity_of, is_dead
 
 from . import logfmt
 from .actions import (
     Action,
     Clock,
-    Died,
-    EndLife,
     Event,
     Examine,
-    Examined,
     Foreign,
+    Forget,
     Garbled,
     Log,
     Peer,
-    Process,
     Publish,
     Received,
     Send,
     SweepBits,
-    SweepLeftovers,
-    SweepProcess,
-    UnlinkEpoch,
-    Unwatch,
-    Watch,
-    WriteLease,
+    SweepFiles,
 )
-from .lease_table import LeaseTable
-from .reaper import Reaper
 from .roster import State
 from .state import decide
+from .tables import Tables
 
 MAX_RECEIVED = 1000
 """Messages taken before deaths and the clock are looked after."""
@@ -62,19 +51,18 @@ class Server:
     def __init__(
         self,
         state: State,
-        leases: LeaseTable,
-        reaper: Reaper,
+        tables: Tables,
+        sweep_files: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``sweep_files`` removes what the dead left in the run directory."""
         self._state = state
-        self._leases = leases
-        self._reaper = reaper
+        self._tables = tables
+        self._sweep_files = sweep_files
         self._clock = clock
         self._events: deque[Event] = deque()
-        self._pidfds: dict[Process, int] = {}
-        self._unwatchable: set[Process] = set()
-        """Processes that have no pidfd: looked at with each tick of the clock."""
-        self._unwatchable_logged = False
+        self._watched: set[int] = set()
+        """Descriptors of the tables' connections that are polled."""
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._publisher = self._context.socket(zmq.PUB)
@@ -95,33 +83,38 @@ class Server:
         self._poller.register(wake_fd, zmq.POLLIN)
 
     def close(self) -> None:
-        for process in [*self._pidfds, *self._unwatchable]:
-            self._unwatch(process)
+        self._tables.close()
         self._router.close()
         self._publisher.close()
         self._context.term()
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until ``stopping`` says so."""
-        for action in self._state.watch():
-            self._perform(action)
         next_clock = self._clock()
         while not stopping():
             if self._clock() >= next_clock:
                 next_clock = self._clock() + HEARTBEAT_SECONDS
-                self._look_at_unwatchable()
-                self._handle(Clock())
+                self._handle(*self._tables.look(), Clock())
             self._wait(next_clock - self._clock())
 
     def _wait(self, seconds: float) -> None:
+        self._watch()
         ready = dict(self._poller.poll(max(0, int(seconds * 1000) + 1)))
         if self._router in ready:
             self._receive()
         # What the dead had sent before is handled first, then their deaths.
-        for process, pidfd in list(self._pidfds.items()):
-            if pidfd in ready:
-                self._unwatch(process)
-                self._handle(Died(process))
+        readable = {source for source in ready if source in self._watched}
+        if readable:
+            self._handle(*self._tables.news(readable))
+
+    def _watch(self) -> None:
+        """Poll exactly the connections that there are."""
+        present = {connection.fileno() for connection in self._tables.connections()}
+        for gone in self._watched - present:
+            self._poller.unregister(gone)
+        for new in present - self._watched:
+            self._poller.register(new, zmq.POLLIN)
+        self._watched = present
 
     def _receive(self) -> None:
         for _ in range(MAX_RECEIVED):
@@ -131,9 +124,9 @@ class Server:
                 return
             self._handle(_read(frames))
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, *events: Event) -> None:
         """Let ``decide`` decide; actions may bring about further events."""
-        self._events.append(event)
+        self._events.extend(events)
         while self._events:
             for action in decide(self._state, self._events.popleft(), self._clock()):
                 self._perform(action)
@@ -145,31 +138,16 @@ class Server:
             case Publish(topic, message):
                 self._publisher.send_multipart([topic, encode(message)])
             case Examine(peer, join):
-                refusal = self._reaper.examine(join.engine)
-                self._events.append(Examined(peer, join, refusal))
-            case Watch(process):
-                self._watch(process)
-            case Unwatch(process):
-                self._unwatch(process)
-            case WriteLease(bit, owner):
-                self._leases.write(bit, owner)
+                if (answer := self._tables.examine(peer, join)) is not None:
+                    self._events.append(answer)
+            case Forget(epoch):
+                self._tables.forget(epoch)
+            case SweepBits(bits):
+                self._tables.sweep_bits(bits)
+            case SweepFiles():
+                self._sweep_files()
             case Log():
                 logfmt.write(action)
-            case _:
-                self._sweep(action)
-
-    def _sweep(self, action: Action) -> None:
-        match action:
-            case EndLife(table):
-                self._reaper.end_life(table)
-            case SweepBits(bits):
-                self._reaper.sweep_bits(bits)
-            case UnlinkEpoch(table, epoch):
-                self._reaper.unlink_epoch(table, epoch)
-            case SweepProcess(process):
-                self._reaper.sweep_process(process)
-            case SweepLeftovers(keep):
-                self._reaper.sweep_leftovers(keep)
             case _:
                 raise AssertionError(f"no such action: {action}")
 
@@ -178,58 +156,6 @@ class Server:
             self._router.send_multipart([route, frame], zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # the engine has gone, or does not read
             logfmt.write(Log(logging.DEBUG, "unsent", {"route": route.hex(), "reason": exc}))
-
-    def _watch(self, process: Process) -> None:
-        """Open a pidfd, and make sure that it is that process's and not a successor's.
-
-        Only that there is no such process is its death: with descriptors short, or pidfds
-        forbidden, it is looked at now and then instead.
-        """
-        try:
-            pidfd = os.pidfd_open(process.pid)
-        except ProcessLookupError:
-            self._events.append(Died(process))
-            return
-        except OSError as exc:
-            self._watch_without(process, exc)
-            return
-        self._pidfds[process] = pidfd
-        if _has_ended(process):
-            self._unwatch(process)
-            self._events.append(Died(process))
-        else:
-            self._poller.register(pidfd, zmq.POLLIN)
-
-    def _watch_without(self, process: Process, why: OSError) -> None:
-        self._unwatchable.add(process)
-        if not self._unwatchable_logged:
-            self._unwatchable_logged = True
-            remedy = "permit pidfd_open, and more open files (ulimit -n)"
-            about: dict[str, object] = {"pid": process.pid, "reason": why, "remedy": remedy}
-            logfmt.write(Log(logging.WARNING, "looks-for-deaths-each-second", about))
-
-    def _look_at_unwatchable(self) -> None:
-        for process in list(self._unwatchable):
-            if _has_ended(process):
-                self._unwatchable.discard(process)
-                self._handle(Died(process))
-
-    def _unwatch(self, process: Process) -> None:
-        self._unwatchable.discard(process)
-        pidfd = self._pidfds.pop(process, None)
-        if pidfd is None:
-            return
-        if pidfd in self._poller:
-            self._poller.unregister(pidfd)
-        os.close(pidfd)
-
-
-def _has_ended(process: Process) -> bool:
-    """Whether the process is known to have ended; what cannot be read is no death."""
-    try:
-        return is_dead(identity_of()._replace(pid=process.pid, start_time=process.start_time))
-    except OSError:
-        return False
 
 
 def _read(frames: list[zmq.Frame]) -> Event:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable
 
 from kvshm.protocol import (
     HEARTBEAT_SECONDS,
@@ -32,29 +31,25 @@ from kvshm.terms import NO_LEASE_BIT
 from .actions import (
     Action,
     Clock,
+    Deserted,
     Died,
-    EndLife,
     Event,
     Examined,
     Foreign,
     Garbled,
     Log,
     Peer,
-    Process,
     Publish,
     Received,
     Send,
     SweepBits,
-    SweepLeftovers,
-    SweepProcess,
-    UnlinkEpoch,
-    WriteLease,
+    SweepFiles,
 )
 from .joining import admit, on_foreign, on_join, refuse
 from .roster import Engine, State
 
 GRACE_SECONDS = 3 * HEARTBEAT_SECONDS
-"""How long the bits of owners found dead at the start stay as they are."""
+"""How long after the start bits that nobody has presented stay as they are."""
 LEFTOVERS_SECONDS = 30.0
 EXPLAIN_SECONDS = 1.0
 """How long an engine whose worker has ended may take to say that it leaves.  Whoever stops all
@@ -69,17 +64,28 @@ def decide(state: State, event: Event, now: float) -> list[Action]:
                 return on_join(state, event.peer, event.message)
             return _on_message(state, event.peer, event.message, now)
         case Examined():
-            if event.refusal is not None:
-                return refuse(state, event.peer, event.join.engine, event.refusal)
-            return admit(state, event.peer, event.join, now)
+            return _on_examined(state, event, now)
         case Foreign():
             return on_foreign(state, event.peer, event.join)
         case Garbled():
             return state.complain(event.peer, "garbled", event.error)
         case Died():
-            return _on_death(state, event.process, now)
+            return _on_death(state, event, now)
+        case Deserted():
+            return _sweep(state.bits.deserted(event.epoch)) + state.forget()
         case Clock():
             return _on_clock(state, now)
+
+
+def _on_examined(state: State, event: Examined, now: float) -> list[Action]:
+    """Meanwhile the epoch may have ended."""
+    epoch = event.join.engine.epoch
+    if event.refusal is not None:
+        return refuse(state, event.peer, event.join.engine, event.refusal)
+    state.kept.add(epoch)
+    if epoch in state.ended:
+        return state.forget()
+    return admit(state, event.peer, event.join, now)
 
 
 # -- messages of engines in the roster
@@ -95,13 +101,13 @@ def _on_message(
             return _explain(state, peer, message.epoch)
         reply = JoinFirst(coordinator_epoch=state.epoch, engine_epoch=message.epoch)
         return [Send(peer.route, reply)]
-    if (peer.uid, peer.pid) != (state.uid, engine.info.pid):
-        return state.complain(peer, "impostor", f"speaks for pid {engine.info.pid}")
+    if (peer.uid, peer.pid) != (state.uid, engine.pid):
+        return state.complain(peer, "impostor", f"speaks for pid {engine.pid}")
     actions = _heard(state, engine, now)
     match message:
         case Leave():
-            actions += _end(state, [engine.info], "left")
-            actions += _log_ends(state, "leave", [engine.info], "left")
+            actions += _end(state, engine.info, "left")
+            actions.append(_log_end(state, "leave", engine.info, "left"))
         case Heartbeat(sequence=sequence):
             # Higher than relayed: the engine had to drop some.  The next tick tells everybody.
             engine.sequence = max(engine.sequence, sequence)
@@ -136,70 +142,49 @@ def _relay(state: State, peer: Peer, engine: Engine, events: Events) -> list[Act
 # -- ends
 
 
-def _on_death(state: State, process: Process, now: float) -> list[Action]:
-    """A process has died: every epoch that needs it is over, its bits are orphans.  If it was a
-    worker's, the engine's next word or its silence tells whether that is worth a line."""
-    state.watched.discard(process)
-    orphans = state.bits.died(process)
-    infos = [e.info for e in state.engines.values() if process in e.processes]
-    dead = [info for info in infos if _speaks_for(process, info)]
-    dead += [i for i, _ in state.unexplained.values() if _speaks_for(process, i)]
-    reason = f"process {process.pid} {'died' if dead else 'ended'}"
-    bits = {info.lease_bit for info in infos} - {NO_LEASE_BIT} | set(orphans)
-    actions = _end(state, infos, reason, bits)
-    actions.append(SweepProcess(process))
-    actions += [WriteLease(bit, state.bits.free(bit)) for bit in orphans]
-    for info in infos:
-        state.unexplained[info.epoch] = info, now + EXPLAIN_SECONDS
-    for info in dead:
-        del state.unexplained[info.epoch]
-    return [*actions, *_log_ends(state, "death", dead, reason)]
-
-
-def _speaks_for(process: Process, info: EngineInfo) -> bool:
-    return process == Process(info.pid, info.start_time)
+def _on_death(state: State, died: Died, now: float) -> list[Action]:
+    """A process without which the epoch is at its end has gone.  If it was a worker's, the engine's
+    next word or its silence tells whether that is worth a line."""
+    actions: list[Action] = []
+    engine = state.engines.get(died.epoch)
+    if engine is not None:
+        reason = f"process {engine.info.pid} died" if died.owner else "a worker's process ended"
+        actions = _end(state, engine.info, reason, engine.info.lease_bit)
+        state.unexplained[died.epoch] = engine, now + EXPLAIN_SECONDS
+    if died.owner and died.epoch in state.unexplained:
+        engine, _ = state.unexplained.pop(died.epoch)
+        reason = f"process {engine.info.pid} died"
+        actions.append(_log_end(state, "death", engine.info, reason))
+    return [*actions, SweepFiles()]
 
 
 def _explain(state: State, peer: Peer, epoch: int) -> list[Action]:
     """An engine says that it leaves after its worker has ended: that was no death."""
-    info, _ = state.unexplained.get(epoch, (None, 0.0))
-    if info is None or (peer.uid, peer.pid) != (state.uid, info.pid):
+    engine, _ = state.unexplained.get(epoch, (None, 0.0))
+    if engine is None or (peer.uid, peer.pid) != (state.uid, engine.pid):
         return []
     del state.unexplained[epoch]
-    return _log_ends(state, "leave", [info], "left")
+    return [_log_end(state, "leave", engine.info, "left")]
 
 
-def _end(
-    state: State, infos: list[EngineInfo], reason: str, bits: Iterable[int] = ()
-) -> list[Action]:
-    """These epochs are over.  The order is the point: nothing can be delivered any more,
-    everybody is told, leases are cleared, names are removed.
+def _end(state: State, info: EngineInfo, reason: str, bit: int = NO_LEASE_BIT) -> list[Action]:
+    """This epoch is over: everybody is told, then leases are cleared.
 
-    ``bits``: those of the dead.  A process that leaves keeps its bit, and whatever it still
-    copies gives its leases back itself: a sweep would take them from under it.
+    ``bit``: that of the dead.  A process that leaves keeps its bit, and whatever it still copies
+    gives its leases back itself: a sweep would take them from under it.
     """
-    for info in infos:
-        state.end(info.epoch)
-    actions: list[Action] = [EndLife(info.table) for info in infos]
-    for info in infos:
-        gone = {"epoch": info.epoch, "reason": reason}
-        actions.append(state.publish(info.fingerprint, EngineGone, **gone))
-    actions += _sweep(bits)
-    actions += [UnlinkEpoch(info.table, info.epoch) for info in infos]
-    return [*actions, *state.watch()]
+    state.end(info.epoch)
+    gone = state.publish(info.fingerprint, EngineGone, epoch=info.epoch, reason=reason)
+    mask = 0 if bit == NO_LEASE_BIT else 1 << bit
+    return [gone, *_sweep(mask), *state.forget()]
 
 
-def _log_ends(state: State, event: str, infos: list[EngineInfo], reason: str) -> list[Action]:
-    lines: list[Action] = []
-    for info in infos:
-        about = {"engine": info.name, "pid": info.pid, "epoch": f"{info.epoch:016x}"}
-        fields = {**about, "reason": reason, "engines": len(state.engines)}
-        lines.append(Log(logging.INFO, event, fields))
-    return lines
+def _log_end(state: State, event: str, info: EngineInfo, reason: str) -> Action:
+    about = {"engine": info.name, "pid": info.pid, "epoch": f"{info.epoch:016x}"}
+    return Log(logging.INFO, event, {**about, "reason": reason, "engines": len(state.engines)})
 
 
-def _sweep(bits: Iterable[int]) -> list[Action]:
-    mask = sum(1 << bit for bit in bits)
+def _sweep(mask: int) -> list[Action]:
     return [SweepBits(mask)] if mask else []
 
 
@@ -213,18 +198,29 @@ def _on_clock(state: State, now: float) -> list[Action]:
         if not engine.suspected and now - engine.last_heard > SUSPECT_AFTER_SECONDS:
             actions += _suspect(state, engine, now)
     actions += _ticks(state)
-    due = state.bits.due(now)
-    actions += _sweep(due)
-    actions += [WriteLease(bit, state.bits.free(bit)) for bit in due]
-    for info, until in list(state.unexplained.values()):
+    actions += _settle(state, now)
+    for engine, until in list(state.unexplained.values()):
         if now >= until:
-            del state.unexplained[info.epoch]
-            actions += _log_ends(state, "death", [info], "a worker's process died")
+            del state.unexplained[engine.info.epoch]
+            reason = "a worker's process died"
+            actions.append(_log_end(state, "death", engine.info, reason))
     if now >= state.next_leftovers:
         state.next_leftovers = now + LEFTOVERS_SECONDS
         state.forget_idle_topics()
-        actions.append(SweepLeftovers(frozenset(state.engines)))
+        actions.append(SweepFiles())
     return actions
+
+
+def _settle(state: State, now: float) -> list[Action]:
+    """Once all that a coordinator before this one knew have had time to come back, clear the leases
+    of those that have not.  One that stood still and has lost leases so finds out when it checks
+    its copies again."""
+    if state.settled_at is None:
+        state.settled_at = now + GRACE_SECONDS
+    if state.settled or now < state.settled_at:
+        return []
+    state.settled = True
+    return _sweep(state.bits.free)
 
 
 def _forgive(state: State, now: float) -> None:

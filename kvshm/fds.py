@@ -24,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import TransportError
 from .forks import guard_forks
@@ -48,11 +49,24 @@ the descriptors: the server only lends them to the kernel.  If it raises, the pe
 connection end unanswered."""
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Return the uid of the process at the other end, as the kernel recorded it."""
+class Credentials(NamedTuple):
+    """Of the process at the other end, as the kernel recorded them."""
+
+    pid: int
+    """0: in a pid namespace that cannot be seen from here."""
+    uid: int
+    gid: int
+
+
+def peer_credentials(connection: socket.socket) -> Credentials:
+    """Return who made the other end of the connection."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
-    uid: int = _PEER_CREDENTIALS.unpack(packed)[1]
-    return uid
+    return Credentials(*_PEER_CREDENTIALS.unpack(packed))
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Return the uid of the process at the other end."""
+    return peer_credentials(connection).uid
 
 
 def _check_path(path: str) -> None:
@@ -100,6 +114,12 @@ def _exchange(connection: socket.socket, path: str, request: bytes) -> tuple[byt
     if peer_uid(connection) != os.geteuid():
         raise TransportError(f"{path}: served by uid {peer_uid(connection)}, not by this user")
     connection.send(request)
+    return receive(connection, path)
+
+
+def receive(connection: socket.socket, path: str) -> tuple[bytes, list[int]]:
+    """Take the reply to a request that was sent, and its descriptors.  Raises TransportError or
+    OSError; no descriptor survives an error."""
     reply, ancillary, flags, _ = connection.recvmsg(
         MAX_REPLY_BYTES, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
     )

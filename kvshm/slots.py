@@ -94,14 +94,17 @@ class SlotTable(TableHeader):
         *,
         writable: bool = True,
         largest: int = LARGEST_TABLE,
+        keep: bool = False,
         clock: Clock = time.time_ns,
     ) -> SlotTable:
-        """Map a table whose descriptor was handed on; ``fd`` is closed.  ``name`` is what to call
-        it, ``largest`` of how many bytes it may be.
+        """Map a table whose descriptor was handed on; ``fd`` is closed, or kept to be handed on
+        again.  ``name`` is what to call it, ``largest`` of how many bytes it may be.
 
         Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
-        segment = Segment.of(name, fd, writable, largest).keep_no_descriptor()
+        segment = Segment.of(name, fd, writable, largest)
+        if not keep:
+            segment.keep_no_descriptor()
         try:
             return cls(segment, check_header(segment, TABLE_MAGIC), clock)
         except BaseException:

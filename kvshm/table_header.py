@@ -316,7 +316,7 @@ class TableHeader:
 
     def descriptor(self, writable: bool) -> int:
         """A new descriptor of the table, to hand on; the caller's to close.  Only of a table that
-        this object created.  Raises SegmentError."""
+        was created, or kept.  Any thread.  Raises SegmentError."""
         return self._segment.descriptor(writable)
 
     def close(self) -> None:

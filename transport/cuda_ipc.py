@@ -152,10 +152,10 @@ class CudaIpcTransport:
         self.driver = current_driver() if driver is None else driver
         compute = self.driver.compute_stream()
         self.engine = CopyEngine(self.driver, compute, programs)
+        self._socket_path = str(socket_path)
         self.mappings = Mappings(self.driver, self._socket_path)
         self._reader = Reader(self.driver, compute)
         self._prober = Prober(self.driver, programs)
-        self._socket_path = str(socket_path)
         self._lock = threading.Lock()
         self._closer = Copier()
         self._closed = False

@@ -22,13 +22,13 @@ from pathlib import Path
 from kvshm.cache import join_cache
 from kvshm.config import Config
 from kvshm.exports import Publication
+from kvshm.handout import Handouts
 from kvshm.interfaces import Region, load_transport
 from kvshm.life import EngineSpec
 from kvshm.plans import LoadReport
 from kvshm.protocol import RankInfo
 from kvshm.rank import RankCache
 from kvshm.rundir import rank_socket
-from kvshm.segment import identity_of
 from kvshm.terms import BlockHash, BlockId, Epoch, Rank, block_hash
 
 BLOCK_SIZE = 16
@@ -49,7 +49,7 @@ class ToyRank:
     def __init__(
         self, config: Config, rank: int, num_blocks: int, region_bytes: int, model: str
     ) -> None:
-        transport = load_transport("posix_shm")
+        transport, run_dir = load_transport("posix_shm"), Path(config.run_dir)
         self.model = model.encode()
         self.rank, self.region_bytes = Rank(rank), region_bytes
         self.memory = transport.allocate(REGIONS * num_blocks * region_bytes)
@@ -61,11 +61,11 @@ class ToyRank:
             memory=self.memory,
             regions=self.regions,
             rank=rank,
-            socket_path=rank_socket(Path(config.run_dir), config.namespace, os.getpid(), rank),
+            socket_path=rank_socket(run_dir, config.namespace, f"{os.getpid():x}", rank),
             fault=config.fault,
         )
-        run_dir = Path(config.run_dir)
-        self.cache = RankCache(self.transport, self.rank, run_dir=run_dir, verify=config.verify)
+        handouts = Handouts(run_dir, config.namespace)
+        self.cache = RankCache(self.transport, self.rank, handouts, verify=config.verify)
 
     def contents(self, chain_hash: BlockHash, region: int) -> bytes:
         """What the block must hold."""
@@ -108,18 +108,14 @@ class ToyEngine:
 
     def open(self, *, wait: bool = True) -> None:
         """Begin an epoch and wait until it is open on every rank."""
-        identity = identity_of()
-        infos = [
-            RankInfo(identity.pid, identity.start_time, rank.transport.export(Epoch(0)))
-            for rank in self.ranks
-        ]
+        infos = [RankInfo(os.getpid(), rank.transport.export(Epoch(0))) for rank in self.ranks]
         self.cache.open_epoch(infos, lambda: {"weights": self.model})
         if not wait:
             return
         while (table := self.cache.table) is None:
             time.sleep(0.01)
         for rank in self.ranks:
-            rank.cache.open_epoch(table.name)
+            rank.cache.open_epoch(table.epoch)
 
     def request(self, chain: list[BlockHash]) -> None:
         """Serve one request: local hits, imports, and the rest computed."""
