@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,74 +18,50 @@ from kvshm.records import (
     ENTRY_BYTES,
     EPOCH_OFFSET,
     INDEX_HEADER_BYTES,
-    LEASE_ROW_BYTES,
-    LEASE_ROWS_OFFSET,
-    LEASE_TABLE_BYTES,
-    LEASE_TABLE_MAGIC,
     LIFE_OFFSET,
     NUM_BLOCKS_OFFSET,
     ROW_BYTES,
     ROWS_OFFSET,
     SEQUENCE_OFFSET,
     SLOT_BYTES,
-    SUCCESSOR_OFFSET,
     TABLE_HEADER_BYTES,
     BlockRecord,
     pack_records,
 )
-from kvshm.segment import (
-    LEASES_KIND,
-    Identity,
-    Segment,
-    identity_of,
-    list_segments,
-    segment_name,
-    unlink,
-    write_header,
-)
-from kvshm.slots import SlotTable, TableSpec
-from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm.segment import Segment
+from kvshm.terms import BlockHash, BlockId, Epoch, Generation, LeaseBit, Rank
 from kvshm.tools import dump_index
 from kvshm.tools.check import check, look
 
-DEAD = Identity(identity_of().boot_id, 2**22 + 7, 12345)  # above every pid_max
+from ..sessions import new_namespace
+from .dumps import coordinator_of, dies, handing_out, put, silent_engine
+from .served import Served, ServedNode
+
 RECORDS = pack_records(
     BlockRecord(BlockHash(bytes([block]) * 32), BlockId(block), Generation(0), block)
     for block in range(10)
 )
 
 
-class Node:
+class Node(ServedNode):
     """A namespace in which an exporter and an importer share, and nothing is wrong."""
 
-    def __init__(self, namespace: str) -> None:
-        self.namespace = namespace
-        self.exporter, self.importer = self.table("exporter", 0xA), self.table("importer", 0xB)
-        self.exporter.publish(RECORDS, bytes(80))
-        self.exporter.lease(LeaseBit(1), RECORDS[:96])
-        self.exporter.retract([BlockId(0)])
-        self.index = Replica.create(namespace, "importer", Epoch(0xB), identity_of(), 64)
+    def __init__(self, run_dir: Path, namespace: str) -> None:
+        super().__init__(run_dir, namespace)
+        self.exporter, self.importer = self.engine("exporter", 0xA), self.engine("importer", 0xB)
+        for bit, engine in enumerate((self.exporter, self.importer)):
+            engine.table.lease_bit = LeaseBit(bit)
+        self.table, self.index = self.exporter.table, self.importer.replica
+        self.table.publish(RECORDS, bytes(80))
+        self.table.lease(LeaseBit(1), RECORDS[:96])
+        self.table.retract([BlockId(0)])
         row = self.index.add_row(Epoch(0xA), "exporter", 26, LeaseBit(0))
         self.index.apply(row, RECORDS)
-        self.leases = Segment.create(
-            segment_name(namespace, LEASES_KIND, "coordinator", 0), LEASE_TABLE_BYTES
-        )
-        for bit, table in enumerate((self.exporter, self.importer)):
-            table.lease_bit = LeaseBit(bit)
-            self.own(bit, table.epoch, identity_of())
-        write_header(self.leases, LEASE_TABLE_MAGIC, LEASE_ROWS_OFFSET, 0, identity_of())
 
-    def table(self, engine: str, epoch: int, identity: Identity | None = None) -> SlotTable:
-        spec = TableSpec(self.namespace, engine, 26, 16, 1, Fingerprint(bytes(32)))
-        table = SlotTable.create(spec, Epoch(epoch), identity or identity_of())
-        table.set_life(Rank(0))
-        return table
-
-    def own(self, bit: int, epoch: int, identity: Identity) -> None:
-        boot_id, pid, start_time = identity
-        row = struct.pack("<QQQ16s", epoch, pid, start_time, boot_id)
-        offset = LEASE_ROWS_OFFSET + bit * LEASE_ROW_BYTES
-        self.leases.buffer[offset : offset + len(row)] = row
+    def engine(self, name: str, epoch: int) -> Served:
+        engine = self.serve(name, epoch)
+        engine.table.set_life(Rank(0))
+        return engine
 
     def violations(self) -> list[str]:
         """What is wrong, without the names' common parts; time passes in no time."""
@@ -92,18 +70,21 @@ class Node:
         def pause(seconds: float) -> None:
             now.seconds += 10 * seconds
 
-        found = check(self.namespace, lambda: now.seconds, pause).suspects
+        found = check(self.run_dir, None, lambda: now.seconds, pause).suspects
         return [str(v).removeprefix(f"kvshm.{self.namespace}.") for v in found]
 
     def run(self, *arguments: str) -> int:
-        return dump_index.main(["--check", "--namespace", self.namespace, *arguments])
+        return dump_index.main(["--check", "--run-dir", str(self.run_dir), *arguments])
 
 
 @pytest.fixture
-def node(namespace: str) -> Iterator[Node]:
-    yield Node(namespace)
-    for name in list_segments(namespace):
-        unlink(str(name))
+def node() -> Iterator[Node]:
+    """Also with a coordinator."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        made = Node(Path(directory), new_namespace())
+        with coordinator_of(made):
+            yield made
+        made.close()
 
 
 def used_entries(index: Replica) -> list[int]:
@@ -112,13 +93,7 @@ def used_entries(index: Replica) -> list[int]:
     return [at for at in places if struct.unpack_from("<I", buffer, at + 16)[0]]
 
 
-def put(segment: Segment | SlotTable | Replica, offset: int, value: int) -> None:
-    memory = segment if isinstance(segment, Segment) else segment._segment
-    _native.store(memory.buffer, offset, value)
-
-
 SLOTS, INDEX = "slots.exporter.000000000000000a", "index.importer.000000000000000b"
-LEASES = "leases.coordinator.0000000000000000"
 
 
 def slot(block: int) -> int:
@@ -131,17 +106,17 @@ def slot(block: int) -> int:
 def test_a_sound_node_is_sound(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert node.violations() == []
     assert node.run() == 0
-    assert capsys.readouterr().out == "sound: 1 index, 1 leases, 2 slots\n"
+    assert capsys.readouterr().out == "sound: 2 index, 2 slots\n"
     assert node.run("--json") == 0
     assert json.loads(capsys.readouterr().out) == {
-        "checked": {"index": 1, "leases": 1, "slots": 2},
+        "checked": {"index": 2, "slots": 2},
         "violations": [],
         "warnings": [],
     }
 
 
-def test_nothing_to_check_is_status_1(namespace: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert dump_index.main(["--check", "--namespace", namespace]) == 1
+def test_nothing_to_check_is_status_1(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    assert node.run("--namespace", "none-such") == 1
     assert "nothing of kvshm found" in capsys.readouterr().err
 
 
@@ -176,59 +151,55 @@ def planted(plant: Callable[[Node], str]) -> Callable[[Node], str]:
 
 @planted
 def an_empty_slot_with_leases(node: Node) -> str:
-    put(node.exporter, slot(20), 0x8)
+    put(node.table, slot(20), 0x8)
     return f"{SLOTS}: slot 20: state 0 with leases 0x8"
 
 
 @planted
 def a_slot_in_no_state(node: Node) -> str:
-    put(node.exporter, slot(21), 0xF << 28)
+    put(node.table, slot(21), 0xF << 28)
     return f"{SLOTS}: slot 21: state 15 with leases 0x0"
 
 
 @planted
 def a_life_word_of_nobody(node: Node) -> str:
-    put(node.exporter, LIFE_OFFSET, 0x77)
+    put(node.table, LIFE_OFFSET, 0x77)
     return f"{SLOTS}: header: life of rank 0 is 0x77"
 
 
 @planted
 def another_epoch_in_the_header(node: Node) -> str:
-    node.exporter.end_life(None)
-    put(node.exporter, EPOCH_OFFSET, 0xC)
-    said = "says epoch 000000000000000c, engine 'exporter'"
-    return f"{SLOTS}: header: {said}; its name does not"
+    node.table.end_life(None)
+    put(node.table, EPOCH_OFFSET, 0xC)
+    said = "handed out epoch 000000000000000c, not 000000000000000a"
+    called = SLOTS.replace("exporter.", "")
+    return f"{called}: header: ProtocolError: {node.exporter.path} {said}"
+
+
+@planted
+def another_epoch_in_the_header_of_an_index(node: Node) -> str:
+    put(node.index, EPOCH_OFFSET, 0xC)
+    return f"{INDEX}: header: says epoch 000000000000000c; its socket does not"
 
 
 @planted
 def fewer_blocks_than_there_is_room_for(node: Node) -> str:
-    struct.pack_into("<I", node.exporter._segment.buffer, NUM_BLOCKS_OFFSET, 25)
+    struct.pack_into("<I", node.table._segment.buffer, NUM_BLOCKS_OFFSET, 25)
     size, has = 8192 + 25 * 72, 8192 + 26 * 72
     return f"{SLOTS}: header: says 25 blocks of 1 ranks, that is {size} bytes, of {has}"
 
 
 @planted
 def a_lease_nobody_holds(node: Node) -> str:
-    node.exporter.lease(LeaseBit(9), RECORDS[96:144])
+    node.table.lease(LeaseBit(9), RECORDS[96:144])
     return f"{SLOTS}: slot 2: leased by bit 9, which nobody holds"
 
 
 @planted
-def one_owner_of_two_bits(node: Node) -> str:
-    node.own(5, 0xB, identity_of())
-    return f"{LEASES}: bit 5: held by epoch {0xB:016x}, which holds bit 1, too"
-
-
-@planted
-def a_dead_owner_of_a_bit(node: Node) -> str:
-    node.own(7, 0xD, DEAD)
-    return f"{LEASES}: bit 7: held by pid {DEAD.pid}, which is dead"
-
-
-@planted
-def a_bit_that_the_lease_table_gives_to_another(node: Node) -> str:
-    node.exporter.lease_bit = LeaseBit(3)
-    return f"{SLOTS}: header: claims lease bit 3, which the lease table does not give it"
+def two_owners_of_one_bit(node: Node) -> str:
+    node.engine("late", 0xD).table.lease_bit = LeaseBit(1)
+    other = f"kvshm.{node.namespace}.slots.importer.000000000000000b"
+    return f"slots.late.000000000000000d: header: claims lease bit 1, and so does {other}"
 
 
 @planted
@@ -281,64 +252,66 @@ def a_write_that_never_ended(node: Node) -> str:
     return f"{INDEX}: header: sequence 77 is odd, a write was never ended"
 
 
-@planted
-def an_index_replaced_that_is_still_there(node: Node) -> str:
-    put(node.index, SUCCESSOR_OFFSET, 4)
-    return f"{INDEX}: header: is replaced by revision 4, but keeps its name"
-
-
 @pytest.mark.parametrize("plant", PLANTED.values(), ids=PLANTED.keys())
 def test_a_planted_corruption_is_found_and_named(node: Node, plant: Callable[[Node], str]) -> None:
     line = plant(node)
     assert node.violations() == [line]
 
 
-def test_what_a_dead_engine_left_is_reported(node: Node) -> None:
-    dead = node.table("crashed", 0xD, DEAD)
-    dead.publish(RECORDS[:96], bytes(16))
-    table = "slots.crashed.000000000000000d"
-    assert node.violations() == [
-        f"{table}: header: life of rank 0 goes on, but its engine (pid {DEAD.pid}) is dead",
-        f"{table}: slot 0: READY, but its engine (pid {DEAD.pid}) is dead",
-        f"{table}: slot 1: READY, but its engine (pid {DEAD.pid}) is dead",
-    ]
-
-
-def test_leases_of_the_dead_may_wait_for_the_next_coordinator(node: Node) -> None:
-    node.own(1, 0xB, DEAD)
-    node.importer.retire()
-    write_header(node.leases, LEASE_TABLE_MAGIC, LEASE_ROWS_OFFSET, 0, DEAD)
-    assert node.violations() == []
-    write_header(node.leases, LEASE_TABLE_MAGIC, LEASE_ROWS_OFFSET, 0, identity_of())
-    dead = f"whose holder (pid {DEAD.pid}) is dead"
-    assert node.violations() == [
-        f"{LEASES}: bit 1: held by pid {DEAD.pid}, which is dead",
-        f"{SLOTS}: slot 0: leased by bit 1, {dead}",
-        f"{SLOTS}: slot 1: leased by bit 1, {dead}",
-    ]
-
-
-def test_an_unreadable_segment_and_a_strange_one_are_violations(node: Node) -> None:
-    Segment.create(segment_name(node.namespace, "index", "unborn", 2), 16384).close()
-    Segment.create(segment_name(node.namespace, "teapot", "strange", 4), 4096).close()
-    first, second = node.violations()
-    assert first.startswith("index.unborn.0000000000000002: header: SegmentNotReady: ")
-    assert second == (
-        "teapot.strange.0000000000000004: name: kind 'teapot' is unknown to this kvshm"
+def test_what_a_dying_engine_still_shows_is_reported(node: Node) -> None:
+    """Its socket is served, but a process of it has ended, and no coordinator ends its life."""
+    dying = node.engine("dying", 0xD).table
+    dying.publish(RECORDS[:96], bytes(16))
+    dies(dying)
+    name, dead = (
+        "slots.dying.000000000000000d",
+        f"a process of its engine (pid {dying.pid}) is dead",
     )
+    assert node.violations() == [
+        f"{name}: header: life of rank 0 goes on, but {dead}",
+        f"{name}: slot 0: READY, but {dead}",
+        f"{name}: slot 1: READY, but {dead}",
+    ]
+    dying.end_life(None)
+    dying.retract([BlockId(0), BlockId(1)])
+    assert node.violations() == []
+
+
+def test_leases_of_the_dead_wait_for_the_next_coordinator(
+    node: Node, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And where an engine stands still, the bit may be its own."""
+    node.importer.crash()
+    lines = [f"{SLOTS}: slot {block}: leased by bit 1, which nobody holds" for block in (0, 1)]
+    assert node.violations() == lines
+    with silent_engine(node, 0xE):
+        assert node.violations() == []
+        assert node.run() == 0
+    told = capsys.readouterr().err
+    assert "warning: engine 000000000000000e: it does not answer: " in told
+    assert "warning: engine 000000000000000b: its process has ended; the coordinator" in told
+
+
+def test_what_cannot_be_read_is_a_violation(node: Node) -> None:
+    with handing_out(node, 2, Segment.create("unfilled", 16384)):
+        lines = node.violations()
+    assert [line.partition(" has ")[0].partition(" is ")[0] for line in lines] == [
+        f"{kind}.{2:016x}: header: SegmentNotReady: kvshm.{node.namespace}.{kind}.{2:016x}"
+        for kind in ("slots", "index")
+    ]
 
 
 # -- what only looks wrong
 
 
 def test_what_has_changed_at_the_second_look_is_no_violation(node: Node) -> None:
-    put(node.exporter, slot(20), 0x8)
-    assert len(look(node.namespace).suspects) == 1
+    put(node.table, slot(20), 0x8)
+    assert len(look(node.run_dir, None).suspects) == 1
 
     def pause(seconds: float) -> None:
-        put(node.exporter, slot(20), 0)
+        put(node.table, slot(20), 0)
 
-    assert check(node.namespace, lambda: 0.0, pause).suspects == []
+    assert check(node.run_dir, None, lambda: 0.0, pause).suspects == []
 
 
 def test_a_writer_at_work_is_waited_for(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,15 +321,15 @@ def test_a_writer_at_work_is_waited_for(node: Node, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         _native, "load", lambda b, at: next(count) if at == SEQUENCE_OFFSET else load(b, at)
     )
-    assert look(node.namespace).suspects == []
+    assert look(node.run_dir, None).suspects == []
 
 
 def test_lines_and_json_name_segment_place_and_law(
     node: Node, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    put(node.exporter, slot(20), 0x8)
+    put(node.table, slot(20), 0x8)
     assert node.run() == 3
-    name, law = node.exporter.name, "state 0 with leases 0x8"
+    name, law = node.table.name, "state 0 with leases 0x8"
     assert capsys.readouterr().out == f"{name}: slot 20: {law}\n"
     assert node.run("--json") == 3
     assert json.loads(capsys.readouterr().out)["violations"] == [

@@ -6,15 +6,15 @@ import os
 import subprocess
 import sys
 import uuid
+from pathlib import Path
 
 import pytest
 
 from kvshm.config import SETTINGS
-from kvshm.segment import identity_of
-from kvshm.slots import SlotTable, TableSpec
-from kvshm.terms import Epoch, Fingerprint
 from kvshm.tools import dump_index
 from kvshm.tools.snapshot import Snapshot
+
+from .served import ServedNode
 
 
 def kvshm(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -58,40 +58,42 @@ def test_dump_index_gets_the_rest_of_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("what", [[], ["--check"]])
-def test_dump_index_shows_the_namespace_of_the_setting_unless_the_option_names_one(
-    namespace: str, what: list[str]
+def test_dump_index_shows_the_place_of_the_settings_unless_options_name_another(
+    served: ServedNode, what: list[str]
 ) -> None:
-    table = SlotTable.create(
-        TableSpec(namespace, "e", 4, 16, 1, Fingerprint(bytes(32))), Epoch(1), identity_of()
-    )
-    other = f"t{uuid.uuid4().hex[:8]}"
+    served.serve("e", 1)
+    here, other = str(served.run_dir), f"t{uuid.uuid4().hex[:8]}"
 
-    def status(*option: str, **environ: str) -> int:
-        return kvshm("dump-index", *what, *option, **environ).returncode
+    def status(*option: str, run_dir: str = here, namespace: str = served.namespace) -> int:
+        place = {"KVSHM_RUN_DIR": run_dir, "KVSHM_NAMESPACE": namespace}
+        return kvshm("dump-index", *what, *option, **place).returncode
 
-    try:
-        assert status(KVSHM_NAMESPACE=namespace) == 0
-        assert status(KVSHM_NAMESPACE=other) == 1
-        assert status("--namespace", namespace, KVSHM_NAMESPACE=other) == 0
-        assert status("--namespace", other, KVSHM_NAMESPACE=namespace) == 1
-    finally:
-        table.unlink()
+    assert status() == 0
+    assert status(namespace=other) == 1
+    assert status("--namespace", served.namespace, namespace=other) == 0
+    assert status("--namespace", other) == 1
+    assert status(run_dir="/nowhere") == 1
+    assert status("--run-dir", here, run_dir="/nowhere") == 0
+    assert status("--run-dir", "/nowhere") == 1
 
 
 @pytest.mark.parametrize(
     ("setting", "option"), [({}, []), ({"KVSHM_NAMESPACE": "n"}, ["--namespace", ""])]
 )
 def test_dump_index_shows_all_namespaces_where_none_is_named(
-    monkeypatch: pytest.MonkeyPatch, setting: dict[str, str], option: list[str]
+    served: ServedNode,
+    monkeypatch: pytest.MonkeyPatch,
+    setting: dict[str, str],
+    option: list[str],
 ) -> None:
     looked: list[str | None] = []
 
-    def take(namespace: str | None, with_entries: bool) -> Snapshot:
+    def take(run_dir: Path, namespace: str | None, with_entries: bool) -> Snapshot:
         looked.append(namespace)
-        return Snapshot([], [], [], [])
+        return Snapshot()
 
     monkeypatch.setattr(dump_index, "take", take)
-    monkeypatch.setattr(os, "environ", setting)
+    monkeypatch.setattr(os, "environ", {**setting, "KVSHM_RUN_DIR": str(served.run_dir)})
     assert dump_index.main(option) == 1
     assert looked == [None]
 

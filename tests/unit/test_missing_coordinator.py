@@ -15,16 +15,14 @@ import zmq
 
 from kvshm.member import Membership
 from kvshm.protocol import EngineInfo, Refused, encode
-from kvshm.records import LEASE_ROWS_OFFSET, LEASE_TABLE_BYTES, LEASE_TABLE_MAGIC
 from kvshm.rundir import command_endpoint, start_command
-from kvshm.segment import LEASES_KIND, Segment, identity_of, segment_name, write_header
 from kvshm.session import UNHEARD_SECONDS, Session
-from kvshm.slots import SlotTable, TableSpec
-from kvshm.terms import Epoch, Fingerprint
 from kvshm.tools import dump_index
 from kvshm.tools.check import check
 
+from .dumps import coordinator_of
 from .exporters import Clock
+from .served import ServedNode
 
 INFO = EngineInfo(
     epoch=7,
@@ -136,24 +134,16 @@ def test_the_line_names_the_command(
 
 
 def test_check_warns_of_engines_without_a_coordinator(
-    namespace: str, capsys: pytest.CaptureFixture[str]
+    served: ServedNode, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spec = TableSpec(namespace, "e", 4, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(1), identity_of())
-    name = segment_name(namespace, LEASES_KIND, "coordinator", 0)
-    leases = Segment.create(name, LEASE_TABLE_BYTES)
-    dead = identity_of()._replace(pid=2**22 + 7)
-    try:
-        for coordinator, warns in ((dead, True), (identity_of(), False)):
-            write_header(leases, LEASE_TABLE_MAGIC, LEASE_ROWS_OFFSET, 0, coordinator)
-            assert dump_index.main(["--check", "--namespace", namespace]) == 0  # nothing is wrong
-            said = capsys.readouterr()
-            assert said.out.startswith("sound: ")
-            assert ("no coordinator runs; engines that wait for one: 1" in said.err) == warns
-        leases.unlink()
-        assert len(check(namespace).warnings) == 1
-        table.retire()
-        assert check(namespace).warnings == []
-    finally:
-        table.unlink()
-        leases.unlink()
+    table = served.serve("e", 1).table
+    sound = ["--check", "--run-dir", str(served.run_dir)]
+    assert dump_index.main(sound) == 0  # nothing is wrong
+    said = capsys.readouterr()
+    assert said.out.startswith("sound: ")
+    assert "no coordinator runs; engines that wait for one: 1" in said.err
+    with coordinator_of(served):
+        assert check(served.run_dir, None).warnings == []
+    assert len(check(served.run_dir, None).warnings) == 1
+    table.retire()
+    assert check(served.run_dir, None).warnings == []
