@@ -28,10 +28,8 @@ INFO = EngineInfo(
     epoch=7,
     name="own",
     pid=1,
-    start_time=1,
     fingerprint=b"f" * 32,
     fields={},
-    table="",
     num_blocks=1,
     ranks=[],
 )

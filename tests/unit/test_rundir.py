@@ -13,8 +13,9 @@ from kvshm.rundir import (
     SOCKET_PATH_BYTES,
     choose_run_directory,
     command_endpoint,
+    engine_socket,
     event_endpoint,
-    list_rank_sockets,
+    list_sockets,
     lock_path,
     open_run_directory,
     rank_socket,
@@ -102,18 +103,23 @@ def test_a_socket_path_that_is_too_long_is_refused_with_the_remedy() -> None:
 
 
 def test_room_is_asked_for_the_longest_socket_of_an_engine() -> None:
-    room = SOCKET_PATH_BYTES - len("/n.rank.4194304.63.sock")
+    room = SOCKET_PATH_BYTES - len("/n.engine.0123456789abcdef.sock")
     longest = Path("/".ljust(room, "d"))
     require_room(longest, "n")
-    assert len(str(rank_socket(longest, "n", 4194304, 63))) == SOCKET_PATH_BYTES
+    assert len(str(engine_socket(longest, "n", 2**64 - 1))) == SOCKET_PATH_BYTES
+    assert len(str(rank_socket(longest, "n", "01234567", 63))) < SOCKET_PATH_BYTES
     with pytest.raises(RunDirectoryError, match=r"108 bytes.*KVSHM_RUN_DIR"):
         require_room(Path(f"{longest}d"), "n")
 
 
-def test_rank_sockets_are_found_by_namespace(tmp_path: Path) -> None:
-    for namespace, epoch, rank in (("n", 1, 0), ("n", 1, 12), ("n", 2**64 - 1, 0), ("m", 1, 0)):
-        rank_socket(tmp_path, namespace, epoch, rank).touch()
-    for stranger in ("n.lock", "n.commands", "n.zz.0.sock", "n.000000000000000x.0.sock"):
+def test_sockets_are_found_by_namespace(tmp_path: Path) -> None:
+    for namespace in ("n", "m"):
+        for epoch in (1, 2**64 - 1):
+            engine_socket(tmp_path, namespace, epoch).touch()
+        rank_socket(tmp_path, namespace, "0a1b", 12).touch()
+    strangers = ("n.lock", "n.commands", "n.tables.sock", "n.engine.1.sock", "n.rank.a-b.0.sock")
+    for stranger in (*strangers, "n.engine.000000000000000X.sock", "n.rank.ab.0.sock.new"):
         (tmp_path / stranger).touch()
-    found = [epoch for epoch, _ in list_rank_sockets(tmp_path, "n")]
-    assert found == [1, 1, 2**64 - 1]
+    found = [(socket.namespace, socket.epoch) for socket in list_sockets(tmp_path, "n")]
+    assert found == [("n", 1), ("n", 2**64 - 1), ("n", None)]
+    assert len(list_sockets(tmp_path, None)) == 6
