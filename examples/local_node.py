@@ -280,15 +280,16 @@ class Node:
 
     def dump(self, *arguments: str) -> str:
         """Return what the index tool says about this node."""
-        command = [sys.executable, "-m", "kvshm.tools.dump_index", "--namespace", self.namespace]
+        place = ["--run-dir", str(self.run_dir), "--namespace", self.namespace]
+        command = [sys.executable, "-m", "kvshm.tools.dump_index", *place]
         run = subprocess.run(
             [*command, *arguments], env=clean_environment(), capture_output=True, text=True
         )
         return run.stdout + run.stderr
 
-    def segments(self) -> list[str]:
-        """Return the names of this namespace's shared-memory segments."""
-        return sorted(p.name for p in Path("/dev/shm").glob(f"kvshm.{self.namespace}.*"))
+    def sockets(self) -> list[str]:
+        """Return the names of the sockets at which engines hand out tables, served or not."""
+        return sorted(p.name for p in self.run_dir.glob(f"{self.namespace}.engine.*.sock"))
 
     def close(self) -> None:
         """End everything that was started and remove the run directory."""

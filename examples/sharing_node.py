@@ -1,4 +1,4 @@
-"""A node seen through its shared memory: what engines show, know and have counted.
+"""A node seen through what its engines hand out: what they show, know and have counted.
 
 What comes by itself (joining, hearing of a block) is waited for here, by looking at the
 slot tables and replicas themselves, so that nobody who uses this has to guess a delay.
@@ -16,10 +16,12 @@ from local_node import Engine, Node, PromptTokens, wait_until
 
 from kvshm.counters import PUBLISHED
 from kvshm.errors import SegmentError
+from kvshm.handout import Handouts
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import RowState, SlotState
-from kvshm.segment import INDEX_KIND, TABLE_KIND, list_segments, owner_of, parse_segment_name
+from kvshm.rundir import FoundSocket, list_sockets
 from kvshm.slots import SlotTable
+from kvshm.terms import Epoch
 
 Place = tuple[int, int]
 """Block id and generation: one block of one engine, for as long as it is not reused."""
@@ -59,31 +61,37 @@ class SharingNode(Node):
     """A node whose slot tables and replicas are read beside its engines' answers."""
 
     def owned(self, engine: Engine) -> set[str]:
-        """Return the names of the segments that the engine's processes own."""
-        pids, owned = engine.processes(), set()
-        for name in map(str, list_segments(self.namespace)):
-            with contextlib.suppress(SegmentError):
-                if owner_of(name).pid in pids:
-                    owned.add(name)
-        return owned
+        """Return the names of the sockets at which the engine hands out a table and a replica."""
+        return {found.path.name for found in self._served(engine)}
 
-    def _segment(self, engine: Engine, kind: str) -> str | None:
-        """The engine's present segment of a kind."""
-        parsed = filter(None, map(parse_segment_name, self.owned(engine)))
-        found = [name for name in parsed if name.kind == kind]
-        return str(max(found, key=lambda name: name.revision)) if found else None
+    def _served(self, engine: Engine) -> list[FoundSocket]:
+        """The sockets at which the engine's processes hand out an epoch's table and replica."""
+        pids, served = engine.processes(), []
+        for found in list_sockets(self.run_dir, self.namespace):
+            if found.epoch is not None:
+                with contextlib.suppress(SegmentError):
+                    table = self._handouts.table(found.epoch, writable=False)
+                    table.close()
+                    if table.pid in pids:
+                        served.append(found)
+        return served
+
+    def _epoch(self, engine: Engine) -> Epoch | None:
+        """The epoch of the engine's cache, None between two."""
+        served = self._served(engine)
+        return served[0].epoch if served else None
+
+    @property
+    def _handouts(self) -> Handouts:
+        return Handouts(self.run_dir, self.namespace)
 
     def table(self, engine: Engine) -> SlotTable:
         """Map the engine's present slot table for reading; the caller closes it."""
-        name = self._segment(engine, TABLE_KIND)
-        assert name is not None, f"{engine!r} has no slot table"
-        return SlotTable.open(name, writable=False)
+        return self._handouts.table(self.epoch(engine), writable=False)
 
     def replica(self, engine: Engine) -> ReplicaReader:
         """Map what the engine knows of the others for reading; the caller closes it."""
-        name = self._segment(engine, INDEX_KIND)
-        assert name is not None, f"{engine!r} has no replica"
-        return ReplicaReader.open(name)
+        return self._handouts.replica(self.epoch(engine))
 
     def counted(self, engine: Engine) -> dict[str, int]:
         """Return the counters of the engine's present epoch."""
@@ -95,10 +103,11 @@ class SharingNode(Node):
         with contextlib.closing(self.table(engine)) as table:
             return {i for i, slot in enumerate(table.slots()) if slot.leases}
 
-    def epoch(self, engine: Engine) -> int:
+    def epoch(self, engine: Engine) -> Epoch:
         """Return the epoch of the engine's cache."""
-        with contextlib.closing(self.table(engine)) as table:
-            return table.epoch
+        epoch = self._epoch(engine)
+        assert epoch is not None, f"{engine!r} has no slot table"
+        return epoch
 
     def reset(self, engine: Engine) -> None:
         """Reset the engine's prefix cache and wait until its new epoch has begun."""
@@ -106,7 +115,7 @@ class SharingNode(Node):
         engine.request("/reset_prefix_cache", post=True)
         for _ in wait_until(f"{engine!r} begins another epoch", SHARING_TIMEOUT_S):
             engine.complete([0], max_tokens=1)  # the ranks hear of it with a step
-            if self._segment(engine, TABLE_KIND) and self.epoch(engine) != before:
+            if self._epoch(engine) not in (None, before):
                 break
 
     def shown(self, engine: Engine) -> set[Place]:
@@ -118,11 +127,10 @@ class SharingNode(Node):
     def known(self, importer: Engine, exporter: Engine) -> set[Place] | None:
         """Return what the importer's replica has of the exporter; None while it does not
         know the exporter as alive."""
-        own = self._segment(importer, INDEX_KIND)
-        if own is None or self._segment(exporter, TABLE_KIND) is None:
+        own, epoch = self._epoch(importer), self._epoch(exporter)
+        if own is None or epoch is None:
             return None
-        epoch = self.epoch(exporter)
-        with contextlib.closing(ReplicaReader.open(own)) as replica:
+        with contextlib.closing(self._handouts.replica(own)) as replica:
             for row in replica.rows():
                 if row.epoch == epoch and row.state is RowState.LIVE:
                     entries = [e for e in replica.entries() if e.row == row.row]

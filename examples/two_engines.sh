@@ -21,7 +21,7 @@ stop() {
     for pid in "$@"; do wait "$pid" || true; done
 }
 
-# The coordinator goes last: it removes what the engines leave in shared memory.
+# The coordinator goes last: it removes what the engines leave in the run directory.
 cleanup() {
     stop "${pids[@]:1}"
     stop "${pids[@]:0:1}"

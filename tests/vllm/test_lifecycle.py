@@ -115,7 +115,7 @@ def _what_a_dead_engine_left_waits_for_the_next_coordinator(alone: Pair) -> None
 
     node.start_coordinator()
     for _ in wait_until("what the dead engine left is swept", PATIENCE_S):
-        if not left & set(node.segments()):
+        if not left & set(node.sockets()):
             break
     assert other.complete(prompt) in (computed, hit)
 
@@ -152,14 +152,14 @@ def _a_stopped_engine_leaves_and_does_not_die(alone: Pair) -> None:
 
 def _who_is_stopped_together_leaves_nothing(node: SharedNode, engine: Engine) -> None:
     """SIGTERM to every process at once, as systemd does with a control group."""
-    assert node.segments()
+    assert node.sockets()
     engine.signal(signal.SIGTERM)
     assert node.end_coordinator() == 0
     for _ in wait_until("the engine has ended", PATIENCE_S):
         if not engine.processes():
             break
     node.stop_engines(engine)
-    assert node.segments() == []
+    assert node.sockets() == []
     assert {path.suffix for path in node.run_dir.iterdir()} == {".log"}
 
 

@@ -120,7 +120,7 @@ def test_refused_engines_serve_and_say_once_why(model: Path, tmp_path: Path) -> 
     strangers = {"KVSHM_NAMSPACE": "x", "KVSHM_PORT": "tcp://10.0.0.1:1"}
     with SharedNode(strangers) as node:
         output = node.run_script("refused_engines.py", json.dumps(cases))
-        assert node.segments() == []
+        assert node.sockets() == []
     said = re.split(r'^{"made": "(.*)"}$', output, flags=re.MULTILINE)
     assert said[1::2] == list(REFUSED)
     for name, text in zip(said[1::2], said[2::2], strict=True):

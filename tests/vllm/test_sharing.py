@@ -205,7 +205,7 @@ def test_an_exporter_killed_leaves_nothing_but_misses(pair: Pair, late: Engine) 
     assert left
     late.kill()
     for _ in wait_until("the dead engine is swept", PATIENCE_S):
-        if not left & set(node.segments()):
+        if not left & set(node.sockets()):
             break
     with observe(node, pair.b) as seen:
         own = pair.b.complete(unused)
@@ -287,4 +287,4 @@ def test_vllm_without_the_switch_is_untouched(pair: Pair, apart: Apart) -> None:
     assert not [line for line in said if "kvshm" in line and "plugins" not in line]
     assert not pair.node.owned(plain)
     owned = set().union(*map(pair.node.owned, pair.node.engines))
-    assert {s for s in pair.node.segments() if ".leases." not in s} == owned
+    assert set(pair.node.sockets()) == owned
