@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from .errors import TransportError
+from .errors import KvshmError, TransportError
 from .forks import guard_forks
 from .log import logger
 
@@ -73,6 +73,32 @@ def _received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return fds.tolist()
+
+
+def require_descriptors(count: int) -> None:
+    """Raise KvshmError unless this process may open so many descriptors more: libzmq, for one,
+    aborts the process that runs out of them (src/epoll.cpp)."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as exc:
+        raise KvshmError(
+            f"only {len(opened)} more files can be opened, {count} are needed ({exc.strerror}); "
+            "raise the limit of open files (ulimit -n)"
+        ) from exc
+    finally:
+        close_all(opened)
+
+
+def _new_socket(path: str) -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as exc:
+        raise TransportError(
+            f"{path}: no socket can be opened: {exc.strerror}; raise the limit of open files "
+            "(ulimit -n)"
+        ) from exc
 
 
 def close_all(fds: Iterable[int]) -> None:
@@ -131,7 +157,7 @@ def fetch_and_stay(
     _check_path(name)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:
         raise TransportError(f"request has {len(request)} bytes, 1 to {MAX_REQUEST_BYTES} fit")
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = _new_socket(name)
     try:
         connection.settimeout(timeout)
         reply, fds = _exchange(connection, name, request)
@@ -199,9 +225,13 @@ class FdServer:
         self._deadlines: dict[socket.socket, float] = {}
         self._kept: dict[socket.socket, None] = {}  # in the order of their answers
         self._told: set[int | None] = set()  # why nobody could be accepted: each cause once
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener = _new_socket(self.path)
         self._listener.setblocking(False)
-        self._waker, self._woken = socket.socketpair()
+        try:
+            self._waker, self._woken = socket.socketpair()
+        except OSError as exc:
+            self._listener.close()
+            raise TransportError(f"{self.path}: cannot serve descriptors here: {exc}") from exc
         try:
             self._inode = _bind(self._listener, self.path)
         except TransportError:

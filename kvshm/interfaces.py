@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from .errors import TransportError
+from .errors import KvshmError, TransportError
+from .fds import require_descriptors
 from .terms import BlockId, Epoch
 
 ENTRY_POINT_GROUP = "kvshm.transports"
@@ -165,5 +166,9 @@ def load_transport(name: str) -> Any:
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry.load()
+    try:
+        require_descriptors(8)  # without any, packages seem to be absent
+    except KvshmError as exc:
+        raise TransportError(f"transport {name!r} cannot be loaded: {exc}") from exc
     known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none"
     raise TransportError(f"no transport {name!r} is installed (installed: {known})")

@@ -215,7 +215,7 @@ class PeerBook:
         """Whether the peer's rank serves its epoch yet: an engine joins before its ranks do."""
         try:
             table = SlotTable.open(info.table, writable=False)
-        except KvshmError:
+        except (KvshmError, OSError):
             return False
         try:
             return table.life(self.rank) == info.epoch
@@ -250,7 +250,7 @@ class PeerBook:
             reason = f"{type(exc).__name__}: {exc}"
             if isinstance(exc, KvshmError):
                 reason = str(exc)
-            else:
+            elif not isinstance(exc, OSError):  # no descriptors, for one
                 log.exception("engine %016x could not be attached", wanted.peer)
         with self._lock:
             self._attaching.pop(wanted.peer, None)

@@ -76,12 +76,17 @@ class KVMemory:
         """
         if nbytes <= 0:
             raise TransportError(f"KV memory must have at least one byte, not {nbytes}")
-        fd = os.memfd_create("kvshm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create("kvshm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as exc:
+            raise TransportError(f"KV memory of {nbytes} bytes: {exc}") from exc
         try:
             _reserve(fd, nbytes)
             memory = cls(fd, nbytes)
-        except BaseException:
+        except BaseException as exc:
             os.close(fd)
+            if isinstance(exc, OSError):
+                raise TransportError(f"KV memory of {nbytes} bytes: {exc}") from exc
             raise
         with suppress(OSError):  # a kernel without transparent huge pages
             memory._mapping.madvise(mmap.MADV_HUGEPAGE)
