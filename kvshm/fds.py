@@ -27,7 +27,7 @@ from pathlib import Path
 
 from .errors import KvshmError, TransportError
 from .forks import guard_forks
-from .log import logger
+from .log import Seldom, logger
 
 MAX_PATH_BYTES = 107
 MAX_REQUEST_BYTES = 4096
@@ -224,6 +224,7 @@ class FdServer:
         self._client_timeout = client_timeout
         self._deadlines: dict[socket.socket, float] = {}
         self._kept: dict[socket.socket, None] = {}  # in the order of their answers
+        self._seldom = Seldom(time.monotonic)
         self._told: set[int | None] = set()  # why nobody could be accepted: each cause once
         self._listener = _new_socket(self.path)
         self._listener.setblocking(False)
@@ -307,7 +308,8 @@ class FdServer:
             self._closing.wait(0.1)  # out of descriptors: the listener stays readable
             return
         if peer_uid(client) != os.geteuid():
-            _log.warning("uid %d asked at %s: refused", peer_uid(client), self.path)
+            if self._seldom.passes(f"uid {peer_uid(client)}"):
+                _log.warning("uid %d asked at %s: refused", peer_uid(client), self.path)
             client.close()
             return
         if len(self._deadlines) >= MAX_CLIENTS:
@@ -329,7 +331,8 @@ class FdServer:
             _log.debug("a peer left %s before its answer: %s", self.path, exc)
         except Exception:
             # The thread outlives any request; the peer sees an end without answer.
-            _log.exception("request at %s failed", self.path)
+            if self._seldom.passes("request"):
+                _log.exception("request at %s failed", self.path)
         self._drop(client)
 
     def _keep(self, client: socket.socket) -> None:

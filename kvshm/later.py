@@ -26,13 +26,12 @@ class Later:
         self._clock = clock
         self._waiting: dict[int, _Waiting] = {}
 
-    def put(self, info: EngineInfo) -> bool:
-        """Have an engine tried again; whether this is its first failure."""
+    def put(self, info: EngineInfo) -> None:
+        """Have an engine tried again."""
         known = self._waiting.get(info.epoch)
         pause = FIRST_SECONDS if known is None else min(LONGEST_SECONDS, 2 * known.pause)
         suspected = known is not None and known.suspected
         self._waiting[info.epoch] = _Waiting(info, self._clock() + pause, pause, suspected)
-        return known is None
 
     def suspect(self, epoch: int, suspected: bool) -> None:
         """Whoever is suspected is not tried until it has recovered."""

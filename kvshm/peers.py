@@ -63,7 +63,7 @@ class PeersStats:
     usable: int
     """Those of them that lookups may name at the moment."""
     skipped: int
-    """Engines left out because their table could not be used or no row was free."""
+    """How often an engine was left out: its table could not be used, or no row was free."""
     strange_events: int
     """Batches of epochs that are not attached, or of blocks an engine does not have."""
     refused_entries: int
@@ -365,13 +365,12 @@ class Peers:
             self._listed.write(peer.info for peer in self._peers.values())
 
     def _skip(self, info: EngineInfo, reason: Exception) -> None:
+        self._skipped += 1
         if isinstance(reason, SegmentNotFound):  # it has left meanwhile, or begun anew
-            self._skipped += 1
             self._later.forget(info.epoch)
             log.info("engine %s (pid %d) has ended its epoch: %s", info.name, info.pid, reason)
             return
-        if self._later.put(info):
-            self._skipped += 1
+        self._later.put(info)
         self._complain(info, f"is left out: {reason}")
 
     def _complain(self, info: EngineInfo, what: str) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from .deaths import DeathWatch
 from .errors import KvshmError, StaleAttachment, StillAttaching, TransportError
 from .interfaces import Attachment, MemoryDescriptor, Transport
-from .log import logger
+from .log import Seldom, logger
 from .peer_list import PeerListReader
 from .plans import Piece
 from .protocol import SUSPECT_AFTER_SECONDS, EngineInfo
@@ -123,6 +123,8 @@ class PeerBook:
         self._followed = _Followed(None)
         self._tries: dict[Epoch, int] = {}
         self._deaths = DeathWatch()
+        self.seldom = Seldom(clock)
+        """A peer that hangs fails many loads; each of them is counted, and few are logged."""
         self.copying: set[object] = set()
         """The loads whose copies have begun and not ended, of both threads."""
         self.attached: frozenset[Epoch] = frozenset()

@@ -54,6 +54,23 @@ def _seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
 
+def check_lasting(fd: int) -> None:
+    """Raise TransportError unless the file of ``fd`` keeps its size, whatever its owner does, and
+    has all its pages: reading behind the end of a file, or a page that there is no memory for,
+    ends the process that reads (SIGBUS)."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0  # no memfd
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise TransportError("the peer's KV memory is not sealed: it could be cut while it is read")
+    found = os.fstat(fd)
+    if found.st_blocks * 512 < found.st_size:
+        raise TransportError(
+            f"the peer's KV memory has {found.st_size} bytes, of which {found.st_blocks * 512} exist"
+        )
+
+
 class KVMemory:
     """One shared allocation, mapped writable here and nowhere else.
 
