@@ -160,7 +160,7 @@ def load_transport(name: str) -> Any:
     Where the model's steps only launch work, a transport has ``fence()``, called by the thread
     that runs the model: it returns what tells, without blocking, whether all that was launched
     before has ended.  Besides making a Transport it may offer memory of the kind it shares
-    (``posix_shm`` has ``allocate(nbytes)`` and ``adopt(fd, nbytes)``), and name in ``settings``
+    (``posix_shm`` has ``allocate(nbytes)``), and name in ``settings``
     the fields of Config that its constructor takes by keyword.  Raises TransportError if no
     installed package offers a transport of that name.
     """

@@ -65,9 +65,9 @@ def check_lasting(fd: int) -> None:
     if not seals & fcntl.F_SEAL_SHRINK:
         raise TransportError("the peer's KV memory is not sealed: it could be cut while it is read")
     found = os.fstat(fd)
-    if found.st_blocks * 512 < found.st_size:
+    if (existing := found.st_blocks * 512) < found.st_size:
         raise TransportError(
-            f"the peer's KV memory has {found.st_size} bytes, of which {found.st_blocks * 512} exist"
+            f"the peer's KV memory has {found.st_size} bytes, of which {existing} exist"
         )
 
 
@@ -109,23 +109,6 @@ class KVMemory:
             memory._mapping.madvise(mmap.MADV_HUGEPAGE)
         _seal(fd)
         return memory
-
-    @classmethod
-    def adopt(cls, fd: int, nbytes: int) -> KVMemory:
-        """Share memory that lies in a shared-memory file already, as ``share_memory_()``
-        leaves a tensor: a second mapping of the same pages.  ``fd`` stays the caller's.
-
-        Raises TransportError if the file is shorter than ``nbytes`` or cannot be mapped.
-        """
-        size = os.fstat(fd).st_size
-        if not 0 < nbytes <= size:
-            raise TransportError(f"KV memory of {nbytes} bytes in a file of {size} bytes")
-        own = os.dup(fd)
-        try:
-            return cls(own, nbytes)
-        except (OSError, ValueError) as exc:
-            os.close(own)
-            raise TransportError(f"KV memory cannot be mapped: {exc}") from exc
 
     @property
     def buffer(self) -> memoryview:

@@ -205,7 +205,6 @@ class PosixShmTransport:
     """Of no meaning here: what a processor has been given to do, it has done."""
     memory_outlives_exporter = True
     allocate = staticmethod(KVMemory.create)
-    adopt = staticmethod(KVMemory.adopt)
 
     def __init__(
         self,
