@@ -177,8 +177,9 @@ class Sockets:
         self._context.term()
 
     def _hang_up(self) -> None:
-        for door in self._doors:
-            door.remove()  # first: else more would come while the monitors are emptied
+        for door in self._doors:  # first: else more would come while the monitors are emptied
+            with suppress(OSError):
+                door.remove()
         self._empty_monitors()  # a full one would keep libzmq's thread, and this one with it
         for monitor in self._monitors:
             self.poller.unregister(monitor)
