@@ -7,7 +7,7 @@ aborts the process when it has no descriptor left for a connection (src/ipc_list
 - with MAX_DESCRIPTORS open, or three quarters of what is permitted, the sockets lose their names
   in the run directory: who is connected stays, nobody else gets in until others have left;
 - with MAX_MEMORY in use both sockets are closed and made anew: what was kept for anybody is
-  freed, and engines connect and join again by themselves.
+  freed, and engines connect again by themselves.
 """
 
 from __future__ import annotations

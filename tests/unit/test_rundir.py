@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import pytest
 
 from kvshm.errors import RunDirectoryError
 from kvshm.rundir import (
+    MAX_LISTED,
     SOCKET_PATH_BYTES,
     choose_run_directory,
     command_endpoint,
     event_endpoint,
+    list_peers_files,
     list_rank_sockets,
     lock_path,
     open_run_directory,
+    peers_file,
     rank_socket,
     require_room,
 )
@@ -110,10 +114,23 @@ def test_room_is_asked_for_the_longest_socket_of_an_engine() -> None:
         require_room(Path(f"{longest}d"), "n")
 
 
+def bound(path: Path) -> None:
+    """Leave a socket there that nobody serves."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+
+
+def test_a_listing_is_bounded(tmp_path: Path) -> None:
+    for epoch in range(MAX_LISTED + 5):
+        peers_file(tmp_path, "n", epoch).touch()
+    assert len(list_peers_files(tmp_path, "n")) == MAX_LISTED
+
+
 def test_rank_sockets_are_found_by_namespace(tmp_path: Path) -> None:
     for namespace, epoch, rank in (("n", 1, 0), ("n", 1, 12), ("n", 2**64 - 1, 0), ("m", 1, 0)):
-        rank_socket(tmp_path, namespace, epoch, rank).touch()
+        bound(rank_socket(tmp_path, namespace, epoch, rank))
+    rank_socket(tmp_path, "n", 2, 0).touch()  # no socket
     for stranger in ("n.lock", "n.commands", "n.zz.0.sock", "n.000000000000000x.0.sock"):
-        (tmp_path / stranger).touch()
+        bound(tmp_path / stranger)
     found = [epoch for epoch, _ in list_rank_sockets(tmp_path, "n")]
     assert found == [1, 1, 2**64 - 1]
