@@ -59,12 +59,14 @@ def test_connections_without_end_shut_newcomers_out_and_end_nothing(
     commands, events = (end(node.run_dir, node.namespace) for end in ENDS)
     with ExitStack() as held:
         asking = held.enter_context(connect(commands))
-        with pytest.raises(FileNotFoundError):
-            for n in range(2 * descriptors):
+        for n in range(2 * descriptors):
+            try:
                 again = connect(commands) if n % 2 else connect(events, b"SUB")
-                held.callback(again.close)
-                asking.sendall(QUESTION)
-                assert asking.recv(1000)  # the coordinator has had a turn since
+            except FileNotFoundError:
+                break
+            held.callback(again.close)
+            asking.sendall(QUESTION)
+            assert asking.recv(1000)  # the coordinator has had a turn since
         coordinator.wait_err("event=full")
         b.process.kill()
         coordinator.wait_err("event=death engine=b")
@@ -81,10 +83,10 @@ def test_a_message_without_end_is_hung_up_on_and_engines_go_on(node: Node) -> No
     engine = FakeEngine(node, "a")
     engine.joined()
     part = frame(bytes(MEGABYTE), MORE)
-    with connect(command_endpoint(node.run_dir, node.namespace)) as greedy:
-        with pytest.raises((BrokenPipeError, ConnectionResetError)):
-            for _ in range(16_000):
-                greedy.sendall(part)
+    hung_up = suppress(BrokenPipeError, ConnectionResetError)
+    with connect(command_endpoint(node.run_dir, node.namespace)) as greedy, hung_up:
+        for _ in range(16_000):
+            greedy.sendall(part)
     coordinator.wait_err("event=hung-up-on-all")
     wait_until(lambda: resident(coordinator) < 200, "it has given the memory back")
     FakeEngine(node, "b").joined()
