@@ -131,8 +131,6 @@ def _serve(
     finally:
         notify(STOPPING, os.environ)
         server.close()
-        for endpoint in endpoints:
-            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
     return state.num_complaints
 
 
@@ -162,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(EXIT_RUNNING, exc)
     except RunDirectoryError as exc:
         return _fail(EXIT_RUN_DIRECTORY, exc)
-    except KvshmError as exc:
+    except (KvshmError, OSError) as exc:
         return _fail(EXIT_UNEXPECTED, exc)
     return EXIT_CLEAN
 

@@ -117,6 +117,7 @@ class Membership:
             life.table.beat()
             life.peers.look_for_deaths()
             life.peers.write_again()
+            life.peers.attach_again()
             counters, refused = life.table.counters, life.peers.stats().refused_entries
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
             if (line := self._misses.line(life.table)) is not None:

@@ -26,6 +26,7 @@ import zmq
 from .callbacks import Guarded, Member
 from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, EVENTS_UNHEARD
 from .errors import ProtocolError, VersionMismatch
+from .fds import require_descriptors
 from .protocol import (
     HEARTBEAT_SECONDS,
     MAX_MESSAGE_BYTES,
@@ -59,6 +60,9 @@ MISSING_SECONDS = 10.0
 UNHEARD_SECONDS = 5.0
 """After so long without a word from any coordinator the member is told that there is none."""
 LINGER_MS = 500
+DESCRIPTORS = 24
+"""More than libzmq opens for a context, two sockets and their connections, and the engine for the
+tables it then makes."""
 MAX_RECEIVED = 1000
 """Messages taken from one socket before timers are looked after."""
 
@@ -121,9 +125,10 @@ class Session:
 
         ``hand_over`` passes on what the other threads have queued so far; it is called
         before a new epoch begins, so that nothing of the old one is sent as the new one's.
-        Raises zmq.ZMQError, leaving nothing open.
+        Raises KvshmError or zmq.ZMQError, leaving nothing open.
         """
         self._hand_over = hand_over
+        require_descriptors(DESCRIPTORS)
         self._context = zmq.Context(io_threads=1)
         try:
             self._connect(wake_fds)

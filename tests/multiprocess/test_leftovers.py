@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kvshm.coordinator.lease_table import LeaseTable
 
 from kvshm import leftovers
-from kvshm.coordinator.lease_table import LeaseTable
 from kvshm.leftovers import clear
 from kvshm.locks import clearing, take_lock
 from kvshm.rundir import lock_path

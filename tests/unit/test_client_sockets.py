@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import resource
 import select
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -15,35 +12,22 @@ import pytest
 from kvshm import _native
 from kvshm.client import LATER_US, CoordinatorClient
 
+from .few_descriptors import descriptors
+
 
 class Silent:
     """A member of which nothing is asked: it never comes to that."""
 
 
-@contextmanager
-def descriptors(left: int) -> Iterator[None]:
-    """As many as that can be opened, and no more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        for _ in range(left):
-            os.close(taken.pop())
-        yield
-    finally:
-        for fd in taken:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
+@pytest.mark.parametrize("left", [2, 4, 6, 12])
 def test_without_descriptors_the_engine_serves_on_unshared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    left: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with descriptors(left=2):  # for the client's own timers
+    with descriptors(left):  # two are for the client's own timers
         client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
         thread = client._thread
         assert thread is not None
@@ -54,6 +38,7 @@ def test_without_descriptors_the_engine_serves_on_unshared(
         client.send_events(bytes(48))
     assert not client._outbox
     assert not client.is_member
+    assert "ulimit -n" in caplog.text, "and libzmq has not ended this process"
     assert "unshared" in caplog.text
     client.close()
 
