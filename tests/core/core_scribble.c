@@ -40,10 +40,21 @@ static void *scribble(void *argument)
             uint64_t held = atomic_load_explicit(owner, memory_order_relaxed);
             if (held)
                 change(owner, (held & ~0xffffffffULL) | (ROW_FAR_AWAY + 1));
+            if (below(&seed, 64))
+                continue;
             at = below(&seed, 2) ? at : below(&seed, KVSHM_INDEX_HEADER_BYTES / 8) * 8;
             change(word(shared->index, at), random_word(&seed));
         }
     return NULL;
+}
+
+/* Else it is so spoilt after a while that nothing is looked at any more. */
+static void begin_again(kvshm_segment index, uint8_t *tombstones)
+{
+    memset(tombstones, 0, HEARD_OF * KVSHM_TOMBSTONE_BYTES);
+    for (uint64_t at = KVSHM_INDEX_HEADER_BYTES; at < index.length; at += 8)
+        atomic_store_explicit(word(index, at), 0, memory_order_relaxed);
+    atomic_store_explicit(word(index, KVSHM_COUNT_OFFSET), 0, memory_order_relaxed);
 }
 
 static void write_and_read(kvshm_segment index, uint8_t *tombstones, uint32_t round)
@@ -57,7 +68,7 @@ static void write_and_read(kvshm_segment index, uint8_t *tombstones, uint32_t ro
     kvshm_index_lookup(index, batch, 4, ~0ULL, owners);
     if (round % 1000 == 0) {
         kvshm_index_drop_row(index, 0);
-        memset(tombstones, 0, HEARD_OF * KVSHM_TOMBSTONE_BYTES);
+        begin_again(index, tombstones);
     }
     if (round % 10000 == 0) {
         kvshm_segment larger = new_index();
