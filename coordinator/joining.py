@@ -9,6 +9,7 @@ import msgspec
 from kvshm.errors import VersionMismatch
 from kvshm.fingerprint import differences
 from kvshm.protocol import (
+    FINGERPRINT_BYTES,
     PROTOCOL_VERSION,
     EngineInfo,
     EngineJoined,
@@ -30,7 +31,6 @@ from .actions import Action, Examine, Log, Owner, Peer, Refusal, Send, WriteLeas
 from .roster import Engine, State, processes_of
 from .versions import who_upgrades
 
-FINGERPRINT_BYTES = 32
 _SAME_NAMESPACES = "run engines and coordinator in one pid namespace (containers: --pid=host)"
 _NEW_EPOCH = "begin a new epoch and join with that"
 

@@ -15,6 +15,7 @@ from kvshm.errors import ProtocolError
 from kvshm.protocol import (
     HEARTBEAT_SECONDS,
     MAX_RECEIVED_BYTES,
+    QUEUE_FRAMES,
     decode_command,
     encode,
     foreign_join,
@@ -46,6 +47,7 @@ from .actions import (
     Watch,
     WriteLease,
 )
+from .broadcasts import Broadcasts
 from .lease_table import LeaseTable
 from .reaper import Reaper
 from .roster import State
@@ -53,7 +55,6 @@ from .state import decide
 
 MAX_RECEIVED = 1000
 """Messages taken before deaths and the clock are looked after."""
-QUEUE_LENGTH = 10_000
 
 
 class Server:
@@ -78,6 +79,7 @@ class Server:
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._publisher = self._context.socket(zmq.PUB)
+        self._broadcasts = Broadcasts(self._publisher.send)
         self._poller = zmq.Poller()
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
@@ -85,8 +87,8 @@ class Server:
         ends a wait.  Raises zmq.ZMQError."""
         for socket in (self._router, self._publisher):
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, QUEUE_LENGTH)
-            socket.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
+            socket.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
+            socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.bind(command_endpoint)
@@ -111,7 +113,8 @@ class Server:
                 next_clock = self._clock() + HEARTBEAT_SECONDS
                 self._look_at_unwatchable()
                 self._handle(Clock())
-            self._wait(next_clock - self._clock())
+            self._wait(min(next_clock, self._broadcasts.next_due()) - self._clock())
+            self._broadcasts.send_due(self._clock())
 
     def _wait(self, seconds: float) -> None:
         ready = dict(self._poller.poll(max(0, int(seconds * 1000) + 1)))
@@ -143,7 +146,7 @@ class Server:
             case Send(route, message):
                 self._send(route, encode(message))
             case Publish(topic, message):
-                self._publisher.send_multipart([topic, encode(message)])
+                self._broadcasts.add(topic, message, self._clock())
             case Examine(peer, join):
                 refusal = self._reaper.examine(join.engine)
                 self._events.append(Examined(peer, join, refusal))
