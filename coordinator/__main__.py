@@ -114,9 +114,7 @@ def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
     logfmt.write(Log(logging.INFO, "ended", about))
 
 
-def _serve(
-    run_dir: Path, namespace: str, endpoints: tuple[str, str], signals: _Signals
-) -> int:
+def _serve(run_dir: Path, namespace: str, endpoints: tuple[str, str], signals: _Signals) -> int:
     """Serve until a signal says otherwise; return the number of complaints."""
     state = State(epoch=secrets.randbits(63) + 1, namespace=namespace, uid=os.geteuid())
     tables = Tables(run_dir, namespace, time.monotonic)

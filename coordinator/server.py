@@ -37,6 +37,7 @@ from .actions import (
     SweepBits,
     SweepFiles,
 )
+from .broadcasts import Broadcasts
 from .roster import State
 from .sockets import LOOK_SECONDS, Sockets
 from .state import decide
@@ -67,6 +68,7 @@ class Server:
         self._failed: set[tuple[str, object]] = set()
         """Actions that failed and are said to have, with the number of the error."""
         self._sockets = Sockets(clock)
+        self._broadcasts = Broadcasts(self._publish)
         self._poller = self._sockets.poller
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
@@ -91,7 +93,9 @@ class Server:
             if self._clock() >= next_look:
                 next_look = self._clock() + LOOK_SECONDS
                 self._sockets.look()
-            self._wait(min(next_clock, next_look) - self._clock())
+            due = min(next_clock, next_look, self._broadcasts.next_due())
+            self._wait(due - self._clock())
+            self._broadcasts.send_due(self._clock())
 
     def _wait(self, seconds: float) -> None:
         self._watch()
@@ -150,7 +154,7 @@ class Server:
             case Send(route, message):
                 self._send(route, encode(message))
             case Publish(topic, message):
-                self._sockets.publisher.send_multipart([topic, encode(message)])
+                self._broadcasts.add(topic, message, self._clock())
             case Examine(peer, join):
                 if (answer := self._tables.examine(peer, join)) is not None:
                     self._events.append(answer)
@@ -164,6 +168,9 @@ class Server:
                 logfmt.write(action)
             case _:
                 raise AssertionError(f"no such action: {action}")
+
+    def _publish(self, frame: bytes) -> None:
+        self._sockets.publisher.send(frame)  # another socket from time to time
 
     def _send(self, route: bytes, frame: bytes) -> None:
         try:

@@ -26,12 +26,11 @@ import zmq
 from zmq.constants import Event
 
 from kvshm.errors import KvshmError, RunDirectoryError
-from kvshm.protocol import MAX_RECEIVED_BYTES
+from kvshm.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
 
 from . import logfmt
 from .actions import Log
 
-QUEUE_LENGTH = 10_000
 BACKLOG = 2
 """Connections that may wait for being accepted when a socket loses its name."""
 MAX_DESCRIPTORS = 2048
@@ -147,8 +146,8 @@ class Sockets:
         self.publisher = self._context.socket(zmq.PUB)
         for made in (self.router, self.publisher):
             made.setsockopt(zmq.LINGER, 0)
-            made.setsockopt(zmq.SNDHWM, QUEUE_LENGTH)
-            made.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
+            made.setsockopt(zmq.SNDHWM, QUEUE_FRAMES)
+            made.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
         self.router.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
         self.router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.publisher.setsockopt(zmq.MAXMSGSIZE, MAX_SUBSCRIPTION_BYTES)
@@ -233,7 +232,11 @@ class Sockets:
         self._is_shut = shut
         if shut:
             remedy = "end who connects so often, or raise the limit of open files (ulimit -n)"
-            about: dict[str, object] = {"descriptors": used, "limit": self._max_descriptors, "remedy": remedy}
+            about: dict[str, object] = {
+                "descriptors": used,
+                "limit": self._max_descriptors,
+                "remedy": remedy,
+            }
             self._say("full", "full", about)
 
     def _begin_anew(self, memory: int) -> None:

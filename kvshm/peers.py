@@ -134,18 +134,25 @@ class Peers:
         self._later.forget(epoch)
         self._complaints = {c for c in self._complaints if c[0] != epoch}
 
-    def events(self, epoch: Epoch, records: bytes) -> None:
-        """Apply events of an engine; those of an epoch that is not attached are dropped."""
-        peer = self._find(epoch)
-        if peer is None:
-            self._strange_events += 1
-            return
+    def events(self, batches: Sequence[tuple[int, bytes]]) -> None:
+        """Apply events, each with its engine's epoch, in order; those of an epoch that is not
+        attached are dropped."""
+        senders = [(self._find(epoch), records) for epoch, records in batches]
+        known = [(peer, records) for peer, records in senders if peer is not None]
+        self._strange_events += len(senders) - len(known)
+        try:
+            self.replica.apply_all([(peer.row, records) for peer, records in known])
+        except (KvshmError, IndexError, ValueError):  # one of them: who sent it is found out
+            for peer, records in known:
+                self._events_of(peer, records)
+
+    def _events_of(self, peer: Peer, records: bytes) -> None:
         try:
             self.replica.apply(peer.row, records)
         except (KvshmError, IndexError, ValueError) as exc:
             self._strange_events += 1
             self._complain(peer.info, f"sent events that make no sense: {exc}")
-            self.rescan(epoch)
+            self.rescan(Epoch(peer.info.epoch))
 
     def rescan(self, epoch: Epoch) -> None:
         """Bring the replica in line with the engine's table: events were lost."""

@@ -43,6 +43,11 @@ def test_without_descriptors_the_engine_serves_on_unshared(
     client.close()
 
 
+def timers_of(client: CoordinatorClient) -> set[int]:
+    """What the thread finds readable when it is woken."""
+    return {client._wake_now, client._wake_later}
+
+
 class Listened:
     """A session of which other engines hear."""
 
@@ -72,13 +77,13 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
     for record in (b"a", b"b", b"c"):
         client.send_events(record)
     assert woken == [LATER_US]
-    client._hand_over(session)  # type: ignore[arg-type]  # the same
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert session.sent == [b"abc"]
     client.send_events(b"d")
     client.rejoin()
     client.send_events(b"e")
     assert woken == [LATER_US, LATER_US, 0]
-    client._hand_over(session)  # type: ignore[arg-type]  # the same
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert (session.sent, session.rejoins) == ([b"abc", b"d", b"e"], 1)
     client.send_events(b"f")
     assert woken == [LATER_US, LATER_US, 0, LATER_US]
@@ -106,7 +111,7 @@ def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
     monkeypatch.setattr(_native, "wake", stopped)
     client.send_events(b"a")
     assert session.poll.poll(10_000)
-    client._hand_over(session)  # type: ignore[arg-type]  # the same
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert session.sent == [b"a"]
     assert session.poll.poll(0) == []  # else the thread would spin
     client.close()
@@ -124,7 +129,7 @@ def test_what_has_woken_the_thread_wakes_it_once(
     for put in (client.rejoin, lambda: client.send_events(b"a")):
         put()
         assert session.poll.poll(60_000)
-        client._hand_over(session)  # type: ignore[arg-type]  # the same
+        client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
         assert session.poll.poll(0) == []
     client.close()
 
