@@ -6,7 +6,7 @@
 
 ``node``: a real coordinator and toy engines that publish all the time.  In each round two of them
 stand still for a moment, so that messages pile up for them; the coordinator ends meanwhile, and so
-does an engine, each by SIGTERM and by SIGKILL in turn; others take their places.
+does an engine, by SIGTERM and by SIGKILL in turn; others take their places.
 
 ``client``: an engine's client alone, and in place of a coordinator one that floods it and is killed.
 
