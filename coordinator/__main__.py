@@ -114,9 +114,7 @@ def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
     logfmt.write(Log(logging.INFO, "ended", about))
 
 
-def _serve(
-    run_dir: Path, namespace: str, endpoints: tuple[str, str], signals: _Signals
-) -> int:
+def _serve(run_dir: Path, namespace: str, endpoints: tuple[str, str], signals: _Signals) -> int:
     """Serve until a signal says otherwise; return the number of complaints."""
     state = State(epoch=secrets.randbits(63) + 1, namespace=namespace, uid=os.geteuid())
     tables = Tables(run_dir, namespace, time.monotonic)
@@ -131,8 +129,6 @@ def _serve(
     finally:
         notify(STOPPING, os.environ)
         server.close()
-        for endpoint in endpoints:
-            Path(endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
     return state.num_complaints
 
 
@@ -162,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(EXIT_RUNNING, exc)
     except RunDirectoryError as exc:
         return _fail(EXIT_RUN_DIRECTORY, exc)
-    except KvshmError as exc:
+    except (KvshmError, OSError) as exc:
         return _fail(EXIT_UNEXPECTED, exc)
     return EXIT_CLEAN
 

@@ -9,6 +9,7 @@ import msgspec
 from kvshm.errors import VersionMismatch
 from kvshm.fingerprint import differences
 from kvshm.protocol import (
+    FINGERPRINT_BYTES,
     PROTOCOL_VERSION,
     EngineInfo,
     EngineJoined,
@@ -29,7 +30,6 @@ from .actions import Action, Examine, Log, Peer, Refusal, Send, SweepBits
 from .roster import Engine, State
 from .versions import who_upgrades
 
-FINGERPRINT_BYTES = 32
 _NEW_EPOCH = "begin a new epoch and join with that"
 
 

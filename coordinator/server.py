@@ -10,10 +10,9 @@ from collections.abc import Callable
 
 import zmq
 
-from kvshm.errors import ProtocolError
+from kvshm.errors import KvshmError, ProtocolError
 from kvshm.protocol import (
     HEARTBEAT_SECONDS,
-    MAX_RECEIVED_BYTES,
     decode_command,
     encode,
     foreign_join,
@@ -25,6 +24,7 @@ from .actions import (
     Clock,
     Event,
     Examine,
+    Examined,
     Foreign,
     Forget,
     Garbled,
@@ -32,17 +32,19 @@ from .actions import (
     Peer,
     Publish,
     Received,
+    Refusal,
     Send,
     SweepBits,
     SweepFiles,
 )
+from .broadcasts import Broadcasts
 from .roster import State
+from .sockets import LOOK_SECONDS, Sockets
 from .state import decide
 from .tables import Tables
 
 MAX_RECEIVED = 1000
 """Messages taken before deaths and the clock are looked after."""
-QUEUE_LENGTH = 10_000
 
 
 class Server:
@@ -63,44 +65,44 @@ class Server:
         self._events: deque[Event] = deque()
         self._watched: set[int] = set()
         """Descriptors of the tables' connections that are polled."""
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._publisher = self._context.socket(zmq.PUB)
-        self._poller = zmq.Poller()
+        self._failed: set[tuple[str, object]] = set()
+        """Actions that failed and are said to have, with the number of the error."""
+        self._sockets = Sockets(clock)
+        self._broadcasts = Broadcasts(self._publish)
+        self._poller = self._sockets.poller
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
-        """Bind the sockets; the caller holds the lock.  What arrives on ``wake_fd`` only
-        ends a wait.  Raises zmq.ZMQError."""
-        for socket in (self._router, self._publisher):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDHWM, QUEUE_LENGTH)
-            socket.setsockopt(zmq.RCVHWM, QUEUE_LENGTH)
-        self._router.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
-        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._router.bind(command_endpoint)
-        self._publisher.bind(event_endpoint)
-        self._poller.register(self._router, zmq.POLLIN)
+        """Let engines connect; the caller holds the lock.  What arrives on ``wake_fd`` only
+        ends a wait.  Raises RunDirectoryError."""
+        self._sockets.open(command_endpoint, event_endpoint)
         self._poller.register(wake_fd, zmq.POLLIN)
 
     def close(self) -> None:
         self._tables.close()
-        self._router.close()
-        self._publisher.close()
-        self._context.term()
+        self._sockets.close()
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Serve until ``stopping`` says so."""
-        next_clock = self._clock()
+        """Serve until ``stopping`` says so.  Raises KvshmError when engines cannot find the
+        sockets any more."""
+        next_clock = next_look = self._clock()
         while not stopping():
             if self._clock() >= next_clock:
                 next_clock = self._clock() + HEARTBEAT_SECONDS
+                self._sockets.check()
                 self._handle(*self._tables.look(), Clock())
-            self._wait(next_clock - self._clock())
+            if self._clock() >= next_look:
+                next_look = self._clock() + LOOK_SECONDS
+                self._sockets.look()
+            due = min(next_clock, next_look, self._broadcasts.next_due())
+            self._wait(due - self._clock())
+            self._broadcasts.send_due(self._clock())
 
     def _wait(self, seconds: float) -> None:
         self._watch()
         ready = dict(self._poller.poll(max(0, int(seconds * 1000) + 1)))
-        if self._router in ready:
+        if self._sockets.accepted(ready):
+            self._sockets.look()
+        if self._sockets.router in ready:
             self._receive()
         # What the dead had sent before is handled first, then their deaths.
         readable = {source for source in ready if source in self._watched}
@@ -119,7 +121,7 @@ class Server:
     def _receive(self) -> None:
         for _ in range(MAX_RECEIVED):
             try:
-                frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+                frames = self._sockets.router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
             self._handle(_read(frames))
@@ -132,11 +134,27 @@ class Server:
                 self._perform(action)
 
     def _perform(self, action: Action) -> None:
+        """Do what was decided.  What the machine refuses (descriptors, files) costs this action:
+        bits and leftovers of the dead are swept again with the next sweep."""
+        try:
+            self._do(action)
+        except (KvshmError, OSError) as exc:
+            kind = (type(action).__name__, getattr(exc, "errno", str(exc)))
+            if kind not in self._failed:
+                self._failed.add(kind)
+                about: dict[str, object] = {"what": kind[0], "reason": exc}
+                logfmt.write(Log(logging.WARNING, "failed", about))
+            if isinstance(action, Examine):
+                remedy = "nothing: it is tried again"
+                refusal = Refusal(f"the coordinator cannot look at it: {exc}", remedy, retry=True)
+                self._events.append(Examined(action.peer, action.join, refusal))
+
+    def _do(self, action: Action) -> None:
         match action:
             case Send(route, message):
                 self._send(route, encode(message))
             case Publish(topic, message):
-                self._publisher.send_multipart([topic, encode(message)])
+                self._broadcasts.add(topic, message, self._clock())
             case Examine(peer, join):
                 if (answer := self._tables.examine(peer, join)) is not None:
                     self._events.append(answer)
@@ -151,9 +169,12 @@ class Server:
             case _:
                 raise AssertionError(f"no such action: {action}")
 
+    def _publish(self, frame: bytes) -> None:
+        self._sockets.publisher.send(frame)  # another socket from time to time
+
     def _send(self, route: bytes, frame: bytes) -> None:
         try:
-            self._router.send_multipart([route, frame], zmq.NOBLOCK)
+            self._sockets.router.send_multipart([route, frame], zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # the engine has gone, or does not read
             logfmt.write(Log(logging.DEBUG, "unsent", {"route": route.hex(), "reason": exc}))
 

@@ -12,6 +12,7 @@ import math
 
 from kvshm.protocol import (
     HEARTBEAT_SECONDS,
+    MAX_EVENTS_BYTES,
     SUSPECT_AFTER_SECONDS,
     EngineEvents,
     EngineGone,
@@ -129,8 +130,8 @@ def _heard(state: State, engine: Engine, now: float) -> list[Action]:
 
 
 def _relay(state: State, peer: Peer, engine: Engine, events: Events) -> list[Action]:
-    if len(events.records) % RECORD_BYTES:
-        return state.complain(peer, "garbled", f"{len(events.records)} bytes are no records")
+    if (size := len(events.records)) % RECORD_BYTES or size > MAX_EVENTS_BYTES:
+        return state.complain(peer, "garbled", f"{size} bytes are no records of one message")
     if events.sequence <= engine.sequence:
         return state.complain(peer, "repeated", f"events {events.sequence} came again")
     engine.sequence = events.sequence

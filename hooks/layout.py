@@ -14,7 +14,6 @@ kernel blocks or have its axes swapped, the storage is the same for all.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
-from kvshm.errors import KvshmError, TransportError
+from kvshm.errors import KvshmError
 from kvshm.interfaces import Region
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ class Placement:
 
     @property
     def address(self) -> int:
-        """First byte of the allocation, as it is now (``share_in_place`` moves it)."""
+        """First byte of the allocation, as it is now."""
         return int(self.storage.untyped_storage().data_ptr())
 
     @property
@@ -186,20 +185,3 @@ def _is_kv_cache(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         and kwargs["dtype"] is torch.int8
         and torch.device(kwargs["device"]).type == "cpu"
     )
-
-
-def share_in_place(placement: Placement) -> tuple[int, int]:
-    """Move an existing CPU cache into shared memory; return its descriptor and its size.
-
-    The second-best way: needs the cache twice for a moment, and its room in /dev/shm.  All
-    views follow, raw addresses do not, so only before the first forward pass.  The
-    descriptor stays torch's.  Raises TransportError if there is no room.
-    """
-    room = os.statvfs("/dev/shm")
-    available = room.f_bavail * room.f_frsize
-    if placement.nbytes > available:  # torch itself would die of a SIGBUS
-        raise TransportError(
-            f"the KV cache needs {placement.nbytes} bytes of /dev/shm, {available} are available"
-        )
-    descriptor, nbytes = placement.storage.untyped_storage().share_memory_()._share_fd_cpu_()
-    return int(descriptor), int(nbytes)

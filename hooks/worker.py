@@ -25,7 +25,7 @@ from kvshm.rundir import rank_socket
 from kvshm.terms import BlockId, Epoch, Rank
 
 from .identity import find_model, model_owners, rank_fields
-from .layout import Placement, regions_of, share_in_place, shared_kv_memory
+from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
 from .weights import WeightsUnknown, watch_weights
 
@@ -124,15 +124,14 @@ class WorkerSide:
             log.warning("cannot end the epoch before new weights: %s", exc)
 
     def _memory(self, placement: Placement) -> Any:
-        """The memory the cache lies in, moved into shared memory if it does not yet."""
+        """The memory the cache lies in.  Raises TransportError if it cannot be shared."""
         if self._allocation is None:
             return self._transport_type.adopt(
                 placement.address, placement.nbytes, placement.storage
             )
         if (memory := self._allocation.memory_of(placement)) is not None:
             return memory
-        log.warning("moving the KV cache into shared memory: %s", self._allocation.failure)
-        return self._transport_type.adopt(*share_in_place(placement))
+        raise TransportError(self._allocation.failure)
 
     def describe(self) -> RankDescription:
         """What the engine has to know of this rank to join.  Digests the weights: blocks for

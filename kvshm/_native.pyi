@@ -128,11 +128,12 @@ def address(buffer: Buffer, /) -> int:
 # -- replica index
 
 def index_apply(
-    index: Buffer, tombstones: Buffer, row: int, records: Buffer, /
+    index: Buffer, batches: list[tuple[bytearray, int, bytes]], /
 ) -> tuple[int, int, int, int]:
-    """Apply one engine's events in order; returns (added, removed, ignored, full).
-    ``tombstones`` (written) holds 16 bytes per block of that engine, zeros at first.  The count
-    of the index and the entries of its row are kept here."""
+    """Apply batches of events in order, each (tombstones, row, records) of one engine; returns
+    (added, removed, ignored, full) of all together.  ``tombstones`` (written) holds 16 bytes per
+    block of that engine, zeros at first.  The count of the index and the entries of its rows are
+    kept here.  What a batch raises for, those before it are applied."""
 
 def index_stale(before: Buffer, scanned: Buffer, /) -> bytes:
     """RETRACT records of the blocks that are published in the tombstones ``before`` and that no

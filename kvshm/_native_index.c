@@ -10,32 +10,96 @@
 
 /* -- index ----------------------------------------------------------------------------------- */
 
+typedef struct {
+    Py_buffer tombstones;
+    unsigned int row;
+    const kvshm_record *records; /* of a bytes object, which nobody changes */
+    size_t count;
+} batch;
+
+/* The record's alignment, since bytes begin at a multiple of it, whatever the build. */
+_Static_assert(_Alignof(kvshm_record) <= 8, "records lie in a bytes object as they are");
+
+static bool take_batch(PyObject *item, batch *taken)
+{
+    PyObject *packed;
+    char *data;
+    Py_ssize_t size;
+    if (!PyTuple_Check(item)) {
+        PyErr_SetString(PyExc_TypeError, "a batch is a tuple");
+        return false;
+    }
+    if (!PyArg_ParseTuple(item, "w*IS:batch", &taken->tombstones, &taken->row, &packed))
+        return false;
+    if (PyBytes_AsStringAndSize(packed, &data, &size) == 0 &&
+        (size_t)size % sizeof(kvshm_record) == 0 && (uintptr_t)data % _Alignof(kvshm_record) == 0) {
+        taken->records = (const void *)data;
+        taken->count = (size_t)size / sizeof(kvshm_record);
+        return true;
+    }
+    if (!PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "%zd bytes are no whole number of records", size);
+    PyBuffer_Release(&taken->tombstones);
+    return false;
+}
+
+static int64_t apply_batches(kvshm_segment index, const batch *batches, size_t count,
+                             kvshm_applied *sum)
+{
+    for (size_t i = 0; i < count; i++) {
+        const batch *b = &batches[i];
+        kvshm_applied one;
+        int64_t status = kvshm_index_apply(index, b->tombstones.buf, (uint64_t)b->tombstones.len,
+                                           b->row, b->records, b->count, &one);
+        sum->added += one.added;
+        sum->removed += one.removed;
+        sum->ignored += one.ignored;
+        sum->full += one.full;
+        if (status < 0)
+            return status;
+    }
+    return KVSHM_OK;
+}
+
+/* All of them with one handing over of the GIL: who gives it up beside a busy scheduler gets it
+ * back milliseconds later. */
+static PyObject *apply_taken(PyObject *module, const Py_buffer *index, const batch *batches,
+                             size_t count)
+{
+    kvshm_applied sum = {0, 0, 0, 0};
+    size_t records = 0;
+    for (size_t i = 0; i < count; i++)
+        records += batches[i].count;
+    PyThreadState *saved = without_gil(records);
+    int64_t status = apply_batches(segment_of(index), batches, count, &sum);
+    with_gil(saved);
+    if (status < 0)
+        return kvshm_raise(module, index, status);
+    return Py_BuildValue("(KKKK)", (unsigned long long)sum.added, (unsigned long long)sum.removed,
+                         (unsigned long long)sum.ignored, (unsigned long long)sum.full);
+}
+
 static PyObject *native_index_apply(PyObject *module, PyObject *args)
 {
-    Py_buffer index, tombstones, packed;
-    unsigned int row;
-    if (!PyArg_ParseTuple(args, "w*w*Iy*:index_apply", &index, &tombstones, &row, &packed))
+    Py_buffer index;
+    PyObject *list;
+    if (!PyArg_ParseTuple(args, "w*O!:index_apply", &index, &PyList_Type, &list))
         return NULL;
-    PyObject *result = NULL;
-    size_t count;
-    kvshm_record *records = kvshm_copy_array(&packed, sizeof *records, &count);
-    if (records) {
-        kvshm_applied applied;
-        int64_t status;
-        PyThreadState *saved = without_gil(count);
-        status = kvshm_index_apply(segment_of(&index), tombstones.buf, (uint64_t)tombstones.len,
-                                   row, records, count, &applied);
-        with_gil(saved);
-        result = status < 0 ? kvshm_raise(module, &index, status)
-                            : Py_BuildValue("(KKKK)", (unsigned long long)applied.added,
-                                            (unsigned long long)applied.removed,
-                                            (unsigned long long)applied.ignored,
-                                            (unsigned long long)applied.full);
-    }
-    PyMem_Free(records);
+    PyObject *items = PyList_AsTuple(list); /* keeps them, whatever becomes of the list */
+    Py_ssize_t count = items ? PyTuple_Size(items) : 0, taken = 0;
+    batch *batches = PyMem_Calloc((size_t)count + 1, sizeof *batches);
+    if (!batches)
+        PyErr_NoMemory();
+    while (batches && taken < count && take_batch(PyTuple_GetItem(items, taken), &batches[taken]))
+        taken++;
+    PyObject *result = items && batches && taken == count
+                           ? apply_taken(module, &index, batches, (size_t)count)
+                           : NULL;
+    while (taken)
+        PyBuffer_Release(&batches[--taken].tombstones);
+    PyMem_Free(batches);
+    Py_XDECREF(items);
     PyBuffer_Release(&index);
-    PyBuffer_Release(&tombstones);
-    PyBuffer_Release(&packed);
     return result;
 }
 

@@ -52,11 +52,13 @@ static int insert(const index_view *index, entry value)
     return KVSHM_CORRUPT; /* the count said there was room */
 }
 
-/* Close the hole at `hole`: move back each later entry of the chain whose home allows it. */
-static int remove_at(const index_view *index, uint64_t hole)
+/* Remove the entry of `row` at `hole` and close the hole: move back each later entry of the chain
+ * whose home allows it.  The caller has checked `row`; read again it might be another one, since
+ * any process of the user may write here. */
+static int remove_at(const index_view *index, uint64_t hole, uint32_t row)
 {
     uint64_t mask = index->capacity - 1, position = hole;
-    count_entry(index, row_of(entry_at(index, hole)), (uint64_t)-1);
+    count_entry(index, row, (uint64_t)-1);
     for (uint64_t step = 0; step < index->capacity; step++) {
         position = after(index, position);
         entry e = entry_at(index, position);
@@ -82,7 +84,7 @@ static int remove_entry(const index_view *index, uint64_t tag, uint32_t row, uin
         if (is_free(e))
             return 0;
         if (e.tag == tag && row_of(e) == row && block_of(e) == block) {
-            int status = remove_at(index, position);
+            int status = remove_at(index, position, row);
             return status == KVSHM_OK ? 1 : status;
         }
     }
@@ -204,7 +206,7 @@ int64_t kvshm_index_drop_row(kvshm_segment segment, uint32_t row)
             position++;
             continue;
         }
-        status = remove_at(&index, position); /* may bring another one here: look again */
+        status = remove_at(&index, position, row); /* may bring another one here: look again */
         dropped++;
     }
     end_write(&index, sequence);

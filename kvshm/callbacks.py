@@ -6,7 +6,7 @@ the order of what happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from .log import logger
@@ -36,8 +36,8 @@ class Listener(Protocol):
         """The epoch has ended: drop all that is known of it."""
         ...
 
-    def engine_events(self, epoch: int, records: bytes) -> None:
-        """Apply packed block records, in their order."""
+    def engine_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
+        """Apply packed block records, each with the epoch of their engine, in their order."""
         ...
 
     def rescan(self, epoch: int) -> None:
@@ -130,8 +130,8 @@ class Guarded:
     def engine_gone(self, epoch: int, reason: str) -> None:
         self.call(self.member.engine_gone, epoch, reason)
 
-    def engine_events(self, epoch: int, records: bytes) -> None:
-        self.call(self.member.engine_events, epoch, records)
+    def engine_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
+        self.call(self.member.engine_events, batches)
 
     def rescan(self, epoch: int) -> None:
         self.call(self.member.rescan, epoch)

@@ -14,21 +14,24 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from . import _native
 from .callbacks import Member
 from .forks import guard_forks
 from .log import logger
+from .protocol import MAX_EVENTS_BYTES
+from .records import RECORD_BYTES
 from .session import Session
 
 __all__ = ["CoordinatorClient", "Member"]
 
 MAX_QUEUED = 4096
 """Batches of events that may wait for the client's thread; beyond that they are dropped."""
-MAX_JOINED_BYTES = 1 << 20
-"""Batches that wait together are sent as one message of up to so many bytes."""
+MAX_JOINED_BYTES = MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES
+"""Batches that wait together are sent as one message of up to so many bytes, a longer batch as
+several."""
 BUG_PAUSE_SECONDS = 0.5
 LATER_US = 20_000
 """Events wait so many microseconds: they are told with a step's output, and whoever tells them at
@@ -149,8 +152,8 @@ class CoordinatorClient:
             return
         while not self._closing.is_set():
             try:
-                session.wait()
-                self._hand_over(session)
+                readable = session.wait()
+                self._hand_over(session, readable)
                 session.work()
             except Exception:
                 self._unexpected()
@@ -168,12 +171,14 @@ class CoordinatorClient:
             _log.error("no sockets for the coordinator: %s (serving on, unshared)", exc)
         return self._usable
 
-    def _hand_over(self, session: Session) -> None:
+    def _hand_over(self, session: Session, readable: Collection[object] = ()) -> None:
         """Pass on what the other threads have queued so far, in few messages: a scheduler that
-        never rests takes the GIL at each, and must not keep this thread from listening."""
+        never rests takes the GIL at each, and must not keep this thread from listening.  Timers
+        among ``readable`` have come."""
         for timer in (self._wake_now, self._wake_later):
-            with contextlib.suppress(BlockingIOError):
-                os.read(timer, 8)
+            if timer in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(timer, 8)
         self._will_wake = False  # before the queue is looked at
         # First: what is sent after it must show the gap.
         if unheard := self._unheard - self._unheard_told:
@@ -184,7 +189,9 @@ class CoordinatorClient:
             batches = _neighbours(self._outbox, waiting)
             waiting -= len(batches) or 1
             if batches:
-                session.send_events(b"".join(batches))
+                records = b"".join(batches)
+                for begin in range(0, len(records), MAX_JOINED_BYTES):
+                    session.send_events(records[begin : begin + MAX_JOINED_BYTES])
             else:
                 self._outbox.popleft()
                 session.rejoin()

@@ -154,16 +154,22 @@ class Exports:
     def _drain(self) -> None:
         started = self._clock()
         waiting, self._draining = self._draining, []
-        total, lame = len(waiting), self._lame.mask()
-        left = self.table.drain(waiting, lame)
-        while left and self._clock() - started < self._budget:
+        lame, drained, forced = self._lame.mask(), 0, 0
+        while True:
+            left = self.table.drain(waiting, 0)
+            drained += len(waiting) - len(left)
+            # Over the leases of the lame: taken back, not drained.
+            waiting = self.table.drain(left, lame) if left and lame else left
+            forced += len(left) - len(waiting)
+            if not waiting or self._clock() - started >= self._budget:
+                break
             time.sleep(DRAIN_POLL_SECONDS)
-            left = self.table.drain(left, lame)
-        if left:
-            forced, holders = self.table.force(left)
+        if waiting:
+            overridden, holders = self.table.force(waiting)
             self._lame.lapsed(holders)
-            self.table.counters.add(FORCED, forced)
-        self.table.counters.add(DRAINED, total - len(left))
+            forced += overridden
+        self.table.counters.add(FORCED, forced)
+        self.table.counters.add(DRAINED, drained)
         self.table.counters.add(DRAIN_WAIT_US, round((self._clock() - started) * 1e6))
 
     def end(self) -> None:

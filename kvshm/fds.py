@@ -26,9 +26,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import TransportError
+from .errors import KvshmError, TransportError
 from .forks import guard_forks
-from .log import logger
+from .log import Seldom, logger
 
 MAX_PATH_BYTES = 107
 MAX_REQUEST_BYTES = 4096
@@ -103,6 +103,32 @@ def _received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
     return fds.tolist()
 
 
+def require_descriptors(count: int) -> None:
+    """Raise KvshmError unless this process may open so many descriptors more: libzmq, for one,
+    aborts the process that runs out of them (src/epoll.cpp)."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as exc:
+        raise KvshmError(
+            f"only {len(opened)} more files can be opened, {count} are needed ({exc.strerror}); "
+            "raise the limit of open files (ulimit -n)"
+        ) from exc
+    finally:
+        close_all(opened)
+
+
+def _new_socket(path: str) -> socket.socket:
+    try:
+        return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as exc:
+        raise TransportError(
+            f"{path}: no socket can be opened: {exc.strerror}; raise the limit of open files "
+            "(ulimit -n)"
+        ) from exc
+
+
 def close_all(fds: Iterable[int]) -> None:
     """Close every descriptor of ``fds``."""
     for fd in fds:
@@ -165,7 +191,7 @@ def fetch_and_stay(
     _check_path(name)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:
         raise TransportError(f"request has {len(request)} bytes, 1 to {MAX_REQUEST_BYTES} fit")
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = _new_socket(name)
     try:
         connection.settimeout(timeout)
         reply, fds = _exchange(connection, name, request)
@@ -232,10 +258,15 @@ class FdServer:
         self._client_timeout = client_timeout
         self._deadlines: dict[socket.socket, float] = {}
         self._kept: dict[socket.socket, None] = {}  # in the order of their answers
+        self._seldom = Seldom(time.monotonic)
         self._told: set[int | None] = set()  # why nobody could be accepted: each cause once
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener = _new_socket(self.path)
         self._listener.setblocking(False)
-        self._waker, self._woken = socket.socketpair()
+        try:
+            self._waker, self._woken = socket.socketpair()
+        except OSError as exc:
+            self._listener.close()
+            raise TransportError(f"{self.path}: cannot serve descriptors here: {exc}") from exc
         try:
             self._inode = _bind(self._listener, self.path)
         except TransportError:
@@ -311,7 +342,8 @@ class FdServer:
             self._closing.wait(0.1)  # out of descriptors: the listener stays readable
             return
         if peer_uid(client) != os.geteuid():
-            _log.warning("uid %d asked at %s: refused", peer_uid(client), self.path)
+            if self._seldom.passes(f"uid {peer_uid(client)}"):
+                _log.warning("uid %d asked at %s: refused", peer_uid(client), self.path)
             client.close()
             return
         if len(self._deadlines) >= MAX_CLIENTS:
@@ -333,7 +365,8 @@ class FdServer:
             _log.debug("a peer left %s before its answer: %s", self.path, exc)
         except Exception:
             # The thread outlives any request; the peer sees an end without answer.
-            _log.exception("request at %s failed", self.path)
+            if self._seldom.passes("request"):
+                _log.exception("request at %s failed", self.path)
         self._drop(client)
 
     def _keep(self, client: socket.socket) -> None:

@@ -178,7 +178,8 @@ class Handouts:
     def _table(self, path: Path, epoch: int, writable: bool, largest: int) -> SlotTable:
         fd, connection = ask(path, TABLE_KIND, epoch, writable, self._timeout)
         connection.close()
-        table = SlotTable.of(self._called(TABLE_KIND, epoch), fd, writable=writable, largest=largest)
+        name = self._called(TABLE_KIND, epoch)
+        table = SlotTable.of(name, fd, writable=writable, largest=largest)
         if table.epoch != epoch:
             table.close()
             raise ProtocolError(f"{path} handed out epoch {table.epoch:016x}, not {epoch:016x}")

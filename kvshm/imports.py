@@ -14,7 +14,7 @@ from .config import Auto, Config
 from .costs import Costs
 from .errors import KvshmError
 from .life import Life
-from .log import logger
+from .log import Seldom, logger
 from .plans import (
     NO_TICKET,
     Load,
@@ -51,6 +51,7 @@ class Imports:
         self._config = config
         self._clock = clock
         self.costs = Costs()
+        self._seldom = Seldom(clock)
 
     def probe(self, life: Life, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """The longest run of blocks from ``start`` on that usable peers seem to hold."""
@@ -126,7 +127,9 @@ class Imports:
             try:
                 leased, taken = run.peer.table.lease(bit, run.records)
             except KvshmError as exc:
-                log.warning("cannot lease from engine %s: %s", run.peer.info.name, exc)
+                text = f"cannot lease from engine {run.peer.info.name}: {exc}"
+                if self._seldom.passes(text):
+                    log.warning("%s", text)
                 leased, taken = 0, b""
             if leased:
                 life.table.leases_taken += 1

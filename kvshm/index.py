@@ -16,7 +16,7 @@ import os
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -163,11 +163,18 @@ class Replica(ReplicaReader):
         a block the engine does not have and ValueError for a torn batch, both before
         anything was applied.
         """
+        return self.apply_all([(row, records)])
+
+    def apply_all(self, batches: Sequence[tuple[int, bytes]]) -> Applied:
+        """The same for batches of several engines, each with its row, and the GIL given up once
+        for all of them.  After an exception batches before the one that raised are applied, and
+        may be applied again."""
         with self._turn():
-            tombstones = self._tombstones.get(row)
-            if tombstones is None or self._segment.closed:
-                return Applied(ignored=len(records) // RECORD_BYTES)
-            return self._apply(tombstones, row, records)
+            heard = {} if self._segment.closed else self._tombstones
+            known = [(heard[row], row, records) for row, records in batches if row in heard]
+            unknown = sum(len(records) for row, records in batches if row not in heard)
+            applied = self._apply(known) if known else Applied()
+            return applied._replace(ignored=applied.ignored + unknown // RECORD_BYTES)
 
     def forget(self, row: int, epoch: Epoch, records: bytes) -> None:
         """Drop packed records that a lease or copy showed to be stale, as if their retracts,
@@ -262,16 +269,16 @@ class Replica(ReplicaReader):
             return
         retracts = (r._replace(kind=RecordKind.RETRACT) for r in unpack_records(stale.records))
         with suppress(KvshmError, IndexError, ValueError):  # no block of this engine: not held
-            self._apply(tombstones, stale.row, pack_records(retracts))
+            self._apply([(tombstones, stale.row, pack_records(retracts))])
 
     # -- growth
 
-    def _apply(self, tombstones: bytearray, row: int, records: bytes) -> Applied:
+    def _apply(self, batches: list[tuple[bytearray, int, bytes]]) -> Applied:
         """Apply, growing as needed: applying again does nothing to what was applied before."""
         apply = _native.index_apply
-        added, removed, ignored, full = apply(self._segment.buffer, tombstones, row, records)
+        added, removed, ignored, full = apply(self._segment.buffer, batches)
         while full and self._grow():
-            more = apply(self._segment.buffer, tombstones, row, records)
+            more = apply(self._segment.buffer, batches)
             added, removed, full = added + more[0], removed + more[1], more[3]
         self._refused += full
         return Applied(added, removed, ignored, full)

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from .errors import TransportError
+from .errors import KvshmError, TransportError
+from .fds import require_descriptors
 from .terms import BlockId, Epoch
 
 ENTRY_POINT_GROUP = "kvshm.transports"
@@ -155,11 +156,15 @@ def load_transport(name: str) -> Any:
     Where the model's steps only launch work, a transport has ``fence()``, called by the thread
     that runs the model: it returns what tells, without blocking, whether all that was launched
     before has ended.  Besides making a Transport it may offer memory of the kind it shares
-    (``posix_shm`` has ``allocate(nbytes)`` and ``adopt(fd, nbytes)``), and name in ``settings``
+    (``posix_shm`` has ``allocate(nbytes)``), and name in ``settings``
     the fields of Config that its constructor takes by keyword.  Raises TransportError if no
     installed package offers a transport of that name.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry.load()
+    try:
+        require_descriptors(8)  # without any, packages seem to be absent
+    except KvshmError as exc:
+        raise TransportError(f"transport {name!r} cannot be loaded: {exc}") from exc
     known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none"
     raise TransportError(f"no transport {name!r} is installed (installed: {known})")

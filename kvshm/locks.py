@@ -37,11 +37,12 @@ def take_lock(path: Path) -> int:
         try:
             fd = os.open(path, _FLAGS, 0o600)
         except OSError as exc:
-            reason = f"lock file {path} cannot be opened: {exc.strerror}"
-            raise RunDirectoryError(reason) from exc
+            raise RunDirectoryError(
+                f"lock file {path} cannot be opened: {exc.strerror}; remove it, make room in that "
+                "directory, or set KVSHM_RUN_DIR to another one"
+            ) from exc
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise RunDirectoryError(f"lock file {path} is no file: remove it")
+            _check_file(fd, path)
             if _lock(fd, path):
                 _name_holder(fd)
                 return fd
@@ -58,8 +59,17 @@ def clearing(
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[bool]:
     """Hold the run directory's own lock: only one process at a time clears up, and none while
-    a coordinator takes its lock.  Yields False after ``patience`` seconds without it."""
-    fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    a coordinator takes its locks.  Yields False after ``patience`` seconds without it.
+
+    Raises RunDirectoryError if the directory cannot be opened (any more).
+    """
+    try:
+        fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise RunDirectoryError(
+            f"run directory {run_dir} cannot be opened: {exc.strerror}; create it with mode 0700, "
+            "or set KVSHM_RUN_DIR to a directory of your own"
+        ) from exc
     try:
         deadline = clock() + patience
         while not (held := _try_lock(fd)) and clock() < deadline:
@@ -86,6 +96,14 @@ def _name_holder(fd: int) -> None:
     with suppress(OSError):  # for people only; the file system may be full
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+
+def _check_file(fd: int, path: Path) -> None:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        raise RunDirectoryError(f"lock file {path} is no regular file: remove it")
+    if found.st_uid != os.geteuid():
+        raise RunDirectoryError(f"lock file {path} belongs to uid {found.st_uid}: remove it")
 
 
 def _try_lock(fd: int) -> bool:

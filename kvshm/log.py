@@ -7,6 +7,11 @@ as ``kvshm.peers`` would be lost in every engine.  So kvshm logs below ``vllm``.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+
+SAY_AGAIN_SECONDS = 60.0
+MAX_KINDS = 256
+"""Kinds that are remembered."""
 
 _OURS = "vllm.kvshm"
 
@@ -14,6 +19,24 @@ _OURS = "vllm.kvshm"
 def logger(name: str) -> logging.Logger:
     """Return the logger of module ``name`` (its ``__name__``) below ``vllm``."""
     return logging.getLogger("vllm." + name)
+
+
+class Seldom:
+    """Lets a complaint of one kind pass now and then, not each time.  Any thread."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._said: dict[str, float] = {}
+
+    def passes(self, text: str) -> bool:
+        """Whether to log ``text`` now.  Its kind is what stands before the colon."""
+        kind, now = text.partition(":")[0], self._clock()
+        if now - self._said.get(kind, -SAY_AGAIN_SECONDS) < SAY_AGAIN_SECONDS:
+            return False
+        if len(self._said) >= MAX_KINDS:
+            self._said.clear()
+        self._said[kind] = now
+        return True
 
 
 def set_level(level: str) -> None:

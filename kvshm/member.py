@@ -5,7 +5,7 @@ All methods run on the client's thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from .counters import INDEX_FULL, REJOINS, RESYNCS
 from .life import Life
@@ -79,9 +79,10 @@ class Membership:
             life.peers.gone(Epoch(epoch))
             log.info("engine of epoch %016x is gone: %s", epoch, reason)
 
-    def engine_events(self, epoch: int, records: bytes) -> None:
-        if (life := self._present()) is not None and epoch != life.table.epoch:
-            life.peers.events(Epoch(epoch), records)
+    def engine_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
+        if (life := self._present()) is not None:
+            own = life.table.epoch
+            life.peers.events([batch for batch in batches if batch[0] != own])
 
     def rescan(self, epoch: int) -> None:
         if (life := self._present()) is not None and epoch != life.table.epoch:
@@ -117,6 +118,7 @@ class Membership:
             life.table.beat()
             life.peers.look_for_deaths()
             life.peers.write_again()
+            life.peers.attach_again()
             counters, refused = life.table.counters, life.peers.stats().refused_entries
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
             if (line := self._misses.line(life.table)) is not None:

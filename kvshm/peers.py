@@ -20,6 +20,7 @@ from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARAN
 from .errors import KvshmError, SegmentNotFound
 from .handout import Handouts
 from .index import Forgotten, Replica
+from .later import Later
 from .log import logger
 from .peer import Peer, check_table
 from .peer_list import PeerList
@@ -61,7 +62,7 @@ class PeersStats:
     usable: int
     """Those of them that lookups may name at the moment."""
     skipped: int
-    """Engines left out because their table could not be used or no row was free."""
+    """How often an engine was left out: its table could not be used, or no row was free."""
     strange_events: int
     """Batches of epochs that are not attached, or of blocks an engine does not have."""
     refused_entries: int
@@ -97,6 +98,7 @@ class Peers:
         self._peers: dict[int, Peer] = {}  # the client's thread only
         self._view = _NOBODY
         self._listed = listed
+        self._later = Later(clock)  # the client's thread only
         self._avoided: dict[int, Peer] = {}  # in quarantine, by row; the scheduler's thread only
         self._complaints: set[tuple[int, str]] = set()
         self._skipped = 0
@@ -129,20 +131,28 @@ class Peers:
     def gone(self, epoch: Epoch) -> None:
         """Drop an engine whose epoch has ended.  Plans that hold it keep its table mapped."""
         self._drop(epoch)
+        self._later.forget(epoch)
         self._complaints = {c for c in self._complaints if c[0] != epoch}
 
-    def events(self, epoch: Epoch, records: bytes) -> None:
-        """Apply events of an engine; those of an epoch that is not attached are dropped."""
-        peer = self._find(epoch)
-        if peer is None:
-            self._strange_events += 1
-            return
+    def events(self, batches: Sequence[tuple[int, bytes]]) -> None:
+        """Apply events, each with its engine's epoch, in order; those of an epoch that is not
+        attached are dropped."""
+        senders = [(self._find(epoch), records) for epoch, records in batches]
+        known = [(peer, records) for peer, records in senders if peer is not None]
+        self._strange_events += len(senders) - len(known)
+        try:
+            self.replica.apply_all([(peer.row, records) for peer, records in known])
+        except (KvshmError, IndexError, ValueError):  # one of them: who sent it is found out
+            for peer, records in known:
+                self._events_of(peer, records)
+
+    def _events_of(self, peer: Peer, records: bytes) -> None:
         try:
             self.replica.apply(peer.row, records)
         except (KvshmError, IndexError, ValueError) as exc:
             self._strange_events += 1
             self._complain(peer.info, f"sent events that make no sense: {exc}")
-            self.rescan(epoch)
+            self.rescan(Epoch(peer.info.epoch))
 
     def rescan(self, epoch: Epoch) -> None:
         """Bring the replica in line with the engine's table: events were lost."""
@@ -153,9 +163,15 @@ class Peers:
             # The order matters: what is known before the scan begins was READY before.
             before = self.replica.heard(peer.row)
             self.replica.resync(peer.row, before, peer.table.scan())
-        except (KvshmError, IndexError, ValueError) as exc:
+        except (KvshmError, IndexError, ValueError, OSError) as exc:
             self._drop(epoch)
             self._skip(peer.info, exc)
+
+    def attach_again(self) -> None:
+        """Try engines again that could not be attached.  About once a second."""
+        for info in self._later.due():
+            if self._attach(info):
+                self.rescan(Epoch(info.epoch))
 
     def look_for_deaths(self) -> None:
         """Offer nothing any more of engines of which a process has ended.  About once a second,
@@ -317,6 +333,7 @@ class Peers:
         return not peer.table.retired and peer.avoided_until <= self._clock()
 
     def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
+        self._later.suspect(epoch, suspected)
         peer = self._find(epoch)
         if peer is not None:
             peer.suspected = suspected
@@ -331,10 +348,11 @@ class Peers:
             check_table(table, info)
             epoch, bit = Epoch(info.epoch), LeaseBit(info.lease_bit)
             row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)
-        except KvshmError as exc:
+        except (KvshmError, OSError) as exc:
             self._skip(info, exc)
             return False
-        peer = self._peers[info.epoch] = Peer(info, table, row)
+        self._later.forget(info.epoch)
+        self._peers[info.epoch] = Peer(info, table, row)
         self._show()
         self._write_list()
         return True
@@ -346,8 +364,10 @@ class Peers:
     def _skip(self, info: EngineInfo, reason: Exception) -> None:
         self._skipped += 1
         if isinstance(reason, SegmentNotFound):  # it has left meanwhile, or begun anew
+            self._later.forget(info.epoch)
             log.info("engine %s (pid %d) has ended its epoch: %s", info.name, info.pid, reason)
             return
+        self._later.put(info)
         self._complain(info, f"is left out: {reason}")
 
     def _complain(self, info: EngineInfo, what: str) -> None:

@@ -1,13 +1,17 @@
 """The wire protocol between engines and the coordinator (docs/protocol.md draws the frames).
 
-Commands travel over ROUTER/DEALER, one msgpack message per frame; broadcasts over PUB/SUB as
-``[topic, message]`` with the fingerprint as topic, so that an engine hears only of engines
-it may share with.  Block records travel packed (kvshm/records.py), one batch per step; batches
-that wait together are one message.
+Commands travel over ROUTER/DEALER, one msgpack message per frame; broadcasts over PUB/SUB, those
+that come about together in one frame, which begins with the fingerprint as its topic, so that an
+engine hears only of engines it may share with.  Block records travel packed (kvshm/records.py),
+one batch per step; batches that wait together are one message.
+
+Nothing travels in several frames: where its sender ends between two of them, libzmq can abort who
+receives them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TypeVar
 
 import msgspec
@@ -15,8 +19,17 @@ import msgspec
 from .errors import ProtocolError, VersionMismatch
 from .interfaces import MemoryDescriptor
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+FINGERPRINT_BYTES = 32
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_EVENTS_BYTES = 1 << 20
+"""Records in one message of events."""
+MAX_COMMAND_BYTES = 2 * MAX_EVENTS_BYTES
+"""What an engine may send, a Join with all its ranks included."""
+MAX_FRAME_BYTES = MAX_COMMAND_BYTES + (1 << 16)
+"""The longest broadcast: what one engine has sent, or several messages of no more in all."""
+QUEUE_FRAMES = 128
+"""Frames that one socket keeps for one peer who does not read; what comes after them is lost."""
 MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
 """A message longer than allowed is received, to be counted and to say who sent it; one longer
 than this ends its sender's connection before any of it is kept."""
@@ -236,6 +249,7 @@ _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _foreign_decoder = msgspec.msgpack.Decoder(ForeignJoin)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+_frame_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _broadcast_decoder: msgspec.msgpack.Decoder[AnyBroadcast] = msgspec.msgpack.Decoder(AnyBroadcast)
 
 T = TypeVar("T")
@@ -246,18 +260,23 @@ def encode(message: Message) -> bytes:
     return _encoder.encode(message)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes) -> T:
-    if len(frame) > MAX_MESSAGE_BYTES:
-        raise ProtocolError(f"message of {len(frame)} bytes, at most {MAX_MESSAGE_BYTES} allowed")
+def _decode(
+    decoder: msgspec.msgpack.Decoder[T],
+    frame: bytes | memoryview | msgspec.Raw,
+    limit: int = MAX_MESSAGE_BYTES,
+) -> T:
+    size = len(memoryview(frame))
+    if size > limit:
+        raise ProtocolError(f"message of {size} bytes, at most {limit} allowed")
     try:
         return decoder.decode(frame)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # ValueError: no UTF-8
-        raise ProtocolError(f"undecodable message of {len(frame)} bytes: {exc}") from exc
+        raise ProtocolError(f"undecodable message of {size} bytes: {exc}") from exc
 
 
 def decode_command(frame: bytes) -> Command:
     """Decode what an engine sent.  Raises ProtocolError."""
-    return _decode(_command_decoder, frame)
+    return _decode(_command_decoder, frame, MAX_COMMAND_BYTES)
 
 
 def foreign_join(frame: bytes) -> ForeignJoin | None:
@@ -275,9 +294,21 @@ def decode_reply(frame: bytes) -> Reply:
     return _decode(_reply_decoder, frame)
 
 
-def decode_broadcast(frame: bytes) -> AnyBroadcast:
-    """Decode a broadcast.  Raises ProtocolError."""
-    return _decode(_broadcast_decoder, frame)
+def broadcast_frame(topic: bytes, messages: Iterable[bytes]) -> bytes:
+    """Return the frame of messages, each by ``encode``, for the engines of a topic."""
+    return topic + _encoder.encode([msgspec.Raw(message) for message in messages])
+
+
+def open_broadcast(frame: bytes) -> tuple[bytes, list[msgspec.Raw]]:
+    """Return topic and messages of a frame, for ``decode_broadcast``; so one that cannot be
+    decoded does not spoil the others.  Raises ProtocolError."""
+    topic = frame[:FINGERPRINT_BYTES]
+    return topic, _decode(_frame_decoder, memoryview(frame)[FINGERPRINT_BYTES:], MAX_FRAME_BYTES)
+
+
+def decode_broadcast(message: bytes | msgspec.Raw) -> AnyBroadcast:
+    """Decode one broadcast.  Raises ProtocolError."""
+    return _decode(_broadcast_decoder, message)
 
 
 def check_version(theirs: int) -> None:

@@ -284,7 +284,8 @@ class RankLoad:
             self._table.counters.add(counter, amount)
 
     def _note(self, text: str, exc: Exception | None = None) -> None:
-        log.warning("%s", text, exc_info=None if isinstance(exc, KvshmError) else exc)
+        if self._peers.seldom.passes(text):
+            log.warning("%s", text, exc_info=None if isinstance(exc, KvshmError) else exc)
         with suppress(Exception):  # the log above has it; nothing may be lost for the note
             if self._table is not None:
                 self._table.log_error(text)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from .errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
 from .handout import Handouts
 from .interfaces import Attachment, MemoryDescriptor, Transport
-from .log import logger
+from .log import Seldom, logger
 from .peer_list import PeerListReader
 from .plans import Piece
 from .protocol import EngineInfo
@@ -107,6 +107,8 @@ class PeerBook:
         self._early: dict[Epoch, SlotTable] = {}
         """Tables of peers whose rank does not serve its memory yet: an engine joins before its
         ranks do, which is with its first step."""
+        self.seldom = Seldom(clock)
+        """A peer that hangs fails many loads; each of them is counted, and few are logged."""
         self.copying: set[object] = set()
         """The loads whose copies have begun and not ended, of both threads."""
         self.attached: frozenset[Epoch] = frozenset()
@@ -203,7 +205,7 @@ class PeerBook:
             reason = f"{type(exc).__name__}: {exc}"
             if isinstance(exc, KvshmError):
                 reason = str(exc)
-            else:
+            elif not isinstance(exc, OSError):  # no descriptors, for one
                 log.exception("engine %016x could not be attached", wanted.peer)
         with self._lock:
             self._attaching.pop(wanted.peer, None)

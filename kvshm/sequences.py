@@ -4,6 +4,8 @@ Two counters tell what was lost (docs/protocol.md).  The topic's sequence counts
 a gap means that a join or a departure may be among the lost, so the engine joins again.
 Each engine's own sequence counts its messages of events: a gap there means that only this
 engine's slot table has to be scanned again.  No sockets, no clock.
+
+Events are passed on together: at ``flush``, and before anything else is.
 """
 
 from __future__ import annotations
@@ -23,6 +25,9 @@ from .protocol import (
     StrangerJoined,
     Tick,
 )
+
+MAX_KEPT_BYTES = 4 << 20
+"""Records kept for one ``flush``; more are passed on at once."""
 
 
 class Verdict(Enum):
@@ -49,6 +54,8 @@ class Stream:
         self._suspected: set[int] = set()
         self._missing: set[int] = set()
         self._strangers = 0
+        self._events: list[tuple[int, bytes]] = []
+        self._bytes = 0
 
     @property
     def missing(self) -> frozenset[int]:
@@ -58,6 +65,7 @@ class Stream:
     def begin(self, joined: Joined) -> None:
         """Take over the roster of ``joined``: tell of engines that are new, gone, or whose
         events were lost.  A new epoch of the own cache begins with an empty picture."""
+        self.flush()
         if joined.engine_epoch != self._own_epoch:
             self.heard.clear()
             self._suspected.clear()
@@ -78,8 +86,17 @@ class Stream:
             self._meet(info, joined.sequences.get(epoch, 0))
         self._suspect_exactly(set(joined.suspected) & set(roster))
 
+    def flush(self) -> None:
+        """Pass on the events that were taken."""
+        if self._events:
+            events, self._events, self._bytes = self._events, [], 0
+            self._listener.engine_events(events)
+
     def take(self, broadcast: AnyBroadcast) -> Verdict:
-        """Pass on what is new in ``broadcast`` and say how this engine stands."""
+        """Pass on what is new in ``broadcast``, events with the next ``flush``, and say how this
+        engine stands."""
+        if not isinstance(broadcast, EngineEvents):
+            self.flush()
         if broadcast.coordinator_epoch != self._coordinator_epoch:
             return Verdict.EXPELLED
         if isinstance(broadcast, Tick):
@@ -96,6 +113,7 @@ class Stream:
 
     def give_up_missing(self) -> None:
         """Engines that have not come back since the coordinator restarted are gone."""
+        self.flush()
         for epoch in sorted(self._missing):
             self._drop(epoch, "did not join the new coordinator")
 
@@ -120,7 +138,7 @@ class Stream:
                 self._listener.engine_joined(info)
                 self._recover(info.epoch)
             case EngineEvents(epoch=epoch) if epoch in self.heard:
-                self._events(broadcast)
+                self._keep(broadcast)
             case EngineSuspected(epoch=epoch) if epoch in self.heard:
                 self._suspected.add(epoch)
                 self._listener.engine_suspected(epoch)
@@ -133,14 +151,18 @@ class Stream:
             case _:
                 return  # of this engine itself, or of an epoch that is not in the roster
 
-    def _events(self, events: EngineEvents) -> None:
+    def _keep(self, events: EngineEvents) -> None:
         epoch, last = events.epoch, self.heard[events.epoch]
         if events.engine_sequence <= last:
             return
         self.heard[epoch] = events.engine_sequence
         if events.engine_sequence > last + 1:
+            self.flush()
             self._listener.rescan(epoch)
-        self._listener.engine_events(epoch, events.records)
+        self._events.append((epoch, events.records))
+        self._bytes += len(events.records)
+        if self._bytes > MAX_KEPT_BYTES:
+            self.flush()
 
     def _meet(self, info: EngineInfo, sequence: int) -> None:
         known = self.heard.get(info.epoch)

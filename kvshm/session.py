@@ -19,18 +19,22 @@ import math
 from collections.abc import Callable, Collection
 from enum import Enum
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import zmq
+from msgspec import Raw
 
 from .callbacks import Guarded, Member
 from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, EVENTS_UNHEARD
 from .errors import ProtocolError, VersionMismatch
+from .fds import require_descriptors
 from .protocol import (
     HEARTBEAT_SECONDS,
-    MAX_MESSAGE_BYTES,
+    MAX_COMMAND_BYTES,
     MAX_RECEIVED_BYTES,
     PROTOCOL_VERSION,
+    QUEUE_FRAMES,
     SILENCE_SECONDS,
     AnyBroadcast,
     Events,
@@ -45,7 +49,9 @@ from .protocol import (
     decode_broadcast,
     decode_reply,
     encode,
+    open_broadcast,
 )
+from .receiving import received
 from .rundir import command_endpoint, event_endpoint
 from .sequences import Stream, Verdict
 from .terms import NO_LEASE_BIT
@@ -59,8 +65,12 @@ MISSING_SECONDS = 10.0
 UNHEARD_SECONDS = 5.0
 """After so long without a word from any coordinator the member is told that there is none."""
 LINGER_MS = 500
-MAX_RECEIVED = 1000
-"""Messages taken from one socket before timers are looked after."""
+DESCRIPTORS = 24
+"""More than libzmq opens for a context, two sockets and their connections, and the engine for the
+tables it then makes."""
+
+
+T = TypeVar("T")
 
 
 class _State(Enum):
@@ -95,6 +105,7 @@ class Session:
         self._lease_bit: int = NO_LEASE_BIT
         self._refusal = ""
         self._events_lost = False
+        self._readable: Collection[object] = ()
         self._early: list[AnyBroadcast] = []
         """Broadcasts that arrived between Join and Joined."""
         self._attempts = 0
@@ -121,9 +132,10 @@ class Session:
 
         ``hand_over`` passes on what the other threads have queued so far; it is called
         before a new epoch begins, so that nothing of the old one is sent as the new one's.
-        Raises zmq.ZMQError, leaving nothing open.
+        Raises KvshmError or zmq.ZMQError, leaving nothing open.
         """
         self._hand_over = hand_over
+        require_descriptors(DESCRIPTORS)
         self._context = zmq.Context(io_threads=1)
         try:
             self._connect(wake_fds)
@@ -134,15 +146,18 @@ class Session:
     def _connect(self, wake_fds: Collection[int]) -> None:
         self._commands = self._context.socket(zmq.DEALER)
         self._events = self._context.socket(zmq.SUB)
-        for socket, endpoint in zip((self._commands, self._events), self._endpoints, strict=True):
+        for socket in (self._commands, self._events):
             socket.setsockopt(zmq.LINGER, LINGER_MS)
             socket.setsockopt(zmq.RECONNECT_IVL, 100)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
-            # Without a coordinator nothing is queued for it: sending fails instead.
-            socket.setsockopt(zmq.IMMEDIATE, 1)
-            socket.setsockopt(zmq.RCVHWM, 10_000)
-            socket.connect(endpoint)
+            socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
+        # Without a coordinator nothing is queued for it: sending fails instead.  Not for the other
+        # one: as its connection breaks, libzmq would drop what was received and is not yet read,
+        # and abort in the middle of a message.
+        self._commands.setsockopt(zmq.IMMEDIATE, 1)
+        self._commands.connect(self._endpoints[0])
+        self._events.connect(self._endpoints[1])
         self._poller = zmq.Poller()
         for source in (self._commands, self._events, *wake_fds):
             self._poller.register(source, zmq.POLLIN)
@@ -192,20 +207,23 @@ class Session:
 
     # -- the loop's two halves
 
-    def wait(self) -> None:
-        """Wait until something arrives, somebody wakes the thread or a timer is due."""
+    def wait(self) -> Collection[object]:
+        """Wait until something arrives, somebody wakes the thread or a timer is due.  Returns
+        what is readable: of ``wake_fds`` and the own sockets."""
         before = self._clock()
         timeout = max(0.0, min(self._timers()) - before)
-        self._poller.poll(math.ceil(timeout * 1000))
+        self._readable = dict(self._poller.poll(math.ceil(timeout * 1000)))
         # Time in which this process was stopped is not the coordinator's silence.
         stopped = self._clock() - before - timeout
         if stopped > HEARTBEAT_SECONDS:
             self._last_heard += stopped
+        return self._readable
 
     def work(self) -> None:
         """Handle what has arrived and what is due."""
         self._receive(self._commands, self._on_reply)
         self._receive(self._events, self._on_broadcast)
+        self._stream.flush()
         now = self._clock()
         if now >= self._next_beat:
             self._beat(now)
@@ -229,23 +247,24 @@ class Session:
             timers.append(self._next_try if self._state is _State.WAITING else self._reply_due)
         return timers
 
-    def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[list[bytes]], None]) -> None:
-        for _ in range(MAX_RECEIVED):
-            try:
-                frames = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                handle(frames)
-            except (ProtocolError, VersionMismatch) as exc:
-                what = "joining" if isinstance(exc, VersionMismatch) else "decoding"
-                self._guard.failed(f"{what}: {exc}")
-                self._guard.call(self._member.count, BAD_MESSAGES)
+    def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes], None]) -> None:
+        for frame in received(socket) if socket in self._readable else ():
+            self._try(handle, frame)
+
+    def _try(self, handle: Callable[[T], None], message: T | ProtocolError) -> None:
+        try:
+            if isinstance(message, ProtocolError):
+                raise message
+            handle(message)
+        except (ProtocolError, VersionMismatch) as exc:
+            what = "joining" if isinstance(exc, VersionMismatch) else "decoding"
+            self._guard.failed(f"{what}: {exc}")
+            self._guard.call(self._member.count, BAD_MESSAGES)
 
     def _send(self, message: Message) -> bool:
         frame = encode(message)
-        if len(frame) > MAX_MESSAGE_BYTES:
-            self._guard.failed(f"sending: message of {len(frame)} bytes, {MAX_MESSAGE_BYTES} fit")
+        if len(frame) > MAX_COMMAND_BYTES:
+            self._guard.failed(f"sending: message of {len(frame)} bytes, {MAX_COMMAND_BYTES} fit")
             return False
         try:
             self._commands.send(frame, zmq.NOBLOCK)
@@ -318,10 +337,8 @@ class Session:
 
     # -- what the coordinator says
 
-    def _on_reply(self, frames: list[bytes]) -> None:
-        if len(frames) != 1:
-            raise ProtocolError(f"reply of {len(frames)} frames, wanted 1")
-        reply = decode_reply(frames[0])
+    def _on_reply(self, frame: bytes) -> None:
+        reply = decode_reply(frame)
         self._last_heard = now = self._clock()
         self._unheard_until = None
         if reply.engine_epoch != self._epoch:
@@ -364,12 +381,15 @@ class Session:
             self._refusal = reply.reason
             self._guard.call(self._member.refused, reply)
 
-    def _on_broadcast(self, frames: list[bytes]) -> None:
-        if len(frames) != 2:
-            raise ProtocolError(f"broadcast of {len(frames)} frames, wanted 2")
-        if frames[0] != self._topic:
+    def _on_broadcast(self, frame: bytes) -> None:
+        topic, messages = open_broadcast(frame)
+        if topic != self._topic:
             return  # a topic left a moment ago
-        broadcast = decode_broadcast(frames[1])
+        for message in messages:
+            self._try(self._on_message, message)
+
+    def _on_message(self, message: Raw) -> None:
+        broadcast = decode_broadcast(message)
         self._last_heard = self._clock()
         if self._state is _State.JOINING:
             self._early.append(broadcast)

@@ -54,6 +54,23 @@ def _seal(fd: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
 
+def check_lasting(fd: int) -> None:
+    """Raise TransportError unless the file of ``fd`` keeps its size, whatever its owner does, and
+    has all its pages: reading behind the end of a file, or a page that there is no memory for,
+    ends the process that reads (SIGBUS)."""
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError:
+        seals = 0  # no memfd
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise TransportError("the peer's KV memory is not sealed: it could be cut while it is read")
+    found = os.fstat(fd)
+    if (existing := found.st_blocks * 512) < found.st_size:
+        raise TransportError(
+            f"the peer's KV memory has {found.st_size} bytes, of which {existing} exist"
+        )
+
+
 class KVMemory:
     """One shared allocation, mapped writable here and nowhere else.
 
@@ -76,34 +93,22 @@ class KVMemory:
         """
         if nbytes <= 0:
             raise TransportError(f"KV memory must have at least one byte, not {nbytes}")
-        fd = os.memfd_create("kvshm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            fd = os.memfd_create("kvshm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except OSError as exc:
+            raise TransportError(f"KV memory of {nbytes} bytes: {exc}") from exc
         try:
             _reserve(fd, nbytes)
             memory = cls(fd, nbytes)
-        except BaseException:
+        except BaseException as exc:
             os.close(fd)
+            if isinstance(exc, OSError):
+                raise TransportError(f"KV memory of {nbytes} bytes: {exc}") from exc
             raise
         with suppress(OSError):  # a kernel without transparent huge pages
             memory._mapping.madvise(mmap.MADV_HUGEPAGE)
         _seal(fd)
         return memory
-
-    @classmethod
-    def adopt(cls, fd: int, nbytes: int) -> KVMemory:
-        """Share memory that lies in a shared-memory file already, as ``share_memory_()``
-        leaves a tensor: a second mapping of the same pages.  ``fd`` stays the caller's.
-
-        Raises TransportError if the file is shorter than ``nbytes`` or cannot be mapped.
-        """
-        size = os.fstat(fd).st_size
-        if not 0 < nbytes <= size:
-            raise TransportError(f"KV memory of {nbytes} bytes in a file of {size} bytes")
-        own = os.dup(fd)
-        try:
-            return cls(own, nbytes)
-        except (OSError, ValueError) as exc:
-            os.close(own)
-            raise TransportError(f"KV memory cannot be mapped: {exc}") from exc
 
     @property
     def buffer(self) -> memoryview:

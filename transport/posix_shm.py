@@ -41,7 +41,7 @@ from kvshm.terms import BlockId, Epoch
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
 from .faults import ZERO, check_fault, misdirect
-from .memory import KVMemory
+from .memory import KVMemory, check_lasting
 from .regions import (
     block_checksum,
     check_blocks,
@@ -82,9 +82,18 @@ def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRu
 
 def _map_read_only(fds: Sequence[int]) -> list[mmap.mmap]:
     try:
+        for fd in fds:
+            check_lasting(fd)
         return [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
     except (OSError, ValueError) as exc:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
+
+
+def _check_count(descriptor: MemoryDescriptor, fds: Sequence[int]) -> None:
+    """Whoever hands out more than its regions lie in would have them kept open here."""
+    wanted = 1 + max((region.handle for region in descriptor.regions), default=-1)
+    if len(fds) != wanted:
+        raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
 
 
 def _fetch_memory(
@@ -105,6 +114,7 @@ def _fetch_memory(
             raise StaleAttachment(
                 f"{socket_path} serves epoch {answer.epoch:#x}, not {descriptor.epoch:#x}"
             )
+        _check_count(descriptor, fds)
         mappings, stays = _map_read_only(fds), answer.stays
         return mappings, connection if stays else None
     except msgspec.DecodeError as exc:
@@ -202,7 +212,6 @@ class PosixShmTransport:
     late_writers = True
     """Of no meaning here: what a processor has been given to do, it has done."""
     allocate = staticmethod(KVMemory.create)
-    adopt = staticmethod(KVMemory.adopt)
 
     def __init__(
         self,

@@ -5,6 +5,7 @@
  *   forced   the same with an exporter that does not wait; re-checks must reject every mixture
  *   index    one writer and two readers of a replica index
  *   fuzz     damaged segments and senseless arguments; the address sanitizer watches
+ *   scribble a replica index that somebody else writes to as well
  *
  * Prints what it did; ends with 1 at the first thing that is wrong. */
 
@@ -217,6 +218,8 @@ int main(int argc, char **argv)
         race_index();
     else if (!strcmp(what, "fuzz"))
         fuzz();
+    else if (!strcmp(what, "scribble"))
+        scribble_on_index();
     else
         return 2;
     return 0;

@@ -72,6 +72,7 @@ static inline kvshm_record event(uint32_t number, uint32_t block, uint32_t gener
     return record;
 }
 
-void fuzz(void); /* core_fuzz.c */
+void fuzz(void);              /* core_fuzz.c */
+void scribble_on_index(void); /* core_scribble.c */
 
 #endif

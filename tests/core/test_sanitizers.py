@@ -16,7 +16,8 @@ import pytest
 
 from kvshm import _native
 
-DRIVER = [Path(__file__).with_name(name) for name in ("core_driver.c", "core_fuzz.c")]
+FILES = ("core_driver.c", "core_fuzz.c", "core_scribble.c")
+DRIVER = [Path(__file__).with_name(name) for name in FILES]
 CORE = Path(_native.__file__).parent
 PARTS = ("_core.c", "_exporter.c", "_importer.c", "_lookup.c", "_replica.c")
 FLAGS = ("-std=c11", "-g", "-O1", "-Wall", "-Wextra", "-pthread", "-fno-sanitize-recover=all")
@@ -63,7 +64,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder / "driver"
 
 
-@pytest.mark.parametrize("what", ["leases", "forced", "index", "fuzz"])
+@pytest.mark.parametrize("what", ["leases", "forced", "index", "fuzz", "scribble"])
 def test_the_core_is_clean(driver: Path, what: str) -> None:
     done = run(driver, what)
     assert (done.returncode, done.stderr) == (0, "")

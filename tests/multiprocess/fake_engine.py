@@ -13,6 +13,7 @@ import secrets
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,11 @@ class Engine:
         lives = self._lives(self.peers.pop(epoch, ""))
         say("engine_gone", epoch=epoch, reason=reason, lives=lives)
 
-    def engine_events(self, epoch: int, records: bytes) -> None:
-        for record in unpack_records(records):
-            self.replica[epoch].add(record.block_id)
-        say("engine_events", epoch=epoch, blocks=self._held(epoch))
+    def engine_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
+        for epoch, records in batches:
+            for record in unpack_records(records):
+                self.replica[epoch].add(record.block_id)
+            say("engine_events", epoch=epoch, blocks=self._held(epoch))
 
     def rescan(self, epoch: int) -> None:
         self._scan(epoch)

@@ -138,6 +138,11 @@ class Managed:
         """Whether a signal has stopped it, and none has let it go on since."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
+    @property
+    def status(self) -> int | None:
+        """Its exit status; None while it runs."""
+        return self._process.poll()
+
     def kill(self) -> None:
         """SIGKILL, then reap."""
         self._process.kill()
@@ -182,6 +187,12 @@ class Processes:
     def python(self, name: str, *arguments: str) -> Managed:
         """Start this Python with ``arguments``."""
         return self.start(name, sys.executable, *arguments)
+
+    def forget_ended(self) -> None:
+        """Let go of those that have ended, with what they wrote."""
+        for process in [p for p in self._all if p.status is not None]:
+            process.reap()
+            self._all.remove(process)
 
     def reap(self) -> None:
         """End and reap them all, and say what they wrote."""

@@ -23,6 +23,7 @@ from kvshm.protocol import (
     Heartbeat,
     Joined,
     Message,
+    broadcast_frame,
     decode_command,
     encode,
 )
@@ -55,6 +56,10 @@ class Recorder:
 
     def describe(self) -> EngineInfo | None:
         return None if self.epoch is None else engine_info(self.epoch, "own")
+
+    def engine_events(self, batches: list[tuple[int, bytes]]) -> None:
+        for batch in batches:
+            self.__getattr__("engine_events")(*batch)
 
     def __getattr__(self, name: str) -> Any:
         def record(*arguments: Any) -> None:
@@ -135,13 +140,14 @@ class Script:
         """Send frames that may be no messages at all."""
         self._router.send_multipart([self._route, *reply])
         for frames in broadcasts:
-            self._publisher.send_multipart([b"f" * 32, *frames])
+            self._publisher.send_multipart([b"f" * 32 + frames[0], *frames[1:]])
 
     def publish_raw(self, frame: bytes) -> None:
-        self._publisher.send_multipart([b"f" * 32, frame])
+        self._publisher.send(b"f" * 32 + frame)
 
-    def publish(self, message: AnyBroadcast) -> None:
-        self._publisher.send_multipart([b"f" * 32, encode(message)])
+    def publish(self, *messages: AnyBroadcast) -> None:
+        """Broadcast them, in one frame."""
+        self._publisher.send(broadcast_frame(b"f" * 32, map(encode, messages)))
 
     def joined(self, sequence: int = 0, coordinator: int = 1, **engines: int) -> Joined:
         """A reply; ``engines`` gives the sequence of each engine e<epoch>."""

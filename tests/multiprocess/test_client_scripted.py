@@ -126,7 +126,7 @@ def test_batches_that_wait_together_are_one_message(
 ) -> None:
     held, go_on = threading.Event(), threading.Event()
 
-    def engine_events(epoch: int, records: bytes) -> None:
+    def engine_events(batches: object) -> None:
         held.set()
         go_on.wait(PATIENCE_SECONDS)
 

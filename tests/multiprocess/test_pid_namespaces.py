@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kvshm.coordinator.reaper import Reaper
 
 from kvshm.coordinator.actions import Process
-from kvshm.coordinator.reaper import Reaper
 from kvshm.segment import TABLE_KIND, identity_of, is_alive, is_dead, owner_of
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Rank

@@ -13,9 +13,10 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from kvshm.coordinator.lease_table import LeaseTable
+
 from kvshm.coordinator.actions import Owner
 from kvshm.coordinator.lease_bits import LeaseBits
-from kvshm.coordinator.lease_table import LeaseTable
 from kvshm.index import Replica
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvshm.handout import HandoutServer, Handouts, serve_epoch
+from kvshm.handout import Handouts, HandoutServer, serve_epoch
 from kvshm.index import Replica
 from kvshm.rundir import engine_socket
 from kvshm.slots import SlotTable, TableSpec

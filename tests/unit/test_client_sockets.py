@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
-import resource
 import select
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -15,35 +12,22 @@ import pytest
 from kvshm import _native
 from kvshm.client import LATER_US, CoordinatorClient
 
+from .few_descriptors import descriptors
+
 
 class Silent:
     """A member of which nothing is asked: it never comes to that."""
 
 
-@contextmanager
-def descriptors(left: int) -> Iterator[None]:
-    """As many as that can be opened, and no more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        with suppress(OSError):
-            while True:
-                taken.append(os.dup(0))
-        for _ in range(left):
-            os.close(taken.pop())
-        yield
-    finally:
-        for fd in taken:
-            os.close(fd)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
+@pytest.mark.parametrize("left", [2, 4, 6, 12])
 def test_without_descriptors_the_engine_serves_on_unshared(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    left: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    with descriptors(left=2):  # for the client's own timers
+    with descriptors(left):  # two are for the client's own timers
         client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
         thread = client._thread
         assert thread is not None
@@ -54,8 +38,14 @@ def test_without_descriptors_the_engine_serves_on_unshared(
         client.send_events(bytes(48))
     assert not client._outbox
     assert not client.is_member
+    assert "ulimit -n" in caplog.text, "and libzmq has not ended this process"
     assert "unshared" in caplog.text
     client.close()
+
+
+def timers_of(client: CoordinatorClient) -> set[int]:
+    """What the thread finds readable when it is woken."""
+    return {client._wake_now, client._wake_later}
 
 
 class Listened:
@@ -87,13 +77,13 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
     for record in (b"a", b"b", b"c"):
         client.send_events(record)
     assert woken == [LATER_US]
-    client._hand_over(session)  # type: ignore[arg-type]  # the same
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert session.sent == [b"abc"]
     client.send_events(b"d")
     client.rejoin()
     client.send_events(b"e")
     assert woken == [LATER_US, LATER_US, 0]
-    client._hand_over(session)  # type: ignore[arg-type]  # the same
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert (session.sent, session.rejoins) == ([b"abc", b"d", b"e"], 1)
     client.send_events(b"f")
     assert woken == [LATER_US, LATER_US, 0, LATER_US]
@@ -121,7 +111,7 @@ def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
     monkeypatch.setattr(_native, "wake", stopped)
     client.send_events(b"a")
     assert session.poll.poll(10_000)
-    client._hand_over(session)  # type: ignore[arg-type]  # the same
+    client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert session.sent == [b"a"]
     assert session.poll.poll(0) == []  # else the thread would spin
     client.close()
@@ -139,7 +129,7 @@ def test_what_has_woken_the_thread_wakes_it_once(
     for put in (client.rejoin, lambda: client.send_events(b"a")):
         put()
         assert session.poll.poll(60_000)
-        client._hand_over(session)  # type: ignore[arg-type]  # the same
+        client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
         assert session.poll.poll(0) == []
     client.close()
 

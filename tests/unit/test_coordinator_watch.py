@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from kvshm.coordinator.actions import Died, Process, Watch
 from kvshm.coordinator.lease_table import LeaseTable
 from kvshm.coordinator.reaper import Reaper
+
+from kvshm.coordinator.actions import Died, Examine, Examined, Process, SweepLeftovers, Watch
 from kvshm.coordinator.server import Server
+from kvshm.protocol import PROTOCOL_VERSION, Join
 from kvshm.segment import LEASES_KIND, identity_of, segment_name, unlink
 
-from .coordinators import new_state
+from .coordinators import engine, new_state, peer_of
 
 
 @pytest.fixture
@@ -76,3 +77,28 @@ def test_a_process_that_is_gone_or_has_a_successor_has_died(
     process = Process(pid, start_time or 1)
     server._perform(Watch(process))
     assert list(server._events) == [Died(process)]
+
+
+def test_what_the_machine_refuses_costs_the_action_and_one_line_in_the_log(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With every descriptor in use not even a folder can be listed."""
+
+    def refused(*args: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    for sweep in ("sweep_leftovers", "examine"):
+        monkeypatch.setattr(Reaper, sweep, refused)
+    message = Join(protocol=PROTOCOL_VERSION, engine=engine(1), sequence=0)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            server._perform(SweepLeftovers(frozenset()))
+        server._perform(Examine(peer_of(engine(1)), message))
+    assert [r.getMessage().partition(" reason")[0] for r in caplog.records] == [
+        "event=failed what=SweepLeftovers",
+        "event=failed what=Examine",
+    ]
+    [examined] = server._events
+    assert isinstance(examined, Examined)
+    assert examined.refusal is not None
+    assert examined.refusal.retry, "its answer is that it shall ask again"

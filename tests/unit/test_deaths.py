@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-
 from kvshm.deaths import DeathWatch
+
 from kvshm.segment import Identity, identity_of
 
 from .test_rank import until

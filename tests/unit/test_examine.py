@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from kvshm.coordinator.reaper import Reaper
+
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.records import LAYOUT_VERSION, VERSION_OFFSET

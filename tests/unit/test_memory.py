@@ -120,20 +120,3 @@ def test_the_mapping_goes_with_its_last_holder():
     del view
     assert gone() is None
     assert open_fds() == before
-
-
-def test_adopted_memory_is_the_same_memory():
-    theirs = os.memfd_create("like torch")
-    os.write(theirs, bytes(range(64)))
-    before = open_fds()
-    memory = KVMemory.adopt(theirs, 64)
-    memory.buffer[0] = 99
-    assert os.pread(theirs, 2, 0) == bytes([99, 1])
-    with pytest.raises(TransportError, match="65 bytes in a file of 64"):
-        KVMemory.adopt(theirs, 65)
-    with pytest.raises(TransportError, match="0 bytes"):
-        KVMemory.adopt(theirs, 0)
-    memory.close()
-    del memory
-    assert open_fds() == before
-    os.close(theirs)

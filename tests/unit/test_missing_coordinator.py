@@ -113,6 +113,7 @@ def test_one_that_refuses_is_there(session: Session, run_dir: Path, clock: Clock
         refusal = Refused(engine_epoch=7, reason="r", remedy="do", retry=False)
         router.send_multipart([route, encode(refusal)])
         session._commands.poll(10_000)
+        session.wait()
         session.work()
     work_for(session, clock, 3 * UNHEARD_SECONDS)
     assert told(session) == 0

@@ -65,7 +65,7 @@ class Index:
         self.tombstones = {row: bytearray(BLOCKS * TOMBSTONE_BYTES) for row in (0, 1, 63)}
 
     def apply(self, row: int, *events: BlockRecord) -> tuple[int, int, int, int]:
-        return _native.index_apply(self.memory, self.tombstones[row], row, pack_records(events))
+        return _native.index_apply(self.memory, [(self.tombstones[row], row, pack_records(events))])
 
     def lookup(
         self, hashes: Sequence[bytes], rows: int = ALL_ROWS
@@ -169,7 +169,12 @@ def test_an_unknown_kind_is_ignored() -> None:
     index = Index()
     packed = bytearray(pack_records([event(1, 5, 3)]))
     packed[-4:] = b"\7\0\0\0"
-    assert _native.index_apply(index.memory, index.tombstones[0], 0, packed) == (0, 0, 1, 0)
+    assert _native.index_apply(index.memory, [(index.tombstones[0], 0, bytes(packed))]) == (
+        0,
+        0,
+        1,
+        0,
+    )
 
 
 def test_a_full_index_refuses_and_can_be_told_again() -> None:
@@ -204,7 +209,7 @@ def test_bad_rows_and_blocks_are_refused_before_anything_changes() -> None:
     for row, block in [(NUM_ROWS, 1), (0, BLOCKS), (0, 2**32 - 1)]:
         packed = pack_records([event(1, 1, 0), event(2, block, 0)])
         with pytest.raises(IndexError):
-            _native.index_apply(index.memory, index.tombstones[0], row, packed)
+            _native.index_apply(index.memory, [(index.tombstones[0], row, packed)])
     with pytest.raises(IndexError):
         _native.index_drop_row(index.memory, NUM_ROWS)
     assert bytes(index.memory) == before

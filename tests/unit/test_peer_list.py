@@ -10,9 +10,9 @@ from typing import NoReturn
 
 import msgspec
 import pytest
+from kvshm.coordinator.reaper import Reaper
 
 from kvshm import peer_list
-from kvshm.coordinator.reaper import Reaper
 from kvshm.peer_list import MAX_BYTES, PeerList, PeerListReader
 from kvshm.rundir import peers_file
 

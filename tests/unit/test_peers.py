@@ -25,6 +25,7 @@ from kvshm.records import (
 )
 
 from .exporters import HASHES, NUM_BLOCKS, OWN_EPOCH, Clock, Exporter, Make, offered
+from .few_descriptors import descriptors
 
 # -- joining
 
@@ -93,11 +94,11 @@ def test_a_changed_entry_of_the_roster_is_taken_over(peers: Peers, exporter: Mak
 def test_events_are_followed(peers: Peers, exporter: Make) -> None:
     a = exporter()
     peers.joined(a.info)
-    peers.events(1, a.publish(1, 2))
+    peers.events([(1, a.publish(1, 2))])
     assert offered(peers, 1) == [(1, 1, 0)]
-    peers.events(1, a.reuse(1))
+    peers.events([(1, a.reuse(1))])
     assert offered(peers, 1) == []
-    peers.events(1, a.publish(5, shift=-4))
+    peers.events([(1, a.publish(5, shift=-4))])
     assert offered(peers, 5) == [(1, 1, 1)]
 
 
@@ -105,16 +106,16 @@ def test_a_replayed_publish_does_not_resurrect(peers: Peers, exporter: Make) -> 
     a = exporter()
     peers.joined(a.info)
     published = a.publish(1)
-    peers.events(1, published)
-    peers.events(1, a.reuse(1))
-    peers.events(1, published)
+    peers.events([(1, published)])
+    peers.events([(1, a.reuse(1))])
+    peers.events([(1, published)])
     assert offered(peers, 1) == []
 
 
 def test_events_of_an_unknown_epoch_are_dropped(peers: Peers, exporter: Make) -> None:
     a = exporter()
-    peers.events(1, a.publish(1))
-    peers.events(77, a.publish(2))
+    peers.events([(1, a.publish(1))])
+    peers.events([(77, a.publish(2))])
     assert (offered(peers, 1), offered(peers, 2)) == ([], [])
     assert peers.stats().strange_events == 2
 
@@ -124,7 +125,7 @@ def test_events_after_the_end_of_an_epoch_do_not_resurrect_it(peers: Peers, expo
     peers.joined(a.info)
     late = a.publish(1)
     peers.gone(1)
-    peers.events(1, late)
+    peers.events([(1, late)])
     assert offered(peers, 1) == []
     assert peers.stats().attached == 0
 
@@ -137,8 +138,8 @@ def test_senseless_events_are_dropped_and_the_truth_is_scanned(
     a.publish(3)
     beyond = pack_records([BlockRecord(HASHES[0], NUM_BLOCKS, 1, 0)])
     for _ in range(3):
-        peers.events(1, beyond)
-    peers.events(1, beyond[:-1])
+        peers.events([(1, beyond)])
+    peers.events([(1, beyond[:-1])])
     assert offered(peers, 3) == [(1, 3, 0)]
     assert peers.stats().strange_events == 4
     assert caplog.text.count("make no sense") == 1
@@ -149,14 +150,14 @@ def test_an_engine_that_restarts_in_its_place_is_another_one(peers: Peers, expor
     old = exporter("a")
     peers.joined(old.info)
     for _ in range(5):
-        peers.events(1, old.publish(1))
-        peers.events(1, old.reuse(1))
+        peers.events([(1, old.publish(1))])
+        peers.events([(1, old.reuse(1))])
     last = old.publish(1)
     new = exporter("a")
     peers.joined(new.info)
-    peers.events(2, new.publish(1))
+    peers.events([(2, new.publish(1))])
     peers.gone(1)
-    peers.events(1, last)
+    peers.events([(1, last)])
     assert offered(peers, 1) == [(2, 1, 0)]
     peers.gone(1)
     assert offered(peers, 1) == [(2, 1, 0)]
@@ -171,6 +172,30 @@ def break_version(a: Exporter) -> None:
 
 def mend_version(a: Exporter) -> None:
     struct.pack_into("<I", a.table._segment.buffer, VERSION_OFFSET, 1)
+
+
+def test_who_could_not_be_attached_is_tried_again_until_it_can(
+    peers: Peers, exporter: Make, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = exporter("a"), exporter("b")
+    a.publish(1)
+    with descriptors(left=0):
+        peers.joined(a.info)
+        peers.joined(b.info)
+        for _ in range(5):
+            clock.now += 1
+            peers.attach_again()
+    assert len(caplog.records) == 2, "each is complained of once"
+    peers.gone(b.info.epoch)
+    peers.suspected(a.info.epoch)
+    clock.now += 60
+    peers.attach_again()
+    assert peers.stats().attached == 0, "who is suspected has nothing to offer"
+    peers.recovered(a.info.epoch)
+    peers.attach_again()
+    peers.attach_again()
+    assert offered(peers, 1) == [(1, 1, 0)]
+    assert peers.stats().attached == 1
 
 
 def test_a_table_that_cannot_be_opened_is_skipped_and_tried_again(
@@ -259,7 +284,7 @@ def test_closed_peers_answer_nothing_and_raise_nothing(
     peers.close()
     assert [s.kind for s in segments.list_segments(namespace)] == ["slots"]
     peers.joined(a.info)
-    peers.events(1, event)
+    peers.events([(1, event)])
     peers.rescan(1)
     peers.forget(1, event)
     peers.fail(1)
@@ -313,8 +338,8 @@ def test_the_schedulers_thread_waits_for_no_scan_and_no_growth(
     for peer in (a, b, large):
         small.joined(peer.info)
     stale = a.publish(1)
-    small.events(1, stale)
-    small.events(2, b.publish(1, shift=3))
+    small.events([(1, stale)])
+    small.events([(2, b.publish(1, shift=3))])
     large.publish(*range(2, 20))
     with growing(small, large, monkeypatch):
         [run] = small.lookup(HASHES, 1, 2)
@@ -363,8 +388,8 @@ def test_lookups_beside_the_clients_thread(peers: Peers, exporter: Make) -> None
             for turn in range(150):
                 peers.joined(coming.info)
                 event = coming.reuse(20 + turn % 40)
-                peers.events(2, event)
-                peers.events(2, coming.publish(20 + turn % 40))
+                peers.events([(2, event)])
+                peers.events([(2, coming.publish(20 + turn % 40))])
                 peers.suspected(2)
                 peers.rescan(1)
                 peers.gone(2)

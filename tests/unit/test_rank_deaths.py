@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -11,7 +12,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
+from kvshm.log import SAY_AGAIN_SECONDS, Seldom
 from kvshm.peer_list import PeerList, PeerListReader
 from kvshm.plans import LoadFailure, LoadReport
 from kvshm.protocol import SUSPECT_AFTER_SECONDS, EngineInfo, RankInfo
@@ -320,3 +323,24 @@ def test_who_has_ended_its_export_is_let_go(
     assert load.report.bad == (12,)
     book.unmap_ended(())
     assert book.attached == frozenset()
+
+
+def test_a_peer_that_hangs_fails_many_loads_and_a_few_of_them_are_logged(
+    book: PeerBook, transport: PlayedTransport, exporter: Make, table: SlotTable,
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    peer = exporter()
+    monkeypatch.setattr(book, "seldom", Seldom(clock))
+    monkeypatch.setattr(book, "find", refuse)
+    for _ in range(100):
+        assert RankLoad(load_of(piece_of(peer, 1)), book, table).advance()
+    assert len(caplog.records) == 1
+    clock.now += SAY_AGAIN_SECONDS
+    assert RankLoad(load_of(piece_of(peer, 1)), book, table).advance()
+    assert len(caplog.records) == 2
+    assert [error.times for error in table.errors()] == [101], "each is counted"
+
+
+def refuse(piece: object) -> None:
+    raise TransportError("no answer within 5 s")

@@ -10,14 +10,17 @@ import pytest
 
 from kvshm.errors import RunDirectoryError
 from kvshm.rundir import (
+    MOST_FOUND,
     SOCKET_PATH_BYTES,
     choose_run_directory,
     command_endpoint,
     engine_socket,
     event_endpoint,
+    list_peers_files,
     list_sockets,
     lock_path,
     open_run_directory,
+    peers_file,
     rank_socket,
     require_room,
 )
@@ -123,3 +126,9 @@ def test_sockets_are_found_by_namespace(tmp_path: Path) -> None:
     found = [(socket.namespace, socket.epoch) for socket in list_sockets(tmp_path, "n")]
     assert found == [("n", 1), ("n", 2**64 - 1), ("n", None)]
     assert len(list_sockets(tmp_path, None)) == 6
+
+
+def test_a_listing_is_bounded(tmp_path: Path) -> None:
+    for epoch in range(MOST_FOUND + 5):
+        peers_file(tmp_path, "n", epoch).touch()
+    assert len(list_peers_files(tmp_path, "n")) == MOST_FOUND

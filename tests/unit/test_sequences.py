@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -20,7 +21,7 @@ from kvshm.protocol import (
     Joined,
     Tick,
 )
-from kvshm.sequences import Stream, Verdict
+from kvshm.sequences import MAX_KEPT_BYTES, Stream, Verdict
 
 OWN = 1000
 
@@ -114,14 +115,35 @@ def test_broadcasts_follow_each_other_or_tell_a_gap() -> None:
     assert stream.take(events(5, 1)) is Verdict.MEMBER  # in the roster already
     assert stream.take(events(6, 2)) is Verdict.MEMBER
     assert stream.take(events(8, 4)) is Verdict.GAP
-    assert recorder.calls == [("engine_events", 7, b"2")]
+    stream.flush()
+    assert recorder.calls == [("engine_events", [(7, b"2")])]
 
 
 def test_gap_of_one_engine_is_a_rescan_before_its_events() -> None:
     stream, recorder = stream_at(5, e7=1)
     assert stream.take(events(6, 3)) is Verdict.MEMBER
     assert stream.take(events(7, 3)) is Verdict.MEMBER
-    assert recorder.calls == [("rescan", 7), ("engine_events", 7, b"3")]
+    stream.flush()
+    stream.flush()
+    assert recorder.calls == [("rescan", 7), ("engine_events", [(7, b"3")])]
+
+
+def test_events_are_passed_on_together_and_before_what_comes_after_them() -> None:
+    stream, recorder = stream_at(0, e7=0, e8=0)
+    gone = EngineGone(coordinator_epoch=1, sequence=4, epoch=7, reason="left")
+    for broadcast in (events(1, 1), events(2, 1, 8), events(3, 2), gone, events(5, 2, 8)):
+        assert stream.take(broadcast) is Verdict.MEMBER
+    together = ("engine_events", [(7, b"1"), (8, b"1"), (7, b"2")])
+    assert recorder.drain() == [together, ("engine_gone", 7, "left")]
+    stream.flush()
+    assert recorder.drain() == [("engine_events", [(8, b"2")])]
+
+
+def test_so_many_events_are_not_kept() -> None:
+    stream, recorder = stream_at(0, e7=0)
+    big = msgspec.structs.replace(events(1, 1), records=bytes(MAX_KEPT_BYTES + 1))
+    assert stream.take(big) is Verdict.MEMBER
+    assert recorder.drain() == [("engine_events", [(7, big.records)])]
 
 
 def test_events_of_an_unknown_epoch_are_dropped() -> None:
@@ -202,8 +224,9 @@ class Anything(RuleBasedStateMachine):
     def engine_gone(self, epoch: int, reason: str) -> None:
         del self.replica[epoch]
 
-    def engine_events(self, epoch: int, records: bytes) -> None:
-        self.replica[epoch].add(int(records))
+    def engine_events(self, batches: list[tuple[int, bytes]]) -> None:
+        for epoch, records in batches:
+            self.replica[epoch].add(int(records))
 
     def rescan(self, epoch: int) -> None:
         self.replica[epoch] = set(self.truth.get(epoch, ()))

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm.errors import TransportError
-from kvshm.hooks.layout import Placement, regions_of, share_in_place, shared_kv_memory
+from kvshm.hooks.layout import Placement, regions_of, shared_kv_memory
 from kvshm.interfaces import load_transport
 
 from .tiny_config import cache_config, engine_config, spec
@@ -233,30 +233,3 @@ def test_memory_that_vllm_did_not_take_for_its_cache_is_not_mistaken_for_it(
     assert context.memory_of(placed(plan, caches)) is None
     assert "allocated first" in context.failure
     context.memory.close()
-
-
-def test_a_cache_is_moved_into_shared_memory_in_place(config: VllmConfig) -> None:
-    plan = cache_config(config, "LBNHC", 7, EQUAL)
-    caches = allocated(plan)
-    placement = placed(plan, caches)
-    placement.storage.random_(-128, 127)
-    before, address = placement.storage.clone(), placement.address
-    descriptor, nbytes = share_in_place(placement)
-    assert placement.address != address
-    assert torch.equal(placement.storage, before)
-    memory = load_transport("posix_shm").adopt(descriptor, nbytes)
-    caches["layer.0"].view(torch.int8)[0, 0, 0, 0] = 7  # the views have followed
-    assert memory.buffer[0] == 7
-    assert bytes(memory.buffer[-64:]) == before[-64:].numpy().tobytes()
-    memory.close()
-
-
-def test_no_room_in_dev_shm_is_an_error_and_no_sigbus(
-    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = cache_config(config, "LBNHC", 7, EQUAL)
-    placement = placed(plan, allocated(plan))
-    full = os.statvfs_result((4096, 4096, 9, 1, 1, 9, 9, 9, 0, 255))
-    monkeypatch.setattr(os, "statvfs", lambda _: full)
-    with pytest.raises(TransportError, match="4096 are available"):
-        share_in_place(placement)

@@ -1,0 +1,163 @@
+"""What others may take of the coordinator: descriptors, memory, time."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from kvshm.protocol import Heartbeat, encode
+from kvshm.rundir import command_endpoint, event_endpoint, lock_path, rank_socket
+
+from .engines import FakeEngine
+from .greedy import MORE, connect, frame
+from .processes import Managed, Node, fresh_node, wait_until
+
+pytestmark = pytest.mark.multiprocess
+
+MEGABYTE = 1 << 20
+ENDS = command_endpoint, event_endpoint
+QUESTION = frame(encode(Heartbeat(epoch=1, sequence=0)))
+"""A coordinator answers that nobody of that epoch has joined."""
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    with fresh_node() as node:
+        yield node
+
+
+def limited(descriptors: int) -> tuple[str, ...]:
+    """The command that runs Python with so many descriptors at most."""
+    return ("sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", sys.executable)
+
+
+def resident(process: Managed) -> int:
+    """Its memory in megabytes."""
+    pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") // MEGABYTE
+
+
+# -- descriptors
+
+
+@pytest.mark.parametrize("descriptors", [64, 1024])
+def test_connections_without_end_shut_newcomers_out_and_end_nothing(
+    node: Node, descriptors: int
+) -> None:
+    coordinator = node.coordinator(python=limited(descriptors))
+    a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
+    a.joined()
+    b.joined()
+    commands, events = (end(node.run_dir, node.namespace) for end in ENDS)
+    with ExitStack() as held:
+        asking = held.enter_context(connect(commands))
+        for n in range(2 * descriptors):
+            try:
+                again = connect(commands) if n % 2 else connect(events, b"SUB")
+            except FileNotFoundError:
+                break
+            held.callback(again.close)
+            asking.sendall(QUESTION)
+            assert asking.recv(1000)  # the coordinator has had a turn since
+        coordinator.wait_err("event=full")
+        b.process.kill()
+        coordinator.wait_err("event=death engine=b")
+        newcomer = FakeEngine(node, "late")
+    assert newcomer.joined()
+    assert coordinator.terminate() == 0
+
+
+# -- memory
+
+
+def test_a_message_without_end_is_hung_up_on_and_engines_go_on(node: Node) -> None:
+    coordinator = node.coordinator()
+    engine = FakeEngine(node, "a")
+    engine.joined()
+    part = frame(bytes(MEGABYTE), MORE)
+    hung_up = suppress(BrokenPipeError, ConnectionResetError)
+    with connect(command_endpoint(node.run_dir, node.namespace)) as greedy, hung_up:
+        for _ in range(16_000):
+            greedy.sendall(part)
+    coordinator.wait_err("event=hung-up-on-all")
+    wait_until(lambda: resident(coordinator) < 200, "it has given the memory back")
+    FakeEngine(node, "b").joined()
+    engine.heard("engine_joined", name="b")
+    assert coordinator.terminate() == 0
+
+
+def test_a_long_subscription_is_refused(node: Node) -> None:
+    coordinator = node.coordinator()
+    with connect(event_endpoint(node.run_dir, node.namespace), b"SUB") as greedy:
+        with suppress(BrokenPipeError, ConnectionResetError):
+            greedy.sendall(frame(b"\x01" + bytes(10 * MEGABYTE)))
+        with suppress(ConnectionResetError):
+            while greedy.recv(4096):
+                pass
+    assert resident(coordinator) < 100
+
+
+def test_who_connects_and_leaves_all_the_time_takes_no_memory(node: Node) -> None:
+    """Without an engine in the roster nothing is sent that would have libzmq work them off."""
+    coordinator = node.coordinator()
+    before = resident(coordinator)
+    for _ in range(10_000):
+        with suppress(OSError):
+            connect(event_endpoint(node.run_dir, node.namespace), b"SUB").close()
+    assert resident(coordinator) < before + 50
+    FakeEngine(node, "a").joined()
+
+
+# -- folders
+
+
+def test_what_lies_in_the_place_of_a_lock_or_a_socket_is_named_with_its_remedy(node: Node) -> None:
+    lock = lock_path(node.run_dir, node.namespace)
+    os.mkfifo(lock)
+    coordinator = node.start_coordinator()
+    assert coordinator.wait() == 4
+    assert f"{lock} cannot be opened: it is no regular file; remove it" in str(coordinator.err)
+    lock.unlink()
+    place = Path(command_endpoint(node.run_dir, node.namespace).removeprefix("ipc://"))
+    place.mkdir()
+    coordinator = node.start_coordinator()
+    assert coordinator.wait() == 4
+    assert f"{place} cannot be made: Is a directory; remove" in str(coordinator.err)
+    assert "Traceback" not in str(coordinator.err)
+    place.rmdir()
+    assert node.coordinator().terminate() == 0
+
+
+def test_a_run_directory_that_vanishes_ends_it_with_a_sentence(node: Node) -> None:
+    coordinator = node.coordinator()
+    shutil.rmtree(node.run_dir)
+    assert coordinator.wait() == 1
+    assert "start the coordinator again" in str(coordinator.err)
+    assert "Traceback" not in str(coordinator.err)
+    node.run_dir.mkdir(mode=0o700)
+
+
+def test_thousands_of_files_neither_silence_it_nor_fill_its_log(node: Node) -> None:
+    coordinator = node.coordinator()
+    a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
+    a.joined()
+    b.joined()
+    for n in range(20_000):
+        name = f"{node.namespace}.rank.{n}.0.sock"
+        os.close(os.open(node.run_dir / name, os.O_CREAT, 0o600))
+    left = rank_socket(node.run_dir, node.namespace, 1, 1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(left))
+    b.process.signal(signal.SIGKILL)
+    a.heard("engine_gone", epoch=b.joined()["epoch"])
+    wait_until(lambda: not left.exists(), "the dead socket has been removed")
+    assert "event=suspected" not in str(coordinator.err)
+    assert len(coordinator.err) < 100
