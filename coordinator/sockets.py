@@ -233,7 +233,7 @@ class Sockets:
         self._is_shut = shut
         if shut:
             remedy = "end who connects so often, or raise the limit of open files (ulimit -n)"
-            about = {"descriptors": used, "limit": self._max_descriptors, "remedy": remedy}
+            about: dict[str, object] = {"descriptors": used, "limit": self._max_descriptors, "remedy": remedy}
             self._say("full", "full", about)
 
     def _begin_anew(self, memory: int) -> None:

@@ -174,12 +174,13 @@ def mend_version(a: Exporter) -> None:
     struct.pack_into("<I", a.table._segment.buffer, VERSION_OFFSET, 1)
 
 
+@pytest.mark.parametrize("left", [0, 1])  # one: the table can be opened, not mapped
 def test_who_could_not_be_attached_is_tried_again_until_it_can(
-    peers: Peers, exporter: Make, clock: Clock, caplog: pytest.LogCaptureFixture
+    left: int, peers: Peers, exporter: Make, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = exporter("a"), exporter("b")
     a.publish(1)
-    with descriptors(left=0):
+    with descriptors(left):
         peers.joined(a.info)
         peers.joined(b.info)
         for _ in range(5):
