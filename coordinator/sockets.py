@@ -232,12 +232,8 @@ class Sockets:
         self._is_shut = shut
         if shut:
             remedy = "end who connects so often, or raise the limit of open files (ulimit -n)"
-            about: dict[str, object] = {
-                "descriptors": used,
-                "limit": self._max_descriptors,
-                "remedy": remedy,
-            }
-            self._say("full", "full", about)
+            limit = self._max_descriptors
+            self._say("full", "full", {"descriptors": used, "limit": limit, "remedy": remedy})
 
     def _begin_anew(self, memory: int) -> None:
         """Free what libzmq keeps for others: parts of messages, subscriptions, queues."""

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -280,3 +281,9 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"never came about: {what}"
         pause.wait(0.02)
+
+
+def leave_socket(path: Path) -> None:
+    """Leave a socket there that nobody serves."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
