@@ -380,12 +380,13 @@ class Session:
         topic, messages = open_broadcast(frame)
         if topic != self._topic:
             return  # a topic left a moment ago
-        for message in messages:
+        self._last_heard = self._clock()
+        taken = self._stream.take_events(messages) if self._state is _State.JOINED else 0
+        for message in messages[taken:]:
             self._try(self._on_message, message)
 
-    def _on_message(self, message: Raw) -> None:
-        broadcast = decode_broadcast(message)
-        self._last_heard = self._clock()
+    def _on_message(self, message: AnyBroadcast | Raw) -> None:
+        broadcast = decode_broadcast(message) if isinstance(message, Raw) else message
         if self._state is _State.JOINING:
             self._early.append(broadcast)
         elif self._state is _State.JOINED:
