@@ -114,14 +114,15 @@ def mark(number: int) -> BlockHash:
 def batches(name: str, records: int) -> Iterator[bytes]:
     """Batches of one engine: its blocks in turn, each time with other contents, the first of
     every MARK_EVERY batches a mark that says when it was sent."""
-    salt, number, first = hashlib.sha256(name.encode()).digest()[:8], 0, 0
+    salt, number, first = hashlib.sha256(name.encode()).digest()[:24], 0, 0
     generations = [0] * BLOCKS
     while True:
         made = []
         for block in range(first, first + records):
             block %= BLOCKS
             generations[block] += 1
-            content = salt + block.to_bytes(4, "little") + generations[block].to_bytes(20, "little")
+            tag = generations[block] * BLOCKS + block ^ int.from_bytes(salt[:8], "little")
+            content = tag.to_bytes(8, "little") + salt
             made.append(
                 BlockRecord(BlockHash(content), BlockId(block), Generation(generations[block]), 0)
             )

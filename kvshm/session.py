@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Collection
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import zmq
@@ -64,9 +64,6 @@ MISSING_SECONDS = 10.0
 UNHEARD_SECONDS = 5.0
 """After so long without a word from any coordinator the member is told that there is none."""
 LINGER_MS = 500
-
-
-T = TypeVar("T")
 
 
 class _State(Enum):
@@ -246,7 +243,7 @@ class Session:
         for frame in received(socket) if socket in self._readable else ():
             self._try(handle, frame)
 
-    def _try(self, handle: Callable[[T], None], message: T | ProtocolError) -> None:
+    def _try(self, handle: Callable[[Any], None], message: object) -> None:
         try:
             if isinstance(message, ProtocolError):
                 raise message

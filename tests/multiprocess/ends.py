@@ -78,12 +78,12 @@ class Company:
 
     def _engine(self) -> Managed:
         endless = ("--requests", "1000000000", "--peers", "0", "--loads", "0")
-        engine = toys.start(self._node, next(self._seeds), *endless)
-        engine.wait_out(lambda line: line == "go")
-        return engine
+        return toys.start(self._node, next(self._seeds), *endless)
 
     def round(self, dice: random.Random, number: signal.Signals) -> None:
         """One end of each kind, by this signal."""
+        for engine in self.engines:
+            engine.wait_out(lambda line: line == "go")
         standing = dice.sample(self.engines, STOPPED)
         leaving = dice.choice(self.engines)
         for engine in standing:
@@ -97,8 +97,12 @@ class Company:
             engine.signal(signal.SIGCONT)
         self._take_leave(self.coordinator, number)
         self._take_leave(leaving, number)
-        self.coordinator = self._node.coordinator()
         self.engines[self.engines.index(leaving)] = self._engine()
+        self.coordinator = self._node.coordinator()
+        self.look()
+
+    def look(self) -> None:
+        """Take note of who has ended, and replace them."""
         for engine in [e for e in self.engines if e.status is not None]:
             self.ended.append(f"{engine.name}: {engine.status}")
             self.engines[self.engines.index(engine)] = self._engine()
@@ -121,6 +125,9 @@ def node_rounds(rounds: int, seed: int) -> dict[str, Any]:
             company.round(dice, number)
             told[number.name] += 1
             node.processes.forget_ended()
+            if sum(told.values()) % 50 == 0:
+                print(f"{dict(told)} {company.ended}", file=sys.stderr, flush=True)
+        company.look()
     return {"ends_of_coordinator": told, "ends_of_engines": told, "ended": company.ended}
 
 
