@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -40,7 +42,7 @@ from kvshm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.life import EngineSpec
 from kvshm.protocol import RankInfo
-from kvshm.records import BlockRecord, pack_records, unpack_records
+from kvshm.records import RECORD_BYTES, BlockRecord, pack_records, unpack_records
 from kvshm.segment import identity_of
 from kvshm.terms import BlockHash, BlockId, Generation, Rank
 
@@ -112,31 +114,36 @@ def mark(number: int) -> BlockHash:
 
 
 def batches(name: str, records: int) -> Iterator[bytes]:
-    """Batches of one engine: its blocks in turn, each time with other contents, the first of
-    every MARK_EVERY batches a mark that says when it was sent."""
-    salt, number, first = hashlib.sha256(name.encode()).digest()[:24], 0, 0
-    generations = [0] * BLOCKS
-    while True:
-        made = []
-        for block in range(first, first + records):
-            block %= BLOCKS
-            generations[block] += 1
-            tag = generations[block] * BLOCKS + block ^ int.from_bytes(salt[:8], "little")
-            content = tag.to_bytes(8, "little") + salt
-            made.append(
-                BlockRecord(BlockHash(content), BlockId(block), Generation(generations[block]), 0)
-            )
-        first = (first + records) % BLOCKS
-        if number % MARK_EVERY == 0:
-            sent_at = int(time.monotonic() * 1000) % 2**32
-            made[0] = made[0]._replace(block_hash=mark(number // MARK_EVERY), depth=sent_at)
-        number += 1
-        yield pack_records(made)
+    """Batches of one engine without end: its blocks in turn, each time with other contents, the
+    first record of every MARK_EVERY batches a mark that says when it was sent.
+
+    Made beforehand, for four generations so far apart that each is newer than the one before,
+    the first than the last included.
+    """
+    dice = random.Random(name)
+    made = [
+        pack_records(
+            BlockRecord(BlockHash(dice.randbytes(32)), BlockId(block), Generation(turn << 30), 0)
+            for block in range(first, first + records)
+        )
+        for turn in range(4)
+        for first in range(0, BLOCKS - records + 1, records)
+    ]
+    for number, batch in enumerate(itertools.cycle(made)):
+        if number % MARK_EVERY:
+            yield batch
+            continue
+        (first,) = unpack_records(batch[:RECORD_BYTES])
+        sent_at = int(time.monotonic() * 1000) % 2**32
+        head = first._replace(block_hash=mark(number // MARK_EVERY), depth=sent_at)
+        yield pack_records([head]) + batch[RECORD_BYTES:]
 
 
-def send(name: str, hz: float, records: int) -> None:
+def send(name: str, hz: float, records: int, deaf: bool) -> None:
     """A sender: for each line on standard input, so many seconds of traffic."""
     cache = engine(name, core=1)
+    if deaf and cache.life is not None:
+        cache.life.peers.events = lambda batches: None  # type: ignore[method-assign]  # as named
     print("ready", flush=True)
     source = batches(name, records)
     for line in sys.stdin:
@@ -227,10 +234,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--hz", type=float, default=100, help="batches a second of each engine")
     parser.add_argument("--records", type=int, default=8, help="records in each batch")
+    parser.add_argument(
+        "--deaf", action="store_true", help="senders do not apply what they hear: they share a core"
+    )
     parser.add_argument("--sender", help="for the parts: the name of an engine")
     options = parser.parse_args()
     if options.sender:
-        send(options.sender, options.hz, options.records)
+        send(options.sender, options.hz, options.records, options.deaf)
         return
     with ExitStack() as stack:
         run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-"))
@@ -241,6 +251,7 @@ def main() -> None:
         ]
         stack.callback(end, processes)
         load = ["--hz", str(options.hz), "--records", str(options.records)]
+        load += ["--deaf"] if options.deaf else []
         senders = [
             subprocess.Popen(
                 [sys.executable, __file__, *load, "--sender", f"e{number}"], text=True,
