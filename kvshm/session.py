@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Collection
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import zmq
@@ -68,9 +68,6 @@ LINGER_MS = 500
 DESCRIPTORS = 24
 """More than libzmq opens for a context, two sockets and their connections, and the engine for the
 tables it then makes."""
-
-
-T = TypeVar("T")
 
 
 class _State(Enum):
@@ -251,7 +248,7 @@ class Session:
         for frame in received(socket) if socket in self._readable else ():
             self._try(handle, frame)
 
-    def _try(self, handle: Callable[[T], None], message: T | ProtocolError) -> None:
+    def _try(self, handle: Callable[[Any], None], message: object) -> None:
         try:
             if isinstance(message, ProtocolError):
                 raise message
@@ -385,12 +382,13 @@ class Session:
         topic, messages = open_broadcast(frame)
         if topic != self._topic:
             return  # a topic left a moment ago
-        for message in messages:
+        self._last_heard = self._clock()
+        taken = self._stream.take_events(messages) if self._state is _State.JOINED else 0
+        for message in messages[taken:]:
             self._try(self._on_message, message)
 
-    def _on_message(self, message: Raw) -> None:
-        broadcast = decode_broadcast(message)
-        self._last_heard = self._clock()
+    def _on_message(self, message: AnyBroadcast | Raw) -> None:
+        broadcast = decode_broadcast(message) if isinstance(message, Raw) else message
         if self._state is _State.JOINING:
             self._early.append(broadcast)
         elif self._state is _State.JOINED:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import random
+import secrets
 import signal
 import sys
 import time
@@ -61,7 +62,7 @@ class ToyRank:
             memory=self.memory,
             regions=self.regions,
             rank=rank,
-            socket_path=rank_socket(run_dir, config.namespace, f"{os.getpid():x}", rank),
+            socket_path=rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank),
             fault=config.fault,
         )
         handouts = Handouts(run_dir, config.namespace)
