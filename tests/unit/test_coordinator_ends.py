@@ -275,3 +275,20 @@ def test_a_workers_end_is_a_death_if_its_engine_dies() -> None:
     assert logged(decide(state, Received(impostor, Leave(epoch=info.epoch)), 1.5)) == []
     assert logged(decide(state, Died(5, owner=True), 1.6)) == [("death", "process 5 died")]
     assert logged(decide(state, Clock(), 100.0)) == []
+
+
+def test_a_table_that_is_given_up_in_order_is_a_leave_whose_message_comes_later() -> None:
+    state, info = new_state(), engine(5)
+    join(state, info)
+    actions = decide(state, Died(5, owner=True, retired=True), 1.0)
+    assert [message.reason for message in published(actions)] == ["left"]
+    assert not only(actions, SweepBits), "its process may still copy, and gives its leases back"
+    assert logged(actions) == [("leave", "left")]
+    assert logged(say(state, info, Leave(epoch=5), 1.1)) == []
+    assert logged(decide(state, Clock(), 100.0)) == []
+
+
+def test_a_workers_end_is_explained_by_a_table_given_up_in_order() -> None:
+    state, _, _ = with_workers()
+    assert logged(decide(state, Died(5, owner=True, retired=True), 1.5)) == [("leave", "left")]
+    assert logged(decide(state, Clock(), 100.0)) == []

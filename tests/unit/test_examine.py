@@ -132,8 +132,9 @@ def test_a_table_is_kept_until_it_is_forgotten_though_nobody_serves_it_any_more(
     worker = SlotTable.of("w", engine.table.descriptor(True))
     engine.table.begin_pulse(None)
     worker.begin_pulse(0)
+    engine.table.retire()
     engine.close()
-    assert shell.wait() == [Died(EPOCH, owner=True)]
+    assert shell.wait() == [Died(EPOCH, owner=True, retired=True)]
     assert not list(shell.tables.connections())
     assert list(shell.tables.look()) == [], "told once, and its worker still has it"
     assert worker.slot(0).leases == 1 << 5
