@@ -37,7 +37,7 @@ PROPERTIES = {
     "waits_for_ever": "No exporter, engine or coordinator waits for ever.",
     "living_lease_cleared": "Nobody clears a lease of an importer whose epoch goes on, but "
     "the exporter whose budget is spent, and the load that took it.",
-    "lease_leaked": "No lease bit stays when all importers are gone.",
+    "lease_leaked": "No lease bit stays when who set it is gone.",
     "ready_slot_lies": "Every slot that is READY or DRAINING holds what its hash says.",
     "bit_shared": "No two living engines hold the same lease bit.",
     "replica_differs": "When all is quiet the replica equals the slot tables.",
