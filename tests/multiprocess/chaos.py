@@ -49,14 +49,13 @@ LEFT_IN_ORDER = re.compile(r".*\.lock")
 
 def main() -> int:
     options = _parser().parse_args()
-    without = set(filter(None, options.without.split(",")))
-    if unknown := without - set(WEIGHTS):
+    if unknown := {*options.only, *options.without} - set(WEIGHTS):
         _parser().error(f"no fault is called {', '.join(unknown)}; there are {', '.join(WEIGHTS)}")
     settings = {"KVSHM_FAULT": options.fault, "KVSHM_VERIFY": "0"} if options.fault else {}
     node = ChaosNode(options.engines, options.ranks, options.seed, **settings)
     faults = Faults(node)
     try:
-        found = run(node, faults, options, without)
+        found = run(node, faults, options)
     finally:
         faults.undo(everything=True)
         node.processes.reap()
@@ -70,30 +69,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--engines", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="of each engine")
-    parser.add_argument("--without", default="", help="kinds of faults, with commas between")
+    parser.add_argument("--only", type=_kinds, default=[], help="kinds of faults: a,b")
+    parser.add_argument("--without", type=_kinds, default=[], help="kinds of faults: a,b")
     parser.add_argument("--fault", default="", help="have every engine copy wrongly: see faults.py")
     parser.add_argument("--murder", type=float, help="kill an engine off the schedule, then")
     return parser
 
 
+def _kinds(text: str) -> list[str]:
+    return [kind for kind in text.split(",") if kind]
+
+
 # -- the run
 
 
-def run(
-    node: ChaosNode, faults: Faults, options: argparse.Namespace, without: set[str]
-) -> dict[str, Any]:
+def run(node: ChaosNode, faults: Faults, options: argparse.Namespace) -> dict[str, Any]:
     """Have the schedule done and the node end; return all that was found."""
     problems = Counter[str]()
     if not become_whole(node):
         problems["not whole before the faults"] += 1
     before, began = sizes(node), time.monotonic()
-    murder = began + options.murder if options.murder else None
-    for fault in schedule(options.seed, options.seconds, without):
-        while (now := time.monotonic()) < began + fault.at:
-            if murder and now >= murder:
-                murder = os.kill(node.engines[0].process.pid, signal.SIGKILL)
-            _watch(node, faults)
+    for fault in schedule(options.seed, options.seconds, options.only, options.without):
+        _watch_until(began + fault.at, node, faults)
+        if options.murder and fault.at >= options.murder:
+            node.engines[0].process.signal(signal.SIGKILL)
+            options.murder = None
         faults.do(fault)
+    _watch_until(began + options.seconds, node, faults)
     faults.undo(everything=True)
     replace_damaged(node)
     whole_after = time.monotonic()
@@ -117,11 +119,12 @@ def run(
     }
 
 
-def _watch(node: ChaosNode, faults: Faults) -> None:
-    faults.undo()
-    node.look()
-    node.ping()
-    time.sleep(LOOK_SECONDS)
+def _watch_until(end: float, node: ChaosNode, faults: Faults) -> None:
+    while time.monotonic() < end:
+        faults.undo()
+        node.look()
+        node.ping()
+        time.sleep(LOOK_SECONDS)
 
 
 def become_whole(node: ChaosNode) -> bool:
@@ -266,7 +269,9 @@ def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
         print(f"{what}: {len(things)}")
         for thing in things.items() if isinstance(things, dict) else things:
             print(f"  {thing}")
-    given = {name: getattr(options, name) for name in ("seed", "engines", "ranks", "without")}
+    given = {
+        name: getattr(options, name) for name in ("seed", "engines", "ranks", "only", "without")
+    }
     print(json.dumps({"chaos": given, **found}), flush=True)
     return int(bool(found["wrong"] or any(bad.values())))
 

@@ -34,7 +34,7 @@ from kvshm.protocol import RankInfo
 from kvshm.records import TABLE_HEADER_BYTES
 from kvshm.rundir import open_run_directory
 from kvshm.segment import identity_of
-from kvshm.terms import Epoch
+from kvshm.terms import BlockHash, Epoch
 
 REPORT_SECONDS = 0.5
 AGAIN_SECONDS = 1.0
@@ -95,8 +95,7 @@ def serve_rank(pipe: Connection, rank: ToyRank) -> None:
             path, arguments = pipe.recv()
             try:
                 answer = attrgetter(path)(rank)(*arguments)
-            except (KvshmError, OSError) as exc:
-                traceback.print_exc()
+            except Exception as exc:
                 answer = exc
             pipe.send(answer)
     except (EOFError, OSError):
@@ -113,20 +112,35 @@ class ChaosEngine(ToyEngine):
     again_at = 0.0
     unshared = 0
     """How often an epoch could not begin, or not on a rank."""
+    contained = 0
+    """How many requests a failure of the cache has ended."""
+
+    def step(self, chain: list[BlockHash]) -> None:
+        """One request.  No failure of the cache crosses this line, as none crosses
+        hooks/boundary.py; here the engine then begins anew."""
+        try:
+            self.follow_epoch()
+            self.request(chain)
+        except RankEnded:
+            raise
+        except Exception:
+            traceback.print_exc()
+            self.contained += 1
+            self.reset()
 
     def follow_epoch(self) -> None:
         """Begin an epoch if there is none, and open it on the ranks once it is there."""
         table = self.cache.table
-        try:
-            if table is not None and table.name != self.opened:
-                self.opened = table.name
+        if table is not None and table.name != self.opened:
+            self.opened = table.name
+            try:
                 self.open_ranks()
-            elif (table is None and self.opened) or self.cache.failed:
-                self.begin_again()
-        except (KvshmError, OSError) as exc:
-            print(f"unshared: {exc!r}", file=sys.stderr, flush=True)
-            self.unshared += 1
-            self.reset()
+            except KvshmError as exc:
+                print(f"unshared: {exc!r}", file=sys.stderr, flush=True)
+                self.unshared += 1
+                self.reset()
+        elif (table is None and self.opened) or self.cache.failed:
+            self.begin_again()
 
     def begin_again(self) -> None:
         if time.monotonic() >= self.again_at:
@@ -135,9 +149,11 @@ class ChaosEngine(ToyEngine):
 
     def reset(self) -> None:
         """Forget all blocks, as vLLM does at a reset of its prefix cache."""
-        self.cache.end_epoch()
-        for rank in self.ranks:
-            rank.cache.end_epoch()
+        for part in (self, *self.ranks):
+            try:
+                part.cache.end_epoch()
+            except Exception as exc:
+                print(f"an epoch did not end: {exc!r}", file=sys.stderr, flush=True)
         self.by_hash.clear()
         self.lru.update(dict.fromkeys(self.lru))
         self.opened = self.opened or "none"
@@ -147,6 +163,7 @@ class ChaosEngine(ToyEngine):
             **super().summary(),
             "peers": self.cache.num_peers,
             "unshared": self.unshared,
+            "contained": self.contained,
             "epoch": f"{self.cache.epoch or 0:016x}",
         }
 
@@ -184,12 +201,11 @@ def serve(engine: ChaosEngine, options: argparse.Namespace) -> None:
         if order == "end":
             say(**engine.summary())
             return
-        engine.follow_epoch()
         if dice.random() < RESET_ODDS:
             engine.reset()
         wrong = engine.wrong
         family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
-        engine.request(chain_of(family, length))
+        engine.step(chain_of(family, length))
         if time.monotonic() >= report_at or engine.wrong > wrong:
             say(**engine.summary())
             report_at = time.monotonic() + REPORT_SECONDS

@@ -99,7 +99,9 @@ class Faults:
         self._later(fault.seconds, lambda: rank.signal(signal.SIGCONT))
         return None
 
-    def _coordinator_kill(self, fault: Fault, number: signal.Signals = signal.SIGKILL) -> str | None:
+    def _coordinator_kill(
+        self, fault: Fault, number: signal.Signals = signal.SIGKILL
+    ) -> str | None:
         if (coordinator := self._node.coordinator) is None:
             return "nobody"
         self._node.coordinator_due = time.monotonic() + fault.seconds

@@ -29,6 +29,8 @@ RANK_ENDED = 3
 SILENT_SECONDS = 30.0
 """A process that runs, and of which nothing has been heard for so long, hangs."""
 LAST_LINES = 6
+COUNTED = ("requests", "loads", "imported", "wrong", "unshared", "contained")
+"""What is added up over all engines (chaos_engine.py)."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -116,7 +118,7 @@ class ChaosNode:
         self.settings, self.num_ranks, self.seed = settings, ranks, seed
         self.started = 0
         self.bystanders: list[dict[str, Any]] = []
-        self.totals: dict[str, int] = dict.fromkeys(("requests", "imported", "wrong", "loads"), 0)
+        self.totals: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self.violations: list[str] = []
         self.everybody: list[Worker] = []
         self.coordinator: Member | None = None
@@ -165,6 +167,10 @@ class ChaosNode:
         engine.listen()
         for name, value in before.items():
             self.totals[name] += engine.said.get(name, 0) - value
+        contained = engine.said.get("contained", 0)
+        if contained > before["contained"] and not engine.damaged:
+            lines = engine.last_lines()
+            self._bystander(f"{engine.name}, which serves on", "a failure in the cache", lines)
         for violation in engine.said.pop("violations", ()):
             if not engine.damaged:
                 self.violations.append(f"{engine.name}: {violation}")

@@ -48,12 +48,16 @@ class Fault(NamedTuple):
     """What is left to choose, by kind."""
 
 
-def schedule(seed: int, seconds: float, without: Collection[str] = ()) -> Iterator[Fault]:
-    """Yield the faults of a run in order.  Without some kinds it is the same schedule less those."""
+def schedule(
+    seed: int, seconds: float, only: Collection[str] = (), without: Collection[str] = ()
+) -> Iterator[Fault]:
+    """Yield the faults of a run in order.  ``only``: of these kinds, as many in the same time;
+    ``without``: the same schedule less these."""
     dice = random.Random(seed)
+    weights = {kind: WEIGHTS[kind] for kind in WEIGHTS if kind in only or not only}
     at = 0.0
     while (at := at + dice.uniform(*_GAP_SECONDS)) < seconds:
-        (kind,) = dice.choices(list(WEIGHTS), list(WEIGHTS.values()))
+        (kind,) = dice.choices(list(weights), list(weights.values()))
         lasts = dice.choice(_LONG[kind]) if kind in _LONG else dice.uniform(0.05, 3.0)
         fault = Fault(at, kind, dice.random(), lasts, dice.getrandbits(32))
         if kind not in without:
