@@ -51,6 +51,7 @@ def main() -> int:
     options = _parser().parse_args()
     if unknown := {*options.only, *options.without} - set(WEIGHTS):
         _parser().error(f"no fault is called {', '.join(unknown)}; there are {', '.join(WEIGHTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
     settings = {"KVSHM_FAULT": options.fault, "KVSHM_VERIFY": "0"} if options.fault else {}
     node = ChaosNode(options.engines, options.ranks, options.seed, **settings)
     faults = Faults(node)

@@ -172,7 +172,15 @@ class Faults:
         joiner = node.processes.start(
             "confused", sys.executable, ENGINE, "--confused", environ=environ
         )
-        self._later(fault.seconds + 1, joiner.kill)
+
+        def finish() -> None:
+            """Not before it has joined: what is killed while it makes a segment leaves that for
+            a minute."""
+            if joiner.status is None and not joiner.out.matching(lambda line: "sparse" in line):
+                return self._later(1.0, finish)
+            return joiner.kill()
+
+        self._later(fault.seconds, finish)
 
     # -- descriptors
 
