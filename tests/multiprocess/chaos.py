@@ -40,6 +40,7 @@ LOOK_SECONDS = 0.05
 WHOLE_SECONDS = 90.0
 """How long the node may take to become whole; longer than a quarantine."""
 END_SECONDS = 30.0
+UNDO_TRIES = 200
 MORE_DESCRIPTORS = 16
 """How many more a process may have than its likes had before the faults."""
 MORE_MIB = 100
@@ -97,7 +98,10 @@ def run(node: ChaosNode, faults: Faults, options: argparse.Namespace) -> dict[st
             options.murder = None
         faults.do(fault)
     _watch_until(began + options.seconds, node, faults)
-    faults.undo(everything=True)
+    for _ in range(UNDO_TRIES):
+        if not faults.undo(everything=True):
+            break
+        time.sleep(LOOK_SECONDS)
     replace_damaged(node)
     whole_after = time.monotonic()
     if not become_whole(node):
@@ -212,21 +216,21 @@ def end(node: ChaosNode, problems: Counter[str]) -> None:
         _await_end(node, [coordinator], problems)
     for rank in node.everybody:
         rank.doomed = True
-    node._look_at_orphans()
+    node.look_at_orphans()
 
 
 def _await_end(node: ChaosNode, members: list[Member], problems: Counter[str]) -> None:
     deadline = time.monotonic() + END_SECONDS
     while any(m.process.status is None for m in members) and time.monotonic() < deadline:
         for engine in node.engines:
-            node._take_in(engine)
+            node.take_in(engine)
         time.sleep(LOOK_SECONDS)
     for member in members:
         if member.process.status is None:
             problems[f"{member.name} does not end"] += 1
             member.process.kill()
         elif member.process.status not in member.doomed:
-            node._bystander(member.name, member.process.status, member.last_lines())
+            node.bystander(member.name, member.process.status, member.last_lines())
 
 
 def leaks(node: ChaosNode, before: dict[str, int], after: dict[str, int]) -> list[str]:
@@ -234,6 +238,7 @@ def leaks(node: ChaosNode, before: dict[str, int], after: dict[str, int]) -> lis
     left = [str(name) for name in list_segments(node.node.namespace)]
     left += [p.name for p in node.node.run_dir.iterdir() if not LEFT_IN_ORDER.fullmatch(p.name)]
     left += [f"process {rank.pid} of a rank" for rank in node.everybody if rank.runs]
+    left += [f"process {pid}" for pid in node.strays()]
     for what, allowed in (("_fds", MORE_DESCRIPTORS), ("_mib", MORE_MIB)):
         grown = [name for name in after if name.endswith(what)]
         left += [

@@ -50,12 +50,14 @@ class Faults:
     def _later(self, seconds: float, undo: Callable[[], None]) -> None:
         self._pending.append((time.monotonic() + seconds, undo))
 
-    def undo(self, *, everything: bool = False) -> None:
+    def undo(self, *, everything: bool = False) -> bool:
+        """Whether something is left to undo."""
         now = time.monotonic()
         due = [undo for at, undo in self._pending if everything or at <= now]
         self._pending = [(at, undo) for at, undo in self._pending if undo not in due]
         for undo in due:
             undo()
+        return bool(self._pending)
 
     # -- victims
 
@@ -167,30 +169,28 @@ class Faults:
         return None
 
     def _sparse(self, fault: Fault) -> None:
-        node = self._node.node
+        node, processes = self._node.node, self._node.processes
         environ = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
-        joiner = node.processes.start(
-            "confused", sys.executable, ENGINE, "--confused", environ=environ
-        )
+        joiner = processes.start("confused", sys.executable, ENGINE, "--confused", environ=environ)
 
         def finish() -> None:
             """Not before it has joined: what is killed while it makes a segment leaves that for
             a minute."""
             if joiner.status is None and not joiner.out.matching(lambda line: "sparse" in line):
                 return self._later(1.0, finish)
-            return joiner.kill()
+            return processes.forget(joiner)
 
         self._later(fault.seconds, finish)
 
     # -- descriptors
 
     def _connections(self, fault: Fault) -> None:
-        node = self._node.node
+        node, processes = self._node.node, self._node.processes
         argv = (GREEDY, str(node.run_dir), str(CONNECTIONS), str(fault.seconds))
-        greedy = node.processes.start("greedy", sys.executable, *argv)
+        greedy = processes.start("greedy", sys.executable, *argv)
         for member in self._members():
             member.excuse(fault.seconds + RECOVERY_SECONDS)
-        self._later(fault.seconds + RECOVERY_SECONDS, greedy.kill)
+        self._later(fault.seconds + RECOVERY_SECONDS, lambda: processes.forget(greedy))
 
     def _descriptors(self, fault: Fault) -> str | None:
         """Leave one process a few descriptors more than it has in use."""

@@ -37,10 +37,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 class Quiet(Processes):
     """Processes whose lines nobody wants to see at the end: there are thousands."""
 
+    def forget(self, process: Managed) -> None:
+        """Let go of what is kept of one, which has ended or is to end now."""
+        with suppress(OSError):
+            process.reap()
+        self._all.remove(process)
+
     def reap(self) -> None:
-        for process in reversed(self._all):
-            with suppress(OSError):
-                process.reap()
+        for process in list(self._all):
+            self.forget(process)
 
 
 @dataclass
@@ -153,16 +158,17 @@ class ChaosNode:
     def look(self) -> None:
         """Take in what all have said, note who has ended by itself, and replace who has ended."""
         for index, engine in enumerate(self.engines):
-            self._take_in(engine)
+            self.take_in(engine)
             if engine.process.status is not None:
                 self._judge_engine(engine)
+                self.processes.forget(engine.process)
                 self.engines[index] = self.start_engine()
             elif engine.hangs:
                 self._hang(engine)
         self._look_at_coordinator()
-        self._look_at_orphans()
+        self.look_at_orphans()
 
-    def _take_in(self, engine: Member) -> None:
+    def take_in(self, engine: Member) -> None:
         before = {name: engine.said.get(name, 0) for name in self.totals}
         engine.listen()
         for name, value in before.items():
@@ -170,7 +176,7 @@ class ChaosNode:
         contained = engine.said.get("contained", 0)
         if contained > before["contained"] and not engine.damaged:
             lines = engine.last_lines()
-            self._bystander(f"{engine.name}, which serves on", "a failure in the cache", lines)
+            self.bystander(f"{engine.name}, which serves on", "a failure in the cache", lines)
         for violation in engine.said.pop("violations", ()):
             if not engine.damaged:
                 self.violations.append(f"{engine.name}: {violation}")
@@ -178,23 +184,23 @@ class ChaosNode:
 
     def _judge_engine(self, engine: Member) -> None:
         engine.process.wait()
-        self._take_in(engine)
+        self.take_in(engine)
         status = engine.process.status
         lost = engine.said.get("rank_ended")
         if lost is not None and status == RANK_ENDED:
             if not (lost == -signal.SIGKILL and any(rank.doomed for rank in engine.ranks)):
-                self._bystander(f"a rank of {engine.name}", lost, engine.last_lines())
+                self.bystander(f"a rank of {engine.name}", lost, engine.last_lines())
         elif status not in engine.doomed:
-            self._bystander(engine.name, status, engine.last_lines())
+            self.bystander(engine.name, status, engine.last_lines())
 
-    def _bystander(self, who: str, status: int | str | None, lines: list[str]) -> None:
+    def bystander(self, who: str, status: int | str | None, lines: list[str]) -> None:
         how = signal.Signals(-status).name if isinstance(status, int) and status < 0 else status
         self.bystanders.append({"who": who, "ended": how, "lines": lines})
         print(f"BYSTANDER {who}: {how}", *lines, sep="\n    ", file=sys.stderr, flush=True)
 
     def _hang(self, member: Member) -> None:
         place = Path(f"/proc/{member.process.pid}/wchan").read_text()
-        self._bystander(member.name, f"hangs ({place})", member.last_lines())
+        self.bystander(member.name, f"hangs ({place})", member.last_lines())
         self.kill(member)
 
     def kill(self, member: Member, number: signal.Signals = signal.SIGKILL) -> None:
@@ -213,12 +219,13 @@ class ChaosNode:
             coordinator.process.wait()
             if coordinator.process.status not in coordinator.doomed:
                 lines = coordinator.last_lines()
-                self._bystander(coordinator.name, coordinator.process.status, lines)
+                self.bystander(coordinator.name, coordinator.process.status, lines)
+            self.processes.forget(coordinator.process)
             self.coordinator = None
         elif coordinator.hangs:
             self._hang(coordinator)
 
-    def _look_at_orphans(self) -> None:
+    def look_at_orphans(self) -> None:
         """Ranks that have outlived their engine: they must end in good order."""
         for rank in self.everybody:
             if rank.pidfd >= 0 and not rank.runs:
@@ -232,9 +239,20 @@ class ChaosNode:
             status = 0
         ended = os.waitstatus_to_exitcode(status)
         if ended and not (ended == -signal.SIGKILL and rank.doomed):
-            self._bystander(f"rank {rank.pid}, an orphan", ended, [])
+            self.bystander(f"rank {rank.pid}, an orphan", ended, [])
         os.close(rank.pidfd)
         rank.pidfd = -1
+
+    def strays(self) -> list[str]:
+        """Children that nobody knew of: ranks of engines that ended before they had named them.
+        Notes those that have ended otherwise than in good order; returns those that run."""
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                status = os.waitstatus_to_exitcode(found[1])
+                if status not in (0, -signal.SIGKILL):
+                    self.bystander(f"process {found[0]}, a stray", status, [])
+        lists = Path("/proc/self/task").glob("*/children")
+        return [pid for children in lists for pid in children.read_text().split()]
 
     # -- whether the coordinator answers
 
