@@ -118,6 +118,7 @@ def run(node: ChaosNode, faults: Faults, options: argparse.Namespace) -> dict[st
         "leaks": leaks(node, before, after),
         "problems": dict(problems),
         "faults": dict(sorted(faults.done.items())),
+        "spoilt": faults.spoilt[:50],
         "whole_after_s": round(whole_after, 2),
         "before": before,
         "after": after,

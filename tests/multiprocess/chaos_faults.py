@@ -40,7 +40,8 @@ class Faults:
         """How often each kind was done; with ``: refused`` what the kernel did not permit, with
         ``: nobody`` what found no victim."""
         self._pending: list[tuple[float, Callable[[], None]]] = []
-        self._leased: list[int] = []
+        self.spoilt: list[str] = []
+        """What was cut or emptied, and whose it may be."""
 
     def do(self, fault: Fault) -> None:
         method = getattr(self, "_" + fault.kind.replace("-", "_"))
@@ -122,20 +123,22 @@ class Faults:
 
     # -- memory
 
-    def _files(self) -> Iterator[tuple[Path, Member | None]]:
-        """Everything with bytes of kvshm that this user can name, and whose it is if that can be
-        told: segments, files of the run directory, descriptors of the processes."""
-        node = self._node
-        for path in sorted(SHM.glob(f"kvshm.*{node.node.namespace}*")):
-            owner = (m for m in self._members() if f"-{m.process.pid}." in path.name)
-            yield path, next(owner, None)
-        for path in sorted(node.node.run_dir.iterdir()):
-            yield path, None
-        for member in self._members():
-            for pid in member.pids():
-                for fd in _descriptors(pid):
-                    if re.search(r"/memfd:|/dev/shm/kvshm", _link(fd)):
-                        yield fd, member
+    def _files(self) -> Iterator[Path]:
+        """Everything with bytes of kvshm that this user can name: segments, files of the run
+        directory, descriptors of the processes."""
+        node = self._node.node
+        yield from sorted(SHM.glob(f"kvshm.*{node.namespace}*"))
+        yield from sorted(node.run_dir.iterdir())
+        for pid in (pid for member in self._members() for pid in member.pids()):
+            for fd in _descriptors(pid):
+                if re.search(r"/memfd:|/dev/shm/kvshm", _link(fd)):
+                    yield fd
+
+    def _owners(self, path: Path) -> list[Member]:
+        """Whose memory it is, by its name; where that says nothing, perhaps everybody's."""
+        name = _link(path) or path.name  # a peer's table is among one's own descriptors
+        named = [m for m in self._members() if f"-{m.process.pid}." in name]
+        return named or self._members()
 
     def _members(self) -> list[Member]:
         coordinator = self._node.coordinator
@@ -148,10 +151,11 @@ class Faults:
         return self._spoil(fault, _empty)
 
     def _spoil(self, fault: Fault, how: Callable[[int, int], None]) -> str | None:
-        files = [(path, member) for path, member in self._files() if _is_regular(path)]
+        files = [path for path in self._files() if _is_regular(path)]
         if not files:
             return "nobody"
-        path, member = files[int(fault.victim * len(files))]
+        path = files[int(fault.victim * len(files))]
+        owners = self._owners(path)
         try:
             follow = 0 if path.parts[1] == "proc" else os.O_NOFOLLOW
             fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | follow)
@@ -163,9 +167,9 @@ class Faults:
             return "refused"
         finally:
             os.close(fd)
-        # Whose it is cannot always be told.
-        for each in [member] if member else self._members():
-            each.damaged = True
+        self.spoilt.append(f"{path} of {', '.join(owner.name for owner in owners)}")
+        for owner in owners:
+            owner.damaged = True
         return None
 
     def _sparse(self, fault: Fault) -> None:
