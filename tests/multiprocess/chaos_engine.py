@@ -67,7 +67,9 @@ class RemoteRank:
         self._pipe, theirs = multiprocessing.Pipe()
         numbers = map(str, (theirs.fileno(), rank, num_blocks, region_bytes))
         argv = [sys.executable, __file__, "--rank", *numbers, model]
-        self._process = subprocess.Popen(argv, pass_fds=[theirs.fileno()])
+        self._process = subprocess.Popen(
+            argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+        )
         theirs.close()
         self.identity = identity_of(self._process.pid)
         self.transport, self.cache = Part(self, "transport."), Part(self, "cache.")

@@ -28,6 +28,7 @@ RANK_ENDED = 3
 """Exit status of an engine whose rank has ended (chaos_engine.py)."""
 SILENT_SECONDS = 30.0
 """A process that runs, and of which nothing has been heard for so long, hangs."""
+SAID_SECONDS = 0.3
 LAST_LINES = 6
 COUNTED = ("requests", "loads", "imported", "wrong", "unshared", "contained")
 """What is added up over all engines (chaos_engine.py)."""
@@ -38,9 +39,14 @@ class Quiet(Processes):
     """Processes whose lines nobody wants to see at the end: there are thousands."""
 
     def forget(self, process: Managed) -> None:
-        """Let go of what is kept of one, which has ended or is to end now."""
+        """Let go of what is kept of one, which has ended or is to end now.  Its last lines are
+        not waited for: a child of it that stands still keeps its pipes open."""
+        if process.status is None:
+            process.signal(signal.SIGKILL)
         with suppress(OSError):
-            process.reap()
+            process.end_input()
+        while process.status is None:
+            time.sleep(0.01)
         self._all.remove(process)
 
     def reap(self) -> None:
@@ -81,6 +87,7 @@ class Member:
     heard_at: float = field(default_factory=time.monotonic)
     said: dict[str, Any] = field(default_factory=dict)
     lines: int = 0
+    ended_at: float = 0.0
     requests: int = 0
 
     def excuse(self, seconds: float) -> None:
@@ -89,6 +96,12 @@ class Member:
     @property
     def hangs(self) -> bool:
         return time.monotonic() - max(self.heard_at, self.excused_until) > SILENT_SECONDS
+
+    @property
+    def has_said_all(self) -> bool:
+        """Whether it ended a moment ago: what it said last has been read by now."""
+        self.ended_at = self.ended_at or time.monotonic()
+        return time.monotonic() - self.ended_at > SAID_SECONDS
 
     def pids(self) -> list[int]:
         return [self.process.pid, *(rank.pid for rank in self.ranks if rank.runs)]
@@ -160,6 +173,8 @@ class ChaosNode:
         for index, engine in enumerate(self.engines):
             self.take_in(engine)
             if engine.process.status is not None:
+                if not engine.has_said_all:
+                    continue
                 self._judge_engine(engine)
                 self.processes.forget(engine.process)
                 self.engines[index] = self.start_engine()
@@ -183,8 +198,6 @@ class ChaosNode:
         self.everybody += [rank for rank in engine.ranks if rank not in self.everybody]
 
     def _judge_engine(self, engine: Member) -> None:
-        engine.process.wait()
-        self.take_in(engine)
         status = engine.process.status
         lost = engine.said.get("rank_ended")
         if lost is not None and status == RANK_ENDED:
@@ -216,7 +229,8 @@ class ChaosNode:
             return
         coordinator.listen()
         if coordinator.process.status is not None:
-            coordinator.process.wait()
+            if not coordinator.has_said_all:
+                return
             if coordinator.process.status not in coordinator.doomed:
                 lines = coordinator.last_lines()
                 self.bystander(coordinator.name, coordinator.process.status, lines)
