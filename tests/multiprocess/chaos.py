@@ -30,8 +30,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvshm.segment import list_segments, unlink
-
 from .chaos_faults import Faults
 from .chaos_node import ChaosNode, Member
 from .chaos_schedule import WEIGHTS, schedule
@@ -236,8 +234,7 @@ def _await_end(node: ChaosNode, members: list[Member], problems: Counter[str]) -
 
 def leaks(node: ChaosNode, before: dict[str, int], after: dict[str, int]) -> list[str]:
     """What is left after all have ended, and who had grown by then."""
-    left = [str(name) for name in list_segments(node.node.namespace)]
-    left += [p.name for p in node.node.run_dir.iterdir() if not LEFT_IN_ORDER.fullmatch(p.name)]
+    left = [p.name for p in node.node.run_dir.iterdir() if not LEFT_IN_ORDER.fullmatch(p.name)]
     left += [f"process {rank.pid} of a rank" for rank in node.everybody if rank.runs]
     left += [f"process {pid}" for pid in node.strays()]
     for what, allowed in (("_fds", MORE_DESCRIPTORS), ("_mib", MORE_MIB)):
@@ -253,9 +250,6 @@ def leaks(node: ChaosNode, before: dict[str, int], after: dict[str, int]) -> lis
 def _remove_all(node: ChaosNode) -> None:
     for rank in node.everybody:
         rank.signal(signal.SIGKILL)
-    for name in list_segments(node.node.namespace):
-        with suppress(Exception):
-            unlink(str(name))
     shutil.rmtree(node.node.run_dir, ignore_errors=True)
 
 
