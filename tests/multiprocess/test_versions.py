@@ -6,8 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm.segment import TABLE_KIND
-
 from . import toys
 from .engines import FakeEngine
 from .processes import Node, fresh_node
@@ -75,7 +73,7 @@ def test_tools_name_the_version_of_what_they_cannot_read(
 ) -> None:
     for one, other in (versions, versions[::-1]):
         engine = FakeEngine(node, "e", python=one.python)
-        place = ("--namespace", node.namespace)
+        place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
         status, said = said_by(other, "kvshm.tools.dump_index", *place)
         assert status == 0
         assert f"has layout {one.layout}, this kvshm reads {other.layout}" in said
@@ -111,8 +109,7 @@ def test_rolling_upgrade_one_process_after_the_other(
     assert all(result["imported"] > 0 for result in results)
     assert [result["wrong"] for result in results] == [0, 0]
     assert coordinator.terminate() == 0
-    assert not node.segments(TABLE_KIND)
-    assert not node.lease_table()
+    assert not node.sockets()
 
 
 def test_upgrade_without_a_gap_by_a_second_namespace(
@@ -129,4 +126,4 @@ def test_upgrade_without_a_gap_by_a_second_namespace(
     assert [result["wrong"] for result in results] == [0] * 4
     assert not any(engine.err.matching(lambda line: "refuses" in line) for engine in engines)
     assert [coordinator.terminate() for coordinator in coordinators] == [0, 0]
-    assert not later.lease_table()
+    assert not later.sockets()
