@@ -66,6 +66,8 @@ class Died(NamedTuple):
     epoch: int
     owner: bool
     """Whether it was the engine's own process, not a worker's."""
+    retired: bool = False
+    """Whether the engine had ended the epoch itself before: it leaves."""
 
 
 class Deserted(NamedTuple):

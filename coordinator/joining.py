@@ -116,12 +116,12 @@ def admit(state: State, peer: Peer, join: Join, now: float) -> list[Action]:
     """
     engine, known = join.engine, state.engines.get(join.engine.epoch)
     others = state.engines.keys() - {engine.epoch}
-    new = not state.settled and engine.lease_bit == NO_LEASE_BIT
-    bit = state.bits.grant(engine.epoch, peer.pid, engine.lease_bit, others, last_first=new)
+    last_first = not state.settled
+    bit = state.bits.grant(engine.epoch, peer.pid, engine.lease_bit, others, last_first=last_first)
     info = msgspec.structs.replace(engine, lease_bit=bit)
     state.engines[engine.epoch] = Engine(info, peer.pid, join.sequence, now)
     actions = state.forget()
-    if new and bit != NO_LEASE_BIT:
+    if not state.settled and bit not in (engine.lease_bit, NO_LEASE_BIT):
         # Somebody who died before this coordinator began may have left leases with it.
         actions.append(SweepBits(1 << bit))
     if known is not None and known.suspected:

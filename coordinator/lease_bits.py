@@ -78,9 +78,10 @@ class LeaseBits:
 
     @staticmethod
     def _is_own(bit: _Bit, epoch: int, pid: int, roster: Set[int]) -> bool:
-        if not bit.owner or bit.pid != pid:
-            return False
-        return bit.owner == epoch or bit.owner not in roster
+        if bit.owner == epoch:
+            return True
+        # pid 0 is that of whoever cannot be seen from here: of several processes, perhaps.
+        return bool(bit.owner and pid) and bit.pid == pid and bit.owner not in roster
 
     def deserted(self, epoch: int) -> int:
         """Nobody has this epoch's table any more.  Returns the mask of the bits that nobody alive

@@ -145,18 +145,28 @@ def _relay(state: State, peer: Peer, engine: Engine, events: Events) -> list[Act
 
 def _on_death(state: State, died: Died, now: float) -> list[Action]:
     """A process without which the epoch is at its end has gone.  If it was a worker's, the engine's
-    next word or its silence tells whether that is worth a line."""
+    next word or its silence tells whether that is worth a line.  An engine that leaves gives its
+    table up, too, and its Leave may come later."""
     actions: list[Action] = []
     engine = state.engines.get(died.epoch)
     if engine is not None:
-        reason = f"process {engine.info.pid} died" if died.owner else "a worker's process ended"
-        actions = _end(state, engine.info, reason, engine.info.lease_bit)
+        actions = _end_by_death(state, engine.info, died)
         state.unexplained[died.epoch] = engine, now + EXPLAIN_SECONDS
     if died.owner and died.epoch in state.unexplained:
         engine, _ = state.unexplained.pop(died.epoch)
-        reason = f"process {engine.info.pid} died"
-        actions.append(_log_end(state, "death", engine.info, reason))
+        if died.retired:
+            actions.append(_log_end(state, "leave", engine.info, "left"))
+        else:
+            reason = f"process {engine.info.pid} died"
+            actions.append(_log_end(state, "death", engine.info, reason))
     return [*actions, SweepFiles()]
+
+
+def _end_by_death(state: State, info: EngineInfo, died: Died) -> list[Action]:
+    if died.retired:
+        return _end(state, info, "left")
+    reason = f"process {info.pid} died" if died.owner else "a worker's process ended"
+    return _end(state, info, reason, info.lease_bit)
 
 
 def _explain(state: State, peer: Peer, epoch: int) -> list[Action]:

@@ -140,10 +140,10 @@ class Tables:
         table = member.table
         if table.owner_died and not member.owner_told:
             member.owner_told = member.worker_told = True
-            yield Died(epoch, owner=True)
+            yield Died(epoch, owner=True, retired=table.retired)
         elif table.died and not member.worker_told:
             member.worker_told = True
-            yield Died(epoch, owner=False)
+            yield Died(epoch, owner=False, retired=table.retired)
         if member.owner_told and not table.in_use:
             yield Deserted(epoch)
 

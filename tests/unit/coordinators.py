@@ -8,16 +8,13 @@ from kvshm.coordinator.actions import (
     Action,
     Examine,
     Examined,
-    Owner,
     Peer,
-    Process,
     Publish,
     Received,
     Send,
 )
-from kvshm.coordinator.lease_bits import NOBODY, LeaseBits
 from kvshm.coordinator.roster import State
-from kvshm.coordinator.state import GRACE_SECONDS, decide
+from kvshm.coordinator.state import decide
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.protocol import (
     PROTOCOL_VERSION,
@@ -27,27 +24,17 @@ from kvshm.protocol import (
     Joined,
     RankInfo,
 )
-from kvshm.records import NUM_LEASE_BITS, RECORD_BYTES
-from kvshm.segment import segment_name
+from kvshm.records import RECORD_BYTES
 
 UID = 1000
-BOOT = b"b" * 16
 RECORD = bytes(RECORD_BYTES)
 
 A = TypeVar("A")
 
 
-def new_state(
-    rows: list[Owner] | None = None, dead: frozenset[int] = frozenset(), now: float = 0.0
-) -> State:
-    rows = rows or [NOBODY] * NUM_LEASE_BITS
-    return State(
-        epoch=1,
-        namespace="n",
-        uid=UID,
-        boot_id=BOOT,
-        bits=LeaseBits(rows, dead, now + GRACE_SECONDS),
-    )
+def new_state(*, settled: bool = True) -> State:
+    """``settled``: no coordinator before it knew engines that may yet come back."""
+    return State(epoch=1, namespace="n", uid=UID, settled=settled)
 
 
 def engine(epoch: int, *, pid: int = 0, ranks: tuple[int, ...] = (), **fields: Any) -> EngineInfo:
@@ -58,22 +45,16 @@ def engine(epoch: int, *, pid: int = 0, ranks: tuple[int, ...] = (), **fields: A
         "epoch": epoch,
         "name": f"e{epoch}",
         "pid": pid,
-        "start_time": pid * 10,
         "fingerprint": b"f" * 32,
         "fields": {},
-        "table": segment_name("n", "slots", f"e{epoch}", epoch),
         "num_blocks": 8,
-        "ranks": [RankInfo(rank, rank * 10, memory) for rank in ranks or (pid,)],
+        "ranks": [RankInfo(rank, memory) for rank in ranks or (pid,)],
     }
     return EngineInfo(**{**described, **fields})
 
 
 def peer_of(info: EngineInfo) -> Peer:
     return Peer(b"route%d" % info.pid, UID, info.pid)
-
-
-def process(pid: int) -> Process:
-    return Process(pid, pid * 10)
 
 
 def say(state: State, info: EngineInfo, message: Command, now: float = 0.0) -> list[Action]:

@@ -7,23 +7,18 @@ import logging
 from kvshm.coordinator.actions import (
     Action,
     Clock,
+    Deserted,
     Died,
-    EndLife,
+    Forget,
     Log,
-    Owner,
     Publish,
     Received,
+    Send,
     SweepBits,
-    SweepLeftovers,
-    SweepProcess,
-    UnlinkEpoch,
-    Unwatch,
-    Watch,
-    WriteLease,
+    SweepFiles,
 )
-from kvshm.coordinator.lease_bits import NOBODY
 from kvshm.coordinator.roster import State
-from kvshm.coordinator.state import decide
+from kvshm.coordinator.state import GRACE_SECONDS, decide
 from kvshm.protocol import (
     EngineGone,
     EngineInfo,
@@ -33,16 +28,14 @@ from kvshm.protocol import (
     Leave,
     Tick,
 )
-from kvshm.segment import Identity
+from kvshm.records import NUM_LEASE_BITS
 
 from .coordinators import (
-    BOOT,
     engine,
     join,
     new_state,
     only,
     peer_of,
-    process,
     published,
     say,
 )
@@ -57,7 +50,7 @@ def test_silence_is_suspicion_and_a_word_ends_it() -> None:
     assert not [m for m in published(decide(state, Clock(), 13.0)) if not isinstance(m, Tick)]
     actions = decide(state, Clock(), 13.5)
     assert isinstance(published(actions)[0], EngineSuspected)
-    assert not only(actions, EndLife) + only(actions, SweepBits) + only(actions, UnlinkEpoch)
+    assert not only(actions, SweepBits) + only(actions, Forget)
     assert not [m for m in published(decide(state, Clock(), 15.0)) if not isinstance(m, Tick)]
     actions = say(state, engine(5), Heartbeat(epoch=5, sequence=0), now=16.0)
     assert isinstance(published(actions)[0], EngineRecovered)
@@ -98,48 +91,47 @@ def test_a_suspect_that_joins_again_has_recovered() -> None:
 # -- ends
 
 
-def test_death_withdraws_tells_clears_and_removes_in_this_order() -> None:
+def test_a_death_is_told_before_its_leases_are_swept() -> None:
     state = new_state()
     join(state, engine(5))
     join(state, engine(6))
-    actions = decide(state, Died(process(5)), 0.0)
-    table = engine(5).table
+    actions = decide(state, Died(5, owner=True), 0.0)
     gone = EngineGone(coordinator_epoch=1, sequence=3, epoch=5, reason="process 5 died")
-    assert actions[:-1] == [
-        EndLife(table),
-        Publish(b"f" * 32, gone),
-        SweepBits(1 << 0),
-        UnlinkEpoch(table, 5),
-        SweepProcess(process(5)),
-        WriteLease(0, Owner(0, Identity(BOOT, 5, 50))),
-    ]
-    assert isinstance(actions[-1], Log)
+    assert actions[:2] == [Publish(b"f" * 32, gone), SweepBits(1 << 0)]
+    [line] = only(actions, Log)
+    assert (line.event, line.fields["engine"]) == ("death", "e5")
+    assert actions[-1] == SweepFiles()
+    assert len(actions) == 4
     assert set(state.engines) == {6}
+    # Its workers may hold leases: only when nobody has the table are they swept for good.
+    assert join(state, engine(7))[0].lease_bit == 2
+    assert decide(state, Deserted(5), 0.0) == [SweepBits(1 << 0), Forget(5)]
 
 
 def test_a_dead_rank_ends_the_epoch_and_the_bit_waits_for_the_rest() -> None:
     state = new_state()
-    _, actions = join(state, engine(5, ranks=(51, 52)))
-    assert only(actions, Watch) == [Watch(process(p)) for p in (5, 51, 52)]
-    actions = decide(state, Died(process(51)), 0.0)
+    join(state, engine(5, ranks=(51, 52)))
+    actions = decide(state, Died(5, owner=False), 0.0)
     assert only(actions, SweepBits) == [SweepBits(1)]
-    assert not only(actions, WriteLease)
-    assert not only(actions, Unwatch)
-    decide(state, Died(process(52)), 0.0)
-    actions = decide(state, Died(process(5)), 0.0)
+    assert not only(actions, Forget)
+    assert state.bits.owner(0) == 5
+    again = decide(state, Died(5, owner=True), 0.0)
+    assert not only(again, SweepBits)
+    assert not published(again)
+    assert state.bits.owner(0) == 5
+    actions = decide(state, Deserted(5), 0.0)
     assert only(actions, SweepBits) == [SweepBits(1)]  # again, now that it is certain
-    assert only(actions, WriteLease) == [WriteLease(0, Owner(0, Identity(BOOT, 5, 50)))]
-    assert not published(actions)
+    assert state.bits.owner(0) == 0
 
 
 def test_one_process_with_two_engines() -> None:
     state = new_state()
     join(state, engine(5, pid=9))
     join(state, engine(6, pid=9))
-    actions = decide(state, Died(process(9)), 0.0)
-    assert [message.epoch for message in published(actions)] == [5, 6]
-    assert only(actions, SweepBits) == [SweepBits(0b11)]
-    assert not state.watched
+    gone = [decide(state, Died(epoch, owner=True), 0.0) for epoch in (5, 6)]
+    assert [[m.epoch for m in published(actions)] for actions in gone] == [[5], [6]]
+    swept = [decide(state, Deserted(epoch), 0.0) for epoch in (5, 6)]
+    assert swept == [[SweepBits(1), Forget(5)], [SweepBits(2), Forget(6)]]
 
 
 def test_leave_keeps_the_bit_for_the_same_process() -> None:
@@ -147,69 +139,94 @@ def test_leave_keeps_the_bit_for_the_same_process() -> None:
     join(state, engine(5))
     actions = say(state, engine(5), Leave(epoch=5))
     # Its leases are not swept: process 5 may still copy, and will give them back.
-    assert [type(action) for action in actions] == [EndLife, Publish, UnlinkEpoch, Log]
+    assert [type(action) for action in actions] == [Publish, Log]
     reply, _ = join(state, engine(6))
     assert reply.lease_bit == 1  # not handed on: process 5 may still release with it
     reply, actions = join(state, engine(7, pid=5, lease_bit=0))
     assert reply.lease_bit == 0
-    assert WriteLease(0, Owner(7, Identity(BOOT, 5, 50))) in actions
+    # The old table goes, and the bit stays with the new one.
+    assert decide(state, Deserted(5), 0.0) == [Forget(5)]
+    assert state.bits.owner(0) == 7
+    assert not only(decide(state, Died(7, owner=False), 0.0), Forget)
+    assert decide(state, Deserted(7), 0.0) == [SweepBits(1), Forget(7)]
 
 
 def test_engines_beyond_the_bits_go_without_one() -> None:
     state = new_state()
     bits = [join(state, engine(epoch))[0].lease_bit for epoch in range(1, 30)]
     assert bits == [*range(28), -1]
-    assert not only(join(state, engine(40))[1], WriteLease)
-    decide(state, Died(process(3)), 0.0)
+    decide(state, Died(3, owner=True), 0.0)
+    assert join(state, engine(40))[0].lease_bit == -1, "somebody may still have its table"
+    decide(state, Deserted(3), 0.0)
     assert join(state, engine(41))[0].lease_bit == 2
+
+
+def test_the_table_of_an_engine_without_a_bit_goes_with_its_end() -> None:
+    state = new_state()
+    for epoch in range(1, 30):
+        join(state, engine(epoch))
+    actions = decide(state, Died(29, owner=True), 0.0)
+    assert not only(actions, SweepBits)
+    assert only(actions, Forget) == [Forget(29)]
+    assert only(say(state, engine(1), Leave(epoch=1)), Forget) == []
+    assert decide(state, Deserted(29), 0.0) == []
 
 
 def test_a_bit_never_used_comes_before_one_that_was() -> None:
     state = new_state()
     join(state, engine(5))
-    decide(state, Died(process(5)), 0.0)
+    decide(state, Died(5, owner=True), 0.0)
+    decide(state, Deserted(5), 0.0)
     assert join(state, engine(6))[0].lease_bit == 1
 
 
 # -- restarts
 
-
-def owner(epoch: int) -> Owner:
-    return Owner(epoch, Identity(BOOT, epoch, epoch * 10))
-
-
-def test_restart_keeps_bits_for_the_living_and_watches_them() -> None:
-    state = new_state([owner(5), owner(6), *[NOBODY] * 26])
-    assert state.watch() == [Watch(process(5)), Watch(process(6))]
-    assert join(state, engine(7))[0].lease_bit == 2
-    assert join(state, engine(6, lease_bit=1))[0].lease_bit == 1
-    actions = decide(state, Died(process(5)), 0.0)  # it had not joined again
-    assert actions == [
-        SweepBits(1),
-        SweepProcess(process(5)),
-        WriteLease(0, Owner(0, owner(5).identity)),
-    ]
+LAST = NUM_LEASE_BITS - 1
+ALL = (1 << NUM_LEASE_BITS) - 1
 
 
-def test_bits_of_the_dead_are_swept_after_a_grace_period_only() -> None:
-    state = new_state([owner(5), *[NOBODY] * 27], dead=frozenset({0}), now=100.0)
-    assert state.watch() == []
-    thief = engine(6, lease_bit=0)
-    assert join(state, thief, now=100.0)[0].lease_bit == 1
-    assert not only(decide(state, Clock(), 102.9), SweepBits)
-    actions = decide(state, Clock(), 103.0)
-    assert only(actions, SweepBits) == [SweepBits(1)]
-    assert only(actions, WriteLease) == [WriteLease(0, Owner(0, owner(5).identity))]
-    assert not only(decide(state, Clock(), 104.0), SweepBits)
-    assert join(state, engine(7, lease_bit=0), now=104.0)[0].lease_bit == 0
+def test_who_comes_back_keeps_its_bit_and_newcomers_begin_at_the_other_end() -> None:
+    state = new_state(settled=False)
+    reply, actions = join(state, engine(7))
+    assert reply.lease_bit == LAST
+    assert only(actions, SweepBits) == [SweepBits(1 << LAST)], "somebody dead may have had it"
+    assert actions.index(SweepBits(1 << LAST)) < actions.index(only(actions, Send)[0])
+    reply, actions = join(state, engine(6, lease_bit=1))
+    assert reply.lease_bit == 1
+    assert not only(actions, SweepBits), "its own leases"
+    reply, actions = join(state, engine(6, lease_bit=1))
+    assert not only(actions, SweepBits)
+
+
+def test_who_presents_a_bit_that_is_taken_gets_another_that_is_swept() -> None:
+    state = new_state(settled=False)
+    join(state, engine(6, lease_bit=1))
+    reply, actions = join(state, engine(7, lease_bit=1))
+    assert reply.lease_bit == LAST
+    assert only(actions, SweepBits) == [SweepBits(1 << LAST)]
+
+
+def test_bits_of_nobody_are_swept_once_after_a_grace_period() -> None:
+    state = new_state(settled=False)
+    decide(state, Clock(), 100.0)
+    join(state, engine(5, lease_bit=0), now=100.0)
+    join(state, engine(6), now=100.0)
+    assert not only(decide(state, Clock(), 100.0 + GRACE_SECONDS - 0.1), SweepBits)
+    actions = decide(state, Clock(), 100.0 + GRACE_SECONDS)
+    assert only(actions, SweepBits) == [SweepBits(ALL & ~1 & ~(1 << LAST))]
+    assert not only(decide(state, Clock(), 200.0), SweepBits)
+    reply, actions = join(state, engine(7), now=200.0)
+    assert reply.lease_bit == 1
+    assert not only(actions, SweepBits)
 
 
 def test_leftovers_are_looked_for_at_once_and_now_and_then() -> None:
     state = new_state()
-    assert only(decide(state, Clock(), 0.0), SweepLeftovers) == [SweepLeftovers(frozenset())]
+    assert only(decide(state, Clock(), 0.0), SweepFiles) == [SweepFiles()]
     join(state, engine(5))
-    assert not only(decide(state, Clock(), 29.0), SweepLeftovers)
-    assert only(decide(state, Clock(), 31.0), SweepLeftovers) == [SweepLeftovers(frozenset({5}))]
+    assert not only(decide(state, Clock(), 29.0), SweepFiles)
+    assert only(decide(state, Clock(), 31.0), SweepFiles) == [SweepFiles()]
 
 
 def test_log_levels_say_what_needs_attention() -> None:
@@ -232,17 +249,15 @@ def with_workers() -> tuple[State, EngineInfo, list[Action]]:
     """An engine of its own process and two workers, one of which has ended at 1.0."""
     state, info = new_state(), engine(5, ranks=(6, 7))
     join(state, info)
-    return state, info, decide(state, Died(process(6)), 1.0)
+    return state, info, decide(state, Died(5, owner=False), 1.0)
 
 
 def test_a_workers_end_withdraws_at_once_and_is_not_yet_called_a_death() -> None:
     state, info, actions = with_workers()
-    assert actions[0] == EndLife(info.table)
     assert [type(message) for message in published(actions)] == [EngineGone]
     assert logged(actions) == []
-    assert logged(decide(state, Died(process(7)), 1.1)) == []
     assert logged(say(state, info, Leave(epoch=5), 1.5)) == [("leave", "left")]
-    assert logged(decide(state, Died(process(5)), 3.0)) == []
+    assert logged(decide(state, Died(5, owner=True), 3.0)) == []
     assert logged(decide(state, Clock(), 100.0)) == []
 
 
@@ -258,5 +273,22 @@ def test_a_workers_end_is_a_death_if_its_engine_dies() -> None:
     state, info, _ = with_workers()
     impostor = peer_of(engine(6))
     assert logged(decide(state, Received(impostor, Leave(epoch=info.epoch)), 1.5)) == []
-    assert logged(decide(state, Died(process(5)), 1.6)) == [("death", "process 5 died")]
+    assert logged(decide(state, Died(5, owner=True), 1.6)) == [("death", "process 5 died")]
+    assert logged(decide(state, Clock(), 100.0)) == []
+
+
+def test_a_table_that_is_given_up_in_order_is_a_leave_whose_message_comes_later() -> None:
+    state, info = new_state(), engine(5)
+    join(state, info)
+    actions = decide(state, Died(5, owner=True, retired=True), 1.0)
+    assert [message.reason for message in published(actions)] == ["left"]
+    assert not only(actions, SweepBits), "its process may still copy, and gives its leases back"
+    assert logged(actions) == [("leave", "left")]
+    assert logged(say(state, info, Leave(epoch=5), 1.1)) == []
+    assert logged(decide(state, Clock(), 100.0)) == []
+
+
+def test_a_workers_end_is_explained_by_a_table_given_up_in_order() -> None:
+    state, _, _ = with_workers()
+    assert logged(decide(state, Died(5, owner=True, retired=True), 1.5)) == [("leave", "left")]
     assert logged(decide(state, Clock(), 100.0)) == []

@@ -1,106 +1,179 @@
-"""Lease bits, watches and sequences hold, whatever happens in whatever order."""
+"""Lease bits, kept tables and sequences hold, whatever happens in whatever order."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from kvshm.coordinator.actions import (
     Action,
     Clock,
+    Deserted,
     Died,
-    Process,
+    Examined,
+    Forget,
+    Peer,
     Publish,
+    Received,
+    Send,
     SweepBits,
-    Unwatch,
-    Watch,
 )
-from kvshm.coordinator.state import decide
-from kvshm.protocol import (
-    EngineInfo,
-    Leave,
-    Tick,
-)
+from kvshm.coordinator.state import GRACE_SECONDS, decide
+from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Tick
 from kvshm.records import NUM_LEASE_BITS
 
-from .coordinators import (
-    engine,
-    join,
-    new_state,
-    say,
-)
+from .coordinators import UID, engine, new_state
+
+INVISIBLE = 0
+"""What the socket tells of processes in a pid namespace that cannot be seen."""
+DEAD_BEFORE = -1
+"""A process that took leases under the coordinator before, and died with it."""
+
+
+@dataclass
+class Process:
+    """An engine's process, as it is: ``told`` is what the socket makes of its pid."""
+
+    told: int
+    bit: int = -1
+    """That of its last epoch."""
+    tables: set[int] = field(default_factory=set)
+    """Epochs whose tables it has."""
 
 
 class Anything(RuleBasedStateMachine):
-    """Engines come, go, die and join again in any order, in few processes."""
+    """Engines come, go, die and join again in any order, in few processes, beside a new
+    coordinator or a restarted one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.state = new_state()
-        self.alive = set(range(1, 8))
-        self.next_epoch = 100
-        self.infos: dict[int, EngineInfo] = {}
-        self.dirty = [0] * NUM_LEASE_BITS
-        """Bit -> process whose leases may be set in some slot; 0: none."""
-        self.watched: set[Process] = set()
+        self.processes = {p: Process(told=p if p <= 4 else INVISIBLE) for p in range(1, 8)}
+        self.next_epoch, self.now = 100, 0.0
+        self.infos: dict[int, tuple[int, EngineInfo]] = {}
+        """Epoch -> its process, and what it says of itself."""
+        self.dirty: list[set[int]] = [set() for _ in range(NUM_LEASE_BITS)]
+        """Bit -> processes that may have leases with it in some slot."""
+        self.known: set[int] = set()
+        """Processes that have joined this coordinator."""
+        self.kept: set[int] = set()
         self.sequences: dict[bytes, int] = {}
+
+    @initialize(restarted=st.booleans(), data=st.data())
+    def there_was_another_before(self, restarted: bool, data: st.DataObject) -> None:
+        """Each of its bits was either that of somebody who lives, or who died with it."""
+        self.state = new_state(settled=not restarted)
+        if not restarted:
+            return
+        owners = data.draw(st.lists(st.sampled_from([DEAD_BEFORE, 1, 2, 5, 6]), max_size=28))
+        for bit, owner in enumerate(owners):
+            if owner == DEAD_BEFORE or self.processes[owner].bit < 0:
+                self.dirty[bit] = {owner}
+                if owner != DEAD_BEFORE:
+                    self.processes[owner].bit = bit
+        self.obey(decide(self.state, Clock(), self.now))
+
+    def is_unknown(self, process: int) -> bool:
+        """Whether it lives, and may come back with leases it took under the coordinator before:
+        it loses them if it does not in time, and finds that out when it checks its copies."""
+        return process in self.processes and process not in self.known
 
     def obey(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Watch(process):
-                    assert process not in self.watched
-                    self.watched.add(process)
-                case Unwatch(process):
-                    self.watched.remove(process)
+                case Forget(epoch):
+                    self.kept.remove(epoch)
                 case SweepBits(bits):
                     for bit in range(NUM_LEASE_BITS):
-                        if bits >> bit & 1 and self.dirty[bit] not in self.alive:
-                            self.dirty[bit] = 0
+                        if bits >> bit & 1:
+                            self.dirty[bit] = self.dirty[bit] & self.processes.keys() & self.known
                 case Publish(topic, message) if not isinstance(message, Tick):
                     assert message.sequence == self.sequences.get(topic, 0) + 1
                     self.sequences[topic] = message.sequence
 
-    @precondition(lambda self: self.alive)
+    @precondition(lambda self: self.processes)
     @rule(data=st.data(), two_topics=st.booleans(), fresh=st.booleans())
     def engine_joins(self, data: st.DataObject, two_topics: bool, fresh: bool) -> None:
-        pid = data.draw(st.sampled_from(sorted(self.alive)))
-        known = [i for i in self.infos.values() if i.pid == pid and i.epoch in self.state.engines]
+        number = data.draw(st.sampled_from(sorted(self.processes)))
+        process = self.processes[number]
+        known = [i for n, i in self.infos.values() if n == number and i.epoch in self.state.engines]
         if fresh or not known:
             self.next_epoch += 1
             topic = (b"t" if two_topics else b"f") * 32
-            bit = data.draw(st.integers(-1, NUM_LEASE_BITS))
-            info = engine(self.next_epoch, pid=pid, fingerprint=topic, lease_bit=bit)
+            info = engine(self.next_epoch, pid=number, fingerprint=topic, lease_bit=process.bit)
+            process.tables.add(info.epoch)
         else:
             info = known[0]
-        reply, actions = join(self.state, info)
+        sender = Peer(b"route%d" % number, UID, process.told)
+        join = Join(protocol=PROTOCOL_VERSION, engine=info)
+        actions = decide(self.state, Examined(sender, join, None), self.now)
+        self.kept.add(info.epoch)
+        self.known.add(number)
+        [reply] = [a.message for a in actions if isinstance(a, Send)]
+        assert isinstance(reply, Joined)
+        self.obey(actions)
         bit = reply.lease_bit
         if bit >= 0:
-            assert self.dirty[bit] in (0, pid), "a bit was handed on before it was swept"
-            self.dirty[bit] = pid
-        self.infos[info.epoch] = msgspec.structs.replace(info, lease_bit=bit)
-        self.obey(actions)
+            others = {p for p in self.dirty[bit] if p != number and not self.is_unknown(p)}
+            assert not others, "a bit was handed on before it was swept"
+            self.dirty[bit].add(number)
+            process.bit = bit
+        self.infos[info.epoch] = number, msgspec.structs.replace(info, lease_bit=bit)
 
     @precondition(lambda self: self.state.engines)
     @rule(data=st.data())
     def engine_leaves(self, data: st.DataObject) -> None:
-        info = self.infos[data.draw(st.sampled_from(sorted(self.state.engines)))]
-        self.obey(say(self.state, info, Leave(epoch=info.epoch)))
+        number, info = self.infos[data.draw(st.sampled_from(sorted(self.state.engines)))]
+        sender = Peer(b"", UID, self.processes[number].told)
+        self.obey(decide(self.state, Received(sender, Leave(epoch=info.epoch)), self.now))
 
-    @precondition(lambda self: self.watched)
+    @precondition(lambda self: any(p.tables for p in self.processes.values()))
     @rule(data=st.data())
-    def process_dies(self, data: st.DataObject) -> None:
-        process = data.draw(st.sampled_from(sorted(self.watched)))
-        self.alive.discard(process.pid)
-        self.watched.discard(process)
-        self.obey(decide(self.state, Died(process), 0.0))
-        assert process.pid not in self.dirty, "leases of the dead are left"
+    def table_is_given_up(self, data: st.DataObject) -> None:
+        """Whoever gives a table up has given back the leases that were taken with it."""
+        number = data.draw(st.sampled_from([n for n, p in self.processes.items() if p.tables]))
+        process = self.processes[number]
+        epoch = data.draw(st.sampled_from(sorted(process.tables)))
+        process.tables.remove(epoch)
+        bit = self.infos[epoch][1].lease_bit
+        if not any(self.infos[other][1].lease_bit == bit for other in process.tables):
+            self.dirty[bit].discard(number)  # without a bit it is in none of them
+        self.ends(epoch)
 
-    @rule()
-    def time_passes(self) -> None:
-        self.obey(decide(self.state, Clock(), 0.0))
+    @precondition(lambda self: self.processes)
+    @rule(data=st.data(), worker_first=st.booleans())
+    def process_dies(self, data: st.DataObject, worker_first: bool) -> None:
+        number = data.draw(st.sampled_from(sorted(self.processes)))
+        process = self.processes.pop(number)
+        for epoch in data.draw(st.permutations(sorted(process.tables))):
+            if worker_first:
+                self.obey(decide(self.state, Died(epoch, owner=False), self.now))
+            self.ends(epoch)
+        if number in self.known and self.state.settled:
+            assert not any(number in holders for holders in self.dirty), "leases of the dead"
+
+    def ends(self, epoch: int) -> None:
+        """As the shell tells it of a table that it keeps."""
+        for event in (Died(epoch, owner=True), Deserted(epoch)):
+            if epoch in self.kept:
+                self.obey(decide(self.state, event, self.now))
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, GRACE_SECONDS]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.obey(decide(self.state, Clock(), self.now))
+        if self.state.settled:
+            assert not any(DEAD_BEFORE in holders for holders in self.dirty)
 
     @invariant()
     def bits_are_apart(self) -> None:
@@ -109,10 +182,10 @@ class Anything(RuleBasedStateMachine):
         assert len(bits) == len(set(bits))
 
     @invariant()
-    def everybody_in_the_roster_is_watched(self) -> None:
-        needed = {p for engine in self.state.engines.values() for p in engine.processes}
-        assert needed <= self.watched == self.state.watched
-        assert all(process.pid in self.alive for process in needed)
+    def every_table_that_matters_is_kept_and_no_other(self) -> None:
+        living = {epoch for process in self.processes.values() for epoch in process.tables}
+        assert self.state.engines.keys() <= self.kept == self.state.kept
+        assert self.kept <= living, "of an epoch that nobody has a table of"
 
 
 Anything.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

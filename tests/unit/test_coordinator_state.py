@@ -9,18 +9,19 @@ import pytest
 
 from kvshm.coordinator.actions import (
     Clock,
+    Deserted,
+    Died,
+    Examine,
     Examined,
     Foreign,
+    Forget,
     Garbled,
     Log,
-    Owner,
     Peer,
     Publish,
     Received,
     Refusal,
     Send,
-    Watch,
-    WriteLease,
 )
 from kvshm.coordinator.state import decide
 from kvshm.protocol import (
@@ -40,11 +41,9 @@ from kvshm.protocol import (
     Stranger,
     Tick,
 )
-from kvshm.segment import Identity
 from kvshm.version import __version__
 
 from .coordinators import (
-    BOOT,
     RECORD,
     UID,
     engine,
@@ -52,7 +51,6 @@ from .coordinators import (
     new_state,
     only,
     peer_of,
-    process,
     published,
     say,
 )
@@ -64,9 +62,7 @@ def test_first_join() -> None:
     state = new_state()
     reply, actions = join(state, engine(5))
     info = engine(5, lease_bit=0)
-    assert actions[:4] == [
-        Watch(process(5)),
-        WriteLease(0, Owner(5, Identity(BOOT, 5, 50))),
+    assert actions[:2] == [
         Publish(
             b"f" * 32,
             EngineJoined(coordinator_epoch=1, sequence=1, engine=info, engine_sequence=0),
@@ -136,15 +132,11 @@ def test_topics_are_numbered_apart_and_strangers_named_most_alike_first() -> Non
     ("peer", "change", "reason", "remedy"),
     [
         (Peer(b"r", UID + 1, 5), {}, "uid 1001", "one user"),
-        (Peer(b"r", UID, 0), {}, "pid namespace", "--pid=host"),
-        (Peer(b"r", UID, 6), {}, "calls itself pid 5, here it is pid 6", "--pid=host"),
         (Peer(b"r", -1, -1), {}, "does not tell", "libzmq"),
-        (None, {"table": "kvshm.m.slots.e5.0000000000000005"}, "namespace 'n'", "KVSHM_NAMESPACE"),
-        (None, {"table": "kvshm.n.index.e5.0000000000000005"}, "no slot table", "KVSHM_NAMESPACE"),
-        (None, {"table": "kvshm.n.slots.e5.0000000000000006"}, "this epoch", "KVSHM_NAMESPACE"),
-        (None, {"table": "../../etc/passwd"}, "no slot table", "KVSHM_NAMESPACE"),
         (None, {"fingerprint": b"short"}, "malformed", "bug"),
         (None, {"ranks": []}, "malformed", "bug"),
+        (None, {"num_blocks": 0}, "malformed", "bug"),
+        (None, {"epoch": 0, "pid": 5}, "malformed", "bug"),
     ],
 )
 def test_refused_at_once(
@@ -191,11 +183,51 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
 
 def test_refused_by_the_shells_findings() -> None:
     state, message = new_state(), Join(protocol=PROTOCOL_VERSION, engine=engine(5))
-    refusal = Refusal("not in /dev/shm", "--ipc=host", retry=True)
+    refusal = Refusal("not to be had", "one run directory", retry=True)
     actions = decide(state, Examined(peer_of(engine(5)), message, refusal), 0.0)
     (reply,) = [a.message for a in only(actions, Send)]
-    expected = Refused(engine_epoch=5, reason="not in /dev/shm", remedy="--ipc=host", retry=True)
-    assert reply == expected
+    assert isinstance(reply, Refused)
+    assert (reply.engine_epoch, reply.retry) == (5, True)
+    assert (reply.reason, reply.remedy) == ("not to be had", "one run directory")
+    assert not state.engines
+
+
+def test_what_an_engine_calls_itself_decides_nothing() -> None:
+    """Its own pid is a number of its own pid namespace; who speaks is what the socket tells."""
+    state, info, sender = new_state(), engine(5, pid=1), Peer(b"r", UID, 4711)
+    message = Join(protocol=PROTOCOL_VERSION, engine=info)
+    assert decide(state, Received(sender, message), 0.0) == [Examine(sender, message)]
+    decide(state, Examined(sender, message, None), 0.0)
+    [member] = state.engines.values()
+    assert (member.pid, member.info.pid) == (4711, 1)
+    actions = decide(state, Received(peer_of(info), Leave(epoch=5)), 0.0)
+    assert [line.event for line in only(actions, Log)] == ["impostor"]
+    actions = decide(state, Received(sender, Leave(epoch=5)), 0.0)
+    assert [line.event for line in only(actions, Log)] == ["leave"]
+
+
+def test_engines_that_cannot_be_told_apart_by_their_pids_get_bits_apart() -> None:
+    """In pid namespaces that cannot be seen from here, all of them are pid 0."""
+    state = new_state()
+    ended, present = (engine(epoch, pid=1) for epoch in (5, 6))
+    nobody = Peer(b"r", UID, 0)
+    replies = []
+    for info in (ended, msgspec.structs.replace(present, lease_bit=0)):
+        message = Join(protocol=PROTOCOL_VERSION, engine=info)
+        actions = decide(state, Examined(nobody, message, None), 0.0)
+        replies += [send.message for send in only(actions, Send)]
+        decide(state, Received(nobody, Leave(epoch=5)), 0.0)
+    assert [reply.lease_bit for reply in replies if isinstance(reply, Joined)] == [0, 1]
+
+
+def test_an_examination_that_ends_after_its_epoch_lets_go_of_the_table() -> None:
+    state = new_state()
+    join(state, engine(5))
+    say(state, engine(5), Leave(epoch=5))
+    decide(state, Died(5, owner=True), 0.0)
+    assert only(decide(state, Deserted(5), 0.0), Forget) == [Forget(5)]
+    late = Examined(peer_of(engine(5)), Join(protocol=PROTOCOL_VERSION, engine=engine(5)), None)
+    assert decide(state, late, 0.0) == [Forget(5)]
     assert not state.engines
 
 

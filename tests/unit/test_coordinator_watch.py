@@ -1,101 +1,170 @@
-"""The coordinator's watch over processes: without a pidfd nobody is taken for dead."""
+"""The coordinator's watch over processes: the kernel tells of their deaths, nobody else."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import os
+import select
+import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from kvshm.coordinator.lease_table import LeaseTable
-from kvshm.coordinator.reaper import Reaper
 
-from kvshm.coordinator.actions import Died, Examine, Examined, Process, SweepLeftovers, Watch
+from kvshm.coordinator.actions import (
+    Deserted,
+    Died,
+    Event,
+    Examine,
+    Examined,
+    Forget,
+    Peer,
+    SweepFiles,
+)
 from kvshm.coordinator.server import Server
+from kvshm.coordinator.tables import Tables
 from kvshm.protocol import PROTOCOL_VERSION, Join
-from kvshm.segment import LEASES_KIND, identity_of, segment_name, unlink
 
 from .coordinators import engine, new_state, peer_of
+from .exporters import Clock
+from .served import ServedNode
+
+EPOCH = 0x77
+ENGINE = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, os.getcwd())
+from tests.unit.served import ServedNode
+node = ServedNode(Path(sys.argv[1]), sys.argv[2])
+engine = node.serve("e", {EPOCH}, num_blocks=8, num_ranks=2)
+engine.table.begin_pulse(None)
+print("serves", flush=True)
+sys.stdin.read()
+"""
+WORKER = f"""
+import sys
+from pathlib import Path
+from kvshm.handout import Handouts
+table = Handouts(Path(sys.argv[1]), sys.argv[2]).table({EPOCH})
+table.begin_pulse(int(sys.argv[3]))
+print("has the table", flush=True)
+sys.stdin.read()
+"""
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
-def server(namespace: str) -> Iterator[Server]:
-    leases = LeaseTable.open(namespace, identity_of())
-    with tempfile.TemporaryDirectory(prefix="kv-") as run_dir:
-        server = Server(new_state(), leases, Reaper(Path(run_dir), namespace))
-        yield server
-        server.close()
-    leases.close()
-    unlink(segment_name(namespace, LEASES_KIND, "coordinator", 0))
+def start(served: ServedNode) -> Iterator[Start]:
+    """Starts a process that has the table of the epoch."""
+    started = []
+
+    def begin(script: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", script, str(served.run_dir), served.namespace, *arguments]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
-def handled(server: Server, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    events: list[object] = []
-    monkeypatch.setattr(server, "_handle", events.append)
-    return events
+class Watched:
+    """The tables of one coordinator that has the epoch of one engine."""
+
+    def __init__(self, served: ServedNode, pid: int) -> None:
+        self.tables = Tables(served.run_dir, served.namespace, Clock())
+        info = engine(EPOCH, pid=1, ranks=(2, 3), fingerprint=bytes(32))
+        peer = Peer(b"r", os.geteuid(), pid)
+        assert self.tables.examine(peer, Join(protocol=PROTOCOL_VERSION, engine=info)) is None
+        [answer] = self.hear()
+        assert isinstance(answer, Examined)
+        assert answer.refusal is None
+
+    def hear(self) -> list[Event]:
+        """What a connection tells, without a look at anything else."""
+        numbers = [connection.fileno() for connection in self.tables.connections()]
+        readable, _, _ = select.select(numbers, [], [], 100)
+        return list(self.tables.news(set(readable)))
+
+    def look(self) -> list[Event]:
+        return list(self.tables.look())
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.EPERM, errno.ENOSYS])
-def test_without_a_pidfd_a_death_is_seen_by_looking(
-    server: Server,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    number: int,
+def test_an_engines_death_is_heard_at_once(served: ServedNode, start: Start) -> None:
+    owner = start(ENGINE)
+    watched = Watched(served, owner.pid)
+    assert watched.look() == []
+    owner.kill()
+    assert watched.hear() == [Died(EPOCH, owner=True), Deserted(EPOCH)]
+    watched.tables.close()
+
+
+@pytest.mark.multiprocess
+def test_a_workers_death_is_seen_by_looking_and_is_not_the_engines(
+    served: ServedNode, start: Start
 ) -> None:
-    def refused(pid: int) -> int:
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(os, "pidfd_open", refused)
-    events = handled(server, monkeypatch)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        process = Process(child.pid, identity_of(child.pid).start_time)
-        with caplog.at_level(logging.WARNING):
-            server._perform(Watch(process))
-            server._perform(Watch(Process(os.getpid(), identity_of().start_time)))
-        server._look_at_unwatchable()
-        assert not server._events
-        assert events == []
-        child.kill()
-        child.wait()
-        server._look_at_unwatchable()
-        server._look_at_unwatchable()
-    assert events == [Died(process)]
-    assert len([r for r in caplog.records if "looks-for-deaths" in r.getMessage()]) == 1
+    owner = start(ENGINE)
+    first, second = start(WORKER, "0"), start(WORKER, "1")
+    watched = Watched(served, owner.pid)
+    assert watched.look() == []
+    first.kill()
+    first.wait()
+    assert watched.look() == [Died(EPOCH, owner=False)]
+    owner.kill()
+    assert watched.hear() == [Died(EPOCH, owner=True)]
+    assert watched.look() == [], "a worker may still hold leases"
+    second.kill()
+    second.wait()
+    assert watched.look() == [Deserted(EPOCH)]
+    watched.tables.close()
 
 
-@pytest.mark.parametrize("start_time", [1, None])
-def test_a_process_that_is_gone_or_has_a_successor_has_died(
-    server: Server, start_time: int | None
-) -> None:
-    pid = os.getpid() if start_time else 2**22 + 7  # above every pid_max
-    process = Process(pid, start_time or 1)
-    server._perform(Watch(process))
-    assert list(server._events) == [Died(process)]
+@pytest.mark.multiprocess
+def test_a_process_that_stands_still_has_not_died(served: ServedNode, start: Start) -> None:
+    owner = start(ENGINE)
+    watched = Watched(served, owner.pid)
+    os.kill(owner.pid, signal.SIGSTOP)
+    assert watched.look() == []
+    owner.kill()
+    assert watched.hear() == [Died(EPOCH, owner=True), Deserted(EPOCH)]
+    watched.tables.close()
+
+
+# -- what the machine refuses
+
+
+@pytest.fixture
+def server(served: ServedNode) -> Iterator[Server]:
+    def refused(*args: object) -> Any:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    tables = Tables(served.run_dir, served.namespace, Clock())
+    tables.examine = refused  # type: ignore[method-assign]
+    server = Server(new_state(), tables, refused)
+    yield server
+    server.close()
 
 
 def test_what_the_machine_refuses_costs_the_action_and_one_line_in_the_log(
-    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With every descriptor in use not even a folder can be listed."""
-
-    def refused(*args: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    for sweep in ("sweep_leftovers", "examine"):
-        monkeypatch.setattr(Reaper, sweep, refused)
     message = Join(protocol=PROTOCOL_VERSION, engine=engine(1), sequence=0)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            server._perform(SweepLeftovers(frozenset()))
+            server._perform(SweepFiles())
         server._perform(Examine(peer_of(engine(1)), message))
+        server._perform(Forget(1))
     assert [r.getMessage().partition(" reason")[0] for r in caplog.records] == [
-        "event=failed what=SweepLeftovers",
+        "event=failed what=SweepFiles",
         "event=failed what=Examine",
     ]
     [examined] = server._events
