@@ -14,7 +14,6 @@ import sys
 
 from kvshm import index
 from kvshm.records import BlockRecord, RecordKind, pack_records
-from kvshm.segment import identity_of
 
 CAPACITY = 64
 NUM_BLOCKS = 1 << 14
@@ -64,7 +63,7 @@ def arm(stage: str) -> None:
 
 
 def main(namespace: str) -> None:
-    replica = index.Replica.create(namespace, "writer", 7, identity_of(), CAPACITY)
+    replica = index.Replica.create(namespace, "writer", 7, CAPACITY)
     replica.add_row(9, "exporter", NUM_BLOCKS, 0)
     print(replica.name, flush=True)
     for line in sys.stdin:
