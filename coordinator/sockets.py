@@ -27,6 +27,7 @@ from zmq.constants import Event
 
 from kvshm.errors import KvshmError, RunDirectoryError
 from kvshm.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
+from kvshm.rundir import set_aside
 
 from . import logfmt
 from .actions import Log
@@ -77,7 +78,7 @@ class _Door:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self._path = Path(endpoint.removeprefix("ipc://"))
-        self._aside = self._path.with_name(f"{self._path.name}.shut")
+        self._aside = set_aside(self._path)
         self._inode = 0
         self._shut = False
 
@@ -232,12 +233,8 @@ class Sockets:
         self._is_shut = shut
         if shut:
             remedy = "end who connects so often, or raise the limit of open files (ulimit -n)"
-            about: dict[str, object] = {
-                "descriptors": used,
-                "limit": self._max_descriptors,
-                "remedy": remedy,
-            }
-            self._say("full", "full", about)
+            limit = self._max_descriptors
+            self._say("full", "full", {"descriptors": used, "limit": limit, "remedy": remedy})
 
     def _begin_anew(self, memory: int) -> None:
         """Free what libzmq keeps for others: parts of messages, subscriptions, queues."""

@@ -21,6 +21,7 @@ from .rundir import (
     list_peers_files,
     list_sockets,
     lock_path,
+    set_aside,
     tables_socket,
 )
 
@@ -93,8 +94,9 @@ def clear(
 def _left_by_coordinator(run_dir: Path, namespace: str) -> list[Path]:
     """Its sockets; the caller has its lock, and so nobody serves them."""
     ends = (end(run_dir, namespace) for end in (command_endpoint, event_endpoint))
-    paths = [Path(end.removeprefix("ipc://")) for end in ends]
-    return [path for path in (*paths, tables_socket(run_dir, namespace)) if os.path.lexists(path)]
+    doors = [Path(end.removeprefix("ipc://")) for end in ends]
+    paths = (*doors, *map(set_aside, doors), tables_socket(run_dir, namespace))
+    return [path for path in paths if os.path.lexists(path)]
 
 
 def _remove(path: Path, found: Cleared, dry_run: bool) -> None:

@@ -11,10 +11,12 @@ receives them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
+from msgspec import Raw
 
 from .errors import ProtocolError, VersionMismatch
 from .interfaces import MemoryDescriptor
@@ -249,7 +251,10 @@ _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _foreign_decoder = msgspec.msgpack.Decoder(ForeignJoin)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_frame_decoder = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_broadcasts_decoder: msgspec.msgpack.Decoder[list[AnyBroadcast]] = msgspec.msgpack.Decoder(
+    list[AnyBroadcast]
+)
+_frame_decoder = msgspec.msgpack.Decoder(list[Raw])
 _broadcast_decoder: msgspec.msgpack.Decoder[AnyBroadcast] = msgspec.msgpack.Decoder(AnyBroadcast)
 
 T = TypeVar("T")
@@ -262,7 +267,7 @@ def encode(message: Message) -> bytes:
 
 def _decode(
     decoder: msgspec.msgpack.Decoder[T],
-    frame: bytes | memoryview | msgspec.Raw,
+    frame: bytes | memoryview | Raw,
     limit: int = MAX_MESSAGE_BYTES,
 ) -> T:
     size = len(memoryview(frame))
@@ -296,17 +301,19 @@ def decode_reply(frame: bytes) -> Reply:
 
 def broadcast_frame(topic: bytes, messages: Iterable[bytes]) -> bytes:
     """Return the frame of messages, each by ``encode``, for the engines of a topic."""
-    return topic + _encoder.encode([msgspec.Raw(message) for message in messages])
+    return topic + _encoder.encode([Raw(message) for message in messages])
 
 
-def open_broadcast(frame: bytes) -> tuple[bytes, list[msgspec.Raw]]:
-    """Return topic and messages of a frame, for ``decode_broadcast``; so one that cannot be
-    decoded does not spoil the others.  Raises ProtocolError."""
-    topic = frame[:FINGERPRINT_BYTES]
-    return topic, _decode(_frame_decoder, memoryview(frame)[FINGERPRINT_BYTES:], MAX_FRAME_BYTES)
+def open_broadcast(frame: bytes) -> tuple[bytes, Sequence[AnyBroadcast | Raw]]:
+    """Return topic and messages of a frame; if one of them cannot be decoded all of them as they
+    are, for ``decode_broadcast``, so that it does not spoil the others.  Raises ProtocolError."""
+    topic, packed = frame[:FINGERPRINT_BYTES], memoryview(frame)[FINGERPRINT_BYTES:]
+    with suppress(ProtocolError):
+        return topic, _decode(_broadcasts_decoder, packed, MAX_FRAME_BYTES)
+    return topic, _decode(_frame_decoder, packed, MAX_FRAME_BYTES)
 
 
-def decode_broadcast(message: bytes | msgspec.Raw) -> AnyBroadcast:
+def decode_broadcast(message: bytes | Raw) -> AnyBroadcast:
     """Decode one broadcast.  Raises ProtocolError."""
     return _decode(_broadcast_decoder, message)
 

@@ -97,6 +97,11 @@ def event_endpoint(run_dir: Path, namespace: str) -> str:
     return f"ipc://{_socket(run_dir, f'{namespace}.events')}"
 
 
+def set_aside(path: Path) -> Path:
+    """What a socket of the coordinator is called while nobody else may connect to it."""
+    return path.with_name(f"{path.name}.shut")
+
+
 def lock_path(run_dir: Path, namespace: str) -> Path:
     """File whose flock makes a coordinator the only one of its namespace."""
     return run_dir / f"{namespace}.lock"

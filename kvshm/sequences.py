@@ -10,6 +10,7 @@ Events are passed on together: at ``flush``, and before anything else is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from .callbacks import Listener
@@ -91,6 +92,30 @@ class Stream:
         if self._events:
             events, self._events, self._bytes = self._events, [], 0
             self._listener.engine_events(events)
+
+    def take_events(self, broadcasts: Sequence[object]) -> int:
+        """Take those at the beginning that are what comes most: events of which nothing was lost.
+        Returns how many these were; ``take`` is for the rest."""
+        for taken, events in enumerate(broadcasts):
+            if (
+                type(events) is not EngineEvents
+                or events.sequence != self._sequence + 1
+                or events.coordinator_epoch != self._coordinator_epoch
+                or not self._takes(events)
+            ):
+                return taken
+            self._sequence += 1
+        return len(broadcasts)
+
+    def _takes(self, events: EngineEvents) -> bool:
+        """Whether these are the next events of a known engine, which are kept, or the own."""
+        epoch = events.epoch
+        if self.heard.get(epoch) != events.engine_sequence - 1 or self._bytes > MAX_KEPT_BYTES:
+            return epoch == self._own_epoch
+        self.heard[epoch] += 1
+        self._events.append((epoch, events.records))
+        self._bytes += len(events.records)
+        return True
 
     def take(self, broadcast: AnyBroadcast) -> Verdict:
         """Pass on what is new in ``broadcast``, events with the next ``flush``, and say how this

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Collection
 from enum import Enum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import zmq
@@ -60,17 +60,12 @@ DESCRIBE_SECONDS = 0.05
 REPLY_SECONDS = 2.0
 BACK_OFF_SECONDS = (0.1, 2.0)
 REFUSED_SECONDS = 30.0
-MISSING_SECONDS = 10.0
-"""How long engines may take to join a restarted coordinator before they count as gone."""
+MISSING_SECONDS = 10.0  # engines that have not joined a restarted coordinator by then are gone
 UNHEARD_SECONDS = 5.0
-"""After so long without a word from any coordinator the member is told that there is none."""
+"""After so long without a word from any the member is told that there is no coordinator."""
 LINGER_MS = 500
 DESCRIPTORS = 24
-"""More than libzmq opens for a context, two sockets and their connections, and the engine for the
-tables it then makes."""
-
-
-T = TypeVar("T")
+"""More than a context with two sockets takes, and the tables that the engine then makes."""
 
 
 class _State(Enum):
@@ -251,7 +246,7 @@ class Session:
         for frame in received(socket) if socket in self._readable else ():
             self._try(handle, frame)
 
-    def _try(self, handle: Callable[[T], None], message: T | ProtocolError) -> None:
+    def _try(self, handle: Callable[[Any], None], message: object) -> None:
         try:
             if isinstance(message, ProtocolError):
                 raise message
@@ -385,12 +380,13 @@ class Session:
         topic, messages = open_broadcast(frame)
         if topic != self._topic:
             return  # a topic left a moment ago
-        for message in messages:
+        self._last_heard = self._clock()
+        taken = self._stream.take_events(messages) if self._state is _State.JOINED else 0
+        for message in messages[taken:]:
             self._try(self._on_message, message)
 
-    def _on_message(self, message: Raw) -> None:
-        broadcast = decode_broadcast(message)
-        self._last_heard = self._clock()
+    def _on_message(self, message: AnyBroadcast | Raw) -> None:
+        broadcast = decode_broadcast(message) if isinstance(message, Raw) else message
         if self._state is _State.JOINING:
             self._early.append(broadcast)
         elif self._state is _State.JOINED:

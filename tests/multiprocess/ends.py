@@ -8,10 +8,11 @@
 stand still for a moment, so that messages pile up for them; the coordinator ends meanwhile, and so
 does an engine, by SIGTERM and by SIGKILL in turn; others take their places.
 
-``client``: an engine's client alone, and in place of a coordinator one that floods it and is killed.
+``client``: an engine's client alone, and in place of a coordinator one that floods it and is
+killed.
 
-``bare``: the same as kvshm sent and received it before protocol 2: broadcasts of two frames, on a
-socket with ZMQ_IMMEDIATE.  libzmq 4.3.5 aborts the receiver, so this shows what would be seen.
+``bare``: the same with two frames each and ZMQ_IMMEDIATE, as protocol 1 had it.  libzmq 4.3.5
+aborts who receives that way, so this shows what would be seen.
 
 Prints one line of JSON; ends with 1 if anybody has ended whom nobody has told to, or, for ``bare``,
 if nobody has.
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,8 @@ ENGINES = 4
 STOPPED = 2
 TOPIC = b"f" * 32
 BURST = 200
+SLOWLY = 1000
+"""So much work for each message keeps a receiver behind its sender."""
 SIGNALS = (signal.SIGTERM, signal.SIGKILL)
 
 
@@ -74,12 +78,12 @@ class Company:
 
     def _engine(self) -> Managed:
         endless = ("--requests", "1000000000", "--peers", "0", "--loads", "0")
-        engine = toys.start(self._node, next(self._seeds), *endless)
-        engine.wait_out(lambda line: line == "go")
-        return engine
+        return toys.start(self._node, next(self._seeds), *endless)
 
     def round(self, dice: random.Random, number: signal.Signals) -> None:
         """One end of each kind, by this signal."""
+        for engine in self.engines:
+            engine.wait_out(lambda line: line == "go")
         standing = dice.sample(self.engines, STOPPED)
         leaving = dice.choice(self.engines)
         for engine in standing:
@@ -93,8 +97,12 @@ class Company:
             engine.signal(signal.SIGCONT)
         self._take_leave(self.coordinator, number)
         self._take_leave(leaving, number)
-        self.coordinator = self._node.coordinator()
         self.engines[self.engines.index(leaving)] = self._engine()
+        self.coordinator = self._node.coordinator()
+        self.look()
+
+    def look(self) -> None:
+        """Take note of who has ended, and replace them."""
         for engine in [e for e in self.engines if e.status is not None]:
             self.ended.append(f"{engine.name}: {engine.status}")
             self.engines[self.engines.index(engine)] = self._engine()
@@ -117,17 +125,24 @@ def node_rounds(rounds: int, seed: int) -> dict[str, Any]:
             company.round(dice, number)
             told[number.name] += 1
             node.processes.forget_ended()
+            if sum(told.values()) % 50 == 0:
+                print(f"{dict(told)} {company.ended}", file=sys.stderr, flush=True)
+        company.look()
     return {"ends_of_coordinator": told, "ends_of_engines": told, "ended": company.ended}
 
 
 # -- a client, or a bare socket, under a flood
 
 
-class Nobody:
-    """A member that asks for nothing and does nothing."""
+class Slow:
+    """A member that is behind with what it hears."""
 
     def describe(self) -> Any:
         return engine_info(100, "own")
+
+    def engine_events(self, batches: list[tuple[int, bytes]]) -> None:
+        for _ in batches:
+            sum(range(SLOWLY))
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: None
@@ -139,17 +154,20 @@ def flood(run_dir: Path, old: bool) -> None:
     router, publisher = context.socket(zmq.ROUTER), context.socket(zmq.PUB)
     router.bind(command_endpoint(run_dir, "n"))
     publisher.bind(event_endpoint(run_dir, "n"))
-    epoch = time.time_ns()
-    for sequence in itertools.count(1):
+    epoch, sequence = time.time_ns(), 0
+    print("floods", flush=True)
+    while True:
         if router.poll(1):
             route, frame = router.recv_multipart()
             if isinstance(decode_command(frame), Join):
-                router.send_multipart([route, encode(joined(epoch, sequence - 1))])
-        events = EngineEvents(
-            coordinator_epoch=epoch, sequence=sequence, epoch=7, engine_sequence=sequence,
-            records=bytes(2 * RECORD_BYTES),
-        )  # fmt: skip
-        for _ in range(BURST):  # those of a number are all the same: one counts
+                router.send_multipart([route, encode(joined(epoch, sequence))])
+                print("heard", flush=True)
+        for _ in range(BURST):
+            sequence += 1
+            events = EngineEvents(
+                coordinator_epoch=epoch, sequence=sequence, epoch=7, engine_sequence=sequence,
+                records=bytes(2 * RECORD_BYTES),
+            )  # fmt: skip
             if old:
                 publisher.send_multipart([TOPIC, encode(events)])
             else:
@@ -164,7 +182,7 @@ def joined(coordinator: int, sequence: int) -> Joined:
 
 
 def listen(run_dir: Path) -> None:
-    client = CoordinatorClient(run_dir, "n", Nobody())
+    client = CoordinatorClient(run_dir, "n", Slow())
     print("listens", flush=True)
     sys.stdin.read()
     client.close()
@@ -180,7 +198,11 @@ def listen_as_before(run_dir: Path) -> None:
     socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
     print("listens", flush=True)
     while True:
-        socket.recv_multipart()
+        socket.poll()
+        with suppress(zmq.Again):
+            while True:
+                socket.recv_multipart(zmq.NOBLOCK)
+                sum(range(SLOWLY))
 
 
 def flood_rounds(rounds: int, seed: int, old: bool, enough: int = sys.maxsize) -> dict[str, Any]:
@@ -190,7 +212,8 @@ def flood_rounds(rounds: int, seed: int, old: bool, enough: int = sys.maxsize) -
         listener = start_listener(processes, folder, old)
         while told < rounds and len(ended) < enough:
             sender = part(processes, "flood", folder, old)
-            time.sleep(dice.uniform(0.3, 0.6))  # the time to start, to connect and to fall behind
+            sender.wait_out(lambda line: line == ("floods" if old else "heard"))
+            time.sleep(dice.uniform(0.1, 0.3))  # the time to fall behind
             sender.kill()
             told += 1
             if listener.status is not None:

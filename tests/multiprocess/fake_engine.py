@@ -18,15 +18,27 @@ from pathlib import Path
 from typing import Any
 
 from kvshm.client import CoordinatorClient
+from kvshm.handout import Handouts, serve_epoch
+from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.protocol import EngineInfo, Joined, RankInfo, Refused, Stranger
 from kvshm.records import BlockRecord, pack_records, unpack_records
-from kvshm.segment import Identity, identity_of, is_alive
+from kvshm.rundir import engine_socket
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm.version import __version__
 
 NUM_BLOCKS = 64
+RANK = """
+import sys
+from pathlib import Path
+from kvshm.handout import Handouts
+run_dir, namespace, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+for epoch in map(int, sys.stdin):
+    table = Handouts(run_dir, namespace).table(epoch)
+    table.begin_pulse(rank)
+    print("attached", flush=True)
+"""
 
 
 def say(event: str, **fields: Any) -> None:
@@ -43,19 +55,22 @@ class Engine:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.peers: dict[int, str] = {}
+        self.handouts = Handouts(options.run_dir, options.namespace)
+        self.peers: dict[int, SlotTable] = {}
         self.replica: dict[int, set[int]] = {}
-        self.ranks = [identity_of()] + [self._rank() for _ in range(options.ranks - 1)]
+        self.ranks = {rank: self._rank(rank) for rank in range(1, options.ranks)}
         self.bit = LeaseBit(-1)
         self.failing: set[str] = set()
         self.begin_epoch()
 
-    @staticmethod
-    def _rank() -> Identity:
-        """A worker rank: a process that lives until it is killed, or its engine ends."""
-        code = "import sys; sys.stdin.read()"
-        rank = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
-        return identity_of(rank.pid)
+    def _rank(self, rank: int) -> subprocess.Popen[str]:
+        """A worker rank: a process that has its engine's tables until it is killed, or its engine
+        ends."""
+        place = (str(self.options.run_dir), self.options.namespace, str(rank))
+        command = [sys.executable, "-c", RANK, *place]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
 
     def begin_epoch(self) -> None:
         options = self.options
@@ -66,12 +81,34 @@ class Engine:
             engine=options.name,
             num_blocks=NUM_BLOCKS,
             block_size=16,
-            num_ranks=len(self.ranks),
+            num_ranks=1 + len(self.ranks),
             fingerprint=Fingerprint(options.fingerprint.encode().ljust(32, b"\0")),
         )
-        self.table = SlotTable.create(spec, self.epoch, identity_of())
-        for rank in range(len(self.ranks)):
+        self.table = SlotTable.create(spec, self.epoch)
+        self.table.begin_pulse(None)
+        self.own_rank = SlotTable.of(self.table.name, self.table.descriptor(writable=True))
+        self.own_rank.begin_pulse(0)
+        replica = Replica.create(options.namespace, options.name, self.epoch, 8)
+        path = engine_socket(options.run_dir, options.namespace, self.epoch)
+        self.server = serve_epoch(path, self.table, replica)
+        for process in self.ranks.values():
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(f"{self.epoch}\n")
+            assert process.stdout.readline() == "attached\n"
+        for rank in range(1 + len(self.ranks)):
             self.table.set_life(Rank(rank))
+
+    def end_epoch(self) -> None:
+        self.table.end_life(None)
+        self.table.retire()
+        self.server.close()
+        self.own_rank.close()
+        self.table.close()
+
+    @property
+    def pids(self) -> list[int]:
+        return [os.getpid(), *(process.pid for process in self.ranks.values())]
 
     hears, deaf = threading.Event(), threading.Event()
     hears.set()
@@ -79,19 +116,16 @@ class Engine:
     # -- Member
 
     def describe(self) -> EngineInfo:
-        identity = identity_of()
         return EngineInfo(
             epoch=self.epoch,
             name=self.options.name,
-            pid=self.options.claim_pid or identity.pid,
-            start_time=identity.start_time,
+            pid=os.getpid(),
             fingerprint=self.table.fingerprint,
             fields=json.loads(self.options.fields),
-            table=self.options.claim_table or self.table.name,
             num_blocks=NUM_BLOCKS,
             ranks=[
-                RankInfo(r.pid, r.start_time, MemoryDescriptor("none", self.epoch, i, [], {}))
-                for i, r in enumerate(self.ranks)
+                RankInfo(pid, MemoryDescriptor("none", self.epoch, rank, [], {}))
+                for rank, pid in enumerate(self.pids)
             ],
             kvshm_version=__version__,
         )
@@ -103,7 +137,6 @@ class Engine:
             "joined",
             bit=reply.lease_bit,
             epoch=self.epoch,
-            table=self.table.name,
             coordinator=reply.coordinator_epoch,
             roster=sorted(info.name for info in reply.roster),
             strangers=[[s.name, s.differences] for s in reply.strangers],
@@ -112,7 +145,9 @@ class Engine:
     def engine_joined(self, info: EngineInfo) -> None:
         if "engine_joined" in self.failing:
             raise RuntimeError("told to fail")
-        self.peers[info.epoch] = info.table
+        self.peers[info.epoch] = self.handouts.table_of_member(
+            info.epoch, info.num_blocks, len(info.ranks)
+        )
         self._scan(info.epoch)
         say("engine_joined", name=info.name, epoch=info.epoch, blocks=self._held(info.epoch))
 
@@ -123,7 +158,8 @@ class Engine:
         say("engine_recovered", epoch=epoch)
 
     def engine_gone(self, epoch: int, reason: str) -> None:
-        lives = self._lives(self.peers.pop(epoch, ""))
+        table = self.peers.pop(epoch, None)
+        lives = [] if table is None else [table.life(rank) for rank in range(table.num_ranks)]
         say("engine_gone", epoch=epoch, reason=reason, lives=lives)
 
     def engine_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
@@ -161,23 +197,11 @@ class Engine:
             self.hears.wait()
 
     def _scan(self, epoch: int) -> None:
-        table = SlotTable.open(self.peers[epoch], writable=False)
-        self.replica[epoch] = {record.block_id for record in unpack_records(table.scan())}
-        table.close()
+        records = self.peers[epoch].scan()
+        self.replica[epoch] = {record.block_id for record in unpack_records(records)}
 
     def _held(self, epoch: int) -> list[int]:
         return sorted(self.replica[epoch])
-
-    @staticmethod
-    def _lives(name: str) -> list[int]:
-        """Life words of a table that may have been unlinked already."""
-        try:
-            table = SlotTable.open(name, writable=False)
-        except Exception:
-            return []
-        lives = [table.life(Rank(rank)) for rank in range(table.num_ranks)]
-        table.close()
-        return lives
 
     # -- what tests ask for
 
@@ -188,9 +212,9 @@ class Engine:
         )
         return self.table.publish(records, bytes(8 * len(blocks)))
 
-    def lease(self, name: str) -> int:
-        """Lease every READY block of a table, for good."""
-        table = SlotTable.open(name)
+    def lease(self, epoch: int) -> int:
+        """Lease every READY block of an engine, for good."""
+        table = self.handouts.table(epoch)
         return table.lease(self.bit, table.scan())[0]
 
     @staticmethod
@@ -209,14 +233,11 @@ class Engine:
             case "publish":
                 client.send_events(self.publish(order["blocks"]))
             case "lease":
-                say("leased", blocks=self.lease(order["table"]))
+                say("leased", blocks=self.lease(order["epoch"]))
             case "new-epoch":
-                old = self.table
-                self.ranks = [rank for rank in self.ranks if is_alive(rank)]
+                self.ranks = {r: p for r, p in self.ranks.items() if p.poll() is None}
+                self.end_epoch()
                 self.begin_epoch()
-                old.end_life(None)
-                old.retire()
-                old.unlink()
                 client.rejoin()
             case "be-deaf":
                 self.deaf.clear()
@@ -242,16 +263,14 @@ def main() -> None:
     parser.add_argument("--fields", default="{}")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--epoch", type=int, default=0)
-    parser.add_argument("--claim-pid", type=int, default=0)
-    parser.add_argument("--claim-table", default="")
     options = parser.parse_args()
     engine = Engine(options)
-    say("started", ranks=[rank.pid for rank in engine.ranks], table=engine.table.name)
+    say("started", ranks=engine.pids, epoch=engine.epoch)
     client = CoordinatorClient(options.run_dir, options.namespace, engine)
     for line in sys.stdin:
         engine.obey(client, json.loads(line))
     client.close()
-    engine.table.unlink()
+    engine.end_epoch()
     say("ended")
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +23,9 @@ from copy import copy
 from pathlib import Path
 from typing import IO
 
-from kvshm.segment import LEASES_KIND, list_segments, unlink
+from kvshm.handout import Handouts
+from kvshm.rundir import list_sockets
+from kvshm.terms import Epoch
 
 from ..sessions import new_namespace
 
@@ -132,6 +135,11 @@ class Managed:
         self._process.send_signal(number)
 
     @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it, and none has let it go on since."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
@@ -206,13 +214,11 @@ class Node:
         self.processes = processes
         self.run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
         self.namespace = new_namespace()
-        self._neighbours: list[Node] = []
 
     def with_other_namespace(self) -> Node:
         """Return another namespace in the same run directory."""
         other = copy(self)
         other.namespace = new_namespace()
-        self._neighbours.append(other)
         return other
 
     def with_other_run_dir(self) -> Node:
@@ -236,18 +242,19 @@ class Node:
         process.wait_err("event=serving")
         return process
 
-    def segments(self, kind: str) -> list[str]:
-        return [str(name) for name in list_segments(self.namespace) if name.kind == kind]
+    @property
+    def handouts(self) -> Handouts:
+        """Where its engines' tables and replicas are to be had."""
+        return Handouts(self.run_dir, self.namespace)
+
+    def sockets(self) -> list[Epoch]:
+        """Epochs of the engines whose sockets lie there, served or not."""
+        found = list_sockets(self.run_dir, self.namespace)
+        return [socket.epoch for socket in found if socket.epoch is not None]
 
     def remove(self) -> None:
-        """Remove whatever of this namespace is left; every process has been reaped."""
-        for node in (self, *self._neighbours):
-            for name in list_segments(node.namespace):
-                unlink(str(name))
+        """Remove the run directory; every process has been reaped."""
         shutil.rmtree(self.run_dir)
-
-    def lease_table(self) -> list[str]:
-        return self.segments(LEASES_KIND)
 
 
 @contextmanager
@@ -279,3 +286,9 @@ def wait_until(holds: Callable[[], bool], what: str) -> None:
     while not holds():
         assert time.monotonic() < deadline, f"never came about: {what}"
         pause.wait(0.02)
+
+
+def leave_socket(path: Path) -> None:
+    """Leave a socket there that nobody serves."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))

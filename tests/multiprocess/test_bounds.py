@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -18,7 +17,7 @@ from kvshm.rundir import command_endpoint, event_endpoint, lock_path, rank_socke
 
 from .engines import FakeEngine
 from .greedy import MORE, connect, frame
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import Managed, Node, fresh_node, leave_socket, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -154,8 +153,7 @@ def test_thousands_of_files_neither_silence_it_nor_fill_its_log(node: Node) -> N
         name = f"{node.namespace}.rank.{n}.0.sock"
         os.close(os.open(node.run_dir / name, os.O_CREAT, 0o600))
     left = rank_socket(node.run_dir, node.namespace, 1, 1)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
-        dead.bind(str(left))
+    leave_socket(left)
     b.process.signal(signal.SIGKILL)
     a.heard("engine_gone", epoch=b.joined()["epoch"])
     wait_until(lambda: not left.exists(), "the dead socket has been removed")

@@ -6,6 +6,7 @@ import operator
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def sharing(node: Node) -> tuple[list[Managed], list[SlotTable]]:
 
 def command_line(node: Node) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "kvshm.tools.dump_index", "--check"]
-    argv += ["--namespace", node.namespace]
+    argv += ["--run-dir", str(node.run_dir), "--namespace", node.namespace]
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
@@ -67,7 +68,7 @@ def test_a_hundred_checks_of_a_churn_give_no_false_alarm(node: Node) -> None:
     while done < CHECKS or not all(map(operator.gt, totals(tables[:2]), before)):
         if done == CHECKS // 2:
             engines[2].kill()  # a death in the middle is swept, not reported
-        found = check(node.namespace)
+        found = check(node.run_dir, node.namespace)
         assert found.suspects == []
         assert found.checked[TABLE_KIND] >= 2
         done += 1
@@ -76,10 +77,9 @@ def test_a_hundred_checks_of_a_churn_give_no_false_alarm(node: Node) -> None:
 
 def test_in_a_churn_a_corruption_is_found_all_the_same(node: Node) -> None:
     _, tables = sharing(node)
-    name = tables[0].name
-    table = SlotTable.open(name)
-    table._segment.buffer[TICKETS_OFFSET + 8 * 255] = 0xFF  # loads have 64 ranks at most
-    found = command_line(node)
-    table.close()
+    with closing(node.handouts.table(tables[0].epoch)) as table:
+        table._segment.buffer[TICKETS_OFFSET + 8 * 255] = 0xFF  # loads have 64 ranks at most
+        found = command_line(node)
+        name = f"kvshm.{node.namespace}.slots.{table.engine}.{table.epoch:016x}"
     assert found.returncode == 3
     assert found.stdout == f"{name}: header: ticket 255 waits for 255 ranks\n"

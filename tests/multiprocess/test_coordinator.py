@@ -18,7 +18,7 @@ from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
 from .engines import FakeEngine, hear_everything, in_turn
-from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
+from .processes import PATIENCE_SECONDS, Node, fresh_node, leave_socket, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -160,8 +160,8 @@ def test_death_withdraws_sweeps_and_unlinks(node: Node) -> None:
     )
     write_header(replica, b"KVSHMIDX", 4096, table.epoch, table.identity)
     replica.close()
-    socket = rank_socket(node.run_dir, node.namespace, table.epoch, 0)
-    socket.touch()
+    left = rank_socket(node.run_dir, node.namespace, table.epoch, 0)
+    leave_socket(left)
 
     dying.process.kill()
 
@@ -173,7 +173,7 @@ def test_death_withdraws_sweeps_and_unlinks(node: Node) -> None:
     assert leases(SlotTable.open(living.started["table"])) == 0
     assert node.segments(TABLE_KIND) == [living.started["table"]]
     assert node.segments(INDEX_KIND) == []
-    assert not socket.exists()
+    assert not left.exists()
     successor = FakeEngine(node, "successor")
     assert successor.joined()["bit"] not in (bit, living.joined()["bit"])  # never used first
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvshm.coordinator.__main__ import EXIT_RUN_DIRECTORY, EXIT_USAGE
-from kvshm.records import LEASE_TABLE_BYTES, index_bytes, table_bytes
+from kvshm.records import TOMBSTONE_BYTES, index_bytes, table_bytes
 
 from .processes import PATIENCE_SECONDS, Managed, Node, fresh_node
 from .sandbox import fresh_tmpfs, skip_unless_permitted
@@ -28,6 +28,7 @@ PAGE = (ROOT / "docs/deployment.md").read_text("utf-8")
 SYSTEM_UNIT = ROOT / "deploy/systemd/kvshm-coordinator.service"
 USER_UNIT = ROOT / "deploy/systemd/user/kvshm-coordinator.service"
 POD = ROOT / "deploy/kubernetes/pod.yaml"
+PODS = ROOT / "deploy/kubernetes/pods.yaml"
 SCRIPTS = Path(sys.executable).parent
 
 
@@ -136,19 +137,37 @@ def test_systemd_finds_no_fault_with_the_units(node: Node, path: Path) -> None:
 # -- Kubernetes
 
 
-def test_the_pod_shares_what_must_be_shared() -> None:
+def pods(path: Path) -> list[dict[str, Any]]:
     yaml = pytest.importorskip("yaml")
-    spec: dict[str, Any] = yaml.safe_load(POD.read_text("utf-8"))["spec"]
-    assert spec["shareProcessNamespace"] is True
-    assert spec["securityContext"]["runAsUser"] == 1000
-    kinds = {volume["name"]: volume["emptyDir"] for volume in spec["volumes"]}
-    assert kinds["shm"]["medium"] == "Memory"
-    for container in spec["containers"]:
+    return [pod["spec"] for pod in yaml.safe_load_all(path.read_text("utf-8"))]
+
+
+@pytest.mark.parametrize(("path", "count"), [(POD, 1), (PODS, 3)], ids=["one pod", "pods"])
+def test_containers_share_the_run_directory_and_nothing_else(path: Path, count: int) -> None:
+    specs = pods(path)
+    assert len(specs) == count
+    containers = [container for spec in specs for container in spec["containers"]]
+    assert len(containers) == 3
+    for spec in specs:
+        assert spec["securityContext"]["runAsUser"] == 1000
+        assert [volume["name"] for volume in spec["volumes"]] == ["run"]
+        assert not spec.keys() & {"hostPID", "hostIPC", "hostNetwork", "shareProcessNamespace"}
+    for container in containers:
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        assert mounts == {"/dev/shm": "shm", "/run/kvshm": "run"}
+        assert mounts == {"/run/kvshm": "run"}
         environ = {variable["name"]: variable["value"] for variable in container["env"]}
-        assert Path(environ["KVSHM_RUN_DIR"]).parent == Path("/run/kvshm")
+        assert environ["KVSHM_RUN_DIR"] == "/run/kvshm/node"
         assert "securityContext" not in container
+
+
+def test_pods_of_one_node_make_the_run_directory_before_they_need_it() -> None:
+    for spec in pods(PODS):
+        (volume,) = spec["volumes"]
+        assert volume["hostPath"]["path"] == "/run/kvshm"
+        (first,) = spec["initContainers"]
+        assert first["command"][-1] == "/run/kvshm/node"
+        assert "0700" in first["command"]
+        assert spec["nodeName"] == "NODE"
 
 
 # -- the page
@@ -158,7 +177,7 @@ def test_sizes_on_the_page_are_the_real_ones() -> None:
     assert f"100,000 blocks, 1 rank: {table_bytes(100_000, 1):,}" in PAGE
     assert table_bytes(1000, 3) == 8192 + (64 + 8 * 3) * 1000
     assert f"1,048,576 entries: {index_bytes(1 << 20):,}" in PAGE
-    assert f"one per namespace | {LEASE_TABLE_BYTES} |" in PAGE
+    assert f"100,000 blocks: {100_000 * TOMBSTONE_BYTES:,}" in PAGE
 
 
 def commands() -> list[str]:
@@ -182,7 +201,7 @@ def test_every_command_on_the_page_that_can_run_runs(node: Node) -> None:
     within = fresh_tmpfs(*((place, "8m") for place in places))
     skip_unless_permitted([within])
     script = [line for line in commands() if program(line) not in ELSEWHERE]
-    assert {program(line) for line in script} == {"kvshm-coordinator", "kvshm", "install", "df"}
+    assert {program(line) for line in script} == {"kvshm-coordinator", "kvshm", "install"}
     lines = ["set -e", "mkdir -p /etc/systemd/system $HOME $XDG_RUNTIME_DIR"]
     coordinators = 0
     for line in script:

@@ -1,19 +1,22 @@
-"""The index dump beside real processes: while they run, and after they were killed."""
+"""The index dump beside real processes: while they run, stand still, and after they were killed."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import kvshm
-from kvshm.segment import list_segments
+
+from . import toys
+from .processes import Managed, Node, fresh_node
 
 pytestmark = pytest.mark.multiprocess
 
@@ -23,66 +26,49 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(kvshm.__file__).parents[1])}
 
 OWNER = """
 import sys
+from pathlib import Path
+from kvshm.handout import Handouts, serve_epoch
+from kvshm.index import Replica
 from kvshm.records import BlockRecord, pack_records
-from kvshm.segment import identity_of
+from kvshm.rundir import engine_socket
 from kvshm.slots import SlotTable, TableSpec
 
-namespace, name, epoch, bit = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-spec = TableSpec(namespace, name, 64, 16, 1, bytes(32), "a-model")
-table = SlotTable.create(spec, epoch, identity_of())
+run_dir, namespace, name, epoch, bit = Path(sys.argv[1]), *sys.argv[2:4], *map(int, sys.argv[4:])
+table = SlotTable.create(TableSpec(namespace, name, 64, 16, 1, bytes(32), "a-model"), epoch)
+table.begin_pulse(None)
 table.lease_bit = bit
 table.set_life(0)
+replica = Replica.create(namespace, name, epoch, 64)
+server = serve_epoch(engine_socket(run_dir, namespace, epoch), table, replica)
 records = pack_records(BlockRecord(bytes([65 + i]) * 32, i, 0, i) for i in range(4))
 parents = b"".join(bytes([64 + i]) * 8 for i in range(4))
-print(table.name, len(table.publish(records, parents)) // 48, flush=True)
+print(len(table.publish(records, parents)) // 48, flush=True)
 for line in sys.stdin:
-    other = SlotTable.open(line.strip())
+    other = Handouts(run_dir, namespace).table(int(line))
     print(other.lease(bit, records[:96])[0], flush=True)
 """
 
 
-class Engine:
+def start(node: Node, name: str, epoch: int, bit: int) -> Managed:
     """A process that owns a slot table of four blocks in a chain and leases others'."""
-
-    def __init__(self, namespace: str, name: str, epoch: int, bit: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", OWNER, namespace, name, str(epoch), str(bit)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=ENVIRONMENT,
-        )
-        self.table, published = self._answer().split()
-        assert published == "4"
-
-    def _answer(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-    def lease(self, table: str) -> None:
-        print(table, file=self.process.stdin, flush=True)
-        assert self._answer() == "2\n"
-
-    def kill(self) -> None:
-        with self.process as process:
-            process.kill()
+    arguments = (str(node.run_dir), node.namespace, name, str(epoch), str(bit))
+    engine = node.processes.start(name, sys.executable, "-c", OWNER, *arguments)
+    engine.wait_out(lambda line: line == "4")
+    return engine
 
 
 @pytest.fixture
-def namespace() -> Iterator[str]:
-    made = uuid.uuid4().hex
-    yield made
-    for name in list_segments(made):
-        os.unlink(f"/dev/shm/{name}")
+def node() -> Iterator[Node]:
+    with fresh_node() as node:
+        yield node
 
 
 @pytest.fixture
-def engines(namespace: str) -> Iterator[tuple[Engine, Engine]]:
-    started = Engine(namespace, "one", 0xAAAA, 0), Engine(namespace, "two", 0xBBBB, 5)
-    started[1].lease(started[0].table)
-    yield started
-    for engine in started:
-        engine.kill()
+def engines(node: Node) -> list[Managed]:
+    started = [start(node, "one", 0xAAAA, 0), start(node, "two", 0xBBBB, 5)]
+    started[1].say(str(0xAAAA))
+    started[1].wait_out(lambda line: line == "2")
+    return started
 
 
 def dump(*arguments: str, how: tuple[str, ...] = ("-m", "kvshm.tools.dump_index")):
@@ -96,55 +82,94 @@ def dump(*arguments: str, how: tuple[str, ...] = ("-m", "kvshm.tools.dump_index"
     )
 
 
-def read(namespace: str) -> dict[str, dict]:
-    done = dump("--json", "--namespace", namespace)
+def place(node: Node) -> tuple[str, ...]:
+    return ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
+
+
+def read(node: Node) -> dict[str, dict]:
+    done = dump("--json", *place(node))
     assert (done.returncode, done.stderr) == (0, "")
-    spaces = json.loads(done.stdout)["namespaces"]
-    return {engine["engine"]: engine for space in spaces for engine in space["engines"]}
+    (space,) = json.loads(done.stdout)["namespaces"]
+    return space
 
 
-def test_a_running_node_without_a_coordinator(namespace, engines):
-    found = read(namespace)
+def test_a_running_node_without_a_coordinator(node, engines):
+    found = {engine["engine"]: engine for engine in read(node)["engines"]}
     assert {name: engine["alive"] for name, engine in found.items()} == {"one": True, "two": True}
-    assert found["one"]["pid"] == engines[0].process.pid
+    assert found["one"]["pid"] == engines[0].pid
     leased = [(b["block_id"], b["references"]) for b in found["one"]["blocks"]]
     assert leased == [(0, 1), (1, 1)]
     holder = found["one"]["blocks"][0]["holders"][0]
-    assert (holder["engine"], holder["pid"]) == ("two", engines[1].process.pid)
+    assert (holder["engine"], holder["pid"]) == ("two", engines[1].pid)
     assert [(c["tip"], c["length"]) for c in found["one"]["chains"]] == [(3, 4)]
 
 
-def test_after_a_crash_the_dead_and_their_leases_are_still_there(namespace, engines):
-    for engine in engines:
-        engine.kill()
-    found = read(namespace)
-    assert {name: engine["alive"] for name, engine in found.items()} == {"one": False, "two": False}
-    holders = found["one"]["blocks"][0]["holders"]
-    assert [(h["engine"], h["alive"]) for h in holders] == [("two", False)]
-    assert found["one"]["life"] == ["valid"]
+def test_of_a_crashed_node_who_lives_is_shown_and_who_is_dead_is_named(node, engines):
+    engines[1].kill()
+    space = read(node)
+    assert [engine["engine"] for engine in space["engines"]] == ["one"]
+    assert [(b["block_id"], b["references"]) for b in space["engines"][0]["blocks"]] == [
+        (0, 1),
+        (1, 1),
+    ]
+    assert [ended["epoch"] for ended in space["ended"]] == ["000000000000bbbb"]
+    engines[0].kill()
+    done = dump(*place(node))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == [
+        f"engine 000000000000{epoch}: its process has ended; run `kvshm clean` or start a "
+        "coordinator"
+        for epoch in ("aaaa", "bbbb")
+    ] + ["nothing of kvshm found that was asked for"]
 
 
-def test_it_runs_as_a_file_too(namespace, engines):
-    as_file = dump("--namespace", namespace, how=(str(FILE),))
+def test_an_engine_that_is_stopped_is_named_and_the_others_shown(node, engines):
+    engines[0].signal(signal.SIGSTOP)
+    space = read(node)
+    assert [engine["engine"] for engine in space["engines"]] == ["two"]
+    (told,) = space["unreadable"]
+    assert told["segment"] == "engine 000000000000aaaa"
+    assert told["problem"].startswith("it does not answer: ")
+    checked = dump("--check", *place(node))
+    assert (checked.returncode, checked.stdout) == (0, "sound: 1 index, 1 slots\n")
+    assert "warning: engine 000000000000aaaa: it does not answer: " in checked.stderr
+
+
+def test_the_coordinator_shows_the_table_of_an_engine_that_is_stopped(node: Node) -> None:
+    coordinator = node.coordinator()
+    engine = toys.start(node, 1, "--peers", "0", "--loads", "0")
+    toys.result(engine)
+    coordinator.wait_err("event=join ")
+    engine.signal(signal.SIGSTOP)
+    space = read(node)
+    assert space["coordinator"] is True
+    assert [(e["pid"], e["alive"]) for e in space["engines"]] == [(engine.pid, True)]
+    assert space["replicas"] == []
+    (told,) = space["unreadable"]
+    assert told["problem"].endswith("its table is shown by the coordinator, its replica is not")
+
+
+def test_it_runs_as_a_file_too(node, engines):
+    as_file = dump(*place(node), how=(str(FILE),))
     assert (as_file.returncode, as_file.stderr) == (0, "")
-    assert as_file.stdout == dump("--namespace", namespace).stdout
+    assert as_file.stdout == dump(*place(node)).stdout
     assert dump("--hash", "no", how=(str(FILE),)).returncode == 2
 
 
-def test_it_needs_neither_torch_nor_vllm_nor_a_socket_library(namespace, engines):
+def test_it_needs_neither_torch_nor_vllm_nor_a_socket_library(node, engines):
     script = (
         "import sys, runpy; "
         "sys.modules.update(dict.fromkeys(['torch', 'vllm', 'zmq', 'numpy'])); "
         "sys.argv[0] = 'dump_index'; "
         "runpy.run_module('kvshm.tools.dump_index', run_name='__main__')"
     )
-    assert dump("--namespace", namespace, how=("-c", script)).returncode == 0
+    assert dump(*place(node), how=("-c", script)).returncode == 0
 
 
-def test_a_reader_that_stops_reading_is_no_error(namespace, engines):
-    script = f"{sys.executable} -m kvshm.tools.dump_index --entries --namespace {namespace} | true"
+def test_a_reader_that_stops_reading_is_no_error(node, engines):
+    command = [sys.executable, "-m", "kvshm.tools.dump_index", "--entries", *place(node)]
     done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", script],
+        ["bash", "-o", "pipefail", "-c", f"{shlex.join(command)} | true"],
         capture_output=True,
         text=True,
         timeout=PATIENCE,

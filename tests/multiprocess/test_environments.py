@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import zmq
 
-from kvshm.protocol import EngineEvents, decode_broadcast, open_broadcast
+from kvshm.protocol import EngineEvents, open_broadcast
 from kvshm.rundir import event_endpoint, rank_socket
 from kvshm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.slots import SlotTable
@@ -224,7 +224,7 @@ def eavesdropper(node: Node) -> Iterator[Eavesdropper]:
     def heard(count: int) -> Iterator[tuple[bytes, EngineEvents]]:
         while socket.poll(patience if count > 0 else 0):
             topic, messages = open_broadcast(socket.recv())
-            for broadcast in map(decode_broadcast, messages):
+            for broadcast in messages:
                 if isinstance(broadcast, EngineEvents):
                     count -= 1
                     yield topic, broadcast

@@ -47,11 +47,14 @@ class Race:
         environ = {k: v for k, v in os.environ.items() if k != VARIABLE}
         if arming:
             environ[VARIABLE] = arming
-        arguments = [role, self.table.name, str(self.data), how, str(amount), str(torn)]
+        fd = self.table.descriptor(True)
+        arguments = [role, str(fd), str(self.data), how, str(amount), str(torn)]
         arguments.append(str(met))
         process = subprocess.Popen(
-            [sys.executable, str(RACER), *arguments], env=environ, stdout=subprocess.PIPE
-        )
+            [sys.executable, str(RACER), *arguments],
+            env=environ, stdout=subprocess.PIPE, pass_fds=[fd],
+        )  # fmt: skip
+        os.close(fd)
         self.processes.append(process)
         return process
 

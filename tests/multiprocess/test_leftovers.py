@@ -8,23 +8,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kvshm.coordinator.lease_table import LeaseTable
 
-from kvshm import leftovers
 from kvshm.leftovers import clear
 from kvshm.locks import clearing, take_lock
 from kvshm.rundir import lock_path
-from kvshm.segment import TABLE_KIND, identity_of, list_segments
-from kvshm.slots import SlotTable, TableSpec
-from kvshm.terms import Epoch, Fingerprint
 
 from .processes import Managed, Node, fresh_node, wait_until
 from .sandbox import OWN_PIDS, skip_unless_permitted
-from .toys import start
+from .toys import start, table_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -44,9 +39,9 @@ def sharing(node: Node) -> tuple[Managed, list[Managed]]:
     return coordinator, engines
 
 
-def left(node: Node) -> list[str]:
-    """All that there is of a node: segments and files."""
-    return [*map(str, list_segments(node.namespace)), *(p.name for p in node.run_dir.iterdir())]
+def left(node: Node) -> set[str]:
+    """All that there is of a node."""
+    return set(os.listdir(node.run_dir))
 
 
 def clean(node: Node, *options: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +60,7 @@ def test_who_is_ended_leaves_nothing(node: Node, last: str) -> None:
             assert process.wait() == 0
     for process in everybody:
         assert process.wait() == 0
-    assert left(node) == []
+    assert left(node) == set()
 
 
 def test_a_crash_of_everything_is_cleaned_up_by_a_command(node: Node) -> None:
@@ -74,49 +69,54 @@ def test_a_crash_of_everything_is_cleaned_up_by_a_command(node: Node) -> None:
     for engine in engines:
         engine.kill()
     crashed = left(node)
-    kinds = (".slots.", ".index", ".leases.", ".rank.", ".peers.", ".commands", ".events", ".lock")
+    kinds = (".engine.", ".rank.", ".peers.", ".commands", ".events", ".tables.", ".lock")
     assert all(any(kind in name for name in crashed) for kind in kinds)
     said = clean(node, "--dry-run")
     assert said.returncode == 0
     assert len(said.stdout.splitlines()) == len(crashed) - 1  # a lock file is not worth a line
-    assert set(crashed) - set(left(node)) <= {f"{node.namespace}.lock"}
+    assert crashed - left(node) <= {f"{node.namespace}.lock"}
     assert clean(node).returncode == 0
-    assert left(node) == []
+    assert left(node) == set()
     assert clean(node).stdout == ""
+
+
+def names_of(engine: Managed, node: Node) -> set[str]:
+    """What there is of an engine: its own socket, its list of peers, and that of its rank."""
+    with closing(table_of(node, engine)) as table:
+        epoch = f"{table.epoch:016x}"
+    return {name for name in left(node) if epoch in name or f".rank.{engine.pid:x}." in name}
 
 
 def test_what_belongs_to_the_living_stays(node: Node) -> None:
     coordinator, (dead, living) = sharing(node)
     assert "pid" in clean(node).stderr
     assert clean(node).returncode == 1, "the coordinator does that itself"
+    of_dead, of_living = names_of(dead, node), names_of(living, node)
+    assert (len(of_dead), len(of_living)) == (3, 3)
     coordinator.kill()
     dead.kill()
     told = clean(node)
-    assert f".toy-{dead.pid}." in told.stdout
-    assert not [name for name in left(node) if f".toy-{dead.pid}." in name]
-    names = left(node)
-    assert [n for n in names if f"toy-{living.pid}" in n and f".{TABLE_KIND}." in n]
-    assert [n for n in names if f".rank.{living.pid}." in n]
-    assert node.lease_table(), "for the bit of the living engine"
+    assert all(str(node.run_dir / name) in told.stdout for name in of_dead)
+    assert left(node) == of_living
     living.signal(signal.SIGTERM)
     assert living.wait() == 0
-    assert left(node) == [], "the last one clears up"
+    assert left(node) == set(), "the last one clears up"
 
 
-def test_what_may_live_in_another_pid_namespace_stays_and_is_named(node: Node) -> None:
+def test_who_serves_in_another_pid_namespace_is_alive(node: Node) -> None:
+    """Nothing of one container is visible to another but the run directory."""
     skip_unless_permitted([OWN_PIDS])
-    spec = TableSpec(node.namespace, "e", 8, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(77), identity_of())
+    engine = start(node, 1, "--peers", "0", "--loads", "0")
+    table_of(node, engine).close()
+    before = left(node)
     script = (
         "import sys; from pathlib import Path; from kvshm.leftovers import clear\n"
-        "print(*clear(Path(sys.argv[1]), sys.argv[2]).left)"
+        "print(clear(Path(sys.argv[1]), sys.argv[2]))"
     )
     command = [*OWN_PIDS, sys.executable, "-c", script, str(node.run_dir), node.namespace]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert "may live" in said
-    assert node.segments(TABLE_KIND) == [table.name]
-    table.unlink()
-    table.close()
+    assert "removed=[], left=[]" in said
+    assert left(node) == before
 
 
 def test_a_coordinator_waits_for_who_clears_up(node: Node) -> None:
@@ -137,25 +137,6 @@ def _waits_for(process: Managed, run_dir: Path) -> bool:
         return str(run_dir) in {str(fd.readlink()) for fd in fds}
     except OSError:
         return False
-
-
-def test_the_lease_table_of_a_coordinator_that_has_just_started_elsewhere_stays(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    look = leftovers.owned_segments
-    elsewhere: list[LeaseTable] = []
-
-    def start_meanwhile(*given: Any) -> Iterator[Any]:
-        yield from look(*given)
-        elsewhere.append(LeaseTable.open(node.namespace, identity_of()))
-
-    monkeypatch.setattr(leftovers, "owned_segments", start_meanwhile)
-    assert clear(node.run_dir, node.namespace).removed == []
-    assert node.lease_table(), "of the coordinator of another run directory"
-    elsewhere[0].close()
-    monkeypatch.undo()
-    assert clear(node.run_dir, node.namespace).removed
-    assert left(node) == []
 
 
 def test_one_that_clears_up_gives_way_to_another(node: Node) -> None:

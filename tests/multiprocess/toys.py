@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvshm.errors import SegmentNotFound
 from kvshm.slots import SlotTable
 
 from .processes import Managed, Node
@@ -64,6 +66,12 @@ def finish(engines: list[Managed]) -> list[dict[str, Any]]:
 
 
 def table_of(node: Node, engine: Managed) -> SlotTable:
+    """The table that an engine hands out, to read."""
     engine.wait_out(lambda line: line == "open")
-    (name,) = [n for n in node.segments("slots") if f".toy-{engine.pid}." in n]
-    return SlotTable.open(name, writable=False)
+    for epoch in node.sockets():
+        with suppress(SegmentNotFound):
+            table = node.handouts.table(epoch, writable=False)
+            if table.pid == engine.pid:
+                return table
+            table.close()
+    raise AssertionError(f"{engine.name} hands out no table")

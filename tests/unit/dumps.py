@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,8 @@ def dies(table: SlotTable) -> None:
     """As the kernel has it when the process that made the table ends."""
     table.begin_pulse(None)
     table._pulse = None
+    while not table.owner_died:  # a thread marks it
+        time.sleep(0.001)
 
 
 def busy_node(node: Node) -> SimpleNamespace:

@@ -25,7 +25,6 @@ from kvshm.records import (
 )
 
 from .exporters import HASHES, NUM_BLOCKS, OWN_EPOCH, Clock, Exporter, Make, offered
-from .few_descriptors import descriptors
 from .served import ServedNode
 
 # -- joining
@@ -172,30 +171,6 @@ def break_version(a: Exporter) -> None:
 
 def mend_version(a: Exporter) -> None:
     struct.pack_into("<I", a.table._segment.buffer, VERSION_OFFSET, LAYOUT_VERSION)
-
-
-def test_who_could_not_be_attached_is_tried_again_until_it_can(
-    peers: Peers, exporter: Make, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
-    a, b = exporter("a"), exporter("b")
-    a.publish(1)
-    with descriptors(left=0):
-        peers.joined(a.info)
-        peers.joined(b.info)
-        for _ in range(5):
-            clock.now += 1
-            peers.attach_again()
-    assert len(caplog.records) == 2, "each is complained of once"
-    peers.gone(b.info.epoch)
-    peers.suspected(a.info.epoch)
-    clock.now += 60
-    peers.attach_again()
-    assert peers.stats().attached == 0, "who is suspected has nothing to offer"
-    peers.recovered(a.info.epoch)
-    peers.attach_again()
-    peers.attach_again()
-    assert offered(peers, 1) == [(1, 1, 0)]
-    assert peers.stats().attached == 1
 
 
 def test_a_table_that_cannot_be_opened_is_skipped_and_tried_again(

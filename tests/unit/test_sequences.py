@@ -8,6 +8,7 @@ import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec import Raw
 
 from kvshm.protocol import (
     PROTOCOL_VERSION,
@@ -139,6 +140,20 @@ def test_events_are_passed_on_together_and_before_what_comes_after_them() -> Non
     assert recorder.drain() == [("engine_events", [(8, b"2")])]
 
 
+def test_of_a_frame_what_is_not_the_next_is_left_to_take() -> None:
+    stream, recorder = stream_at(0, e7=0, e8=0)
+    whole = [events(1, 1), events(2, 1, 8), events(3, 2), events(4, 9, OWN)]
+    tick = Tick(coordinator_epoch=1, sequence=2, sequences={})
+    other = msgspec.structs.replace(events(1, 1), coordinator_epoch=2)
+    for odd in (tick, events(4, 2), events(1, 1), events(3, 3), events(3, 1, 9), other, Raw()):
+        assert stream_at(0, e7=0, e8=0)[0].take_events([*whole[:2], odd, *whole[2:]]) == 2
+    assert stream.take_events(whole) == 4
+    assert stream.take(events(5, 3)) is Verdict.MEMBER
+    stream.flush()
+    assert recorder.drain() == [("engine_events", [(7, b"1"), (8, b"1"), (7, b"2"), (7, b"3")])]
+    assert stream.heard == {7: 3, 8: 1}
+
+
 def test_so_many_events_are_not_kept() -> None:
     stream, recorder = stream_at(0, e7=0)
     big = msgspec.structs.replace(events(1, 1), records=bytes(MAX_KEPT_BYTES + 1))
@@ -248,6 +263,8 @@ class Anything(RuleBasedStateMachine):
             self.deliver(make(**numbered, **fields))
 
     def deliver(self, broadcast: AnyBroadcast) -> None:
+        if self.stream.take_events([broadcast]):
+            return
         if self.stream.take(broadcast) is not Verdict.MEMBER:
             self.join()
 

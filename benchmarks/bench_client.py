@@ -1,0 +1,268 @@
+"""What a busy scheduler loses to the thread that hears of other engines' blocks, and how soon they
+are known.
+
+    .venv/bin/python benchmarks/bench_client.py [--rounds 30] [--hz 100] [--records 8]
+
+Eight engines without a model (a real slot table, replica and client each, and a real coordinator)
+send ``--hz`` times a second a batch of ``--records`` records.  A ninth one's main thread runs a
+loop in Python that never rests, as no scheduler is worse; it sends as much itself.  In turns of a
+second the others send, or are silent.  It stands on core 0 and everybody else on core 1.
+
+lost_percent     of the wall's time, what that thread stood still for want of the GIL, or what the
+                 client's thread ran if that was longer, and what libzmq's threads ran: by /proc's
+                 schedstat, which tells waiting for a core from waiting for the GIL, so that other
+                 programs on the machine hardly count
+threads_percent  of the wall's time, what all other threads of the engine ran
+known_ms         from a batch's sending until a lookup of the busy thread names it, in whole ms;
+                 20 ms of it a batch waits at its sender
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import itertools
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from measurement import percentiles, report
+
+from kvshm.cache import SharedCache, join_cache
+from kvshm.config import Config
+from kvshm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
+from kvshm.interfaces import MemoryDescriptor
+from kvshm.life import EngineSpec
+from kvshm.protocol import RankInfo
+from kvshm.records import RECORD_BYTES, BlockRecord, pack_records, unpack_records
+from kvshm.segment import identity_of
+from kvshm.terms import BlockHash, BlockId, Generation, Rank
+
+ENGINES = 8
+BLOCKS = 20_000
+TURN_SECONDS = 1.0
+SETTLE_SECONDS = 0.3
+MARK_EVERY = 16
+"""One batch of so many of the first sender has a block that is looked for."""
+CHUNK = 200
+"""Loop turns between two looks at the clock, about 10 us."""
+
+
+def engine(name: str, core: int) -> SharedCache:
+    """An engine in the roster, in this process."""
+    os.sched_setaffinity(0, {core})
+    config = Config.from_env(os.environ)
+    spec = EngineSpec(name, "none", BLOCKS, 16, asynchronous=True)
+    cache = join_cache(config, spec, Path(config.run_dir))
+    identity = identity_of()
+    rank = RankInfo(identity.pid, identity.start_time, MemoryDescriptor("none", 0, 0, [], {}))
+    cache.open_epoch([rank], lambda: {"weights": "none"})
+    while (table := cache.table) is None or cache.num_peers < ENGINES:
+        time.sleep(0.01)
+        if table is not None:
+            table.set_life(Rank(0))
+    return cache
+
+
+class Lost(NamedTuple):
+    """In percent of the time on the wall."""
+
+    lost: float
+    threads: float
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Nanoseconds that this process's threads ran, and that the main one waited for a core."""
+
+    wall: int
+    main: int
+    queued: int
+    libzmq: int
+    client: int
+
+    @classmethod
+    def now(cls) -> Ran:
+        ran = {"main": 0, "libzmq": 0, "client": 0}
+        queued = 0
+        for task in Path("/proc/self/task").iterdir():
+            running, waiting, _ = map(int, (task / "schedstat").read_text().split())
+            name = (task / "comm").read_text()
+            if int(task.name) == os.getpid():
+                ran["main"], queued = running, waiting
+            else:
+                ran["libzmq" if name.startswith("ZMQ") else "client"] += running
+        return cls(wall=time.monotonic_ns(), queued=queued, **ran)
+
+    def since(self, before: Ran) -> Lost:
+        wall, client = self.wall - before.wall, self.client - before.client
+        libzmq = self.libzmq - before.libzmq
+        stood = wall - (self.main - before.main) - (self.queued - before.queued)
+        return Lost((max(stood, client) + libzmq) / wall * 100, (client + libzmq) / wall * 100)
+
+
+def mark(number: int) -> BlockHash:
+    return BlockHash(hashlib.sha256(b"%d" % number).digest())
+
+
+def batches(name: str, records: int) -> Iterator[bytes]:
+    """Batches of one engine without end: its blocks in turn, each time with other contents, the
+    first record of every MARK_EVERY batches a mark that says when it was sent.
+
+    Made beforehand, for four generations so far apart that each is newer than the one before,
+    the first than the last included.
+    """
+    dice = random.Random(name)
+    made = [
+        pack_records(
+            BlockRecord(BlockHash(dice.randbytes(32)), BlockId(block), Generation(turn << 30), 0)
+            for block in range(first, first + records)
+        )
+        for turn in range(4)
+        for first in range(0, BLOCKS - records + 1, records)
+    ]
+    for number, batch in enumerate(itertools.cycle(made)):
+        if number % MARK_EVERY:
+            yield batch
+            continue
+        (first,) = unpack_records(batch[:RECORD_BYTES])
+        sent_at = int(time.monotonic() * 1000) % 2**32
+        head = first._replace(block_hash=mark(number // MARK_EVERY), depth=sent_at)
+        yield pack_records([head]) + batch[RECORD_BYTES:]
+
+
+def send(name: str, hz: float, records: int, deaf: bool) -> None:
+    """A sender: for each line on standard input, so many seconds of traffic."""
+    cache = engine(name, core=1)
+    if deaf and cache.life is not None:
+        cache.life.peers.events = lambda batches: None  # type: ignore[method-assign]  # as named
+    print("ready", flush=True)
+    source = batches(name, records)
+    for line in sys.stdin:
+        count = round(float(line) * hz)
+        begin = time.monotonic()
+        for number in range(count):
+            cache._client.send_events(next(source))
+            time.sleep(max(0.0, begin + (number + 1) / hz - time.monotonic()))
+        print("done", flush=True)
+    cache.close()
+
+
+class Busy:
+    """The engine whose scheduler never rests."""
+
+    def __init__(self, cache: SharedCache, hz: float, records: int) -> None:
+        self._cache, self._hz = cache, hz
+        self._own = batches("busy", records)
+        self._next_mark = 0
+        self.known_ms: list[float] = []
+
+    def turn(self, seconds: float, sending: bool) -> Lost:
+        begin = due = time.monotonic()
+        before = Ran.now()
+        while (now := time.monotonic()) < begin + seconds:
+            for _ in range(CHUNK):
+                pass
+            self._look(now)
+            if sending and now >= due:
+                due += 1 / self._hz
+                self._cache._client.send_events(next(self._own))
+        return Ran.now().since(before)
+
+    def _look(self, now: float) -> None:
+        assert self._cache.life is not None
+        runs = self._cache.life.peers.lookup([mark(self._next_mark)], 0, 1)
+        for run in runs:
+            (record,) = unpack_records(run.records)
+            self.known_ms.append(now * 1000 % 2**32 - record.depth)
+            self._next_mark += 1
+
+
+def measure(senders: list[subprocess.Popen[str]], options: argparse.Namespace) -> dict[str, object]:
+    cache = engine("busy", core=0)
+    for sender in senders:
+        assert sender.stdout is not None
+        sender.stdout.readline()
+    busy = Busy(cache, options.hz, options.records)
+    quiet: list[Lost] = []
+    loud: list[Lost] = []
+    for _ in range(options.rounds):
+        quiet.append(busy.turn(TURN_SECONDS, sending=False))
+        for sender in senders:
+            assert sender.stdin is not None
+            print(TURN_SECONDS + 2 * SETTLE_SECONDS, file=sender.stdin, flush=True)
+        busy.turn(SETTLE_SECONDS, sending=True)
+        loud.append(busy.turn(TURN_SECONDS, sending=True))
+        busy.turn(2 * SETTLE_SECONDS, sending=False)
+        for sender in senders:
+            assert sender.stdout is not None
+            sender.stdout.readline()
+    counted = cache.table.counters if cache.table is not None else None
+    assert counted is not None
+    found = {
+        "engines": ENGINES, "hz": options.hz, "records": options.records,
+        "records_per_second": ENGINES * options.hz * options.records,
+        "lost_percent": percentiles([turn.lost for turn in loud]),
+        "lost_percent_quiet": percentiles([turn.lost for turn in quiet]),
+        "threads_percent": percentiles([turn.threads for turn in loud]),
+        "known_ms": percentiles(busy.known_ms),
+        "resyncs": counted.read(RESYNCS), "bad_messages": counted.read(BAD_MESSAGES),
+        "dropped": counted.read(EVENTS_DROPPED),
+    }  # fmt: skip
+    cache.close()
+    return found
+
+
+def end(processes: list[subprocess.Popen[Any]]) -> None:
+    """Senders before the coordinator, which cleans up after them."""
+    for process in reversed(processes):
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    """Command line: print one line of JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--hz", type=float, default=100, help="batches a second of each engine")
+    parser.add_argument("--records", type=int, default=8, help="records in each batch")
+    parser.add_argument(
+        "--deaf", action="store_true", help="senders do not apply what they hear: they share a core"
+    )
+    parser.add_argument("--sender", help="for the parts: the name of an engine")
+    options = parser.parse_args()
+    if options.sender:
+        send(options.sender, options.hz, options.records, options.deaf)
+        return
+    with ExitStack() as stack:
+        run_dir = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv-"))
+        os.environ.update(KVSHM_RUN_DIR=run_dir, KVSHM_NAMESPACE=f"bench-{os.getpid()}")
+        command = [sys.executable, "-P", "-m", "kvshm.coordinator"]
+        processes: list[subprocess.Popen[Any]] = [
+            subprocess.Popen(["taskset", "-c", "1", *command], stderr=subprocess.DEVNULL)
+        ]
+        stack.callback(end, processes)
+        load = ["--hz", str(options.hz), "--records", str(options.records)]
+        load += ["--deaf"] if options.deaf else []
+        senders = [
+            subprocess.Popen(
+                [sys.executable, __file__, *load, "--sender", f"e{number}"], text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            )
+            for number in range(ENGINES)
+        ]  # fmt: skip
+        processes += senders
+        found = measure(senders, options)
+    report("client", **found)
+
+
+if __name__ == "__main__":
+    main()
