@@ -200,7 +200,9 @@ class Faults:
 
     def _descriptors(self, fault: Fault) -> str | None:
         """Leave one process a few descriptors more than it has in use."""
-        members = self._members()
+        members = [member for member in self._members() if member.has_begun]
+        if not members:
+            return "nobody"
         member = members[int(fault.victim * len(members))]
         pids = member.pids()
         pid = pids[fault.dice % len(pids)]

@@ -106,6 +106,11 @@ class Member:
         self.ended_at = self.ended_at or time.monotonic()
         return time.monotonic() - self.ended_at > SAID_SECONDS
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it serves: before, Python itself is still loading."""
+        return "requests" in self.said or "event=serving" in str(self.process.err)
+
     def pids(self) -> list[int]:
         return [self.process.pid, *(rank.pid for rank in self.ranks if rank.runs)]
 
