@@ -57,7 +57,7 @@ def _available() -> int:
 
 def _reserve(fd: int, name: str, nbytes: int) -> None:
     """Give the segment its pages now: a lack of memory is an error here, not a SIGBUS later."""
-    # Looked at before: asked for more than there is, the kernel ends processes instead of saying so.
+    # Looked at before: asked for more than there is, the kernel ends processes and says nothing.
     if nbytes > (available := _available()):
         reason = f"{available} are available"
     else:
