@@ -26,6 +26,8 @@ NOBODY = 65534
 """The uid of another local user, in the eyes of root."""
 CONNECTIONS = 1200
 MANY_FILES = 500
+FOREIGN_TIMES = 13
+"""How much longer than other faults strange files last: a sweep comes every 30 seconds."""
 _PUNCH_HOLE = 3  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 RECOVERY_SECONDS = 5.0
 """How long after a fault a process need not be heard."""
@@ -198,7 +200,9 @@ class Faults:
 
     def _descriptors(self, fault: Fault) -> str | None:
         """Leave one process a few descriptors more than it has in use."""
-        members = self._members()
+        members = [member for member in self._members() if member.has_begun]
+        if not members:
+            return "nobody"
         member = members[int(fault.victim * len(members))]
         pids = member.pids()
         pid = pids[fault.dice % len(pids)]
@@ -224,7 +228,7 @@ class Faults:
         made = [where.with_name(f"{where.name[:-4]}{i:04x}") for i in range(MANY_FILES)]
         for path in made if kind == "many" else [where]:
             self._make(path, kind, NOBODY if other else None)
-            self._later(fault.seconds, partial(_remove, path))
+            self._later(FOREIGN_TIMES * fault.seconds, partial(_remove, path))
         return f"{kind} of {'another' if other else 'the own'} uid"
 
     def _place(self, dice: int) -> Path:

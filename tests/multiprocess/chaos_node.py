@@ -28,6 +28,8 @@ RANK_ENDED = 3
 """Exit status of an engine whose rank has ended (chaos_engine.py)."""
 SILENT_SECONDS = 30.0
 """A process that runs, and of which nothing has been heard for so long, hangs."""
+UNANSWERED_SECONDS = 10.0
+"""The same for the coordinator, which is asked each second."""
 SAID_SECONDS = 0.3
 LAST_LINES = 6
 COUNTED = ("requests", "loads", "imported", "wrong", "unshared", "contained")
@@ -94,14 +96,20 @@ class Member:
         self.excused_until = max(self.excused_until, time.monotonic() + seconds)
 
     @property
-    def hangs(self) -> bool:
-        return time.monotonic() - max(self.heard_at, self.excused_until) > SILENT_SECONDS
+    def silence(self) -> float:
+        """Seconds for which nothing was heard of it without an excuse."""
+        return time.monotonic() - max(self.heard_at, self.excused_until)
 
     @property
     def has_said_all(self) -> bool:
         """Whether it ended a moment ago: what it said last has been read by now."""
         self.ended_at = self.ended_at or time.monotonic()
         return time.monotonic() - self.ended_at > SAID_SECONDS
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it serves: before, Python itself is still loading."""
+        return "requests" in self.said or "event=serving" in str(self.process.err)
 
     def pids(self) -> list[int]:
         return [self.process.pid, *(rank.pid for rank in self.ranks if rank.runs)]
@@ -178,7 +186,7 @@ class ChaosNode:
                 self._judge_engine(engine)
                 self.processes.forget(engine.process)
                 self.engines[index] = self.start_engine()
-            elif engine.hangs:
+            elif engine.silence > SILENT_SECONDS:
                 self._hang(engine)
         self._look_at_coordinator()
         self.look_at_orphans()
@@ -212,12 +220,19 @@ class ChaosNode:
         print(f"BYSTANDER {who}: {how}", *lines, sep="\n    ", file=sys.stderr, flush=True)
 
     def _hang(self, member: Member) -> None:
-        place = Path(f"/proc/{member.process.pid}/wchan").read_text()
-        self.bystander(member.name, f"hangs ({place})", member.last_lines())
+        self._tell_hang(member)
+        member.excuse(SILENT_SECONDS)
         self.kill(member)
 
+    def _tell_hang(self, member: Member) -> None:
+        with suppress(OSError):
+            place = Path(f"/proc/{member.process.pid}/wchan").read_text()
+            self.bystander(member.name, f"hangs ({place})", member.last_lines())
+
     def kill(self, member: Member, number: signal.Signals = signal.SIGKILL) -> None:
-        """End one as the schedule wants it."""
+        """End one as the schedule wants it: which must not hide that it hung."""
+        if member is self.coordinator and member.silence > UNANSWERED_SECONDS / 2:
+            self._tell_hang(member)
         member.doomed |= {-number} if number == signal.SIGKILL else {0, -number}
         member.process.signal(number)
 
@@ -236,7 +251,7 @@ class ChaosNode:
                 self.bystander(coordinator.name, coordinator.process.status, lines)
             self.processes.forget(coordinator.process)
             self.coordinator = None
-        elif coordinator.hangs:
+        elif coordinator.silence > UNANSWERED_SECONDS:
             self._hang(coordinator)
 
     def look_at_orphans(self) -> None:

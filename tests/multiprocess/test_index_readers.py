@@ -32,7 +32,9 @@ class Writer:
     """The other process, one order at a time."""
 
     def __init__(self, node: Node) -> None:
-        self.process: Managed = node.processes.start("writer", str(WRITER), str(node.run_dir), node.namespace)
+        self.process: Managed = node.processes.start(
+            "writer", str(WRITER), str(node.run_dir), node.namespace
+        )
         self.name = self.process.wait_out(bool)
 
     def order(self, line: str) -> str:
