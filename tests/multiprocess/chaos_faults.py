@@ -199,8 +199,9 @@ class Faults:
         self._later(fault.seconds + RECOVERY_SECONDS, lambda: processes.forget(greedy))
 
     def _descriptors(self, fault: Fault) -> str | None:
-        """Leave one process a few descriptors more than it has in use."""
-        members = [member for member in self._members() if member.has_begun]
+        """Leave an engine's or a rank's process a few descriptors more than it has in use.  The
+        coordinator knows its limit from its start; what is short for it is ``connections``."""
+        members = [member for member in self._node.engines if member.has_begun]
         if not members:
             return "nobody"
         member = members[int(fault.victim * len(members))]
