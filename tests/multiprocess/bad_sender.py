@@ -27,8 +27,7 @@ from kvshm.protocol import (
 def bad_frames() -> list[list[bytes]]:
     """Truncated, unknown, ill-typed, empty, doubled and oversized messages."""
     info = EngineInfo(
-        epoch=1, name="n", pid=1, start_time=1, fingerprint=b"", fields={}, table="",
-        num_blocks=1, ranks=[],
+        epoch=1, name="n", pid=1, fingerprint=b"", fields={}, num_blocks=1, ranks=[],
     )  # fmt: skip
     join = encode(Join(protocol=PROTOCOL_VERSION, engine=info))
     events = encode(Events(epoch=1, sequence=1, records=bytes(96)))

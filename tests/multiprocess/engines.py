@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kvshm.slots import SlotTable
+
 from .processes import Managed, Node
 
 _SCRIPT = Path(__file__).parent / "fake_engine.py"
@@ -28,7 +30,12 @@ class FakeEngine:
         place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace, "--name", name)
         self.process: Managed = node.processes.start(name, *python, str(_SCRIPT), *place, *options)
         self.name = name
+        self._handouts = node.handouts
         self.started = self.heard("started")
+
+    def table(self) -> SlotTable:
+        """Its slot table in its first epoch, from itself; the caller's to close."""
+        return self._handouts.table(self.started["epoch"])
 
     def heard(self, event: str, since: int = 0, **fields: Any) -> dict[str, Any]:
         """Wait until the engine says ``event`` with these fields; return all it said."""

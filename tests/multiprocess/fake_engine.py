@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshm.client import CoordinatorClient
-from kvshm.handout import Handouts, serve_epoch
+from kvshm.handout import Handouts, HandoutServer, serve_epoch
 from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.protocol import EngineInfo, Joined, RankInfo, Refused, Stranger
@@ -29,15 +29,17 @@ from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Leas
 from kvshm.version import __version__
 
 NUM_BLOCKS = 64
-RANK = """
+
+WORKER = """
 import sys
 from pathlib import Path
 from kvshm.handout import Handouts
-run_dir, namespace, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-for epoch in map(int, sys.stdin):
-    table = Handouts(run_dir, namespace).table(epoch)
+handouts, rank, table = Handouts(Path(sys.argv[1]), sys.argv[2]), int(sys.argv[3]), None
+for epoch in sys.stdin:
+    table = handouts.table(int(epoch))  # the one before goes
     table.begin_pulse(rank)
-    print("attached", flush=True)
+    table.set_life(rank)
+    print(flush=True)
 """
 
 
@@ -58,19 +60,16 @@ class Engine:
         self.handouts = Handouts(options.run_dir, options.namespace)
         self.peers: dict[int, SlotTable] = {}
         self.replica: dict[int, set[int]] = {}
-        self.ranks = {rank: self._rank(rank) for rank in range(1, options.ranks)}
+        self.workers = [self._worker(rank) for rank in range(1, options.ranks)]
         self.bit = LeaseBit(-1)
         self.failing: set[str] = set()
         self.begin_epoch()
 
-    def _rank(self, rank: int) -> subprocess.Popen[str]:
-        """A worker rank: a process that has its engine's tables until it is killed, or its engine
-        ends."""
-        place = (str(self.options.run_dir), self.options.namespace, str(rank))
-        command = [sys.executable, "-c", RANK, *place]
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
-        )
+    def _worker(self, rank: int) -> subprocess.Popen[bytes]:
+        """A process that has the engine's tables until it is killed, or its engine ends."""
+        options = self.options
+        command = [sys.executable, "-c", WORKER, str(options.run_dir), options.namespace, str(rank)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def begin_epoch(self) -> None:
         options = self.options
@@ -81,34 +80,37 @@ class Engine:
             engine=options.name,
             num_blocks=NUM_BLOCKS,
             block_size=16,
-            num_ranks=1 + len(self.ranks),
+            num_ranks=1 + len(self.workers),
             fingerprint=Fingerprint(options.fingerprint.encode().ljust(32, b"\0")),
         )
         self.table = SlotTable.create(spec, self.epoch)
         self.table.begin_pulse(None)
-        self.own_rank = SlotTable.of(self.table.name, self.table.descriptor(writable=True))
-        self.own_rank.begin_pulse(0)
-        replica = Replica.create(options.namespace, options.name, self.epoch, 8)
+        self.table.set_life(Rank(0))
+        index = Replica.create(options.namespace, options.name, self.epoch, NUM_BLOCKS)
         path = engine_socket(options.run_dir, options.namespace, self.epoch)
-        self.server = serve_epoch(path, self.table, replica)
-        for process in self.ranks.values():
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(f"{self.epoch}\n")
-            assert process.stdout.readline() == "attached\n"
-        for rank in range(1 + len(self.ranks)):
-            self.table.set_life(Rank(rank))
+        self.server = serve_epoch(path, self.table, index)
+        for worker in self.workers:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            worker.stdin.write(b"%d\n" % self.epoch)
+            worker.stdin.flush()
+            assert worker.stdout.readline()
 
-    def end_epoch(self) -> None:
-        self.table.end_life(None)
-        self.table.retire()
-        self.server.close()
-        self.own_rank.close()
-        self.table.close()
+    def new_epoch(self) -> None:
+        """As an engine does it: whoever has the old table finds that nothing in it counts."""
+        old, server = self.table, self.server
+        self.workers = [worker for worker in self.workers if worker.poll() is None]
+        self.begin_epoch()
+        self._withdraw(old, server)
 
-    @property
-    def pids(self) -> list[int]:
-        return [os.getpid(), *(process.pid for process in self.ranks.values())]
+    def end(self) -> None:
+        self._withdraw(self.table, self.server)
+
+    @staticmethod
+    def _withdraw(table: SlotTable, server: HandoutServer) -> None:
+        table.retire()
+        table.end_life(None)
+        server.close()
 
     hears, deaf = threading.Event(), threading.Event()
     hears.set()
@@ -116,16 +118,17 @@ class Engine:
     # -- Member
 
     def describe(self) -> EngineInfo:
+        pids = [os.getpid(), *(worker.pid for worker in self.workers)]
         return EngineInfo(
-            epoch=self.epoch,
+            epoch=self.options.claim_epoch or self.epoch,
             name=self.options.name,
             pid=os.getpid(),
-            fingerprint=self.table.fingerprint,
+            fingerprint=Fingerprint(self.options.fingerprint.encode().ljust(32, b"\0")),
             fields=json.loads(self.options.fields),
             num_blocks=NUM_BLOCKS,
             ranks=[
                 RankInfo(pid, MemoryDescriptor("none", self.epoch, rank, [], {}))
-                for rank, pid in enumerate(self.pids)
+                for rank, pid in enumerate(pids)
             ],
             kvshm_version=__version__,
         )
@@ -159,8 +162,8 @@ class Engine:
 
     def engine_gone(self, epoch: int, reason: str) -> None:
         table = self.peers.pop(epoch, None)
-        lives = [] if table is None else [table.life(rank) for rank in range(table.num_ranks)]
-        say("engine_gone", epoch=epoch, reason=reason, lives=lives)
+        usable = table is not None and any(map(table.is_alive, range(table.num_ranks)))
+        say("engine_gone", epoch=epoch, reason=reason, usable=usable)
 
     def engine_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
         for epoch, records in batches:
@@ -197,8 +200,8 @@ class Engine:
             self.hears.wait()
 
     def _scan(self, epoch: int) -> None:
-        records = self.peers[epoch].scan()
-        self.replica[epoch] = {record.block_id for record in unpack_records(records)}
+        table = self.peers[epoch]
+        self.replica[epoch] = {record.block_id for record in unpack_records(table.scan())}
 
     def _held(self, epoch: int) -> list[int]:
         return sorted(self.replica[epoch])
@@ -213,7 +216,7 @@ class Engine:
         return self.table.publish(records, bytes(8 * len(blocks)))
 
     def lease(self, epoch: int) -> int:
-        """Lease every READY block of an engine, for good."""
+        """Lease every READY block of a peer, for good."""
         table = self.handouts.table(epoch)
         return table.lease(self.bit, table.scan())[0]
 
@@ -235,9 +238,7 @@ class Engine:
             case "lease":
                 say("leased", blocks=self.lease(order["epoch"]))
             case "new-epoch":
-                self.ranks = {r: p for r, p in self.ranks.items() if p.poll() is None}
-                self.end_epoch()
-                self.begin_epoch()
+                self.new_epoch()
                 client.rejoin()
             case "be-deaf":
                 self.deaf.clear()
@@ -263,14 +264,16 @@ def main() -> None:
     parser.add_argument("--fields", default="{}")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--epoch", type=int, default=0)
+    parser.add_argument("--claim-epoch", type=int, default=0)
     options = parser.parse_args()
     engine = Engine(options)
-    say("started", ranks=engine.pids, epoch=engine.epoch)
+    workers = [worker.pid for worker in engine.workers]
+    say("started", workers=workers, epoch=engine.epoch, pid=os.getpid())
     client = CoordinatorClient(options.run_dir, options.namespace, engine)
     for line in sys.stdin:
         engine.obey(client, json.loads(line))
+    engine.end()
     client.close()
-    engine.end_epoch()
     say("ended")
 
 

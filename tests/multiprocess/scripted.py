@@ -37,10 +37,8 @@ def engine_info(epoch: int, name: str = "x") -> EngineInfo:
         epoch=epoch,
         name=name,
         pid=1,
-        start_time=1,
         fingerprint=b"f" * 32,
         fields={},
-        table="",
         num_blocks=1,
         ranks=[],
     )

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm.slots import SlotTable
-
 from .engines import FakeEngine, hear_everything, in_turn
 from .processes import Node, fresh_node, wait_until
 
@@ -50,7 +48,7 @@ def test_late_joiner_finds_what_was_published_before(node: Node) -> None:
 def test_while_nobody_is_there_to_hear_nothing_is_sent(node: Node) -> None:
     node.coordinator()
     alone = FakeEngine(node, "alone")
-    table = SlotTable.open(alone.joined()["table"])
+    table = alone.table()
     for block in (1, 2, 3):
         alone.do("publish", blocks=[block])
     other = FakeEngine(node, "other")
@@ -66,7 +64,7 @@ def test_what_went_to_nobody_is_found_by_who_had_joined_unnoticed(node: Node) ->
     """The newcomer has scanned the table, but the engine does not know of it yet."""
     node.coordinator()
     a = FakeEngine(node, "a")
-    table = SlotTable.open(a.joined()["table"])
+    table = a.table()
     a.do("be-deaf")
     b = FakeEngine(node, "b")
     assert b.heard("engine_joined", name="a")["blocks"] == []
@@ -108,7 +106,7 @@ def test_killed_and_restarted_coordinator_costs_nothing(node: Node) -> None:
     hear_everything(node, b)
     a.do("publish", blocks=[3])
     b.heard("engine_events", marks[1], blocks=[1, 2, 3])
-    table = SlotTable.open(a.started["table"])
+    table = a.table()
 
     def told() -> dict[str, int]:
         return table.counters.snapshot()

@@ -12,8 +12,7 @@ import zmq
 
 from kvshm.counters import SWEPT
 from kvshm.protocol import MAX_MESSAGE_BYTES, Heartbeat, JoinFirst, decode_reply, encode
-from kvshm.rundir import command_endpoint, rank_socket
-from kvshm.segment import INDEX_KIND, TABLE_KIND, Segment, segment_name, write_header
+from kvshm.rundir import command_endpoint, engine_socket, rank_socket, tables_socket
 from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
@@ -42,11 +41,10 @@ def leases(table: SlotTable) -> int:
 
 def test_serves_and_ends_cleanly(node: Node) -> None:
     coordinator = node.coordinator()
-    assert node.lease_table()
+    assert tables_socket(node.run_dir, node.namespace).exists()
     assert coordinator.terminate() == 0
     assert "event=ended" in str(coordinator.err)
     assert not list(node.run_dir.iterdir())
-    assert not node.lease_table()
 
 
 def test_sigint_ends_it_like_sigterm(node: Node) -> None:
@@ -97,7 +95,6 @@ def test_a_signal_before_it_serves_ends_it_and_leaves_nothing(
     coordinator = node.processes.python("coordinator", "-c", script, *place)
     assert coordinator.wait() == (0 if begun else -number)
     assert not node.run_dir.exists() or not list(node.run_dir.iterdir())
-    assert not node.lease_table()
     node.run_dir.mkdir(mode=0o700, exist_ok=True)
 
 
@@ -146,34 +143,28 @@ def test_version_and_documented_exit_status(node: Node) -> None:
 # -- deaths
 
 
-def test_death_withdraws_sweeps_and_unlinks(node: Node) -> None:
+def test_death_withdraws_sweeps_and_clears_up(node: Node) -> None:
     coordinator = node.coordinator()
     living, dying = in_turn(node, "living", "dying")
-    bit = dying.joined()["bit"]
+    bit, epoch = dying.joined()["bit"], dying.started["epoch"]
     living.heard("engine_joined", name="dying")
     living.do("publish", blocks=[1, 2, 3])
-    assert dying.do("lease", table=living.started["table"])["blocks"] == 3
-    table = SlotTable.open(dying.started["table"])
-    assert table.life(Rank(0)) == table.epoch
-    replica = Segment.create(
-        segment_name(node.namespace, INDEX_KIND, "dying", table.epoch, 2), 4096
-    )
-    write_header(replica, b"KVSHMIDX", 4096, table.epoch, table.identity)
-    replica.close()
-    left = rank_socket(node.run_dir, node.namespace, table.epoch, 0)
+    assert dying.do("lease", epoch=living.started["epoch"])["blocks"] == 3
+    table = dying.table()
+    assert table.is_alive(Rank(0))
+    left = rank_socket(node.run_dir, node.namespace, f"{epoch:x}", 0)
     leave_socket(left)
 
     dying.process.kill()
 
-    gone = living.heard("engine_gone", epoch=table.epoch)
+    gone = living.heard("engine_gone", epoch=epoch)
     assert gone["reason"] == f"process {dying.process.pid} died"
-    assert gone["lives"] in ([0], [])  # withdrawn before anybody was told
+    assert not gone["usable"], "withdrawn before anybody was told"
     coordinator.wait_err("event=death engine=dying")
-    assert table.life(Rank(0)) == 0
-    assert leases(SlotTable.open(living.started["table"])) == 0
-    assert node.segments(TABLE_KIND) == [living.started["table"]]
-    assert node.segments(INDEX_KIND) == []
-    assert not left.exists()
+    assert not table.is_alive(Rank(0))
+    assert leases(living.table()) == 0
+    wait_until(lambda: not left.exists(), "what lies there of the dead is removed")
+    assert node.sockets() == [living.started["epoch"]]
     successor = FakeEngine(node, "successor")
     assert successor.joined()["bit"] not in (bit, living.joined()["bit"])  # never used first
 
@@ -184,13 +175,15 @@ def test_death_of_a_rank_ends_the_epoch_but_keeps_the_bit(node: Node) -> None:
     engine = FakeEngine(node, "engine", "--ranks", "2")
     joined = engine.joined()
     watcher.heard("engine_joined", name="engine")
-    table = SlotTable.open(engine.started["table"])
+    table = engine.table()
+    assert all(table.is_alive(Rank(rank)) for rank in range(2))
 
-    os.kill(engine.started["ranks"][1], signal.SIGKILL)
+    os.kill(engine.started["workers"][0], signal.SIGKILL)
 
+    wait_until(lambda: table.died, "the kernel has marked it")
+    assert not any(table.is_alive(Rank(rank)) for rank in range(2)), "before anybody has told"
     watcher.heard("engine_gone", epoch=joined["epoch"])
     coordinator.wait_err("event=death engine=engine")
-    assert [table.life(Rank(rank)) for rank in range(2)] == [0, 0]
     engine.heard("coordinator_lost")
     assert engine.heard("refused")["reason"] == "this epoch has ended"
     mark = engine.mark()
@@ -204,15 +197,21 @@ def test_leave_is_told_and_the_leases_go_with_the_process(node: Node) -> None:
     epoch = leaving.joined()["epoch"]
     staying.heard("engine_joined", name="leaving")
     staying.do("publish", blocks=[5])
-    leaving.do("lease", table=staying.started["table"])
-    table = SlotTable.open(staying.started["table"])
+    leaving.do("lease", epoch=staying.started["epoch"])
+    table = staying.table()
+    worker = leaving.table()  # one that has the old table, too, and may give leases back
+    worker.begin_pulse(Rank(0))
     mark = leaving.mark()
     leaving.do("new-epoch")
     assert staying.heard("engine_gone", epoch=epoch)["reason"] == "left"
     coordinator.wait_err("event=leave engine=leaving")
     assert leases(table) == 1 << leaving.joined(mark)["bit"], "something of it may be under way"
+    assert not coordinator.err.matching(lambda line: "event=death" in line)
     leaving.end()
-    wait_until(lambda: table.counters.read(SWEPT) > 0, "the leases of the process are swept")
+    staying.heard("engine_gone", epoch=leaving.joined(mark)["epoch"])
+    assert leases(table) != 0
+    worker.close()
+    wait_until(lambda: table.counters.read(SWEPT) > 0, "the leases of the processes are swept")
     assert leases(table) == 0
     assert table.counters.read(SWEPT) == 1
 
@@ -223,13 +222,13 @@ def test_stopped_engine_is_suspected_then_recovered_never_swept(node: Node) -> N
     epoch = stopped.joined()["epoch"]
     other.heard("engine_joined", name="stopped")
     other.do("publish", blocks=[1])
-    stopped.do("lease", table=other.started["table"])
+    stopped.do("lease", epoch=other.started["epoch"])
+    held, table = other.table(), stopped.table()
     stopped.process.signal(signal.SIGSTOP)
     other.heard("engine_suspected", epoch=epoch)
-    held, table = SlotTable.open(other.started["table"]), SlotTable.open(stopped.started["table"])
     assert leases(held) == 1 << stopped.joined()["bit"]
-    assert table.life(Rank(0)) == epoch
-    assert len(node.segments(TABLE_KIND)) == 2
+    assert table.is_alive(Rank(0))
+    assert node.handouts.table_from_coordinator(epoch).epoch == epoch, "which answers for it"
     stopped.process.signal(signal.SIGCONT)
     other.heard("engine_recovered", epoch=epoch)
     assert leases(held) == 1 << stopped.joined()["bit"]
@@ -251,14 +250,15 @@ def test_lease_bits_run_out_and_come_back(node: Node) -> None:
 # -- restarts
 
 
-def test_restart_keeps_bits_and_sweeps_owners_who_died_meanwhile(node: Node) -> None:
+def test_restart_keeps_bits_and_sweeps_those_of_who_died_meanwhile(node: Node) -> None:
     first = node.coordinator()
     a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
     bits = {engine.name: engine.joined()["bit"] for engine in (a, b)}
     assert bits["a"] != bits["b"]
     a.do("publish", blocks=[1, 2])
     b.heard("engine_joined", name="a")
-    b.do("lease", table=a.started["table"])
+    b.do("lease", epoch=a.started["epoch"])
+    table, left = a.table(), engine_socket(node.run_dir, node.namespace, b.started["epoch"])
     mark = a.mark()
     first.kill()
     b.process.kill()
@@ -267,8 +267,8 @@ def test_restart_keeps_bits_and_sweeps_owners_who_died_meanwhile(node: Node) -> 
 
     a.heard("coordinator_lost", mark)
     assert a.joined(mark)["bit"] == bits["a"]
-    second.wait_err(f"event=removed segment={b.started['table']}")
-    table = SlotTable.open(a.started["table"])
+    assert FakeEngine(node, "newcomer").joined()["bit"] != bits["a"]
+    second.wait_err(f"event=removed path={left}")
     wait_until(lambda: leases(table) == 0, "the dead importer's leases are swept")
     a.heard("engine_gone", mark, epoch=b.joined()["epoch"])
 
@@ -278,16 +278,13 @@ def test_clean_end_leaves_living_engines_alone(node: Node) -> None:
     living, dead = FakeEngine(node, "living"), FakeEngine(node, "dead")
     living.joined()
     dead.joined()
+    epochs = {engine.started["epoch"] for engine in (living, dead)}
     assert coordinator.terminate() == 0
-    assert sorted(node.segments(TABLE_KIND)) == sorted(
-        engine.started["table"] for engine in (living, dead)
-    )
-    assert node.lease_table()
+    assert set(node.sockets()) == epochs
     dead.process.kill()
     assert node.coordinator().terminate() == 0
-    assert node.segments(TABLE_KIND) == [living.started["table"]]
-    assert node.lease_table()
-    assert SlotTable.open(living.started["table"]).life(Rank(0)) != 0
+    assert node.sockets() == [living.started["epoch"]]
+    assert living.table().is_alive(Rank(0))
 
 
 # -- refusals
@@ -312,38 +309,42 @@ def test_other_fingerprints_do_not_meet_and_learn_why(node: Node) -> None:
     coordinator.wait_err("event=cannot-share engine=b .* differs=weights here=2222 there=1111")
 
 
-def test_pid_must_be_the_sockets(node: Node) -> None:
+def test_nobody_joins_with_the_table_of_another_process(node: Node) -> None:
     coordinator = node.coordinator()
-    refused = FakeEngine(node, "liar", "--claim-pid", "1").heard("refused")
-    assert "--pid=host" in refused["remedy"]
-    coordinator.wait_err("event=refused .*engine=liar")
+    honest = FakeEngine(node, "honest")
+    epoch = honest.joined()["epoch"]
+    restarted = coordinator.terminate() == 0 and node.coordinator()
+    assert restarted
+    liar = FakeEngine(node, "liar", "--claim-epoch", str(epoch))
+    assert liar.heard("refused")["reason"] in (
+        f"its slot table is served by pid {honest.process.pid}, uid {os.geteuid()}",
+        "another engine has this epoch",
+    )
+    restarted.wait_err("event=refused .*engine=liar")
 
 
-def test_table_must_lie_in_the_same_shared_memory(node: Node) -> None:
+def test_the_table_must_be_to_be_had_in_the_same_run_directory(node: Node) -> None:
     node.coordinator()
-    epoch = 0x1234
-    elsewhere = segment_name(node.namespace, TABLE_KIND, "elsewhere", epoch)
-    engine = FakeEngine(node, "x", "--epoch", str(epoch), "--claim-table", elsewhere)
-    refused = engine.heard("refused")
-    assert elsewhere in refused["reason"]
-    assert "--ipc=host" in refused["remedy"]
+    refused = FakeEngine(node, "x", "--claim-epoch", str(0x1234)).heard("refused")
+    assert "not to be had in the coordinator's run directory" in refused["reason"]
+    assert "one run directory" in refused["remedy"]
     assert not refused["retry"]
 
 
 def test_another_namespace_is_left_alone(node: Node) -> None:
-    with fresh_node() as neighbour:
-        absent, there = neighbour.coordinator(), FakeEngine(neighbour, "there")
-        there.joined()
-        absent.kill()
-        there.process.kill()
-        coordinator = node.coordinator()
-        here = FakeEngine(node, "here")
-        assert here.joined()["roster"] == []
-        here.process.kill()
-        coordinator.wait_err("event=death engine=here")
-        assert coordinator.terminate() == 0
-        assert neighbour.segments(TABLE_KIND) == [there.started["table"]]
-        assert neighbour.lease_table()
+    neighbour = node.with_other_namespace()
+    absent, there = neighbour.coordinator(), FakeEngine(neighbour, "there")
+    there.joined()
+    absent.kill()
+    there.process.kill()
+    coordinator = node.coordinator()
+    here = FakeEngine(node, "here")
+    assert here.joined()["roster"] == []
+    here.process.kill()
+    coordinator.wait_err("event=death engine=here")
+    assert coordinator.terminate() == 0
+    assert neighbour.sockets() == [there.started["epoch"]]
+    assert node.sockets() == []
 
 
 # -- what must not crash it

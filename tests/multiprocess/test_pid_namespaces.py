@@ -1,41 +1,25 @@
-"""One /dev/shm, two pid namespaces: what the other's pids say is nothing, not death."""
+"""Engines and coordinator in pid namespaces of their own, as containers have them, share."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvshm.coordinator.reaper import Reaper
 
-from kvshm.coordinator.actions import Process
-from kvshm.segment import TABLE_KIND, identity_of, is_alive, is_dead, owner_of
-from kvshm.slots import SlotTable, TableSpec
-from kvshm.terms import Epoch, Rank
+from kvshm.slots import SlotTable
+from kvshm.terms import Rank
 
-from .engines import FakeEngine
-from .processes import Node, fresh_node
+from .engines import FakeEngine, hear_everything
+from .processes import Managed, Node, fresh_node, wait_until
 from .sandbox import OWN_PIDS, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
 
-MAKE_TABLE = """
-import sys
-from kvshm.segment import identity_of
-from kvshm.slots import SlotTable, TableSpec
-table = SlotTable.create(TableSpec(sys.argv[1], "e", 8, 16, 1, bytes(32)), 77, identity_of())
-table.set_life(0)
-"""
-SWEEP = """
-import sys
-from pathlib import Path
-from kvshm.coordinator.reaper import Reaper
-Reaper(Path(sys.argv[2]), sys.argv[1]).sweep_leftovers()
-"""
+APART = (*OWN_PIDS, sys.executable)
 
 
 @pytest.fixture
@@ -45,54 +29,90 @@ def node() -> Iterator[Node]:
         yield node
 
 
-def run_apart(node: Node, script: str) -> None:
-    command = [*OWN_PIDS, sys.executable, "-c", script, node.namespace, str(node.run_dir)]
-    subprocess.run(command, check=True, timeout=200)
+def inside(outside: Managed) -> int:
+    """The pid here of what is process 1 of its namespace."""
+    children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text("ascii")
+    return int(children.split()[0])
 
 
-def test_a_living_engines_table_is_not_swept_from_another_pid_namespace(node: Node) -> None:
-    spec = TableSpec(node.namespace, "e", 8, 16, 1, bytes(32))
-    table = SlotTable.create(spec, Epoch(77), identity_of())
-    table.set_life(Rank(0))
-    run_apart(node, SWEEP)
-    assert node.segments(TABLE_KIND) == [table.name]
-    assert table.life(Rank(0)) == table.epoch
-    table.unlink()
-    table.close()
+def leases(table: SlotTable) -> int:
+    held = 0
+    for slot in table.slots():
+        held |= slot.leases
+    return held
 
 
-def test_what_another_pid_namespace_made_outlives_every_sweep_here(node: Node) -> None:
-    """Its process is dead by now, but that cannot be seen from here."""
-    run_apart(node, MAKE_TABLE)
-    [name] = node.segments(TABLE_KIND)
-    owner = owner_of(name)
-    assert not is_alive(owner)
-    assert not is_dead(owner)
-    reaper = Reaper(Path(node.run_dir), node.namespace)
-    reaper.sweep_leftovers()
-    reaper.sweep_process(Process(owner.pid, owner.start_time))  # of equal numbers, here
-    assert node.segments(TABLE_KIND) == [name]
-    table = SlotTable.open(name)
-    assert table.life(Rank(0)) == table.epoch
-    table.unlink()
-    table.close()
+def three(node: Node, apart: bool) -> list[FakeEngine]:
+    """An exporter, and two importers that have leased all it has."""
+    python = APART if apart else (sys.executable,)
+    exporter = FakeEngine(node, "exporter", python=python)
+    exporter.joined()
+    exporter.do("publish", blocks=[1, 2])
+    importers = [FakeEngine(node, name, python=python) for name in ("dying", "living")]
+    for importer in importers:
+        assert importer.heard("engine_joined", name="exporter")["blocks"] == [1, 2]
+        assert importer.do("lease", epoch=exporter.started["epoch"])["blocks"] == 2
+    hear_everything(node, exporter, *importers)
+    return [exporter, *importers]
 
 
-def test_a_bit_of_another_pid_namespace_is_neither_swept_nor_handed_on(node: Node) -> None:
+def only_the_dead_is_gone(exporter: FakeEngine, dying: FakeEngine, living: FakeEngine) -> None:
+    """A death of one of two that have the same number is that of one."""
+    held, ended = exporter.table(), dying.table()
+    bits = {engine.name: engine.joined()["bit"] for engine in (exporter, dying, living)}
+    assert len({*bits.values(), -1}) == 4
+    assert leases(held) == 1 << bits["dying"] | 1 << bits["living"]
+    dying.process.kill()
+    wait_until(lambda: not ended.is_alive(Rank(0)), "the kernel has marked it")
+    for engine in (exporter, living):
+        gone = engine.heard("engine_gone", epoch=dying.started["epoch"])
+        assert gone["reason"].endswith("died")
+    wait_until(lambda: leases(held) == 1 << bits["living"], "the leases of the dead are swept")
+    living.do("publish", blocks=[3])
+    exporter.heard("engine_events", epoch=living.started["epoch"], blocks=[3])
+    for engine in (exporter, living):
+        told = [said["epoch"] for said in engine.all_heard("engine_gone")]
+        assert not {exporter.started["epoch"], living.started["epoch"]} & set(told)
+    held.close()
+    ended.close()
+
+
+def test_engines_that_are_all_process_1_share_and_one_dies(node: Node) -> None:
+    coordinator = node.coordinator()
+    exporter, dying, living = three(node, apart=True)
+    assert {engine.started["pid"] for engine in (exporter, dying, living)} == {1}
+    only_the_dead_is_gone(exporter, dying, living)
+    coordinator.wait_err("event=death engine=dying")
+    again = FakeEngine(node, "again", python=APART)
+    assert again.joined()["roster"] == ["exporter", "living"]
+
+
+def test_a_coordinator_that_sees_no_engine_tells_them_apart(node: Node) -> None:
+    """To it all of them are process 0."""
+    coordinator = node.coordinator(python=APART)
+    exporter, dying, living = three(node, apart=False)
+    only_the_dead_is_gone(exporter, dying, living)
+    mark, epoch = living.mark(), living.started["epoch"]
+    living.do("new-epoch")
+    again = living.joined(mark)
+    exporter.heard("engine_gone", epoch=epoch, reason="left")
+    assert again["bit"] not in (-1, exporter.joined()["bit"])
+    os.kill(inside(coordinator), signal.SIGTERM)
+    assert coordinator.wait() == 0
+
+
+def test_a_coordinator_restarted_in_another_namespace_gives_everybody_his_bit(node: Node) -> None:
     first = node.coordinator()
-    engine = FakeEngine(node, "living")
-    engine.joined()
+    engines = three(node, apart=True)
+    bits = [engine.joined()["bit"] for engine in engines]
+    marks = [engine.mark() for engine in engines]
+    held = engines[0].table()
+    before = leases(held)
     first.kill()
-    second = node.coordinator(python=(*OWN_PIDS, sys.executable))
-    second.wait_err("event=bits-unknown .*bits=1 ")
-    table = SlotTable.open(engine.started["table"], writable=False)
-    assert table.life(Rank(0)) == table.epoch
-    table.close()
-    inside = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()[0]
-    os.kill(int(inside), signal.SIGTERM)
+    second = node.coordinator(python=APART)
+    again = [engine.joined(mark)["bit"] for engine, mark in zip(engines, marks, strict=True)]
+    assert again == bits
+    assert leases(held) == before
+    held.close()
+    os.kill(inside(second), signal.SIGTERM)
     assert second.wait() == 0
-    assert node.lease_table(), "for the engine that still holds its bit"
-    third = node.coordinator()
-    third.wait_err("event=serving .*bits_kept=1 bits_of_dead=0")
-    engine.end()
-    assert third.terminate() == 0
