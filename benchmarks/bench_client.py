@@ -43,7 +43,6 @@ from kvshm.interfaces import MemoryDescriptor
 from kvshm.life import EngineSpec
 from kvshm.protocol import RankInfo
 from kvshm.records import RECORD_BYTES, BlockRecord, pack_records, unpack_records
-from kvshm.segment import identity_of
 from kvshm.terms import BlockHash, BlockId, Generation, Rank
 
 ENGINES = 8
@@ -62,8 +61,8 @@ def engine(name: str, core: int) -> SharedCache:
     config = Config.from_env(os.environ)
     spec = EngineSpec(name, "none", BLOCKS, 16, asynchronous=True)
     cache = join_cache(config, spec, Path(config.run_dir))
-    identity = identity_of()
-    rank = RankInfo(identity.pid, identity.start_time, MemoryDescriptor("none", 0, 0, [], {}))
+
+    rank = RankInfo(os.getpid(), MemoryDescriptor("none", 0, 0, [], {}))
     cache.open_epoch([rank], lambda: {"weights": "none"})
     while (table := cache.table) is None or cache.num_peers < ENGINES:
         time.sleep(0.01)

@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-import uuid
 
 from gpu_memory import no_gpu
+from gpu_node import table_of
 from gpu_peer import Cache, GpuPeer, block_ids
 from measurement import percentiles, report
 
 from kvshm.records import unpack_records
-from kvshm.slots import SlotTable
-from kvshm.terms import LeaseBit, Rank
+from kvshm.terms import Epoch, LeaseBit, Rank
 
 LAYERS, BLOCK_BYTES = 32, 2 * 8 * 128 * 2 * 16
 WIDTH, INNER = 4096, 14336
@@ -39,8 +38,8 @@ def main() -> int:
         cache = Cache(0)
         cache.make(seed=2, **shape)
         attached = cache.attach(exporter.call("export", epoch=1))["seconds"]
-        name = exporter.call("publish_all", namespace="t" + uuid.uuid4().hex[:10], epoch=1)
-        milliseconds = [import_all(cache, name, blocks) * 1e3 for _ in range(50)]
+        exporter.call("publish_all", epoch=1)
+        milliseconds = [import_all(cache, Epoch(1), blocks) * 1e3 for _ in range(50)]
         exporter.call("unpublish")
         report(
             "gpu import of a prefix", tokens=blocks * 16, layers=LAYERS,
@@ -53,9 +52,9 @@ def main() -> int:
     return 0
 
 
-def import_all(cache: Cache, name: str, blocks: int) -> float:
+def import_all(cache: Cache, epoch: Epoch, blocks: int) -> float:
     """Lease, copy, re-check and release all blocks; seconds."""
-    table = SlotTable.open(name)
+    table = table_of(epoch)
     packed = table.scan()
     begun = time.perf_counter()
     length, taken = table.lease(LeaseBit(0), packed)

@@ -20,12 +20,13 @@ from measurement import percentiles, report
 
 from kvshm.cache import SharedCache
 from kvshm.config import Config
+from kvshm.handout import HandoutServer
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.life import EngineSpec
 from kvshm.peers import Peers
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.records import BlockRecord, pack_records
-from kvshm.segment import identity_of
+from kvshm.rundir import tables_socket
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 
@@ -45,18 +46,17 @@ def digest(text: str) -> bytes:
 def engine(namespace: str, number: int, blocks: int) -> tuple[SlotTable, EngineInfo]:
     """Another engine with all its blocks published; the prompts' come first."""
     spec = TableSpec(namespace, f"e{number}", blocks, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(100 + number), identity_of())
+    table = SlotTable.create(spec, Epoch(100 + number))
     records = (
         BlockRecord(BlockHash(digest(f"{number} {n}")), BlockId(n), Generation(0), n)
         for n in range(blocks)
     )
     table.publish(pack_records(records), bytes(8 * blocks))
     table.set_life(Rank(0))
-    pid, born = table.identity.pid, table.identity.start_time
     info = EngineInfo(
-        epoch=table.epoch, name=spec.engine, pid=pid, start_time=born, fields={},
-        fingerprint=bytes(32), table=table.name, num_blocks=blocks, lease_bit=number,
-        ranks=[RankInfo(pid, born, MemoryDescriptor("none", table.epoch, 0, [], {}))],
+        epoch=table.epoch, name=spec.engine, pid=table.pid, fields={},
+        fingerprint=bytes(32), num_blocks=blocks, lease_bit=number,
+        ranks=[RankInfo(table.pid, MemoryDescriptor("none", table.epoch, 0, [], {}))],
     )  # fmt: skip
     return table, info
 
@@ -83,7 +83,7 @@ def cool() -> None:
 def opened(cache: SharedCache) -> Peers:
     """The cache's peers, once its epoch has begun."""
     memory = MemoryDescriptor("none", Epoch(0), 0, [], {})
-    cache.open_epoch([RankInfo(os.getpid(), 1, memory)], lambda: {"weights": "w"})
+    cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: {"weights": "w"})
     while (life := cache.life) is None:
         time.sleep(0.001)  # another thread begins it
     return life.peers
@@ -116,26 +116,31 @@ def main() -> None:
 
 def run(engines: int, blocks: int) -> None:
     namespace = f"bench{os.getpid()}"
-    tables = []
+    tables: dict[int, SlotTable] = {}
     with tempfile.TemporaryDirectory() as directory:
         config = Config.from_env({"KVSHM_NAMESPACE": namespace})
+        # In place of the coordinator, which hands the tables out.
+        server = HandoutServer(
+            tables_socket(Path(directory), namespace),
+            lambda asked: tables[asked.epoch].descriptor(asked.writable),
+        )
         cache = SharedCache(config, EngineSpec("me", "model", 64, 16), Path(directory))
         try:
             peers = opened(cache)
             for number in range(engines):
                 table, info = engine(namespace, number, blocks)
-                tables.append(table)
+                tables[info.epoch] = table
                 peers.joined(info)
             measured = measure(cache, peers, engines)
-            for table in tables:
+            assert peers.stats().usable == engines
+            for table in tables.values():
                 peers.gone(table.epoch)
             nobody = timed(lambda: cache.probe([digest("x")], 0, 1), CALLS, warm)
             report("lookup", unit="us", engines=engines, blocks=blocks,
                    **measured, **{"probe, no peer": nobody})  # fmt: skip
         finally:
             cache.close()
-            for table in tables:
-                table.unlink()
+            server.close()
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
+
+from gpu_node import hand_out, own_socket, shared_directory, table_of
 
 from kvshm.terms import BlockId, Epoch, Rank
 
@@ -45,7 +45,8 @@ class GpuPeer:
     ) -> None:  # fmt: skip
         """``visible`` sets CUDA_VISIBLE_DEVICES for it; ``program`` answers by ``answer_calls``
         and is given the device's number."""
-        environment = {**os.environ, "GPU_PEER": "1", **environment}
+        directory = {"GPU_PEER_DIR": str(shared_directory())}
+        environment = {**os.environ, "GPU_PEER": "1", **directory, **environment}
         if visible is not None:
             environment["CUDA_VISIBLE_DEVICES"] = visible
         self.process = subprocess.Popen(
@@ -110,7 +111,6 @@ class Cache:
         self.copies: dict[int, Any] = {}
         self.attachments: list[Any] = []
         self.busy = threading.Event()
-        self.run_dir = tempfile.TemporaryDirectory(prefix="kv-")
 
     # -- memory
 
@@ -141,7 +141,7 @@ class Cache:
         self.fill(seed)
         self.transport = CudaIpcTransport(
             DeviceMemory(self.tensor.data_ptr(), nbytes, self.tensor), regions, 0,
-            Path(self.run_dir.name) / "fds", **options,
+            own_socket(), **options,
         )  # fmt: skip
         return int(self.tensor.data_ptr())
 
@@ -243,26 +243,24 @@ class Cache:
 
     # -- with slots: an exporter that reuses its blocks while others copy them
 
-    def publish_all(self, namespace: str, epoch: Epoch) -> str:
-        """Create a slot table and publish all blocks; the name of the table."""
-        from kvshm.segment import identity_of
+    def publish_all(self, epoch: Epoch) -> None:
+        """Create a slot table, publish all blocks and hand the table out (``table_of``)."""
         from kvshm.slots import SlotTable, TableSpec
         from kvshm.terms import Fingerprint
 
-        spec = TableSpec(namespace, "a", self.blocks, 16, 1, Fingerprint(b"f" * 32))
-        self.table = SlotTable.create(spec, epoch, identity_of())
+        spec = TableSpec("gpu", "a", self.blocks, 16, 1, Fingerprint(b"f" * 32))
+        self.table = SlotTable.create(spec, epoch)
         self.table.set_life(Rank(0))
         for block in block_ids(self.blocks):
             self._publish(block)
-        return str(self.table.name)
+        self.handout = hand_out(self.table)
 
-    def serve(self, namespace: str, epoch: Epoch) -> str:
-        """Publish all blocks and rewrite them at random until ``rest``; the table's name."""
-        name = self.publish_all(namespace, epoch)
+    def serve(self, epoch: Epoch) -> None:
+        """Publish all blocks and rewrite them at random until ``rest``."""
+        self.publish_all(epoch)
         self._churner = threading.Thread(target=self._churn, daemon=True)
         self.busy.set()
         self._churner.start()
-        return name
 
     def _publish(self, block: BlockId) -> None:
         from kvshm.records import BlockRecord, pack_records
@@ -287,23 +285,22 @@ class Cache:
             self._publish(block)
 
     def rest(self) -> None:
-        """End the rewriting and remove the table."""
+        """End the rewriting and hand the table out no more."""
         self.busy.clear()
         self._churner.join()
         self.unpublish()
 
     def unpublish(self) -> None:
-        """Remove the table."""
-        self.table.unlink()
+        """Hand the table out no more."""
+        self.handout.close()
         self.table.close()
 
-    def judge(self, table: str, seconds: float) -> dict[str, int]:
+    def judge(self, epoch: Epoch, seconds: float) -> dict[str, int]:
         """Copy published blocks, re-check, and compare what was accepted: how many were
         delivered, discarded because they had been reused meanwhile, and delivered wrongly."""
         from kvshm.records import RECORD_BYTES
-        from kvshm.slots import SlotTable
 
-        slots = SlotTable.open(table)
+        slots = table_of(epoch)
         seen = {"delivered": 0, "discarded": 0, "wrong": 0, "failed": 0}
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

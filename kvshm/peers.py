@@ -330,7 +330,8 @@ class Peers:
 
     def _usable(self, peer: Peer) -> bool:
         """Whether lookups may name the peer; a hint like everything here, the lease decides."""
-        return not peer.table.retired and peer.avoided_until <= self._clock()
+        table = peer.table
+        return not (table.retired or table.owner_died) and peer.avoided_until <= self._clock()
 
     def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
         self._later.suspect(epoch, suspected)

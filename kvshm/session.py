@@ -60,14 +60,12 @@ DESCRIBE_SECONDS = 0.05
 REPLY_SECONDS = 2.0
 BACK_OFF_SECONDS = (0.1, 2.0)
 REFUSED_SECONDS = 30.0
-MISSING_SECONDS = 10.0
-"""How long engines may take to join a restarted coordinator before they count as gone."""
+MISSING_SECONDS = 10.0  # engines that have not joined a restarted coordinator by then are gone
 UNHEARD_SECONDS = 5.0
-"""After so long without a word from any coordinator the member is told that there is none."""
+"""After so long without a word from any the member is told that there is no coordinator."""
 LINGER_MS = 500
 DESCRIPTORS = 24
-"""More than libzmq opens for a context, two sockets and their connections, and the engine for the
-tables it then makes."""
+"""More than a context with two sockets takes, and the tables that the engine then makes."""
 
 
 class _State(Enum):

@@ -5,13 +5,13 @@
 
 GPU_PYTHON ?= python3
 GPU_VERSION ?= 3.12
-GPU_WHEELS := pyzmq msgspec posix-ipc xxhash pytest pytest-timeout
+GPU_WHEELS := pyzmq msgspec xxhash pytest pytest-timeout
 GPU_SITE := dist/gpu-site
 GPU_PATH := $(CURDIR):$(CURDIR)/examples:$(CURDIR)/$(GPU_SITE)
 GPU_BENCH := PYTHONPATH=$(GPU_PATH) timeout --kill-after=10 295 $(GPU_PYTHON)
 # Warnings are no errors here: they are those of a torch we did not choose.
 GPU_TEST := $(GPU_BENCH) -m pytest -p no:cacheprovider -q -rs -W default --timeout 250
-GPU_IMPORTS := import kvshm._native, zmq, msgspec, posix_ipc, xxhash, pytest, pytest_timeout
+GPU_IMPORTS := import kvshm._native, zmq, msgspec, xxhash, pytest, pytest_timeout
 GPU_STEPS := gpu-roundtrip gpu-driver gpu-conformance gpu-bytes gpu-death gpu-peers gpu-demos
 GPU_BENCHES := gpu-copy-rates gpu-import-times
 

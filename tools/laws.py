@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from kvshm.records import SlotState, table_bytes
+from kvshm.records import table_bytes
 from kvshm.segment import SegmentName
 
 from .snapshot import TableSnapshot
@@ -45,29 +45,16 @@ def stated(name: SegmentName, texts: list[str], patience: float = SOON) -> Itera
 
 
 def of_table(table: TableSnapshot) -> Iterator[Violation]:
-    """Laws of one slot table: its slots and life words, what it says it is, and who has it."""
+    """Laws of one slot table: its slots and life words, and what it says it is."""
     yield from stated(table.name, table.problems)
     needed = table_bytes(table.num_blocks, len(table.life))
     if needed != table.nbytes:
         sizes = f"{table.num_blocks} blocks of {len(table.life)} ranks"
         yield _header(table, f"says {sizes}, that is {needed} bytes, of {table.nbytes}")
-    if table.died:
-        yield from _of_dead(table)
 
 
 def _header(table: TableSnapshot, law: str, patience: float = SOON) -> Violation:
     return Violation(str(table.name), "header", law, patience)
-
-
-def _of_dead(table: TableSnapshot) -> Iterator[Violation]:
-    """What a dead engine showed the others is withdrawn by the coordinator."""
-    dead = f"a process of its engine (pid {table.pid}) is dead"
-    for rank, word in enumerate(table.life):
-        if word:
-            yield _header(table, f"life of rank {rank} goes on, but {dead}", AFTER_A_SWEEP)
-    ready = [block for block, slot in table.slots.items() if slot.state is SlotState.READY]
-    for block in ready:
-        yield Violation(str(table.name), f"slot {block}", f"READY, but {dead}", AFTER_A_SWEEP)
 
 
 # -- what has to agree across tables

@@ -115,7 +115,6 @@ class CudaIpcTransport:
     """
 
     name = "cuda_ipc"
-    """Not proven (docs/gpu.md)."""
     settings = ("staging",)
     """Of Config, for the constructor (kvshm.interfaces.load_transport)."""
     adopt = staticmethod(DeviceMemory)

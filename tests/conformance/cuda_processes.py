@@ -105,7 +105,6 @@ class RemoteTransport:
     """A CudaIpcTransport elsewhere (kvshm.interfaces.Transport)."""
 
     name = "cuda_ipc"
-    memory_outlives_exporter = False
 
     def __init__(
         self, process: RankProcess, sizes: Sequence[int], regions: Sequence[Region],

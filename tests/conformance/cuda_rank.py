@@ -6,13 +6,12 @@ from torch: tests/gpu shares torch's.
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
 from gpu_memory import held
+from gpu_node import own_socket
 from gpu_peer import answer_calls
 
 from kvshm.interfaces import Copy, MemoryDescriptor, Region
@@ -34,15 +33,13 @@ class Rank:
         self.things: list[Any] = []
         """Attachments and copies, by the number that the caller knows."""
         self.holding = ExitStack()
-        self.run_dir = tempfile.TemporaryDirectory(prefix="kv-")
 
     def build(self, sizes: list[int], regions: str, fault: str | None, virtual: bool) -> None:
         """``virtual``: of VMM memory, which is handed over as descriptors."""
         self.memories = [DeviceMemory(self._allocate(size, virtual), size) for size in sizes]
         decoded = msgspec.msgpack.decode(bytes.fromhex(regions), type=list[Region])
-        socket = Path(self.run_dir.name) / "fds"
         self.transport = CudaIpcTransport(
-            self.memories, decoded, 0, socket, fault, driver=self.driver
+            self.memories, decoded, 0, own_socket(), fault, driver=self.driver
         )
 
     def _allocate(self, nbytes: int, virtual: bool) -> int:

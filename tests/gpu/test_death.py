@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 
 import msgspec
 import pytest
@@ -92,14 +91,13 @@ def test_a_reused_block_is_never_delivered(start: Start) -> None:
     exporter, importers = start(), [start(), start()]
     shape = {"layers": 16, "blocks": 32, "block_bytes": 65536}
     exporter.call("make", seed=1, **shape)
-    namespace = "t" + uuid.uuid4().hex[:10]
     descriptor = exporter.call("export", epoch=5)
-    table = exporter.call("serve", namespace=namespace, epoch=5)
+    exporter.call("serve", epoch=5)
     try:
         for seed, importer in enumerate(importers, 2):
             importer.call("make", seed=seed, **shape)
             importer.call("attach", descriptor=descriptor)
-            importer.send("judge", table=table, seconds=20)
+            importer.send("judge", epoch=5, seconds=20)
         seen = [importer.answer() for importer in importers]
     finally:
         exporter.call("rest")

@@ -1,7 +1,7 @@
 """An engine that writes its replica index, as a process of its own, told what to do by lines.
 
 ``grow N`` publishes contents up to N; ``churn`` publishes and retracts other contents until
-the next line comes; ``die STAGE`` grows once more and kills itself in the middle of it.
+the next line comes; ``die`` grows once more and kills itself in the middle of it.
 Answers each line with one of its own, after the work.  Content n is block n of row 0.
 """
 
@@ -11,11 +11,15 @@ import os
 import select
 import signal
 import sys
+from pathlib import Path
 
 from kvshm import index
+from kvshm.handout import HandoutServer
 from kvshm.records import BlockRecord, RecordKind, pack_records
-from kvshm.segment import identity_of
+from kvshm.rundir import engine_socket
+from kvshm.terms import Epoch
 
+EPOCH = Epoch(7)
 CAPACITY = 64
 NUM_BLOCKS = 1 << 14
 CHURNED = range(NUM_BLOCKS - 40, NUM_BLOCKS)
@@ -54,17 +58,16 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def arm(stage: str) -> None:
-    """Die while the index grows: before the larger one is announced, or right after."""
-    if stage == "filled":
-        copy = index._native.index_copy
-        index._native.index_copy = lambda *segments: (copy(*segments), die())
-    else:
-        index.Segment.unlink = lambda _: die()
+def arm() -> None:
+    """Die while the index grows, before the larger one is handed out."""
+    copy = index._native.index_copy
+    index._native.index_copy = lambda *segments: (copy(*segments), die())
 
 
-def main(namespace: str) -> None:
-    replica = index.Replica.create(namespace, "writer", 7, identity_of(), CAPACITY)
+def main(run_dir: str, namespace: str) -> None:
+    replica = index.Replica.create(namespace, "writer", EPOCH, CAPACITY)
+    path = engine_socket(Path(run_dir), namespace, EPOCH)
+    server = HandoutServer(path, lambda _: replica.descriptor())
     replica.add_row(9, "exporter", NUM_BLOCKS, 0)
     print(replica.name, flush=True)
     for line in sys.stdin:
@@ -74,9 +77,10 @@ def main(namespace: str) -> None:
         elif order == "churn":
             print(churn(replica), flush=True)
         elif order == "die":
-            arm(argument)
+            arm()
             replica.apply(0, records(range(replica.capacity), 1))
+    server.close()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -96,13 +96,11 @@ class Importer:
         return pack_records(records[:3])
 
 
-def main(
-    role: str, name: str, path: str, how: str, amount: str, torn: str, met: str
-) -> Counter[str]:
+def main(role: str, fd: str, path: str, how: str, amount: str, torn: str, met: str) -> Counter[str]:
     """``amount``: of blocks reused or delivered; an importer also goes on until it has met so
     many ``torn`` copies and the exporter so many leases, however seldom a busy machine lets that
     happen."""
-    table = SlotTable.open(name)
+    table = SlotTable.of("the table", int(fd))
     data = open_data(path, table.num_blocks)
     chance = random.Random(how)
     if role == "exporter":

@@ -135,14 +135,14 @@ class Managed:
         self._process.send_signal(number)
 
     @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    @property
     def is_stopped(self) -> bool:
         """Whether a signal has stopped it, and none has let it go on since."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-    @property
-    def status(self) -> int | None:
-        """Its exit status; None while it runs."""
-        return self._process.poll()
 
     def kill(self) -> None:
         """SIGKILL, then reap."""

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from kvshm.leftovers import clear
+from kvshm.tools.check import check
+
 from .processes import Managed, Node, fresh_node, wait_until
 from .sandbox import Command, skip_unless_permitted
 from .toys import more, result, start
@@ -93,3 +96,15 @@ def test_a_coordinator_sees_a_death_in_a_container(node: Node) -> None:
     first.kill()
     serving.wait_err("event=death")
     assert more(second)["wrong"] == 0
+
+
+def test_the_tools_see_who_runs_in_containers(node: Node) -> None:
+    """From outside, where each pid is another's and no /dev/shm is theirs."""
+    coordinator(node)
+    engines = [engine(node, seed) for seed in (1, 2)]
+    for outcome in map(result, engines):
+        assert outcome["wrong"] == 0
+    found = check(node.run_dir, node.namespace)
+    assert (found.checked, found.suspects, found.warnings) == ({"slots": 2, "index": 2}, [], [])
+    assert clear(node.run_dir, node.namespace).coordinator, "it is seen to run"
+    assert len(node.sockets()) == 2

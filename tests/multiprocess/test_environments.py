@@ -1,11 +1,10 @@
-"""Where people run engines: containers, small /dev/shm, run directories that cannot be used."""
+"""Where people run engines: pods, run directories that cannot be used, beside others."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,20 +14,19 @@ from typing import NamedTuple
 import pytest
 import zmq
 
+from kvshm.leftovers import is_served
 from kvshm.protocol import EngineEvents, open_broadcast
-from kvshm.rundir import event_endpoint, rank_socket
-from kvshm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.slots import SlotTable
+from kvshm.rundir import event_endpoint, list_sockets
 from kvshm.terms import Rank
 
 from . import toys
-from .engines import PYTHON, FakeEngine
+from .engines import FakeEngine
 from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
 from .sandbox import OWN_PIDS, beside, fresh_tmpfs, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
 
-OWN_SHM = fresh_tmpfs(("/dev/shm", "16m"))
+OWN_TMP = fresh_tmpfs(("/tmp", "1m"))
 
 
 @pytest.fixture
@@ -39,44 +37,15 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture
 def namespaces() -> None:
-    skip_unless_permitted([OWN_SHM, OWN_PIDS])
+    skip_unless_permitted([OWN_TMP, OWN_PIDS])
 
 
-# -- containers
-
-
-@pytest.mark.usefixtures("namespaces")
-@pytest.mark.parametrize("who", ["engine", "coordinator"])
-def test_a_separate_dev_shm_is_refused_with_the_remedy(node: Node, who: str) -> None:
-    within = {who: (*OWN_SHM, sys.executable)}
-    coordinator = node.coordinator(python=within.get("coordinator", PYTHON))
-    engine = FakeEngine(node, "apart", python=within.get("engine", PYTHON))
-    refused = engine.heard("refused")
-    assert "is not in the coordinator's /dev/shm" in refused["reason"]
-    assert "--ipc=host" in refused["remedy"]
-    coordinator.wait_err("event=refused .*engine=apart .*--ipc=host")
-    engine.do("publish", blocks=[1])  # it serves on
-    engine.end()
-
-
-@pytest.mark.usefixtures("namespaces")
-@pytest.mark.parametrize("who", ["engine", "coordinator", "both"])
-def test_a_separate_pid_namespace_is_refused_with_the_remedy(node: Node, who: str) -> None:
-    apart = (*OWN_PIDS, sys.executable)
-    coordinator = node.coordinator(python=PYTHON if who == "engine" else apart)
-    engine = FakeEngine(node, "apart", python=PYTHON if who == "coordinator" else apart)
-    refused = engine.heard("refused")
-    seen = "calls itself pid 1" if who == "engine" else "pid namespace that is not visible"
-    assert seen in refused["reason"]
-    assert "--pid=host" in refused["remedy"]
-    coordinator.wait_err("event=refused .*engine=apart .*--pid=host")
-    engine.do("publish", blocks=[1])
-    engine.end()
+# -- containers (those that share nothing but the run directory: test_containers.py)
 
 
 @pytest.mark.usefixtures("namespaces")
 def test_one_pid_namespace_apart_from_the_hosts_is_as_good(node: Node) -> None:
-    """A pod whose containers share their pids and /dev/shm, seen from within."""
+    """A pod whose containers share their pids, seen from within."""
     coordinator = node.coordinator(python=(*OWN_PIDS, sys.executable))
     children = Path(f"/proc/{coordinator.pid}/task/{coordinator.pid}/children").read_text()
     inside = ("nsenter", f"--target={children.split()[0]}", "--pid", "--mount", "--")
@@ -88,26 +57,15 @@ def test_one_pid_namespace_apart_from_the_hosts_is_as_good(node: Node) -> None:
         engine.end()
 
 
-@pytest.mark.usefixtures("namespaces")
-@pytest.mark.parametrize("apart", [(), OWN_PIDS], ids=["same-pids", "other-pids"])
-def test_a_second_coordinator_never_takes_the_firsts_engines_for_dead(
-    node: Node, apart: tuple[str, ...]
-) -> None:
-    """One /dev/shm and one namespace, two run directories: as two containers with the host's
-    /dev/shm, whose pids mean nothing to each other."""
-    first, other = node.coordinator(), node.with_other_run_dir()
-    engine = FakeEngine(node, "living")
-    engine.joined()
-    second = other.start_coordinator(python=(*apart, sys.executable))
-    assert second.wait() == 3
-    assert f"serves namespace '{node.namespace}' in this /dev/shm" in str(second.err)
-    assert "give each its own KVSHM_NAMESPACE" in str(second.err)
-    table = SlotTable.open(engine.started["table"], writable=False)
-    assert table.life(Rank(0)) == table.epoch
-    table.close()
-    engine.end()
-    assert first.terminate() == 0
-    assert other.coordinator().terminate() == 0
+def test_one_namespace_in_two_run_directories_is_two(node: Node) -> None:
+    other = node.with_other_run_dir()
+    first, second = node.coordinator(), other.coordinator()
+    here, there = FakeEngine(node, "a"), FakeEngine(other, "a")
+    assert here.joined()["roster"] == there.joined()["roster"] == []
+    there.process.kill()
+    second.wait_err("event=death engine=a")
+    assert node.sockets() == [here.started["epoch"]]
+    assert (first.terminate(), second.terminate()) == (0, 0)
 
 
 # -- run directories
@@ -117,7 +75,7 @@ def test_a_second_coordinator_never_takes_the_firsts_engines_for_dead(
 @pytest.mark.usefixtures("namespaces")
 def test_without_xdg_runtime_dir_all_meet_in_tmp(node: Node) -> None:
     unset = ("env", "-u", "XDG_RUNTIME_DIR", "-u", "KVSHM_RUN_DIR", "-u", "KVSHM_NAMESPACE")
-    own_tmp = (*fresh_tmpfs(("/tmp", "1m"), ("/dev/shm", "1m")), *unset, sys.executable, "-P", "-m")
+    own_tmp = (*OWN_TMP, *unset, sys.executable, "-P", "-m")
     coordinator = node.processes.start("coordinator", *own_tmp, "kvshm.coordinator")
     coordinator.wait_err(f"event=serving .*run_dir=/tmp/kvshm-{os.geteuid()} namespace=default")
     second = node.processes.start(
@@ -166,41 +124,6 @@ def test_a_default_run_directory_too_long_for_a_socket_is_refused_too(node: Node
         r"socket path .* has \d+ bytes, at most 107 are possible; set KVSHM_RUN_DIR to a shorter",
         str(coordinator.err),
     )
-    assert not node.lease_table()
-
-
-# -- a /dev/shm that is too small
-
-
-@pytest.mark.usefixtures("namespaces")
-@pytest.mark.parametrize(("size", "what"), [("12k", "slots"), ("256k", "index")])
-def test_a_dev_shm_too_small_for_an_engine_leaves_it_unshared(
-    node: Node, size: str, what: str
-) -> None:
-    """Bytes needed and available are named once, nothing is left behind, requests are served."""
-    coordinator = node.coordinator(python=(*fresh_tmpfs(("/dev/shm", size)), sys.executable))
-    there = beside(coordinator.pid)
-    options = ("--unshared", "--peers", "0", "--loads", "0", "--blocks", "100")
-    engine = toys.start(node, 1, *options, python=(*there, sys.executable))
-    engine.wait_err("not sharing the prefix cache")  # it may have served all requests by then
-    (result,) = toys.finish([engine])
-    assert (result["requests"], result["imported"], result["wrong"]) == (200, 0, 0)
-    (line,) = engine.err.matching(lambda line: "not sharing the prefix cache" in line)
-    found = re.search(rf"kvshm.*\.{what}\..* needs (\d+) bytes, /dev/shm has (\d+) available", line)
-    assert found, line
-    assert int(found[1]) > int(found[2])
-    assert "enlarge /dev/shm (docker: --shm-size)" in line
-    left = subprocess.run([*there, "ls", "/dev/shm"], capture_output=True, text=True, check=True)
-    assert left.stdout.split() == [f"kvshm.{node.namespace}.leases.coordinator.0000000000000000"]
-
-
-@pytest.mark.usefixtures("namespaces")
-def test_a_dev_shm_too_small_for_the_coordinator_ends_it_with_a_sentence(node: Node) -> None:
-    full = (*fresh_tmpfs(("/dev/shm", "4k")), "sh", "-c", 'echo > /dev/shm/full && exec "$@"', "sh")
-    coordinator = node.start_coordinator(python=(*full, sys.executable))
-    assert coordinator.wait() == 1
-    assert re.search(r"needs \d+ bytes, /dev/shm has 0 available", str(coordinator.err))
-    assert "Traceback" not in str(coordinator.err)
 
 
 # -- several models, several namespaces
@@ -241,12 +164,11 @@ def test_two_models_of_two_engines_share_within_each_and_the_dump_groups_them(no
     assert all(result["imported"] > 0 for result in results)
     assert [result["wrong"] for result in results] == [0, 0, 0, 0]
     coordinator.wait_err("event=cannot-share .* differs=weights")
-    dump = node.processes.python("dump", "-m", "kvshm.tools.dump_index", "--json",
-                                 "--namespace", node.namespace)  # fmt: skip
+    place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
+    dump = node.processes.python("dump", "-m", "kvshm.tools.dump_index", "--json", *place)
     assert dump.wait() == 0
     (space,) = json.loads(str(dump.out))["namespaces"]
     assert [engine["model"] for engine in space["engines"]] in (list("aabb"), list("bbaa"))
-    place = ("--namespace", node.namespace)
     text = node.processes.python("text", "-m", "kvshm.tools.dump_index", *place)
     assert text.wait() == 0
     groups = [set(re.findall(r" ([ab])  ", part)) for part in str(text.out).split("fingerprint ")]
@@ -299,15 +221,15 @@ def test_namespaces_in_one_run_directory_know_nothing_of_each_other(node: Node) 
     assert there.joined()["roster"] == []
     here[1].process.kill()
     here[0].heard("engine_gone")
-    wait_until(lambda: len(node.segments(TABLE_KIND)) == 1, "the dead engine's table to go")
+    wait_until(lambda: len(node.sockets()) == 1, "the dead engine's socket to go")
     coordinators[0].kill()  # what it left is not the other's to sweep
     there.process.kill()
     coordinators[1].wait_err("event=death engine=a")
-    assert node.segments(TABLE_KIND) == [here[0].started["table"]]
-    assert other.segments(TABLE_KIND) == []
+    wait_until(lambda: other.sockets() == [], "the dead engine's socket to go")
+    assert node.sockets() == [here[0].started["epoch"]]
     assert coordinators[1].terminate() == 0
-    assert not other.lease_table()
-    assert node.lease_table()
+    left = {name.partition(".")[0] for name in os.listdir(node.run_dir)}
+    assert left == {node.namespace}
 
 
 # -- lives of an engine
@@ -317,10 +239,12 @@ def test_a_restarted_engine_shares_again_and_its_old_life_is_swept(node: Node) -
     coordinator = node.coordinator()
     staying, first = toys.start(node, 1), toys.start(node, 2)
     toys.result(first)
-    table = toys.table_of(node, first).name
+    table = toys.table_of(node, first)
     first.kill()
     coordinator.wait_err(f"event=death .*pid={first.pid} ")
-    wait_until(lambda: table not in node.segments(TABLE_KIND), "the old table to go")
+    wait_until(lambda: table.epoch not in node.sockets(), "the old socket to go")
+    assert table.owner_died
+    table.close()
     again = toys.start(node, 3)
     results = toys.finish([staying, again])
     assert results[1]["imported"] > 0
@@ -338,12 +262,13 @@ def test_children_forked_after_the_join_neither_use_nor_end_what_is_the_parents(
     assert table.life(Rank(0)) == table.epoch
     assert not table.retired
     table.close()
-    assert len(node.segments(INDEX_KIND)) == 2
-    assert rank_socket(node.run_dir, node.namespace, forking.pid, 0).exists()
+    assert len(node.sockets()) == 2
+    sockets = list_sockets(node.run_dir, node.namespace)  # of two engines and their ranks
+    assert [is_served(socket.path) for socket in sockets] == [True] * 4
     assert all(result["imported"] > 0 for result in results)
     assert [(result["wrong"], result["violations"]) for result in results] == [(0, [])] * 2
     assert not coordinator.err.matching(lambda line: "event=leave" in line)
     for engine in (forking, other):
         engine.say("")
         assert engine.wait() == 0
-    assert not node.segments(TABLE_KIND)
+    assert not node.sockets()

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from kvshm import _native
-from kvshm.index import Replica
+from kvshm.errors import SegmentNotFound
+from kvshm.handout import Handouts
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import INDEX_HEADER_BYTES, BlockRecord, unpack_records
-from kvshm.segment import INDEX_KIND, is_alive, owner_of
 
-from .index_writer import CHURNED, NUM_BLOCKS, content_hash
+from .index_writer import CAPACITY, CHURNED, EPOCH, NUM_BLOCKS, content_hash
 from .processes import Managed, Node, fresh_node
 
 pytestmark = pytest.mark.multiprocess
@@ -32,7 +32,9 @@ class Writer:
     """The other process, one order at a time."""
 
     def __init__(self, node: Node) -> None:
-        self.process: Managed = node.processes.start("writer", str(WRITER), node.namespace)
+        self.process: Managed = node.processes.start(
+            "writer", str(WRITER), str(node.run_dir), node.namespace
+        )
         self.name = self.process.wait_out(bool)
 
     def order(self, line: str) -> str:
@@ -41,8 +43,8 @@ class Writer:
         self.process.say(line)
         return self.process.wait_out(bool, since)
 
-    def die(self, stage: str) -> None:
-        self.process.say(f"die {stage}")
+    def die(self) -> None:
+        self.process.say("die")
         assert self.process.wait() == -9
 
 
@@ -58,10 +60,15 @@ def writer(node: Node) -> Writer:
 
 
 @pytest.fixture
-def reader(writer: Writer) -> Iterator[ReplicaReader]:
-    reader = Replica.open(writer.name)
+def reader(node: Node, writer: Writer) -> Iterator[ReplicaReader]:
+    reader = ask(node)
     yield reader
     reader.close()
+
+
+def ask(node: Node) -> ReplicaReader:
+    """The replica as it is now."""
+    return Handouts(node.run_dir, node.namespace).replica(EPOCH)
 
 
 def found(reader: ReplicaReader, start: int, stop: int) -> list[BlockRecord]:
@@ -82,19 +89,21 @@ def test_a_reader_finds_what_the_writer_writes(writer: Writer, reader: ReplicaRe
     assert holds(reader, 20)
 
 
-def test_a_reader_follows_as_the_index_grows(
+def test_who_asks_again_as_the_index_grows_finds_all_of_it(
     node: Node, writer: Writer, reader: ReplicaReader
 ) -> None:
     for count in (30, 100, 2000, 10_000):
         assert writer.order(f"grow {count}") == "0"
-        assert holds(reader, count)
-    assert node.segments(INDEX_KIND) == [reader.name]
-    assert reader.name != writer.name
-    assert reader.check_integrity() == []
+        again = ask(node)
+        assert holds(again, count)
+        assert again.check_integrity() == []
+        again.close()
+    assert reader.capacity == CAPACITY
+    assert holds(reader, len(found(reader, 0, NUM_BLOCKS))), "what it has is sound"
 
 
 def test_a_reader_cannot_write(writer: Writer, reader: ReplicaReader) -> None:
-    buffer = reader._current().buffer
+    buffer = reader.buffer
     with pytest.raises((BufferError, TypeError)):
         _native.store(buffer, INDEX_HEADER_BYTES, 1)
     with pytest.raises((BufferError, TypeError)):
@@ -133,23 +142,16 @@ def test_readers_outlive_a_writer_that_is_killed_at_work(
     assert len(found(reader, 0, STAYING)) <= STAYING
     writer.process.kill()
     assert holds(reader, STAYING)
-    late = Replica.open(writer.name)
-    assert holds(late, STAYING)
-    late.close()
-    [leftover] = node.segments(INDEX_KIND)
-    assert not is_alive(owner_of(leftover))
+    with pytest.raises(SegmentNotFound, match="has died"):
+        ask(node)
 
 
-@pytest.mark.parametrize("stage", ["filled", "announced"])
 def test_readers_outlive_a_writer_that_dies_as_it_grows(
-    node: Node, writer: Writer, reader: ReplicaReader, stage: str
+    writer: Writer, reader: ReplicaReader
 ) -> None:
     writer.order(f"grow {STAYING}")
     assert holds(reader, STAYING)
-    writer.die(stage)
-    leftovers = node.segments(INDEX_KIND)
-    assert len(leftovers) == 2
-    assert not any(is_alive(owner_of(name)) for name in leftovers)
+    writer.die()
     known = found(reader, 0, NUM_BLOCKS)
     assert [r.block_id for r in known] == list(range(len(known)))
     assert len(known) >= STAYING

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from kvshm.records import BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.segment import identity_of
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.syncpoints import VARIABLE
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
@@ -36,7 +35,7 @@ class Race:
         spec = TableSpec(
             f"test-{uuid.uuid4().hex[:12]}", "e", BLOCKS, 16, 1, Fingerprint(bytes(32))
         )
-        self.table = SlotTable.create(spec, Epoch(1), identity_of())
+        self.table = SlotTable.create(spec, Epoch(1))
         self.table.set_life(0)
         self.data = folder / "data"
         self.data.write_bytes(bytes(BLOCKS * BLOCK_BYTES))
@@ -48,11 +47,14 @@ class Race:
         environ = {k: v for k, v in os.environ.items() if k != VARIABLE}
         if arming:
             environ[VARIABLE] = arming
-        arguments = [role, self.table.name, str(self.data), how, str(amount), str(torn)]
+        fd = self.table.descriptor(True)
+        arguments = [role, str(fd), str(self.data), how, str(amount), str(torn)]
         arguments.append(str(met))
         process = subprocess.Popen(
-            [sys.executable, str(RACER), *arguments], env=environ, stdout=subprocess.PIPE
-        )
+            [sys.executable, str(RACER), *arguments],
+            env=environ, stdout=subprocess.PIPE, pass_fds=[fd],
+        )  # fmt: skip
+        os.close(fd)
         self.processes.append(process)
         return process
 
@@ -69,7 +71,6 @@ class Race:
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
-        self.table.unlink()
         self.table.close()
 
 

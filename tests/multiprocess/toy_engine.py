@@ -52,6 +52,7 @@ class ToyRank:
     ) -> None:
         transport, run_dir = load_transport("posix_shm"), Path(config.run_dir)
         self.model = model.encode()
+        self.pid = os.getpid()
         self.rank, self.region_bytes = Rank(rank), region_bytes
         self.memory = transport.allocate(REGIONS * num_blocks * region_bytes)
         self.regions = [
@@ -98,23 +99,30 @@ class ToyEngine:
         self.config, self.model = Config.from_env(os.environ), model
         spec = EngineSpec(f"toy-{os.getpid()}", model, num_blocks, BLOCK_SIZE, asynchronous=True)
         self.cache = join_cache(self.config, spec, Path(self.config.run_dir))
-        self.ranks = [
-            ToyRank(self.config, r, num_blocks, region_bytes, model) for r in range(ranks)
-        ]
+        self.ranks = [self.make_rank(r, num_blocks, region_bytes) for r in range(ranks)]
         self.lru: OrderedDict[BlockId, BlockHash | None] = OrderedDict.fromkeys(
             BlockId(b) for b in range(num_blocks)
         )
         self.by_hash: dict[BlockHash, BlockId] = {}
         self.wrong = self.imported = self.requests = self.loads = 0
 
+    def make_rank(self, rank: int, num_blocks: int, region_bytes: int) -> ToyRank:
+        return ToyRank(self.config, rank, num_blocks, region_bytes, self.model)
+
     def open(self, *, wait: bool = True) -> None:
         """Begin an epoch and wait until it is open on every rank."""
-        infos = [RankInfo(os.getpid(), rank.transport.export(Epoch(0))) for rank in self.ranks]
+        infos = [RankInfo(rank.pid, rank.transport.export(Epoch(0))) for rank in self.ranks]
         self.cache.open_epoch(infos, lambda: {"weights": self.model})
         if not wait:
             return
-        while (table := self.cache.table) is None:
+        while self.cache.table is None:
             time.sleep(0.01)
+        self.open_ranks()
+
+    def open_ranks(self) -> None:
+        """Export every rank's memory in the present epoch."""
+        table = self.cache.table
+        assert table is not None
         for rank in self.ranks:
             rank.cache.open_epoch(table.epoch)
 
@@ -205,6 +213,7 @@ class ToyEngine:
         return {
             "pid": os.getpid(),
             "requests": self.requests,
+            "loads": self.loads,
             "imported": self.imported,
             "wrong": self.wrong,
             "violations": table.check_integrity() if table else [],

@@ -54,27 +54,23 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def peers(namespace: str, clock: Clock) -> Iterator[Peers]:
+def peers(served: ServedNode, clock: Clock) -> Iterator[Peers]:
     """What an engine of epoch OWN_EPOCH knows, sound when the test ends."""
-    peers = Peers(namespace, "me", OWN_EPOCH, clock=clock)
+    peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts, clock=clock)
     yield peers
     if not peers._closed:
-        assert peers._replica.check_integrity() == []
+        assert peers.replica.check_integrity() == []
     peers.close()
 
 
 @pytest.fixture
-def exporter(namespace: str) -> Iterator[Make]:
-    made: list[Exporter] = []
+def exporter(served: ServedNode) -> Make:
     epochs = count(1)
 
     def make(name: str = "a", **more: int) -> Exporter:
-        made.append(Exporter(namespace, next(epochs), name, **more))
-        return made[-1]
+        return Exporter(served, next(epochs), name, **more)
 
-    yield make
-    for one in made:
-        one.end()
+    return make
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.peers import Peers
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.records import BlockRecord, pack_records, unpack_records
-from kvshm.slots import SlotTable, TableSpec
+
+from .served import ServedNode
 
 OWN_EPOCH = 0xFFFF
 FINGERPRINT = bytes(range(32))
@@ -22,14 +23,16 @@ class Exporter:
 
     def __init__(
         self,
-        namespace: str,
+        node: ServedNode,
         epoch: int,
         name: str = "a",
         ranks: int = 1,
         regions: Sequence[Region] = (),
     ) -> None:
-        spec = TableSpec(namespace, name, NUM_BLOCKS, 16, ranks, FINGERPRINT)
-        self.table = SlotTable.create(spec, epoch)
+        self._node = node
+        self.served = node.serve(name, epoch, NUM_BLOCKS, ranks, FINGERPRINT)
+        self.table = self.served.table
+        node.enlist(self.table)
         for rank in range(ranks):
             self.table.set_life(rank)
         memory = MemoryDescriptor("none", epoch, 0, list(regions), {})
@@ -37,12 +40,10 @@ class Exporter:
             epoch=epoch,
             name=name,
             pid=1000 + epoch,
-            start_time=1,
             fingerprint=FINGERPRINT,
             fields={},
-            table=self.table.name,
             num_blocks=NUM_BLOCKS,
-            ranks=[RankInfo(pid=1, start_time=1, memory=memory)] * ranks,
+            ranks=[RankInfo(pid=1, memory=memory)] * ranks,
             lease_bit=epoch % 28,
         )
 
@@ -56,7 +57,9 @@ class Exporter:
         return self.table.retract(list(blocks))[0]
 
     def end(self) -> None:
-        self.table.close()
+        """Nobody hands its table out any more."""
+        self._node.roster.pop(self.info.epoch, None)
+        self.served.close()
 
 
 class Clock:

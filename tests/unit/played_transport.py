@@ -55,7 +55,6 @@ class PlayedTransport:
     late_writers = True
 
     def __init__(self) -> None:
-        self.memory_outlives_exporter = True
         self.state = CopyState.DONE
         self.hung: dict[int, threading.Event] = {}
         self.broken: set[int] = set()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvshm.handout import Handouts, HandoutServer, serve_epoch
+from kvshm.errors import SegmentNotFound
+from kvshm.handout import Handouts, HandoutServer, Request, serve_epoch
 from kvshm.index import Replica
-from kvshm.rundir import engine_socket
+from kvshm.index_reader import ReplicaReader
+from kvshm.rundir import engine_socket, tables_socket
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint
 
@@ -43,6 +45,9 @@ class ServedNode:
         self.run_dir, self.namespace = run_dir, namespace
         self.handouts = Handouts(run_dir, namespace)
         self.engines: list[Served] = []
+        self.roster: dict[int, SlotTable] = {}
+        """Whose tables are to be had where the coordinator hands them out."""
+        self._coordinator: HandoutServer | None = None
 
     def serve(
         self,
@@ -62,6 +67,30 @@ class ServedNode:
         self.engines.append(Served(self.run_dir, table, self.namespace))
         return self.engines[-1]
 
+    def enlist(self, table: SlotTable) -> None:
+        """Put an engine into the roster, of which the coordinator hands out the tables."""
+        self.roster[table.epoch] = table
+        if self._coordinator is None:
+            path = tables_socket(self.run_dir, self.namespace)
+            self._coordinator = HandoutServer(path, self._of_the_roster)
+
+    def _of_the_roster(self, wanted: Request) -> int:
+        if wanted.epoch not in self.roster:
+            raise SegmentNotFound("no such engine is in the roster")
+        return self.roster[wanted.epoch].descriptor(wanted.writable)
+
     def close(self) -> None:
+        if self._coordinator is not None:
+            self._coordinator.close()
         for engine in self.engines:
             engine.close()
+
+
+def again(table: SlotTable, writable: bool = True) -> SlotTable:
+    """A second mapping of a table, as another process has it."""
+    return SlotTable.of(table.name, table.descriptor(writable), writable=writable)
+
+
+def read_again(replica: Replica) -> ReplicaReader:
+    """A replica as another process reads it."""
+    return ReplicaReader.of(replica.name, replica.descriptor())

@@ -34,7 +34,7 @@ from kvshm.tools import dump_index
 from kvshm.tools.check import check, look
 
 from ..sessions import new_namespace
-from .dumps import coordinator_of, dies, handing_out, put, silent_engine
+from .dumps import coordinator_of, handing_out, put, silent_engine
 from .served import Served, ServedNode
 
 RECORDS = pack_records(
@@ -256,25 +256,6 @@ def a_write_that_never_ended(node: Node) -> str:
 def test_a_planted_corruption_is_found_and_named(node: Node, plant: Callable[[Node], str]) -> None:
     line = plant(node)
     assert node.violations() == [line]
-
-
-def test_what_a_dying_engine_still_shows_is_reported(node: Node) -> None:
-    """Its socket is served, but a process of it has ended, and no coordinator ends its life."""
-    dying = node.engine("dying", 0xD).table
-    dying.publish(RECORDS[:96], bytes(16))
-    dies(dying)
-    name, dead = (
-        "slots.dying.000000000000000d",
-        f"a process of its engine (pid {dying.pid}) is dead",
-    )
-    assert node.violations() == [
-        f"{name}: header: life of rank 0 goes on, but {dead}",
-        f"{name}: slot 0: READY, but {dead}",
-        f"{name}: slot 1: READY, but {dead}",
-    ]
-    dying.end_life(None)
-    dying.retract([BlockId(0), BlockId(1)])
-    assert node.violations() == []
 
 
 def test_leases_of_the_dead_wait_for_the_next_coordinator(

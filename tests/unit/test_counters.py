@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import uuid
@@ -12,18 +13,18 @@ import pytest
 from kvshm import counters
 from kvshm.counters import PUBLISHED, REGISTRY, Counter
 from kvshm.records import NUM_COUNTERS
-from kvshm.segment import identity_of
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint
+
+from .served import again
 
 
 @pytest.fixture
 def table() -> Iterator[SlotTable]:
     namespace = f"test-{uuid.uuid4().hex[:12]}"
     spec = TableSpec(namespace, "e", 1, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(1), identity_of())
+    table = SlotTable.create(spec, Epoch(1))
     yield table
-    table.unlink()
     table.close()
 
 
@@ -63,7 +64,7 @@ def test_an_id_is_given_once(number: int) -> None:
 def test_counters_are_read_by_label_from_another_mapping(table: SlotTable) -> None:
     table.counters.add(PUBLISHED)
     table.counters.add(counters.HOOK_ERRORS, 2**33)
-    reader = SlotTable.open(table.name, writable=False)
+    reader = again(table, writable=False)
     snapshot = reader.counters.snapshot()
     assert (snapshot["published"], snapshot["hook_errors"]) == (1, 2**33)
     assert sum(snapshot.values()) == 1 + 2**33
@@ -84,13 +85,16 @@ ADD = """
 import sys
 from kvshm.counters import PUBLISHED
 from kvshm.slots import SlotTable
-table = SlotTable.open(sys.argv[1])
+table = SlotTable.of("table", int(sys.argv[1]))
 for _ in range(20_000):
     table.counters.add(PUBLISHED)
 """
 
 
 def test_processes_that_count_at_once_lose_nothing(table: SlotTable) -> None:
-    adding = [subprocess.Popen([sys.executable, "-c", ADD, table.name]) for _ in range(3)]
+    fd = table.descriptor(True)
+    argv = [sys.executable, "-c", ADD, str(fd)]
+    adding = [subprocess.Popen(argv, pass_fds=[fd]) for _ in range(3)]
+    os.close(fd)
     assert [process.wait() for process in adding] == [0, 0, 0]
     assert table.counters.read(PUBLISHED) == 60_000

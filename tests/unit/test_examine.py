@@ -370,8 +370,6 @@ def test_of_many_that_join_at_once_and_are_silent_some_are_to_try_again(
     assert shell.tables.examine(ME, next(several)) is None
 
 
-def test_a_dead_engines_socket_is_no_table(
-    shell: Shell, engine: Served, info: EngineInfo
-) -> None:
+def test_a_dead_engines_socket_is_no_table(shell: Shell, engine: Served, info: EngineInfo) -> None:
     engine.crash()
     assert "not to be had" in shell.refusal(info).reason

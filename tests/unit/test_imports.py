@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 import pytest
@@ -33,23 +32,24 @@ from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
 
 from .exporters import HASHES, Exporter
 from .played_transport import memory_of
+from .served import ServedNode
 
 GOOD = [LoadReport("load", ())]
 TARGETS = (BlockId(3), BlockId(4))
 
 
 @pytest.fixture
-def cache(namespace: str, tmp_path: Path) -> Iterator[SharedCache]:
+def cache(served: ServedNode) -> Iterator[SharedCache]:
     """A cache in its first epoch; without a coordinator, which it does not need for that."""
-    config = Config.from_env({"KVSHM_NAMESPACE": namespace})
-    cache = SharedCache(config, EngineSpec("me", "model", 8, 16), tmp_path)
+    config = Config.from_env({"KVSHM_NAMESPACE": served.namespace})
+    cache = SharedCache(config, EngineSpec("me", "model", 8, 16), served.run_dir)
     begin_epoch(cache)
     yield cache
     cache.close()
 
 
 def begin_epoch(cache: SharedCache) -> None:
-    rank = RankInfo(pid=os.getpid(), start_time=1, memory=memory_of(0))
+    rank = RankInfo(pid=os.getpid(), memory=memory_of(0))
     cache.open_epoch([rank], lambda: {"weights": "w"})
     deadline = time.monotonic() + 100
     while cache.epoch is None:
@@ -60,7 +60,7 @@ def begin_epoch(cache: SharedCache) -> None:
 def load_in(cache: SharedCache) -> Load:
     """A load of two blocks, as it was begun in the present epoch."""
     assert cache.epoch is not None
-    piece = Piece(Epoch(1), "gone", (memory_of(1),), bytes(96), b"\0\0", TARGETS, 8)
+    piece = Piece(Epoch(1), (memory_of(1),), bytes(96), b"\0\0", TARGETS, 8)
     return Load("load", cache.epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
 
 
@@ -100,14 +100,13 @@ def test_who_has_left_or_was_ended_plans_no_load(
     assert plan() is None
 
 
-def test_a_plan_says_how_much_each_rank_has_to_copy(cache: SharedCache, namespace: str) -> None:
+def test_a_plan_says_how_much_each_rank_has_to_copy(cache: SharedCache, served: ServedNode) -> None:
     """Whether importing is worth its time depends on it."""
     regions = [Region(0, 128, block_bytes, 64) for block_bytes in (64, 32)]
     for epoch, contents in ((1, (0, 1, 2)), (2, (3, 4))):
-        peer = Exporter(namespace, epoch, f"e{epoch}", regions=regions)
+        peer = Exporter(served, epoch, f"e{epoch}", regions=regions)
         peer.publish(*contents)
         cache.life.peers.joined(peer.info)
-        peer.table.unlink()
     plan = cache.probe(HASHES, 0, 9)
     assert plan is not None
     assert (len(plan.runs), plan.num_blocks, plan.nbytes) == (2, 5, 5 * 96)
@@ -139,7 +138,6 @@ def test_a_peer_is_judged_by_what_is_its_fault_alone(
         LoadFailure.UNREACHABLE,
         LoadFailure.COPY_FAILED,
         LoadFailure.MISMATCH,
-        LoadFailure.UNCERTAIN,
     }
     assert judged == ["failed" if reason in own_fault else "fine"]
 

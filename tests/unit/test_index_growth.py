@@ -1,15 +1,20 @@
-"""kvshm.index: growth, refusal, readers that follow, and what is not trusted."""
+"""kvshm.index: growth, refusal, readers beside it, and what is not trusted."""
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
+from pathlib import Path
 
 import pytest
 
+from kvshm import _native
 from kvshm import index as index_module
 from kvshm import segment as segments
-from kvshm.errors import CorruptSegment, SegmentExists, SegmentNotFound, SegmentTooSmall
+from kvshm.errors import CorruptSegment, SegmentError, SegmentTooSmall
 from kvshm.index import Applied, Replica
+from kvshm.index_reader import ReplicaReader
 from kvshm.records import (
     CAPACITY_OFFSET,
     ENTRY_BYTES,
@@ -17,8 +22,10 @@ from kvshm.records import (
     INDEX_MAGIC,
     RowState,
 )
+from kvshm.segment import Header
 
 from .replicas import HASHES, OWN_EPOCH, RETRACT, found, packed
+from .served import read_again
 
 # -- growth and refusal
 
@@ -36,11 +43,13 @@ def test_a_full_index_grows_and_loses_nothing(replica: Replica) -> None:
     assert [(r.epoch, r.entries) for r in replica.rows()] == [(1, 1990), (2, 30)]
 
 
-def test_growing_leaves_one_name_behind(namespace: str, replica: Replica, row: int) -> None:
+def test_growing_leaves_nothing_behind(replica: Replica, row: int) -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count(f"{replica.name} ")
+
+    assert mappings() == 1
     replica.apply(row, packed(range(500)))
-    [name] = segments.list_segments(namespace)
-    assert str(name) == replica.name
-    assert (name.kind, name.revision) == ("index", 4)
+    assert (replica.capacity, mappings()) == (1024, 1)
 
 
 def test_growing_takes_along_rows_and_their_states(replica: Replica, row: int) -> None:
@@ -59,21 +68,20 @@ def test_growing_takes_along_rows_and_their_states(replica: Replica, row: int) -
 
 
 def test_entries_that_name_no_block_of_a_row_do_not_outlive_growth(namespace: str) -> None:
-    replica = Replica.create(namespace, "spoilt", OWN_EPOCH, segments.identity_of(), 64)
+    replica = Replica.create(namespace, "spoilt", OWN_EPOCH, 64)
     row = replica.add_row(1, "a", 4096, 0)
     replica.apply(row, packed(range(8)))
     buffer = replica._segment.buffer
     used = [at for at in range(INDEX_HEADER_BYTES, len(buffer), ENTRY_BYTES)
-            if segments._native.load(buffer, at + 16)]  # fmt: skip
-    blocks = [segments._native.load(buffer, at + 8) & 0xFFFFFFFF for at in used]
-    segments._native.store(buffer, used[0] + 16, 65)  # of a row that cannot be
-    segments._native.store(buffer, used[1] + 16, 2)  # of a row that is free
-    segments._native.store(buffer, used[2] + 8, 0xFFFFFFFF)  # of a block that cannot be
+            if _native.load(buffer, at + 16)]  # fmt: skip
+    blocks = [_native.load(buffer, at + 8) & 0xFFFFFFFF for at in used]
+    _native.store(buffer, used[0] + 16, 65)  # of a row that cannot be
+    _native.store(buffer, used[1] + 16, 2)  # of a row that is free
+    _native.store(buffer, used[2] + 8, 0xFFFFFFFF)  # of a block that cannot be
     replica.apply(row, packed(range(100, 500)))
     kept = {int(e.block_id) for e in replica.entries()}
     assert kept == {*blocks[3:], *range(100, 500)}
     assert replica.count == len(kept)
-    replica.unlink()
     replica.close()
 
 
@@ -81,11 +89,10 @@ def test_only_an_empty_index_with_room_is_filled(namespace: str, replica: Replic
     row = replica.add_row(1, "a", 64, 0)
     replica.apply(row, packed(range(20)))
     for capacity, filled in ((64, 1), (16, 0)):
-        other = Replica.create(namespace, "other", OWN_EPOCH, segments.identity_of(), capacity)
+        other = Replica.create(namespace, "other", OWN_EPOCH, capacity)
         other.apply(other.add_row(1, "a", 64, 0), packed(range(filled)))
         with pytest.raises(ValueError, match="do not match"):
-            segments._native.index_copy(replica._segment.buffer, other._segment.buffer)
-        other.unlink()
+            _native.index_copy(replica._segment.buffer, other._segment.buffer)
         other.close()
 
 
@@ -153,7 +160,7 @@ def test_it_grows_after_all_when_memory_is_there_again(
 
 
 def test_a_reader_started_before_the_writer_sees_the_entry(replica: Replica, row: int) -> None:
-    reader = Replica.open(replica.name)
+    reader = read_again(replica)
     assert found(reader, 1) == []
     replica.apply(row, packed([1]))
     assert found(reader, 1) == [(row, 1)]
@@ -161,32 +168,37 @@ def test_a_reader_started_before_the_writer_sees_the_entry(replica: Replica, row
     reader.close()
 
 
-def test_a_reader_follows_the_index_as_it_grows(replica: Replica, row: int) -> None:
-    reader = Replica.open(replica.name)
-    replica.apply(row, packed(range(100)))
-    assert found(reader, 99) == [(row, 1)]
+def test_a_reader_sees_what_was_there_when_it_was_handed_out(replica: Replica, row: int) -> None:
+    """Until it asks again: a larger one is another segment."""
+    reader = read_again(replica)
+    replica.apply(row, packed(range(20)))
     replica.apply(row, packed(range(3000)))
-    assert found(reader, 2999) == [(row, 1)]
-    assert (reader.name, reader.capacity) == (replica.name, replica.capacity)
+    assert found(reader, 19) == [(row, 1)]
+    assert found(reader, 2999) == []
+    assert reader.capacity == 64
+    late = read_again(replica)
+    assert found(late, 2999) == [(row, 1)]
+    assert (late.name, late.count) == (replica.name, 3000)
     reader.close()
+    late.close()
 
 
-def test_a_reader_that_comes_with_an_old_name_finds_the_newest(replica: Replica, row: int) -> None:
-    first = replica.name
-    replica.apply(row, packed(range(3000)))
-    with pytest.raises(SegmentNotFound):
-        segments.Segment.open(first, writable=False)
-    reader = Replica.open(first)
-    assert (reader.name, reader.count) == (replica.name, 3000)
+def test_a_reader_keeps_what_it_has_when_the_owner_has_closed(namespace: str) -> None:
+    replica = Replica.create(namespace, "b", OWN_EPOCH, 64)
+    replica.apply(replica.add_row(1, "a", 4096, 0), packed(range(40)))
+    reader = read_again(replica)
+    replica.close()
+    assert found(reader, 1) == [(0, 1)]
     reader.close()
+    with pytest.raises(SegmentError, match="closed"):
+        replica.descriptor()
 
 
-def test_a_reader_keeps_what_it_has_when_the_owner_is_swept(replica: Replica, row: int) -> None:
-    reader = Replica.open(replica.name)
-    replica.apply(row, packed(range(100)))
-    replica.unlink()
-    assert found(reader, 1) == [(row, 1)], "the old mapping; the larger one is gone"
-    reader.close()
+def test_a_reader_cannot_write(replica: Replica) -> None:
+    fd = replica.descriptor()
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, replica._segment.buffer.nbytes)
+    os.close(fd)
 
 
 def test_the_entries_are_listed(replica: Replica, row: int) -> None:
@@ -204,37 +216,27 @@ def test_repr_tells_how_full_it_is(replica: Replica, row: int) -> None:
 # -- what must not be trusted
 
 
-def test_a_second_replica_of_the_same_epoch_is_refused(namespace: str, replica: Replica) -> None:
-    with pytest.raises(SegmentExists):
-        Replica.create(namespace, "b", OWN_EPOCH, segments.identity_of(), 64)
-
-
 @pytest.mark.parametrize("capacity", [0, 63, 128, 2**63])
 def test_a_capacity_that_does_not_fit_is_corrupt(replica: Replica, capacity: int) -> None:
     struct.pack_into("<Q", replica._segment.buffer, CAPACITY_OFFSET, capacity)
     try:
         with pytest.raises(CorruptSegment):
-            Replica.open(replica.name)
+            read_again(replica)
     finally:
         struct.pack_into("<Q", replica._segment.buffer, CAPACITY_OFFSET, 64)
 
 
-def test_only_an_index_is_opened_as_one(namespace: str) -> None:
-    name = segments.segment_name(namespace, "index", "b", 9)
-    segment = segments.Segment.create(name, 8192)
-    segments.write_header(segment, b"KVSHMSLT", 8192, 9, segments.identity_of())
+def test_only_an_index_is_opened_as_one() -> None:
+    segment = segments.Segment.create("table", 8192)
+    segments.write_header(segment, Header(b"KVSHMSLT", 8192, OWN_EPOCH, 1))
     with pytest.raises(CorruptSegment, match=INDEX_MAGIC.decode()):
-        Replica.open(name)
-    with pytest.raises(SegmentNotFound, match="no name"):
-        Replica.open("psm_123")
+        ReplicaReader.of("table", segment.descriptor(False))
     segment.close()
-    segment.unlink()
 
 
 def test_after_close_writes_are_dropped_without_an_error(namespace: str) -> None:
-    replica = Replica.create(namespace, "b", OWN_EPOCH, segments.identity_of(), 64)
+    replica = Replica.create(namespace, "b", OWN_EPOCH, 64)
     row = replica.add_row(1, "a", 10, 0)
-    replica.unlink()
     replica.close()
     replica.close()
     assert replica.apply(row, packed([1, 2])) == Applied(ignored=2)
@@ -244,10 +246,10 @@ def test_after_close_writes_are_dropped_without_an_error(namespace: str) -> None
 
 def test_check_integrity_finds_a_wrong_count_and_a_lost_entry(replica: Replica, row: int) -> None:
     replica.apply(row, packed([1]))
-    count = segments._native.load(replica._segment.buffer, 72)
-    segments._native.store(replica._segment.buffer, 72, count + 1)
+    count = _native.load(replica._segment.buffer, 72)
+    _native.store(replica._segment.buffer, 72, count + 1)
     assert any("2 entries counted, 1 in use" in wrong for wrong in replica.check_integrity())
-    segments._native.store(replica._segment.buffer, 72, count)
+    _native.store(replica._segment.buffer, 72, count)
     tombstones = replica._tombstones[row]
     replica._tombstones[row] = bytearray(len(tombstones))
     assert any("heard of" in wrong for wrong in replica.check_integrity())

@@ -16,7 +16,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvshm import segment as segments
 from kvshm.errors import IndexFull
 from kvshm.index import Replica, published
 from kvshm.records import (
@@ -26,6 +25,8 @@ from kvshm.records import (
     pack_records,
     unpack_records,
 )
+
+from .served import read_again
 
 PUBLISH, RETRACT = RecordKind.PUBLISH, RecordKind.RETRACT
 NUM_BLOCKS = 8
@@ -120,8 +121,7 @@ class GrowingIndex(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.namespace = "t" + uuid.uuid4().hex[:10]
-        self.replica = Replica.create(self.namespace, "me", 1, segments.identity_of(), 8)
-        self.reader = Replica.open(self.replica.name)
+        self.replica = Replica.create(self.namespace, "me", 1, 8)
         self.model = Model(8, self.grows)
         self.epochs = itertools.count(2)
         if not self.grows:
@@ -133,10 +133,7 @@ class GrowingIndex(RuleBasedStateMachine):
         raise IndexFull("no shared memory left")
 
     def teardown(self) -> None:
-        self.reader.close()
-        self.replica.unlink()
         self.replica.close()
-        assert segments.list_segments(self.namespace) == []
 
     def _new_engine(self) -> Engine:
         epoch = next(self.epochs)
@@ -248,7 +245,7 @@ class GrowingIndex(RuleBasedStateMachine):
     def look_up(self, wanted: list[int], start: int, masked: set[int], from_outside: bool) -> None:
         rows = {self.engines[engine].row for engine in masked}
         hashes = [HASHES[content] for content in wanted]
-        asked = self.reader if from_outside else self.replica
+        asked = read_again(self.replica) if from_outside else self.replica
         runs = asked.lookup(hashes, start, len(hashes), sum(1 << row for row in rows))
         found = [(row, r) for row, records in runs for r in unpack_records(records)]
         length, owners = self.model.expected_runs(hashes[start:], rows)

@@ -10,7 +10,6 @@ import pytest
 
 from kvshm.marks import Marks, blocks_of, touching
 from kvshm.records import SlotState, unpack_records
-from kvshm.segment import identity_of
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockId, Epoch, Fingerprint
 
@@ -80,9 +79,8 @@ Block = PoolBlock | Slotted
 def table() -> Iterator[SlotTable]:
     name = "t" + uuid.uuid4().hex[:10]
     spec = TableSpec(name, "e", 8, 16, 1, Fingerprint(bytes(32)), "model")
-    table = SlotTable.create(spec, Epoch(7), identity_of())
+    table = SlotTable.create(spec, Epoch(7))
     yield table
-    table.unlink()
     table.close()
 
 

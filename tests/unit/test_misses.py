@@ -16,7 +16,6 @@ from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
 from kvshm.peer_list import PeerList
 from kvshm.peers import Peers
 from kvshm.protocol import Joined, Refused, Stranger
-from kvshm.segment import identity_of
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.strangers import FIELDS_NAMED, divide, notes, sentence
 from kvshm.terms import Epoch, Fingerprint
@@ -30,16 +29,15 @@ OTHER = Stranger("vllm-7", 7, {"dtype": ("bf16", "f16"), "weights": (WEIGHTS, WE
 @pytest.fixture
 def table(namespace: str) -> Iterator[SlotTable]:
     spec = TableSpec(namespace, "me", 8, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(OWN_EPOCH), identity_of())
+    table = SlotTable.create(spec, Epoch(OWN_EPOCH))
     yield table
-    table.unlink()
     table.close()
 
 
 @pytest.fixture
 def life(table: SlotTable, peers: Peers) -> Life:
     """Of which a Membership uses the table and the peers only."""
-    return Life(table, None, peers, None)  # type: ignore[arg-type]  # the others are not touched
+    return Life(table, None, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
 
 
 @pytest.fixture
@@ -85,12 +83,11 @@ def test_another_epochs_counters_begin_at_zero(
     clock.now += PERIOD_SECONDS
     assert "no peer 5" in str(report.line(table))
     spec = TableSpec(namespace, "me", 8, 16, 1, Fingerprint(bytes(32)))
-    another = SlotTable.create(spec, Epoch(OWN_EPOCH + 1), identity_of())
+    another = SlotTable.create(spec, Epoch(OWN_EPOCH + 1))
     another.counters.add(c.LOOKUPS)
     another.counters.add(c.MISS_NO_PEER)
     clock.now += PERIOD_SECONDS
     assert "in 1 lookups of the last 60 s: no peer 1" in str(report.line(another))
-    another.unlink()
 
 
 def test_a_stranger_is_named_with_both_values() -> None:
@@ -211,7 +208,7 @@ def test_what_the_replica_had_no_room_for_is_counted(
     table: SlotTable, peers: Peers, member: Membership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for refused in (2, 2, 5):
-        monkeypatch.setattr(peers._replica, "_refused", refused)
+        monkeypatch.setattr(peers.replica, "_refused", refused)
         member.beat()
         assert table.counters.snapshot()["index_full"] == refused
 

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "operations.md").read_text()
 LISTED = set(re.findall(r"`([^`\n]+)`", PAGE.replace("```", "")))
 LEVELS = {"debug", "info", "warning", "error", "exception", "log"}
 LEVELS |= {"_note", "_say_once", "_complain"}
-EVENTS = {"Log", "complain", "_log_ends"}
+EVENTS = {"Log", "complain", "_log_end"}
 ENGINE = ("kvshm", "hooks", "transport")
 
 

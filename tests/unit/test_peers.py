@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from kvshm import index
-from kvshm import segment as segments
 from kvshm.counters import MISS_NO_OWNER
 from kvshm.peers import Peers, PeersStats
 from kvshm.protocol import EngineInfo
 from kvshm.records import (
+    LAYOUT_VERSION,
     NUM_ROWS,
     VERSION_OFFSET,
     BlockRecord,
@@ -25,6 +25,7 @@ from kvshm.records import (
 )
 
 from .exporters import HASHES, NUM_BLOCKS, OWN_EPOCH, Clock, Exporter, Make, offered
+from .served import ServedNode
 
 # -- joining
 
@@ -46,13 +47,12 @@ def test_an_engine_that_joins_is_scanned(peers: Peers, exporter: Make) -> None:
     assert offered(peers, 4) == [(1, 4, 0)]
 
 
-def test_the_own_epoch_is_no_peer(peers: Peers, exporter: Make, namespace: str) -> None:
-    own = Exporter(namespace, OWN_EPOCH, "me")
+def test_the_own_epoch_is_no_peer(peers: Peers, served: ServedNode) -> None:
+    own = Exporter(served, OWN_EPOCH, "me")
     own.publish(1)
     peers.joined(own.info)
     assert offered(peers, 1) == []
     assert peers.stats() == PeersStats(0, 0, 0, 0, 0)
-    own.end()
 
 
 def test_who_has_gone_is_dropped(peers: Peers, exporter: Make) -> None:
@@ -170,7 +170,7 @@ def break_version(a: Exporter) -> None:
 
 
 def mend_version(a: Exporter) -> None:
-    struct.pack_into("<I", a.table._segment.buffer, VERSION_OFFSET, 1)
+    struct.pack_into("<I", a.table._segment.buffer, VERSION_OFFSET, LAYOUT_VERSION)
 
 
 def test_a_table_that_cannot_be_opened_is_skipped_and_tried_again(
@@ -248,16 +248,14 @@ def test_a_plan_keeps_its_peers_table_mapped(peers: Peers, exporter: Make) -> No
     assert table() is None, "and nobody else does"
 
 
-def test_closed_peers_answer_nothing_and_raise_nothing(
-    peers: Peers, exporter: Make, namespace: str
-) -> None:
+def test_closed_peers_answer_nothing_and_raise_nothing(peers: Peers, exporter: Make) -> None:
     a = exporter()
     event = a.publish(1)
     peers.joined(a.info)
     [run] = peers.lookup(HASHES, 1, 2)
     peers.close()
     peers.close()
-    assert [s.kind for s in segments.list_segments(namespace)] == ["slots"]
+    assert peers.replica._segment.closed
     peers.joined(a.info)
     peers.events([(1, event)])
     peers.rescan(1)
@@ -281,7 +279,7 @@ def growing(peers: Peers, writer: Exporter, monkeypatch: pytest.MonkeyPatch) -> 
     began, go_on = threading.Event(), threading.Event()
     make = index._new_segment
 
-    def slowly(*arguments: Any) -> segments.Segment:
+    def slowly(*arguments: Any) -> Any:
         began.set()
         assert go_on.wait(100)
         return make(*arguments)
@@ -298,10 +296,10 @@ def growing(peers: Peers, writer: Exporter, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def small(namespace: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+def small(served: ServedNode, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
     """Peers whose replica has room for seven blocks."""
     monkeypatch.setattr("kvshm.peers.INITIAL_CAPACITY", 8)
-    peers = Peers(namespace, "me", OWN_EPOCH, clock=clock)
+    peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts, clock=clock)
     yield peers
     peers.close()
 
@@ -328,15 +326,15 @@ def test_the_schedulers_thread_waits_for_no_scan_and_no_growth(
         small.fine(1)
         assert not small.fail(1)
         assert (small.stats().usable, len(small.tables_by_bit())) == (3, 3)
-        assert len(small._replica.forgotten) == 2
-    assert not small._replica.forgotten, "the client's thread has done it"
+        assert len(small.replica.forgotten) == 2
+    assert not small.replica.forgotten, "the client's thread has done it"
     assert small.lookup(HASHES, 1, 2) == []
     assert offered(small, 2) == [(3, 2, 0)]
-    assert small._replica.check_integrity() == []
+    assert small.replica.check_integrity() == []
 
 
 def test_an_end_does_not_wait_for_a_growth_and_leaves_nothing(
-    small: Peers, exporter: Make, namespace: str, monkeypatch: pytest.MonkeyPatch
+    small: Peers, exporter: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = exporter("large")
     small.joined(large.info)
@@ -345,8 +343,7 @@ def test_an_end_does_not_wait_for_a_growth_and_leaves_nothing(
         small.close()
         assert small.lookup(HASHES, 1, 2) == []
         small.forget(1, large.reuse(1))
-    assert [s.kind for s in segments.list_segments(namespace)] == ["slots"]
-    assert small._replica._segment.closed
+    assert small.replica._segment.closed
 
 
 def test_lookups_beside_the_clients_thread(peers: Peers, exporter: Make) -> None:

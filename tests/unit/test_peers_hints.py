@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
-import msgspec
 import pytest
 
-from kvshm import segment as segments
 from kvshm.counters import (
     MISS_FINGERPRINT,
     MISS_NO_OWNER,
     MISS_NO_PEER,
     MISS_QUARANTINED,
 )
-from kvshm.index import Forgotten, Replica
+from kvshm.index import Forgotten
 from kvshm.peers import (
     ATTACHING_SECONDS,
     QUARANTINE_FAILURES,
@@ -24,11 +20,12 @@ from kvshm.peers import (
     Peers,
     PeersStats,
 )
-from kvshm.protocol import EngineInfo, RankInfo
+from kvshm.protocol import EngineInfo
 from kvshm.slots import SlotTable
 
 from .exporters import HASHES, OWN_EPOCH, Clock, Make, offered
-from .played_transport import memory_of
+from .pulsing import pulsing
+from .served import ServedNode, read_again
 
 # -- scans that race with events
 
@@ -47,12 +44,13 @@ class RacingTable(SlotTable):
 
 
 @pytest.fixture
-def racing(namespace: str, exporter: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
-    peers = Peers(namespace, "racer", OWN_EPOCH, open_table=RacingTable.open)
+def racing(served: ServedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
+    monkeypatch.setattr("kvshm.handout.SlotTable", RacingTable)
+    peers = Peers(served.namespace, "racer", OWN_EPOCH, served.handouts)
     monkeypatch.setattr(RacingTable, "before", RacingTable.before)
     monkeypatch.setattr(RacingTable, "after", RacingTable.after)
     yield peers
-    assert peers._replica.check_integrity() == []
+    assert peers.replica.check_integrity() == []
     peers.close()
 
 
@@ -76,7 +74,7 @@ def test_what_the_scan_saw_may_be_told_again(racing: Peers, exporter: Make) -> N
     for event in on_its_way:
         racing.events([(1, event)])
     assert offered(racing, 1) == [(1, 1, 0)]
-    assert racing._replica.count == 1
+    assert racing.replica.count == 1
 
 
 def test_a_publish_heard_after_the_scan_passed_its_slot_stays(
@@ -173,7 +171,7 @@ def test_other_processes_see_who_is_suspected(peers: Peers, exporter: Make) -> N
     a = exporter()
     a.publish(1)
     peers.joined(a.info)
-    reader = Replica.open(peers.replica_name)
+    reader = read_again(peers.replica)
     assert len(reader.lookup(HASHES, 1, 2)) == 1
     peers.suspected(1)
     assert reader.lookup(HASHES, 1, 2) == []
@@ -225,7 +223,7 @@ def test_an_engine_that_only_imports_is_watched_but_not_asked(peers: Peers, expo
     peers.joined(info)
     assert offered(peers, 1) == []
     assert peers.stats().usable == 0
-    assert peers.tables_by_bit()[1].name == a.table.name
+    assert peers.tables_by_bit()[1].epoch == a.info.epoch
 
 
 def test_a_miss_has_a_reason(peers: Peers, exporter: Make) -> None:
@@ -282,17 +280,11 @@ def test_a_dead_engine_is_offered_no_more_and_comes_back_as_another(
     peers: Peers, exporter: Make, who: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = exporter("a"), exporter("b")
-    here = segments.identity_of()
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        dying = segments.identity_of(child.pid)
-        engine, rank = (dying, here) if who == "engine" else (here, dying)
-        ranks = [RankInfo(rank.pid, rank.start_time, memory_of(1))]
-        place = {"pid": engine.pid, "start_time": engine.start_time, "ranks": ranks}
+    with pulsing(a.table, 0 if who == "rank" else None):
         a.publish(1)
-        peers.joined(msgspec.structs.replace(a.info, **place))
+        peers.joined(a.info)
         peers.look_for_deaths()
         assert offered(peers, 1) == [(1, 1, 0)]
-        child.kill()
     peers.look_for_deaths()
     assert offered(peers, 1) == []
     peers.recovered(1)
@@ -301,9 +293,7 @@ def test_a_dead_engine_is_offered_no_more_and_comes_back_as_another(
     assert caplog.text.count("has died") == 1
     peers.gone(1)
     b.publish(1)
-    alive = [RankInfo(here.pid, here.start_time, memory_of(2))]
-    place = {"pid": here.pid, "start_time": here.start_time, "ranks": alive}
-    peers.joined(msgspec.structs.replace(b.info, **place))
+    peers.joined(b.info)
     peers.look_for_deaths()
     assert offered(peers, 1) == [(2, 1, 0)]
 
@@ -313,11 +303,11 @@ def test_a_table_that_has_gone_is_skipped_and_nobody_is_warned(
 ) -> None:
     """The engine was reset before others heard of its old epoch."""
     a = exporter()
-    a.table.unlink()
+    a.end()
     with caplog.at_level("INFO", logger="vllm.kvshm"):
         peers.joined(a.info)
     assert peers.stats() == PeersStats(0, 0, 1, 0, 0)
-    [said] = [record for record in caplog.records if a.table.name in record.message]
+    [said] = [record for record in caplog.records if "no such engine" in record.message]
     assert said.levelname == "INFO"
 
 
@@ -328,7 +318,7 @@ def test_what_was_forgotten_of_one_epoch_is_found_in_the_next(peers: Peers, expo
     assert new.publish(1) == records
     peers.joined(new.info)
     row = peers._view.peers[new.info.epoch].row
-    peers._replica.forgotten.append(Forgotten(row, old.info.epoch, records))
+    peers.replica.forgotten.append(Forgotten(row, old.info.epoch, records))
     assert offered(peers, 1)
     peers.forget(new.info.epoch, records)
     assert not offered(peers, 1)

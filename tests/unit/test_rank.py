@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -19,12 +20,12 @@ from kvshm.plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece
 from kvshm.rank import RankCache
 from kvshm.rank_load import RankLoad
 from kvshm.rank_peers import FAILED_SECONDS, PeerBook
-from kvshm.segment import identity_of
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import SlotTable
 from kvshm.terms import BlockId, Epoch, LeaseBit, Rank
 
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
 from .played_transport import PlayedTransport, memory_of
+from .served import ServedNode
 
 OWN = Epoch(0x5000)
 BIT = LeaseBit(3)
@@ -37,7 +38,7 @@ def piece_of(peer: Exporter, block: int, taken: bytes = b"\0") -> Piece:
         assert peer.table.lease(BIT, records) == (1, taken)
     memory = (memory_of(peer.info.epoch),)
     target = (BlockId(block + 10),)
-    return Piece(Epoch(peer.info.epoch), peer.info.table, memory, records, taken, target, 8)
+    return Piece(Epoch(peer.info.epoch), memory, records, taken, target, 8)
 
 
 def load_of(*pieces: Piece, ticket: int = NO_TICKET, name: str = "load") -> Load:
@@ -63,12 +64,8 @@ def reports(cache: RankCache, number: int) -> dict[str, LoadReport]:
 
 
 @pytest.fixture
-def own(namespace: str) -> Iterator[SlotTable]:
-    spec = TableSpec(namespace, "own", NUM_BLOCKS, 16, 2, FINGERPRINT)
-    table = SlotTable.create(spec, OWN, identity_of())
-    yield table
-    table.unlink()
-    table.close()
+def own(served: ServedNode) -> SlotTable:
+    return served.serve("own", OWN, NUM_BLOCKS, 2, FINGERPRINT).table
 
 
 @pytest.fixture
@@ -77,8 +74,8 @@ def transport() -> PlayedTransport:
 
 
 @pytest.fixture
-def cache(transport: PlayedTransport, clock: Clock) -> Iterator[RankCache]:
-    cache = RankCache(transport, Rank(0), clock=clock)
+def cache(transport: PlayedTransport, served: ServedNode, clock: Clock) -> Iterator[RankCache]:
+    cache = RankCache(transport, Rank(0), served.handouts, clock=clock)
     yield cache
     for hung in transport.hung.values():
         hung.set()
@@ -91,7 +88,7 @@ def cache(transport: PlayedTransport, clock: Clock) -> Iterator[RankCache]:
 @pytest.fixture
 def opened(cache: RankCache, own: SlotTable) -> RankCache:
     """The cache in its epoch."""
-    cache.open_epoch(own.name)
+    cache.open_epoch(own.epoch)
     return cache
 
 
@@ -153,13 +150,16 @@ def test_a_failed_peer_is_not_asked_again_for_a_while(
 
 
 def test_a_table_of_another_epoch_or_without_the_rank_is_not_attached(
-    transport: PlayedTransport, exporter: Make
+    transport: PlayedTransport, served: ServedNode, exporter: Make
 ) -> None:
     peer = exporter()
     piece = piece_of(peer, 1)
-    other = Piece(Epoch(77), piece.table, piece.memory, piece.records, b"\0", piece.targets, 8)
-    book, second = PeerBook(transport, Rank(0)), PeerBook(transport, Rank(1))
-    wrong = ((book, other, "is of epoch"), (second, piece, "has no rank 1"))
+    other = replace(piece, peer=Epoch(77))
+    peer.served.path.with_name(peer.served.path.name.replace("0001", "004d")).hardlink_to(
+        peer.served.path
+    )
+    book, second = (PeerBook(transport, Rank(rank), served.handouts) for rank in (0, 1))
+    wrong = ((book, other, "is served here"), (second, piece, "has no rank 1"))
     for asked, wanted, why in wrong:
         assert asked.find(wanted) is None
         until(lambda asked=asked: asked._failed)  # type: ignore[misc]
@@ -237,11 +237,10 @@ def test_a_rank_without_a_table_gives_its_leases_back(
 
 
 def test_a_load_of_an_earlier_epoch_leaves_the_tickets_of_this_one_alone(
-    cache: RankCache, own: SlotTable, namespace: str, exporter: Make
+    cache: RankCache, own: SlotTable, served: ServedNode, exporter: Make
 ) -> None:
-    spec = TableSpec(namespace, "next", NUM_BLOCKS, 16, 1, FINGERPRINT)
-    table = SlotTable.create(spec, Epoch(OWN + 1), identity_of())
-    cache.open_epoch(table.name)
+    table = served.serve("next", OWN + 1, NUM_BLOCKS, 1, FINGERPRINT).table
+    cache.open_epoch(table.epoch)
     other = table.take_ticket(1)
     peer, ticket = leased(cache, own, exporter)
     assert other == ticket
@@ -249,8 +248,6 @@ def test_a_load_of_an_earlier_epoch_leaves_the_tickets_of_this_one_alone(
     assert peer.table.slot(1).leases == 0
     assert in_use(table, ticket) == 1
     cache.end_epoch()
-    table.unlink()
-    table.close()
 
 
 def test_one_peer_that_has_gone_keeps_no_other_lease(
@@ -260,7 +257,7 @@ def test_one_peer_that_has_gone_keeps_no_other_lease(
     ticket = own.take_ticket(1)
     assert ticket is not None
     pieces = (piece_of(gone, 1, b"\1"), piece_of(peer, 2, b"\1"))
-    gone.table.unlink()
+    gone.end()
     opened.begin_load(load_of(*pieces, ticket=ticket))
     assert reports(opened, 1)["load"].bad == (11,)
     assert peer.table.slot(2).leases == 0
@@ -273,12 +270,12 @@ def test_why_a_rank_exports_nothing_is_said_until_it_does(
     assert cache.failed == ""
     transport.export_error = TransportError("no room for a socket")
     with pytest.raises(TransportError):
-        cache.open_epoch(own.name)
+        cache.open_epoch(own.epoch)
     assert "rank 0" in cache.failed
     assert "no room for a socket" in cache.failed
     assert cache.table is None
     transport.export_error = None
-    cache.open_epoch(own.name)
+    cache.open_epoch(own.epoch)
     assert cache.failed == ""
 
 
@@ -394,7 +391,9 @@ def test_a_load_whose_check_fails_is_bad_and_gives_its_leases_back(
     assert in_use(own, ticket) == 0
 
 
-def test_a_load_says_which_peers_it_needs(exporter: Make, transport: PlayedTransport) -> None:
+def test_a_load_says_which_peers_it_needs(
+    exporter: Make, served: ServedNode, transport: PlayedTransport
+) -> None:
     a, b = exporter("a"), exporter("b")
     load = load_of(piece_of(a, 1), piece_of(b, 2), piece_of(a, 3))
-    assert RankLoad(load, PeerBook(transport, Rank(0)), None).peers == {1, 2}
+    assert RankLoad(load, PeerBook(transport, Rank(0), served.handouts), None).peers == {1, 2}

@@ -26,7 +26,7 @@ __all__ = ["cache", "own", "transport"]
 @pytest.fixture
 def attached(cache: RankCache, own: SlotTable, exporter: Make) -> Make:
     """Makes exporters that the rank has attached."""
-    cache.open_epoch(own.name)
+    cache.open_epoch(own.epoch)
 
     def make():  # type: ignore[no-untyped-def]  # an Exporter
         peer = exporter()
@@ -47,7 +47,7 @@ def test_a_load_of_an_attached_peer_has_ended_when_the_call_returns(
 
 
 def test_nobody_waits_for_an_attach(cache: RankCache, own: SlotTable, exporter: Make) -> None:
-    cache.open_epoch(own.name)
+    cache.open_epoch(own.epoch)
     piece = piece_of(exporter(), 2)
     (report,) = cache.load_at_once([load_of(piece)], 1000.0)
     assert report.bad == piece.targets
@@ -59,7 +59,7 @@ def test_a_peer_that_was_let_go_is_not_attached_by_a_load_that_does_not_say_wher
     cache: RankCache, own: SlotTable, transport: PlayedTransport, exporter: Make
 ) -> None:
     """Else the attach would fail, and be remembered as the peer's failure."""
-    cache.open_epoch(own.name)
+    cache.open_epoch(own.epoch)
     piece = piece_of(exporter(), 2)
     (report,) = cache.load_at_once([load_of(replace(piece, memory=()))], 1000.0)
     assert report.failures[0].reason is LoadFailure.NOT_ATTACHED

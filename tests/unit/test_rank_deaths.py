@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
+import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +17,7 @@ from kvshm.interfaces import CopyState
 from kvshm.log import SAY_AGAIN_SECONDS, Seldom
 from kvshm.peer_list import PeerList, PeerListReader
 from kvshm.plans import LoadFailure, LoadReport
-from kvshm.protocol import SUSPECT_AFTER_SECONDS, EngineInfo, RankInfo
+from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.rank_load import RankLoad
 from kvshm.rank_peers import (
     ATTACH_PATIENCE_SECONDS,
@@ -26,12 +26,13 @@ from kvshm.rank_peers import (
     MAX_TRIES,
     PeerBook,
 )
-from kvshm.segment import identity_of
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
 from .played_transport import PlayedTransport, memory_of
+from .pulsing import pulsing
+from .served import ServedNode
 from .test_rank import OWN, load_of, piece_of, transport, until
 
 __all__ = ["transport"]
@@ -40,13 +41,10 @@ RANK = Rank(0)
 
 
 @pytest.fixture
-def table(namespace: str) -> Iterator[SlotTable]:
-    spec = TableSpec(namespace, "own", NUM_BLOCKS, 16, 1, FINGERPRINT)
-    table = SlotTable.create(spec, OWN, identity_of())
+def table(served: ServedNode) -> SlotTable:
+    table = served.serve("own", OWN, NUM_BLOCKS, 1, FINGERPRINT).table
     table.set_life(RANK)
-    yield table
-    table.unlink()
-    table.close()
+    return table
 
 
 @pytest.fixture
@@ -55,8 +53,10 @@ def listed(tmp_path: Path) -> PeerList:
 
 
 @pytest.fixture
-def book(transport: PlayedTransport, clock: Clock, tmp_path: Path) -> Iterator[PeerBook]:
-    book = PeerBook(transport, RANK, clock)
+def book(
+    transport: PlayedTransport, served: ServedNode, clock: Clock, tmp_path: Path
+) -> Iterator[PeerBook]:
+    book = PeerBook(transport, RANK, served.handouts, clock)
     book.follow(PeerListReader(tmp_path / "peers"))
     yield book
     for hung in transport.hung.values():
@@ -65,18 +65,9 @@ def book(transport: PlayedTransport, clock: Clock, tmp_path: Path) -> Iterator[P
     book.close()
 
 
-@pytest.fixture
-def child() -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        yield child
-        child.kill()
-
-
-def told(peer: Exporter, process: int | None = None) -> EngineInfo:
-    """What the list says of a peer, whose rank is this process or a child's."""
-    identity = identity_of(process)
-    memory = memory_of(peer.info.epoch)
-    rank = RankInfo(identity.pid, identity.start_time, memory)
+def told(peer: Exporter) -> EngineInfo:
+    """What the list says of a peer."""
+    rank = RankInfo(os.getpid(), memory_of(peer.info.epoch))
     return msgspec.structs.replace(peer.info, ranks=[rank])
 
 
@@ -130,8 +121,9 @@ def test_a_peer_is_attached_once_its_rank_serves(
     early.table.end_life(None)
     listed.write([told(early), msgspec.structs.replace(told(importing), imports_only=True)])
     book.attach_listed()
+    until(lambda: book._early and not book._attaching)
+    assert list(book._early) == [early.info.epoch], "its table is looked at from now on"
     assert transport.attaches == []
-    assert not book._attaching
     early.table.set_life(RANK)
     book.attach_listed()
     until(lambda: book.attached == {early.info.epoch})
@@ -223,92 +215,67 @@ def test_a_list_that_makes_no_sense_or_has_gone_names_nobody(
 # -- exporters that die
 
 
-@pytest.mark.parametrize("outlives", [False, True])
-def test_no_copy_from_a_dead_exporter_is_delivered_unless_its_memory_stays(
+PROCESSES = pytest.mark.parametrize("who", [None, RANK], ids=["engine", "rank"])
+
+
+@PROCESSES
+def test_no_copy_from_a_dead_exporter_is_begun(
     book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
-    table: SlotTable, child: subprocess.Popen[bytes], outlives: bool,
+    table: SlotTable, who: Rank | None,
 ) -> None:  # fmt: skip
-    """Its life word is as it was: there is no coordinator to zero it."""
-    transport.memory_outlives_exporter = outlives
+    """Its life word is as it was, and there is no coordinator."""
     peer = exporter()
-    listed.write([told(peer, child.pid)])
-    book.attach_listed()
-    until(lambda: book.attached)
-    before, during = (RankLoad(load_of(piece_of(peer, n)), book, table) for n in (1, 2))
-    assert before.advance()
-    assert before.report == LoadReport("load", ())
-    child.kill()
-    child.wait()
+    with pulsing(peer.table, who):
+        listed.write([told(peer)])
+        book.attach_listed()
+        until(lambda: book.attached)
+        before, during = (RankLoad(load_of(piece_of(peer, n)), book, table) for n in (1, 2))
+        assert before.advance()
+        assert before.report == LoadReport("load", ())
     assert during.advance()
-    assert during.report.bad == (12,), "no copy is begun any more"
+    assert during.report.bad == (12,)
     assert during.report.failures[0].reason is LoadFailure.UNREACHABLE
+    assert len(transport.copies) == 1
     book.unmap_ended(())
     assert book.attached == frozenset()
     assert transport.memories[peer.info.epoch].closed
 
 
-def test_the_ranks_of_a_peer_that_is_listed_after_it_was_attached_are_watched(
-    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
-    table: SlotTable, child: subprocess.Popen[bytes],
-) -> None:  # fmt: skip
-    """A load may have attached it first."""
-    transport.memory_outlives_exporter = False
-    peer = exporter()
-    attaches = RankLoad(load_of(piece_of(peer, 1)), book, table)
-    until(attaches.advance)
-    listed.write([told(peer, child.pid)])
-    book.attach_listed()
-    child.kill()
-    child.wait()
-    load = RankLoad(load_of(piece_of(peer, 2)), book, table)
-    assert load.advance()
-    assert load.report.failures[0].reason is LoadFailure.UNREACHABLE
-
-
-@pytest.mark.parametrize("outlives", [False, True])
-def test_an_exporter_that_dies_while_it_is_copied_from(
-    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
-    table: SlotTable, child: subprocess.Popen[bytes], outlives: bool,
-) -> None:  # fmt: skip
-    transport.memory_outlives_exporter = outlives
+@PROCESSES
+def test_what_was_copied_from_a_rank_that_died_meanwhile_does_not_count(
+    book: PeerBook, transport: PlayedTransport, exporter: Make, table: SlotTable, who: Rank | None
+) -> None:
+    """Its memory may have gone.  That of a rank whose engine died has not."""
     transport.state = CopyState.PENDING
-    peer = exporter()
-    listed.write([told(peer, child.pid)])
-    book.attach_listed()
-    until(lambda: book.attached)
-    load = RankLoad(load_of(piece_of(peer, 1)), book, table)
-    assert not load.advance()
-    child.kill()
-    child.wait()
-    transport.copies[0].state = CopyState.DONE
-    assert load.advance()
-    assert load.report.bad == (() if outlives else (11,))
-    assert [f.reason for f in load.report.failures] == [LoadFailure.UNCERTAIN] * (not outlives)
-
-
-@pytest.mark.parametrize("outlives", [False, True])
-def test_a_silent_exporter_is_suspected_by_its_heartbeat(
-    book: PeerBook, transport: PlayedTransport, exporter: Make, table: SlotTable, clock: Clock,
-    outlives: bool,
-) -> None:  # fmt: skip
-    """As where its processes cannot be seen: it is in no list."""
-    transport.memory_outlives_exporter = outlives
     peer = exporter()
     book.find(piece_of(peer, 1))
     until(lambda: book.attached)
+    load = RankLoad(load_of(piece_of(peer, 2)), book, table)
+    with pulsing(peer.table, who):
+        assert not load.advance()
+    transport.copies[0].state = CopyState.DONE
+    assert load.advance()
+    died = who is not None
+    assert load.report.bad == ((12,) if died else ())
+    assert [f.reason for f in load.report.failures] == [LoadFailure.RECLAIMED] * died
 
-    def bad(block: int) -> tuple[int, ...]:
-        load = RankLoad(load_of(piece_of(peer, block)), book, table)
+
+@PROCESSES
+def test_who_stands_still_is_not_dead(
+    book: PeerBook, exporter: Make, table: SlotTable, clock: Clock, who: Rank | None
+) -> None:
+    """However long: its memory is what it was."""
+    peer = exporter()
+    with pulsing(peer.table, who) as child:
+        book.find(piece_of(peer, 1))
+        until(lambda: book.attached)
+        child.send_signal(signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        clock.now += 1000
+        book.unmap_ended(())
+        load = RankLoad(load_of(piece_of(peer, 2)), book, table)
         assert load.advance()
-        return load.report.bad
-
-    book.unmap_ended(())
-    clock.now += SUSPECT_AFTER_SECONDS - 0.1
-    assert bad(2) == ()
-    clock.now += 0.2
-    assert bad(3) == (() if outlives else (13,))
-    peer.table.beat()
-    assert bad(4) == (), "it was heard again"
+        assert load.report == LoadReport("load", ())
 
 
 def test_who_has_ended_its_export_is_let_go(

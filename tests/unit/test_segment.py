@@ -1,13 +1,16 @@
-"""kvshm.segment: creating, opening, owning and recognising shared memory."""
+"""kvshm.segment: sealed memory, who may do what with it, and what is not mapped."""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
-import stat
+import resource
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -15,174 +18,234 @@ from kvshm import segment as segments
 from kvshm.errors import (
     CorruptSegment,
     SegmentError,
-    SegmentExists,
-    SegmentNotFound,
     SegmentNotReady,
     SegmentTooSmall,
     VersionMismatch,
 )
 from kvshm.records import (
     LAYOUT_VERSION,
+    PREFIX_BYTES,
     SEGMENT_BYTES_OFFSET,
     TABLE_MAGIC,
     VERSION_OFFSET,
 )
-from kvshm.segment import Identity, Segment, SegmentName
+from kvshm.segment import Header, Segment, SegmentName
 
 NBYTES = 16384
 EPOCH = 0xABCDEF0123456789
+NAME = str(SegmentName("ns", "slots", "e", EPOCH))
+HEADER = Header(TABLE_MAGIC, 8192, EPOCH, 77)
 
 
 @pytest.fixture
-def segment(namespace: str) -> Iterator[Segment]:
-    segment = Segment.create(segments.segment_name(namespace, "slots", "a", EPOCH), NBYTES)
+def segment() -> Iterator[Segment]:
+    segment = Segment.create(NAME, NBYTES)
     yield segment
     segment.close()
-    segment.unlink()
 
 
-def write_header(segment: Segment, identity: Identity | None = None) -> None:
-    segments.write_header(segment, TABLE_MAGIC, 8192, EPOCH, identity or segments.identity_of())
+def mapped(segment: Segment, writable: bool = True, largest: int = NBYTES) -> Segment:
+    """The same memory, as one maps it who was handed it."""
+    return Segment.of("theirs", segment.descriptor(writable), writable, largest)
 
 
-# -- names
+def opened() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
-@pytest.mark.parametrize("engine", ["a", 7, "host-1.8001", "0123456789abcdef"])
-@pytest.mark.parametrize("revision", [0, 3])
-def test_a_name_comes_apart_into_what_it_was_made_of(engine: str | int, revision: int) -> None:
-    name = segments.segment_name("prod_1", "index", engine, 255, revision)
-    assert segments.parse_segment_name(name) == SegmentName(
-        "prod_1", "index", str(engine), 255, revision
-    )
-    assert str(segments.parse_segment_name(name)) == name
+# -- made
 
 
-def test_the_name_is_the_documented_one() -> None:
-    assert segments.segment_name("ns", "slots", "e", 255) == "kvshm.ns.slots.e.00000000000000ff"
-
-
-@pytest.mark.parametrize(
-    ("namespace", "kind", "engine"),
-    [("a.b", "slots", "e"), ("", "slots", "e"), ("n", "slots", "a/b"), ("n", "Slots", "e")],
-)
-def test_a_name_that_would_be_ambiguous_is_refused(namespace: str, kind: str, engine: str) -> None:
-    with pytest.raises(ValueError, match=r"may hold|no usable"):
-        segments.segment_name(namespace, kind, engine, 1)
-
-
-def test_a_name_too_long_for_a_file_is_refused() -> None:
-    with pytest.raises(ValueError, match="no usable"):
-        segments.segment_name("n" * 230, "slots", "e", 1)
-
-
-@pytest.mark.parametrize("name", ["psm_1234", "kvshm.n.slots.e", "kvshm.n.slots.e.12", "sem.x"])
-def test_foreign_names_are_not_ours(name: str) -> None:
-    assert segments.parse_segment_name(name) is None
-
-
-def test_list_segments_keeps_namespaces_apart(namespace: str, segment: Segment) -> None:
-    other = Segment.create(segments.segment_name(namespace + "x", "slots", "a", 1), NBYTES)
-    try:
-        assert [str(s) for s in segments.list_segments(namespace)] == [segment.name]
-        assert {namespace, namespace + "x"} <= {s.namespace for s in segments.list_segments()}
-    finally:
-        other.close()
-        other.unlink()
-
-
-# -- create and open
-
-
-def test_a_new_segment_is_zeroed_private_and_has_its_pages(segment: Segment) -> None:
-    status = os.stat(f"/dev/shm/{segment.name}")
-    assert stat.S_IMODE(status.st_mode) == 0o600
+def test_a_new_segment_is_zeroed_and_has_its_pages(segment: Segment) -> None:
+    fd = segment.descriptor(False)
+    status = os.fstat(fd)
+    os.close(fd)
     assert status.st_size == NBYTES
     assert status.st_blocks * 512 >= NBYTES, "pages are reserved, not promised"
     assert bytes(segment.buffer) == bytes(NBYTES)
 
 
-def test_creating_the_same_name_twice_is_refused_and_harms_nothing(segment: Segment) -> None:
-    segment.buffer[100] = 42
-    with pytest.raises(SegmentExists, match=segment.name):
-        Segment.create(segment.name, NBYTES)
-    assert segment.buffer[100] == 42
+def test_people_see_whose_memory_it_is_and_no_directory_has_it(segment: Segment) -> None:
+    assert NAME == "kvshm.ns.slots.e.abcdef0123456789"
+    maps = Path("/proc/self/maps").read_text()
+    assert f"/memfd:{NAME} (deleted)" in maps
+    assert not list(Path("/dev/shm").glob(f"*{NAME}*"))
 
 
-def test_no_room_names_needed_and_available_bytes_and_leaves_nothing(namespace: str) -> None:
-    needed = 1 << 45
-    with pytest.raises(SegmentTooSmall, match=rf"needs {needed} bytes.* has \d+ available"):
-        Segment.create(segments.segment_name(namespace, "slots", "a", 1), needed)
-    assert segments.list_segments(namespace) == []
+def test_a_name_may_be_of_any_length() -> None:
+    long = Segment.create("kvshm." + "n" * 400, NBYTES)
+    assert f"/memfd:kvshm.{'n' * 194} (deleted)" in Path("/proc/self/maps").read_text()
+    long.close()
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file of this process may be large: who asks the kernel for the memory after all is
+    refused, instead of having it end some process of this machine for it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("small_files")
+@pytest.mark.parametrize(
+    ("nbytes", "why"), [(1 << 45, r"\d+ are available"), (1 << 21, "File too large")]
+)
+def test_no_room_is_an_error_that_says_what_to_do_and_keeps_nothing(nbytes: int, why: str) -> None:
+    before = opened()
+    with pytest.raises(SegmentTooSmall, match=f"{NAME} needs {nbytes} .*: {why}; .*fewer blocks"):
+        Segment.create(NAME, nbytes)
+    assert opened() == before
+
+
+def test_without_descriptors_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    with pytest.raises(SegmentError, match=f"{NAME} cannot be created: Too many open files"):
+        Segment.create(NAME, NBYTES)
+
+
+# -- sealed: for its owner, too
+
+
+@pytest.mark.parametrize("nbytes", [0, NBYTES - 1, NBYTES + 1])
+def test_nobody_can_cut_or_stretch_it(segment: Segment, nbytes: int) -> None:
+    for fd in (segment._fd, segment.descriptor(True)):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, nbytes)
+        with pytest.raises(PermissionError):
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    os.close(fd)
+
+
+@pytest.mark.multiprocess
+def test_whoever_was_handed_it_cannot_cut_it_either(segment: Segment) -> None:
+    """As an engine that is confused, or worse."""
+    script = (
+        "import os, sys\nfd = int(sys.argv[1])\n"
+        "for cut in (lambda: os.ftruncate(fd, 0),\n"
+        "            lambda: os.truncate(f'/proc/self/fd/{fd}', 0),\n"
+        "            lambda: os.open(f'/proc/self/fd/{fd}', os.O_RDWR | os.O_TRUNC)):\n"
+        "    try:\n        cut()\n    except PermissionError:\n        continue\n"
+        "    sys.exit(3)\n"
+    )
+    segment.buffer[NBYTES - 1] = 7
+    fd = segment.descriptor(True)
+    argv = [sys.executable, "-c", script, str(fd)]
+    done = subprocess.run(argv, pass_fds=[fd], timeout=200, check=False)
+    os.close(fd)
+    assert done.returncode == 0
+    assert segment.buffer[NBYTES - 1] == 7
 
 
 def test_what_one_mapping_writes_the_other_reads(segment: Segment) -> None:
-    reader = Segment.open(segment.name, writable=False)
-    writer = Segment.open(segment.name, writable=True)
+    reader, writer = mapped(segment, writable=False), mapped(segment)
     writer.buffer[5000] = 7
     assert (segment.buffer[5000], reader.buffer[5000]) == (7, 7)
     reader.close()
     writer.close()
 
 
-def test_a_read_only_mapping_cannot_be_written(segment: Segment) -> None:
-    reader = Segment.open(segment.name, writable=False)
+def test_who_was_given_it_to_read_cannot_write_to_it(segment: Segment) -> None:
+    fd = segment.descriptor(False)
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, NBYTES)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(fd, b"x", 0)
+    reader = Segment.of("theirs", fd, False, NBYTES)
     with pytest.raises(TypeError, match="read-only"):
         reader.buffer[0] = 1
     reader.close()
 
 
-def test_opening_what_does_not_exist_is_its_own_error(namespace: str) -> None:
-    with pytest.raises(SegmentNotFound):
-        Segment.open(segments.segment_name(namespace, "slots", "a", 1), writable=False)
+# -- what is not mapped
 
 
-def test_a_segment_without_its_size_is_not_ready(namespace: str) -> None:
-    name = segments.segment_name(namespace, "slots", "a", 1)
-    with open(f"/dev/shm/{name}", "xb"):
-        pass
-    with pytest.raises(SegmentNotReady):
-        Segment.open(name, writable=False)
-    segments.unlink(name)
+def memfd(nbytes: int, *, seals: int = fcntl.F_SEAL_SHRINK, sparse: bool = False) -> int:
+    fd = os.memfd_create("odd", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    if not sparse and nbytes:
+        os.posix_fallocate(fd, 0, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
 
 
-def test_another_users_segment_is_refused_in_clear_words(
+def pipe() -> int:
+    reader, writer = os.pipe()
+    os.close(writer)
+    return reader
+
+
+def file(directory: Path) -> int:
+    path = directory / "file"
+    path.write_bytes(bytes(NBYTES))
+    return os.open(path, os.O_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("odd", "why"),
+    [
+        (lambda _: memfd(NBYTES, seals=0), "cut short"),
+        (lambda _: memfd(NBYTES, seals=fcntl.F_SEAL_GROW), "cut short"),
+        (file, "cut short"),
+        (lambda _: memfd(NBYTES, sparse=True), "only 0 of them exist"),
+        (lambda _: memfd(NBYTES + 1), f"{NBYTES + 1} bytes, at most {NBYTES} were expected"),
+        (lambda _: memfd(0), "its owner is creating it"),
+        (lambda _: memfd(PREFIX_BYTES - 1), "its owner is creating it"),
+        (lambda _: pipe(), "is no memory of uid"),
+        (lambda path: os.open(path, os.O_RDONLY), "is no memory of uid"),
+        (lambda _: os.open("/dev/zero", os.O_RDWR), "is no memory of uid"),
+    ],
+)
+def test_what_may_fault_or_is_no_memory_is_not_mapped(odd, why: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]  # gives a descriptor
+    before = opened()
+    with pytest.raises(SegmentError, match=f"theirs.*{why}"):
+        Segment.of("theirs", odd(tmp_path), True, NBYTES)
+    assert opened() == before, "the descriptor is closed"
+
+
+def test_another_users_memory_is_not_mapped(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_001)
-    with pytest.raises(SegmentError, match=r"belongs to uid \d+, this process runs as uid 4000000"):
-        Segment.open(segment.name, writable=False)
+    with pytest.raises(SegmentError, match="no memory of uid 4000000001"):
+        mapped(segment)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-@pytest.mark.multiprocess
-def test_another_user_is_kept_out_by_the_file_mode(segment: Segment) -> None:
-    script = (
-        "import os, sys\n"
-        "from kvshm.segment import Segment\n"
-        "from kvshm.errors import SegmentError\n"
-        "os.setuid(65534)\n"
-        "try:\n    Segment.open(sys.argv[1], writable=False)\n"
-        "except SegmentError as exc:\n"
-        "    sys.exit(0 if 'another user' in str(exc) else 3)\n"
-        "sys.exit(4)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, segment.name], timeout=200, check=False)
-    assert done.returncode == 0
+# -- handed on and closed
 
 
-# -- close and unlink
-
-
-def test_close_and_unlink_may_be_called_twice(namespace: str) -> None:
-    segment = Segment.create(segments.segment_name(namespace, "slots", "a", 1), NBYTES)
+def test_close_may_be_called_twice_and_leaves_no_descriptor() -> None:
+    before = opened()
+    segment = Segment.create(NAME, NBYTES)
     segment.close()
     segment.close()
-    segment.unlink()
-    segment.unlink()
     assert segment.closed
+    assert opened() == before
     with pytest.raises(SegmentError, match="closed"):
         _ = segment.buffer
+    with pytest.raises(SegmentError, match="closed"):
+        segment.descriptor(False)
+
+
+def test_what_was_mapped_and_is_not_kept_is_handed_on_no_more(segment: Segment) -> None:
+    before = opened()
+    theirs = mapped(segment).keep_no_descriptor()
+    assert opened() == before + 1, "Python's, of the mapping"
+    theirs.buffer[1] = 5
+    assert segment.buffer[1] == 5
+    with pytest.raises(SegmentError, match="closed"):
+        theirs.descriptor(False)
+    theirs.close()
+
+
+def test_who_forgets_to_close_it_leaves_no_descriptor() -> None:
+    before = opened()
+    Segment.create(NAME, NBYTES)
+    assert opened() == before
 
 
 def test_a_view_in_use_survives_close(segment: Segment) -> None:
@@ -200,12 +263,14 @@ def test_an_exported_buffer_survives_close(segment: Segment) -> None:
     exported.release()
 
 
-def test_a_mapping_survives_unlink(segment: Segment) -> None:
-    reader = Segment.open(segment.name, writable=False)
+def test_the_memory_stays_until_the_last_has_let_go(segment: Segment) -> None:
+    theirs = mapped(segment)
     segment.buffer[10] = 3
-    segment.unlink()
-    assert reader.buffer[10] == 3
-    reader.close()
+    segment.close()
+    third = mapped(theirs)
+    theirs.close()
+    assert third.buffer[10] == 3
+    third.close()
 
 
 # -- header
@@ -214,13 +279,12 @@ def test_a_mapping_survives_unlink(segment: Segment) -> None:
 def test_openers_see_not_ready_until_the_version_is_written(segment: Segment) -> None:
     with pytest.raises(SegmentNotReady):
         segments.check_header(segment, TABLE_MAGIC)
-    write_header(segment)
-    header = segments.check_header(segment, TABLE_MAGIC)
-    assert header == (TABLE_MAGIC, 8192, EPOCH, segments.identity_of())
+    segments.write_header(segment, HEADER)
+    assert segments.check_header(segment, TABLE_MAGIC) == HEADER
 
 
 def test_a_header_of_another_version_names_both(segment: Segment) -> None:
-    write_header(segment)
+    segments.write_header(segment, HEADER)
     struct.pack_into("<I", segment.buffer, VERSION_OFFSET, LAYOUT_VERSION + 1)
     with pytest.raises(
         VersionMismatch, match=f"layout {LAYOUT_VERSION + 1}, this kvshm reads {LAYOUT_VERSION}"
@@ -229,80 +293,14 @@ def test_a_header_of_another_version_names_both(segment: Segment) -> None:
 
 
 def test_a_header_of_another_kind_is_corrupt(segment: Segment) -> None:
-    write_header(segment)
+    segments.write_header(segment, HEADER)
     with pytest.raises(CorruptSegment, match="KVSHMIDX"):
         segments.check_header(segment, b"KVSHMIDX")
-    assert segments.check_header(segment).magic == TABLE_MAGIC
 
 
 @pytest.mark.parametrize("stated", [0, NBYTES - 1, NBYTES + 1, 2**64 - 1])
 def test_a_header_that_misstates_the_size_is_corrupt(segment: Segment, stated: int) -> None:
-    write_header(segment)
+    segments.write_header(segment, HEADER)
     struct.pack_into("<Q", segment.buffer, SEGMENT_BYTES_OFFSET, stated)
     with pytest.raises(CorruptSegment, match="states"):
         segments.check_header(segment, TABLE_MAGIC)
-
-
-# -- identity
-
-
-def test_this_process_is_alive_and_boot_id_has_16_bytes() -> None:
-    identity = segments.identity_of()
-    assert len(identity.boot_id) == 16
-    assert identity.pid == os.getpid()
-    assert segments.is_alive(identity)
-
-
-@pytest.mark.parametrize("change", ["boot_id", "start_time"])
-def test_the_same_pid_of_another_life_is_not_alive(change: str) -> None:
-    identity = segments.identity_of()
-    other = {"boot_id": bytes(16), "start_time": identity.start_time + 1}[change]
-    assert not segments.is_alive(identity._replace(**{change: other}))
-
-
-def test_a_process_elsewhere_is_neither_known_to_live_nor_to_be_dead() -> None:
-    here = segments.identity_of()
-    elsewhere = here._replace(boot_id=bytes(16))
-    assert not segments.is_alive(elsewhere)
-    assert not segments.is_dead(elsewhere)
-    assert not segments.is_dead(here)
-    assert segments.is_dead(here._replace(start_time=here.start_time + 1))
-
-
-def test_stat_is_parsed_after_the_last_bracket() -> None:
-    fields = " ".join(str(n) for n in range(4, 53))
-    assert segments._parse_stat(f"77 (a) Z (b c) S {fields}") == ("S", 22, False)
-    ending = fields.replace(" 9 ", " 12 ", 1)  # flags 0x4 and 0x8
-    assert segments._parse_stat(f"77 (a) R {ending}") == ("R", 22, True)
-
-
-@pytest.mark.multiprocess
-def test_a_zombie_and_a_reaped_process_are_dead() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    identity = segments.identity_of(child.pid)
-    assert segments.is_alive(identity)
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert not segments.is_alive(identity), "killed, but not reaped yet"
-    child.communicate()
-    assert not segments.is_alive(identity)
-    assert segments.is_dead(identity)
-    with pytest.raises(ProcessLookupError):
-        segments.identity_of(child.pid)
-
-
-@pytest.mark.multiprocess
-def test_a_leftover_segment_of_a_dead_run_is_recognised(namespace: str) -> None:
-    script = (
-        "import os, signal, sys\n"
-        "from kvshm.segment import *\n"
-        "segment = Segment.create(sys.argv[1], 16384)\n"
-        "write_header(segment, b'KVSHMSLT', 8192, 5, identity_of())\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    name = segments.segment_name(namespace, "slots", "a", 5)
-    done = subprocess.run([sys.executable, "-c", script, name], timeout=200, check=False)
-    assert done.returncode == -9
-    assert [str(s) for s in segments.list_segments(namespace)] == [name]
-    assert segments.is_dead(segments.owner_of(name))
-    segments.unlink(name)

@@ -13,8 +13,6 @@ from kvshm import _native
 from kvshm.errors import (
     CorruptSegment,
     SegmentError,
-    SegmentExists,
-    SegmentNotFound,
     SegmentNotReady,
     VersionMismatch,
 )
@@ -23,15 +21,17 @@ from kvshm.records import (
     NUM_BLOCKS_OFFSET,
     NUM_LEASE_BITS,
     NUM_RANKS_OFFSET,
+    PULSE_DIED,
+    PULSES_OFFSET,
     TABLE_HEADER_BYTES,
     TICKETS_OFFSET,
     VERSION_OFFSET,
     BlockRecord,
     SlotState,
     pack_records,
+    table_bytes,
     unpack_records,
 )
-from kvshm.segment import Segment, identity_of
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import (
     NO_LEASE_BIT,
@@ -43,6 +43,8 @@ from kvshm.terms import (
     LeaseBit,
     Rank,
 )
+
+from .served import again
 
 EPOCH = Epoch(0xFEED_0000_0000_0001)
 HASH = BlockHash(b"h" * 32)
@@ -78,11 +80,10 @@ def clock() -> Clock:
 
 @pytest.fixture
 def table(clock: Clock) -> Iterator[SlotTable]:
-    table = SlotTable.create(spec_of(), EPOCH, identity_of(), clock)
+    table = SlotTable.create(spec_of(), EPOCH, clock=clock)
     for rank in range(table.num_ranks):
         table.set_life(rank)
     yield table
-    table.unlink()
     table.close()
 
 
@@ -101,20 +102,14 @@ def block_ids(packed: bytes) -> list[int]:
 
 
 def test_what_a_table_was_made_for_is_read_back_by_another_mapping(table: SlotTable) -> None:
-    other = SlotTable.open(table.name)
+    other = again(table)
     for name in (
-        "name", "epoch", "identity", "num_blocks", "block_size", "num_ranks", "fingerprint",
+        "name", "epoch", "pid", "num_blocks", "block_size", "num_ranks", "fingerprint",
         "engine", "model", "created_ns",
     ):  # fmt: skip
         assert getattr(other, name) == getattr(table, name), name
-    assert (other.identity.pid, other.engine, other.model) == (os.getpid(), "engine-0", "llama")
+    assert (other.pid, other.engine, other.model) == (os.getpid(), "engine-0", "llama")
     other.close()
-
-
-def test_a_table_exists_once(table: SlotTable) -> None:
-    namespace = table.name.split(".")[1]
-    with pytest.raises(SegmentExists):
-        SlotTable.create(spec_of(namespace), EPOCH, identity_of())
 
 
 @pytest.mark.parametrize(
@@ -136,18 +131,18 @@ def test_a_table_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
 
 def test_a_long_model_name_is_cut_between_characters() -> None:
     spec = spec_of(model="x" + "é" * MODEL_NAME_BYTES)
-    table = SlotTable.create(spec, EPOCH, identity_of())
+    table = SlotTable.create(spec, EPOCH)
     try:
         assert table.model == "x" + "é" * 127
     finally:
-        table.unlink()
         table.close()
 
 
-def test_opening_a_table_that_is_gone(table: SlotTable) -> None:
-    table.unlink()
-    with pytest.raises(SegmentNotFound):
-        SlotTable.open(table.name)
+def test_a_table_larger_than_it_may_be_is_not_mapped(table: SlotTable) -> None:
+    """The roster says how large it is."""
+    largest = table_bytes(5, 2)
+    with pytest.raises(SegmentError, match=f"{table.nbytes} bytes, at most {largest} were"):
+        SlotTable.of(table.name, table.descriptor(True), largest=largest)
 
 
 @pytest.mark.parametrize(
@@ -165,17 +160,13 @@ def test_opening_a_table_that_is_gone(table: SlotTable) -> None:
 def test_a_damaged_table_cannot_be_opened(
     table: SlotTable, offset: int, value: int, error: type[SegmentError]
 ) -> None:
-    segment = Segment.open(table.name, writable=True)
-    struct.pack_into("<I", segment.buffer, offset, value)
-    segment.close()
+    struct.pack_into("<I", table._segment.buffer, offset, value)
     with pytest.raises(error, match=table.name):
-        SlotTable.open(table.name)
+        again(table)
 
 
 def test_a_table_damaged_while_open_gives_an_exception(table: SlotTable) -> None:
-    segment = Segment.open(table.name, writable=True)
-    struct.pack_into("<I", segment.buffer, NUM_BLOCKS_OFFSET, 2**31)
-    segment.close()
+    struct.pack_into("<I", table._segment.buffer, NUM_BLOCKS_OFFSET, 2**31)
     with pytest.raises(CorruptSegment):
         table.scan()
 
@@ -211,7 +202,7 @@ def test_the_age_of_a_block_saturates(
 
 def test_leases_show_as_bits(table: SlotTable) -> None:
     held = publish(table, 0, 1)
-    importer = SlotTable.open(table.name)
+    importer = again(table)
     assert importer.lease(LeaseBit(2), held) == (2, b"\1\1")
     assert importer.lease(LeaseBit(27), held) == (2, b"\1\1")
     assert table.slot(0).leases == 1 << 2 | 1 << 27
@@ -224,7 +215,7 @@ def test_leases_show_as_bits(table: SlotTable) -> None:
 
 def test_a_reader_without_a_lease_bit_needs_no_write_access(table: SlotTable) -> None:
     held = publish(table, 0, 5)
-    reader = SlotTable.open(table.name, writable=False)
+    reader = again(table, writable=False)
     assert reader.lease(NO_LEASE_BIT, held) == (2, b"\0\0")
     assert reader.recheck(Rank(0), held) == [True, True]
     assert reader.scan() == held
@@ -235,12 +226,11 @@ def test_a_reader_without_a_lease_bit_needs_no_write_access(table: SlotTable) ->
 
 
 def test_scan_finds_every_ready_slot_of_a_large_table() -> None:
-    table = SlotTable.create(spec_of(num_blocks=10_000), EPOCH, identity_of())
+    table = SlotTable.create(spec_of(num_blocks=10_000), EPOCH)
     try:
         publish(table, *range(0, 10_000, 3))
         assert block_ids(table.scan()) == list(range(0, 10_000, 3))
     finally:
-        table.unlink()
         table.close()
 
 
@@ -307,20 +297,17 @@ def test_a_sound_table_has_nothing_to_report(table: SlotTable) -> None:
         (192, EPOCH + 1, "life of rank 0"),
         (TICKETS_OFFSET + 16, 2**40, "ticket 2"),
         (NUM_RANKS_OFFSET, 30 << 32 | 2, "lease bit is 29"),
+        (PULSES_OFFSET + 8, PULSE_DIED + 1, "pulse 0 is 0x40000001"),
     ],
 )
 def test_what_is_wrong_is_reported(table: SlotTable, offset: int, value: int, report: str) -> None:
-    segment = Segment.open(table.name, writable=True)
-    _native.store(segment.buffer, offset, value)
-    segment.close()
+    _native.store(table._segment.buffer, offset, value)
     (found,) = table.check_integrity()
     assert report in found
 
 
 def test_a_slot_in_no_legal_state_is_corrupt(table: SlotTable) -> None:
-    segment = Segment.open(table.name, writable=True)
-    _native.store(segment.buffer, TABLE_HEADER_BYTES, 9 << NUM_LEASE_BITS)
-    segment.close()
+    _native.store(table._segment.buffer, TABLE_HEADER_BYTES, 9 << NUM_LEASE_BITS)
     with pytest.raises(CorruptSegment, match="slot 0"):
         table.slot(0)
 

@@ -18,14 +18,13 @@ from kvshm.records import (
     pack_records,
     unpack_records,
 )
-from kvshm.segment import Header, Identity, Segment, write_header
+from kvshm.segment import Header, Segment, write_header
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 
 BLOCKS = 5
 RANKS = 2
 EPOCH = Epoch(77)
-OWNER = Identity(bytes(16), 1, 1)
 
 blocks = st.lists(st.integers(0, BLOCKS - 1), max_size=4)
 bits = st.sampled_from([0, 1, 27])
@@ -36,10 +35,11 @@ masks = st.sets(bits).map(lambda chosen: sum(1 << bit for bit in chosen))
 def anonymous_table() -> SlotTable:
     """A table without a name: the same code over memory that nobody else sees."""
     spec = TableSpec("model", "e", BLOCKS, 16, RANKS, Fingerprint(bytes(32)))
-    segment = Segment("anonymous", mmap.mmap(-1, spec.nbytes))
+    segment = Segment("anonymous", -1, mmap.mmap(-1, spec.nbytes))
     spec.write(segment, 0)
-    write_header(segment, TABLE_MAGIC, TABLE_HEADER_BYTES, EPOCH, OWNER)
-    return SlotTable(segment, Header(TABLE_MAGIC, TABLE_HEADER_BYTES, EPOCH, OWNER), lambda: 0)
+    header = Header(TABLE_MAGIC, TABLE_HEADER_BYTES, EPOCH, 1)
+    write_header(segment, header)
+    return SlotTable(segment, header, lambda: 0)
 
 
 def digest(number: int) -> BlockHash:

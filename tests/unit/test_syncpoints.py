@@ -16,7 +16,6 @@ import pytest
 from kvshm import _native
 from kvshm.errors import ConfigError
 from kvshm.records import SlotState, unpack_records
-from kvshm.segment import identity_of
 from kvshm.slots import Slot, SlotTable, TableSpec
 from kvshm.syncpoints import VARIABLE, SyncPoint, parse_arming, sync_point
 from kvshm.terms import BlockId, Epoch, Fingerprint, LeaseBit
@@ -27,7 +26,7 @@ from kvshm.records import *
 from kvshm.slots import SlotTable
 from kvshm.syncpoints import SyncPoint, sync_point
 from kvshm.terms import BlockHash
-table = SlotTable.open(sys.argv[1])
+table = SlotTable.of("table", int(sys.argv[1]))
 record = BlockRecord(BlockHash(b"h" * 32), 0, 0, 0)
 held = table.publish(pack_records([record]), bytes(8))
 table.lease(3, held)
@@ -44,17 +43,20 @@ print("done")
 def table() -> Iterator[SlotTable]:
     namespace = f"test-{uuid.uuid4().hex[:12]}"
     spec = TableSpec(namespace, "e", 2, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(1), identity_of())
+    table = SlotTable.create(spec, Epoch(1))
     table.set_life(0)
     yield table
-    table.unlink()
     table.close()
 
 
 def start(table: SlotTable, arming: str) -> subprocess.Popen[bytes]:
     environ = {**os.environ, VARIABLE: arming}
-    command = [sys.executable, "-c", ROUND, table.name]
-    return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE)
+    fd = table.descriptor(True)
+    command = [sys.executable, "-c", ROUND, str(fd)]
+    try:
+        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, pass_fds=[fd])
+    finally:
+        os.close(fd)
 
 
 def test_both_languages_number_the_points_alike() -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from kvshm.records import NUM_ERRORS, NUM_TICKETS, BlockRecord, pack_records
-from kvshm.segment import identity_of
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import (
     NO_LEASE_BIT,
@@ -20,6 +19,8 @@ from kvshm.terms import (
     LeaseBit,
     Rank,
 )
+
+from .served import again
 
 EPOCH = Epoch(0xFEED_0000_0000_0001)
 
@@ -42,11 +43,10 @@ def clock() -> Clock:
 @pytest.fixture
 def table(clock: Clock) -> Iterator[SlotTable]:
     spec = TableSpec(f"test-{uuid.uuid4().hex[:12]}", "e", 1, 16, 2, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, EPOCH, identity_of(), clock)
+    table = SlotTable.create(spec, EPOCH, clock=clock)
     for rank in range(table.num_ranks):
         table.set_life(rank)
     yield table
-    table.unlink()
     table.close()
 
 
@@ -75,7 +75,7 @@ def test_the_owner_shows_that_it_is_alive_and_leases(table: SlotTable) -> None:
     table.beat()
     table.beat()
     table.leases_taken += 1
-    other = SlotTable.open(table.name)
+    other = again(table)
     assert (other.heartbeat, other.leases_taken) == (2, 1)
     other.close()
 
@@ -95,13 +95,13 @@ def test_a_lease_bit_is_kept_beside_the_number_of_ranks(table: SlotTable) -> Non
     for bit in (28, -2):
         with pytest.raises(IndexError):
             table.lease_bit = LeaseBit(bit)
-    other = SlotTable.open(table.name)
+    other = again(table)
     assert other.num_ranks == 2
     other.close()
 
 
 def test_the_last_rank_of_a_load_knows_that_it_is(table: SlotTable) -> None:
-    rank = SlotTable.open(table.name)
+    rank = again(table)
     first, second = table.take_ticket(2), table.take_ticket(1)
     assert first is not None
     assert second is not None
@@ -140,7 +140,7 @@ def test_errors_are_kept_apart_and_counted(table: SlotTable, clock: Clock) -> No
     table.log_error("é" * 100)
     clock.now += 5
     table.log_error("copy failed")
-    reader = SlotTable.open(table.name, writable=False)
+    reader = again(table, writable=False)
     long, failed = reader.errors()
     reader.close()
     assert failed == (2, 1_000_000_000, 1_000_000_010, "copy failed")

@@ -37,7 +37,6 @@ from kvshm.hooks.messages import QuietReport, RankDescription, RankReport
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.protocol import RankInfo
 from kvshm.records import SlotState
-from kvshm.segment import identity_of
 from kvshm.slots import SlotTable
 
 BLOCK_SIZE = 16
@@ -222,9 +221,8 @@ def imagined_cache(num_blocks: int) -> KVCacheConfig:
 
 def description() -> RankDescription:
     """What the one hand-played rank says of itself."""
-    identity = identity_of()
     memory = MemoryDescriptor("loopback", 0, 0, [], {})
-    return RankDescription(RankInfo(os.getpid(), identity.start_time, memory), {"weights": "w"})
+    return RankDescription(RankInfo(os.getpid(), memory), {"weights": "w"})
 
 
 Make = Callable[..., DrivenEngine]

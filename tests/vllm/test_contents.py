@@ -194,8 +194,8 @@ class Node:
             report.descriptions, report.describes = {0: description()}, metadata.describe
             self.epoch = 0
         table = self.side.cache.table
-        if metadata.open_table and self.described is not None:
-            self.epoch = int(metadata.open_table.rpartition(".")[2], 16)
+        if metadata.open_epoch and self.described is not None:
+            self.epoch = metadata.open_epoch
             if table is not None and table.epoch == self.epoch:
                 table.set_life(0)
         for load in metadata.loads:

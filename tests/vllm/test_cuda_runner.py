@@ -34,7 +34,6 @@ from kvshm.hooks import at_once, before_prefill
 from kvshm.hooks import worker as worker_module
 from kvshm.hooks.connector import KvshmConnector
 from kvshm.hooks.layout import shared_kv_memory
-from kvshm.segment import LEASES_KIND, list_segments, unlink
 from kvshm.transport import cuda_ipc
 from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
 
@@ -181,10 +180,6 @@ def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProces
             engine.until(lambda engine=engine: engine.cache.table is not None)
             engine.step()
         yield made
-    # Bits of a process that lives are kept for it, and both engines live in this one.
-    for left in list_segments(node.namespace):
-        assert left.kind == LEASES_KIND
-        unlink(str(left))
 
 
 def prompt(blocks: int) -> list[int]:

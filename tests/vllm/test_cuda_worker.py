@@ -7,8 +7,9 @@ the forward pass, so the copy must wait for it: its blocks may have late writers
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +33,13 @@ from kvshm.hooks.messages import StepMetadata
 from kvshm.hooks.worker import WorkerSide
 from kvshm.plans import Load, Piece
 from kvshm.records import BlockRecord, pack_records
-from kvshm.segment import identity_of
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm.transport import cuda_ipc
 from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
 
+from ..sessions import new_namespace
+from ..unit.served import Served
 from .tiny_config import cache_config, engine_config, spec
 
 BLOCKS = 8
@@ -70,21 +72,25 @@ class Played:
 
     side: WorkerSide
     driver: FakeDriver
-    table: SlotTable
+    served: Served
     caches: dict[str, torch.Tensor]
+
+    @property
+    def table(self) -> SlotTable:
+        return self.served.table
 
     def close(self) -> None:
         self.side.close()
-        self.table.unlink()
-        self.table.close()
+        self.served.close()
 
 
 Make = Callable[[int], Played]
 
 
 @pytest.fixture
-def make(config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    machine, namespace = FakeMachine(), "t" + uuid.uuid4().hex[:10]
+def make(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    machine, namespace = FakeMachine(), new_namespace()
+    run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
     monkeypatch.setattr(worker_module, "find_model", lambda _: torch.nn.Module())
     monkeypatch.setattr(worker_module, "rank_fields", lambda *_: {"weights": "w"})
     made: list[Played] = []
@@ -93,7 +99,7 @@ def make(config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         driver = machine.process()
         monkeypatch.setattr(cuda_ipc, "current_driver", lambda: driver)
         planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
-        side = WorkerSide(Config(namespace=namespace), tmp_path, config, planned)
+        side = WorkerSide(Config(namespace=namespace), run_dir, config, planned)
         assert side.memory_context() is None  # the cache stays where vLLM puts it
         with shared_kv_memory(lambda n: DeviceBuffer(driver, driver.make(n), n)):
             caches = allocate_kv_cache(planned, torch.device("cpu"), KVCacheLayout.LBNHC, [32])
@@ -101,13 +107,14 @@ def make(config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         table_spec = TableSpec(
             namespace, f"e{epoch}", BLOCKS, 32, 1, Fingerprint(bytes(32)), "model"
         )
-        table = SlotTable.create(table_spec, Epoch(epoch), identity_of())
-        made.append(Played(side, driver, table, caches))
+        served = Served(run_dir, SlotTable.create(table_spec, Epoch(epoch)), namespace)
+        made.append(Played(side, driver, served, caches))
         return made[-1]
 
     yield one
     for played in made:
         played.close()
+    shutil.rmtree(run_dir)
 
 
 def load_of(exporter: Played, importer: Played, source: int, target: int) -> Load:
@@ -116,12 +123,10 @@ def load_of(exporter: Played, importer: Played, source: int, target: int) -> Loa
     assert description.info is not None, description.refusal
     memory = msgspec.structs.replace(description.info.memory, epoch=exporter.table.epoch)
     for one in (exporter, importer):
-        one.side.step(StepMetadata(step=1, open_table=one.table.name))
+        one.side.step(StepMetadata(step=1, open_epoch=one.table.epoch))
     record = BlockRecord(BlockHash(b"h" * 32), BlockId(source), Generation(0), 0)
     records = exporter.table.publish(pack_records([record]), bytes(8))
-    piece = Piece(
-        exporter.table.epoch, exporter.table.name, (memory,), records, b"\0", (BlockId(target),), 8
-    )
+    piece = Piece(exporter.table.epoch, (memory,), records, b"\0", (BlockId(target),), 8)
     ticket = importer.table.take_ticket(1)
     assert ticket is not None
     return Load("request", importer.table.epoch, ticket, 0, (piece,), ())

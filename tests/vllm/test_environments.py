@@ -34,8 +34,7 @@ from vllm import plugins
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshm.hooks.connector import KvshmConnector
-from kvshm.rundir import SOCKET_PATH_BYTES
-from kvshm.segment import list_segments
+from kvshm.rundir import SOCKET_PATH_BYTES, list_sockets
 
 from .engines import MAX_STARTS, PATIENCE_S, SharedNode
 from .oracle import prompts, shareable
@@ -80,14 +79,14 @@ def serve(model: Path) -> DrivenEngine:
     return engine
 
 
-@pytest.mark.parametrize("longest", ["commands", "rank.1.0.sock"])
+@pytest.mark.parametrize("longest", ["commands", "engine.0123456789abcdef.sock"])
 def test_a_default_run_directory_too_long_for_any_socket_leaves_the_engine_unshared(
     model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch, longest: str
 ) -> None:
-    """Also where it is only just too long for the sockets of the ranks, in both processes."""
+    """Also where only the longest of all names is just too long, in both processes."""
     monkeypatch.delenv("KVSHM_RUN_DIR")
     room = SOCKET_PATH_BYTES - len(f"/kvshm/{run_dir.name.lower()}.{longest}")
-    runtime = f"{run_dir}/".ljust(room + (longest == "commands"), "d")
+    runtime = f"{run_dir}/".ljust(room + 1, "d")
     Path(runtime).mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     engine = serve(model)
@@ -119,7 +118,7 @@ def test_a_run_directory_that_cannot_be_used_leaves_the_engine_unshared(
     engine.close()
 
 
-def test_without_room_in_dev_shm_the_hooks_go_on_without_an_epoch(
+def test_without_memory_for_a_slot_table_the_hooks_go_on_without_an_epoch(
     model: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -136,7 +135,7 @@ def test_without_room_in_dev_shm_the_hooks_go_on_without_an_epoch(
     for _ in range(3):
         engine.step()
     assert engine.connector._scheduler.cache.table is None
-    assert not list_segments(run_dir.name.lower())
+    assert not list_sockets(run_dir, run_dir.name.lower())
     engine.close()
 
 

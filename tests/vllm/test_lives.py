@@ -54,7 +54,7 @@ def test_a_reset_ends_the_epoch_and_the_next_begins_with_new_descriptions(engine
     e.wait_for_epoch()
     assert e.table.epoch != old.epoch
     sent = e.schedule()
-    assert sent.metadata.open_table == e.table.name
+    assert sent.metadata.open_epoch == e.table.epoch
     e.run(sent)
     assert e.ready() == set(e.blocks_of("b")[:2])  # computed before the epoch had begun
 
@@ -81,7 +81,7 @@ def test_a_step_without_news_tells_its_number_alone(engine: Make, asynchronous: 
     is shown all the same."""
     e = engine(asynchronous)
     e.add("a", prompt(1), max_tokens=40)
-    assert e.step().metadata.open_table == e.table.name
+    assert e.step().metadata.open_epoch == e.table.epoch
     for _ in range(20):
         assert vars(e.step().metadata).keys() == {"step"}
     assert e.ready() == set(e.blocks_of("a")[:2])
@@ -91,7 +91,7 @@ def test_a_step_without_news_tells_its_number_alone(engine: Make, asynchronous: 
     assert not sent.metadata.quiet, "no life is there yet"
     e.run(sent, described(sent))
     e.wait_for_epoch()
-    assert e.step().metadata.open_table == e.table.name
+    assert e.step().metadata.open_epoch == e.table.epoch
     assert e.step().metadata.quiet
 
 
@@ -172,7 +172,7 @@ def test_a_load_that_arrived_in_an_earlier_life_is_not_readable(
 def test_an_epoch_that_cannot_begin_leaves_no_marks_behind(
     engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full /dev/shm: nothing is shown before the next reset, so nothing need be known."""
+    """No memory is left: nothing is shown before the next reset, so nothing need be known."""
     e = engine()
     side = e.connector._scheduler
 

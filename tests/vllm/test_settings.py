@@ -27,7 +27,6 @@ from kvshm.hooks import plugin, pool_watch
 from kvshm.log import set_level
 from kvshm.peers import QUARANTINE_FAILURES
 from kvshm.plans import LoadFailure, LoadReport, PieceFailure
-from kvshm.segment import list_segments, unlink
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
 
@@ -53,9 +52,6 @@ def namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with subprocess.Popen([sys.executable, "-m", "kvshm.coordinator"]) as coordinator:
         yield name
         coordinator.terminate()
-    # A lease table is kept for the processes that had a bit: here it is this one.
-    for left in list_segments(name):
-        unlink(str(left))
     shutil.rmtree(run_dir)
 
 
@@ -118,7 +114,7 @@ def know(importer: DrivenEngine, exporter: DrivenEngine) -> None:
     cache = importer.connector._scheduler.cache
     for _ in wait_until("the importer knows the exporter", 10):
         stats = cache.life.peers.stats()
-        if stats.attached and cache.life.peers._replica.count >= len(exporter.ready()):
+        if stats.attached and cache.life.peers.replica.count >= len(exporter.ready()):
             break
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import tempfile
 import time
-import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +23,13 @@ from kvshm.hooks.messages import QuietReport, QuietStep, RankReport, StepMetadat
 from kvshm.hooks.worker import WorkerSide
 from kvshm.plans import NO_TICKET, Load
 from kvshm.rank import RankCache
-from kvshm.segment import identity_of
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import SlotTable
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
 
-GONE = "kvshm.test.slots.gone.0000000000000001"
+from ..sessions import new_namespace
+from ..unit.served import ServedNode
+
+GONE = Epoch(1)
 
 
 class Unexportable:
@@ -40,13 +43,22 @@ class Unexportable:
 
 
 @pytest.fixture
-def connector() -> Iterator[KvshmConnector]:
+def engines() -> Iterator[ServedNode]:
+    """The run directory in which the worker's engine hands out its tables."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        node = ServedNode(Path(directory), new_namespace())
+        yield node
+        node.close()
+
+
+@pytest.fixture
+def connector(engines: ServedNode) -> Iterator[KvshmConnector]:
     """A worker's connector, without the engine around it."""
     side = object.__new__(WorkerSide)
     side._finished, side._bad, side._report = set(), set(), RankReport(0)
     side._under_way = set()
     side._described, side._attached = True, frozenset()
-    side._cache = RankCache(Unexportable(), Rank(0))  # type: ignore[arg-type]
+    side._cache = RankCache(Unexportable(), Rank(0), engines.handouts)  # type: ignore[arg-type]
     made = object.__new__(KvshmConnector)
     made.strict, made._scheduler, made._worker, made._connector_metadata = False, None, side, None
     yield made
@@ -54,13 +66,9 @@ def connector() -> Iterator[KvshmConnector]:
 
 
 @pytest.fixture
-def table() -> Iterator[SlotTable]:
+def table(engines: ServedNode) -> SlotTable:
     """The slot table of an epoch that has just begun."""
-    spec = TableSpec("w" + uuid.uuid4().hex[:10], "engine", 8, 16, 1, bytes(32))
-    made = SlotTable.create(spec, Epoch(7), identity_of())
-    yield made
-    made.unlink()
-    made.close()
+    return engines.serve("engine", 7, num_blocks=8).table
 
 
 def step(connector: KvshmConnector, metadata: StepMetadata) -> tuple[set[str], set[int], Any]:
@@ -82,7 +90,7 @@ def test_loads_of_a_step_whose_epoch_cannot_be_opened_are_reported_once(
     blocks that are somebody else's by then."""
     targets = (BlockId(5), BlockId(6))
     load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), targets)
-    steps = [step(connector, StepMetadata(1, open_table=table.name, loads=[load]))]
+    steps = [step(connector, StepMetadata(1, open_epoch=table.epoch, loads=[load]))]
     assert steps[0][2].failed
     deadline = time.monotonic() + 100
     while not any(done for done, _, _ in steps):
@@ -101,7 +109,7 @@ def test_an_epoch_that_ended_while_its_step_was_under_way_is_no_failure(
 ) -> None:
     """With asynchronous scheduling: a reset came after the step was dispatched."""
     load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), (BlockId(5),))
-    _, _, report = step(connector, StepMetadata(1, open_table=GONE, loads=[load]))
+    _, _, report = step(connector, StepMetadata(1, open_epoch=GONE, loads=[load]))
     assert not report.failed
     deadline = time.monotonic() + 100
     bad: set[int] = set()
@@ -137,7 +145,7 @@ def test_a_table_for_weights_that_are_gone_is_not_opened(
     step(connector, StepMetadata(1))  # the one step that tells of the change
     targets = (BlockId(5), BlockId(6))
     load = Load("r", table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
-    step(connector, StepMetadata(2, open_table=table.name, loads=[load]))
+    step(connector, StepMetadata(2, open_epoch=table.epoch, loads=[load]))
     assert table.life(0) == 0
     assert side._cache is not None
     assert side._cache.table is None
@@ -158,7 +166,7 @@ def test_a_description_covers_the_changes_before_it(
     _, _, report = step(connector, StepMetadata(1, describe=3))
     assert report.descriptions[0].fields["weights"] == "w"
     assert not report.weights_changed
-    step(connector, StepMetadata(2, open_table=table.name))
+    step(connector, StepMetadata(2, open_epoch=table.epoch))
     assert table.life(0) == table.epoch
 
 

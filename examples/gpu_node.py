@@ -1,0 +1,44 @@
+"""Where the processes of one GPU program find each other: a run directory that they share."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+from kvshm.handout import Handouts, HandoutServer
+from kvshm.rundir import engine_socket
+from kvshm.slots import SlotTable
+from kvshm.terms import Epoch
+
+NAMESPACE = "gpu"
+
+
+@functools.cache
+def shared_directory() -> Path:
+    """The run directory of this process and of the peers that it starts; it goes with the process
+    that made it."""
+    given = os.environ.get("GPU_PEER_DIR")
+    if given is not None:
+        return Path(given)
+    made = tempfile.TemporaryDirectory(prefix="kv-")
+    atexit.register(made.cleanup)
+    return Path(made.name)
+
+
+def own_socket() -> Path:
+    """Where this process's transport serves descriptors: beside its peers', who know it by name."""
+    return shared_directory() / f"{os.getpid()}.sock"
+
+
+def hand_out(table: SlotTable) -> HandoutServer:
+    """Give a table to whoever asks, until the server is closed."""
+    path = engine_socket(shared_directory(), NAMESPACE, table.epoch)
+    return HandoutServer(path, lambda asked: table.descriptor(asked.writable))
+
+
+def table_of(epoch: Epoch) -> SlotTable:
+    """Map the table that a peer hands out; the caller closes it."""
+    return Handouts(shared_directory(), NAMESPACE).table(epoch)

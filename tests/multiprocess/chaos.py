@@ -1,0 +1,281 @@
+"""Engines and the coordinator of one node under random faults, for as long as one likes.
+
+    python -m tests.multiprocess.chaos --seconds 3600 --seed 1 [--without truncate,punch]
+
+Toy engines, each with ranks in processes of their own, serve random requests: they publish,
+retract, import and begin new epochs, and compare every byte that they import with what the
+block's hash says.  Meanwhile a schedule (chaos_schedule.py; the same for the same seed) kills and
+stops them, cuts their memory, takes their descriptors and puts strange files in their way.
+Afterwards the node must become whole, obey the laws of ``kvshm dump-index --check``, end in good
+order and leave nothing.  Prints what was found in words, then in one line of JSON; status 1 if a
+byte was wrong, a law broken, a bystander ended, or something was left.
+
+``--fault`` (a built-in wrong copy, without verification) and ``--murder`` (one engine is killed
+that the schedule does not know of) show that it can fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .chaos_faults import Faults
+from .chaos_node import ChaosNode, Member
+from .chaos_schedule import WEIGHTS, schedule
+
+LOOK_SECONDS = 0.05
+WHOLE_SECONDS = 90.0
+"""How long the node may take to become whole; longer than a quarantine."""
+END_SECONDS = 30.0
+UNDO_TRIES = 200
+MORE_DESCRIPTORS = 16
+"""How many more a process may have than its likes had before the faults."""
+MORE_MIB = 100
+"""How much the coordinator may have grown."""
+LEFT_IN_ORDER = re.compile(r".*\.lock")
+
+
+def main() -> int:
+    options = _parser().parse_args()
+    if unknown := {*options.only, *options.without} - set(WEIGHTS):
+        _parser().error(f"no fault is called {', '.join(unknown)}; there are {', '.join(WEIGHTS)}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+    settings = {"KVSHM_FAULT": options.fault, "KVSHM_VERIFY": "0"} if options.fault else {}
+    node = ChaosNode(options.engines, options.ranks, options.seed, **settings)
+    faults = Faults(node)
+    try:
+        found = run(node, faults, options)
+    finally:
+        faults.undo(everything=True)
+        node.processes.reap()
+        _remove_all(node)
+    return tell(found, options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="chaos")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="of each engine")
+    parser.add_argument("--only", type=_kinds, default=[], help="kinds of faults: a,b")
+    parser.add_argument("--without", type=_kinds, default=[], help="kinds of faults: a,b")
+    parser.add_argument("--fault", default="", help="have every engine copy wrongly: see faults.py")
+    parser.add_argument("--murder", type=float, help="kill an engine off the schedule, then")
+    return parser
+
+
+def _kinds(text: str) -> list[str]:
+    return [kind for kind in text.split(",") if kind]
+
+
+# -- the run
+
+
+def run(node: ChaosNode, faults: Faults, options: argparse.Namespace) -> dict[str, Any]:
+    """Have the schedule done and the node end; return all that was found."""
+    problems = Counter[str]()
+    if not become_whole(node):
+        problems["not whole before the faults"] += 1
+    before, began = sizes(node), time.monotonic()
+    for fault in schedule(options.seed, options.seconds, options.only, options.without):
+        _watch_until(began + fault.at, node, faults)
+        if options.murder and fault.at >= options.murder:
+            node.engines[0].process.signal(signal.SIGKILL)
+            options.murder = None
+        faults.do(fault)
+    _watch_until(began + options.seconds, node, faults)
+    for _ in range(UNDO_TRIES):
+        if not faults.undo(everything=True):
+            break
+        time.sleep(LOOK_SECONDS)
+    replace_damaged(node)
+    whole_after = time.monotonic()
+    if not become_whole(node):
+        problems["not whole after the faults"] += 1
+    whole_after = time.monotonic() - whole_after
+    laws = check_laws(node)
+    after = sizes(node)
+    end(node, problems)
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        **node.totals,
+        "bystanders": node.bystanders,
+        "violations": node.violations[:20] + laws,
+        "leaks": leaks(node, before, after),
+        "problems": dict(problems),
+        "faults": dict(sorted(faults.done.items())),
+        "spoilt": faults.spoilt[:50],
+        "whole_after_s": round(whole_after, 2),
+        "before": before,
+        "after": after,
+    }
+
+
+def _watch_until(end: float, node: ChaosNode, faults: Faults) -> None:
+    while time.monotonic() < end:
+        faults.undo()
+        node.look()
+        node.ping()
+        time.sleep(LOOK_SECONDS)
+
+
+def become_whole(node: ChaosNode) -> bool:
+    """Wait until every engine may use every other one, and has imported once more."""
+    marks: dict[str, int] = {}
+    deadline = time.monotonic() + WHOLE_SECONDS
+    while time.monotonic() < deadline:
+        node.look()
+        node.ping()
+        for engine in node.engines:
+            marks.setdefault(engine.name, engine.said.get("imported", 0))
+        if all(_is_whole(engine, marks[engine.name], node) for engine in node.engines):
+            return True
+        time.sleep(LOOK_SECONDS)
+    for engine in node.engines:
+        print(f"{engine.name}: {engine.said}", *engine.last_lines(), sep="\n   ", file=sys.stderr)
+    return False
+
+
+def _is_whole(engine: Member, mark: int, node: ChaosNode) -> bool:
+    said = engine.said
+    return said.get("imported", 0) > mark and said.get("peers") == len(node.engines) - 1
+
+
+def replace_damaged(node: ChaosNode) -> None:
+    """The laws do not speak of memory that was cut: who has such memory begins anew."""
+    for member in [*node.engines, *([node.coordinator] if node.coordinator else [])]:
+        if member.damaged:
+            node.kill(member)
+    node.look()
+
+
+# -- what is looked at in the end
+
+
+def check_laws(node: ChaosNode) -> list[str]:
+    """What ``kvshm dump-index --check`` says while the engines stand still."""
+    for engine in node.engines:
+        engine.order("pause")
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline and not all(e.said.get("paused") for e in node.engines):
+        node.look()
+        time.sleep(LOOK_SECONDS)
+    argv = ("-m", "kvshm.tools.cli", "dump-index", "--check", "--namespace", node.node.namespace)
+    environ = {**os.environ, "KVSHM_RUN_DIR": str(node.node.run_dir)}
+    command = [sys.executable, "-P", *argv]
+    try:
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return ["the check hangs"]
+    return (done.stdout + done.stderr).splitlines()[:20] if done.returncode else []
+
+
+def sizes(node: ChaosNode) -> dict[str, int]:
+    """Descriptors of the fullest engine, rank and coordinator, and the coordinator's MiB."""
+    found = {"engine_fds": 0, "rank_fds": 0, "coordinator_fds": 0, "coordinator_mib": 0}
+
+    def most(what: str, pid: int) -> None:
+        with suppress(OSError):
+            found[what] = max(found[what], len(os.listdir(f"/proc/{pid}/fd")))
+
+    for engine in node.engines:
+        most("engine_fds", engine.process.pid)
+        for rank in engine.ranks:
+            most("rank_fds", rank.pid)
+    if node.coordinator is not None:
+        pid = node.coordinator.process.pid
+        most("coordinator_fds", pid)
+        with suppress(OSError, AttributeError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            found["coordinator_mib"] = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) // 1024  # type: ignore[index]
+    return found
+
+
+def end(node: ChaosNode, problems: Counter[str]) -> None:
+    """End the engines, then the coordinator, all in good order."""
+    for engine in node.engines:
+        engine.doomed = {0}
+        engine.order("end")
+    _await_end(node, list(node.engines), problems)
+    coordinator = node.coordinator
+    if coordinator is not None:
+        node.kill(coordinator, signal.SIGTERM)
+        _await_end(node, [coordinator], problems)
+    for rank in node.everybody:
+        rank.doomed = True
+    node.look_at_orphans()
+
+
+def _await_end(node: ChaosNode, members: list[Member], problems: Counter[str]) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while any(m.process.status is None for m in members) and time.monotonic() < deadline:
+        for engine in node.engines:
+            node.take_in(engine)
+        time.sleep(LOOK_SECONDS)
+    for member in members:
+        if member.process.status is None:
+            problems[f"{member.name} does not end"] += 1
+            member.process.kill()
+        elif member.process.status not in member.doomed:
+            node.bystander(member.name, member.process.status, member.last_lines())
+
+
+def leaks(node: ChaosNode, before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """What is left after all have ended, and who had grown by then."""
+    left = [p.name for p in node.node.run_dir.iterdir() if not LEFT_IN_ORDER.fullmatch(p.name)]
+    left += [f"process {rank.pid} of a rank" for rank in node.everybody if rank.runs]
+    left += [f"process {pid}" for pid in node.strays()]
+    for what, allowed in (("_fds", MORE_DESCRIPTORS), ("_mib", MORE_MIB)):
+        grown = [name for name in after if name.endswith(what)]
+        left += [
+            f"{name}: {before[name]} before, {after[name]} after"
+            for name in grown
+            if after[name] > before[name] + allowed
+        ]
+    return left
+
+
+def _remove_all(node: ChaosNode) -> None:
+    for rank in node.everybody:
+        rank.signal(signal.SIGKILL)
+    shutil.rmtree(node.node.run_dir, ignore_errors=True)
+
+
+# -- the report
+
+
+def tell(found: dict[str, Any], options: argparse.Namespace) -> int:
+    """Print what was found; return the exit status."""
+    bad = {what: found[what] for what in ("bystanders", "violations", "leaks", "problems")}
+    print(
+        f"{found['requests']} requests, {found['loads']} loads, {found['imported']} blocks "
+        f"imported, {found['wrong']} wrong bytes; whole {found['whole_after_s']} s after the last "
+        "fault"
+    )
+    for kind, count in found["faults"].items():
+        print(f"  {count:6d} {kind}")
+    for what, things in bad.items():
+        print(f"{what}: {len(things)}")
+        for thing in things.items() if isinstance(things, dict) else things:
+            print(f"  {thing}")
+    given = {
+        name: getattr(options, name) for name in ("seed", "engines", "ranks", "only", "without")
+    }
+    print(json.dumps({"chaos": given, **found}), flush=True)
+    return int(bool(found["wrong"] or any(bad.values())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

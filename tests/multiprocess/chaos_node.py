@@ -1,0 +1,307 @@
+"""Who runs in a run of chaos.py, and who of them has ended by itself.
+
+A process that ends is in order if the run has ended it (``doomed``), in the way in which it was
+ended; every other end is that of a bystander, whatever its status.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvshm.protocol import Heartbeat, encode
+from kvshm.rundir import command_endpoint
+
+from .processes import Managed, Node, Processes
+
+ENGINE = str(Path(__file__).with_name("chaos_engine.py"))
+RANK_ENDED = 3
+"""Exit status of an engine whose rank has ended (chaos_engine.py)."""
+SILENT_SECONDS = 30.0
+"""A process that runs, and of which nothing has been heard for so long, hangs."""
+UNANSWERED_SECONDS = 10.0
+"""The same for the coordinator, which is asked each second."""
+SAID_SECONDS = 0.3
+LAST_LINES = 6
+COUNTED = ("requests", "loads", "imported", "wrong", "unshared", "contained")
+"""What is added up over all engines (chaos_engine.py)."""
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Quiet(Processes):
+    """Processes whose lines nobody wants to see at the end: there are thousands."""
+
+    def forget(self, process: Managed) -> None:
+        """Let go of what is kept of one, which has ended or is to end now.  Its last lines are
+        not waited for: a child of it that stands still keeps its pipes open."""
+        if process.status is None:
+            process.signal(signal.SIGKILL)
+        with suppress(OSError):
+            process.end_input()
+        while process.status is None:
+            time.sleep(0.01)
+        self._all.remove(process)
+
+    def reap(self) -> None:
+        for process in list(self._all):
+            self.forget(process)
+
+
+@dataclass
+class Worker:
+    """A rank's process, a child of an engine.  It is held by a pidfd, which stays true."""
+
+    pid: int
+    pidfd: int
+    doomed: bool = False
+
+    def signal(self, number: signal.Signals) -> None:
+        with suppress(OSError):  # it has ended, and may be buried
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    @property
+    def runs(self) -> bool:
+        return self.pidfd >= 0 and not select.select([self.pidfd], [], [], 0)[0]
+
+
+@dataclass
+class Member:
+    """The coordinator, or an engine with its ranks."""
+
+    process: Managed
+    name: str
+    doomed: set[int] = field(default_factory=set)
+    """Exit statuses with which it may end."""
+    ranks: list[Worker] = field(default_factory=list)
+    damaged: bool = False
+    """Whether memory of it has been cut or emptied: its laws say nothing any more."""
+    excused_until: float = 0.0
+    """It cannot be heard before: stopped, or out of descriptors."""
+    heard_at: float = field(default_factory=time.monotonic)
+    said: dict[str, Any] = field(default_factory=dict)
+    lines: int = 0
+    ended_at: float = 0.0
+    requests: int = 0
+
+    def excuse(self, seconds: float) -> None:
+        self.excused_until = max(self.excused_until, time.monotonic() + seconds)
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which nothing was heard of it without an excuse."""
+        return time.monotonic() - max(self.heard_at, self.excused_until)
+
+    @property
+    def has_said_all(self) -> bool:
+        """Whether it ended a moment ago: what it said last has been read by now."""
+        self.ended_at = self.ended_at or time.monotonic()
+        return time.monotonic() - self.ended_at > SAID_SECONDS
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it serves: before, Python itself is still loading."""
+        return "requests" in self.said or "event=serving" in str(self.process.err)
+
+    def pids(self) -> list[int]:
+        return [self.process.pid, *(rank.pid for rank in self.ranks if rank.runs)]
+
+    def last_lines(self) -> list[str]:
+        return str(self.process.err).splitlines()[-LAST_LINES:]
+
+    def listen(self) -> None:
+        """Take in what it has said since."""
+        for line in self.process.out.matching(lambda _: True, self.lines):
+            self.lines += 1
+            self.heard_at = time.monotonic()
+            with suppress(ValueError):
+                self.said.update(json.loads(line))
+        if not self.ranks:
+            for pid in self.said.get("ranks", ()):
+                with suppress(ProcessLookupError):
+                    self.ranks.append(Worker(pid, os.pidfd_open(pid)))
+
+    def order(self, what: str) -> None:
+        with suppress(OSError):
+            self.process.say(what)
+
+
+class ChaosNode:
+    """Engines and the coordinator of one namespace, kept running."""
+
+    def __init__(self, engines: int, ranks: int, seed: int, **settings: str) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # ranks whose engine is gone come to us
+        self.processes = Quiet()
+        self.node = Node(self.processes)
+        self.settings, self.num_ranks, self.seed = settings, ranks, seed
+        self.started = 0
+        self.bystanders: list[dict[str, Any]] = []
+        self.totals: dict[str, int] = dict.fromkeys(COUNTED, 0)
+        self.violations: list[str] = []
+        self.everybody: list[Worker] = []
+        self.coordinator: Member | None = None
+        self.coordinator_due = 0.0
+        self._asked_at = 0.0
+        self.start_coordinator()
+        self.engines = [self.start_engine() for _ in range(engines)]
+
+    # -- start
+
+    def start_engine(self) -> Member:
+        self.started += 1
+        environ = {
+            "KVSHM_RUN_DIR": str(self.node.run_dir),
+            "KVSHM_NAMESPACE": self.node.namespace,
+            "KVSHM_VERIFY": str(self.started % 2),
+            **self.settings,
+        }
+        argv = (ENGINE, "--seed", str(self.seed * 10_000 + self.started))
+        name = f"engine-{self.started}"
+        process = self.processes.start(
+            name, sys.executable, *argv, "--ranks", str(self.num_ranks), environ=environ
+        )
+        return Member(process, name)
+
+    def start_coordinator(self) -> None:
+        self.started += 1
+        self.coordinator = Member(self.node.start_coordinator(), f"coordinator-{self.started}")
+
+    # -- the fate of each
+
+    def look(self) -> None:
+        """Take in what all have said, note who has ended by itself, and replace who has ended."""
+        for index, engine in enumerate(self.engines):
+            self.take_in(engine)
+            if engine.process.status is not None:
+                if not engine.has_said_all:
+                    continue
+                self._judge_engine(engine)
+                self.processes.forget(engine.process)
+                self.engines[index] = self.start_engine()
+            elif engine.silence > SILENT_SECONDS:
+                self._hang(engine)
+        self._look_at_coordinator()
+        self.look_at_orphans()
+
+    def take_in(self, engine: Member) -> None:
+        before = {name: engine.said.get(name, 0) for name in self.totals}
+        engine.listen()
+        for name, value in before.items():
+            self.totals[name] += engine.said.get(name, 0) - value
+        contained = engine.said.get("contained", 0)
+        if contained > before["contained"] and not engine.damaged:
+            lines = engine.last_lines()
+            self.bystander(f"{engine.name}, which serves on", "a failure in the cache", lines)
+        for violation in engine.said.pop("violations", ()):
+            if not engine.damaged:
+                self.violations.append(f"{engine.name}: {violation}")
+        self.everybody += [rank for rank in engine.ranks if rank not in self.everybody]
+
+    def _judge_engine(self, engine: Member) -> None:
+        status = engine.process.status
+        lost = engine.said.get("rank_ended")
+        if lost is not None and status == RANK_ENDED:
+            if not (lost == -signal.SIGKILL and any(rank.doomed for rank in engine.ranks)):
+                self.bystander(f"a rank of {engine.name}", lost, engine.last_lines())
+        elif status not in engine.doomed:
+            self.bystander(engine.name, status, engine.last_lines())
+
+    def bystander(self, who: str, status: int | str | None, lines: list[str]) -> None:
+        how = signal.Signals(-status).name if isinstance(status, int) and status < 0 else status
+        self.bystanders.append({"who": who, "ended": how, "lines": lines})
+        print(f"BYSTANDER {who}: {how}", *lines, sep="\n    ", file=sys.stderr, flush=True)
+
+    def _hang(self, member: Member) -> None:
+        self._tell_hang(member)
+        member.excuse(SILENT_SECONDS)
+        self.kill(member)
+
+    def _tell_hang(self, member: Member) -> None:
+        with suppress(OSError):
+            place = Path(f"/proc/{member.process.pid}/wchan").read_text()
+            self.bystander(member.name, f"hangs ({place})", member.last_lines())
+
+    def kill(self, member: Member, number: signal.Signals = signal.SIGKILL) -> None:
+        """End one as the schedule wants it: which must not hide that it hung."""
+        if member is self.coordinator and member.silence > UNANSWERED_SECONDS / 2:
+            self._tell_hang(member)
+        member.doomed |= {-number} if number == signal.SIGKILL else {0, -number}
+        member.process.signal(number)
+
+    def _look_at_coordinator(self) -> None:
+        coordinator = self.coordinator
+        if coordinator is None:
+            if time.monotonic() >= self.coordinator_due:
+                self.start_coordinator()
+            return
+        coordinator.listen()
+        if coordinator.process.status is not None:
+            if not coordinator.has_said_all:
+                return
+            if coordinator.process.status not in coordinator.doomed:
+                lines = coordinator.last_lines()
+                self.bystander(coordinator.name, coordinator.process.status, lines)
+            self.processes.forget(coordinator.process)
+            self.coordinator = None
+        elif coordinator.silence > UNANSWERED_SECONDS:
+            self._hang(coordinator)
+
+    def look_at_orphans(self) -> None:
+        """Ranks that have outlived their engine: they must end in good order."""
+        for rank in self.everybody:
+            if rank.pidfd >= 0 and not rank.runs:
+                self._bury(rank)
+        self.everybody = [rank for rank in self.everybody if rank.pidfd >= 0]
+
+    def _bury(self, rank: Worker) -> None:
+        try:
+            _, status = os.waitpid(rank.pid, os.WNOHANG)
+        except ChildProcessError:  # its engine runs, or has waited for it and told
+            status = 0
+        ended = os.waitstatus_to_exitcode(status)
+        if ended and not (ended == -signal.SIGKILL and rank.doomed):
+            self.bystander(f"rank {rank.pid}, an orphan", ended, [])
+        os.close(rank.pidfd)
+        rank.pidfd = -1
+
+    def strays(self) -> list[str]:
+        """Children that nobody knew of: ranks of engines that ended before they had named them.
+        Notes those that have ended otherwise than in good order; returns those that run."""
+        with suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                status = os.waitstatus_to_exitcode(found[1])
+                if status not in (0, -signal.SIGKILL):
+                    self.bystander(f"process {found[0]}, a stray", status, [])
+        lists = Path("/proc/self/task").glob("*/children")
+        return [pid for children in lists for pid in children.read_text().split()]
+
+    # -- whether the coordinator answers
+
+    def ping(self) -> None:
+        """Ask the coordinator, by a connection of its own, whether it answers; each second."""
+        coordinator, now = self.coordinator, time.monotonic()
+        if coordinator is None or now < self._asked_at + 1.0:
+            return
+        self._asked_at = now
+        if self._answers():
+            coordinator.heard_at = now
+
+    def _answers(self) -> bool:
+        import zmq
+
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        try:
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(command_endpoint(self.node.run_dir, self.node.namespace))
+            socket.send(encode(Heartbeat(epoch=77, sequence=0)))
+            return bool(socket.poll(200)) and bool(socket.recv())
+        finally:
+            socket.close()

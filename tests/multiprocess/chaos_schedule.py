@@ -1,0 +1,64 @@
+"""Which fault comes when in a run of chaos.py: a pure function of the seed.
+
+A schedule names its victims by their place (the third engine, its first rank), never by a
+pid: the same seed gives the same faults, whoever lives there by then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+SEEDS = (1, 2, 3, 5, 8, 13, 21, 34)
+"""Seeds of the runs that docs/reliability.md tells of; the short run of the tests has the first."""
+
+WEIGHTS = {
+    "engine-kill": 12,
+    "engine-stop": 14,
+    "rank-kill": 5,
+    "rank-stop": 8,
+    "coordinator-kill": 6,
+    "coordinator-term": 4,
+    "coordinator-stop": 6,
+    "truncate": 14,
+    "punch": 4,
+    "connections": 5,
+    "descriptors": 10,
+    "foreign": 14,
+    "sparse": 2,
+}
+"""Every kind of fault and how often it comes, beside the others."""
+
+_GAP_SECONDS = (0.1, 1.0)
+_LONG = {"coordinator-kill": (0.0, 0.0, 1.0, 6.0), "coordinator-term": (0.0, 0.0, 1.0, 6.0)}
+
+
+class Fault(NamedTuple):
+    """One thing that is done to the node."""
+
+    at: float
+    """Seconds after the begin."""
+    kind: str
+    victim: float
+    """Which of those there are, as a share of their number: 0 is the first."""
+    seconds: float
+    """How long it lasts, where it does."""
+    dice: int
+    """What is left to choose, by kind."""
+
+
+def schedule(
+    seed: int, seconds: float, only: Collection[str] = (), without: Collection[str] = ()
+) -> Iterator[Fault]:
+    """Yield the faults of a run in order.  ``only``: of these kinds, as many in the same time;
+    ``without``: the same schedule less these."""
+    dice = random.Random(seed)
+    weights = {kind: WEIGHTS[kind] for kind in WEIGHTS if kind in only or not only}
+    at = 0.0
+    while (at := at + dice.uniform(*_GAP_SECONDS)) < seconds:
+        (kind,) = dice.choices(list(weights), list(weights.values()))
+        lasts = dice.choice(_LONG[kind]) if kind in _LONG else dice.uniform(0.05, 3.0)
+        fault = Fault(at, kind, dice.random(), lasts, dice.getrandbits(32))
+        if kind not in without:
+            yield fault

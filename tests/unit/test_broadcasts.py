@@ -1,0 +1,82 @@
+"""Broadcasts of one topic leave together, in order, and events a little later than all else."""
+
+from __future__ import annotations
+
+from kvshm.coordinator.broadcasts import RELAY_SECONDS, Broadcasts
+from kvshm.protocol import (
+    MAX_EVENTS_BYTES,
+    AnyBroadcast,
+    EngineEvents,
+    EngineGone,
+    open_broadcast,
+)
+
+TOPIC, OTHER = b"f" * 32, b"g" * 32
+
+
+class Sent:
+    """What leaves, as (topic, sequences)."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[bytes, list[int]]] = []
+        self.broadcasts = Broadcasts(self._send)
+
+    def _send(self, frame: bytes) -> None:
+        topic, messages = open_broadcast(frame)
+        self.frames.append((topic, [message.sequence for message in messages]))  # type: ignore[union-attr]
+
+    def since(self) -> list[tuple[bytes, list[int]]]:
+        frames, self.frames = self.frames, []
+        return frames
+
+
+def events(sequence: int, size: int = 0) -> AnyBroadcast:
+    return EngineEvents(
+        coordinator_epoch=1, sequence=sequence, epoch=7, engine_sequence=1, records=bytes(size)
+    )
+
+
+def gone(sequence: int) -> AnyBroadcast:
+    return EngineGone(coordinator_epoch=1, sequence=sequence, epoch=7, reason="left")
+
+
+def test_after_a_pause_events_leave_at_once_and_then_what_comes_within_a_moment_together() -> None:
+    sent = Sent()
+    sent.broadcasts.add(TOPIC, events(1), now=100.0)
+    sent.broadcasts.send_due(100.0)
+    assert sent.since() == [(TOPIC, [1])]
+    for number in range(2, 6):
+        sent.broadcasts.add(TOPIC, events(number), 100.0 + number / 1000)
+        sent.broadcasts.send_due(100.0 + number / 1000)
+    assert sent.since() == []
+    assert sent.broadcasts.next_due() == 100.0 + RELAY_SECONDS
+    sent.broadcasts.send_due(100.0 + RELAY_SECONDS)
+    assert sent.since() == [(TOPIC, [2, 3, 4, 5])]
+
+
+def test_what_is_no_events_waits_for_nothing_and_overtakes_nothing() -> None:
+    sent = Sent()
+    sent.broadcasts.add(TOPIC, gone(1), 100.0)
+    sent.broadcasts.add(TOPIC, events(2), 100.0)
+    sent.broadcasts.add(OTHER, gone(1), 100.0)
+    sent.broadcasts.add(TOPIC, gone(3), 100.0)
+    assert sent.since() == [(TOPIC, [1]), (OTHER, [1]), (TOPIC, [2, 3])]
+
+
+def test_a_frame_is_no_longer_than_one_engine_may_send() -> None:
+    sent = Sent()
+    sent.broadcasts.add(TOPIC, gone(1), 100.0)
+    for number in (2, 3, 4):
+        sent.broadcasts.add(TOPIC, events(number, MAX_EVENTS_BYTES // 2), 100.0)
+    sent.broadcasts.add(TOPIC, events(5, MAX_EVENTS_BYTES), 100.0)
+    sent.broadcasts.send_due(101.0)
+    assert sent.since() == [(TOPIC, numbers) for numbers in ([1], [2], [3], [4], [5])]
+
+
+def test_a_topic_of_which_nothing_waits_is_forgotten() -> None:
+    sent = Sent()
+    for number in range(1000):
+        sent.broadcasts.add(b"%032d" % number, gone(1), 100.0)
+    sent.broadcasts.send_due(100.0 + RELAY_SECONDS)
+    assert sent.broadcasts._topics == {}
+    assert sent.broadcasts.next_due() == float("inf")
