@@ -8,9 +8,9 @@
  * settles.  An engine that has not come back by then may lose its leases, which is said in advance
  * (overslept): what follows costs copies, and the re-check (slots.pml) keeps them from harm.
  *
- *   spin -a [-DRESTARTS=n] [-D<mutant>] bits.pml
+ *   spin -a [-DRESTARTS=n] [-DSTAYS] [-D<mutant>] bits.pml
  *
- * Mutants: see MUTANTS in cases.py. */
+ * STAYS: engine 0 has one epoch.  Mutants: see MUTANTS in mutants.py. */
 
 #ifndef RESTARTS
 #define RESTARTS 1
@@ -71,6 +71,7 @@ proctype Engine(byte e) {
 end_unshared:
     atomic { has_bit[e] -> loads[e]++; run Load(e, 0) };
     if
+#ifndef STAYS
     :: e == 0 ->                        /* the load of the old epoch may still be under way */
        leaves = true;
 end_leaving:
@@ -82,6 +83,7 @@ end_leaving:
        asks[0] = true;
 end_second:
        atomic { !asks[0] -> loads[0]++; run Load(0, 1) }
+#endif
     :: true -> skip
     fi
   }

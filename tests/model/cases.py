@@ -73,7 +73,8 @@ CHECKED = (
     Case("coordinator restarted, engine dies", "join", "COORD", "before, meanwhile or after",
          "FAULTS=0 KILL"),
     Case("calm", "join", "ONE", "with a full pipe", "FAULTS=0", loops=True),
-    Case("bits kept", "bits", "", "across deaths, departures and a new coordinator"),
+    Case("bits kept", "bits", "", "across deaths and a departure", "RESTARTS=0"),
+    Case("bits presented", "bits", "", "across deaths and a new coordinator", "STAYS"),
 )  # fmt: skip
 """Run by ``make model`` and by the tests."""
 
@@ -108,7 +109,8 @@ FULL = (
     Case("coordinator restarted, a late answer", "join", "COORD", "or given up too early",
          "FAULTS=0 TIMEOUTS=1"),
     Case("coordinator restarted, engine dies, a fault", "join", "COORD", "any time", "KILL"),
-    Case("bits kept, two restarts", "bits", "", "deaths and departures", "RESTARTS=2"),
+    Case("bits kept and presented", "bits", "", "deaths, a departure, a new coordinator"),
+    Case("bits presented, two restarts", "bits", "", "deaths", "RESTARTS=2 STAYS"),
     Case("no circles, lives", "slots", "LIVES", "death and restart", "STEPS=1", loops=True),
     Case("no circles, bits", "slots", "BITS", "death and sweep", loops=True),
     Case("no circles, mutual", "slots", "MUTUAL", "two engines", loops=True),
