@@ -22,7 +22,7 @@ bool settled = true;                    /* whether all have had time to come bac
 bool leased;                            /* the bit in the slot */
 bool core_dead[ENGINES], rank_dead[ENGINES];
 bool has_bit[ENGINES];                  /* as the engine was told */
-bool asks[ENGINES], leaves, left;       /* leaves: engine 0; left: it has, and not joined again */
+bool asks[ENGINES], leaves, departed;   /* engine 0 leaves; it has, and not joined again */
 bool given_up;                          /* no process has the table of the epoch it left */
 byte loads[ENGINES];                    /* under way */
 bool coordinator_dead, swept;            /* swept: at the first death, by this coordinator */
@@ -77,7 +77,7 @@ end_unshared:
 end_leaving:
        !leaves;
        if
-       :: d_step { left && loads[0] == 0 -> has_bit[0] = false; given_up = true }
+       :: d_step { departed && loads[0] == 0 -> has_bit[0] = false; given_up = true }
        :: true -> skip
        fi;
        asks[0] = true;
@@ -123,7 +123,7 @@ inline tell(e) {
 inline on_join(e) {
   atomic {
     owner = e + 1;
-    if :: e == 0 -> left = false; given_up = false :: else -> skip fi;
+    if :: e == 0 -> departed = false; given_up = false :: else -> skip fi;
     if
     :: !settled && !has_bit[e] && MAY_COME_BACK(1 - e) -> overslept = true
     :: else -> skip
@@ -153,7 +153,7 @@ inline on_leave() {
 #ifdef FREED_AT_LEAVE
   owner = 0;
 #endif
-  atomic { leaves = false; left = true }
+  atomic { leaves = false; departed = true }
 }
 
 /* No process has a table any more under which it could hold leases with the bit. */
