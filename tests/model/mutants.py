@@ -115,9 +115,9 @@ MUTANTS = (
          "lease_leaked"),
     Case("SWEPT_AT_LEAVE", "bits", "", "a departure sweeps the bit, though its process "
          "goes on", "", "living_lease_cleared"),
-    Case("FREED_AT_LEAVE", "bits", "", "a departure frees the bit", "", "bit_shared"),
+    Case("FREED_AT_LEAVE", "bits", "", "a departure frees the bit", "", "lease_leaked"),
     Case("CORE_ALONE_COUNTS", "bits", "", "freed when EngineCore is dead, while its rank lives",
-         "", "bit_shared"),
+         "", "lease_leaked"),
     Case("OWNERS_ONLY_SUSPECTED", "bits", "", "a suspected owner is treated as dead", "",
          "living_lease_cleared"),
 )  # fmt: skip
