@@ -96,9 +96,7 @@ class Importer:
         return pack_records(records[:3])
 
 
-def main(
-    role: str, fd: str, path: str, how: str, amount: str, torn: str, met: str
-) -> Counter[str]:
+def main(role: str, fd: str, path: str, how: str, amount: str, torn: str, met: str) -> Counter[str]:
     """``amount``: of blocks reused or delivered; an importer also goes on until it has met so
     many ``torn`` copies and the exporter so many leases, however seldom a busy machine lets that
     happen."""

@@ -6,25 +6,19 @@ somebody who opens it afterwards.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import mmap
-import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from kvshm.coordinator.lease_table import LeaseTable
-
-from kvshm.coordinator.actions import Owner
-from kvshm.coordinator.lease_bits import LeaseBits
 from kvshm.index import Replica
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import (
-    BOOT_ID_OFFSET,
     EPOCH_OFFSET,
     INDEX_HEADER_BYTES,
-    LEASE_ROWS_OFFSET,
+    INDEX_MAGIC,
     LIFE_OFFSET,
+    PID_OFFSET,
+    PULSE_DIED,
+    PULSES_OFFSET,
     RETIRED_OFFSET,
     SLOT_BYTES,
     SLOT_HASH_OFFSET,
@@ -34,7 +28,7 @@ from kvshm.records import (
     RowState,
     pack_records,
 )
-from kvshm.segment import Segment, check_header, identity_of, is_alive, parse_segment_name
+from kvshm.segment import Segment, check_header
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import (
     NO_LEASE_BIT,
@@ -50,6 +44,7 @@ from kvshm.tools.check import look
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, describe
 from kvshm.tools.snapshot import take
+from tests.unit.served import Served, ServedNode, again, read_again
 
 BLOCKS, RANKS = 20, 2  # a flipped bit of 20 makes it smaller, too
 EPOCH = Epoch(0x1122334455667788)
@@ -74,7 +69,7 @@ SOME = [BlockId(block) for block in range(3)]
 def make_table(namespace: str) -> SlotTable:
     """A table in use: READY, leased and DRAINING blocks, counts, an error, a ticket."""
     spec = TableSpec(namespace, "fuzzed", BLOCKS, 16, RANKS, Fingerprint(bytes(range(32))), "m")
-    table = SlotTable.create(spec, EPOCH, identity_of())
+    table = SlotTable.create(spec, EPOCH)
     for rank in range(RANKS):
         table.set_life(Rank(rank))
     table.publish(PUBLISHED, bytes(8 * 8))
@@ -90,7 +85,7 @@ def make_table(namespace: str) -> SlotTable:
 
 def make_index(namespace: str) -> Replica:
     """An index with entries of one engine, and a second one without."""
-    replica = Replica.create(namespace, "fuzzed", EPOCH, identity_of(), 64)
+    replica = Replica.create(namespace, "fuzzed", EPOCH, 64)
     replica.apply(replica.add_row(Epoch(7), "other", 64, LeaseBit(2)), PUBLISHED)
     replica.add_row(Epoch(8), "third", BLOCKS, LeaseBit(4))
     return replica
@@ -101,10 +96,9 @@ class Subject:
 
     header_bytes: int
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        with open(f"/dev/shm/{name}", "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
+    def __init__(self, segment: Segment) -> None:
+        self.name, self._segment = segment.name, segment
+        self._memory = segment.buffer
         self.sound = self._contents = bytes(self._memory)
         self.spoiled = 0
         """Offset of the byte that was flipped last."""
@@ -118,17 +112,6 @@ class Subject:
         """Put the flipped contents there: readers may have changed something."""
         self._memory[:] = self._contents
 
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """The segment keeps its name, whoever removes or replaces it."""
-        path, kept = f"/dev/shm/{self.name}", f"/dev/shm/{self.name}.kept"
-        os.link(path, kept)
-        try:
-            yield
-        finally:
-            Path(path).unlink(missing_ok=True)
-            os.rename(kept, path)
-
     def readers(self) -> Readers:
         raise NotImplementedError
 
@@ -139,13 +122,16 @@ class Subject:
 class Table(Subject):
     header_bytes = TABLE_HEADER_BYTES
 
-    def __init__(self, namespace: str) -> None:
-        self._held = make_table(namespace)
+    def __init__(self, node: ServedNode) -> None:
+        """It is served with a replica of its engine, and by the coordinator, too."""
+        self._held = make_table(node.namespace)
         self._opened: list[SlotTable] = []
-        super().__init__(self._held.name)
+        super().__init__(self._held._segment)
+        node.engines.append(Served(node.run_dir, self._held, node.namespace))
+        node.enlist(self._held)
 
     def readers(self) -> Readers:
-        yield "SlotTable.open", lambda: self._opened.append(SlotTable.open(self.name))
+        yield "SlotTable.of", lambda: self._opened.append(again(self._held))
         for table in (self._held, *self._opened):
             yield from self._reading(table)
             yield from self._changing(table)
@@ -161,6 +147,7 @@ class Table(Subject):
         yield "counters", table.counters.snapshot
         yield "life", lambda: [table.life(rank) for rank in ranks]
         yield "words", lambda: (table.retired, table.heartbeat, table.leases_taken)
+        yield "pulses", lambda: (table.died, table.owner_died, table.in_use)
         yield "checksum", lambda: [table.checksum(rank, b) for rank in ranks for b in blocks]
         yield "recheck", lambda: [table.recheck(rank, PUBLISHED) for rank in ranks]
         yield "check only", lambda: self._lease(table, NO_LEASE_BIT)
@@ -174,14 +161,20 @@ class Table(Subject):
 
     def _leasable(self) -> int:
         """How many blocks may be leased though one byte is spoiled."""
-        epoch = range(EPOCH_OFFSET, BOOT_ID_OFFSET)
+        epoch = range(EPOCH_OFFSET, PID_OFFSET)
         retired = range(RETIRED_OFFSET, RETIRED_OFFSET + 8)
         lives = range(LIFE_OFFSET, LIFE_OFFSET + 8 * RANKS)
-        if any(self.spoiled in word for word in (epoch, retired, lives)):
+        if any(self.spoiled in word for word in (epoch, retired, lives)) or self._is_marked():
             return 0
         block, within = divmod(self.spoiled - TABLE_HEADER_BYTES, SLOT_BYTES)
         generation_and_hash = range(SLOT_HASH_OFFSET - 4, SLOT_PARENT_OFFSET)
         return block if 0 <= block < LEASABLE and within in generation_and_hash else LEASABLE
+
+    def _is_marked(self) -> bool:
+        """Whether a process without which nothing is leased seems to have died."""
+        pulses = range(PULSES_OFFSET, PULSES_OFFSET + 8 * (1 + RANKS), 8)
+        words = (int.from_bytes(self._contents[at : at + 8], "little") for at in pulses)
+        return any(word & PULSE_DIED for word in words)
 
     @staticmethod
     def _changing(table: SlotTable) -> Readers:
@@ -207,16 +200,17 @@ class Table(Subject):
 class Index(Subject):
     header_bytes = INDEX_HEADER_BYTES
 
-    def __init__(self, namespace: str) -> None:
-        replica = make_index(namespace)
-        super().__init__(replica.name)
-        self._header = check_header(replica._segment)
-        self._tombstones = {row: bytes(t) for row, t in replica._tombstones.items()}
-        self._held = ReplicaReader.open(self.name)
+    def __init__(self, node: ServedNode) -> None:
+        self._owned, table = make_index(node.namespace), make_table(node.namespace)
+        node.engines.append(Served(node.run_dir, table, node.namespace, self._owned))
+        super().__init__(self._owned._segment)
+        self._header = check_header(self._segment, INDEX_MAGIC)
+        self._tombstones = {row: bytes(t) for row, t in self._owned._tombstones.items()}
+        self._held = read_again(self._owned)
         self._opened: list[ReplicaReader] = []
 
     def readers(self) -> Readers:
-        yield "ReplicaReader.open", lambda: self._opened.append(ReplicaReader.open(self.name))
+        yield "ReplicaReader.of", lambda: self._opened.append(read_again(self._owned))
         for reader in (self._held, *self._opened):
             yield from self._reading(reader)
         for what, change in self._changes():
@@ -245,60 +239,22 @@ class Index(Subject):
 
     def _as_owner(self, change: Callable[[Replica], object]) -> None:
         """The segment is its owner's, with what the owner remembers apart from it."""
-        parsed = parse_segment_name(self.name)
-        assert parsed is not None
-        owner = Replica(Segment.open(self.name, writable=True), parsed, self._header)
+        fd = self._segment.descriptor(writable=True)
+        owner = Replica(Segment.of(self.name, fd, True, len(self.sound)), self._header)
         owner._tombstones = {row: bytearray(t) for row, t in self._tombstones.items()}
-        with self.kept():  # growing removes the name
-            try:
-                change(owner)
-            finally:
-                if owner.name != self.name:
-                    owner.unlink()
-                owner.close()
+        try:
+            change(owner)
+        finally:
+            owner.close()
 
     def forget(self) -> None:
         while self._opened:
             self._opened.pop().close()
 
 
-class Leases(Subject):
-    header_bytes = LEASE_ROWS_OFFSET
-
-    def __init__(self, namespace: str) -> None:
-        self._namespace, self._identity = namespace, identity_of()
-        self._held = LeaseTable.open(namespace, self._identity)
-        for bit in (0, 3, 27):
-            self._held.write(bit, Owner(EPOCH + bit, self._identity))
-        (name,) = [n for n in os.listdir("/dev/shm") if n.startswith(f"kvshm.{namespace}.leases")]
-        super().__init__(name)
-
-    def readers(self) -> Readers:
-        yield "held rows", lambda: self._restart(self._held)
-        yield "LeaseTable.open", self._open
-
-    def _open(self) -> None:
-        """As a new coordinator; a table that cannot be read is replaced."""
-        with self.kept():
-            table = LeaseTable.open(self._namespace, self._identity)
-            self._restart(table)
-            table.close()
-
-    def _restart(self, table: LeaseTable) -> None:
-        rows = table.rows()
-        dead = {
-            bit for bit, owner in enumerate(rows) if owner.epoch and not is_alive(owner.identity)
-        }
-        bits = LeaseBits(rows, dead, 0.0)
-        granted = bits.grant(Owner(5, self._identity), [], 3, set())
-        table.write(granted, bits.owner(granted))
-        for bit in bits.due(1.0):
-            table.write(bit, bits.free(bit))
-
-
-def dump(namespace: str) -> None:
+def dump(node: ServedNode) -> None:
     """The dump, as people and as programs read it, and the check."""
-    report = describe(take(namespace, with_entries=True), Filters(entries=True))
+    report = describe(take(node.run_dir, node.namespace, with_entries=True), Filters(entries=True))
     render(report, everything=True)
     json.dumps(report)
-    look(namespace)
+    look(node.run_dir, node.namespace)

@@ -13,12 +13,14 @@ import logging
 import random
 import signal
 from itertools import chain
-
-from fuzz_subjects import Index, Leases, Subject, Table, dump
+from pathlib import Path
 
 from kvshm.errors import KvshmError
+from tests.unit import fuzz_subjects
+from tests.unit.fuzz_subjects import Index, Subject, Table
+from tests.unit.served import ServedNode
 
-SUBJECTS: dict[str, type[Subject]] = {"table": Table, "index": Index, "leases": Leases}
+SUBJECTS: dict[str, type[Subject]] = {"table": Table, "index": Index}
 REST_BYTES = 1000
 FIELD_BYTES = 192
 """The first bytes of a header hold its numbers; of these every single bit is flipped, too."""
@@ -34,8 +36,8 @@ def flips_of(subject: Subject, dice: random.Random) -> list[tuple[int, int]]:
     return bits + [(offset, dice.randrange(1, 256)) for offset in offsets]
 
 
-def try_all(subject: Subject, namespace: str) -> None:
-    dumps = [("dump", lambda: dump(namespace))]
+def try_all(subject: Subject, node: ServedNode) -> None:
+    dumps = [("dump", lambda: fuzz_subjects.dump(node))]
     for name, reader in chain(subject.readers(), dumps):
         subject.write()
         try:
@@ -50,20 +52,22 @@ def try_all(subject: Subject, namespace: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("subject", choices=SUBJECTS)
-    parser.add_argument("--namespace", required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--part", type=int, nargs=2, required=True, help="number, of how many")
     options = parser.parse_args()
     logging.disable()
     faulthandler.enable()
     faulthandler.register(signal.SIGALRM, chain=True)  # says where it hangs, then ends it
-    subject = SUBJECTS[options.subject](options.namespace)
+    node = ServedNode(options.run_dir, "fuzzed")
+    subject = SUBJECTS[options.subject](node)
     part, parts = options.part
     for offset, mask in flips_of(subject, random.Random(options.seed))[part::parts]:
         subject.flip(offset, mask)
         print(f"\n{offset} ^ {mask:#x}", end="", flush=True)
         signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
-        try_all(subject, options.namespace)
+        try_all(subject, node)
+    node.close()
     print("\ndone", flush=True)
 
 
