@@ -31,11 +31,15 @@ class Served:
         self.close()
         kept.rename(self.path)
 
-    def close(self) -> None:
-        """Hand out nothing any more, and unmap.  Idempotent."""
+    def close_server(self) -> None:
+        """Hand out nothing any more.  Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
+
+    def close(self) -> None:
+        """Hand out nothing any more, and unmap.  Idempotent."""
+        self.close_server()
         self.table.close()
         self.replica.close()
 

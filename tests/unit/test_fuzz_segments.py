@@ -116,6 +116,6 @@ def test_a_crash_a_hang_and_an_exception_would_be_seen(tmp_path: Path) -> None:
             f"fuzz_subjects.dump = lambda _: {how}\n"
             f"runpy.run_path({str(FUZZER)!r}, run_name='__main__')\n"
         )
-        seen[how] = fuzz("index", 0, parts=3000, program=program).wrong
+        seen[how] = fuzz("index", 0, parts=4000, program=program).wrong
     assert re.match(r"status -6 after 0 \^ 0x1:\n", seen["os.abort()"][0])
     assert seen["1 / 0"] == ["  dump: ZeroDivisionError: division by zero"] * 3
