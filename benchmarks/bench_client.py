@@ -61,7 +61,7 @@ TURN_SECONDS = 1.0
 SETTLE_SECONDS = 0.3
 MARK_EVERY = 16
 """One batch of so many of the first sender has a block that is looked for."""
-LOOKED_FOR = 8
+LOOKED_FOR = 64
 """Marks that are looked for in turn: one may be overwritten before it is seen."""
 CHUNK = 200
 """Loop turns between two looks at the clock, about 10 us."""
