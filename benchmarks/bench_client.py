@@ -46,18 +46,15 @@ from kvshm.cache import SharedCache, join_cache
 from kvshm.client import LATER_US
 from kvshm.config import Config
 from kvshm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
+from kvshm.handout import serve_epoch
+from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.life import EngineSpec
 from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Events, Heartbeat, Join, RankInfo, encode
 from kvshm.records import RECORD_BYTES, BlockRecord, pack_records, unpack_records
-<<<<<<< HEAD
-from kvshm.terms import BlockHash, BlockId, Generation, Rank
-=======
-from kvshm.rundir import command_endpoint
-from kvshm.segment import identity_of
+from kvshm.rundir import command_endpoint, engine_socket
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
->>>>>>> wire
 
 ENGINES = 8
 BLOCKS = 20_000
@@ -177,18 +174,21 @@ class Deaf:
     """An engine that says much and listens to nobody, one of many in this process."""
 
     def __init__(self, name: str, fingerprint: bytes, records: int) -> None:
-        config, me = Config.from_env(os.environ), identity_of()
-        spec = TableSpec(config.namespace, name, BLOCKS, 16, 1, Fingerprint(fingerprint))
+        config = Config.from_env(os.environ)
+        run_dir, space = Path(config.run_dir), config.namespace
+        spec = TableSpec(space, name, BLOCKS, 16, 1, Fingerprint(fingerprint))
         self._epoch, self._sequence = Epoch(random.getrandbits(62)), 0
-        self._table = SlotTable.create(spec, self._epoch, me)
+        self._table = SlotTable.create(spec, self._epoch)
+        self._replica = Replica.create(space, name, self._epoch, 8)
+        path = engine_socket(run_dir, space, self._epoch)
+        self._server = serve_epoch(path, self._table, self._replica)
         self._source = batches(name, records)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
-        self._socket.connect(command_endpoint(Path(config.run_dir), config.namespace))
+        self._socket.connect(command_endpoint(run_dir, space))
         memory = MemoryDescriptor("none", self._epoch, 0, [], {})
         info = EngineInfo(
-            epoch=self._epoch, name=name, pid=me.pid, start_time=me.start_time,
-            fingerprint=fingerprint, fields={}, table=self._table.name, num_blocks=BLOCKS,
-            ranks=[RankInfo(me.pid, me.start_time, memory)],
+            epoch=self._epoch, name=name, pid=os.getpid(), fingerprint=fingerprint, fields={},
+            num_blocks=BLOCKS, ranks=[RankInfo(os.getpid(), memory)],
         )  # fmt: skip
         self._socket.send(encode(Join(protocol=PROTOCOL_VERSION, engine=info)))
         self._socket.recv()

@@ -1,4 +1,4 @@
-"""kvshm.handout: who gets which segment, to do what with it, and what of odd servers is believed."""
+"""kvshm.handout: who gets which segment, to do what with it; and odd servers are not believed."""
 
 from __future__ import annotations
 
