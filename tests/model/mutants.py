@@ -102,11 +102,16 @@ MUTANTS = (
     Case("DEAD_EPOCHS_SPEAK", "join", "RESTART", "events of an epoch that has ended are relayed "
          "and applied", "FAULTS=0 STEPS=1 LATER_STEPS=0", "replica_differs"),
     # bits
-    Case("TABLE_FORGOTTEN", "bits", "", "a new coordinator gives bits anew", "", "bit_shared"),
-    Case("TOLD_BEFORE_NOTED", "bits", "", "the engine is told its bit before it is noted", "",
-         "bit_shared"),
+    Case("NEWCOMER_UNSWEPT", "bits", "", "a new coordinator gives a newcomer a bit that the dead "
+         "may have left in a slot", "", "lease_leaked"),
+    Case("TOLD_BEFORE_SWEEP", "bits", "", "the engine is told its bit before the sweep", "",
+         "living_lease_cleared"),
+    Case("RETURNER_SWEPT", "bits", "", "who comes back to a new coordinator is swept, too", "",
+         "living_lease_cleared"),
+    Case("NEVER_SWEPT", "bits", "", "a new coordinator sweeps no bit that nobody presents", "",
+         "lease_leaked"),
     Case("FREED_BEFORE_SWEEP", "bits", "", "a bit is freed, then swept", "", "lease_leaked"),
-    Case("FREED_UNSWEPT", "bits", "", "a dead owner's bit is freed without a sweep", "",
+    Case("FREED_UNSWEPT", "bits", "", "a bit is freed without a sweep", "",
          "lease_leaked"),
     Case("SWEPT_AT_LEAVE", "bits", "", "a departure sweeps the bit, though its process "
          "goes on", "", "living_lease_cleared"),
