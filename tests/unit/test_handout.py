@@ -1,4 +1,4 @@
-"""kvshm.handout: who gets which segment, to do what with it, and what of odd servers is believed."""
+"""kvshm.handout: who gets which segment, to do what with it, and what odd servers bring."""
 
 from __future__ import annotations
 
@@ -252,9 +252,11 @@ def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine
     path = engine_socket(served.run_dir, served.namespace, 8)
     server = HandoutServer(
         path,
-        lambda wanted: engine.replica.descriptor()
-        if wanted.kind == TABLE_KIND
-        else engine.table.descriptor(False),
+        lambda wanted: (
+            engine.replica.descriptor()
+            if wanted.kind == TABLE_KIND
+            else engine.table.descriptor(False)
+        ),
     )
     quiet = Handouts(served.run_dir, served.namespace)
     with pytest.raises((CorruptSegment, SegmentError)):
