@@ -1,4 +1,4 @@
-"""kvshm.handout: who gets which segment, to do what with it; and odd servers are not believed."""
+"""kvshm.handout: who gets which segment, to do what with it, and what odd servers bring."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from kvshm.slots import SlotTable
 from kvshm.terms import Epoch, LeaseBit
 
 from .few_descriptors import descriptors
+from .pages import ROOT
 from .served import Served, ServedNode
 from .test_rank import until
 
@@ -170,7 +171,8 @@ def test_the_memory_outlives_who_made_it(served: ServedNode) -> None:
     )
     argv = [sys.executable, "-c", script, str(served.run_dir), served.namespace]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(argv, **pipes) as child:
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(argv, env=environ, **pipes) as child:
         assert child.stdout is not None
         child.stdout.readline()
         table = served.handouts.table(9)
