@@ -80,7 +80,7 @@ class Engine:
         """When the own replica had so many entries."""
         life = self.cache.life
         assert life is not None
-        while life.peers._replica.count != count:
+        while life.peers.replica.count != count:
             time.sleep(NAP_SECONDS)
         return time.monotonic()
 
