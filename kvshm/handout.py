@@ -19,7 +19,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from .errors import ProtocolError, SegmentError, SegmentNotFound, TransportError
+from .errors import (
+    ProtocolError,
+    SegmentError,
+    SegmentNotFound,
+    SegmentNotReady,
+    TransportError,
+)
 from .fds import FdServer, close_all, fetch_and_stay
 from .index import Replica
 from .index_reader import ReplicaReader
@@ -31,6 +37,8 @@ from .terms import Epoch
 
 FETCH_SECONDS = 2.0
 """How long a server may take to answer; it is answered by a thread of its own."""
+MEMBER_SECONDS = 0.5
+"""How long the coordinator may: who asks it has heartbeats to send."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -126,15 +134,21 @@ def encode_request(kind: str, epoch: int, writable: bool) -> bytes:
     return msgspec.msgpack.encode(Request(kind, epoch, writable))
 
 
+def _kind_of(cause: BaseException | None) -> type[SegmentError]:
+    if isinstance(cause, FileNotFoundError | ConnectionRefusedError):
+        return SegmentNotFound
+    return SegmentNotReady if isinstance(cause, TimeoutError) else SegmentError
+
+
 def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> Asked:
     """Ask the server at ``path`` for a segment.  Blocks for ``timeout`` seconds at most.  Raises
-    SegmentNotFound if nobody has it (any more), or SegmentError."""
+    SegmentNotFound if nobody has it (any more), SegmentNotReady if there is no answer in time, or
+    SegmentError."""
     try:
         request = encode_request(kind, epoch, writable)
         reply, fds, connection = fetch_and_stay(path, request, timeout)
     except TransportError as exc:
-        gone = isinstance(exc.__cause__, (FileNotFoundError, ConnectionRefusedError))
-        raise (SegmentNotFound if gone else SegmentError)(str(exc)) from exc
+        raise _kind_of(exc.__cause__)(str(exc)) from exc
     try:
         return Asked(read_answer(reply, fds, os.fspath(path)), connection)
     except BaseException:
@@ -156,9 +170,11 @@ class Handouts:
         return self._table(self._engine(epoch), epoch, writable, LARGEST_TABLE)
 
     def table_of_member(self, epoch: int, num_blocks: int, num_ranks: int) -> SlotTable:
-        """The table of an engine in the roster, from the coordinator: of the stated size."""
+        """The table of an engine in the roster, from the coordinator: of the stated size.  Blocks
+        for MEMBER_SECONDS at most; then SegmentNotReady."""
         path = tables_socket(self._run_dir, self._namespace)
-        return self._table(path, epoch, True, table_bytes(num_blocks, num_ranks))
+        largest = table_bytes(num_blocks, num_ranks)
+        return self._table(path, epoch, True, largest, min(self._timeout, MEMBER_SECONDS))
 
     def table_from_coordinator(self, epoch: Epoch | int) -> SlotTable:
         """A table of the roster to read, from the coordinator: where its engine is silent."""
@@ -175,8 +191,10 @@ class Handouts:
         connection.close()
         return ReplicaReader.of(self._called(INDEX_KIND, epoch), fd)
 
-    def _table(self, path: Path, epoch: int, writable: bool, largest: int) -> SlotTable:
-        fd, connection = ask(path, TABLE_KIND, epoch, writable, self._timeout)
+    def _table(
+        self, path: Path, epoch: int, writable: bool, largest: int, timeout: float | None = None
+    ) -> SlotTable:
+        fd, connection = ask(path, TABLE_KIND, epoch, writable, timeout or self._timeout)
         connection.close()
         name = self._called(TABLE_KIND, epoch)
         table = SlotTable.of(name, fd, writable=writable, largest=largest)

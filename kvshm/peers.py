@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED, Counter
-from .errors import KvshmError, SegmentNotFound
+from .errors import KvshmError, SegmentNotFound, SegmentNotReady
 from .handout import Handouts
 from .index import Forgotten, Replica
 from .later import Later
@@ -35,6 +35,7 @@ log = logger(__name__)
 INITIAL_CAPACITY = 1 << 16
 QUARANTINE_FAILURES = 3
 QUARANTINE_SECONDS = 30.0
+SILENT_SECONDS = 1.0
 ATTACHING_SECONDS = 5.0
 """How long nothing is planned from a peer that could not be attached in time: as long as its
 socket may take to answer."""
@@ -99,6 +100,9 @@ class Peers:
         self._view = _NOBODY
         self._listed = listed
         self._later = Later(clock)  # the client's thread only
+        self._silent_until = 0.0
+        """The coordinator has just not answered: nobody is attached before, since who waits for it
+        sends no heartbeats meanwhile."""
         self._avoided: dict[int, Peer] = {}  # in quarantine, by row; the scheduler's thread only
         self._complaints: set[tuple[int, str]] = set()
         self._skipped = 0
@@ -344,12 +348,17 @@ class Peers:
     def _attach(self, info: EngineInfo) -> bool:
         if self._closed:
             return False
+        if self._clock() < self._silent_until:
+            self._later.put(info)
+            return False
         try:
             table = self._handouts.table_of_member(info.epoch, info.num_blocks, len(info.ranks))
             check_table(table, info)
             epoch, bit = Epoch(info.epoch), LeaseBit(info.lease_bit)
             row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)
         except (KvshmError, OSError) as exc:
+            if isinstance(exc, SegmentNotReady):
+                self._silent_until = self._clock() + SILENT_SECONDS
             self._skip(info, exc)
             return False
         self._later.forget(info.epoch)

@@ -3,6 +3,8 @@
  *   leases   importers read plain memory under leases while the exporter reuses it; there is no
  *            other synchronisation, so the thread sanitizer proves the lease protocol's
  *   forced   the same with an exporter that does not wait; re-checks must reject every mixture
+ *   deaths   an exporter whose pulse is marked, and whose memory then changes: nobody who read it
+ *            after that delivers anything
  *   index    one writer and two readers of a replica index
  *   fuzz     damaged segments and senseless arguments; the address sanitizer watches
  *   scribble a replica index that somebody else writes to as well
@@ -142,6 +144,100 @@ static void race_leases(bool forcing)
     free(r);
 }
 
+/* -- deaths -------------------------------------------------------------------------------------- */
+
+static void mark(kvshm_segment table, int process)
+{
+    REQUIRE(kvshm_store(table, KVSHM_PULSES_OFFSET + 8 * process, KVSHM_PULSE_DIED) == KVSHM_OK);
+}
+
+/* What the kernel does when rank 1 ends: first the mark, then its memory. */
+static void *die(void *argument)
+{
+    race *r = argument;
+    while (r->delivered < CLASHES)
+        sched_yield();
+    mark(r->table, 2);
+    write_block(r, 0, ~0ULL);
+    r->finished = true;
+    return NULL;
+}
+
+static void *read_the_dying(void *argument)
+{
+    importer *self = argument;
+    race *r = self->race;
+    kvshm_record record;
+    uint32_t next = 0;
+    uint8_t taken, good;
+    REQUIRE(kvshm_scan(r->table, &next, &record, 1) == 1);
+    for (bool last = false; !last;) {
+        last = r->finished;
+        int64_t leased = kvshm_lease(r->table, EPOCH, self->number, &record, 1, &taken);
+        REQUIRE(!last || leased == 0);
+        bool whole = block_is(r, 0, 1);
+        REQUIRE(kvshm_recheck(r->table, EPOCH, 1, &record, 1, &good) == good);
+        REQUIRE(!good || whole);
+        REQUIRE(!last || !good);
+        if (leased)
+            REQUIRE(kvshm_release(r->table, self->number, &record, 1, &taken) == taken);
+        *(good ? &r->delivered : &r->discarded) += 1;
+    }
+    REQUIRE(kvshm_recheck(r->table, EPOCH, 0, &record, 1, &good) == 1); /* rank 0 lives on */
+    return NULL;
+}
+
+static kvshm_record published(kvshm_segment table)
+{
+    kvshm_record record = {{1}, 0, 0, 0, KVSHM_PUBLISH};
+    uint64_t parent = 0;
+    REQUIRE(kvshm_publish(table, &record, &parent, 1, 0) == 1);
+    return record;
+}
+
+/* The word of each process keeps everybody from leasing; that of no other does. */
+static void mark_each(void)
+{
+    for (int process = 0; process < 1 + KVSHM_MAX_RANKS; process++) {
+        kvshm_segment table = new_table();
+        kvshm_record record = published(table);
+        uint8_t taken, good;
+        bool of_it = process <= RANKS;
+        mark(table, process);
+        REQUIRE(kvshm_lease(table, EPOCH, 0, &record, 1, &taken) == !of_it);
+        for (int rank = 0; rank < RANKS; rank++) {
+            REQUIRE(kvshm_recheck(table, EPOCH, rank, &record, 1, &good) >= 0);
+            REQUIRE(good == (process != 1 + rank));
+        }
+        free(table.base);
+    }
+}
+
+static void race_deaths(void)
+{
+    mark_each();
+    race *r = calloc(1, sizeof *r);
+    REQUIRE(r);
+    r->table = new_table();
+    r->forcing = true; /* its bytes change under their readers */
+    write_block(r, 0, 1);
+    published(r->table);
+    pthread_t dying, threads[IMPORTERS];
+    importer importers[IMPORTERS];
+    pthread_create(&dying, NULL, die, r);
+    for (int i = 0; i < IMPORTERS; i++) {
+        importers[i] = (importer){r, i * 13};
+        pthread_create(&threads[i], NULL, read_the_dying, &importers[i]);
+    }
+    for (int i = 0; i < IMPORTERS; i++)
+        pthread_join(threads[i], NULL);
+    pthread_join(dying, NULL);
+    REQUIRE(r->discarded >= IMPORTERS);
+    printf("%ld delivered, %ld discarded\n", r->delivered, r->discarded);
+    free(r->table.base);
+    free(r);
+}
+
 /* -- index --------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -214,6 +310,8 @@ int main(int argc, char **argv)
         race_leases(false);
     else if (!strcmp(what, "forced"))
         race_leases(true);
+    else if (!strcmp(what, "deaths"))
+        race_deaths();
     else if (!strcmp(what, "index"))
         race_index();
     else if (!strcmp(what, "fuzz"))

@@ -64,7 +64,7 @@ def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder / "driver"
 
 
-@pytest.mark.parametrize("what", ["leases", "forced", "index", "fuzz", "scribble"])
+@pytest.mark.parametrize("what", ["leases", "forced", "deaths", "index", "fuzz", "scribble"])
 def test_the_core_is_clean(driver: Path, what: str) -> None:
     done = run(driver, what)
     assert (done.returncode, done.stderr) == (0, "")

@@ -162,10 +162,11 @@ end_half_dead:
 }
 #endif
 
-/* The exporter dies anywhere.  Whoever has confirmed it zeroes its life words; what was its
- * memory may hold anything only after that (docs/model-checking.md: the assumption). */
+/* The exporter dies anywhere.  The kernel marks each rank's pulse, which stands in LIFE here as
+ * leases and re-checks read both alike, and may take that rank's memory away only after that
+ * (docs/model-checking.md: the assumption).  Nobody has to notice the death. */
 #if CONFIG == LIVES || CONFIG == RANKS
-proctype Reaper() {
+proctype Kernel() {
   if
   :: exporter_dead = true;
 #if CONFIG == LIVES
@@ -176,8 +177,8 @@ proctype Reaper() {
      HALF(0, 0, 0) = NOTHING;
 #endif
      LIFE(0, 0) = false;
-     LIFE(0, 1) = false;
      HALF(0, 0, 0) = NOTHING;
+     LIFE(0, 1) = false;
      HALF(0, 0, 1) = NOTHING
   :: skip
   fi
@@ -231,12 +232,12 @@ init {
 #elif CONFIG == BITS
     loads = 1; run Exporter(0, 0, STEPS); run Load(0, 0); run Fate(); run Coordinator()
 #elif CONFIG == LIVES
-    loads = 1; run Exporter(0, 0, STEPS); run Load(0, 0); run Reaper()
+    loads = 1; run Exporter(0, 0, STEPS); run Load(0, 0); run Kernel()
 #ifdef SECOND_LOAD
     ; loads = 2; run Load(1, 1)
 #endif
 #elif CONFIG == RANKS
-    loads = 1; run Exporter(0, 0, STEPS); run Core(0, 0); run Reaper()
+    loads = 1; run Exporter(0, 0, STEPS); run Core(0, 0); run Kernel()
 #ifdef SECOND_LOAD
     ; loads = 2; run Core(1, 0)
 #endif

@@ -111,12 +111,13 @@ def test_a_reader_cannot_write(writer: Writer, reader: ReplicaReader) -> None:
 
 
 def test_a_reader_beside_a_busy_writer_sees_next_to_no_torn_records(
-    writer: Writer, reader: ReplicaReader
+    node: Node, writer: Writer
 ) -> None:
     """A lookup that the writer overtakes again and again may end early or name the wrong
     block, which the lease then refuses; nearly all must be right."""
     writer.order(f"grow {STAYING}")
     writer.order("churn")
+    reader = ask(node)
     lookups = seen = torn = short = 0
     generations: set[int] = set()  # a writer that gets no core for a while is not busy
     while lookups < BUSY_LOOKUPS or len(generations) < BUSY_GENERATIONS:
@@ -132,16 +133,17 @@ def test_a_reader_beside_a_busy_writer_sees_next_to_no_torn_records(
     assert short < lookups / 20
     print(f"{seen} records, {torn} torn; {short} of {lookups} lookups short")
     assert holds(reader, STAYING)
+    reader.close()
 
 
-def test_readers_outlive_a_writer_that_is_killed_at_work(
-    node: Node, writer: Writer, reader: ReplicaReader
-) -> None:
+def test_readers_outlive_a_writer_that_is_killed_at_work(node: Node, writer: Writer) -> None:
     writer.order(f"grow {STAYING}")
     writer.order("churn")
+    reader = ask(node)
     assert len(found(reader, 0, STAYING)) <= STAYING
     writer.process.kill()
     assert holds(reader, STAYING)
+    reader.close()
     with pytest.raises(SegmentNotFound, match="has died"):
         ask(node)
 

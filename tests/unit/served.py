@@ -16,9 +16,11 @@ from kvshm.terms import Epoch, Fingerprint
 class Served:
     """One engine in one epoch: its table and replica, and the socket that hands them out."""
 
-    def __init__(self, run_dir: Path, table: SlotTable, namespace: str, capacity: int = 64) -> None:
+    def __init__(
+        self, run_dir: Path, table: SlotTable, namespace: str, replica: Replica | None = None
+    ) -> None:
         self.table = table
-        self.replica = Replica.create(namespace, table.engine, table.epoch, capacity)
+        self.replica = replica or Replica.create(namespace, table.engine, table.epoch, 64)
         self.path = engine_socket(run_dir, namespace, table.epoch)
         self._server: HandoutServer | None = serve_epoch(self.path, table, self.replica)
 
@@ -29,11 +31,15 @@ class Served:
         self.close()
         kept.rename(self.path)
 
-    def close(self) -> None:
-        """Hand out nothing any more, and unmap.  Idempotent."""
+    def close_server(self) -> None:
+        """Hand out nothing any more.  Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
+
+    def close(self) -> None:
+        """Hand out nothing any more, and unmap.  Idempotent."""
+        self.close_server()
         self.table.close()
         self.replica.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -98,13 +97,12 @@ def test_vmm_memory_described_anew_has_another_life(node: Node) -> None:
 
 
 def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
-    node: Node, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_vmm, "_FETCH_TIMEOUT", 90.0)  # longer than anybody waits here
     hung, healthy, two = (node.rank(kind="fd") for _ in range(3))
-    path = str(Path(tmp_path_factory.mktemp("k")) / "hung")
     descriptor = wire(hung.transport.export(EPOCH))
-    silent = msgspec.structs.replace(descriptor, details=dict(descriptor.details, socket=path))
+    silent = msgspec.structs.replace(descriptor, details=dict(descriptor.details, socket="hung"))
     attached: list[Any] = []
     failures: list[TransportError] = []
     ended = threading.Event()
@@ -121,7 +119,7 @@ def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
 
     threads = [threading.Thread(target=f) for f in (attach_to_the_silent_one, attach_to_the_other)]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind(path)
+        listening.bind(f"{node.run_dir}/hung")
         listening.listen()
         threads[0].start()
         asked, _ = listening.accept()

@@ -10,11 +10,9 @@ from typing import NoReturn
 
 import msgspec
 import pytest
-from kvshm.coordinator.reaper import Reaper
 
 from kvshm import peer_list
 from kvshm.peer_list import MAX_BYTES, PeerList, PeerListReader
-from kvshm.rundir import peers_file
 
 from .exporters import Make
 from .test_rank import until
@@ -107,12 +105,3 @@ def test_what_no_writer_has_left_there_names_nobody_and_blocks_nobody(
     assert (f"at most {MAX_BYTES} bytes" in complaints[0]) == (
         what in ("fifo", "directory", "huge")
     )
-
-
-def test_a_coordinator_removes_half_written_lists_too(tmp_path: Path, namespace: str) -> None:
-    mine, others = (peers_file(tmp_path, namespace, epoch) for epoch in (1, 2))
-    half = mine.with_name(f"{mine.name}.new")
-    for path in (mine, half, others):
-        path.write_bytes(b"")
-    Reaper(tmp_path, namespace).unlink_epoch("kvshm.none.slots.e.0000000000000001", 1)
-    assert list(tmp_path.iterdir()) == [others]

@@ -55,12 +55,10 @@ ENGINE = EngineInfo(
     epoch=BIG,
     name="a",
     pid=4242,
-    start_time=17,
     fingerprint=b"\xff" * 32,
     fields={"model": "m", "weights": "ähnlich"},
-    table="kvshm.n.slots.a.ffffffffffffffff",
     num_blocks=9,
-    ranks=[RankInfo(4243, 18, MEMORY)],
+    ranks=[RankInfo(4243, MEMORY)],
 )
 COMMANDS: list[Any] = [
     Join(protocol=PROTOCOL_VERSION, engine=ENGINE, sequence=3),

@@ -32,10 +32,8 @@ def engine(epoch: int) -> EngineInfo:
         epoch=epoch,
         name=f"e{epoch}",
         pid=epoch,
-        start_time=1,
         fingerprint=b"f" * 32,
         fields={},
-        table="",
         num_blocks=1,
         ranks=[],
     )

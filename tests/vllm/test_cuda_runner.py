@@ -47,7 +47,6 @@ WAITS = (
     (at_once, "SECONDS_PER_STEP"),
     (before_prefill, "LINGER_SECONDS"),
     (rank_peers, "ATTACH_PATIENCE_SECONDS"),
-    (rank_peers, "SUSPECT_AFTER_SECONDS"),
 )
 """What an engine waits for another one by the real clock."""
 LAYERS = {f"layer.{i}": spec(block_size=BLOCK_SIZE) for i in range(2)}

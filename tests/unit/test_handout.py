@@ -1,0 +1,311 @@
+"""kvshm.handout: who gets which segment, to do what with it, and what odd servers bring."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from kvshm.errors import (
+    CorruptSegment,
+    ProtocolError,
+    SegmentError,
+    SegmentNotFound,
+    SegmentTooSmall,
+    TransportError,
+)
+from kvshm.handout import Answer, Handouts, HandoutServer, ask, serve_epoch
+from kvshm.records import table_bytes
+from kvshm.rundir import engine_socket, tables_socket
+from kvshm.segment import INDEX_KIND, TABLE_KIND
+from kvshm.slots import SlotTable
+from kvshm.terms import Epoch, LeaseBit
+
+from .few_descriptors import descriptors
+from .pages import ROOT
+from .served import Served, ServedNode
+from .test_rank import until
+
+EPOCH = Epoch(7)
+
+
+@pytest.fixture
+def engine(served: ServedNode) -> Served:
+    engine = served.serve("e", EPOCH)
+    served.enlist(engine.table)
+    return engine
+
+
+def opened() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# -- what is handed out
+
+
+def test_an_engines_table_is_to_be_had_to_write_and_its_replica_to_read(
+    served: ServedNode, engine: Served
+) -> None:
+    table = served.handouts.table(EPOCH)
+    table.lease_bit = LeaseBit(3)
+    assert engine.table.lease_bit == 3
+    replica = served.handouts.replica(EPOCH)
+    row = engine.replica.add_row(Epoch(9), "other", 4, LeaseBit(1))
+    assert [found.row for found in replica.rows()] == [row]
+    table.close()
+    replica.close()
+
+
+@pytest.mark.parametrize("kind", [TABLE_KIND, INDEX_KIND])
+def test_what_was_asked_for_to_read_cannot_be_written(engine: Served, kind: str) -> None:
+    fd, connection = ask(engine.path, kind, EPOCH, False, 2.0)
+    connection.close()
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, os.fstat(fd).st_size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    os.close(fd)
+
+
+def test_a_replica_is_never_handed_out_to_be_written(engine: Served) -> None:
+    fd, connection = ask(engine.path, INDEX_KIND, EPOCH, True, 2.0)
+    connection.close()
+    with pytest.raises(PermissionError):
+        mmap.mmap(fd, os.fstat(fd).st_size)
+    os.close(fd)
+
+
+def test_the_coordinator_hands_out_the_tables_of_the_roster(
+    served: ServedNode, engine: Served
+) -> None:
+    """Also while the engine does not answer."""
+    engine.close_server()
+    table = served.handouts.table_of_member(EPOCH, 26, 1)
+    assert (table.epoch, table.engine) == (EPOCH, "e")
+    table.close()
+    read = served.handouts.table_from_coordinator(EPOCH)
+    with pytest.raises((ValueError, TypeError, BufferError)):
+        read.retire()
+    read.close()
+    with pytest.raises(SegmentNotFound, match="no such engine is in the roster"):
+        served.handouts.table_of_member(8, 26, 1)
+
+
+def test_a_table_larger_than_the_roster_says_is_not_mapped(
+    served: ServedNode, engine: Served
+) -> None:
+    with pytest.raises(SegmentError, match=rf"at most {table_bytes(25, 1)} were expected"):
+        served.handouts.table_of_member(EPOCH, 25, 1)
+    assert engine.table.nbytes == table_bytes(26, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "epoch"), [(TABLE_KIND, 8), (INDEX_KIND, 8), ("leases", EPOCH), ("", EPOCH)]
+)
+def test_what_is_not_there_is_its_own_error(engine: Served, kind: str, epoch: int) -> None:
+    with pytest.raises(SegmentNotFound, match=f"epoch {EPOCH:016x} is served here"):
+        ask(engine.path, kind, epoch, False, 2.0)
+
+
+@pytest.mark.parametrize("request_", [b"\xc1", b"\x93\1\2\3", msgspec.msgpack.encode({"kind": 7})])
+def test_a_request_that_makes_no_sense_is_answered_and_ends_nothing(
+    engine: Served, request_: bytes
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(str(engine.path))
+        client.send(request_)
+        answer = msgspec.msgpack.decode(client.recv(4096), type=Answer)
+    assert not answer.found
+    fd, connection = ask(engine.path, TABLE_KIND, EPOCH, False, 2.0)
+    os.close(fd)
+    connection.close()
+
+
+def test_what_was_handed_out_costs_the_server_no_descriptor(
+    served: ServedNode, engine: Served
+) -> None:
+    before = opened()
+    for _ in range(20):
+        served.handouts.table(EPOCH).close()
+    until(lambda: opened() <= before + 1)  # that of the last answer
+
+
+# -- ends
+
+
+def test_who_has_ended_is_not_found(served: ServedNode, engine: Served) -> None:
+    with pytest.raises(SegmentNotFound, match="has gone"):
+        served.handouts.table(8)
+    engine.crash()
+    with pytest.raises(SegmentNotFound, match="has died"):
+        served.handouts.table(EPOCH)
+
+
+def test_the_connection_ends_with_the_server(engine: Served) -> None:
+    fd, connection = ask(engine.path, TABLE_KIND, EPOCH, False, 2.0)
+    with pytest.raises(BlockingIOError):
+        connection.recv(1)
+    engine.close()
+    connection.settimeout(10)
+    assert connection.recv(1) == b""
+    os.close(fd)
+    connection.close()
+
+
+def test_the_memory_outlives_who_made_it(served: ServedNode) -> None:
+    """A process that is killed leaves its table to whoever has it, and a socket to nobody."""
+    script = (
+        "import sys\nfrom pathlib import Path\n"
+        "from tests.unit.served import *\n"
+        "node = ServedNode(Path(sys.argv[1]), sys.argv[2])\n"
+        "node.serve('killed', 9).table.set_life(0)\nprint(flush=True)\ninput()\n"
+    )
+    argv = [sys.executable, "-c", script, str(served.run_dir), served.namespace]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(argv, env=environ, **pipes) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        table = served.handouts.table(9)
+        child.kill()
+    assert table.life(0) == 9
+    with pytest.raises(SegmentNotFound, match="has died"):
+        served.handouts.table(9)
+    table.close()
+
+
+# -- servers that are odd
+
+Respond = Callable[[socket.socket], object]
+
+
+@contextmanager
+def answering(served: ServedNode, respond: Respond) -> Iterator[None]:
+    """One that answers a single request as it likes."""
+    path = engine_socket(served.run_dir, served.namespace, EPOCH)
+
+    def serve() -> None:
+        client, _ = listener.accept()
+        with client:
+            client.recv(4096)
+            respond(client)
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def found(count: int) -> Respond:
+    def respond(client: socket.socket) -> None:
+        fds = [os.open("/dev/zero", os.O_RDWR) for _ in range(count)]
+        socket.send_fds(client, [msgspec.msgpack.encode(Answer(True))], fds)
+        for fd in fds:
+            os.close(fd)
+
+    return respond
+
+
+@pytest.mark.parametrize(
+    ("respond", "why"),
+    [
+        (found(0), "came with 0 descriptors"),
+        (found(2), "came with 2 descriptors"),
+        (found(1), "is no memory of uid"),
+        (lambda client: client.send(b"\xc1"), "undecodable answer"),
+        (lambda client: socket.send_fds(client, [b"\xc1"], [0, 1]), "undecodable answer"),
+        (lambda client: client.send(msgspec.msgpack.encode(Answer(False, "why"))), "why"),
+        (lambda client: None, "without an answer"),
+    ],
+)
+def test_an_odd_answer_is_an_error_and_leaves_no_descriptor(
+    served: ServedNode, respond: Respond, why: str
+) -> None:
+    before = opened()
+    with answering(served, respond), pytest.raises(SegmentError, match=why):
+        served.handouts.table(EPOCH)
+    assert opened() == before
+
+
+def test_a_table_of_another_epoch_is_refused(served: ServedNode, engine: Served) -> None:
+    path = engine_socket(served.run_dir, served.namespace, 8)
+    server = HandoutServer(path, lambda _: engine.table.descriptor(True))
+    before = opened()
+    with pytest.raises(ProtocolError, match=f"epoch {EPOCH:016x}, not {8:016x}"):
+        served.handouts.table(8)
+    until(lambda: opened() <= before + 1)
+    server.close()
+
+
+def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine: Served) -> None:
+    path = engine_socket(served.run_dir, served.namespace, 8)
+    server = HandoutServer(
+        path,
+        lambda wanted: (
+            engine.replica.descriptor()
+            if wanted.kind == TABLE_KIND
+            else engine.table.descriptor(False)
+        ),
+    )
+    quiet = Handouts(served.run_dir, served.namespace)
+    with pytest.raises((CorruptSegment, SegmentError)):
+        quiet.table(8)
+    with pytest.raises(CorruptSegment):
+        quiet.replica(8)
+    server.close()
+
+
+def test_who_stands_still_costs_the_timeout(served: ServedNode) -> None:
+    path = tables_socket(served.run_dir, served.namespace)
+    hasty = Handouts(served.run_dir, served.namespace, timeout=0.05)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        with pytest.raises(SegmentError, match=r"no answer within 0\.05 s"):
+            hasty.table_of_member(EPOCH, 1, 1)
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_without_descriptors_asking_is_a_sentence(
+    served: ServedNode, engine: Served, left: int
+) -> None:
+    with descriptors(left=left), pytest.raises(SegmentError, match=r"."):
+        served.handouts.table(EPOCH)
+    table = served.handouts.table(EPOCH)
+    assert table.epoch == EPOCH
+    table.close()
+
+
+def test_an_engine_without_descriptors_says_so_and_serves_on(
+    served: ServedNode, engine: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as short:
+        short.setattr(SlotTable, "descriptor", none_left)
+        with pytest.raises(SegmentError, match="cannot be handed on"):
+            served.handouts.table(EPOCH)
+    served.handouts.table(EPOCH).close()
+
+
+def none_left(table: SlotTable, writable: bool) -> int:
+    raise SegmentTooSmall(f"{table.name} cannot be handed on: Too many open files")
+
+
+def test_a_socket_that_serves_cannot_be_served_by_another(
+    served: ServedNode, engine: Served
+) -> None:
+    with pytest.raises(TransportError, match="another process serves this socket"):
+        serve_epoch(engine.path, engine.table, engine.replica)
+    served.handouts.table(EPOCH).close()
