@@ -117,7 +117,7 @@ MUTANTS = (
          "goes on", "", "living_lease_cleared"),
     Case("FREED_AT_LEAVE", "bits", "", "a departure frees the bit", "", "lease_leaked"),
     Case("CORE_ALONE_COUNTS", "bits", "", "freed when EngineCore is dead, while its rank lives",
-         "", "lease_leaked"),
+         "", "bit_shared"),
     Case("OWNERS_ONLY_SUSPECTED", "bits", "", "a suspected owner is treated as dead", "",
          "living_lease_cleared"),
 )  # fmt: skip
