@@ -138,7 +138,9 @@ class Tables:
     @staticmethod
     def _ends(epoch: int, member: _Member) -> Iterator[Event]:
         table = member.table
-        if table.owner_died and not member.owner_told:
+        # Who never showed a pulse is judged by its connection.
+        mute = member.connection is None and not table.owner_begun
+        if (table.owner_died or mute) and not member.owner_told:
             member.owner_told = member.worker_told = True
             yield Died(epoch, owner=True, retired=table.retired)
         elif table.died and not member.worker_told:

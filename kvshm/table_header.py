@@ -219,6 +219,11 @@ class TableHeader:
         return bool(self._load(PULSES_OFFSET) & PULSE_DIED)
 
     @property
+    def owner_begun(self) -> bool:
+        """Whether the process that made the table has ever shown a pulse in it."""
+        return self._load(PULSES_OFFSET) != 0
+
+    @property
     def died(self) -> bool:
         """Whether a process without which the epoch is at its end has ended, or given it up."""
         buffer, stop = self._segment.buffer, PULSES_OFFSET + 8 * (1 + self.num_ranks)

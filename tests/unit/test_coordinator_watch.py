@@ -44,6 +44,7 @@ engine.table.begin_pulse(None)
 print("serves", flush=True)
 sys.stdin.read()
 """
+MUTE = ENGINE.replace("engine.table.begin_pulse(None)\n", "")
 WORKER = f"""
 import sys
 from pathlib import Path
@@ -98,8 +99,10 @@ class Watched:
 
 
 @pytest.mark.multiprocess
-def test_an_engines_death_is_heard_at_once(served: ServedNode, start: Start) -> None:
-    owner = start(ENGINE)
+@pytest.mark.parametrize("script", [ENGINE, MUTE], ids=["with a pulse", "without one"])
+def test_an_engines_death_is_heard_at_once(served: ServedNode, start: Start, script: str) -> None:
+    """Also that of one which never showed a pulse, as none of ours does."""
+    owner = start(script)
     watched = Watched(served, owner.pid)
     assert watched.look() == []
     owner.kill()

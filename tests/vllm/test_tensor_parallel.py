@@ -11,8 +11,6 @@ import pytest
 from local_node import Engine, EngineSpec, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
-from kvshm.rundir import list_rank_sockets
-
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode, remove_what_vllm_leaves
 from .oracle import ask_both, assert_bit_equal, prompts, shareable
@@ -40,15 +38,19 @@ def wide(model: Path) -> Iterator[Pair]:
             remove_what_vllm_leaves(engine)
 
 
-def workers(node: SharedNode, engine: Engine) -> list[int]:
-    """The pids of the engine's ranks."""
-    sockets = list_rank_sockets(node.run_dir, node.namespace)
-    return sorted(pid for pid, _ in sockets if pid in engine.processes())
+def workers(engine: Engine) -> list[int]:
+    """The pids of the engine's ranks: those who hold KV memory."""
+    return sorted(pid for pid in engine.processes() if "/memfd:kvshm-kv" in open_files(pid))
+
+
+def open_files(pid: int) -> set[str]:
+    links = (os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir())
+    return {link.removesuffix(" (deleted)") for link in links}
 
 
 def test_every_rank_imports_and_the_answer_is_that_of_a_local_hit(wide: Pair) -> None:
     node, a, b = wide
-    assert len(workers(node, a)) == len(workers(node, b)) == RANKS
+    assert len(workers(a)) == len(workers(b)) == RANKS
     for exporter, importer, seed in ((a, b, 400), (b, a, 401)):
         sent = list(prompts(2, seed))
         blocks = sum(map(shareable, sent))
@@ -69,7 +71,7 @@ def test_a_killed_rank_ends_its_engine_for_the_other(wide: Pair) -> None:
         computed = a.complete(prompt)
     hit = a.complete(prompt)
     gone = f"engine of epoch {node.epoch(a):016x} is gone"
-    os.kill(workers(node, a)[-1], signal.SIGKILL)
+    os.kill(workers(a)[-1], signal.SIGKILL)
     for _ in wait_until("the other has heard of it", PATIENCE_S):
         if b.said(gone):
             break
