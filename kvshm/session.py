@@ -57,6 +57,7 @@ from .sequences import Stream, Verdict
 from .terms import NO_LEASE_BIT
 
 DESCRIBE_SECONDS = 0.05
+SOON_SECONDS = 0.1
 REPLY_SECONDS = 2.0
 BACK_OFF_SECONDS = (0.1, 2.0)
 REFUSED_SECONDS = 30.0
@@ -64,8 +65,7 @@ MISSING_SECONDS = 10.0  # engines that have not joined a restarted coordinator b
 UNHEARD_SECONDS = 5.0
 """After so long without a word from any the member is told that there is no coordinator."""
 LINGER_MS = 500
-DESCRIPTORS = 24
-"""More than a context with two sockets takes, and the tables that the engine then makes."""
+DESCRIPTORS = 24  # more than a context with two sockets takes, and the tables that are then made
 
 
 class _State(Enum):
@@ -92,19 +92,16 @@ class Session:
         self._jitter = jitter
         self._stream = Stream(self._guard)
         self._state = _State.WAITING
-        self._topic = b""
-        self._epoch = 0
-        self._sequence = 0
+        self._topic, self._refusal = b"", ""
+        self._attempts = self._epoch = self._sequence = 0
         self._coordinator_epoch = 0
         """Of the coordinator that has this engine in its roster; 0: none."""
         self._lease_bit: int = NO_LEASE_BIT
-        self._refusal = ""
         self._events_lost = False
         self._readable: Collection[object] = ()
         self._early: list[AnyBroadcast] = []
         """Broadcasts that arrived between Join and Joined."""
-        self._attempts = 0
-        self._next_try = self._next_beat = self._last_heard = clock()
+        self._next_try = self._next_beat = self._member_due = self._last_heard = clock()
         self._reply_due = self._missing_until = 0.0
         self._unheard_until: float | None = math.inf
         """When to say that no coordinator was ever heard of; None: one was, or it is said."""
@@ -325,10 +322,13 @@ class Session:
             self._join_at(now)
 
     def _beat(self, now: float) -> None:
-        self._next_beat = now + HEARTBEAT_SECONDS
-        self._guard.call(self._member.beat)
-        if self.is_member:
-            self._send(Heartbeat(epoch=self._epoch, sequence=self._sequence))
+        """Once a second; what cannot be sent soon again, for a new coordinator to hear of us."""
+        if now >= self._member_due:
+            self._member_due = now + HEARTBEAT_SECONDS
+            self._guard.call(self._member.beat)
+        beat = Heartbeat(epoch=self._epoch, sequence=self._sequence)
+        told = not self.is_member or self._send(beat)
+        self._next_beat = self._member_due if told else now + SOON_SECONDS
 
     # -- what the coordinator says
 

@@ -65,6 +65,7 @@ def test_what_went_to_nobody_is_found_by_who_had_joined_unnoticed(node: Node) ->
     node.coordinator()
     a = FakeEngine(node, "a")
     table = a.table()
+    a.joined()
     a.do("be-deaf")
     b = FakeEngine(node, "b")
     assert b.heard("engine_joined", name="a")["blocks"] == []
