@@ -30,6 +30,8 @@ from .tables import Tables
 
 EXIT_CLEAN, EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RUNNING, EXIT_RUN_DIRECTORY = range(5)
 
+MOST_NAMED = 20
+"""So many removed files of one sweep are named in the log."""
 _EPILOG = """\
 exit status:
   0  ended by SIGTERM or SIGINT; engines go on serving
@@ -134,10 +136,14 @@ def _serve(run_dir: Path, namespace: str, endpoints: tuple[str, str], signals: _
 
 def _sweep_files(run_dir: Path, namespace: str) -> None:
     """Remove what dead engines left in the run directory."""
-    for path in left_by_engines(run_dir, namespace):
+    left = left_by_engines(run_dir, namespace)
+    for number, path in enumerate(left):
         with suppress(OSError):
             path.unlink(missing_ok=True)
-            logfmt.write(Log(logging.INFO, "removed", {"path": path}))
+            if number < MOST_NAMED:
+                logfmt.write(Log(logging.INFO, "removed", {"path": path}))
+    if len(left) > MOST_NAMED:
+        logfmt.write(Log(logging.INFO, "removed", {"more": len(left) - MOST_NAMED}))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

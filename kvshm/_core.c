@@ -95,6 +95,14 @@
  *   _native.c
  *     at_sync_point          sub seq_cst          tests only
  *     native_arm_sync_point  store seq_cst        tests only
+ *   _native_pulse.c
+ *     beat                   store release        who sees the pulse sees what was done before it;
+ *                                                 the kernel's mark is a read-modify-write
+ *     wait_while             load seq_cst         both sides of a futex of this process; rare
+ *     change                 store seq_cst        likewise
+ *     let_go                 sub seq_cst          the last of two frees
+ *     begin                  store seq_cst        before the thread exists, or when it never will
+ *     begin                  load seq_cst         how the thread began
  *
  * Nobody ever stores plainly to a slot's word: each change is a read-modify-write, so that the
  * exporter's next one synchronises with all releases before it.  A CAS that fails starts again

@@ -136,7 +136,7 @@ static PyObject *begin(uint8_t *word)
     }
     held->word = (_Atomic uint32_t *)(void *)((uint8_t *)held->page +
                                               (uintptr_t)word % held->page_bytes);
-    atomic_init(&held->holders, 2);
+    atomic_store(&held->holders, 2);
     int error = start_thread(held);
     if (error) {
         atomic_store(&held->holders, 1);

@@ -28,6 +28,7 @@ MOST_FOUND = 4096
 _SOCKET = re.compile(
     r"(?P<namespace>[^.]+)\.(engine\.(?P<epoch>[0-9a-f]{16})|rank\.[0-9a-z]+\.[0-9]+)\.sock"
 )
+_TABLES_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.tables\.sock")
 _PEERS_FILE = re.compile(r"(?P<namespace>[^.]+)\.peers\.(?P<epoch>[0-9a-f]{16})(\.new)?")
 
 
@@ -145,6 +146,11 @@ def require_room(run_dir: Path, namespace: str) -> None:
 def start_command(run_dir: Path, namespace: str) -> str:
     """The shell command that starts the coordinator of this place."""
     return f"kvshm-coordinator --run-dir {shlex.quote(str(run_dir))} --namespace {namespace}"
+
+
+def list_coordinators(run_dir: Path, namespace: str | None) -> list[str]:
+    """Return the namespaces (None: any) in which a coordinator serves, or has left its socket."""
+    return [match["namespace"] for match, _ in _matching(run_dir, _TABLES_SOCKET, namespace)]
 
 
 class FoundSocket(NamedTuple):

@@ -101,11 +101,10 @@ def _show(run_dir: Path | None, namespace: str | None, asked: argparse.Namespace
     with_entries = asked.entries or asked.hash is not None
     taken = take(run_dir, namespace, with_entries) if run_dir else Snapshot()
     report = describe(taken, Filters(asked.engine, asked.hash, asked.leased, asked.entries))
-    empty = not any(
-        space[part]
-        for space in report["namespaces"]
-        for part in ("engines", "replicas", "unreadable")
-    )
+    parts = ["engines", "replicas", "unreadable"]
+    if not (asked.engine or asked.leased or with_entries):
+        parts.append("coordinator")  # that one runs is worth showing, if nothing else is asked
+    empty = not any(space[part] for space in report["namespaces"] for part in parts)
     if asked.json:
         print(json.dumps(report, indent=2))
     elif not empty:

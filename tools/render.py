@@ -23,6 +23,8 @@ def render(report: Json, *, everything: bool = False) -> str:
 def _namespace(space: Json, everything: bool) -> Iterator[str]:
     without = "" if space["coordinator"] else ": no coordinator runs"
     yield f"namespace {space['namespace']}{without}"
+    if not (space["engines"] or space["unreadable"]):
+        yield "\n  no engine that was asked for is in it"
     yield from _engines(space["engines"])
     for engine in space["engines"]:
         yield from _engine_details(engine, everything)

@@ -17,6 +17,7 @@ from kvshm.errors import CorruptSegment, KvshmError
 from kvshm.index_parts import Entry, Row
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import SlotState
+from kvshm.rundir import list_coordinators
 from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 from kvshm.slots import Slot, SlotTable
 from kvshm.terms import Epoch
@@ -99,7 +100,7 @@ class Snapshot:
         mapped = [*(t.name for t in self.tables), *(r.name for r in self.replicas)]
         found = {name.namespace for name in mapped}
         found |= {broken.namespace for broken in self.unreadable}
-        return sorted(found | {ended.namespace for ended in self.ended})
+        return sorted(found | self.coordinated | {ended.namespace for ended in self.ended})
 
     def only(self, namespace: str) -> Snapshot:
         """The part of it that belongs to one namespace."""
@@ -123,7 +124,8 @@ def take(run_dir: Path, namespace: str | None, with_entries: bool) -> Snapshot:
     for fetched in fetch_all(run_dir, namespace):
         with closing(fetched):
             _read(taken, fetched, with_entries)
-    taken.coordinated.update(name for name in taken.namespaces if coordinator_runs(run_dir, name))
+    named = list_coordinators(run_dir, namespace)
+    taken.coordinated.update(name for name in named if coordinator_runs(run_dir, name))
     return taken
 
 
