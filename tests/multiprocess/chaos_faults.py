@@ -41,6 +41,8 @@ class Faults:
         self.done: Counter[str] = Counter()
         """How often each kind was done; with ``: refused`` what the kernel did not permit, with
         ``: nobody`` what found no victim."""
+        self._limits: dict[int, tuple[int, int]] = {}
+        """Of descriptors, by pid, as they were before any fault."""
         self._pending: list[tuple[float, Callable[[], None]]] = []
         self.spoilt: list[str] = []
         """What was cut or emptied, and whose it may be."""
@@ -209,7 +211,7 @@ class Faults:
         pid = pids[fault.dice % len(pids)]
         try:
             limit = max(int(fd.name) for fd in _descriptors(pid)) + 1 + fault.dice // 8 % 6
-            before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+            before = self._limits.setdefault(pid, resource.prlimit(pid, resource.RLIMIT_NOFILE))
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (min(limit, before[1]), before[1]))
         except (OSError, ValueError):
             return "nobody"
