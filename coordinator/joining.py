@@ -23,14 +23,19 @@ from kvshm.protocol import (
     StrangerJoined,
     check_version,
 )
-from kvshm.records import MAX_BLOCKS, MAX_RANKS
+from kvshm.records import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
 from kvshm.terms import NO_LEASE_BIT
 
 from .actions import Action, Examine, Log, Peer, Refusal, Send, SweepBits
 from .roster import Engine, State
 from .versions import who_upgrades
 
+MAX_FIELDS_CHARACTERS = 1 << 16
+"""Of a fingerprint: what each newcomer is told of all others has to fit one message."""
+MAX_OF_PROCESS = 8
+"""Engines of one process: one that begins epochs and ends none takes no more places than these."""
 _NEW_EPOCH = "begin a new epoch and join with that"
+_LEAVE = "leave with epochs that have ended; give more engines processes of their own"
 
 
 def on_join(state: State, peer: Peer, join: Join) -> list[Action]:
@@ -78,6 +83,8 @@ def _refuse_message(engine: EngineInfo) -> Refusal | None:
         or len(engine.fingerprint) != FINGERPRINT_BYTES
         or not 0 < len(engine.ranks) <= MAX_RANKS
         or not 0 < engine.num_blocks <= MAX_BLOCKS
+        or len(engine.name) > ENGINE_NAME_BYTES
+        or sum(len(k) + len(v) for k, v in engine.fields.items()) > MAX_FIELDS_CHARACTERS
     ):
         return Refusal("the description of the engine is malformed", "report this as a bug")
     return None
@@ -87,6 +94,9 @@ def _refuse_epoch(state: State, peer: Peer, engine: EngineInfo) -> Refusal | Non
     if engine.epoch in state.ended:
         return Refusal("this epoch has ended", _NEW_EPOCH)
     known = state.engines.get(engine.epoch)
+    of_process = sum(peer.pid == other.pid != 0 for other in state.engines.values())
+    if known is None and of_process >= MAX_OF_PROCESS:
+        return Refusal(f"process {peer.pid} has {of_process} engines here already", _LEAVE)
     if known is not None and (
         known.pid != peer.pid or known.info.fingerprint != engine.fingerprint
     ):

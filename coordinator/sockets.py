@@ -13,6 +13,7 @@ aborts the process when it has no descriptor left for a connection (src/ipc_list
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import resource
@@ -63,10 +64,16 @@ def open_descriptors() -> int | None:
         return None
 
 
+@functools.cache
+def _statm() -> int:
+    """Opened once: when no descriptor is left the memory is still to be bounded."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
 def private_bytes() -> int:
     """Memory that is this process's alone, as far as it is resident; 0 if unknown."""
     try:
-        resident, shared = Path("/proc/self/statm").read_text("ascii").split()[1:3]
+        resident, shared = os.pread(_statm(), 200, 0).split()[1:3]
     except OSError:
         return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
@@ -138,6 +145,7 @@ class Sockets:
         self._limit = raise_descriptor_limit()
         self._max_descriptors = min(MAX_DESCRIPTORS, self._limit * 3 // 4)
         self._max_memory = MAX_MEMORY
+        _statm()
         self._is_shut = False
         self._said: dict[str, float] = {}
         self._make()
@@ -242,8 +250,11 @@ class Sockets:
         about["remedy"] = "end who sends without end, or subscribes so often, or does not read"
         self._say("memory", "hung-up-on-all", about)
         self._hang_up()
-        self._make()
-        self._listen()
+        try:
+            self._make()
+            self._listen()
+        except zmq.ZMQError as exc:  # no descriptors left: whoever starts it again has some
+            raise KvshmError(f"the sockets cannot be made anew: {exc}") from exc
         _give_back()
         # What cannot be given back must not have it begin anew for ever.
         self._max_memory = max(MAX_MEMORY, private_bytes() + MAX_MEMORY // 2)

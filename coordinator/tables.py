@@ -80,7 +80,7 @@ class Tables:
     def serve(self) -> None:
         """Hand out the tables to whoever asks.  Raises TransportError."""
         path = tables_socket(self._run_dir, self._namespace)
-        self._server = HandoutServer(path, self._find)
+        self._server = HandoutServer(path, self._find, most_kept=0)  # who asks here does not stay
 
     def close(self) -> None:
         """Let go of everything.  Idempotent."""
@@ -242,6 +242,8 @@ def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
     if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "raise the coordinator's limit of open files (ulimit -n)"
         return Refusal("no descriptors are left for its slot table", remedy, retry=True)
+    if isinstance(exc.__cause__, OSError):  # of this process: descriptors or memory are short
+        return Refusal(str(exc), _AGAIN, retry=True)
     return Refusal(str(exc), "restart the engine")
 
 

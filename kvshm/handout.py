@@ -26,7 +26,8 @@ from .errors import (
     SegmentNotReady,
     TransportError,
 )
-from .fds import FdServer, close_all, fetch_and_stay
+from .fd_server import FdServer
+from .fds import close_all, fetch_and_stay
 from .index import Replica
 from .index_reader import ReplicaReader
 from .records import table_bytes
@@ -64,21 +65,27 @@ Find = Callable[[Request], int]
 there is none."""
 
 
+def _nothing(wanted: Request) -> int:
+    raise SegmentNotFound(f"epoch {wanted.epoch:016x} is over")
+
+
 class HandoutServer:
     """Answers requests at ``path`` until ``close``; raises TransportError if it cannot."""
 
-    def __init__(self, path: Path, find: Find) -> None:
+    def __init__(self, path: Path, find: Find, most_kept: int | None = None) -> None:
         self._find = find
         self._sent: list[int] = []
-        self._server = FdServer(path, self._answer)
+        self._server = FdServer(path, self._answer, most_kept=most_kept)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
         """The descriptor of the answer before was sent, or never will be."""
         self._forget_sent()
         try:
             self._sent = [self._find(_request_decoder.decode(packed))]
-        except (msgspec.DecodeError, SegmentError) as exc:
+        except (msgspec.DecodeError, SegmentNotFound) as exc:
             return msgspec.msgpack.encode(Answer(False, str(exc))), []
+        except SegmentError as exc:  # no descriptors: there is one, so this is no answer
+            raise OSError(str(exc)) from exc
         return msgspec.msgpack.encode(Answer(True)), self._sent
 
     def _forget_sent(self) -> None:
@@ -88,6 +95,7 @@ class HandoutServer:
     def close(self) -> None:
         """Hand out no more.  Idempotent; waits for the answer under way."""
         self._server.close()
+        self._find = _nothing  # what it was may refer to this object, and to whole segments
         self._forget_sent()
 
 
@@ -174,7 +182,12 @@ class Handouts:
         for MEMBER_SECONDS at most; then SegmentNotReady."""
         path = tables_socket(self._run_dir, self._namespace)
         largest = table_bytes(num_blocks, num_ranks)
-        return self._table(path, epoch, True, largest, min(self._timeout, MEMBER_SECONDS))
+        try:
+            return self._table(path, epoch, True, largest, min(self._timeout, MEMBER_SECONDS))
+        except SegmentNotFound as exc:
+            if exc.__cause__ is None:
+                raise
+            raise SegmentError(str(exc)) from exc  # nobody to ask: the engine may well be there
 
     def table_from_coordinator(self, epoch: Epoch | int) -> SlotTable:
         """A table of the roster to read, from the coordinator: where its engine is silent."""

@@ -37,8 +37,8 @@ def is_served(path: Path) -> bool:
 
 def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
     """Sockets of engines and ranks that nobody serves, and the lists of peers of engines whose
-    own socket nobody serves.  An engine has a list only while it serves that socket, and whoever
-    has bound a socket once does not bind it again."""
+    own socket nobody serves.  An engine has a list only while it serves that socket, and who
+    finds its own socket gone makes it again."""
     sockets = {found: is_served(found.path) for found in list_sockets(run_dir, namespace)}
     living = {found.epoch for found, served in sockets.items() if served}
     lists = list_peers_files(run_dir, namespace)

@@ -28,6 +28,7 @@ log = logger(__name__)
 
 MAX_BYTES = 16 << 20
 """A longer list is nobody's: that of a full namespace has some ten thousand bytes."""
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 _decoder = msgspec.msgpack.Decoder(list[EngineInfo])
@@ -39,6 +40,7 @@ class PeerList:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._unwritten: bytes | None = None
+        self._written = b""
         self._ended = self._failed = False
 
     def write(self, peers: Iterable[EngineInfo]) -> None:
@@ -50,11 +52,13 @@ class PeerList:
 
     def write_again(self) -> None:
         """Write what could not be written, if any; call it now and then.  Never raises."""
+        if self._unwritten is None and self._written and not self._path.exists():
+            self._unwritten = self._written  # somebody has removed it
         if self._unwritten is None:
             return
         fresh = self._path.with_name(f"{self._path.name}.new")
         try:
-            fresh.write_bytes(self._unwritten)
+            _write_new(fresh, self._unwritten)
             fresh.replace(self._path)
         except OSError as exc:
             if not self._failed:
@@ -63,15 +67,22 @@ class PeerList:
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
         else:
-            self._unwritten, self._failed = None, False
+            self._written, self._unwritten, self._failed = self._unwritten, None, False
         if self._ended:  # perhaps since it was written
             self.end()
 
     def end(self) -> None:
         """Remove the list for good.  Any thread."""
-        self._ended = True
+        self._ended, self._written = True, b""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
+
+
+def _write_new(path: Path, content: bytes) -> None:
+    """Never opens what lies there already: that may be anything, a FIFO that waits for a reader."""
+    path.unlink(missing_ok=True)
+    with open(os.open(path, _NEW, 0o600), "wb") as file:
+        file.write(content)
 
 
 class PeerListReader:

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.fds import FdServer, close_all, fetch
+from kvshm.fd_server import FdServer
+from kvshm.fds import close_all, fetch
 
 from .cuda_driver import Chunk, Driver
 

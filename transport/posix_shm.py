@@ -28,8 +28,8 @@ import msgspec
 
 from kvshm import _native
 from kvshm.errors import StaleAttachment, TransportError
+from kvshm.fd_server import FdServer
 from kvshm.fds import (
-    FdServer,
     beside,
     close_all,
     fetch_and_stay,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -12,8 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from kvshm.handout import encode_request
 from kvshm.protocol import Heartbeat, encode
-from kvshm.rundir import command_endpoint, event_endpoint, lock_path, rank_socket
+from kvshm.rundir import (
+    command_endpoint,
+    event_endpoint,
+    lock_path,
+    rank_socket,
+    tables_socket,
+)
+from kvshm.segment import TABLE_KIND
 
 from .engines import FakeEngine
 from .greedy import MORE, connect, frame
@@ -71,6 +80,21 @@ def test_connections_without_end_shut_newcomers_out_and_end_nothing(
         coordinator.wait_err("event=death engine=b")
         newcomer = FakeEngine(node, "late")
     assert newcomer.joined()
+    assert coordinator.terminate() == 0
+
+
+def test_who_asks_for_tables_without_end_takes_no_descriptors(node: Node) -> None:
+    coordinator = node.coordinator(python=limited(1024))
+    request = encode_request(TABLE_KIND, 1, writable=False)
+    path = tables_socket(node.run_dir, node.namespace)
+    with ExitStack() as held:
+        for _ in range(900):
+            asking = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            asking.connect(os.fspath(path))
+            asking.send(request)
+            assert asking.recv(1000)
+        assert len(os.listdir(f"/proc/{coordinator.pid}/fd")) < 200
+        FakeEngine(node, "a").joined()
     assert coordinator.terminate() == 0
 
 

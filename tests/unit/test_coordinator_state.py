@@ -23,6 +23,7 @@ from kvshm.coordinator.actions import (
     Refusal,
     Send,
 )
+from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS, MAX_OF_PROCESS
 from kvshm.coordinator.state import decide
 from kvshm.protocol import (
     PROTOCOL_VERSION,
@@ -41,6 +42,7 @@ from kvshm.protocol import (
     Stranger,
     Tick,
 )
+from kvshm.records import MAX_BLOCKS
 from kvshm.version import __version__
 
 from .coordinators import (
@@ -136,6 +138,9 @@ def test_topics_are_numbered_apart_and_strangers_named_most_alike_first() -> Non
         (None, {"fingerprint": b"short"}, "malformed", "bug"),
         (None, {"ranks": []}, "malformed", "bug"),
         (None, {"num_blocks": 0}, "malformed", "bug"),
+        (None, {"num_blocks": MAX_BLOCKS + 1}, "malformed", "bug"),
+        (None, {"fields": {"weights": "x" * MAX_FIELDS_CHARACTERS}}, "malformed", "bug"),
+        (None, {"name": "x" * 65}, "malformed", "bug"),
         (None, {"epoch": 0, "pid": 5}, "malformed", "bug"),
     ],
 )
@@ -329,3 +334,18 @@ def test_garbage_is_logged_once_per_sender() -> None:
     for pid in range(5000):
         decide(state, Garbled(Peer(b"r", UID, pid), "x"), 0.0)
     assert len(state.complaints) <= 1000
+
+
+def test_one_process_does_not_take_all_places() -> None:
+    """It begins one epoch after the other and ends none."""
+    state = new_state()
+    for epoch in range(1, MAX_OF_PROCESS + 1):
+        join(state, engine(epoch, pid=1))
+    one_more = engine(MAX_OF_PROCESS + 1, pid=1)
+    [send, *_] = say(state, one_more, Join(protocol=PROTOCOL_VERSION, engine=one_more))
+    assert isinstance(send, Send)
+    assert isinstance(send.message, Refused)
+    assert "8 engines" in send.message.reason
+    join(state, engine(100, pid=2))
+    say(state, engine(1, pid=1), Leave(epoch=1))
+    join(state, one_more)

@@ -18,7 +18,7 @@ import pytest
 from kvshm import _native
 from kvshm.coordinator.actions import Deserted, Died, Event, Examined, Peer, Refusal
 from kvshm.coordinator.tables import MAX_EXAMINED, Tables
-from kvshm.fds import FdServer
+from kvshm.fd_server import FdServer
 from kvshm.handout import FETCH_SECONDS, Answer, Handouts
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Join, RankInfo

@@ -17,13 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import fds
+from kvshm import fd_server
 from kvshm.errors import TransportError
+from kvshm.fd_server import MAX_CLIENTS, FdServer
 from kvshm.fds import (
-    MAX_CLIENTS,
     MAX_FDS,
     MAX_REPLY_BYTES,
-    FdServer,
     close_all,
     fetch,
     fetch_and_stay,
@@ -142,7 +141,7 @@ def test_a_raising_answer_is_an_end_without_answer_and_the_server_lives(path, me
 def test_why_nobody_can_be_accepted_is_said_once_for_each_cause(
     path, serve, memory, caplog, monkeypatch
 ):
-    monkeypatch.setattr(fds._log, "propagate", True)
+    monkeypatch.setattr(fd_server._log, "propagate", True)
     causes = iter([errno.EMFILE, errno.EMFILE, errno.ENFILE, errno.EMFILE, errno.ENFILE])
     accept = socket.socket.accept
 
@@ -256,7 +255,7 @@ def test_a_forked_child_serves_nothing_and_removes_nothing(path, memory):
     """The parent dies by SIGKILL while its forked child lives on: the socket is dead."""
     script = """
 import os, signal, sys
-from kvshm.fds import FdServer
+from kvshm.fd_server import FdServer
 server = FdServer(sys.argv[1], lambda request: (b"alive", []))
 if os.fork() == 0:
     server.close()
@@ -328,7 +327,7 @@ def test_the_end_of_an_open_connection_tells_of_the_owners(path, serve, memory):
 
 def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, monkeypatch):
     """Nor each other: the oldest is ended, and its peer may ask again."""
-    monkeypatch.setattr("kvshm.fds.MAX_KEPT", 3)
+    monkeypatch.setattr("kvshm.fd_server.MAX_KEPT", 3)
     server = serve()
     kept = [fetch_and_stay(path, b"x", PATIENCE)[2] for _ in range(4)]
     until(lambda: has_hung_up(kept[0]))
@@ -345,7 +344,7 @@ def test_a_forked_child_holds_no_connection_open(path):
     """The parent dies by SIGKILL while its forked child lives on: whoever reads from it knows."""
     code = f"""
 import os, signal
-from kvshm.fds import FdServer
+from kvshm.fd_server import FdServer
 server = FdServer({path!r}, lambda request: (b"alive", []))
 print("listening", flush=True)
 input()
@@ -366,3 +365,29 @@ signal.pause()
         until(lambda: has_hung_up(connection))
         connection.close()
         os.killpg(owner.pid, signal.SIGKILL)
+
+
+def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
+    """A cleaning script has no other effect; who was answered before stays connected."""
+    monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 0.05)
+    server = serve()
+    connection = fetch_and_stay(path, b"x", PATIENCE)[2]
+    os.unlink(path)
+    until(lambda: os.path.lexists(path))
+    reply, fds, again = fetch_and_stay(path, b"x", PATIENCE)
+    assert reply
+    close_all(fds)
+    assert not has_hung_up(connection)
+    connection.close()
+    again.close()
+    server.close()
+    assert not os.path.lexists(path)
+
+
+def test_a_server_may_keep_nobody(path, monkeypatch):
+    server = FdServer(path, lambda request: (b"answer", []), most_kept=0)
+    reply, _, connection = fetch_and_stay(path, b"x", PATIENCE)
+    assert reply == b"answer"
+    until(lambda: has_hung_up(connection))
+    connection.close()
+    server.close()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import mmap
 import os
 import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -289,13 +291,15 @@ def test_without_descriptors_asking_is_a_sentence(
     table.close()
 
 
-def test_an_engine_without_descriptors_says_so_and_serves_on(
+def test_an_engine_without_descriptors_is_not_taken_for_one_that_has_ended(
     served: ServedNode, engine: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Who asks would forget it."""
     with monkeypatch.context() as short:
         short.setattr(SlotTable, "descriptor", none_left)
-        with pytest.raises(SegmentError, match="cannot be handed on"):
+        with pytest.raises(SegmentError, match="without an answer") as caught:
             served.handouts.table(EPOCH)
+        assert not isinstance(caught.value, SegmentNotFound)
     served.handouts.table(EPOCH).close()
 
 
@@ -309,3 +313,26 @@ def test_a_socket_that_serves_cannot_be_served_by_another(
     with pytest.raises(TransportError, match="another process serves this socket"):
         serve_epoch(engine.path, engine.table, engine.replica)
     served.handouts.table(EPOCH).close()
+
+
+def test_a_coordinator_whose_socket_is_gone_does_not_say_that_engines_have_ended(
+    served: ServedNode,
+) -> None:
+    with pytest.raises(SegmentError) as caught:
+        served.handouts.table_of_member(EPOCH, 8, 1)
+    assert not isinstance(caught.value, SegmentNotFound)
+
+
+def test_what_was_served_goes_with_its_last_user_without_a_collector(served: ServedNode) -> None:
+    """vLLM freezes its heap: what waits for the collector stays, memory, thread and all."""
+    gc.disable()
+    try:
+        engine = served.serve("short", 11)
+        engine.table.begin_pulse(None)
+        gone = weakref.ref(engine.table)
+        served.engines.remove(engine)
+        engine.close()
+        del engine
+        assert gone() is None
+    finally:
+        gc.enable()

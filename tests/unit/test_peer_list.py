@@ -62,9 +62,9 @@ def test_what_could_not_be_written_is_written_later(
     assert len(complaints) == 1
     listed.write_again()
     assert PeerListReader(path).news() == []
-    path.unlink()
+    written = path.stat().st_ino
     listed.write_again()
-    assert not path.exists(), "once"
+    assert path.stat().st_ino == written, "once"
 
 
 def test_an_ended_list_is_not_written_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +105,21 @@ def test_what_no_writer_has_left_there_names_nobody_and_blocks_nobody(
     assert (f"at most {MAX_BYTES} bytes" in complaints[0]) == (
         what in ("fifo", "directory", "huge")
     )
+
+
+def test_what_lies_in_the_place_of_the_new_list_is_never_opened(path: Path, exporter: Make) -> None:
+    """A FIFO would wait for somebody who reads it, and the client's thread with it."""
+    os.mkfifo(path.with_name(f"{path.name}.new"))
+    PeerList(path).write([exporter().info])
+    assert PeerListReader(path).news()
+
+
+def test_a_list_that_somebody_has_removed_is_written_again(path: Path, exporter: Make) -> None:
+    peers = PeerList(path)
+    peers.write([exporter().info])
+    path.unlink()
+    peers.write_again()
+    assert PeerListReader(path).news()
+    peers.end()
+    peers.write_again()
+    assert not path.exists()

@@ -13,7 +13,8 @@ import msgspec
 import pytest
 
 from kvshm.errors import TransportError
-from kvshm.fds import FdServer, close_all
+from kvshm.fd_server import FdServer
+from kvshm.fds import close_all
 from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import Answer, PosixShmTransport

@@ -1,0 +1,229 @@
+"""The owner's end of kvshm/fds.py: a thread that answers requests for file descriptors."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import TransportError
+from .fds import MAX_REQUEST_BYTES, check_path, new_socket, peer_uid
+from .forks import guard_forks
+from .log import Seldom, logger
+
+MAX_CLIENTS = 64
+MAX_KEPT = 1024
+"""Connections left open after their answer; beyond that the oldest is ended, whose peer will
+ask again."""
+LOOK_SECONDS = 2.0
+"""How often a server looks whether its socket still has its name."""
+_log = logger(__name__)
+
+Answer = Callable[[bytes], tuple[bytes, list[int]]]
+"""Request -> (reply, descriptors).  Runs on the server's thread, must not block, and keeps
+the descriptors: the server only lends them to the kernel.  If it raises, the peer sees the
+connection end unanswered."""
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket a dead process left at ``path``; TransportError if one serves there."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink(missing_ok=True)
+        except FileNotFoundError:
+            pass
+        else:
+            raise TransportError(f"{path}: another process serves this socket")
+
+
+def _bind(listener: socket.socket, path: str) -> int:
+    """Listen at ``path``, mode 0600 before the first peer can connect; return its inode."""
+    try:
+        _remove_stale(path)
+        listener.bind(path)
+        Path(path).chmod(0o600)
+        listener.listen(MAX_CLIENTS)
+        return os.stat(path).st_ino
+    except OSError as exc:
+        raise TransportError(f"{path}: cannot serve descriptors here: {exc}") from exc
+
+
+class FdServer:
+    """Answers ``fetch`` at ``path`` from a daemon thread of its own until ``close``.
+
+    Any number of peers may be connected; each has ``client_timeout`` seconds to send its
+    request, and beyond 64 the longest waiting one is dropped: a silent, slow or dying peer
+    costs the others nothing.  Those that were answered stay connected, up to MAX_KEPT, until
+    they leave or say more.  A socket that somebody has removed is made again within LOOK_SECONDS.
+    A forked child keeps no part of it.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        answer: Answer,
+        client_timeout: float = 2.0,
+        most_kept: int | None = None,
+    ) -> None:
+        """Listen at ``path``.  ``most_kept``: in place of MAX_KEPT.  Raises TransportError: too
+        long, in use, not writable."""
+        self.path = os.fspath(path)
+        check_path(self.path)
+        self._answer = answer
+        self._client_timeout = client_timeout
+        self._most_kept = MAX_KEPT if most_kept is None else most_kept
+        self._deadlines: dict[socket.socket, float] = {}
+        self._kept: dict[socket.socket, None] = {}  # in the order of their answers
+        self._seldom = Seldom(time.monotonic)
+        self._told: set[int | None] = set()  # why nobody could be accepted: each cause once
+        self._listener = new_socket(self.path)
+        self._listener.setblocking(False)
+        try:
+            self._waker, self._woken = socket.socketpair()
+        except OSError as exc:
+            self._listener.close()
+            raise TransportError(f"{self.path}: cannot serve descriptors here: {exc}") from exc
+        try:
+            self._inode = _bind(self._listener, self.path)
+        except TransportError:
+            self._close_sockets()
+            raise
+        # poll, not epoll: an epoll object would be shared with a forked child.
+        self._selector = selectors.PollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        self._closing = threading.Event()
+        self._closed = False
+        guard_forks(self)
+        self._thread = threading.Thread(target=self._serve, name="kvshm-fds", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop answering and remove the socket.  Idempotent; waits for the answer under way."""
+        if self._closed:
+            return
+        self._closed = True
+        self._closing.set()
+        self._waker.send(b"x")
+        self._thread.join()
+        self._close_sockets()
+        try:
+            if os.stat(self.path).st_ino == self._inode:
+                os.unlink(self.path)
+        except FileNotFoundError:
+            pass  # swept already
+
+    def _close_sockets(self) -> None:
+        clients = (*self._deadlines, *self._kept)
+        for opened in (self._listener, self._waker, self._woken, *clients):
+            opened.close()
+        self._deadlines.clear()
+        self._kept.clear()
+
+    def forget_in_child(self) -> None:
+        """In a forked child, where the thread does not exist: drop the inherited sockets, so
+        that the socket dies with the parent, and never touch the path."""
+        self._closed = True
+        self._close_sockets()
+
+    # -- on the server's thread
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            for key, _ in self._selector.select(self._patience()):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._deadlines:
+                    self._reply(key.fileobj)
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._kept:
+                    self._drop(key.fileobj)  # left, or has no more business here
+            now = time.monotonic()
+            if now >= self._look_at:
+                self._look_at = now + LOOK_SECONDS
+                self._restore()
+            for client in [c for c, deadline in self._deadlines.items() if deadline <= now]:
+                self._drop(client)
+
+    def _patience(self) -> float:
+        until = min(self._deadlines.values(), default=self._look_at)
+        return max(0.0, min(until, self._look_at) - time.monotonic())
+
+    def _restore(self) -> None:
+        """Somebody may have removed the name: nobody finds the socket any more."""
+        if os.path.lexists(self.path) or not os.path.isdir(os.path.dirname(self.path)):
+            return
+        fresh = None
+        try:
+            fresh = new_socket(self.path)
+            fresh.setblocking(False)
+            self._inode = _bind(fresh, self.path)
+        except TransportError as exc:
+            if fresh is not None:
+                fresh.close()
+            if self._seldom.passes("restore"):
+                _log.warning("%s", exc)
+            return
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = fresh
+        self._selector.register(fresh, selectors.EVENT_READ)
+        _log.warning("%s was removed, and is there again", self.path)
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # gone again before it was accepted
+        except OSError as exc:
+            if exc.errno not in self._told:
+                _log.warning("cannot accept at %s: %s", self.path, exc)
+            self._told.add(exc.errno)
+            self._closing.wait(0.1)  # out of descriptors: the listener stays readable
+            return
+        if peer_uid(client) != os.geteuid():
+            if self._seldom.passes(f"uid {peer_uid(client)}"):
+                _log.warning("uid %d asked at %s: refused", peer_uid(client), self.path)
+            client.close()
+            return
+        if len(self._deadlines) >= MAX_CLIENTS:
+            self._drop(next(iter(self._deadlines)))
+        client.setblocking(False)
+        self._deadlines[client] = time.monotonic() + self._client_timeout
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _reply(self, client: socket.socket) -> None:
+        try:
+            request = client.recv(MAX_REQUEST_BYTES + 1)
+            if 0 < len(request) <= MAX_REQUEST_BYTES:
+                reply, fds = self._answer(request)
+                # Never blocks: one packet into an empty queue, or it fails.
+                socket.send_fds(client, [reply], fds)
+                self._keep(client)
+                return
+        except OSError as exc:
+            _log.debug("a peer left %s before its answer: %s", self.path, exc)
+        except Exception:
+            # The thread outlives any request; the peer sees an end without answer.
+            if self._seldom.passes("request"):
+                _log.exception("request at %s failed", self.path)
+        self._drop(client)
+
+    def _keep(self, client: socket.socket) -> None:
+        del self._deadlines[client]
+        self._kept[client] = None
+        if len(self._kept) > self._most_kept:
+            self._drop(next(iter(self._kept)))
+
+    def _drop(self, client: socket.socket) -> None:
+        self._selector.unregister(client)
+        self._deadlines.pop(client, None)
+        self._kept.pop(client, None)
+        client.close()
