@@ -22,6 +22,7 @@ FOLDERS = {
         "test_operations_docs.py": "looks at the sources for the lines they log",
         "test_native.py::test_the_core_knows_no_python": "looks at the C sources",
         "test_syncpoints.py::test_both_languages_number_the_points_alike": "looks at a C header",
+        "test_pulses.py": "takes a minute, for the same C code built the same way",
         "test_fuzz_segments.py": "takes a minute, for the same C code built the same way",
     },
     "tests/conformance": {},
@@ -32,7 +33,13 @@ FOLDERS = {
         "test_churn.py": "takes most of a minute",
         "test_coordinator.py": "takes most of a minute: deaths and silences are waited for",
         "test_client_scripted.py": "waits for many timers; a real coordinator answers in others",
+        "test_coordinator_restarts.py": "the same",
         "test_environments.py": "takes most of a minute",
+        "test_bounds.py": "takes half a minute",
+        "test_chaos.py": "takes a minute",
+        "test_ends.py": "takes most of a minute",
+        "test_other_users.py": "takes half a minute",
+        "test_stopped_subscriber.py": "takes half a minute",
     },
 }
 """What of each folder cannot run without the tree, or not in reasonable time, and why."""
