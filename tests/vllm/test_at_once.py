@@ -100,7 +100,7 @@ class Node:
         epoch, lost = self.e.table.epoch, ()
         if self.rnd.random() < 0.05:
             targets, lost = targets[:-1], targets[-1:]
-        pieces = (Piece(Epoch(77), "t", (), b"", b"", targets, 0),) if targets else ()
+        pieces = (Piece(Epoch(77), (), b"", b"", targets, 0),) if targets else ()
         return Load(load_id, epoch, NO_TICKET, NO_LEASE_BIT, pieces, lost)
 
     # -- work
@@ -270,7 +270,7 @@ def test_no_token_comes_of_a_block_that_did_not_arrive(
 def found(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer holds three blocks of whatever is asked for, and leases all of them."""
     plan = Plan(node.e.table.epoch, 0, (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),), 0.0)
-    piece = Piece(Epoch(77), "t", (), b"", b"", (), 0)
+    piece = Piece(Epoch(77), (), b"", b"", (), 0)
 
     def begin_load(_: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool) -> Load:
         pieces = (replace(piece, targets=targets),)

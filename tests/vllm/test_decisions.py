@@ -60,7 +60,7 @@ class Node:
     def begin_load(
         self, plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
     ) -> Load:
-        pieces = (Piece(Epoch(77), "t", (), b"", b"", targets, 0),)
+        pieces = (Piece(Epoch(77), (), b"", b"", targets, 0),)
         return Load(load_id, self.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
 
     def step(self, per_token: float) -> None:
