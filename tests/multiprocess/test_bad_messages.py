@@ -169,7 +169,7 @@ def test_strange_numbers_of_a_member_harm_nobody(node: Node, sender: Sender) -> 
     coordinator = node.coordinator()
     other = FakeEngine(node, "other", "--fingerprint", "f" * 32)
     other.joined()
-    name = "a b\nevent=forged \x1b[31m" + "n" * 100
+    name = "a b\nevent=forged \x1b[31m" + "n" * 30
     strange: dict[str, Any] = {"pid": -HUGE // 2, "ranks": [RankInfo(HUGE, NOWHERE)]}
     strange |= {"lease_bit": 1 << 40, "name": name, "fields": {"": "\n" * 9}}
     reply = sender.join(sequence=HUGE, **strange)

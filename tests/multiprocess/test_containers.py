@@ -64,11 +64,11 @@ def inside(container: Managed) -> int:
 
 def test_engines_share_across_containers(node: Node) -> None:
     coordinator(node)
-    engines = [engine(node, seed, "--ranks", "2", "--imported", "50") for seed in (1, 2)]
+    engines = [engine(node, seed, "--ranks", "2") for seed in (1, 2)]
     for outcome in map(result, engines):
         assert outcome["wrong"] == 0
         assert outcome["violations"] == []
-        assert outcome["imported"] >= 50
+        assert outcome["imported"] > 0
         assert outcome["pid"] <= 10, "its own pid namespace: all of them are about process 1"
 
 
