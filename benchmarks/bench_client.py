@@ -78,7 +78,7 @@ def engine(name: str, core: int, peers: int = ENGINES) -> SharedCache:
     rank = RankInfo(os.getpid(), MemoryDescriptor("none", 0, 0, [], {}))
     cache.open_epoch([rank], lambda: {"weights": "none"})
     while (table := cache.table) is None or cache.num_peers < peers:
-        time.sleep(0.01)
+        time.sleep(0.01)  # before anything is measured; the client's thread tells nobody
         if table is not None:
             table.set_life(Rank(0))
     return cache
@@ -166,6 +166,7 @@ def traffic(seconds: float, hz: float, step: Callable[[], None]) -> None:
     begin = time.monotonic()
     for number in range(round(seconds * hz)):
         step()
+        # The pace of the traffic itself, kept by the clock and not by the steps.
         time.sleep(max(0.0, begin + (number + 1) / hz - time.monotonic()))
     print("done", flush=True)
 
@@ -285,7 +286,7 @@ def measure(
         assert sender.stdout is not None
         sender.stdout.readline()
     while cache.num_peers < ENGINES:
-        time.sleep(0.01)
+        time.sleep(0.01)  # as above
     busy = Busy(cache, options.hz, options.records)
     quiet: list[Turn] = []
     loud: list[Turn] = []

@@ -32,6 +32,7 @@ SOME = 64
 LEASES = 100_000
 ENTRIES = 1_000_000
 STOP_SECONDS = 0.5
+"""How long a stopped process stands still: a length of the experiment, not a wait for something."""
 STEP = 16
 """Blocks that one step withdraws."""
 JITTER = """

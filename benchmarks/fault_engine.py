@@ -26,6 +26,7 @@ from kvshm.terms import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 
 BATCH = 512
 NAP_SECONDS = 0.0002
+"""Between two looks at what another process does, of which nobody tells; the times are as exact."""
 
 
 def chain(pid: int, begin: int, count: int) -> list[BlockHash]:
