@@ -35,6 +35,9 @@ from kvshm.terms import BlockHash, BlockId, Epoch, Rank, block_hash
 BLOCK_SIZE = 16
 REGIONS = 2
 POLL_SECONDS = 0.0002
+REST_SECONDS = 0.02
+"""Between requests of who waits for imports.  Without a model a request takes 0.2 ms and the
+whole cache is overwritten within 2; news of a block take 40, so nobody would ever find one."""
 
 
 def chain_of(family: int, length: int) -> list[BlockHash]:
@@ -276,6 +279,8 @@ def work(
         or engine.imported < blocks
         or (counter and not engine.counted(counter))
     ):
+        if engine.requests >= requests:
+            time.sleep(REST_SECONDS)
         family, length = dice.randrange(options.families), dice.randint(2, options.blocks // 2)
         engine.request(chain_of(family, length))
         if options.fork and engine.requests == 10:
