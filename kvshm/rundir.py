@@ -33,15 +33,16 @@ _PEERS_FILE = re.compile(r"(?P<namespace>[^.]+)\.peers\.(?P<epoch>[0-9a-f]{16})(
 
 
 def choose_run_directory(given: str, environ: Mapping[str, str]) -> Path:
-    """Return where the run directory is; looks at no file.
+    """Return where the run directory is.  Creates nothing.
 
     ``given`` is KVSHM_RUN_DIR; if empty it is $XDG_RUNTIME_DIR/kvshm, and without that (or
-    where it is relative, which its specification calls invalid) /tmp/kvshm-<uid>.
+    where it is relative, which its specification calls invalid) /tmp/kvshm-<uid>, or a directory
+    in $HOME if that name belongs to somebody else.
     """
     if given:
         return Path(given)
     runtime = environ.get("XDG_RUNTIME_DIR", "")
-    return Path(runtime) / "kvshm" if runtime.startswith("/") else _per_user()
+    return Path(runtime) / "kvshm" if runtime.startswith("/") else _per_user(environ)
 
 
 def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
@@ -66,8 +67,24 @@ def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
     return directory
 
 
-def _per_user() -> Path:
-    return Path(f"/tmp/kvshm-{os.geteuid()}")
+def _per_user(environ: Mapping[str, str]) -> Path:
+    """The same for all processes of this user, whatever other users do in /tmp, where anybody may
+    take a name first.  What is at home goes first, or who took the name could later give it up
+    and so part those who started before from those who start after."""
+    in_tmp, home = Path(f"/tmp/kvshm-{os.geteuid()}"), environ.get("HOME", "")
+    if not home.startswith("/"):
+        return in_tmp
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]  # machines may share a home
+    at_home = Path(home) / f".kvshm-{boot}"
+    return at_home if _is_own(at_home) or _is_own(in_tmp) is False else in_tmp
+
+
+def _is_own(path: Path) -> bool | None:
+    """Whether it belongs to this user; None if there is nothing that can be looked at."""
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return None
 
 
 def _check(directory: Path, found: os.stat_result) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,6 +85,23 @@ def test_without_xdg_runtime_dir_all_meet_in_tmp(node: Node) -> None:
     assert second.wait() == 3
     assert f"pid {coordinator.pid}" in str(second.err)
     assert coordinator.terminate() == 0
+
+
+@pytest.mark.skipif(sys.prefix.startswith("/tmp/"), reason="this Python lies in /tmp itself")
+@pytest.mark.usefixtures("namespaces")
+def test_another_user_who_took_the_name_in_tmp_parts_nobody(node: Node) -> None:
+    name = f"/tmp/kvshm-{os.geteuid()}"
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as home:
+        unset = ("env", "-u", "XDG_RUNTIME_DIR", "-u", "KVSHM_RUN_DIR", f"HOME={home}")
+        serve = (*unset, sys.executable, "-P", "-m", "kvshm.coordinator")
+        taken = ("sh", "-c", f'mkdir {name}; chown 65534 {name}; exec "$@"', "sh")
+        coordinator = node.processes.start("coordinator", *OWN_TMP, *taken, *serve)
+        coordinator.wait_err(f"event=serving .*run_dir={home}/.kvshm-")
+        given_up = (*beside(coordinator.pid), "sh", "-c", f'rmdir {name}; exec "$@"', "sh")
+        second = node.processes.start("second", *given_up, *serve)
+        assert second.wait() == 3
+        assert f"pid {coordinator.pid}" in str(second.err)
+        assert coordinator.terminate() == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
