@@ -231,6 +231,7 @@ class ChaosNode:
 
     def kill(self, member: Member, number: signal.Signals = signal.SIGKILL) -> None:
         """End one as the schedule wants it: which must not hide that it hung."""
+        member.listen()  # perhaps nobody has for a while
         if member is self.coordinator and member.silence > UNANSWERED_SECONDS / 2:
             self._tell_hang(member)
         member.doomed |= {-number} if number == signal.SIGKILL else {0, -number}

@@ -63,4 +63,4 @@ def test_a_dead_exporter_is_noticed_while_no_coordinator_runs(node: Node) -> Non
     again = node.coordinator()
     again.wait_err(r"event=removed path=.*\.engine\.")
     wait_until(lambda: len(node.sockets()) == 1, "the coordinator cleans up as ever")
-    assert len(list(node.run_dir.glob("*.peers.*"))) == 1
+    wait_until(lambda: len(list(node.run_dir.glob("*.peers.*"))) == 1, "the list as well")
