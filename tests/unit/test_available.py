@@ -134,7 +134,6 @@ def test_where_nothing_can_be_read_nothing_is_refused(tmp_path: Path) -> None:
 
 
 def test_some_of_it_is_left_to_the_kernel() -> None:
-    """It has been seen to end who takes all that there is, in files of one to 1,500 MiB."""
     check_available(63 * MIB, 0, lambda: 64 * MIB)
     with pytest.raises(OSError, match=f" {63 * MIB} are available"):
         check_available(63 * MIB + 1, 0, lambda: 64 * MIB)
@@ -197,6 +196,13 @@ def fill():
         refused = replica.apply(row, pack_records(records)).refused
         if refused:
             raise KvshmError(f"{refused} refused, of {replica.capacity} there")
+def take_all():
+    nbytes = 1 << 40
+    while True:
+        try:
+            return sum(KVMemory.create(nbytes).buffer[::4096])
+        except KvshmError as exc:
+            nbytes = int(str(exc).split()[-3])
 try:
     what
 except KvshmError as exc:
@@ -210,13 +216,24 @@ TAKES = {
 }
 
 
+def in_group(procs: Path, what: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-c", BEGIN.replace("what\n", f"{what}\n"), str(procs)]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(("what", "sentence"), TAKES.values(), ids=TAKES)
 def test_in_a_container_too_small_there_is_a_sentence(
     limited: Path, what: str, sentence: str
 ) -> None:
-    argv = [sys.executable, "-c", BEGIN.replace("what\n", f"{what}\n"), str(limited)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, check=False)
+    done = in_group(limited, what)
     assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
     assert done.stdout.startswith(sentence)
     assert "are available" in done.stdout + done.stderr
+
+
+@pytest.mark.multiprocess
+def test_what_is_said_to_be_available_can_be_had(limited: Path) -> None:
+    """All of it, and the kernel ends nobody."""
+    done = in_group(limited, "take_all()")
+    assert (done.returncode, done.stderr) == (0, "")
