@@ -9,7 +9,9 @@
  * exit_mm, and with it futex_exit_release, before exit_files).
  *
  * The thread never runs Python.  Its mapping of the word is its own, because one of Python's may
- * be gone before the process is. */
+ * be gone before the process is.  Where it has named the word lies in shared memory, too, although
+ * nobody shares it: private memory of who was killed may be taken before the kernel has looked
+ * there (man 2 process_mrelease, which user space's OOM killers call). */
 
 #define _GNU_SOURCE
 #include "_native.h"
@@ -20,6 +22,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -32,6 +35,7 @@ enum { STACK_BYTES = 64 << 10, STARTING = 0, BEATING = 1, FAILED = 2, ENDING = 3
 typedef struct {
     _Atomic uint32_t *word;
     void *page;
+    struct robust_list_head *robust; /* a page of its own */
     size_t page_bytes;
     atomic_int state; /* also a futex: both sides wait for it to change */
     atomic_int holders; /* the thread and the capsule */
@@ -52,20 +56,28 @@ static void change(atomic_int *state, int value)
     syscall(SYS_futex, state, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
+static void discard(pulse *held)
+{
+    if (held->robust)
+        munmap(held->robust, held->page_bytes);
+    if (held->page)
+        munmap(held->page, held->page_bytes);
+    free(held);
+}
+
 static void let_go(pulse *held)
 {
-    if (atomic_fetch_sub(&held->holders, 1) != 1)
-        return;
-    munmap(held->page, held->page_bytes);
-    free(held);
+    if (atomic_fetch_sub(&held->holders, 1) == 1)
+        discard(held);
 }
 
 static void *beat(void *argument)
 {
     pulse *held = argument;
-    struct robust_list_head robust = {.list = {&robust.list}, .futex_offset = 0};
-    robust.list_op_pending = (struct robust_list *)(void *)held->word;
-    if (syscall(SYS_set_robust_list, &robust, sizeof robust) != 0) {
+    struct robust_list_head *robust = held->robust;
+    robust->list.next = &robust->list;
+    robust->list_op_pending = (struct robust_list *)(void *)held->word;
+    if (syscall(SYS_set_robust_list, robust, sizeof *robust) != 0) {
         held->error = errno;
         change(&held->state, FAILED);
     } else {
@@ -75,19 +87,27 @@ static void *beat(void *argument)
         wait_while(&held->state, BEATING);
         atomic_store_explicit(held->word, KVSHM_PULSE_DIED, memory_order_release);
     }
-    robust.list_op_pending = NULL;
+    syscall(SYS_set_robust_list, NULL, sizeof *robust); /* its page goes before this thread does */
     let_go(held);
     return NULL;
 }
 
-/* A second mapping of the page the word lies in; NULL with errno. */
-static void *map_again(void *word, size_t *bytes)
+/* A second mapping of the page the word lies in, and the page of the head; false with errno. */
+static bool map_pages(pulse *held, uint8_t *word)
 {
-    *bytes = (size_t)sysconf(_SC_PAGESIZE);
-    void *page = (void *)((uintptr_t)word & ~(uintptr_t)(*bytes - 1));
+    size_t bytes = held->page_bytes = (size_t)sysconf(_SC_PAGESIZE);
+    size_t within = (uintptr_t)word % bytes;
     /* man mremap: an old size of 0 makes a new mapping of the same pages, if they are shared */
-    void *again = mremap(page, 0, *bytes, MREMAP_MAYMOVE);
-    return again == MAP_FAILED ? NULL : again;
+    void *page = mremap(word - within, 0, bytes, MREMAP_MAYMOVE);
+    if (page == MAP_FAILED)
+        return false;
+    held->page = page;
+    held->word = (_Atomic uint32_t *)(void *)((uint8_t *)page + within);
+    void *head = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (head == MAP_FAILED)
+        return false;
+    held->robust = head;
+    return madvise(head, bytes, MADV_DONTFORK) == 0; /* no child can spoil it */
 }
 
 static int start_thread(pulse *held)
@@ -129,18 +149,15 @@ static PyObject *begin(uint8_t *word)
     pulse *held = calloc(1, sizeof *held);
     if (!held)
         return PyErr_NoMemory();
-    held->page = map_again(word, &held->page_bytes);
-    if (!held->page) {
-        free(held);
-        return failed(errno);
+    if (!map_pages(held, word)) {
+        int error = errno;
+        discard(held);
+        return failed(error);
     }
-    held->word = (_Atomic uint32_t *)(void *)((uint8_t *)held->page +
-                                              (uintptr_t)word % held->page_bytes);
     atomic_store(&held->holders, 2);
     int error = start_thread(held);
     if (error) {
-        atomic_store(&held->holders, 1);
-        let_go(held);
+        discard(held);
         return failed(error);
     }
     Py_BEGIN_ALLOW_THREADS

@@ -54,7 +54,7 @@ class StaleAttachment(SegmentError):
 
 
 class IndexFull(KvshmError):
-    """The replica index has no room for another entry; the entry was not stored."""
+    """The replica index has no room for another entry or engine; it was not stored."""
 
 
 class ProtocolError(KvshmError):

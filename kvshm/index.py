@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from . import _native
+from .available import check_available
 from .errors import IndexFull, KvshmError, SegmentError
 from .index_parts import ROW_NAME_BYTES, ROW_STRUCT, Row
 from .index_reader import ReplicaReader
@@ -50,6 +51,8 @@ MIN_CAPACITY = 8
 
 _TOMBSTONE = struct.Struct("<QII")
 assert _TOMBSTONE.size == TOMBSTONE_BYTES
+_SCANNED_BYTES = 1 + 2 * RECORD_BYTES // TOMBSTONE_BYTES
+"""What a scan takes for each byte of tombstones: a copy of it, and of all records two."""
 
 
 class Applied(NamedTuple):
@@ -124,12 +127,13 @@ class Replica(ReplicaReader):
     def add_row(self, epoch: Epoch, name: str, num_blocks: int, lease_bit: LeaseBit) -> int:
         """Begin a live row for another engine and return its number.
 
-        Raises IndexFull if all rows are taken, SegmentError after ``close``.
+        Raises IndexFull if all rows are taken or there is no memory, SegmentError after ``close``.
         """
         with self._turn():
             row = next((r for r in range(NUM_ROWS) if r not in self._tombstones), None)
             if row is None:
                 raise IndexFull(f"{self.name} has {NUM_ROWS} rows and all are taken")
+            _check_memory(self.name, num_blocks * TOMBSTONE_BYTES, f"what is heard of {name}")
             fresh = Row(row, epoch, RowState.FREE, num_blocks, 0, lease_bit, name)
             _write_row(self._segment.buffer, fresh)
             _set_state(self._segment.buffer, row, RowState.LIVE)
@@ -187,9 +191,11 @@ class Replica(ReplicaReader):
 
     def heard(self, row: int) -> bytes:
         """Return what was heard of a row so far (its tombstones): taken before a scan of that
-        engine's table begins, for ``resync``."""
+        engine's table begins, for ``resync``.  Raises IndexFull if there is no memory for both."""
         with self._turn():
-            return bytes(self._tombstones.get(row, b""))
+            heard = self._tombstones.get(row, b"")
+            _check_memory(self.name, len(heard) * _SCANNED_BYTES, "a scan of a table")
+            return bytes(heard)
 
     def resync(self, row: int, before: bytes, scanned: bytes) -> Applied:
         """Bring a row in line with a scan of its engine's table.
@@ -318,6 +324,16 @@ def _new_segment(name: str, capacity: int, header: Header) -> Segment:
     _native.store(segment.buffer, CAPACITY_OFFSET, capacity)
     write_header(segment, header)
     return segment
+
+
+def _check_memory(name: str, nbytes: int, what: str) -> None:
+    try:
+        check_available(nbytes)
+    except OSError as exc:
+        raise IndexFull(
+            f"{name} needs {nbytes} bytes for {what}: {exc.strerror}; free memory, or raise the "
+            "container's limit"
+        ) from exc
 
 
 def published(heard: bytes) -> dict[int, Published]:

@@ -12,10 +12,10 @@ import mmap
 import os
 import stat
 import struct
-from pathlib import Path
 from typing import NamedTuple
 
 from . import _native
+from .available import reserve
 from .errors import (
     CorruptSegment,
     SegmentError,
@@ -47,29 +47,15 @@ class SegmentName(NamedTuple):
         return f"kvshm.{self.namespace}.{self.kind}.{self.engine}.{self.epoch:016x}"
 
 
-def _available() -> int:
-    """Bytes of memory that the kernel says can be had without ending anybody for them."""
-    for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 63  # it does not say
-
-
 def _reserve(fd: int, name: str, nbytes: int) -> None:
     """Give the segment its pages now: a lack of memory is an error here, not a SIGBUS later."""
-    # Looked at before: asked for more than there is, the kernel ends processes and says nothing.
-    if nbytes > (available := _available()):
-        reason = f"{available} are available"
-    else:
-        try:
-            os.posix_fallocate(fd, 0, nbytes)
-            return
-        except OSError as exc:
-            reason = str(exc.strerror)
-    raise SegmentTooSmall(
-        f"{name} needs {nbytes} bytes of shared memory: {reason}; free memory, raise the "
-        "container's limit, or use fewer blocks"
-    )
+    try:
+        reserve(fd, nbytes)
+    except OSError as exc:
+        raise SegmentTooSmall(
+            f"{name} needs {nbytes} bytes of shared memory: {exc.strerror}; free memory, raise "
+            "the container's limit, or use fewer blocks"
+        ) from exc
 
 
 def check_sealed(fd: int, name: str, largest: int) -> int:

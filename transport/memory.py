@@ -10,39 +10,12 @@ import fcntl
 import mmap
 import os
 from contextlib import suppress
-from pathlib import Path
 
 from kvshm import _native
+from kvshm.available import reserve
 from kvshm.errors import TransportError
 
-_RESERVE_STEP = 1 << 30
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.14 on
-
-
-def _available_bytes() -> int:
-    """What the kernel could hand out without killing anybody: free memory and swap."""
-    lines = Path("/proc/meminfo").read_text("ascii").splitlines()
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    return 1024 * (kib["MemAvailable"] + kib.get("SwapFree", 0))
-
-
-def _reserve(fd: int, nbytes: int) -> None:
-    """Give the file all its pages now, so that no first touch can fail later.
-
-    Asking the kernel for more than there is does not fail: it kills processes, not
-    necessarily this one.  Hence the look before each step, for others may be taking memory
-    at the same time.
-    """
-    for start in range(0, nbytes, _RESERVE_STEP):
-        available = _available_bytes()
-        if nbytes - start > available:
-            raise TransportError(
-                f"KV memory needs {nbytes - start} more bytes, {available} are available"
-            )
-        try:
-            os.posix_fallocate(fd, start, min(_RESERVE_STEP, nbytes - start))
-        except OSError as exc:
-            raise TransportError(f"KV memory of {nbytes} bytes: {exc}") from exc
 
 
 def _seal(fd: int) -> None:
@@ -98,12 +71,12 @@ class KVMemory:
         except OSError as exc:
             raise TransportError(f"KV memory of {nbytes} bytes: {exc}") from exc
         try:
-            _reserve(fd, nbytes)
+            reserve(fd, nbytes)
             memory = cls(fd, nbytes)
         except BaseException as exc:
             os.close(fd)
             if isinstance(exc, OSError):
-                raise TransportError(f"KV memory of {nbytes} bytes: {exc}") from exc
+                raise TransportError(f"KV memory of {nbytes} bytes: {exc.strerror}") from exc
             raise
         with suppress(OSError):  # a kernel without transparent huge pages
             memory._mapping.madvise(mmap.MADV_HUGEPAGE)

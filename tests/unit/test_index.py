@@ -192,6 +192,13 @@ def test_events_of_a_dropped_row_are_ignored(replica: Replica, row: int) -> None
     assert replica.count == 0
 
 
+def test_an_engine_with_more_blocks_than_there_is_memory_for_is_refused(replica: Replica) -> None:
+    nbytes = 16 << 50
+    with pytest.raises(IndexFull, match=rf"needs {nbytes} bytes for .* of big: \d+ are available"):
+        replica.add_row(2, "big", 1 << 50, 0)
+    assert replica.add_row(3, "small", 8, 0) == 0, "no row was taken"
+
+
 def test_more_engines_than_rows_are_refused(replica: Replica) -> None:
     for engine in range(NUM_ROWS):
         replica.add_row(engine + 1, str(engine), 8, -1)

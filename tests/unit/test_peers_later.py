@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
 
-from kvshm.peers import Peers
+from kvshm import index
+from kvshm.peers import Peers, PeersStats
 
 from .exporters import Clock, Make, offered
 from .few_descriptors import descriptors
@@ -35,3 +38,35 @@ def test_who_could_not_be_attached_is_tried_again_until_it_can(
     peers.attach_again()
     assert offered(peers, 1) == [(1, 1, 0)]
     assert peers.stats().attached == 1
+
+
+@pytest.mark.parametrize("enough", [0, 1], ids=["to attach", "to scan"])
+def test_an_engine_for_which_there_is_no_memory_is_left_out_until_there_is(
+    peers: Peers,
+    exporter: Make,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    enough: int,
+) -> None:
+    a, b = exporter("a"), exporter("b")
+    a.publish(1)
+    b.publish(2)
+    peers.joined(a.info)
+    looks = iter([True] * enough)
+
+    def full(nbytes: int) -> None:
+        if not next(looks, False):
+            raise OSError(errno.ENOMEM, "7 are available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "check_available", full)
+        peers.joined(b.info)
+        peers.rescan(b.info.epoch)
+    assert (offered(peers, 1), offered(peers, 2)) == ([(1, 1, 0)], [])
+    assert peers.stats() == PeersStats(1, 1, 1, 0, 0)
+    assert "engine b (pid" in caplog.text
+    assert ": 7 are available; free memory" in caplog.text
+    clock.now += 60
+    peers.attach_again()
+    assert offered(peers, 2) == [(2, 2, 0)]

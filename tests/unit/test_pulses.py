@@ -3,6 +3,8 @@ its memory has gone."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import gc
 import multiprocessing
 import os
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing.synchronize import Event
 
 import pytest
 
@@ -121,6 +124,40 @@ def test_a_process_that_has_died_is_marked_before_who_waits_for_it_knows() -> No
         table.close()
 
 
+PROCESS_MRELEASE = 448  # on every architecture
+
+
+def test_who_is_killed_is_marked_also_where_its_memory_is_taken_at_once() -> None:
+    """What killers in user space do besides, where memory is short; many times, since both must
+    meet within a millisecond."""
+    fork, libc = multiprocessing.get_context("fork"), ctypes.CDLL(None, use_errno=True)
+    marked = taken = 0
+    for _ in range(100):
+        table, ready = new_table(), fork.Event()
+
+        def live(table: SlotTable = table, ready: Event = ready) -> None:
+            table.begin_pulse(None)
+            ready.set()
+            signal.pause()
+
+        child = fork.Process(target=live)
+        child.start()
+        assert child.pid is not None
+        assert ready.wait(100)
+        pidfd = os.pidfd_open(child.pid)
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        taken += libc.syscall(PROCESS_MRELEASE, pidfd, 0) == 0
+        if ctypes.get_errno() == errno.ENOSYS:
+            child.join()
+            pytest.skip("Linux before 5.15 has no process_mrelease")
+        os.close(pidfd)
+        child.join()
+        marked += table.owner_died
+        table.close()
+    assert taken, "it always came too late"
+    assert marked == 100
+
+
 # -- before its memory goes
 
 HOLD = """
@@ -219,13 +256,24 @@ def test_the_end_of_a_forked_child_is_not_its_parents(table: SlotTable, how: str
     assert (table.died, table.in_use) == (False, True)
 
 
-def test_a_child_that_lives_on_does_not_keep_its_parent_alive(table: SlotTable) -> None:
+@pytest.mark.parametrize("child", ["input()", "table.close(); input()"])
+def test_a_child_that_lives_on_does_not_keep_its_parent_alive(table: SlotTable, child: str) -> None:
     """A worker of an engine, forked, that nobody has killed yet."""
-    then = "import os\nif not os.fork(): input()\n" + WAIT
+    then = f"import os\nif not os.fork(): {child}\n" + WAIT
     with pulsing(table, None, then) as parent:
         os.kill(parent.pid, signal.SIGKILL)
         os.waitid(os.P_PID, parent.pid, os.WEXITED | os.WNOWAIT)
         assert table.owner_died
+
+
+def test_a_forked_child_has_nothing_to_spoil_its_parents_pulse_with(table: SlotTable) -> None:
+    """Where the kernel reads what it shall mark: a page of memory that is shared, but by nobody."""
+    count = "print(open('/proc/self/maps').read().count('/dev/zero (deleted)'), flush=True)\n"
+    then = f"import os\nprint(flush=True)\n{count}if os.fork(): os.wait()\n{count}input()"
+    with pulsing(table, None, then) as child:
+        assert child.stdout is not None
+        counts = [int(child.stdout.readline()) for _ in range(2)]
+    assert counts == [1, 0]
 
 
 def test_an_engine_is_in_use_until_its_last_process_has_gone(table: SlotTable) -> None:
