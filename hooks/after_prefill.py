@@ -139,6 +139,19 @@ class Exporter:
         self._promised.clear()
         self._held.clear()
 
+    def expect_nothing(self) -> None:
+        """No epoch is to begin, for the time being."""
+        self.life_ends()
+        self.expecting = False
+
+    def look_at(self, life: object | None) -> None:
+        """Before a step is built, with the cache's present life.  While an epoch cannot begin
+        nothing is expected; once one has after all, what is computed from then on is shown."""
+        if self.expecting and life is None and self._cache.failed:
+            self.expect_nothing()
+        elif life is not None:
+            self.expecting = True
+
     def step_built(self, number: int, scheduled: dict[str, int]) -> Completed:
         """A step that computes so many tokens of each request is about to be dispatched.
         Returns what it completes."""

@@ -36,7 +36,7 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvshm.config import Config, Role
 from kvshm.counters import HOOK_ERRORS
-from kvshm.errors import RunDirectoryError
+from kvshm.errors import ConfigError, KvshmError
 from kvshm.log import logger, set_level
 from kvshm.rundir import open_run_directory, require_room
 from kvshm.terms import BlockId
@@ -118,7 +118,9 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler = SchedulerSide(config, run_dir, vllm_config, kv_cache_config)
             else:
                 self._worker = WorkerSide(config, run_dir, vllm_config, kv_cache_config)
-        except RunDirectoryError as exc:
+        except ConfigError:
+            raise  # stops the start
+        except (KvshmError, OSError, RuntimeError) as exc:  # no descriptors or threads, for one
             log.log(level, "not sharing the prefix cache: %s", exc)
 
     @property

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 
+from kvshm import threads
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 from kvshm.forks import guard_forks
@@ -84,11 +85,19 @@ def when_told_to_end(leave: Callable[[], None]) -> None:
     tells this EngineCore to end: before its workers end, and whatever its main thread does.
 
     Main thread.  Nothing happens in a process that is no EngineCore, where a signal may mean
-    anything, or if somebody else watches its signals in this way.
+    anything, or if somebody else watches its signals in this way.  Without descriptors or threads
+    it is not watched: that it ends looks like a crash then.
     """
     is_core = multiprocessing.current_process().name.startswith("EngineCore")
     if not is_core or threading.current_thread() is not threading.main_thread():
         return
+    try:
+        _watch_signals(leave)
+    except (KvshmError, OSError) as exc:
+        log.warning("the others will take the end of this engine for a crash: %s", exc)
+
+
+def _watch_signals(leave: Callable[[], None]) -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -103,8 +112,14 @@ def when_told_to_end(leave: Callable[[], None]) -> None:
             pass
         leave()
 
+    try:
+        threads.start(threading.Thread(target=watch, name="kvshm-leaving", daemon=True))
+    except KvshmError:
+        signal.set_wakeup_fd(-1)
+        os.close(read)
+        os.close(write)
+        raise
     _watched.append(_Wakeup(write))
-    threading.Thread(target=watch, name="kvshm-leaving", daemon=True).start()
 
 
 class _Wakeup:

@@ -84,6 +84,8 @@ class RankReport(KVConnectorWorkerMetadata):
     """The weights were loaded anew since the last report."""
     attached: dict[int, frozenset[Epoch]] = field(default_factory=dict)
     """Peers that can be read at once, by rank; of ranks for which that has changed."""
+    not_opened: int = 0
+    """The epoch that this rank could not open.  0: there is none."""
     failed: bool = False
     """A hook failed on this rank: it neither exports nor imports any more."""
 
@@ -100,6 +102,7 @@ class RankReport(KVConnectorWorkerMetadata):
             describes=max(self.describes, other.describes),
             attached={**self.attached, **other.attached},
             weights_changed=self.weights_changed or other.weights_changed,
+            not_opened=self.not_opened or other.not_opened,
             failed=self.failed or other.failed,
         )
 

@@ -158,8 +158,7 @@ class SchedulerSide:
         """Show nothing any more, and import nothing, until another epoch is begun."""
         self.cache.end_epoch()
         if self.exporter is not None:
-            self.exporter.life_ends()
-            self.exporter.expecting = False
+            self.exporter.expect_nothing()
         self._descriptions.clear()
         self._awaited = None
 
@@ -264,9 +263,7 @@ class SchedulerSide:
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
         completes: Completed = []
         if (exporter := self.exporter) is not None:
-            if self.cache.failed and exporter.expecting:
-                exporter.life_ends()
-                exporter.expecting = False
+            exporter.look_at(life)
             for load in (*loads, *at_once):
                 exporter.blocks_promised([t for piece in load.pieces for t in piece.targets])
             # First what the step rewrites: a block may have got its hash in this very schedule().
@@ -372,6 +369,8 @@ class SchedulerSide:
             self.withdraw()
         elif report.weights_changed:
             self.reset()
+        elif report.not_opened and self.cache.not_opened(report.not_opened) and self.exporter:
+            self.exporter.expect_nothing()
         if report.descriptions:
             self.described(report.descriptions, report.describes)
         if report.step:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvshm.config import Config
-from kvshm.errors import KvshmError, SegmentNotFound, TransportError
+from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportError
 from kvshm.fingerprint import KERNEL_BLOCKS
 from kvshm.handout import Handouts
 from kvshm.interfaces import Transport, load_transport
@@ -57,6 +58,7 @@ class WorkerSide:
         self._model: torch.nn.Module | None = None
         self._described = True
         """Whether the weights are still those of the last description."""
+        self._could_not_open = False
         self._kernel_blocks = 1
         self._transport: Transport | None = None
         self._cache: RankCache | None = None
@@ -99,18 +101,23 @@ class WorkerSide:
                 fault=self._config.fault,
                 **{name: getattr(self._config, name) for name in wanted},
             )
+            self._cache = self._rank_cache(self._transport)
         except TransportError as exc:
-            self._refusal = str(exc)
+            self._refuse(str(exc))
             return
         # vLLM frees a block only when no step under way writes to it any more (an engine that may
         # import defers that); but a drafter writes after its step's output was handed over.
         self._transport.late_writers = self._vllm_config.speculative_config is not None
-        self._cache = RankCache(
-            self._transport,
-            self._rank,
-            Handouts(run_dir, namespace),
-            verify=self._config.verify,
-        )
+
+    def _rank_cache(self, transport: Transport) -> RankCache:
+        handouts = Handouts(self._run_dir, self._config.namespace)
+        return RankCache(transport, self._rank, handouts, verify=self._config.verify)
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
 
     def _weights_change(self) -> None:
         """New weights are about to be loaded: what this rank holds is of the old ones."""
@@ -183,8 +190,18 @@ class WorkerSide:
         # A table made for weights that are gone stays closed: its loads all fail, and the
         # scheduler, which is being told, begins another epoch.
         if metadata.open_epoch and self._cache is not None and self._described:
-            with suppress(SegmentNotFound):  # ended while the step was under way; told next
-                self._cache.open_epoch(Epoch(metadata.open_epoch))
+            self._open_epoch(self._cache, Epoch(metadata.open_epoch))
+
+    def _open_epoch(self, cache: RankCache, epoch: Epoch) -> None:
+        try:
+            cache.open_epoch(epoch)
+        except SegmentNotFound:
+            pass  # ended while the step was under way; told next
+        except (SegmentError, TransportError):  # no descriptors or threads left, for one
+            level = logging.DEBUG if self._could_not_open else logging.WARNING
+            log.log(level, "%s (serving on, another epoch is tried)", cache.failed)
+            self._could_not_open = True
+            self._say().not_opened = epoch
 
     def _passes(self, fence: int) -> bool:
         """Whether all that the model's steps have written by now stands in memory.  They run on

@@ -10,6 +10,7 @@ except ``settle`` (bounded by the drain budget) and ``close``.
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -24,11 +25,12 @@ from .client import CoordinatorClient
 from .config import Config
 from .costs import Costs
 from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED, LOOKUPS
-from .errors import KvshmError, SegmentError, TransportError
+from .errors import KvshmError
 from .exports import Exports, Lame, Publication
 from .forks import guard_forks
 from .handout import Handouts, serve_epoch
 from .imports import Imports
+from .later import Pause
 from .leftovers import clear
 from .life import EngineSpec, Founding, Life
 from .log import logger
@@ -49,8 +51,11 @@ Fields = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Opening:
+    """What epochs are begun with: one, unless it cannot begin, or a rank cannot open it."""
+
     ranks: Sequence[RankInfo]
     fields: Callable[[], Fields | None]
+    pause: Pause
 
 
 class Ended(NamedTuple):
@@ -84,7 +89,7 @@ class SharedCache:
         """The present epoch, as an object of its own; None without one.  Any thread; only this
         object sets it."""
         self.failed = False
-        """Whether the present epoch could not begin: there will be none until it is ended."""
+        """Whether the present epoch could not begin, and is to be tried again."""
         self._imports = Imports(config, clock)
         self._ended: list[Ended] = []
         self._left = False
@@ -120,10 +125,11 @@ class SharedCache:
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` gives the fingerprint's fields (it is asked on
         the client's thread until then).  From there on ``epoch`` is set, and every rank has
-        to open it (``RankCache.open_epoch``) before others can read its blocks."""
+        to open it (``RankCache.open_epoch``) before others can read its blocks.  Where that
+        fails, for want of memory, descriptors or threads, it is tried again after a pause."""
         self.end_epoch()
         with self._lock:
-            self._opening = _Opening(ranks, fields)
+            self._opening = _Opening(ranks, fields, Pause(self._clock))
         self._client.rejoin()
 
     def end_epoch(self) -> None:
@@ -135,6 +141,18 @@ class SharedCache:
         if life is not None:
             life.end()
             self._client.rejoin()
+
+    def not_opened(self, epoch: int) -> bool:
+        """A rank could not open an epoch: withdraw it, and begin another after a pause.  Returns
+        whether it was the present one."""
+        with self._lock:
+            life = self.life
+            if life is None or life.table.epoch != epoch:
+                return False
+            self.life, self.failed = None, True
+        life.end()
+        self._client.rejoin()
+        return True
 
     def leave(self) -> None:
         """Tell the others that this engine ends, without waiting for anything: they use its
@@ -162,23 +180,26 @@ class SharedCache:
         """On the client's thread: the present life, begun now if it is due."""
         with self._lock:
             opening = self._opening
-            if self.life is None and opening is not None:
+            if self.life is None and opening is not None and opening.pause.over:
                 fields = opening.fields()
                 if fields is not None:
-                    self._opening = None
-                    self.life = self._try_to_begin(fields, opening.ranks)
+                    self.life = self._try_to_begin(fields, opening)
             return self.life
 
-    def _try_to_begin(self, fields: Fields, ranks: Sequence[RankInfo]) -> Life | None:
+    def _try_to_begin(self, fields: Fields, opening: _Opening) -> Life | None:
+        opening.pause.tried()  # first: whatever goes wrong, it is not tried all the time
         try:
-            return self._begin(Founding(self._config, self._spec, fields, ranks))
-        except (SegmentError, TransportError) as exc:  # too little memory, or no descriptors left
-            log.warning("not sharing the prefix cache: %s (serving on, unshared)", exc)
+            life = self._begin(Founding(self._config, self._spec, fields, opening.ranks))
+        except (KvshmError, OSError) as exc:  # no memory, descriptors or threads left, for one
+            level = logging.DEBUG if self.failed else logging.WARNING
+            log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)
             self.failed = True
             return None
+        self.failed = False
+        return life
 
     def _begin(self, founding: Founding) -> Life:
-        """Raises SegmentError or TransportError, leaving nothing behind."""
+        """Raises KvshmError or OSError, leaving nothing behind."""
         run_dir, space, epoch = self._run_dir, self._config.namespace, founding.epoch
         with ExitStack() as undo:
             table = founding.table()

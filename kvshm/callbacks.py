@@ -41,7 +41,12 @@ class Listener(Protocol):
         ...
 
     def rescan(self, epoch: int) -> None:
-        """Events of this engine were lost: scan its slot table again."""
+        """Events of this engine were lost: its slot table has to be scanned again.  Events that
+        are told before it is are as good as ever."""
+        ...
+
+    def scan_again(self, enough: Callable[[], bool]) -> None:
+        """What has arrived is told: scan what has to be, until it is ``enough`` for now."""
         ...
 
     def stranger_joined(self, stranger: Stranger) -> None:
@@ -135,6 +140,9 @@ class Guarded:
 
     def rescan(self, epoch: int) -> None:
         self.call(self.member.rescan, epoch)
+
+    def scan_again(self, enough: Callable[[], bool]) -> None:
+        self.call(self.member.scan_again, enough)
 
     def stranger_joined(self, stranger: Stranger) -> None:
         self.call(self.member.stranger_joined, stranger)

@@ -17,8 +17,9 @@ from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from . import _native
+from . import _native, threads
 from .callbacks import Member
+from .errors import KvshmError
 from .forks import guard_forks
 from .log import logger
 from .protocol import MAX_EVENTS_BYTES
@@ -44,8 +45,8 @@ _log = logger(__name__)
 class CoordinatorClient:
     """Keeps this engine in the roster, from construction until ``close``.
 
-    Any thread may call; nothing here blocks (``close`` does, bounded) or raises.  In a
-    forked child it does nothing at all.
+    Any thread may call; nothing here blocks (``close`` does, bounded) or raises, but for the
+    constructor.  In a forked child it does nothing at all.
     """
 
     def __init__(
@@ -57,8 +58,10 @@ class CoordinatorClient:
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
     ) -> None:
+        """Raises KvshmError, leaving nothing open, if there are no descriptors or threads left."""
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
+        self._timers: list[weakref.finalize[..., CoordinatorClient]] = []
         self._wake_now, self._wake_later = self._timer(), self._timer()
         """Two timers: setting one puts off what it was set to before, so that a batch would put
         off the ``leave`` or ``rejoin`` of another thread."""
@@ -76,7 +79,11 @@ class CoordinatorClient:
             target=self._run, args=(self._session,), name="kvshm-client", daemon=True
         )
         guard_forks(self)
-        self._thread.start()
+        try:
+            threads.start(self._thread)
+        except KvshmError:
+            self._close_timers()
+            raise
 
     def send_events(self, records: bytes) -> None:
         """Queue one step's packed records.  What cannot be sent is dropped, and the others
@@ -123,9 +130,21 @@ class CoordinatorClient:
 
     def _timer(self) -> int:
         """A new descriptor to wake the thread by, closed with this object."""
-        timer = _native.timer()
-        weakref.finalize(self, os.close, timer).atexit = False
+        try:
+            timer = _native.timer()
+        except OSError as exc:
+            self._close_timers()
+            raise KvshmError(
+                f"no timer can be opened: {exc.strerror}; raise the limit of open files (ulimit -n)"
+            ) from exc
+        closing = weakref.finalize(self, os.close, timer)
+        closing.atexit = False
+        self._timers.append(closing)
         return timer
+
+    def _close_timers(self) -> None:
+        for closing in self._timers:
+            closing()
 
     def _put(self, item: bytes | None, microseconds: int) -> None:
         if self._usable and not self._closing.is_set():

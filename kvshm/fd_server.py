@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from . import threads
 from .errors import TransportError
 from .fds import MAX_REQUEST_BYTES, check_path, new_socket, peer_uid
 from .forks import guard_forks
@@ -73,7 +74,7 @@ class FdServer:
         most_kept: int | None = None,
     ) -> None:
         """Listen at ``path``.  ``most_kept``: in place of MAX_KEPT.  Raises TransportError: too
-        long, in use, not writable."""
+        long, in use, not writable; no descriptors or threads are left."""
         self.path = os.fspath(path)
         check_path(self.path)
         self._answer = answer
@@ -104,7 +105,12 @@ class FdServer:
         self._closed = False
         guard_forks(self)
         self._thread = threading.Thread(target=self._serve, name="kvshm-fds", daemon=True)
-        self._thread.start()
+        try:
+            threads.start(self._thread)
+        except TransportError:
+            self._close_sockets()
+            self._remove_name()
+            raise
 
     def close(self) -> None:
         """Stop answering and remove the socket.  Idempotent; waits for the answer under way."""
@@ -115,6 +121,9 @@ class FdServer:
         self._waker.send(b"x")
         self._thread.join()
         self._close_sockets()
+        self._remove_name()
+
+    def _remove_name(self) -> None:
         try:
             if os.stat(self.path).st_ino == self._inode:
                 os.unlink(self.path)

@@ -1,4 +1,4 @@
-"""Engines that could not be attached yet, and when each is tried again."""
+"""What could not be done yet, and when it is tried again."""
 
 from __future__ import annotations
 
@@ -11,16 +11,34 @@ FIRST_SECONDS = 1.0
 LONGEST_SECONDS = 30.0
 
 
+class Pause:
+    """Between two tries: after each twice as long as the time before."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = 0.0
+        self._until: float | None = None
+
+    def tried(self) -> None:
+        """It is tried now, or was just now."""
+        self._seconds = min(LONGEST_SECONDS, 2 * self._seconds or FIRST_SECONDS)
+        self._until = self._clock() + self._seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether to try; so it is at first."""
+        return self._until is None or self._clock() >= self._until
+
+
 @dataclass
 class _Waiting:
     info: EngineInfo
-    due: float
-    pause: float
+    pause: Pause
     suspected: bool = False
 
 
 class Later:
-    """By epoch; each waits twice as long as the time before.  Used by one thread."""
+    """Engines that could not be attached, by epoch.  Used by one thread."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -28,10 +46,10 @@ class Later:
 
     def put(self, info: EngineInfo) -> None:
         """Have an engine tried again."""
-        known = self._waiting.get(info.epoch)
-        pause = FIRST_SECONDS if known is None else min(LONGEST_SECONDS, 2 * known.pause)
-        suspected = known is not None and known.suspected
-        self._waiting[info.epoch] = _Waiting(info, self._clock() + pause, pause, suspected)
+        new = _Waiting(info, Pause(self._clock))
+        waiting = self._waiting.setdefault(info.epoch, new)
+        waiting.info = info
+        waiting.pause.tried()
 
     def suspect(self, epoch: int, suspected: bool) -> None:
         """Whoever is suspected is not tried until it has recovered."""
@@ -44,5 +62,4 @@ class Later:
 
     def due(self) -> list[EngineInfo]:
         """Those whose time has come."""
-        now = self._clock()
-        return [w.info for w in self._waiting.values() if now >= w.due and not w.suspected]
+        return [w.info for w in self._waiting.values() if w.pause.over and not w.suspected]

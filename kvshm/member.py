@@ -86,8 +86,12 @@ class Membership:
 
     def rescan(self, epoch: int) -> None:
         if (life := self._present()) is not None and epoch != life.table.epoch:
-            life.table.counters.add(RESYNCS, 1)
-            life.peers.rescan(Epoch(epoch))
+            life.peers.rescans.ask(Epoch(epoch))
+
+    def scan_again(self, enough: Callable[[], bool]) -> None:
+        if (life := self._present()) is not None:
+            scans = life.peers.rescans.work_off(life.peers.rescan, enough)
+            life.table.counters.add(RESYNCS, scans)
 
     def stranger_joined(self, stranger: Stranger) -> None:
         if (life := self._present()) is not None:

@@ -27,6 +27,7 @@ from .peer_list import PeerList
 from .plans import PlannedRun
 from .protocol import EngineInfo
 from .records import RECORD_BYTES, RowState
+from .rescans import Rescans
 from .slots import SlotTable
 from .terms import Epoch, LeaseBit
 
@@ -100,6 +101,7 @@ class Peers:
         self._view = _NOBODY
         self._listed = listed
         self._later = Later(clock)  # the client's thread only
+        self.rescans = Rescans(clock)  # likewise
         self._silent_until = 0.0
         """The coordinator has just not answered: nobody is attached before, since who waits for it
         sends no heartbeats meanwhile."""
@@ -122,7 +124,7 @@ class Peers:
             known = None
         if known is not None or self._attach(info):
             self.recovered(Epoch(info.epoch))
-            self.rescan(Epoch(info.epoch))
+            (self.rescan if known is None else self.rescans.ask)(Epoch(info.epoch))
 
     def suspected(self, epoch: Epoch) -> None:
         """Keep everything of an engine but offer nothing of it."""
@@ -156,10 +158,10 @@ class Peers:
         except (KvshmError, IndexError, ValueError) as exc:
             self._strange_events += 1
             self._complain(peer.info, f"sent events that make no sense: {exc}")
-            self.rescan(Epoch(peer.info.epoch))
+            self.rescans.ask(Epoch(peer.info.epoch))
 
     def rescan(self, epoch: Epoch) -> None:
-        """Bring the replica in line with the engine's table: events were lost."""
+        """Bring the replica in line with the engine's table, now (``rescans`` when it is due)."""
         peer = self._find(epoch)
         if peer is None:
             return
@@ -329,6 +331,7 @@ class Peers:
         peer = self._peers.pop(epoch, None)
         if peer is not None:
             self._show()  # before its row is another's
+            self.rescans.forget(Epoch(epoch))
             self.replica.drop_row(peer.row)
             self._write_list()
 

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from . import threads
 from .counters import LOADS_STARTED, LOADS_TOO_LATE
 from .errors import MemoryInUse
 from .forks import guard_forks
@@ -59,7 +60,8 @@ class RankCache:
         verify: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``handouts``: where the own table and those of peers are to be had."""
+        """``handouts``: where the own table and those of peers are to be had.  Raises
+        TransportError if there is no thread to be had."""
         self._handouts = handouts
         self._transport = transport
         self._rank = rank
@@ -77,7 +79,7 @@ class RankCache:
         """Loads whose report nobody has asked for yet."""
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
         self._inherited = False
-        self._thread.start()
+        threads.start(self._thread)
         guard_forks(self)
 
     @property

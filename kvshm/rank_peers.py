@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
+from . import threads
 from .errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
 from .handout import Handouts
 from .interfaces import Attachment, MemoryDescriptor, Transport
@@ -190,10 +191,7 @@ class PeerBook:
         thread = threading.Thread(
             target=self._attach, args=(wanted,), name="kvshm-attach", daemon=True
         )
-        try:
-            thread.start()
-        except RuntimeError as exc:
-            raise TransportError(f"no thread to attach with: {exc}") from exc
+        threads.start(thread)
         self._attaching[wanted.peer] = self._clock()
 
     def _attach(self, wanted: Wanted) -> None:
@@ -248,7 +246,8 @@ class PeerBook:
 
     def release(self, piece: Piece, bit: LeaseBit | int) -> None:
         """Give back the leases that a piece took.  A peer that is not attached is asked for its
-        table on a thread of its own; one that has gone needs no release.  Raises SegmentError."""
+        table on a thread of its own; one that has gone needs no release.  Raises SegmentError, or
+        TransportError without a thread."""
         if bit < 0 or not any(piece.taken):
             return
         with self._lock:
@@ -257,7 +256,9 @@ class PeerBook:
                 peer.table.release(LeaseBit(bit), piece.records, piece.taken)
                 return
         args = self._handouts, piece, LeaseBit(bit)
-        threading.Thread(target=_release, args=args, name="kvshm-release", daemon=True).start()
+        threads.start(
+            threading.Thread(target=_release, args=args, name="kvshm-release", daemon=True)
+        )
 
     def unmap_ended(self, in_use: Collection[Epoch]) -> None:
         """Unmap peers that have ended, so that their memory can be freed; not those that a

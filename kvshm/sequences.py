@@ -3,14 +3,15 @@
 Two counters tell what was lost (docs/protocol.md).  The topic's sequence counts broadcasts:
 a gap means that a join or a departure may be among the lost, so the engine joins again.
 Each engine's own sequence counts its messages of events: a gap there means that only this
-engine's slot table has to be scanned again.  No sockets, no clock.
+engine's slot table has to be scanned again, which is done once for many gaps (``catch_up``).
+No sockets, no clock.
 
 Events are passed on together: at ``flush``, and before anything else is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from .callbacks import Listener
@@ -92,6 +93,12 @@ class Stream:
         if self._events:
             events, self._events, self._bytes = self._events, [], 0
             self._listener.engine_events(events)
+
+    def catch_up(self, enough: Callable[[], bool]) -> None:
+        """Pass on the events that were taken, then have tables scanned of which some were lost,
+        until it is ``enough`` for now."""
+        self.flush()
+        self._listener.scan_again(enough)
 
     def take_events(self, broadcasts: Sequence[object]) -> int:
         """Take those at the beginning that are what comes most: events of which nothing was lost.
@@ -182,7 +189,6 @@ class Stream:
             return
         self.heard[epoch] = events.engine_sequence
         if events.engine_sequence > last + 1:
-            self.flush()
             self._listener.rescan(epoch)
         self._events.append((epoch, events.records))
         self._bytes += len(events.records)

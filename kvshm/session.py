@@ -215,7 +215,7 @@ class Session:
         """Handle what has arrived and what is due."""
         self._receive(self._commands, self._on_reply)
         self._receive(self._events, self._on_broadcast)
-        self._stream.flush()
+        self._stream.catch_up(lambda: self._clock() >= self._next_beat)
         now = self._clock()
         if now >= self._next_beat:
             self._beat(now)

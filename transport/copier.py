@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvshm import _native
+from kvshm import _native, threads
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 from kvshm.log import logger
@@ -100,13 +100,15 @@ class Copier:
         self._closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` after everything submitted before.  TransportError once closed."""
+        """Run ``job`` after everything submitted before.  TransportError once closed, and while
+        no thread is to be had."""
         with self._lock:
             if self._closed:
                 raise TransportError("the transport is closed")
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="kvshm-copy", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="kvshm-copy", daemon=True)
+                threads.start(thread)
+                self._thread = thread
             self._jobs.put(job)
 
     def carry_out(self, plan: CopyPlan, go_on: Callable[[], bool]) -> BlockCopy:

@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,9 @@ class Engine:
     def rescan(self, epoch: int) -> None:
         self._scan(epoch)
         say("rescan", epoch=epoch, blocks=self._held(epoch))
+
+    def scan_again(self, enough: Callable[[], bool]) -> None:
+        """It has scanned when it was told."""
 
     def stranger_joined(self, stranger: Stranger) -> None:
         say("stranger_joined", name=stranger.name, differences=stranger.differences)

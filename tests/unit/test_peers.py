@@ -73,6 +73,7 @@ def test_joining_again_repairs_what_was_missed(peers: Peers, exporter: Make) -> 
     a.reuse(1)
     a.publish(2)
     peers.joined(a.info)
+    assert peers.rescans.work_off(peers.rescan, lambda: False) == 1
     assert (offered(peers, 1), offered(peers, 2)) == ([], [(1, 2, 0)])
 
 
@@ -139,6 +140,7 @@ def test_senseless_events_are_dropped_and_the_truth_is_scanned(
     for _ in range(3):
         peers.events([(1, beyond)])
     peers.events([(1, beyond[:-1])])
+    assert peers.rescans.work_off(peers.rescan, lambda: False) == 1
     assert offered(peers, 3) == [(1, 3, 0)]
     assert peers.stats().strange_events == 4
     assert caplog.text.count("make no sense") == 1

@@ -118,13 +118,18 @@ def test_broadcasts_follow_each_other_or_tell_a_gap() -> None:
     assert recorder.calls == [("engine_events", [(7, b"2")])]
 
 
-def test_gap_of_one_engine_is_a_rescan_before_its_events() -> None:
+def test_gaps_of_one_engine_are_told_and_its_events_together_before_it_is_scanned() -> None:
     stream, recorder = stream_at(5, e7=1)
     assert stream.take(events(6, 3)) is Verdict.MEMBER
     assert stream.take(events(7, 3)) is Verdict.MEMBER
-    stream.flush()
-    stream.flush()
-    assert recorder.calls == [("rescan", 7), ("engine_events", [(7, b"3")])]
+    assert stream.take(events(8, 5)) is Verdict.MEMBER
+    stream.catch_up(enough := lambda: True)
+    assert recorder.calls == [
+        ("rescan", 7),
+        ("rescan", 7),
+        ("engine_events", [(7, b"3"), (7, b"5")]),
+        ("scan_again", enough),
+    ]
 
 
 def test_events_are_passed_on_together_and_before_what_comes_after_them() -> None:
@@ -226,6 +231,8 @@ class Anything(RuleBasedStateMachine):
         self.sent: dict[int, int] = {}
         self.next_epoch = 1
         self.replica: dict[int, set[int]] = {}
+        self.lost: set[int] = set()
+        """Of which the table is yet to be scanned."""
         self.stream = Stream(self)
         self.join()
 
@@ -236,13 +243,19 @@ class Anything(RuleBasedStateMachine):
 
     def engine_gone(self, epoch: int, reason: str) -> None:
         del self.replica[epoch]
+        self.lost.discard(epoch)
 
     def engine_events(self, batches: list[tuple[int, bytes]]) -> None:
         for epoch, records in batches:
             self.replica[epoch].add(int(records))
 
     def rescan(self, epoch: int) -> None:
-        self.replica[epoch] = set(self.truth.get(epoch, ()))
+        self.lost.add(epoch)
+
+    def scan_again(self, enough: Any) -> None:
+        for epoch in self.lost:
+            self.replica[epoch] = set(self.truth.get(epoch, ()))
+        self.lost.clear()
 
     def engine_suspected(self, epoch: int) -> None: ...
 
@@ -310,7 +323,12 @@ class Anything(RuleBasedStateMachine):
             sequences={epoch: self.sent[epoch] for epoch in self.truth},
         )
         self.deliver(tick)
+        self.all_is_worked_off()
         assert self.replica == self.truth
+
+    @rule()
+    def all_is_worked_off(self) -> None:
+        self.stream.catch_up(lambda: False)
 
     @invariant()
     def knows_whom_it_keeps(self) -> None:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvshm.hooks.connector import KvshmConnector
 from kvshm.rundir import SOCKET_PATH_BYTES, list_sockets
 
+from ..unit.few_descriptors import descriptors
+from ..unit.few_threads import no_threads
 from .engines import MAX_STARTS, PATIENCE_S, SharedNode
 from .oracle import prompts, shareable
 from .scheduling import BLOCK_SIZE as SMALL_BLOCK
-from .scheduling import DrivenEngine, vllm_config
+from .scheduling import DrivenEngine, imagined_cache, vllm_config
 
 # -- without an engine
 
@@ -137,6 +140,19 @@ def test_without_memory_for_a_slot_table_the_hooks_go_on_without_an_epoch(
     assert engine.connector._scheduler.cache.table is None
     assert not list_sockets(run_dir, run_dir.name.lower())
     engine.close()
+
+
+@pytest.mark.parametrize("short", [no_threads, partial(descriptors, 1)])
+def test_a_start_without_descriptors_or_threads_is_a_start_of_plain_vllm(
+    model: Path, run_dir: Path, lines: list[str], short: Any
+) -> None:
+    config, cache = vllm_config(model), imagined_cache(32)
+    with short():
+        sides = [KvshmConnector(config, role, cache) for role in KVConnectorRole]
+    assert sides[0]._scheduler is None
+    assert [line for line in lines if "not sharing" in line and "ulimit -" in line]
+    for side in sides:
+        side.shutdown()
 
 
 # -- real engines

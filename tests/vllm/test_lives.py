@@ -197,3 +197,24 @@ def test_an_epoch_that_cannot_begin_leaves_no_marks_behind(
     e.add("b", prompt(2, first=300), max_tokens=3)
     e.step()
     assert e.ready() == set(e.blocks_of("b")[:2])
+
+
+def test_an_epoch_begins_after_all_and_shows_what_is_computed_from_then_on(engine: Make) -> None:
+    """A rank could not open the first one: no descriptors were left for a moment."""
+    e = engine()
+    side, old = e.connector._scheduler, e.table
+    e.add("a", prompt(3), max_tokens=60)
+    sent = e.schedule()
+    assert sent.metadata.open_epoch == old.epoch
+    e.run(sent, RankReport(sent.metadata.step, not_opened=old.epoch))
+    assert side.cache.failed
+    e.step()
+    e.wait_for_epoch()
+    assert e.table.epoch != old.epoch
+    sent = e.schedule()
+    assert sent.metadata.open_epoch == e.table.epoch
+    e.run(sent, RankReport(sent.metadata.step, not_opened=old.epoch))  # said of the one before
+    e.add("b", prompt(2, first=300), max_tokens=3)
+    e.add("c", prompt(3), max_tokens=3)  # vLLM has these blocks of "a", the epoch has not
+    e.step()
+    assert e.ready() == set(e.blocks_of("b")[:2])

@@ -58,6 +58,7 @@ def connector(engines: ServedNode) -> Iterator[KvshmConnector]:
     side._finished, side._bad, side._report = set(), set(), RankReport(0)
     side._under_way = set()
     side._described, side._attached = True, frozenset()
+    side._could_not_open = False
     side._cache = RankCache(Unexportable(), Rank(0), engines.handouts)  # type: ignore[arg-type]
     made = object.__new__(KvshmConnector)
     made.strict, made._scheduler, made._worker, made._connector_metadata = False, None, side, None
@@ -91,7 +92,7 @@ def test_loads_of_a_step_whose_epoch_cannot_be_opened_are_reported_once(
     targets = (BlockId(5), BlockId(6))
     load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), targets)
     steps = [step(connector, StepMetadata(1, open_epoch=table.epoch, loads=[load]))]
-    assert steps[0][2].failed
+    assert (steps[0][2].not_opened, steps[0][2].failed) == (table.epoch, False)
     deadline = time.monotonic() + 100
     while not any(done for done, _, _ in steps):
         assert time.monotonic() < deadline

@@ -1,0 +1,157 @@
+"""Where no thread is to be had: errors that name the remedy, nothing left open, and another try."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshm import _native
+from kvshm.cache import SharedCache
+from kvshm.client import CoordinatorClient
+from kvshm.config import Config
+from kvshm.errors import KvshmError, TransportError
+from kvshm.fd_server import FdServer
+from kvshm.handout import Handouts
+from kvshm.interfaces import CopyState, MemoryDescriptor
+from kvshm.later import FIRST_SECONDS
+from kvshm.life import EngineSpec
+from kvshm.protocol import RankInfo
+from kvshm.rank import RankCache
+from kvshm.terms import Rank
+from kvshm.transport.copier import Copier, CopyPlan
+
+from .exporters import Clock
+from .few_descriptors import descriptors
+from .few_threads import no_threads
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def nothing_opened() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_descriptor_server_leaves_nothing_behind(place: Path, nothing_opened: None) -> None:
+    with no_threads(), pytest.raises(TransportError, match="ulimit -u") as failed:
+        FdServer(place / "fds", lambda request: (request, []))
+    assert os.listdir(place) == []
+    assert failed.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("short", [no_threads, lambda: descriptors(0), lambda: descriptors(1)])
+def test_a_client_leaves_nothing_behind(place: Path, short: Any, nothing_opened: None) -> None:
+    with short(), pytest.raises(KvshmError, match=r"ulimit -[nu]"):
+        CoordinatorClient(place, "ns", None)  # type: ignore[arg-type]  # asked nothing
+
+
+def test_a_rank_says_so(place: Path) -> None:
+    with no_threads(), pytest.raises(TransportError, match="ulimit -u"):
+        RankCache(None, Rank(0), Handouts(place, "ns"))  # type: ignore[arg-type]  # asked nothing
+
+
+def test_a_copy_that_got_no_thread_fails_and_the_next_does_not_wait_for_ever() -> None:
+    memory = bytearray(b"abcdefgh")
+    run = (_native.address(memory), 1, 1, 8)
+    plan = CopyPlan([run], [0], [run], [7], keep=(memory,))
+    copier = Copier()
+    with no_threads(), pytest.raises(TransportError, match="ulimit -u"):
+        copier.begin(plan)
+    copy, done = copier.begin(plan), threading.Event()
+    copier.submit(done.set)
+    assert done.wait(60)
+    assert copy.poll() is CopyState.DONE
+    copier.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def cache(place: Path, clock: Clock) -> Iterator[SharedCache]:
+    config = Config.from_env({"KVSHM_NAMESPACE": "ns"})
+    cache = SharedCache(config, EngineSpec("me", "model", 8, 16), place, clock)
+    yield cache
+    cache.close()
+
+
+def opening(cache: SharedCache, asked: list[float], clock: Clock) -> Callable[[], None]:
+    """An epoch begins with what is returned; the client's thread has its sockets."""
+    running, ready = threading.Event(), threading.Event()
+
+    def fields() -> dict[str, str] | None:
+        running.set()
+        if not ready.is_set():
+            return None
+        asked.append(clock.now)
+        return {"weights": "w"}
+
+    memory = MemoryDescriptor("none", 0, 0, [], {})
+    cache.open_epoch([RankInfo(os.getpid(), memory)], fields)
+    assert running.wait(60)
+    return ready.set
+
+
+@pytest.mark.parametrize("short", [no_threads, lambda: descriptors(2)])
+def test_an_epoch_that_could_not_begin_begins_when_the_shortage_is_over(
+    cache: SharedCache, clock: Clock, place: Path, short: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked: list[float] = []
+    begin = opening(cache, asked, clock)
+    with short():
+        begin()
+        until(lambda: cache.failed)
+        clock.now += FIRST_SECONDS
+        until(lambda: len(asked) == 2)
+        with cache._lock:  # until it has been tried
+            pass
+        clock.now += 2 * FIRST_SECONDS - 0.1
+    assert os.listdir(place) == []
+    time.sleep(0.2)  # the client asks every 50 ms
+    assert (cache.life, asked) == (None, [1000.0, 1000.0 + FIRST_SECONDS])
+    clock.now += 0.1
+    until(lambda: cache.life)
+    assert not cache.failed
+    told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert sum("not sharing the prefix cache" in line for line in told) == 1
+
+
+def test_of_an_epoch_that_a_rank_cannot_open_there_is_another_after_a_pause(
+    cache: SharedCache, clock: Clock, place: Path
+) -> None:
+    asked: list[float] = []
+    opening(cache, asked, clock)()
+    until(lambda: cache.life)
+    first = cache.epoch
+    assert first is not None
+    assert not cache.not_opened(first + 1)
+    assert cache.not_opened(first)
+    assert (cache.epoch, cache.failed, os.listdir(place)) == (None, True, [])
+    assert not cache.not_opened(first)
+    time.sleep(0.2)  # the client asks every 50 ms
+    assert cache.life is None
+    clock.now += FIRST_SECONDS
+    until(lambda: cache.life)
+    assert cache.epoch != first
+    assert not cache.failed
+    cache.end_epoch()
+    clock.now += 100
+    time.sleep(0.2)
+    assert cache.life is None, "what was ended is not tried again"
