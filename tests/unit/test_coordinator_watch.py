@@ -151,7 +151,7 @@ def server(served: ServedNode) -> Iterator[Server]:
 
     tables = Tables(served.run_dir, served.namespace, Clock())
     tables.examine = refused  # type: ignore[method-assign]
-    server = Server(new_state(), tables, refused)
+    server = Server(new_state(), tables, refused, refused)
     yield server
     server.close()
 
