@@ -85,8 +85,8 @@ class FdServer:
         client_timeout: float = 2.0,
         most_kept: int | None = None,
     ) -> None:
-        """Listen at ``path``.  ``most_kept``: in place of MAX_KEPT and its like.  Raises TransportError: too
-        long, in use, not writable."""
+        """Listen at ``path``.  ``most_kept``: in place of the module's bounds.  Raises
+        TransportError: too long, in use, not writable."""
         self.path = os.fspath(path)
         check_path(self.path)
         self._answer = answer
