@@ -16,8 +16,8 @@ from pathlib import Path
 
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
-from kvshm.leftovers import clear, left_by_engines
-from kvshm.locks import clearing, take_lock
+from kvshm.leftovers import clear, left_by_engines, take_namespace
+from kvshm.locks import clearing, has_name, take_lock
 from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
 from kvshm.version import __version__
 
@@ -99,14 +99,40 @@ class _Signals:
         self.received = True
 
 
+class _Lock:
+    """The lock of the namespace, held until ``close``."""
+
+    def __init__(self, run_dir: Path, namespace: str) -> None:
+        """Raises AlreadyRunning, RunDirectoryError or OSError."""
+        self._run_dir = run_dir
+        self._path = lock_path(run_dir, namespace)
+        with clearing(run_dir):
+            self._fd = take_namespace(run_dir, namespace)
+
+    def keep(self) -> None:
+        """Take it again if its file was removed.  Raises KvshmError or OSError; of two
+        coordinators that began in the same moment one loses a socket, and so learns of it."""
+        if has_name(self._fd, self._path):
+            return
+        with clearing(self._run_dir, patience=0.0) as alone:
+            if not alone:
+                return  # who clears up holds it meanwhile: another time
+            fd = take_lock(self._path)
+        self.close()
+        self._fd = fd
+        logfmt.write(Log(logging.WARNING, "restored", {"path": self._path}))
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
 def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
     """Serve as the only coordinator of this place, and leave nothing there that is nobody's."""
     endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
-    with clearing(run_dir):
-        lock = take_lock(lock_path(run_dir, namespace))
-    complaints = _serve(run_dir, namespace, endpoints, signals)
+    lock = _Lock(run_dir, namespace)
+    complaints = _serve(run_dir, namespace, endpoints, lock, signals)
     signals.ignore()
-    os.close(lock)
+    lock.close()
     cleared = clear(run_dir, namespace)
     for removed in cleared.removed:
         logfmt.write(Log(logging.INFO, "removed", {"name": removed}))
@@ -116,11 +142,13 @@ def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
     logfmt.write(Log(logging.INFO, "ended", about))
 
 
-def _serve(run_dir: Path, namespace: str, endpoints: tuple[str, str], signals: _Signals) -> int:
+def _serve(
+    run_dir: Path, namespace: str, endpoints: tuple[str, str], lock: _Lock, signals: _Signals
+) -> int:
     """Serve until a signal says otherwise; return the number of complaints."""
     state = State(epoch=secrets.randbits(63) + 1, namespace=namespace, uid=os.geteuid())
     tables = Tables(run_dir, namespace, time.monotonic)
-    server = Server(state, tables, lambda: _sweep_files(run_dir, namespace))
+    server = Server(state, tables, lambda: _sweep_files(run_dir, namespace), lock.keep)
     tables.serve()
     server.open(*endpoints, signals.wake.fileno())
     about: dict[str, object] = {"pid": os.getpid(), "run_dir": run_dir, "namespace": namespace}

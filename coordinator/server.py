@@ -55,12 +55,15 @@ class Server:
         state: State,
         tables: Tables,
         sweep_files: Callable[[], None],
+        keep_lock: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``sweep_files`` removes what the dead left in the run directory."""
+        """``sweep_files`` removes what the dead left in the run directory, ``keep_lock`` sees to
+        it that there is no second coordinator."""
         self._state = state
         self._tables = tables
         self._sweep_files = sweep_files
+        self._keep_lock = keep_lock
         self._clock = clock
         self._events: deque[Event] = deque()
         self._watched: set[int] = set()
@@ -89,6 +92,7 @@ class Server:
             if self._clock() >= next_clock:
                 next_clock = self._clock() + HEARTBEAT_SECONDS
                 self._sockets.check()
+                self._look_at_lock()
                 self._handle(*self._tables.look(), Clock())
             if self._clock() >= next_look:
                 next_look = self._clock() + LOOK_SECONDS
@@ -139,15 +143,23 @@ class Server:
         try:
             self._do(action)
         except (KvshmError, OSError) as exc:
-            kind = (type(action).__name__, getattr(exc, "errno", str(exc)))
-            if kind not in self._failed:
-                self._failed.add(kind)
-                about: dict[str, object] = {"what": kind[0], "reason": exc}
-                logfmt.write(Log(logging.WARNING, "failed", about))
+            self._say_failed(type(action).__name__, exc)
             if isinstance(action, Examine):
                 remedy = "nothing: it is tried again"
                 refusal = Refusal(f"the coordinator cannot look at it: {exc}", remedy, retry=True)
                 self._events.append(Examined(action.peer, action.join, refusal))
+
+    def _look_at_lock(self) -> None:
+        try:
+            self._keep_lock()
+        except (KvshmError, OSError) as exc:  # the next second may have room, or descriptors
+            self._say_failed("keep the lock", exc)
+
+    def _say_failed(self, what: str, exc: Exception) -> None:
+        kind = (what, getattr(exc, "errno", str(exc)))
+        if kind not in self._failed:
+            self._failed.add(kind)
+            logfmt.write(Log(logging.WARNING, "failed", {"what": what, "reason": exc}))
 
     def _do(self, action: Action) -> None:
         match action:

@@ -132,6 +132,12 @@ class _Door:
         for path in (self._path, self._aside):
             path.unlink(missing_ok=True)
 
+    def leave(self) -> None:
+        """Remove the name, unless another coordinator has it now."""
+        path = self._aside if self._shut else self._path
+        if os.lstat(path).st_ino == self._inode:
+            path.unlink()
+
 
 class Sockets:
     """ROUTER for commands, PUB for events.  Used by one thread."""
@@ -187,7 +193,7 @@ class Sockets:
     def _hang_up(self) -> None:
         for door in self._doors:  # first: else more would come while the monitors are emptied
             with suppress(OSError):
-                door.remove()
+                door.leave()
         self._empty_monitors()  # a full one would keep libzmq's thread, and this one with it
         for monitor in self._monitors:
             self.poller.unregister(monitor)

@@ -65,6 +65,11 @@ class _Member:
     worker_told: bool = False
     owner_told: bool = False
 
+    def close(self) -> None:
+        self.table.close()
+        if self.connection is not None:
+            self.connection.close()
+
 
 class Tables:
     """One namespace's slot tables.  Used by one thread, except by the server of its own."""
@@ -191,8 +196,10 @@ class Tables:
             table.close()
             connection.close()
             return self._refused(examined, refusal)
-        self.forget(engine.epoch)
+        old = self._members.get(engine.epoch)
         self._members[engine.epoch] = _Member(table, examined.peer.pid, connection)
+        if old is not None:  # not before: the server's thread hands out what is there
+            old.close()
         return Examined(examined.peer, examined.join, None)
 
     @staticmethod
@@ -205,9 +212,7 @@ class Tables:
         """Let go of an epoch's table."""
         member = self._members.pop(epoch, None)
         if member is not None:
-            member.table.close()
-            if member.connection is not None:
-                member.connection.close()
+            member.close()
 
     def sweep_bits(self, bits: int) -> None:
         """Clear lease bits in every table."""
@@ -242,7 +247,8 @@ def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
     if isinstance(exc, OSError) and exc.errno in (errno.EMFILE, errno.ENFILE):
         remedy = "raise the coordinator's limit of open files (ulimit -n)"
         return Refusal("no descriptors are left for its slot table", remedy, retry=True)
-    if isinstance(exc.__cause__, OSError):  # of this process: descriptors or memory are short
+    if isinstance(exc, OSError) or isinstance(exc.__cause__, OSError):
+        # The connection was reset, or descriptors or memory are short here: that passes.
         return Refusal(str(exc), _AGAIN, retry=True)
     return Refusal(str(exc), "restart the engine")
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
+import resource
 import selectors
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from . import threads
 from .errors import TransportError
-from .fds import MAX_REQUEST_BYTES, check_path, new_socket, peer_uid
+from .fds import MAX_REQUEST_BYTES, check_path, new_socket, peer_credentials, peer_uid
 from .forks import guard_forks
 from .log import Seldom, logger
 
 MAX_CLIENTS = 64
 MAX_KEPT = 1024
-"""Connections left open after their answer; beyond that the oldest is ended, whose peer will
-ask again."""
+"""Connections left open after their answer, or LIMIT_SHARE of the descriptors that the process may
+have, if that is less.  Beyond that the oldest of the peer that has most is ended, which will ask
+again."""
+LIMIT_SHARE = 8
+LEAST_KEPT = 32
+"""So many are left open with however few descriptors: as many engines as lease bits."""
 LOOK_SECONDS = 2.0
 """How often a server looks whether its socket still has its name."""
 _log = logger(__name__)
@@ -28,6 +34,13 @@ Answer = Callable[[bytes], tuple[bytes, list[int]]]
 """Request -> (reply, descriptors).  Runs on the server's thread, must not block, and keeps
 the descriptors: the server only lends them to the kernel.  If it raises, the peer sees the
 connection end unanswered."""
+
+
+def _most_kept() -> int:
+    """Looked at whenever it counts: vLLM raises the limit after it has started."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = MAX_KEPT if soft == resource.RLIM_INFINITY else soft // LIMIT_SHARE
+    return min(MAX_KEPT, max(LEAST_KEPT, share))
 
 
 def _remove_stale(path: str) -> None:
@@ -61,7 +74,7 @@ class FdServer:
 
     Any number of peers may be connected; each has ``client_timeout`` seconds to send its
     request, and beyond 64 the longest waiting one is dropped: a silent, slow or dying peer
-    costs the others nothing.  Those that were answered stay connected, up to MAX_KEPT, until
+    costs the others nothing.  Those that were answered stay connected, a bounded number, until
     they leave or say more.  A socket that somebody has removed is made again within LOOK_SECONDS.
     A forked child keeps no part of it.
     """
@@ -73,15 +86,15 @@ class FdServer:
         client_timeout: float = 2.0,
         most_kept: int | None = None,
     ) -> None:
-        """Listen at ``path``.  ``most_kept``: in place of MAX_KEPT.  Raises TransportError: too
-        long, in use, not writable; no descriptors or threads are left."""
+        """Listen at ``path``.  ``most_kept``: in place of the module's bounds.  Raises
+        TransportError: too long, in use, not writable; no descriptors or threads are left."""
         self.path = os.fspath(path)
         check_path(self.path)
         self._answer = answer
         self._client_timeout = client_timeout
-        self._most_kept = MAX_KEPT if most_kept is None else most_kept
+        self._most_kept = most_kept
         self._deadlines: dict[socket.socket, float] = {}
-        self._kept: dict[socket.socket, None] = {}  # in the order of their answers
+        self._kept: dict[socket.socket, int] = {}  # their pids, in the order of their answers
         self._seldom = Seldom(time.monotonic)
         self._told: set[int | None] = set()  # why nobody could be accepted: each cause once
         self._listener = new_socket(self.path)
@@ -227,9 +240,11 @@ class FdServer:
 
     def _keep(self, client: socket.socket) -> None:
         del self._deadlines[client]
-        self._kept[client] = None
-        if len(self._kept) > self._most_kept:
-            self._drop(next(iter(self._kept)))
+        self._kept[client] = peer_credentials(client).pid  # 0: in another container, all alike
+        most = _most_kept() if self._most_kept is None else self._most_kept
+        while len(self._kept) > most:
+            [(greediest, _)] = Counter(self._kept.values()).most_common(1)
+            self._drop(next(kept for kept, pid in self._kept.items() if pid == greediest))
 
     def _drop(self, client: socket.socket) -> None:
         self._selector.unregister(client)

@@ -75,9 +75,8 @@ def clear(
         if not alone:
             found.coordinator = f"somebody else clears up in {run_dir}"
             return found
-        lock = lock_path(run_dir, namespace)
         try:
-            fd = take_lock(lock)
+            fd = take_namespace(run_dir, namespace)
         except AlreadyRunning as exc:
             found.coordinator = str(exc)
             return found
@@ -85,14 +84,30 @@ def clear(
             left = _left_by_coordinator(run_dir, namespace) + left_by_engines(run_dir, namespace)
             for path in left:
                 _remove(path, found, dry_run)
-            lock.unlink(missing_ok=True)
+            lock_path(run_dir, namespace).unlink(missing_ok=True)
         finally:
             os.close(fd)
     return found
 
 
+def take_namespace(run_dir: Path, namespace: str) -> int:
+    """Take the lock of a namespace without a coordinator; return its descriptor.  For who is
+    ``clearing``.  Somebody may have removed the lock file of a living coordinator, so that the
+    lock alone proves nothing.  Raises AlreadyRunning, RunDirectoryError or OSError."""
+    fd = take_lock(lock_path(run_dir, namespace))
+    try:
+        for path in filter(is_served, _left_by_coordinator(run_dir, namespace)):
+            raise AlreadyRunning(
+                f"another coordinator serves {path}; its lock file was removed, it makes it again"
+            )
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 def _left_by_coordinator(run_dir: Path, namespace: str) -> list[Path]:
-    """Its sockets; the caller has its lock, and so nobody serves them."""
+    """Its sockets; nobody serves them if ``take_namespace`` succeeds."""
     ends = (end(run_dir, namespace) for end in (command_endpoint, event_endpoint))
     doors = [Path(end.removeprefix("ipc://")) for end in ends]
     paths = (*doors, *map(set_aside, doors), tables_socket(run_dir, namespace))

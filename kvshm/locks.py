@@ -85,11 +85,18 @@ def _lock(fd: int, path: Path) -> bool:
         if not _try_lock(fd):
             holder = os.pread(fd, _HOLDER_BYTES, 0).decode("ascii", "replace").strip()
             raise AlreadyRunning(f"another coordinator (pid {holder or 'unknown'}) holds {path}")
+        return has_name(fd, path)
+    except OSError as exc:
+        raise RunDirectoryError(f"lock file {path} cannot be locked: {exc.strerror}") from exc
+
+
+def has_name(fd: int, path: Path) -> bool:
+    """Whether a lock that is held still keeps others out: its file may have been removed, and
+    another one be there.  Raises OSError."""
+    try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
         return False
-    except OSError as exc:
-        raise RunDirectoryError(f"lock file {path} cannot be locked: {exc.strerror}") from exc
 
 
 def _name_holder(fd: int) -> None:

@@ -187,7 +187,8 @@ class Peers:
                 peer.dead = True
                 self._show()
                 self.replica.set_row_state(peer.row, RowState.SUSPECTED)
-                log.warning("engine %s (pid %d) has died", peer.info.name, peer.info.pid)
+                if not peer.table.retired:  # else it has ended its epoch in order
+                    log.warning("engine %s (pid %d) has died", peer.info.name, peer.info.pid)
 
     def write_again(self) -> None:
         """Name the peers to the own ranks if that has failed.  About once a second."""

@@ -15,9 +15,9 @@ import pytest
 
 from kvshm.leftovers import clear
 from kvshm.locks import clearing, take_lock
-from kvshm.rundir import lock_path
+from kvshm.rundir import command_endpoint, lock_path
 
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import Managed, Node, fresh_node, leave_socket, wait_until
 from .sandbox import OWN_PIDS, skip_unless_permitted
 from .toys import start, table_of
 
@@ -139,6 +139,48 @@ def _waits_for(process: Managed, run_dir: Path) -> bool:
         return str(run_dir) in {str(fd.readlink()) for fd in fds}
     except OSError:
         return False
+
+
+def test_a_coordinator_that_has_lost_its_lock_file_keeps_its_place(node: Node) -> None:
+    """A cleaning script has no other effect: not by who clears up, nor by a second coordinator."""
+    coordinator, (leaving, _) = sharing(node)
+    coordinator.signal(signal.SIGSTOP)  # it cannot mend it before the others have come
+    wait_until(lambda: coordinator.is_stopped, "it stands still")
+    lock = lock_path(node.run_dir, node.namespace)
+    lock.unlink()
+    leaving.signal(signal.SIGTERM)
+    assert leaving.wait() == 0
+    said = clean(node)
+    assert (said.returncode, said.stdout) == (1, "")
+    assert "another coordinator serves" in said.stderr
+    second = node.start_coordinator()
+    assert second.wait() == 3
+    assert "another coordinator serves" in str(second.err)
+    coordinator.signal(signal.SIGCONT)
+    coordinator.wait_err("event=restored")
+    start(node, 3, "--requests", "30").wait_out(lambda line: line.startswith("{"))
+
+
+def test_a_lock_file_that_was_removed_is_made_again(node: Node) -> None:
+    coordinator = node.coordinator()
+    lock_path(node.run_dir, node.namespace).unlink()
+    coordinator.wait_err("event=restored")
+    second = node.start_coordinator()
+    assert second.wait() == 3
+    assert f"pid {coordinator.pid}" in str(second.err)
+    assert coordinator.terminate() == 0
+    assert left(node) == set()
+
+
+def test_who_loses_a_socket_to_another_coordinator_leaves_it_to_that_one(node: Node) -> None:
+    coordinator = node.coordinator()
+    path = Path(command_endpoint(node.run_dir, node.namespace).removeprefix("ipc://"))
+    others = path.with_name("others")
+    leave_socket(others)
+    others.rename(path)
+    assert coordinator.wait() == 1
+    assert f"socket {path} was removed" in str(coordinator.err)
+    assert path.exists()
 
 
 def test_one_that_clears_up_gives_way_to_another(node: Node) -> None:

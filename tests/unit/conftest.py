@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,7 @@ from kvshm.index import Replica
 from kvshm.peers import Peers
 
 from ..sessions import new_namespace
-from . import replicas
+from . import dumps, replicas
 from .cuda_ranks import Node
 from .exporters import OWN_EPOCH, Clock, Exporter, Make
 from .served import ServedNode
@@ -80,3 +81,17 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     yield made
     for rank in made.ranks:
         rank.transport.close()
+
+
+@pytest.fixture
+def dumped(namespace: str) -> Iterator[dumps.Node]:
+    """A run directory whose engines the index dump is to show."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
+        node = dumps.Node(Path(directory), namespace)
+        yield node
+        node.close()
+
+
+@pytest.fixture
+def busy(dumped: dumps.Node) -> SimpleNamespace:
+    return dumps.busy_node(dumped)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 from kvshm import _native
@@ -25,7 +23,6 @@ from kvshm.tools.chains import tag_of
 from kvshm.tools.report import Filters, describe
 from kvshm.tools.snapshot import take
 
-from ..sessions import new_namespace
 from .served import Served, ServedNode
 
 DEAD_PID = 2**22 + 7  # above every pid_max
@@ -60,14 +57,6 @@ class Node(ServedNode):
 
     def run(self, *arguments: str) -> int:
         return dump_index.main(["--run-dir", str(self.run_dir), *arguments])
-
-
-@contextmanager
-def fresh_node() -> Iterator[Node]:
-    with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        made = Node(Path(directory), new_namespace())
-        yield made
-        made.close()
 
 
 def put(mapped: SlotTable | Replica | Segment, offset: int, value: int) -> None:

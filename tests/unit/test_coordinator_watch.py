@@ -26,7 +26,9 @@ from kvshm.coordinator.actions import (
 )
 from kvshm.coordinator.server import Server
 from kvshm.coordinator.tables import Tables
+from kvshm.handout import Request
 from kvshm.protocol import PROTOCOL_VERSION, Join
+from kvshm.segment import TABLE_KIND
 
 from .coordinators import engine, new_state, peer_of
 from .exporters import Clock
@@ -81,8 +83,12 @@ class Watched:
 
     def __init__(self, served: ServedNode, pid: int) -> None:
         self.tables = Tables(served.run_dir, served.namespace, Clock())
+        self._pid = pid
+        self.join()
+
+    def join(self) -> None:
         info = engine(EPOCH, pid=1, ranks=(2, 3), fingerprint=bytes(32))
-        peer = Peer(b"r", os.geteuid(), pid)
+        peer = Peer(b"r", os.geteuid(), self._pid)
         assert self.tables.examine(peer, Join(protocol=PROTOCOL_VERSION, engine=info)) is None
         [answer] = self.hear()
         assert isinstance(answer, Examined)
@@ -141,6 +147,25 @@ def test_a_process_that_stands_still_has_not_died(served: ServedNode, start: Sta
     watched.tables.close()
 
 
+@pytest.mark.multiprocess
+def test_a_table_that_is_replaced_is_to_be_had_all_the_while(
+    served: ServedNode, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(served, start(ENGINE).pid)
+    old = watched.tables._members[EPOCH]
+    assert old.connection is not None
+    old.connection.close()
+    old.connection = None
+    found = []
+    question = Request(TABLE_KIND, EPOCH)
+    monkeypatch.setattr(old, "close", lambda: found.append(watched.tables._find(question)))
+    watched.join()
+    [fd] = found
+    os.close(fd)
+    old.table.close()
+    watched.tables.close()
+
+
 # -- what the machine refuses
 
 
@@ -151,7 +176,7 @@ def server(served: ServedNode) -> Iterator[Server]:
 
     tables = Tables(served.run_dir, served.namespace, Clock())
     tables.examine = refused  # type: ignore[method-assign]
-    server = Server(new_state(), tables, refused)
+    server = Server(new_state(), tables, refused, refused)
     yield server
     server.close()
 

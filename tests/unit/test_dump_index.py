@@ -6,8 +6,6 @@ import json
 import os
 import random
 import uuid
-from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 
@@ -20,32 +18,17 @@ from kvshm.tools.snapshot import take
 
 from .dumps import (
     DEAD_PID,
-    Node,
-    busy_node,
     chain_of,
     dies,
     engine,
-    fresh_node,
     hash_of,
 )
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
-
-
-@pytest.fixture
-def busy(node: Node) -> SimpleNamespace:
-    return busy_node(node)
-
 
 # -- the report
 
 
-def test_engines_are_described(node, busy):
-    found = engine(node.report(), "exporter")
+def test_engines_are_described(dumped, busy):
+    found = engine(dumped.report(), "exporter")
     described = {name: found[name] for name in ("pid", "alive", "epoch", "model", "block_size")}
     assert described == {
         "pid": os.getpid(),
@@ -61,15 +44,15 @@ def test_engines_are_described(node, busy):
     assert found["counters"] == {"published": 7}
     assert [(e["times"], e["text"]) for e in found["errors"]] == [(1, "the dog ate it")]
     assert found["problems"] == []
-    assert engine(node.report(), "importer")["life"] == ["ended", "valid"]
-    assert [engine(node.report(), name)["alive"] for name in ("importer", "crashed")] == [
+    assert engine(dumped.report(), "importer")["life"] == ["ended", "valid"]
+    assert [engine(dumped.report(), name)["alive"] for name in ("importer", "crashed")] == [
         True,
         False,
     ]
 
 
-def test_leased_blocks_have_a_reference_count_and_holders_by_name(node, busy):
-    blocks = engine(node.report(), "exporter")["blocks"]
+def test_leased_blocks_have_a_reference_count_and_holders_by_name(dumped, busy):
+    blocks = engine(dumped.report(), "exporter")["blocks"]
     listed = [
         (b["block_id"], b["state"], b["references"], [h["engine"] for h in b["holders"]])
         for b in blocks
@@ -81,29 +64,29 @@ def test_leased_blocks_have_a_reference_count_and_holders_by_name(node, busy):
     assert [h["alive"] for h in blocks[1]["holders"]] == [True, False]
 
 
-def test_of_two_engines_with_one_bit_the_living_one_holds_it(node, busy):
+def test_of_two_engines_with_one_bit_the_living_one_holds_it(dumped, busy):
     for name, epoch in ("before", 0x1), ("zombie", 0xE):
-        table = node.engine(name, epoch).table
+        table = dumped.engine(name, epoch).table
         table.lease_bit = LeaseBit(3)
         dies(table)
-    blocks = engine(node.report(), "exporter")["blocks"]
+    blocks = engine(dumped.report(), "exporter")["blocks"]
     assert blocks[0]["holders"][0]["engine"] == "importer"
 
 
-def test_a_bit_nobody_claims_has_an_unknown_holder(node):
-    table = node.engine("lonely", 1).table
+def test_a_bit_nobody_claims_has_an_unknown_holder(dumped):
+    table = dumped.engine("lonely", 1).table
     records, parents = chain_of("a")
     table.publish(pack_records(records), parents)
     table.set_life(0)
     table.set_life(1)
     assert table.lease(LeaseBit(9), pack_records(records))[0] == 1
-    holder = node.report()["engines"][0]["blocks"][0]["holders"][0]
+    holder = dumped.report()["engines"][0]["blocks"][0]["holders"][0]
     assert (holder["bit"], holder["engine"], holder["pid"]) == (9, None, None)
-    assert "unknown (bit 9)" in render(describe(take(node.run_dir, None, False), Filters()))
+    assert "unknown (bit 9)" in render(describe(take(dumped.run_dir, None, False), Filters()))
 
 
-def test_chains_are_told_by_their_last_block_the_longest_first(node, busy):
-    chains = engine(node.report(), "exporter")["chains"]
+def test_chains_are_told_by_their_last_block_the_longest_first(dumped, busy):
+    chains = engine(dumped.report(), "exporter")["chains"]
     assert [(c["tip"], c["length"], c["depth"], c["complete"]) for c in chains] == [
         (3, 4, 3, True),
         (23, 3, 2, True),
@@ -111,25 +94,25 @@ def test_chains_are_told_by_their_last_block_the_longest_first(node, busy):
     ]
 
 
-def test_replicas_list_their_rows_and_if_asked_their_entries(node, busy):
-    [replica] = [r for r in node.report()["replicas"] if r["engine"] == "importer"]
+def test_replicas_list_their_rows_and_if_asked_their_entries(dumped, busy):
+    [replica] = [r for r in dumped.report()["replicas"] if r["engine"] == "importer"]
     assert (replica["engine"], replica["count"], replica["capacity"]) == ("importer", 4, 64)
     rows = [(r["engine"], r["epoch"], r["state"], r["entries"]) for r in replica["rows"]]
     assert rows == [("exporter", "000000000000000a", "live", 4)]
     assert replica["entries"] == []
-    entries = node.report(entries=True, engine="importer")["replicas"][0]["entries"]
+    entries = dumped.report(entries=True, engine="importer")["replicas"][0]["entries"]
     assert sorted(e["block_id"] for e in entries) == [0, 1, 2, 3]
     assert {e["epoch"] for e in entries} == {"000000000000000a"}
 
 
-def test_a_replica_that_has_grown_is_the_larger_one(node, busy):
+def test_a_replica_that_has_grown_is_the_larger_one(dumped, busy):
     records = [
         BlockRecord(BlockHash(random.Random(i).randbytes(32)), BlockId(i), Generation(0), i)
         for i in range(200)
     ]
     row = busy.replica.add_row(Epoch(0xD), "other", 200, LeaseBit(1))
     busy.replica.apply(row, pack_records(records))
-    replicas = node.report(engine="importer")["replicas"]
+    replicas = dumped.report(engine="importer")["replicas"]
     assert [(r["count"], r["capacity"]) for r in replicas] == [(204, 256)]
 
 
@@ -137,55 +120,55 @@ def test_a_replica_that_has_grown_is_the_larger_one(node, busy):
 
 
 @pytest.mark.parametrize("wanted", ["crashed", str(DEAD_PID), "000000000000000c", "0x" + "c" * 16])
-def test_an_engine_is_chosen_by_name_pid_or_epoch(node, busy, wanted):
-    found = [e["engine"] for e in node.report(engine=wanted)["engines"]]
+def test_an_engine_is_chosen_by_name_pid_or_epoch(dumped, busy, wanted):
+    found = [e["engine"] for e in dumped.report(engine=wanted)["engines"]]
     assert found == ([] if wanted.endswith("cccc") else ["crashed"])
 
 
-def test_engine_filters_the_replicas_too(node, busy):
-    found = node.report(engine="importer")["replicas"]
+def test_engine_filters_the_replicas_too(dumped, busy):
+    found = dumped.report(engine="importer")["replicas"]
     assert [replica["engine"] for replica in found] == ["importer"]
 
 
-def test_a_hash_finds_blocks_chains_and_replica_entries(node, busy):
-    report = node.report(block_hash=b"d".hex())
+def test_a_hash_finds_blocks_chains_and_replica_entries(dumped, busy):
+    report = dumped.report(block_hash=b"d".hex())
     assert [e["engine"] for e in report["engines"]] == ["exporter"]
     assert [b["block_id"] for b in engine(report, "exporter")["blocks"]] == [3]
     assert [c["tip"] for c in engine(report, "exporter")["chains"]] == [3]
     assert [[e["block_id"] for e in r["entries"]] for r in report["replicas"]] == [[3]]
-    assert node.report(block_hash="00")["engines"] == []
+    assert dumped.report(block_hash="00")["engines"] == []
 
 
-def test_a_hash_may_be_given_in_full(node, busy):
-    report = node.report(block_hash=hash_of("a").hex())
+def test_a_hash_may_be_given_in_full(dumped, busy):
+    report = dumped.report(block_hash=hash_of("a").hex())
     assert [b["block_id"] for b in engine(report, "exporter")["blocks"]] == [0]
     assert [e["block_id"] for e in report["replicas"][0]["entries"]] == [0]
 
 
-def test_leased_shows_leased_blocks_and_nothing_else(node, busy):
-    report = node.report(leased=True)
+def test_leased_shows_leased_blocks_and_nothing_else(dumped, busy):
+    report = dumped.report(leased=True)
     assert [e["engine"] for e in report["engines"]] == ["exporter"]
     found = report["engines"][0]
     assert [b["block_id"] for b in found["blocks"]] == [0, 1]
     assert (found["chains"], found["counters"], found["errors"]) == ([], {}, [])
     assert report["replicas"] == []
-    both = node.report(leased=True, block_hash=b"b".hex())["engines"][0]["blocks"]
+    both = dumped.report(leased=True, block_hash=b"b".hex())["engines"][0]["blocks"]
     assert [b["block_id"] for b in both] == [1]
 
 
-def test_entries_lists_every_block_in_use(node, busy):
-    blocks = engine(node.report(entries=True), "exporter")["blocks"]
+def test_entries_lists_every_block_in_use(dumped, busy):
+    blocks = engine(dumped.report(entries=True), "exporter")["blocks"]
     assert [b["block_id"] for b in blocks] == [0, 1, 2, 3, 11, 12, 23]
 
 
 # -- command line
 
 
-def test_the_table_names_everything_that_matters(node, busy, capsys):
-    assert node.run() == 0
+def test_the_table_names_everything_that_matters(dumped, busy, capsys):
+    assert dumped.run() == 0
     text = capsys.readouterr().out
     for expected in (
-        f"namespace {node.namespace}: no coordinator runs",
+        f"namespace {dumped.namespace}: no coordinator runs",
         "exporter",
         "crashed",
         "dead",
@@ -200,34 +183,34 @@ def test_the_table_names_everything_that_matters(node, busy, capsys):
     assert max(len(line) for line in text.splitlines()) < 200
 
 
-def test_json_is_the_report(node, busy, capsys):
-    assert node.run("--json", "--engine", "exporter") == 0
+def test_json_is_the_report(dumped, busy, capsys):
+    assert dumped.run("--json", "--engine", "exporter") == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed == {"namespaces": [node.report(engine="exporter")]}
+    assert printed == {"namespaces": [dumped.report(engine="exporter")]}
 
 
-def test_long_lists_of_chains_are_cut_unless_everything_is_asked_for(node, capsys):
-    table = node.engine("a", 1).table
+def test_long_lists_of_chains_are_cut_unless_everything_is_asked_for(dumped, capsys):
+    table = dumped.engine("a", 1).table
     for letter in "abcdefghijklmnopqrstuvwxyz":
         records, parents = chain_of(letter)
         table.publish(pack_records(records), parents)
-    node.run()
+    dumped.run()
     assert "and 6 shorter ones" in capsys.readouterr().out
-    node.run("--entries")
+    dumped.run("--entries")
     assert "shorter ones" not in capsys.readouterr().out
 
 
-def test_nothing_found_is_status_1_and_said(node, busy, capsys):
-    assert node.run("--engine", "nobody") == 1
-    assert node.run("--hash", "ff") == 1
-    assert node.run("--namespace", uuid.uuid4().hex) == 1
-    assert node.run("--run-dir", str(node.run_dir / "none")) == 1
+def test_nothing_found_is_status_1_and_said(dumped, busy, capsys):
+    assert dumped.run("--engine", "nobody") == 1
+    assert dumped.run("--hash", "ff") == 1
+    assert dumped.run("--namespace", uuid.uuid4().hex) == 1
+    assert dumped.run("--run-dir", str(dumped.run_dir / "none")) == 1
     streams = capsys.readouterr()
     assert streams.err.count("nothing of kvshm found") == 4
     assert streams.out == ""
-    assert node.run("--json", "--namespace", "none-such") == 1
+    assert dumped.run("--json", "--namespace", "none-such") == 1
     assert json.loads(capsys.readouterr().out) == {"namespaces": []}
-    assert not (node.run_dir / "none").exists()
+    assert not (dumped.run_dir / "none").exists()
 
 
 @pytest.mark.parametrize("arguments", [["--hash", "xyz"], ["--hash", ""], ["--colour"], ["extra"]])

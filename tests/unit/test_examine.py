@@ -9,7 +9,6 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -337,13 +336,13 @@ def test_an_answer_that_is_none_is_refused(
 
 
 @pytest.fixture
-def silent(served: ServedNode) -> Iterator[Path]:
-    """A socket whose owner stands still."""
+def silent(served: ServedNode) -> Iterator[socket.socket]:
+    """That of an owner who stands still."""
     path = engine_socket(served.run_dir, served.namespace, EPOCH)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.fspath(path))
         listener.listen(2 * MAX_EXAMINED)
-        yield path
+        yield listener
 
 
 def joins(info: EngineInfo) -> Iterator[Join]:
@@ -366,6 +365,17 @@ def test_a_silent_engine_is_waited_for_without_keeping_anybody(
     assert answer.refusal.retry
     assert "within 2 s" in answer.refusal.reason
     assert len(list(shell.tables.connections())) == 1, "that of the other"
+
+
+def test_whose_connection_is_reset_is_to_try_again(
+    shell: Shell, silent: socket.socket, info: EngineInfo
+) -> None:
+    assert shell.tables.examine(ME, next(joins(info))) is None
+    silent.accept()[0].close()  # with the question unread
+    [answer] = shell.wait()
+    assert isinstance(answer, Examined)
+    assert answer.refusal is not None
+    assert (answer.refusal.retry, "reset" in answer.refusal.reason) == (True, True)
 
 
 @pytest.mark.usefixtures("silent")

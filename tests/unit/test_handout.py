@@ -6,13 +6,14 @@ import fcntl
 import gc
 import mmap
 import os
+import resource
 import socket
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 import pytest
@@ -25,6 +26,7 @@ from kvshm.errors import (
     SegmentTooSmall,
     TransportError,
 )
+from kvshm.fds import has_hung_up
 from kvshm.handout import Answer, Handouts, HandoutServer, ask, serve_epoch
 from kvshm.records import table_bytes
 from kvshm.rundir import engine_socket, tables_socket
@@ -278,6 +280,40 @@ def test_who_stands_still_costs_the_timeout(served: ServedNode) -> None:
         listener.listen()
         with pytest.raises(SegmentError, match=r"no answer within 0\.05 s"):
             hasty.table_of_member(EPOCH, 1, 1)
+
+
+STAYS = """
+import sys
+from pathlib import Path
+from kvshm.fds import has_hung_up
+from kvshm.handout import ask
+connection = ask(Path(sys.argv[1]), "slots", int(sys.argv[2]), False, 60).connection
+print(flush=True)
+input()
+print(has_hung_up(connection))
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("permitted", "kept"), [(1024, 128), (240, 32)])
+def test_who_asks_and_stays_without_end_has_a_part_of_the_descriptors_and_crowds_out_nobody(
+    served: ServedNode, engine: Served, permitted: int, kept: int
+) -> None:
+    command = [sys.executable, "-c", STAYS, str(engine.path), str(EPOCH)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with subprocess.Popen(command, **pipes) as other, ExitStack() as held:
+        assert other.stdout.readline() == "\n"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (permitted, hard))
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        greedy = []
+        for _ in range(kept + 40):
+            fd, connection = ask(engine.path, TABLE_KIND, EPOCH, False, 60)
+            os.close(fd)
+            greedy.append(held.enter_context(connection))
+        until(lambda: [has_hung_up(one) for one in greedy].count(False) == kept - 1)
+        assert not has_hung_up(greedy[-1])
+        assert other.communicate("\n")[0] == "False\n"
 
 
 @pytest.mark.parametrize("left", [0, 1])

@@ -298,6 +298,21 @@ def test_a_dead_engine_is_offered_no_more_and_comes_back_as_another(
     assert offered(peers, 1) == [(2, 1, 0)]
 
 
+@pytest.mark.multiprocess
+def test_an_epoch_that_ends_in_order_is_offered_no_more_and_called_no_death(
+    peers: Peers, exporter: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    a = exporter()
+    a.publish(1)
+    with pulsing(a.table):
+        peers.joined(a.info)
+        a.table.retire()
+    peers.look_for_deaths()
+    assert peers._peers[a.info.epoch].dead
+    assert offered(peers, 1) == []
+    assert "has died" not in caplog.text
+
+
 def test_a_table_that_has_gone_is_skipped_and_nobody_is_warned(
     peers: Peers, exporter: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
