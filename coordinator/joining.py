@@ -49,10 +49,13 @@ def on_join(state: State, peer: Peer, join: Join) -> list[Action]:
     return [Examine(peer, join)] if refusal is None else refuse(state, peer, join.engine, refusal)
 
 
-def on_foreign(state: State, peer: Peer, join: ForeignJoin) -> list[Action]:
-    """Refuse an engine whose protocol has another Join than ours."""
-    refusal = _refuse_speaker(state, peer) or _refuse_protocol(join.protocol, join.engine)
-    assert refusal is not None, "a foreign join is one of another version"
+def on_foreign(state: State, peer: Peer, join: ForeignJoin, error: str) -> list[Action]:
+    """Refuse an engine whose protocol has another Join than ours, or whose Join is malformed."""
+    refusal = (
+        _refuse_speaker(state, peer)
+        or _refuse_protocol(join.protocol, join.engine)
+        or Refusal(f"the description of the engine is malformed: {error}", "report this as a bug")
+    )
     return refuse(state, peer, join.engine, refusal)
 
 

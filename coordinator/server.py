@@ -189,7 +189,7 @@ def _read(frames: list[zmq.Frame]) -> Event:
         return Received(peer, decode_command(frame))
     except ProtocolError as exc:
         foreign = foreign_join(frame)
-        return Garbled(peer, str(exc)) if foreign is None else Foreign(peer, foreign)
+        return Garbled(peer, str(exc)) if foreign is None else Foreign(peer, foreign, str(exc))
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

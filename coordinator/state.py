@@ -67,7 +67,7 @@ def decide(state: State, event: Event, now: float) -> list[Action]:
         case Examined():
             return _on_examined(state, event, now)
         case Foreign():
-            return on_foreign(state, event.peer, event.join)
+            return on_foreign(state, event.peer, event.join, event.error)
         case Garbled():
             return state.complain(event.peer, "garbled", event.error)
         case Died():

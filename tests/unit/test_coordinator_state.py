@@ -176,7 +176,7 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
         actions = say(state, info, Join(protocol=protocol, engine=info))
     else:
         join = ForeignJoin(protocol, ForeignEngine(5, "e5", "9.8"))
-        actions = decide(state, Foreign(peer_of(info), join), 0.0)
+        actions = decide(state, Foreign(peer_of(info), join, "undecodable"), 0.0)
     (reply,) = [a.message for a in only(actions, Send)]
     assert isinstance(reply, Refused)
     assert reply.engine_epoch == 5
