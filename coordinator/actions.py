@@ -46,7 +46,7 @@ class Garbled(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """A Join arrived that could not be decoded: of another version of the protocol, or malformed."""
+    """A Join arrived that could not be decoded: another version's, or malformed."""
 
     peer: Peer
     join: ForeignJoin

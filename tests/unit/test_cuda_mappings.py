@@ -6,7 +6,6 @@ import socket
 import threading
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
