@@ -57,7 +57,7 @@ def on_foreign(state: State, peer: Peer, join: ForeignJoin, error: str) -> list[
     refusal = (
         _refuse_speaker(state, peer)
         or _refuse_protocol(join.protocol, join.engine)
-        or Refusal(f"the description of the engine is malformed: {error}", "report this as a bug")
+        or Refusal("the description of the engine is malformed", f"report this as a bug: {error}")
     )
     return refuse(state, peer, join.engine, refusal)
 

@@ -23,7 +23,7 @@ from kvshm.coordinator.actions import (
     Refusal,
     Send,
 )
-from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS, MAX_OF_PROCESS, MAX_TABLES_OF_PROCESS
+from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS
 from kvshm.coordinator.state import decide
 from kvshm.protocol import (
     PROTOCOL_VERSION,
@@ -336,55 +336,13 @@ def test_garbage_is_logged_once_per_sender() -> None:
     assert len(state.complaints) <= 1000
 
 
-def test_a_process_does_not_take_more_places_by_joining_in_many_at_once() -> None:
-    state, infos = new_state(), [engine(epoch, pid=1) for epoch in range(1, MAX_OF_PROCESS + 3)]
-    joins = [Join(protocol=PROTOCOL_VERSION, engine=info) for info in infos]
-    for info, message in zip(infos, joins, strict=True):
-        assert only(say(state, info, message), Examine), "as long as none of them is there"
-    actions = [decide(state, Examined(peer_of(engine(1)), message, None), 0.0) for message in joins]
-    assert len(state.engines) == MAX_OF_PROCESS
-    for epoch, late in enumerate(actions[MAX_OF_PROCESS:], MAX_OF_PROCESS + 1):
-        [send], [forget] = only(late, Send), only(late, Forget)
+def test_who_sends_a_malformed_join_is_told_what_is_wrong_with_it() -> None:
+    state, own = new_state(), ForeignJoin(PROTOCOL_VERSION, ForeignEngine(5, "e5"))
+    lines = []
+    for n in range(3):
+        actions = decide(state, Foreign(peer_of(engine(5)), own, f"of {n} bytes"), 0.0)
+        [send], lines = only(actions, Send), lines + only(actions, Log)
         assert isinstance(send.message, Refused)
-        assert forget == Forget(epoch), "its table is let go of"
-
-
-def test_a_process_that_keeps_the_tables_of_ended_epochs_is_to_wait() -> None:
-    state = new_state()
-    for epoch in range(1, MAX_TABLES_OF_PROCESS + 1):
-        join(state, engine(epoch, pid=1))
-        say(state, engine(epoch, pid=1), Leave(epoch=epoch))
-    one_more = engine(100, pid=1)
-    [send] = only(say(state, one_more, Join(protocol=PROTOCOL_VERSION, engine=one_more)), Send)
-    assert isinstance(send.message, Refused)
-    assert "still has 16 slot tables" in send.message.reason
-    assert send.message.retry
-    assert len(state.kept) == MAX_TABLES_OF_PROCESS
-    join(state, engine(200, pid=2))
-    for event in (Died(1, owner=True, retired=True), Deserted(1)):
-        decide(state, event, 0.0)
-    join(state, one_more)
-
-
-def test_what_a_complaint_keeps_of_its_senders_words_is_bounded() -> None:
-    state = new_state()
-    for n in range(1000):
-        join = ForeignJoin(PROTOCOL_VERSION, ForeignEngine(n + 1))
-        decide(state, Foreign(peer_of(engine(5)), join, "x" * 10_000), 0.0)
-    assert max(len(about) for _, about in state.complaints) < 300
-    assert list(state.complaints.values()) == [1000]
-
-
-def test_one_process_does_not_take_all_places() -> None:
-    """It begins one epoch after the other and ends none."""
-    state = new_state()
-    for epoch in range(1, MAX_OF_PROCESS + 1):
-        join(state, engine(epoch, pid=1))
-    one_more = engine(MAX_OF_PROCESS + 1, pid=1)
-    [send, *_] = say(state, one_more, Join(protocol=PROTOCOL_VERSION, engine=one_more))
-    assert isinstance(send, Send)
-    assert isinstance(send.message, Refused)
-    assert "8 engines" in send.message.reason
-    join(state, engine(100, pid=2))
-    say(state, engine(1, pid=1), Leave(epoch=1))
-    join(state, one_more)
+        assert (send.message.engine_epoch, send.message.retry) == (5, False)
+        assert f"of {n} bytes" in send.message.remedy
+    assert [line.event for line in lines] == ["refused"], "logged once"
