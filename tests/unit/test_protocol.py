@@ -246,12 +246,15 @@ def test_a_hundred_engines_of_the_longest_joins_fit_into_what_a_newcomer_is_told
 
 
 def test_what_is_no_join_of_another_version_is_garbage() -> None:
+    endless = msgspec.msgpack.encode(
+        {"type": "join", "protocol": 99, "engine": {"epoch": 7}, "new": bytes(MAX_COMMAND_BYTES)}
+    )
     leave = msgspec.msgpack.encode({"type": "leave", "protocol": 99, "engine": {"epoch": 7}})
     long = {"type": "join", "protocol": 99, "engine": {"epoch": 7, "kvshm_version": "9" * 65}}
     for frame in (
         msgspec.msgpack.encode(long),
         leave,
-        bytes(MAX_COMMAND_BYTES + 1),
+        endless,
         b"",
         b"\xc1",
         b"\x91" * 10_000,
