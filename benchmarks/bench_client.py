@@ -75,7 +75,7 @@ def engine(name: str, core: int, peers: int = ENGINES) -> SharedCache:
     spec = EngineSpec(name, "none", BLOCKS, 16, asynchronous=True)
     cache = join_cache(config, spec, Path(config.run_dir))
 
-    rank = RankInfo(os.getpid(), MemoryDescriptor("none", 0, 0, [], {}))
+    rank = RankInfo(os.getpid(), MemoryDescriptor("none", 0, 0, []))
     cache.open_epoch([rank], lambda: {"weights": "none"})
     while (table := cache.table) is None or cache.num_peers < peers:
         time.sleep(0.01)  # before anything is measured; the client's thread tells nobody
@@ -186,7 +186,7 @@ class Deaf:
         self._source = batches(name, records)
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.connect(command_endpoint(run_dir, space))
-        memory = MemoryDescriptor("none", self._epoch, 0, [], {})
+        memory = MemoryDescriptor("none", self._epoch, 0, [])
         info = EngineInfo(
             epoch=self._epoch, name=name, pid=os.getpid(), fingerprint=fingerprint, fields={},
             num_blocks=BLOCKS, ranks=[RankInfo(os.getpid(), memory)],

@@ -56,7 +56,7 @@ def engine(namespace: str, number: int, blocks: int) -> tuple[SlotTable, EngineI
     info = EngineInfo(
         epoch=table.epoch, name=spec.engine, pid=table.pid, fields={},
         fingerprint=bytes(32), num_blocks=blocks, lease_bit=number,
-        ranks=[RankInfo(table.pid, MemoryDescriptor("none", table.epoch, 0, [], {}))],
+        ranks=[RankInfo(table.pid, MemoryDescriptor("none", table.epoch, 0, []))],
     )  # fmt: skip
     return table, info
 
@@ -82,7 +82,7 @@ def cool() -> None:
 
 def opened(cache: SharedCache) -> Peers:
     """The cache's peers, once its epoch has begun."""
-    memory = MemoryDescriptor("none", Epoch(0), 0, [], {})
+    memory = MemoryDescriptor("none", Epoch(0), 0, [])
     cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: {"weights": "w"})
     while (life := cache.life) is None:
         time.sleep(0.001)  # another thread begins it

@@ -42,7 +42,7 @@ class Engine:
         config = Config.from_env({"KVSHM_RUN_DIR": run_dir, "KVSHM_NAMESPACE": namespace})
         spec = EngineSpec(f"bench-{os.getpid()}", "bench", blocks, 16, asynchronous=True)
         self.cache = join_cache(config, spec, Path(run_dir))
-        memory = MemoryDescriptor("none", Epoch(0), 0, [], {})
+        memory = MemoryDescriptor("none", Epoch(0), 0, [])
         ranks = [RankInfo(os.getpid(), memory)]
         self.cache.open_epoch(ranks, lambda: {"weights": "bench"})
         while (table := self.cache.table) is None:

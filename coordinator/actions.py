@@ -46,10 +46,11 @@ class Garbled(NamedTuple):
 
 
 class Foreign(NamedTuple):
-    """A Join of another version of the protocol arrived, which could not be decoded."""
+    """A Join arrived that could not be decoded: another version's, or malformed."""
 
     peer: Peer
     join: ForeignJoin
+    error: str
 
 
 class Examined(NamedTuple):

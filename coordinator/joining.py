@@ -34,6 +34,9 @@ MAX_FIELDS_CHARACTERS = 1 << 16
 """Of a fingerprint: what each newcomer is told of all others has to fit one message."""
 MAX_OF_PROCESS = 8
 """Engines of one process: one that begins epochs and ends none takes no more places than these."""
+MAX_TABLES_OF_PROCESS = 2 * MAX_OF_PROCESS
+"""Of a process that ends its epochs and keeps their tables, under which it might hold leases."""
+_LET_GO = "nothing: it is tried again; if that does not help restart the engine"
 _NEW_EPOCH = "begin a new epoch and join with that"
 _LEAVE = "leave with epochs that have ended; give more engines processes of their own"
 
@@ -44,15 +47,18 @@ def on_join(state: State, peer: Peer, join: Join) -> list[Action]:
         _refuse_speaker(state, peer)
         or _refuse_protocol(join.protocol, join.engine)
         or _refuse_message(join.engine)
-        or _refuse_epoch(state, peer, join.engine)
+        or refuse_place(state, peer, join.engine)
     )
     return [Examine(peer, join)] if refusal is None else refuse(state, peer, join.engine, refusal)
 
 
-def on_foreign(state: State, peer: Peer, join: ForeignJoin) -> list[Action]:
-    """Refuse an engine whose protocol has another Join than ours."""
-    refusal = _refuse_speaker(state, peer) or _refuse_protocol(join.protocol, join.engine)
-    assert refusal is not None, "a foreign join is one of another version"
+def on_foreign(state: State, peer: Peer, join: ForeignJoin, error: str) -> list[Action]:
+    """Refuse an engine whose protocol has another Join than ours, or whose Join is malformed."""
+    refusal = (
+        _refuse_speaker(state, peer)
+        or _refuse_protocol(join.protocol, join.engine)
+        or Refusal("the description of the engine is malformed", f"report this as a bug: {error}")
+    )
     return refuse(state, peer, join.engine, refusal)
 
 
@@ -90,17 +96,26 @@ def _refuse_message(engine: EngineInfo) -> Refusal | None:
     return None
 
 
-def _refuse_epoch(state: State, peer: Peer, engine: EngineInfo) -> Refusal | None:
+def refuse_place(state: State, peer: Peer, engine: EngineInfo) -> Refusal | None:
+    """Why this epoch gets no place; asked again when its table has been looked at."""
     if engine.epoch in state.ended:
         return Refusal("this epoch has ended", _NEW_EPOCH)
     known = state.engines.get(engine.epoch)
-    of_process = sum(peer.pid == other.pid != 0 for other in state.engines.values())
-    if known is None and of_process >= MAX_OF_PROCESS:
-        return Refusal(f"process {peer.pid} has {of_process} engines here already", _LEAVE)
-    if known is not None and (
-        known.pid != peer.pid or known.info.fingerprint != engine.fingerprint
-    ):
+    if known is None:
+        return _refuse_one_more(state, peer.pid)
+    if known.pid != peer.pid or known.info.fingerprint != engine.fingerprint:
         return Refusal("another engine has this epoch", _NEW_EPOCH)
+    return None
+
+
+def _refuse_one_more(state: State, pid: int) -> Refusal | None:
+    """Of a process that cannot be seen from here (0) nobody knows what is its own."""
+    present = {epoch for epoch, other in state.engines.items() if other.pid == pid != 0}
+    if len(present) >= MAX_OF_PROCESS:
+        return Refusal(f"process {pid} has {len(present)} engines here already", _LEAVE)
+    if len(kept := present | state.bits.of_process(pid)) >= MAX_TABLES_OF_PROCESS:
+        reason = f"process {pid} still has {len(kept)} slot tables, of epochs that have ended too"
+        return Refusal(reason, _LET_GO, retry=True)
     return None
 
 

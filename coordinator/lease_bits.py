@@ -36,6 +36,10 @@ class LeaseBits:
         """All epochs whose end has to be known before their bits can be handed on."""
         return set().union(*(bit.holders for bit in self._bits))
 
+    def of_process(self, pid: int) -> set[int]:
+        """Those of the bits of one process; none of one that cannot be seen from here (0)."""
+        return set().union(*(bit.holders for bit in self._bits if bit.pid == pid != 0))
+
     @property
     def free(self) -> int:
         """Mask of the bits that nobody has."""

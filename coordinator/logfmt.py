@@ -35,9 +35,9 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
 
 
-def write(log: Log) -> None:
-    """Write a line of the coordinator."""
-    _LOGGER.log(log.level, "%s", line(log.event, log.fields))
+def write(log: Log, exc: Exception | None = None) -> None:
+    """Write a line of the coordinator, with the traceback of ``exc``."""
+    _LOGGER.log(log.level, "%s", line(log.event, log.fields), exc_info=exc)
 
 
 class _Formatter(logging.Formatter):

@@ -18,6 +18,8 @@ from .lease_bits import LeaseBits
 
 MAX_COMPLAINTS = 1000
 """Different complaints that are remembered, and so logged."""
+MAX_REASON = 200
+"""Characters of a reason by which complaints are told apart."""
 MAX_ENDED = 1024
 """Ended epochs that are remembered.  What comes late of one ended before it would have been
 on its way for as long as a thousand others took to end."""
@@ -99,6 +101,7 @@ class State:
     def complain(self, peer: Peer, event: str, reason: str, **fields: object) -> list[Action]:
         """Count a complaint about a sender; return a log line the first time."""
         self.num_complaints += 1
+        reason = reason[:MAX_REASON]
         key = (peer.pid, f"{event} {reason}" if fields else event)
         count = self.complaints.get(key, 0)
         if count or len(self.complaints) < MAX_COMPLAINTS:

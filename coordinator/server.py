@@ -13,6 +13,7 @@ import zmq
 from kvshm.errors import KvshmError, ProtocolError
 from kvshm.protocol import (
     HEARTBEAT_SECONDS,
+    MAX_COMMAND_BYTES,
     decode_command,
     encode,
     foreign_join,
@@ -38,13 +39,14 @@ from .actions import (
     SweepFiles,
 )
 from .broadcasts import Broadcasts
+from .incoming import Incoming
 from .roster import State
 from .sockets import LOOK_SECONDS, Sockets
 from .state import decide
 from .tables import Tables
 
-MAX_RECEIVED = 1000
-"""Messages taken before deaths and the clock are looked after."""
+MAX_RECEIVED = 2000
+"""Parts of messages taken before deaths and the clock are looked after."""
 
 
 class Server:
@@ -71,6 +73,7 @@ class Server:
         self._failed: set[tuple[str, object]] = set()
         """Actions that failed and are said to have, with the number of the error."""
         self._sockets = Sockets(clock)
+        self._incoming = Incoming()
         self._broadcasts = Broadcasts(self._publish)
         self._poller = self._sockets.poller
 
@@ -125,24 +128,32 @@ class Server:
     def _receive(self) -> None:
         for _ in range(MAX_RECEIVED):
             try:
-                frames = self._sockets.router.recv_multipart(zmq.NOBLOCK, copy=False)
+                message = self._incoming.receive(self._sockets.router)
             except zmq.Again:
                 return
-            self._handle(_read(frames))
+            if message is not None:
+                self._handle(_read(*message))
 
     def _handle(self, *events: Event) -> None:
         """Let ``decide`` decide; actions may bring about further events."""
         self._events.extend(events)
         while self._events:
-            for action in decide(self._state, self._events.popleft(), self._clock()):
+            for action in self._decide(self._events.popleft()):
                 self._perform(action)
 
+    def _decide(self, event: Event) -> list[Action]:
+        try:
+            return decide(self._state, event, self._clock())
+        except Exception as exc:  # a bug must not end it for all others
+            self._say_failed(type(event).__name__, exc)
+            return []
+
     def _perform(self, action: Action) -> None:
-        """Do what was decided.  What the machine refuses (descriptors, files) costs this action:
-        bits and leftovers of the dead are swept again with the next sweep."""
+        """Do what was decided.  What the machine refuses (descriptors, files), or a bug, costs this
+        action: bits and leftovers of the dead are swept again with the next sweep."""
         try:
             self._do(action)
-        except (KvshmError, OSError) as exc:
+        except Exception as exc:
             self._say_failed(type(action).__name__, exc)
             if isinstance(action, Examine):
                 remedy = "nothing: it is tried again"
@@ -156,10 +167,16 @@ class Server:
             self._say_failed("keep the lock", exc)
 
     def _say_failed(self, what: str, exc: Exception) -> None:
-        kind = (what, getattr(exc, "errno", str(exc)))
-        if kind not in self._failed:
-            self._failed.add(kind)
-            logfmt.write(Log(logging.WARNING, "failed", {"what": what, "reason": exc}))
+        """Once for each of its kind; with the traceback of what nobody has thought of."""
+        kind = (what, getattr(exc, "errno", None) or type(exc).__name__)
+        if kind in self._failed:
+            return
+        self._failed.add(kind)
+        about: dict[str, object] = {"what": what, "reason": exc}
+        if isinstance(exc, KvshmError | OSError):
+            logfmt.write(Log(logging.WARNING, "failed", about))
+        else:
+            logfmt.write(Log(logging.ERROR, "bug", about), exc)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -191,17 +208,19 @@ class Server:
             logfmt.write(Log(logging.DEBUG, "unsent", {"route": route.hex(), "reason": exc}))
 
 
-def _read(frames: list[zmq.Frame]) -> Event:
+def _read(frames: list[zmq.Frame], num_parts: int) -> Event:
     """Return a message and its sender."""
     peer = Peer(frames[0].bytes, *_credentials(frames[-1]))
-    if len(frames) != 2:
-        return Garbled(peer, f"message of {len(frames) - 1} frames, wanted 1")
+    if num_parts != 2:
+        return Garbled(peer, f"message of {num_parts - 1} frames, wanted 1")
+    if (size := len(frames[1])) > MAX_COMMAND_BYTES:
+        return Garbled(peer, f"message of {size} bytes, at most {MAX_COMMAND_BYTES} allowed")
     frame = frames[1].bytes
     try:
         return Received(peer, decode_command(frame))
     except ProtocolError as exc:
         foreign = foreign_join(frame)
-        return Garbled(peer, str(exc)) if foreign is None else Foreign(peer, foreign)
+        return Garbled(peer, str(exc)) if foreign is None else Foreign(peer, foreign, str(exc))
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

@@ -46,7 +46,7 @@ from .actions import (
     SweepBits,
     SweepFiles,
 )
-from .joining import admit, on_foreign, on_join, refuse
+from .joining import admit, on_foreign, on_join, refuse, refuse_place
 from .roster import Engine, State
 
 GRACE_SECONDS = 3 * HEARTBEAT_SECONDS
@@ -67,7 +67,7 @@ def decide(state: State, event: Event, now: float) -> list[Action]:
         case Examined():
             return _on_examined(state, event, now)
         case Foreign():
-            return on_foreign(state, event.peer, event.join)
+            return on_foreign(state, event.peer, event.join, event.error)
         case Garbled():
             return state.complain(event.peer, "garbled", event.error)
         case Died():
@@ -79,13 +79,16 @@ def decide(state: State, event: Event, now: float) -> list[Action]:
 
 
 def _on_examined(state: State, event: Examined, now: float) -> list[Action]:
-    """Meanwhile the epoch may have ended."""
+    """Meanwhile the epoch may have ended, or others of its process have taken the places."""
     epoch = event.join.engine.epoch
     if event.refusal is not None:
         return refuse(state, event.peer, event.join.engine, event.refusal)
     state.kept.add(epoch)
     if epoch in state.ended:
         return state.forget()
+    refusal = refuse_place(state, event.peer, event.join.engine)
+    if refusal is not None:
+        return [*refuse(state, event.peer, event.join.engine, refusal), *state.forget()]
     return admit(state, event.peer, event.join, now)
 
 

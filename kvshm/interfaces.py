@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from .errors import KvshmError, TransportError
 from .fds import require_descriptors
 from .terms import BlockId, Epoch
 
 ENTRY_POINT_GROUP = "kvshm.transports"
+MAX_REGIONS = 4096
+"""Of one rank: far more than any model's layers, and what others have to go through."""
+MAX_DETAILS_BYTES = 1 << 16
 
 
 class Region(msgspec.Struct, frozen=True, array_like=True):
@@ -41,19 +45,34 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 class MemoryDescriptor(msgspec.Struct, frozen=True, array_like=True):
     """How a peer rank reaches one rank's KV memory: travels in the roster as msgpack.
 
-    ``details`` belongs to the transport (a socket path, IPC handles, a device UUID).
+    ``details`` belongs to the transport (a socket's name, IPC handles, a device UUID), which alone
+    packs and unpacks it: nobody else has to build what another process makes up.
     """
 
     transport: str
     epoch: int
     rank: int
-    regions: list[Region]
-    details: dict[str, Any]
+    regions: Annotated[list[Region], Meta(max_length=MAX_REGIONS)]
+    details: Annotated[bytes, Meta(max_length=MAX_DETAILS_BYTES)] = b""
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block in all regions."""
         return sum(region.block_bytes for region in self.regions)
+
+
+D = TypeVar("D", bound=msgspec.Struct)
+
+
+def unpack_details(descriptor: MemoryDescriptor, transport: str, kind: type[D]) -> D:
+    """Return what ``transport`` has packed (msgpack) as ``kind``.  Raises TransportError if the
+    memory is another transport's, or the details make no sense."""
+    if descriptor.transport != transport:
+        raise TransportError(f"no {transport} memory: {descriptor.transport}")
+    try:
+        return msgspec.msgpack.decode(descriptor.details, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
+        raise TransportError(f"undecodable {transport} details: {exc}") from exc
 
 
 class CopyState(Enum):

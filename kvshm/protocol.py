@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 
 from .errors import ProtocolError, VersionMismatch
 from .interfaces import MemoryDescriptor
+from .records import ENGINE_NAME_BYTES, MAX_RANKS
 
 PROTOCOL_VERSION = 2
 FINGERPRINT_BYTES = 32
@@ -27,7 +28,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_EVENTS_BYTES = 1 << 20
 """Records in one message of events."""
 MAX_COMMAND_BYTES = 2 * MAX_EVENTS_BYTES
-"""What an engine may send, a Join with all its ranks included."""
+"""What an engine may send."""
+MAX_JOIN_BYTES = 1 << 19
+"""A Join with all its ranks: a hundred of them fit into what a newcomer is told."""
 MAX_FRAME_BYTES = MAX_COMMAND_BYTES + (1 << 16)
 """The longest broadcast: what one engine has sent, or several messages of no more in all."""
 QUEUE_FRAMES = 128
@@ -49,6 +52,10 @@ class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
     newer minor version may add some."""
 
 
+Version = Annotated[str, Meta(max_length=64)]
+"""Of kvshm; whoever sends a longer one is no kvshm."""
+
+
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     """One worker process of an engine and how to reach its KV memory."""
 
@@ -68,10 +75,10 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, str]
     """The fingerprint's ingredients, to name what differs between two engines."""
     num_blocks: int
-    ranks: list[RankInfo]
+    ranks: Annotated[list[RankInfo], Meta(max_length=MAX_RANKS)]
     lease_bit: int = -1
     imports_only: bool = False
-    kvshm_version: str = ""
+    kvshm_version: Version = ""
 
 
 # -- engine to coordinator
@@ -92,8 +99,8 @@ class ForeignEngine(msgspec.Struct, frozen=True):
     """What ``ForeignJoin`` says of its sender."""
 
     epoch: int
-    name: str = ""
-    kvshm_version: str = ""
+    name: Annotated[str, Meta(max_length=ENGINE_NAME_BYTES)] = ""
+    kvshm_version: Version = ""
 
 
 class ForeignJoin(msgspec.Struct, frozen=True, tag_field="type", tag="join"):
@@ -249,6 +256,7 @@ AnyBroadcast = (
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_events_decoder = msgspec.msgpack.Decoder(Events)
 _foreign_decoder = msgspec.msgpack.Decoder(ForeignJoin)
 _reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 _broadcasts_decoder: msgspec.msgpack.Decoder[list[AnyBroadcast]] = msgspec.msgpack.Decoder(
@@ -281,17 +289,21 @@ def _decode(
 
 def decode_command(frame: bytes) -> Command:
     """Decode what an engine sent.  Raises ProtocolError."""
-    return _decode(_command_decoder, frame, MAX_COMMAND_BYTES)
+    if len(frame) <= MAX_JOIN_BYTES:
+        return _decode(_command_decoder, frame)
+    try:
+        return _decode(_events_decoder, frame, MAX_COMMAND_BYTES)
+    except ProtocolError as exc:  # nothing of it has been built
+        limit = f"at most {MAX_JOIN_BYTES} allowed but for events"
+        raise ProtocolError(f"message of {len(frame)} bytes, {limit}") from exc
 
 
 def foreign_join(frame: bytes) -> ForeignJoin | None:
-    """Return what can be read of a frame that ``decode_command`` refused, if it is a Join of
-    another version of the protocol."""
-    try:
-        join = _foreign_decoder.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return None
-    return join if join.protocol != PROTOCOL_VERSION else None
+    """Return what can be read of a frame that ``decode_command`` refused, if it is a Join: of
+    another version of the protocol, or of a shape that no engine's has."""
+    with suppress(ProtocolError):
+        return _decode(_foreign_decoder, frame, MAX_COMMAND_BYTES)
+    return None
 
 
 def decode_reply(frame: bytes) -> Reply:

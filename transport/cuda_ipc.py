@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.interfaces import MemoryDescriptor, Region
+from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.log import logger
 from kvshm.terms import BlockId, Epoch
 
@@ -188,7 +188,7 @@ class CudaIpcTransport:
             self._probe.serve(epoch)
             self.epoch = epoch
             _exports[self._details.life] = self
-            details = msgspec.to_builtins(self._details, builtin_types=(bytes,))
+            details = msgspec.msgpack.encode(self._details)
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
     def fence(self) -> Callable[[], bool]:
@@ -227,7 +227,7 @@ class CudaIpcTransport:
     # -- the importer's side
 
     def attach(self, descriptor: MemoryDescriptor) -> CudaAttachment:
-        details = self._details_of(descriptor)
+        details = unpack_details(descriptor, self.name, CudaDetails)
         check_layouts(self.regions, descriptor.regions)
         check_bounds(descriptor.regions, [m.nbytes for m in details.memories])
         check_sizes([*details.memories, details.probe])
@@ -250,14 +250,6 @@ class CudaIpcTransport:
                 return attachment
         attachment.close()
         raise TransportError("the transport is closed")
-
-    def _details_of(self, descriptor: MemoryDescriptor) -> CudaDetails:
-        if descriptor.transport != self.name:
-            raise TransportError(f"no {self.name} memory: {descriptor.transport}")
-        try:
-            return msgspec.convert(descriptor.details, CudaDetails)
-        except msgspec.ValidationError as exc:
-            raise TransportError(f"undecodable {self.name} details: {exc}") from exc
 
     def _route(self, details: CudaDetails) -> Route:
         """Decide how the peer is reached, if at all."""
@@ -301,7 +293,7 @@ class CudaIpcTransport:
             source = addresses[theirs.handle] + theirs.offset
             target = self.memory[mine.handle].address + mine.offset
             rows.append(Row(source, target, theirs.stride, mine.stride, mine.block_bytes))
-        details = self._details_of(descriptor)
+        details = unpack_details(descriptor, self.name, CudaDetails)
         if route is Route.KERNEL and details.device != self.driver.uuid:
             route = self._prober.faster(rows[0], descriptor.regions[0].num_blocks, details.device)
         if self.fault == ZERO:

@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.interfaces import CopyState, MemoryDescriptor, Region, unpack_details
 from kvshm.terms import BlockId, Epoch
 
 from .faults import ZERO, check_fault, misdirect
@@ -93,14 +95,21 @@ class LoopbackCopy:
             self._state = CopyState.DONE
 
 
+class LoopbackDetails(msgspec.Struct, frozen=True):
+    """``MemoryDescriptor.details`` of this transport."""
+
+    export: int
+
+
 class LoopbackAttachment:
     """A peer transport's memory (kvshm.interfaces.Attachment).  It keeps that memory, as a
     mapping would, whatever becomes of the peer."""
 
     def __init__(self, own: LoopbackTransport, descriptor: MemoryDescriptor) -> None:
-        peer = own.network.exports.get(descriptor.details.get("export", -1))
+        export = unpack_details(descriptor, own.name, LoopbackDetails).export
+        peer = own.network.exports.get(export)
         if peer is None:
-            raise TransportError(f"nobody exports {descriptor.details}")
+            raise TransportError(f"nobody exports {export}")
         if peer.epoch != descriptor.epoch:
             raise StaleAttachment(f"the peer serves epoch {peer.epoch:#x}")
         check_layouts(own.regions, descriptor.regions)
@@ -180,7 +189,7 @@ class LoopbackTransport:
             raise TransportError("the transport is closed")
         self.epoch = epoch
         self.network.exports[id(self)] = self
-        details = {"export": id(self)}
+        details = msgspec.msgpack.encode(LoopbackDetails(id(self)))
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
     def attach(self, descriptor: MemoryDescriptor) -> LoopbackAttachment:

@@ -36,7 +36,7 @@ from kvshm.fds import (
     has_hung_up,
     socket_name,
 )
-from kvshm.interfaces import MemoryDescriptor, Region
+from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.terms import BlockId, Epoch
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
@@ -53,6 +53,13 @@ from .regions import (
 
 FETCH_TIMEOUT = 5.0
 """Seconds an exporter's socket may take to answer; it is answered by a thread of its own."""
+
+
+class ShmDetails(msgspec.Struct, frozen=True):
+    """``MemoryDescriptor.details`` of this transport."""
+
+    socket: str
+    """Its name in the run directory."""
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -101,10 +108,8 @@ def _fetch_memory(
 ) -> tuple[list[mmap.mmap], socket.socket | None]:
     """Ask the exporter for its descriptors and map them; also the connection, if it stays open.
     StaleAttachment, TransportError."""
-    name = descriptor.details.get("socket")
-    if descriptor.transport != PosixShmTransport.name or not isinstance(name, str):
-        raise TransportError(f"no {PosixShmTransport.name} memory: {descriptor}")
-    socket_path = beside(own_socket, name)
+    details = unpack_details(descriptor, PosixShmTransport.name, ShmDetails)
+    socket_path = beside(own_socket, details.socket)
     request = msgspec.msgpack.encode(Request(descriptor.epoch))
     reply, fds, connection = fetch_and_stay(socket_path, request, FETCH_TIMEOUT)
     stays = False
@@ -254,7 +259,7 @@ class PosixShmTransport:
                 self._fds.append(self.memory[len(self._fds)].read_only_fd())
             if self._server is None:
                 self._server = FdServer(self._socket_path, self._answer)
-        details = {"socket": socket_name(self._socket_path)}
+        details = msgspec.msgpack.encode(ShmDetails(socket_name(self._socket_path)))
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:

@@ -108,7 +108,8 @@ def test_a_reused_block_is_never_delivered(start: Start) -> None:
 
 def changed(descriptor: str, **details: object) -> str:
     found = msgspec.msgpack.decode(bytes.fromhex(descriptor), type=MemoryDescriptor)
-    new = msgspec.structs.replace(found, details={**found.details, **details})
+    said = {**msgspec.msgpack.decode(found.details), **details}
+    new = msgspec.structs.replace(found, details=msgspec.msgpack.encode(said))
     return msgspec.msgpack.encode(new).hex()
 
 

@@ -218,7 +218,7 @@ def confused() -> None:
     config = Config.from_env(os.environ)
     place = open_run_directory(config.run_dir, os.environ)
     cache = join_cache(config, EngineSpec("confused", "toy", CONFUSED_BLOCKS, 16), place)
-    memory = MemoryDescriptor("none", Epoch(0), 0, [], {})
+    memory = MemoryDescriptor("none", Epoch(0), 0, [])
     cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: {"weights": "toy"})
     while (table := cache.table) is None:
         time.sleep(0.01)

@@ -127,7 +127,7 @@ class Engine:
             fields=json.loads(self.options.fields),
             num_blocks=NUM_BLOCKS,
             ranks=[
-                RankInfo(pid, MemoryDescriptor("none", self.epoch, rank, [], {}))
+                RankInfo(pid, MemoryDescriptor("none", self.epoch, rank, []))
                 for rank, pid in enumerate(pids)
             ],
             kvshm_version=__version__,

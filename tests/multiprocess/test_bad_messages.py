@@ -85,7 +85,7 @@ class Sender:
 
     def info(self, **lies: Any) -> EngineInfo:
         """The truth about this process, apart from the lies."""
-        memory = MemoryDescriptor("none", EPOCH, 0, [], {})
+        memory = MemoryDescriptor("none", EPOCH, 0, [])
         truth = EngineInfo(
             epoch=EPOCH,
             name="liar",
@@ -140,7 +140,7 @@ def test_the_version_is_named_on_both_sides_and_logged_once(node: Node, sender: 
     assert "99" in line
 
 
-NOWHERE = MemoryDescriptor("none", 0, 0, [], {})
+NOWHERE = MemoryDescriptor("none", 0, 0, [])
 LIES: dict[str, dict[str, Any]] = {
     "negative epoch": {"epoch": -1},
     "another epoch": {"epoch": HUGE},

@@ -247,7 +247,7 @@ def test_an_owner_that_does_not_stay_connected_is_not_taken_for_dead(importer, r
 
         old = threading.Thread(target=answer)
         old.start()
-        details = {"socket": "old"}
+        details = msgspec.msgpack.encode({"socket": "old"})
         attachment = importer.attach(MemoryDescriptor("posix_shm", 1, 0, REGIONS, details))
         old.join()
     assert not attachment.ended
@@ -340,17 +340,21 @@ def test_a_copy_needs_nobody_to_hold_its_memory(exporter, run_dir):
     assert (done.returncode, done.stdout, done.stderr) == (0, "DONE\n", "")
 
 
+def socket_of(descriptor, run_dir):
+    return f"{run_dir}/{msgspec.msgpack.decode(descriptor.details)['socket']}"
+
+
 def test_another_epochs_request_is_answered_without_descriptors(exporter, run_dir):
     descriptor = exporter.export(1)
     request = msgspec.msgpack.encode({"epoch": 2})
-    reply, fds = fetch(f"{run_dir}/{descriptor.details['socket']}", request, PATIENCE)
+    reply, fds = fetch(socket_of(descriptor, run_dir), request, PATIENCE)
     assert (msgspec.msgpack.decode(reply), fds) == ({"status": "stale", "epoch": 1}, [])
 
 
 def test_garbage_asked_of_the_socket_is_no_descriptor(exporter, importer, run_dir):
     descriptor = exporter.export(1)
     for garbage in (b"\xc1", msgspec.msgpack.encode({"epoch": "one"}), b"x" * 4000):
-        reply, fds = fetch(f"{run_dir}/{descriptor.details['socket']}", garbage, PATIENCE)
+        reply, fds = fetch(socket_of(descriptor, run_dir), garbage, PATIENCE)
         assert fds == []
         assert b"bad request" in reply
     importer.attach(descriptor).close()
@@ -358,6 +362,7 @@ def test_garbage_asked_of_the_socket_is_no_descriptor(exporter, importer, run_di
 
 @pytest.mark.parametrize("details", [{}, {"socket": 7}, {"socket": "/nonexistent"}])
 def test_a_descriptor_that_leads_nowhere_is_refused(importer, details):
+    details = msgspec.msgpack.encode(details)
     with pytest.raises(TransportError):
         importer.attach(MemoryDescriptor("posix_shm", 1, 0, REGIONS, details))
     with pytest.raises(TransportError):

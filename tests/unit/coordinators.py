@@ -40,7 +40,7 @@ def new_state(*, settled: bool = True) -> State:
 def engine(epoch: int, *, pid: int = 0, ranks: tuple[int, ...] = (), **fields: Any) -> EngineInfo:
     """An engine of one process (pid = epoch unless given), or with ranks of their own."""
     pid = pid or epoch
-    memory = MemoryDescriptor("none", epoch, 0, [], {})
+    memory = MemoryDescriptor("none", epoch, 0, [])
     described: dict[str, Any] = {
         "epoch": epoch,
         "name": f"e{epoch}",

@@ -64,6 +64,16 @@ def wire(descriptor: MemoryDescriptor) -> MemoryDescriptor:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(descriptor), type=MemoryDescriptor)
 
 
+def details_of(descriptor: MemoryDescriptor) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.msgpack.decode(descriptor.details or b"\x80")
+    return found
+
+
+def with_details(descriptor: MemoryDescriptor, **details: Any) -> MemoryDescriptor:
+    packed = msgspec.msgpack.encode({**details_of(descriptor), **details})
+    return msgspec.structs.replace(descriptor, details=packed)
+
+
 def assert_only_own_memory(rank: Rank) -> None:
     foreign = [
         m for m in rank.driver.mapped.values() if m.allocation and m.allocation.owner != rank.driver

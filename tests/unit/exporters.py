@@ -35,7 +35,7 @@ class Exporter:
         node.enlist(self.table)
         for rank in range(ranks):
             self.table.set_life(rank)
-        memory = MemoryDescriptor("none", epoch, 0, list(regions), {})
+        memory = MemoryDescriptor("none", epoch, 0, list(regions))
         self.info = EngineInfo(
             epoch=epoch,
             name=name,

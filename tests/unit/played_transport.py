@@ -85,4 +85,4 @@ class PlayedTransport:
 
 
 def memory_of(epoch: int) -> MemoryDescriptor:
-    return MemoryDescriptor("played", epoch, 0, [], {})
+    return MemoryDescriptor("played", epoch, 0, [])

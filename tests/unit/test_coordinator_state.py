@@ -23,7 +23,7 @@ from kvshm.coordinator.actions import (
     Refusal,
     Send,
 )
-from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS, MAX_OF_PROCESS
+from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS
 from kvshm.coordinator.state import decide
 from kvshm.protocol import (
     PROTOCOL_VERSION,
@@ -176,7 +176,7 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
         actions = say(state, info, Join(protocol=protocol, engine=info))
     else:
         join = ForeignJoin(protocol, ForeignEngine(5, "e5", "9.8"))
-        actions = decide(state, Foreign(peer_of(info), join), 0.0)
+        actions = decide(state, Foreign(peer_of(info), join, "undecodable"), 0.0)
     (reply,) = [a.message for a in only(actions, Send)]
     assert isinstance(reply, Refused)
     assert reply.engine_epoch == 5
@@ -336,16 +336,13 @@ def test_garbage_is_logged_once_per_sender() -> None:
     assert len(state.complaints) <= 1000
 
 
-def test_one_process_does_not_take_all_places() -> None:
-    """It begins one epoch after the other and ends none."""
-    state = new_state()
-    for epoch in range(1, MAX_OF_PROCESS + 1):
-        join(state, engine(epoch, pid=1))
-    one_more = engine(MAX_OF_PROCESS + 1, pid=1)
-    [send, *_] = say(state, one_more, Join(protocol=PROTOCOL_VERSION, engine=one_more))
-    assert isinstance(send, Send)
-    assert isinstance(send.message, Refused)
-    assert "8 engines" in send.message.reason
-    join(state, engine(100, pid=2))
-    say(state, engine(1, pid=1), Leave(epoch=1))
-    join(state, one_more)
+def test_who_sends_a_malformed_join_is_told_what_is_wrong_with_it() -> None:
+    state, own = new_state(), ForeignJoin(PROTOCOL_VERSION, ForeignEngine(5, "e5"))
+    lines = []
+    for n in range(3):
+        actions = decide(state, Foreign(peer_of(engine(5)), own, f"of {n} bytes"), 0.0)
+        [send], lines = only(actions, Send), lines + only(actions, Log)
+        assert isinstance(send.message, Refused)
+        assert (send.message.engine_epoch, send.message.retry) == (5, False)
+        assert f"of {n} bytes" in send.message.remedy
+    assert [line.event for line in lines] == ["refused"], "logged once"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvshm.coordinator.actions import Clock as Passed
 from kvshm.coordinator.actions import (
     Deserted,
     Died,
@@ -21,6 +22,7 @@ from kvshm.coordinator.actions import (
     Examine,
     Examined,
     Forget,
+    Garbled,
     Peer,
     SweepFiles,
 )
@@ -199,3 +201,19 @@ def test_what_the_machine_refuses_costs_the_action_and_one_line_in_the_log(
     assert isinstance(examined, Examined)
     assert examined.refusal is not None
     assert examined.refusal.retry, "its answer is that it shall ask again"
+
+
+def test_a_bug_costs_what_led_to_it_and_its_traceback_is_said_once(
+    served: ServedNode, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bug() -> None:
+        raise RecursionError("nested too deep")
+
+    server = Server(new_state(), Tables(served.run_dir, served.namespace, Clock()), bug)
+    for _ in range(3):
+        server._handle(Passed())  # the first sweeps files
+        server._handle(Garbled(None, ""))  # type: ignore[arg-type]
+        server._perform(SweepFiles())
+    server.close()
+    said = [(r.getMessage().partition(" reason")[0], bool(r.exc_info)) for r in caplog.records]
+    assert said == [("event=bug what=SweepFiles", True), ("event=bug what=Garbled", True)]

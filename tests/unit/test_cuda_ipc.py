@@ -15,7 +15,17 @@ from kvshm.transport.cuda_driver import CudaError
 from kvshm.transport.cuda_export import REMEDY, DeviceMemory
 from kvshm.transport.cuda_ipc import CudaIpcTransport
 
-from .cuda_ranks import BLOCK, EPOCH, NBYTES, REGIONS, Node, copied, wire
+from .cuda_ranks import (
+    BLOCK,
+    EPOCH,
+    NBYTES,
+    REGIONS,
+    Node,
+    copied,
+    details_of,
+    wire,
+    with_details,
+)
 
 # -- ways to reach memory
 
@@ -24,7 +34,7 @@ from .cuda_ranks import BLOCK, EPOCH, NBYTES, REGIONS, Node, copied, wire
 def test_every_kind_of_memory_is_shared(node: Node, kind: str) -> None:
     one, two = node.rank(kind=kind), node.rank(kind=kind)
     descriptor = wire(one.transport.export(EPOCH))
-    assert descriptor.details["memories"][0][0] == kind
+    assert details_of(descriptor)["memories"][0][0] == kind
     attachment = two.transport.attach(descriptor)
     assert copied(attachment, 3) is CopyState.DONE
     assert two.cache[: 3 * BLOCK] == bytes([1]) * (3 * BLOCK)
@@ -86,9 +96,8 @@ def test_a_stale_descriptor_is_told_from_a_broken_path(node: Node) -> None:
     one.transport.export(Epoch(9))
     with pytest.raises(StaleAttachment, match="0x9"):
         two.transport.attach(descriptor)
-    wrong = dict(descriptor.details, probe_checksum=1)
     with pytest.raises(TransportError, match="other bytes than its own"):
-        two.transport.attach(msgspec.structs.replace(descriptor, details=wrong))
+        two.transport.attach(with_details(descriptor, probe_checksum=1))
     two.transport._closer.close()
     assert len(two.transport.mappings) == 0
 
@@ -104,19 +113,16 @@ def test_a_closed_exporter_serves_no_epoch(node: Node) -> None:
 def test_an_allocation_shorter_than_described_is_refused(node: Node) -> None:
     one, two = node.rank(), node.rank()
     descriptor = wire(one.transport.export(EPOCH))
-    memories = [list(m) for m in descriptor.details["memories"]]
+    memories = [list(m) for m in details_of(descriptor)["memories"]]
     memories[0][2] = 2 * NBYTES
     memories[0][3] = 4 * NBYTES
-    longer = msgspec.structs.replace(
-        descriptor, details=dict(descriptor.details, memories=memories)
-    )
     with pytest.raises(TransportError, match="bytes here"):
-        two.transport.attach(longer)
+        two.transport.attach(with_details(descriptor, memories=memories))
 
 
 @pytest.mark.parametrize("details", [{}, {"process": 1}, {"socket": "/x"}])
 def test_details_that_make_no_sense_are_refused(node: Node, details: dict[str, Any]) -> None:
-    descriptor = MemoryDescriptor("cuda_ipc", EPOCH, 0, REGIONS, details)
+    descriptor = with_details(MemoryDescriptor("cuda_ipc", EPOCH, 0, REGIONS), **details)
     with pytest.raises(TransportError, match="undecodable"):
         node.rank().transport.attach(descriptor)
     with pytest.raises(TransportError, match="no cuda_ipc memory"):
@@ -129,7 +135,7 @@ def test_details_that_make_no_sense_are_refused(node: Node, details: dict[str, A
 def test_a_peer_gpu_is_known_by_uuid_whether_or_not_it_is_visible(node: Node) -> None:
     one = node.rank("gpu-1")
     descriptor = wire(one.transport.export(EPOCH))
-    assert descriptor.details["device"] == "gpu-1"
+    assert details_of(descriptor)["device"] == "gpu-1"
     for importer in (node.rank("gpu-0"), node.rank("gpu-0", visible=("gpu-1",))):
         attachment = importer.transport.attach(descriptor)
         assert attachment.route in (Route.KERNEL, Route.BATCH)

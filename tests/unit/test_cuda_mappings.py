@@ -6,7 +6,6 @@ import socket
 import threading
 from typing import Any
 
-import msgspec
 import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
@@ -14,7 +13,17 @@ from kvshm.interfaces import CopyState
 from kvshm.terms import BlockId, Epoch
 from kvshm.transport import cuda_vmm
 
-from .cuda_ranks import BLOCK, EPOCH, Node, assert_only_own_memory, copied, settled, wire
+from .cuda_ranks import (
+    BLOCK,
+    EPOCH,
+    Node,
+    assert_only_own_memory,
+    copied,
+    details_of,
+    settled,
+    wire,
+    with_details,
+)
 
 
 def test_an_allocation_is_opened_once_and_closed_with_its_last_user(node: Node) -> None:
@@ -65,8 +74,7 @@ def test_equal_handles_of_two_lives_are_never_confused(node: Node) -> None:
     one, two = node.rank(), node.rank()
     first = wire(one.transport.export(EPOCH))
     attachment = two.transport.attach(first)
-    details = dict(first.details, life=first.details["life"] + 1)
-    reborn = msgspec.structs.replace(first, details=details)
+    reborn = with_details(first, life=details_of(first)["life"] + 1)
     with pytest.raises(TransportError, match="earlier life"):
         two.transport.attach(reborn)
     attachment.close()
@@ -90,7 +98,7 @@ def test_vmm_memory_described_anew_has_another_life(node: Node) -> None:
     before = wire(one.transport.export(EPOCH))
     one.transport.export(Epoch(0))
     after = wire(one.transport.export(EPOCH))
-    assert after.details["life"] != before.details["life"]
+    assert details_of(after)["life"] != details_of(before)["life"]
     with pytest.raises(StaleAttachment):
         two.transport.attach(before)
     assert copied(two.transport.attach(after)) is CopyState.DONE
@@ -102,7 +110,7 @@ def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
     monkeypatch.setattr(cuda_vmm, "_FETCH_TIMEOUT", 90.0)  # longer than anybody waits here
     hung, healthy, two = (node.rank(kind="fd") for _ in range(3))
     descriptor = wire(hung.transport.export(EPOCH))
-    silent = msgspec.structs.replace(descriptor, details=dict(descriptor.details, socket="hung"))
+    silent = with_details(descriptor, socket="hung")
     attached: list[Any] = []
     failures: list[TransportError] = []
     ended = threading.Event()

@@ -93,7 +93,7 @@ def engine(served: ServedNode) -> Served:
 @pytest.fixture
 def info() -> EngineInfo:
     """The truth about that engine, which sees itself in a pid namespace of its own."""
-    memory = MemoryDescriptor("none", EPOCH, 0, [], {})
+    memory = MemoryDescriptor("none", EPOCH, 0, [])
     return EngineInfo(
         epoch=EPOCH,
         name="e",

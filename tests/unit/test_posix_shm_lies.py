@@ -83,7 +83,9 @@ def test_only_memory_that_stays_and_is_stated_is_mapped(
     answer = msgspec.msgpack.encode(Answer("ok", 1, stays=True))
     server = FdServer(run_dir / "liar", lambda request: (answer, given))
     before = len(os.listdir("/proc/self/fd"))
-    described = MemoryDescriptor("posix_shm", 1, 0, REGIONS, {"socket": "liar"})
+    described = MemoryDescriptor(
+        "posix_shm", 1, 0, REGIONS, msgspec.msgpack.encode({"socket": "liar"})
+    )
     if reason is None:
         own.attach(described).close()
     else:

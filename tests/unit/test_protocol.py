@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 
 from kvshm import protocol
 from kvshm.errors import ProtocolError, VersionMismatch
-from kvshm.interfaces import MemoryDescriptor, Region
+from kvshm.interfaces import MAX_DETAILS_BYTES, MAX_REGIONS, MemoryDescriptor, Region
 from kvshm.protocol import (
+    MAX_COMMAND_BYTES,
+    MAX_EVENTS_BYTES,
+    MAX_JOIN_BYTES,
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     EngineEvents,
@@ -50,7 +53,7 @@ from kvshm.protocol import (
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 
 BIG = 2**64 - 1
-MEMORY = MemoryDescriptor("posix_shm", BIG, 1, [Region(0, 64, 32, 9)], {"socket": "/r/s"})
+MEMORY = MemoryDescriptor("posix_shm", BIG, 1, [Region(0, 64, 32, 9)], b"\x81")
 ENGINE = EngineInfo(
     epoch=BIG,
     name="a",
@@ -196,12 +199,66 @@ def test_of_another_versions_join_that_cannot_be_decoded_enough_is_read() -> Non
     assert foreign_join(frame) == ForeignJoin(99, ForeignEngine(7, "e", "9.8"))
 
 
+def of_rank(**what: Any) -> EngineInfo:
+    memory = msgspec.structs.replace(MEMORY, **what)
+    return msgspec.structs.replace(ENGINE, ranks=[RankInfo(1, memory)])
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        (msgspec.structs.replace(ENGINE, kvshm_version="9" * 65), "length <= 64"),
+        (msgspec.structs.replace(ENGINE, ranks=[RankInfo(1, MEMORY)] * 65), "length <= 64"),
+        (of_rank(regions=[Region(0, 1, 1, 1)] * (MAX_REGIONS + 1)), f"<= {MAX_REGIONS}"),
+        (of_rank(details=bytes(MAX_DETAILS_BYTES + 1)), f"<= {MAX_DETAILS_BYTES}"),
+        (of_rank(details={"a": [[]] * 100}), "got `object`"),
+    ],
+    ids=["version", "ranks", "regions", "details", "details to be built"],
+)
+def test_what_everybody_is_told_of_an_engine_is_bounded(engine: EngineInfo, reason: str) -> None:
+    """By who decodes it, engine or coordinator; it is known who sent it, so he is told."""
+    frame = encode(Join(protocol=PROTOCOL_VERSION, engine=engine))
+    with pytest.raises(ProtocolError, match=reason):
+        decode_command(frame)
+    told = encode(EngineJoined(**NUMBERED, engine=engine, engine_sequence=4))
+    with pytest.raises(ProtocolError, match=reason):
+        decode_broadcast(told)
+
+
+def test_a_long_join_is_not_built_and_its_sender_is_told() -> None:
+    ranks = [RankInfo(1, msgspec.structs.replace(MEMORY, details=bytes(MAX_DETAILS_BYTES)))] * 8
+    engine = msgspec.structs.replace(ENGINE, ranks=ranks)
+    frame = encode(Join(protocol=PROTOCOL_VERSION, engine=engine))
+    with pytest.raises(ProtocolError, match=f"at most {MAX_JOIN_BYTES} allowed but for events"):
+        decode_command(frame)
+    assert foreign_join(frame) == ForeignJoin(PROTOCOL_VERSION, ForeignEngine(BIG, "a"))
+    events = Events(epoch=BIG, sequence=4, records=bytes(MAX_EVENTS_BYTES))
+    assert decode_command(encode(events)) == events
+
+
+def test_a_hundred_engines_of_the_longest_joins_fit_into_what_a_newcomer_is_told() -> None:
+    memory = msgspec.structs.replace(MEMORY, details=bytes(MAX_DETAILS_BYTES))
+    engine = msgspec.structs.replace(ENGINE, ranks=[RankInfo(1, memory)] * 7)
+    assert len(encode(Join(protocol=PROTOCOL_VERSION, engine=engine))) > MAX_JOIN_BYTES * 7 // 8
+    assert isinstance(
+        decode_reply(encode(msgspec.structs.replace(REPLIES[0], roster=[engine] * 100))), Joined
+    )
+
+
 def test_what_is_no_join_of_another_version_is_garbage() -> None:
-    own = msgspec.msgpack.encode(
-        {"type": "join", "protocol": PROTOCOL_VERSION, "engine": {"epoch": 7}}
+    endless = msgspec.msgpack.encode(
+        {"type": "join", "protocol": 99, "engine": {"epoch": 7}, "new": bytes(MAX_COMMAND_BYTES)}
     )
     leave = msgspec.msgpack.encode({"type": "leave", "protocol": 99, "engine": {"epoch": 7}})
-    for frame in (own, leave, b"", b"\xc1", b"\x91" * 10_000):
+    long = {"type": "join", "protocol": 99, "engine": {"epoch": 7, "kvshm_version": "9" * 65}}
+    for frame in (
+        msgspec.msgpack.encode(long),
+        leave,
+        endless,
+        b"",
+        b"\xc1",
+        b"\x91" * 10_000,
+    ):
         assert foreign_join(frame) is None
 
 

@@ -221,7 +221,7 @@ def imagined_cache(num_blocks: int) -> KVCacheConfig:
 
 def description() -> RankDescription:
     """What the one hand-played rank says of itself."""
-    memory = MemoryDescriptor("loopback", 0, 0, [], {})
+    memory = MemoryDescriptor("loopback", 0, 0, [])
     return RankDescription(RankInfo(os.getpid(), memory), {"weights": "w"})
 
 
