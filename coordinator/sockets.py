@@ -139,18 +139,17 @@ class Sockets:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.poller = zmq.Poller()
-        self._context = zmq.Context()
         self._doors: list[_Door] = []
         self._monitors: list[zmq.Socket[bytes]] = []
         self._limit = raise_descriptor_limit()
         self._max_descriptors = min(MAX_DESCRIPTORS, self._limit * 3 // 4)
-        self._max_memory = MAX_MEMORY
         _statm()
         self._is_shut = False
         self._said: dict[str, float] = {}
         self._make()
 
     def _make(self) -> None:
+        self._context = zmq.Context()
         self.router = self._context.socket(zmq.ROUTER)
         self.publisher = self._context.socket(zmq.PUB)
         for made in (self.router, self.publisher):
@@ -194,7 +193,8 @@ class Sockets:
         if self._monitors:
             self.router.disable_monitor()
             self.publisher.disable_monitor()
-            self.poller.unregister(self.router)
+            with suppress(KeyError):  # if its door could not be opened
+                self.poller.unregister(self.router)
         self._monitors.clear()
         self.router.close()
         self.publisher.close()
@@ -221,7 +221,7 @@ class Sockets:
         self._empty_monitors()
         # Who connects, subscribes and leaves is worked off by calls only.
         self.publisher.getsockopt(zmq.EVENTS)
-        if (memory := private_bytes()) > self._max_memory:
+        if (memory := private_bytes()) > MAX_MEMORY:
             self._begin_anew(memory)
 
     def check(self) -> None:
@@ -246,18 +246,22 @@ class Sockets:
 
     def _begin_anew(self, memory: int) -> None:
         """Free what libzmq keeps for others: parts of messages, subscriptions, queues."""
-        about: dict[str, object] = {"bytes": memory, "limit": self._max_memory}
+        self.check()  # nobody else's names are to be taken
+        about: dict[str, object] = {"bytes": memory, "limit": MAX_MEMORY}
         about["remedy"] = "end who sends without end, or subscribes so often, or does not read"
         self._say("memory", "hung-up-on-all", about)
-        self._hang_up()
+        self.close()  # waits until libzmq's threads have freed everything
+        _give_back()
         try:
             self._make()
             self._listen()
         except zmq.ZMQError as exc:  # no descriptors left: whoever starts it again has some
             raise KvshmError(f"the sockets cannot be made anew: {exc}") from exc
-        _give_back()
-        # What cannot be given back must not have it begin anew for ever.
-        self._max_memory = max(MAX_MEMORY, private_bytes() + MAX_MEMORY // 2)
+        if (left := private_bytes()) > MAX_MEMORY:  # or it would hang up for ever
+            raise KvshmError(
+                f"{left} bytes of memory are in use, {MAX_MEMORY} are permitted, though nobody is "
+                "connected any more; start the coordinator again"
+            )
 
     def _say(self, kind: str, event: str, about: dict[str, object]) -> None:
         now = self._clock()

@@ -101,15 +101,19 @@ def test_who_asks_for_tables_without_end_takes_no_descriptors(node: Node) -> Non
 # -- memory
 
 
-def test_a_message_without_end_is_hung_up_on_and_engines_go_on(node: Node) -> None:
+LARGE, EMPTY = frame(bytes(MEGABYTE), MORE), bytes([MORE, 0]) * 65536
+
+
+@pytest.mark.parametrize("parts", [LARGE, EMPTY], ids=["large", "empty"])
+def test_a_message_without_end_is_hung_up_on_and_engines_go_on(node: Node, parts: bytes) -> None:
+    """libzmq frees large parts at once, and a million empty ones on a thread of its own."""
     coordinator = node.coordinator()
     engine = FakeEngine(node, "a")
     engine.joined()
-    part = frame(bytes(MEGABYTE), MORE)
     hung_up = suppress(BrokenPipeError, ConnectionResetError)
     with connect(command_endpoint(node.run_dir, node.namespace)) as greedy, hung_up:
         for _ in range(16_000):
-            greedy.sendall(part)
+            greedy.sendall(parts)
     coordinator.wait_err("event=hung-up-on-all")
     wait_until(lambda: resident(coordinator) < 200, "it has given the memory back")
     FakeEngine(node, "b").joined()
