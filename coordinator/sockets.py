@@ -27,6 +27,7 @@ import zmq
 from zmq.constants import Event
 
 from kvshm.errors import KvshmError, RunDirectoryError
+from kvshm.fds import FileId, file_at, remove_own
 from kvshm.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
 from kvshm.rundir import set_aside
 
@@ -86,29 +87,31 @@ class _Door:
         self.endpoint = endpoint
         self._path = Path(endpoint.removeprefix("ipc://"))
         self._aside = set_aside(self._path)
-        self._inode = 0
+        self._own: FileId | None = None
         self._shut = False
 
     def open(self) -> int:
         """Listen under the name; return the descriptor.  Raises RunDirectoryError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.remove()
+            for path in (self._path, self._aside):  # of coordinators that have died
+                path.unlink(missing_ok=True)
             listener.bind(os.fspath(self._path))
             listener.listen(BACKLOG)
-            self._inode = os.lstat(self._path).st_ino
+            self._own = file_at(self._path)
         except OSError as exc:
             listener.close()
             raise RunDirectoryError(
-                f"socket {self._path} cannot be made: {exc.strerror}; remove what lies there, make "
-                "room in that directory, or set KVSHM_RUN_DIR to another one"
+                f"socket {exc.filename or self._path} cannot be made: {exc.strerror}; remove what "
+                "lies there, make room in that directory, or set KVSHM_RUN_DIR to another one"
             ) from exc
         self._shut = False
         return listener.detach()
 
     def shut(self, shut: bool) -> None:
-        """Take the name away, or give it back."""
+        """Take the name away, or give it back.  Raises OSError, or what ``check`` does."""
         if shut != self._shut:
+            self.check()
             old, new = (self._path, self._aside) if shut else (self._aside, self._path)
             old.rename(new)
             self._shut = shut
@@ -117,20 +120,21 @@ class _Door:
         """Raise KvshmError if the name is not this socket's any more: nobody could connect."""
         path = self._aside if self._shut else self._path
         try:
-            found = os.lstat(path).st_ino
-        except FileNotFoundError:
-            found = 0
+            found = file_at(path)
         except OSError:
             return  # perhaps another time
-        if found != self._inode:
+        if found != self._own:
             raise KvshmError(
-                f"socket {path} was removed while the coordinator served, so that no engine finds "
-                "it any more; start the coordinator again, and keep others from clearing up there"
+                f"socket {path} was removed or replaced while the coordinator served, so that no "
+                "engine finds it any more; start the coordinator again, and keep others from "
+                "clearing up there"
             )
 
     def remove(self) -> None:
+        """Leave what another coordinator has put there."""
         for path in (self._path, self._aside):
-            path.unlink(missing_ok=True)
+            with suppress(OSError):
+                remove_own(path, self._own)
 
 
 class Sockets:
@@ -185,8 +189,7 @@ class Sockets:
 
     def _hang_up(self) -> None:
         for door in self._doors:  # first: else more would come while the monitors are emptied
-            with suppress(OSError):
-                door.remove()
+            door.remove()
         self._empty_monitors()  # a full one would keep libzmq's thread, and this one with it
         for monitor in self._monitors:
             self.poller.unregister(monitor)
@@ -195,6 +198,8 @@ class Sockets:
             self.publisher.disable_monitor()
             with suppress(KeyError):  # if its door could not be opened
                 self.poller.unregister(self.router)
+        for monitor in self._monitors:
+            monitor.close()
         self._monitors.clear()
         self.router.close()
         self.publisher.close()
@@ -230,19 +235,17 @@ class Sockets:
             door.check()
 
     def _shut(self, shut: bool, used: int | None) -> None:
-        if shut == self._is_shut:
-            return
-        try:
-            for door in self._doors:
-                door.shut(shut)
-        except OSError as exc:
-            self._say("doors", "failed", {"what": "shut" if shut else "open", "reason": exc})
-            return
-        self._is_shut = shut
-        if shut:
+        if shut and not self._is_shut:
             remedy = "end who connects so often, or raise the limit of open files (ulimit -n)"
             limit = self._max_descriptors
             self._say("full", "full", {"descriptors": used, "limit": limit, "remedy": remedy})
+        self._is_shut = shut
+        for door in self._doors:  # one that cannot be moved is tried again with the next look
+            try:
+                door.shut(shut)
+            except OSError as exc:
+                what = "shut" if shut else "open"
+                self._say("doors", "failed", {"what": what, "reason": exc})
 
     def _begin_anew(self, memory: int) -> None:
         """Free what libzmq keeps for others: parts of messages, subscriptions, queues."""
