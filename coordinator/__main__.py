@@ -194,11 +194,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(EXIT_RUN_DIRECTORY, exc)
     except (KvshmError, OSError) as exc:
         return _fail(EXIT_UNEXPECTED, exc)
+    logfmt.end()
     return EXIT_CLEAN
 
 
 def _fail(status: int, exc: Exception) -> int:
-    print(f"kvshm-coordinator: {exc}", file=sys.stderr)
+    logfmt.end(f"kvshm-coordinator: {exc}")
     return status
 
 

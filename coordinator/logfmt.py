@@ -1,15 +1,29 @@
-"""One line per event, key=value, so that both people and grep can read the log."""
+"""One line per event, key=value, so that both people and grep can read the log.
+
+Whoever reads it may stand still: lines then wait here, and the coordinator for nobody.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+import select
 import sys
 import time
+from collections import deque
+from contextlib import suppress
 
 from .actions import Log
 
 MAX_VALUE = 1000
 """Characters of a value that are written."""
+
+MAX_WAITING_BYTES = 1 << 20
+"""Of lines that nobody has read yet; further ones are counted and lost."""
+_AT_ONCE = select.PIPE_BUF
+"""So much fits into whatever poll calls writable."""
+LAST_SECONDS = 1.0
+"""How long the end waits for whoever reads."""
 
 _LOGGER = logging.getLogger("kvshm.coordinator")
 
@@ -52,8 +66,100 @@ class _Formatter(logging.Formatter):
         return f"{head} {text}"
 
 
+class _Lines(logging.Handler):
+    """Writes to a descriptor what it takes without waiting, and the rest later.  Any thread."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+        self._waiting: deque[bytes] = deque()
+        self._size = 0
+        self._lost = 0
+        self._writable = select.poll()
+        self._writable.register(fd, select.POLLOUT)
+        self.setFormatter(_Formatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        self.add(text)
+        self.go_on()
+
+    def add(self, text: str) -> None:
+        encoded = text.encode(errors="backslashreplace") + b"\n"
+        if self._size + len(encoded) > MAX_WAITING_BYTES:
+            self._lost += 1
+        else:
+            self._keep(encoded)
+
+    def _keep(self, encoded: bytes) -> None:
+        self._size += len(encoded)
+        parts = range(0, len(encoded), _AT_ONCE)
+        self._waiting.extend(encoded[part : part + _AT_ONCE] for part in parts)
+
+    def go_on(self, patience: float = 0.0) -> None:
+        """Write what waits, as long as somebody reads, waiting for that so many seconds."""
+        until = time.monotonic() + patience
+        self.acquire()  # which a thread may do again
+        try:
+            while self._waiting:
+                left = max(0.0, until - time.monotonic())
+                if not self._writable.poll(left * 1000) or not self._write():
+                    return
+                if not self._waiting and self._lost:
+                    self._tell_lost()
+        finally:
+            self.release()
+
+    def _write(self) -> bool:
+        """Whether it is of use to go on."""
+        part = self._waiting[0]
+        try:
+            written = os.write(self._fd, part)
+        except BlockingIOError:
+            return False
+        except OSError:
+            written = len(part)  # nobody will ever read it
+        self._size -= written
+        self._waiting.popleft()
+        if written < len(part):
+            self._waiting.appendleft(part[written:])
+        return True
+
+    def _tell_lost(self) -> None:
+        about = {"lines": self._lost, "remedy": "have the log read all the time"}
+        self._lost = 0
+        text = line("lines-lost", about)
+        record = _LOGGER.makeRecord(_LOGGER.name, logging.WARNING, "", 0, text, (), None)
+        self._keep(self.format(record).encode() + b"\n")
+
+
+_lines: list[_Lines] = []
+"""The one of ``start``; none where there is no stderr."""
+
+
 def start(level: str) -> None:
     """Send lines of at least ``level`` to stderr."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    with suppress(OSError, ValueError, AttributeError):  # closed, or none
+        _lines[:] = [_Lines(sys.stderr.fileno())]
+    handlers = _lines or [logging.NullHandler()]
+    logging.basicConfig(level=level.upper(), handlers=handlers)
+
+
+def go_on() -> None:
+    """Write lines that have waited for whoever reads them; now and then."""
+    for lines in _lines:
+        lines.go_on()
+
+
+def end(text: str = "") -> None:
+    """Write what waits, and ``text`` behind it.  Takes LAST_SECONDS at most if nobody reads."""
+    if text and not _lines:
+        print(text, file=sys.stderr)
+    for lines in _lines:
+        if text:
+            lines.add(text)
+        lines.go_on(LAST_SECONDS)

@@ -100,6 +100,7 @@ class Server:
             if self._clock() >= next_look:
                 next_look = self._clock() + LOOK_SECONDS
                 self._sockets.look()
+                logfmt.go_on()
             due = min(next_clock, next_look, self._broadcasts.next_due())
             self._wait(due - self._clock())
             self._broadcasts.send_due(self._clock())

@@ -27,6 +27,7 @@ import zmq
 from zmq.constants import Event
 
 from kvshm.errors import KvshmError, RunDirectoryError
+from kvshm.fds import FileId, file_at, remove_own
 from kvshm.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
 from kvshm.rundir import set_aside
 
@@ -86,29 +87,31 @@ class _Door:
         self.endpoint = endpoint
         self._path = Path(endpoint.removeprefix("ipc://"))
         self._aside = set_aside(self._path)
-        self._inode = 0
+        self._own: FileId | None = None
         self._shut = False
 
     def open(self) -> int:
         """Listen under the name; return the descriptor.  Raises RunDirectoryError."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.remove()
+            for path in (self._path, self._aside):  # of coordinators that have died
+                path.unlink(missing_ok=True)
             listener.bind(os.fspath(self._path))
             listener.listen(BACKLOG)
-            self._inode = os.lstat(self._path).st_ino
+            self._own = file_at(self._path)
         except OSError as exc:
             listener.close()
             raise RunDirectoryError(
-                f"socket {self._path} cannot be made: {exc.strerror}; remove what lies there, make "
-                "room in that directory, or set KVSHM_RUN_DIR to another one"
+                f"socket {exc.filename or self._path} cannot be made: {exc.strerror}; remove what "
+                "lies there, make room in that directory, or set KVSHM_RUN_DIR to another one"
             ) from exc
         self._shut = False
         return listener.detach()
 
     def shut(self, shut: bool) -> None:
-        """Take the name away, or give it back."""
+        """Take the name away, or give it back.  Raises OSError, or what ``check`` does."""
         if shut != self._shut:
+            self.check()
             old, new = (self._path, self._aside) if shut else (self._aside, self._path)
             old.rename(new)
             self._shut = shut
@@ -117,26 +120,21 @@ class _Door:
         """Raise KvshmError if the name is not this socket's any more: nobody could connect."""
         path = self._aside if self._shut else self._path
         try:
-            found = os.lstat(path).st_ino
-        except FileNotFoundError:
-            found = 0
+            found = file_at(path)
         except OSError:
             return  # perhaps another time
-        if found != self._inode:
+        if found != self._own:
             raise KvshmError(
-                f"socket {path} was removed while the coordinator served, so that no engine finds "
-                "it any more; start the coordinator again, and keep others from clearing up there"
+                f"socket {path} was removed or replaced while the coordinator served, so that no "
+                "engine finds it any more; start the coordinator again, and keep others from "
+                "clearing up there"
             )
 
     def remove(self) -> None:
+        """Leave what another coordinator has put there."""
         for path in (self._path, self._aside):
-            path.unlink(missing_ok=True)
-
-    def leave(self) -> None:
-        """Remove the name, unless another coordinator has it now."""
-        path = self._aside if self._shut else self._path
-        if os.lstat(path).st_ino == self._inode:
-            path.unlink()
+            with suppress(OSError):
+                remove_own(path, self._own)
 
 
 class Sockets:
@@ -145,18 +143,17 @@ class Sockets:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.poller = zmq.Poller()
-        self._context = zmq.Context()
         self._doors: list[_Door] = []
         self._monitors: list[zmq.Socket[bytes]] = []
         self._limit = raise_descriptor_limit()
         self._max_descriptors = min(MAX_DESCRIPTORS, self._limit * 3 // 4)
-        self._max_memory = MAX_MEMORY
         _statm()
         self._is_shut = False
         self._said: dict[str, float] = {}
         self._make()
 
     def _make(self) -> None:
+        self._context = zmq.Context()
         self.router = self._context.socket(zmq.ROUTER)
         self.publisher = self._context.socket(zmq.PUB)
         for made in (self.router, self.publisher):
@@ -192,15 +189,17 @@ class Sockets:
 
     def _hang_up(self) -> None:
         for door in self._doors:  # first: else more would come while the monitors are emptied
-            with suppress(OSError):
-                door.leave()
+            door.remove()
         self._empty_monitors()  # a full one would keep libzmq's thread, and this one with it
         for monitor in self._monitors:
             self.poller.unregister(monitor)
         if self._monitors:
             self.router.disable_monitor()
             self.publisher.disable_monitor()
-            self.poller.unregister(self.router)
+            with suppress(KeyError):  # if its door could not be opened
+                self.poller.unregister(self.router)
+        for monitor in self._monitors:
+            monitor.close()
         self._monitors.clear()
         self.router.close()
         self.publisher.close()
@@ -227,7 +226,7 @@ class Sockets:
         self._empty_monitors()
         # Who connects, subscribes and leaves is worked off by calls only.
         self.publisher.getsockopt(zmq.EVENTS)
-        if (memory := private_bytes()) > self._max_memory:
+        if (memory := private_bytes()) > MAX_MEMORY:
             self._begin_anew(memory)
 
     def check(self) -> None:
@@ -236,34 +235,36 @@ class Sockets:
             door.check()
 
     def _shut(self, shut: bool, used: int | None) -> None:
-        if shut == self._is_shut:
-            return
-        try:
-            for door in self._doors:
-                door.shut(shut)
-        except OSError as exc:
-            self._say("doors", "failed", {"what": "shut" if shut else "open", "reason": exc})
-            return
-        self._is_shut = shut
-        if shut:
+        if shut and not self._is_shut:
             remedy = "end who connects so often, or raise the limit of open files (ulimit -n)"
             limit = self._max_descriptors
             self._say("full", "full", {"descriptors": used, "limit": limit, "remedy": remedy})
+        self._is_shut = shut
+        for door in self._doors:  # one that cannot be moved is tried again with the next look
+            try:
+                door.shut(shut)
+            except OSError as exc:
+                what = "shut" if shut else "open"
+                self._say("doors", "failed", {"what": what, "reason": exc})
 
     def _begin_anew(self, memory: int) -> None:
         """Free what libzmq keeps for others: parts of messages, subscriptions, queues."""
-        about: dict[str, object] = {"bytes": memory, "limit": self._max_memory}
+        self.check()  # nobody else's names are to be taken
+        about: dict[str, object] = {"bytes": memory, "limit": MAX_MEMORY}
         about["remedy"] = "end who sends without end, or subscribes so often, or does not read"
         self._say("memory", "hung-up-on-all", about)
-        self._hang_up()
+        self.close()  # waits until libzmq's threads have freed everything
+        _give_back()
         try:
             self._make()
             self._listen()
         except zmq.ZMQError as exc:  # no descriptors left: whoever starts it again has some
             raise KvshmError(f"the sockets cannot be made anew: {exc}") from exc
-        _give_back()
-        # What cannot be given back must not have it begin anew for ever.
-        self._max_memory = max(MAX_MEMORY, private_bytes() + MAX_MEMORY // 2)
+        if (left := private_bytes()) > MAX_MEMORY:  # or it would hang up for ever
+            raise KvshmError(
+                f"{left} bytes of memory are in use, {MAX_MEMORY} are permitted, though nobody is "
+                "connected any more; start the coordinator again"
+            )
 
     def _say(self, kind: str, event: str, about: dict[str, object]) -> None:
         now = self._clock()

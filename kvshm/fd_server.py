@@ -10,11 +10,21 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from . import threads
 from .errors import TransportError
-from .fds import MAX_REQUEST_BYTES, check_path, new_socket, peer_credentials, peer_uid
+from .fds import (
+    MAX_REQUEST_BYTES,
+    FileId,
+    check_path,
+    file_at,
+    new_socket,
+    peer_credentials,
+    peer_uid,
+    remove_own,
+)
 from .forks import guard_forks
 from .log import Seldom, logger
 
@@ -44,7 +54,9 @@ def _most_kept() -> int:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket a dead process left at ``path``; TransportError if one serves there."""
+    """Remove what a dead process left at ``path``; TransportError if one serves there."""
+    if os.path.islink(path):  # nobody binds one; what it leads to is none of ours
+        Path(path).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)
         try:
@@ -57,16 +69,19 @@ def _remove_stale(path: str) -> None:
             raise TransportError(f"{path}: another process serves this socket")
 
 
-def _bind(listener: socket.socket, path: str) -> int:
-    """Listen at ``path``, mode 0600 before the first peer can connect; return its inode."""
+def _bind(listener: socket.socket, path: str) -> FileId | None:
+    """Listen at ``path``, mode 0600 before the first peer can connect; return what lies there."""
     try:
         _remove_stale(path)
         listener.bind(path)
         Path(path).chmod(0o600)
         listener.listen(MAX_CLIENTS)
-        return os.stat(path).st_ino
+        return file_at(path)
     except OSError as exc:
-        raise TransportError(f"{path}: cannot serve descriptors here: {exc}") from exc
+        raise TransportError(
+            f"{path}: cannot serve descriptors here: {exc.strerror}; remove what lies there, or make "
+            "room in that directory"
+        ) from exc
 
 
 class FdServer:
@@ -75,7 +90,8 @@ class FdServer:
     Any number of peers may be connected; each has ``client_timeout`` seconds to send its
     request, and beyond 64 the longest waiting one is dropped: a silent, slow or dying peer
     costs the others nothing.  Those that were answered stay connected, a bounded number, until
-    they leave or say more.  A socket that somebody has removed is made again within LOOK_SECONDS.
+    they leave or say more.  A socket that somebody has removed or replaced is made again within
+    LOOK_SECONDS.
     A forked child keeps no part of it.
     """
 
@@ -96,6 +112,7 @@ class FdServer:
         self._deadlines: dict[socket.socket, float] = {}
         self._kept: dict[socket.socket, int] = {}  # their pids, in the order of their answers
         self._seldom = Seldom(time.monotonic)
+        self._blocked: set[str] = set()  # why the socket could not be made again
         self._told: set[int | None] = set()  # why nobody could be accepted: each cause once
         self._listener = new_socket(self.path)
         self._listener.setblocking(False)
@@ -105,7 +122,7 @@ class FdServer:
             self._listener.close()
             raise TransportError(f"{self.path}: cannot serve descriptors here: {exc}") from exc
         try:
-            self._inode = _bind(self._listener, self.path)
+            self._own = _bind(self._listener, self.path)
         except TransportError:
             self._close_sockets()
             raise
@@ -121,8 +138,8 @@ class FdServer:
         try:
             threads.start(self._thread)
         except TransportError:
-            self._close_sockets()
             self._remove_name()
+            self._close_sockets()
             raise
 
     def close(self) -> None:
@@ -133,15 +150,12 @@ class FdServer:
         self._closing.set()
         self._waker.send(b"x")
         self._thread.join()
-        self._close_sockets()
         self._remove_name()
+        self._close_sockets()
 
     def _remove_name(self) -> None:
-        try:
-            if os.stat(self.path).st_ino == self._inode:
-                os.unlink(self.path)
-        except FileNotFoundError:
-            pass  # swept already
+        with suppress(OSError):  # swept already
+            remove_own(self.path, self._own)
 
     def _close_sockets(self) -> None:
         clients = (*self._deadlines, *self._kept)
@@ -179,25 +193,28 @@ class FdServer:
         return max(0.0, min(until, self._look_at) - time.monotonic())
 
     def _restore(self) -> None:
-        """Somebody may have removed the name: nobody finds the socket any more."""
-        if os.path.lexists(self.path) or not os.path.isdir(os.path.dirname(self.path)):
-            return
+        """Somebody may have removed the name, or put something else there: nobody finds the
+        socket any more."""
         fresh = None
         try:
+            if file_at(self.path) == self._own or not os.path.isdir(os.path.dirname(self.path)):
+                return
             fresh = new_socket(self.path)
             fresh.setblocking(False)
-            self._inode = _bind(fresh, self.path)
-        except TransportError as exc:
+            self._own = _bind(fresh, self.path)
+        except (TransportError, OSError) as exc:
             if fresh is not None:
                 fresh.close()
-            if self._seldom.passes("restore"):
+            if str(exc) not in self._blocked:
+                self._blocked.add(str(exc))
                 _log.warning("%s", exc)
             return
         self._selector.unregister(self._listener)
         self._listener.close()
         self._listener = fresh
         self._selector.register(fresh, selectors.EVENT_READ)
-        _log.warning("%s was removed, and is there again", self.path)
+        self._blocked.clear()
+        _log.warning("%s was removed or replaced, and is there again", self.path)
 
     def _accept(self) -> None:
         try:

@@ -62,6 +62,29 @@ def check_path(path: str) -> None:
         )
 
 
+class FileId(NamedTuple):
+    """Which file lies under a name.  No other one has the same while a socket bound to it is open.
+    """
+
+    device: int
+    inode: int
+
+
+def file_at(path: str | Path) -> FileId | None:
+    """What lies there, links not followed; None if nothing does.  Raises OSError."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return FileId(found.st_dev, found.st_ino)
+
+
+def remove_own(path: str | Path, own: FileId | None) -> None:
+    """Remove the name unless something else has taken it.  Raises OSError."""
+    if own is not None and file_at(path) == own:
+        os.unlink(path)
+
+
 # -- asking
 
 

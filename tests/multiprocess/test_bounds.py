@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
@@ -101,15 +103,19 @@ def test_who_asks_for_tables_without_end_takes_no_descriptors(node: Node) -> Non
 # -- memory
 
 
-def test_a_message_without_end_is_hung_up_on_and_engines_go_on(node: Node) -> None:
+LARGE, EMPTY = frame(bytes(MEGABYTE), MORE), bytes([MORE, 0]) * 65536
+
+
+@pytest.mark.parametrize("parts", [LARGE, EMPTY], ids=["large", "empty"])
+def test_a_message_without_end_is_hung_up_on_and_engines_go_on(node: Node, parts: bytes) -> None:
+    """libzmq frees large parts at once, and a million empty ones on a thread of its own."""
     coordinator = node.coordinator()
     engine = FakeEngine(node, "a")
     engine.joined()
-    part = frame(bytes(MEGABYTE), MORE)
     hung_up = suppress(BrokenPipeError, ConnectionResetError)
     with connect(command_endpoint(node.run_dir, node.namespace)) as greedy, hung_up:
         for _ in range(16_000):
-            greedy.sendall(part)
+            greedy.sendall(parts)
     coordinator.wait_err("event=hung-up-on-all")
     wait_until(lambda: resident(coordinator) < 200, "it has given the memory back")
     FakeEngine(node, "b").joined()
@@ -137,6 +143,28 @@ def test_who_connects_and_leaves_all_the_time_takes_no_memory(node: Node) -> Non
             connect(event_endpoint(node.run_dir, node.namespace), b"SUB").close()
     assert resident(coordinator) < before + 50
     FakeEngine(node, "a").joined()
+
+
+# -- the log
+
+
+def test_a_log_that_nobody_reads_delays_neither_engines_nor_the_end(node: Node) -> None:
+    read, write = os.pipe()
+    place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
+    command = [sys.executable, "-P", "-m", "kvshm.coordinator", *place]
+    with subprocess.Popen(command, stderr=write) as coordinator:
+        try:
+            assert b"event=serving" in os.read(read, 4096)
+            room = fcntl.fcntl(write, fcntl.F_GETPIPE_SZ)
+            os.write(write, bytes(room))
+            FakeEngine(node, "a").joined()
+            FakeEngine(node, "b").joined()
+            coordinator.terminate()
+            assert coordinator.wait(30) == 0
+        finally:
+            coordinator.kill()
+            os.close(read)
+            os.close(write)
 
 
 # -- folders

@@ -1,0 +1,86 @@
+"""The names of the coordinator's sockets in the run directory: whose they are, open and shut."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvshm.coordinator.sockets import Sockets
+from kvshm.errors import KvshmError, RunDirectoryError
+from kvshm.rundir import set_aside
+
+NAMES = ("commands", "events")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    folder = tempfile.mkdtemp(prefix="kv-")
+    yield Path(folder)
+    shutil.rmtree(folder)
+
+
+def opened(folder: Path) -> Sockets:
+    sockets = Sockets()
+    sockets.open(*(f"ipc://{folder / name}" for name in NAMES))
+    return sockets
+
+
+def shut(sockets: Sockets, shut: bool) -> None:
+    """Let it see more connections than it may have, or fewer."""
+    sockets._max_descriptors = 1 if shut else 100_000
+    sockets.look()
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_socket()}
+
+
+def test_a_successors_sockets_are_left_alone(folder: Path) -> None:
+    """Somebody has cleared the run directory, so that a second coordinator could start."""
+    with closing(opened(folder)) as stopped:
+        for path in folder.iterdir():
+            path.unlink()
+        with closing(opened(folder)):
+            with pytest.raises(KvshmError, match="removed or replaced"):
+                stopped.check()
+            with pytest.raises(KvshmError, match="removed or replaced"):
+                shut(stopped, True)
+            stopped.close()
+            assert names(folder) == set(NAMES)
+        assert not names(folder)
+
+
+@pytest.mark.parametrize("blocked", NAMES)
+def test_a_door_that_cannot_be_shut_keeps_no_other_one_shut(
+    folder: Path, blocked: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    aside = set_aside(folder / blocked)
+    [other] = {*NAMES} - {blocked}
+    with closing(opened(folder)) as sockets:
+        aside.mkdir()
+        shut(sockets, True)
+        assert names(folder) == {blocked, f"{other}.shut"}
+        assert "event=failed what=shut" in caplog.text
+        shut(sockets, False)
+        assert names(folder) == set(NAMES)
+        shut(sockets, True)
+        aside.rmdir()
+        shut(sockets, True)
+        assert names(folder) == {f"{name}.shut" for name in NAMES}
+        shut(sockets, False)
+        assert names(folder) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "commands.shut", "events.shut"])
+def test_what_lies_in_the_place_of_a_socket_is_named(folder: Path, name: str) -> None:
+    (folder / name).mkdir()
+    with closing(Sockets()) as sockets, pytest.raises(RunDirectoryError) as raised:
+        sockets.open(*(f"ipc://{folder / name}" for name in NAMES))
+    assert f"socket {folder / name} cannot be made" in str(raised.value)
