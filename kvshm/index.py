@@ -173,12 +173,17 @@ class Replica(ReplicaReader):
         """The same for batches of several engines, each with its row, and the GIL given up once
         for all of them.  After an exception batches before the one that raised are applied, and
         may be applied again."""
-        with self._turn():
-            heard = {} if self._segment.closed else self._tombstones
-            known = [(heard[row], row, records) for row, records in batches if row in heard]
-            unknown = sum(len(records) for row, records in batches if row not in heard)
-            applied = self._apply(known) if known else Applied()
-            return applied._replace(ignored=applied.ignored + unknown // RECORD_BYTES)
+        try:  # as in _turn, which costs several times as much: this comes most often by far
+            with self._lock:
+                heard = {} if self._segment.closed else self._tombstones
+                known = [(heard[row], row, records) for row, records in batches if row in heard]
+                applied = self._apply(known) if known else Applied()
+        finally:
+            self._catch_up()
+        if len(known) == len(batches):
+            return applied
+        unknown = sum(len(records) for row, records in batches if row not in heard)
+        return applied._replace(ignored=applied.ignored + unknown // RECORD_BYTES)
 
     def forget(self, row: int, epoch: Epoch, records: bytes) -> None:
         """Drop packed records that a lease or copy showed to be stale, as if their retracts,

@@ -143,9 +143,9 @@ class Peers:
     def events(self, batches: Sequence[tuple[int, bytes]]) -> None:
         """Apply events, each with its engine's epoch, in order; those of an epoch that is not
         attached are dropped."""
-        senders = [(self._find(epoch), records) for epoch, records in batches]
-        known = [(peer, records) for peer, records in senders if peer is not None]
-        self._strange_events += len(senders) - len(known)
+        find = self._view.peers.get
+        known = [(peer, records) for epoch, records in batches if (peer := find(epoch))]
+        self._strange_events += len(batches) - len(known)
         try:
             self.replica.apply_all([(peer.row, records) for peer, records in known])
         except (KvshmError, IndexError, ValueError):  # one of them: who sent it is found out
