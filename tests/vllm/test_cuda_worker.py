@@ -39,6 +39,7 @@ from kvshm.transport import cuda_ipc
 from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
 
 from ..sessions import new_namespace
+from ..unit.few_threads import no_threads
 from ..unit.served import Served
 from .tiny_config import cache_config, engine_config, spec
 
@@ -226,6 +227,18 @@ def test_the_setting_for_staging_reaches_the_transport(
     side.register(played.caches)
     transport: Any = side._transport
     assert transport.staging is staging
+    side.close()
+
+
+def test_a_rank_without_a_thread_to_be_had_is_a_reason_and_no_failure(
+    make: Make, config: VllmConfig, tmp_path: Path
+) -> None:
+    played = make(1)
+    planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
+    side = WorkerSide(Config(), tmp_path, config, planned)
+    with no_threads():
+        side.register(played.caches)
+    assert "ulimit -u" in side.describe().refusal
     side.close()
 
 
