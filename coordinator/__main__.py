@@ -16,6 +16,7 @@ from pathlib import Path
 
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
+from kvshm.fds import require_descriptors
 from kvshm.leftovers import clear, left_by_engines, take_namespace
 from kvshm.locks import clearing, has_name, take_lock
 from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
@@ -26,10 +27,13 @@ from .actions import Log
 from .notify import READY, STOPPING, notify
 from .roster import State
 from .server import Server
+from .sockets import raise_descriptor_limit
 from .tables import Tables
 
 EXIT_CLEAN, EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RUNNING, EXIT_RUN_DIRECTORY = range(5)
 
+DESCRIPTORS = 34
+"""So many it needs to let even one engine in."""
 MOST_NAMED = 20
 """So many removed files of one sweep are named in the log."""
 _EPILOG = """\
@@ -182,6 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logfmt.start(config.log_level)
         for warning in config.warnings:
             logfmt.write(Log(logging.WARNING, "unknown-setting", {"reason": warning}))
+        raise_descriptor_limit()
+        require_descriptors(DESCRIPTORS)
         signals = _Signals()  # before anything is made that is to be removed
         os.umask(0o077)
         run_dir = open_run_directory(config.run_dir, os.environ)

@@ -145,7 +145,7 @@ def start(level: str) -> None:
     """Send lines of at least ``level`` to stderr."""
     with suppress(OSError, ValueError, AttributeError):  # closed, or none
         _lines[:] = [_Lines(sys.stderr.fileno())]
-    handlers = _lines or [logging.NullHandler()]
+    handlers: list[logging.Handler] = [*_lines] or [logging.NullHandler()]
     logging.basicConfig(level=level.upper(), handlers=handlers)
 
 

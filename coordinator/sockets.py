@@ -27,7 +27,7 @@ import zmq
 from zmq.constants import Event
 
 from kvshm.errors import KvshmError, RunDirectoryError
-from kvshm.fds import FileId, file_at, remove_own
+from kvshm.fds import FileId, file_at, remove_own, require_descriptors
 from kvshm.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
 from kvshm.rundir import set_aside
 
@@ -44,6 +44,8 @@ LOOK_SECONDS = 0.25
 FEW_DESCRIPTORS = 512
 """With fewer permitted, hundreds that connect within a millisecond get in before they are shut out.
 """
+_OWN_DESCRIPTORS = 16
+"""What the sockets take while nobody is connected."""
 _SAY_AGAIN_SECONDS = 60.0
 
 
@@ -153,6 +155,7 @@ class Sockets:
         self._make()
 
     def _make(self) -> None:
+        require_descriptors(_OWN_DESCRIPTORS)  # libzmq aborts without
         self._context = zmq.Context()
         self.router = self._context.socket(zmq.ROUTER)
         self.publisher = self._context.socket(zmq.PUB)

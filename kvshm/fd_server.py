@@ -79,8 +79,8 @@ def _bind(listener: socket.socket, path: str) -> FileId | None:
         return file_at(path)
     except OSError as exc:
         raise TransportError(
-            f"{path}: cannot serve descriptors here: {exc.strerror}; remove what lies there, or make "
-            "room in that directory"
+            f"{path}: cannot serve descriptors here: {exc.strerror}; remove what lies there, or "
+            "make room in that directory"
         ) from exc
 
 
@@ -91,8 +91,7 @@ class FdServer:
     request, and beyond 64 the longest waiting one is dropped: a silent, slow or dying peer
     costs the others nothing.  Those that were answered stay connected, a bounded number, until
     they leave or say more.  A socket that somebody has removed or replaced is made again within
-    LOOK_SECONDS.
-    A forked child keeps no part of it.
+    LOOK_SECONDS.  A forked child keeps no part of it.
     """
 
     def __init__(

@@ -63,8 +63,7 @@ def check_path(path: str) -> None:
 
 
 class FileId(NamedTuple):
-    """Which file lies under a name.  No other one has the same while a socket bound to it is open.
-    """
+    """Which file lies under a name.  While a socket is bound to it, no other one has the same."""
 
     device: int
     inode: int

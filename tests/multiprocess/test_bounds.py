@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import signal
 import socket
@@ -83,6 +84,17 @@ def test_connections_without_end_shut_newcomers_out_and_end_nothing(
         newcomer = FakeEngine(node, "late")
     assert newcomer.joined()
     assert coordinator.terminate() == 0
+
+
+@pytest.mark.parametrize("descriptors", [6, 9, 12, 24])
+def test_too_few_descriptors_end_it_with_a_sentence(node: Node, descriptors: int) -> None:
+    coordinator = node.start_coordinator(python=limited(descriptors))
+    assert coordinator.wait() == 1
+    assert re.fullmatch(
+        r"kvshm-coordinator: only \d+ more files can be opened, \d+ are needed .*"
+        r"raise the limit of open files \(ulimit -n\)",
+        str(coordinator.err),
+    )
 
 
 def test_who_asks_for_tables_without_end_takes_no_descriptors(node: Node) -> None:

@@ -50,7 +50,7 @@ def test_lines_that_nobody_reads_yet_wait_in_their_order(pipe: tuple[int, int]) 
     said = read_all(read, lines).splitlines()
     assert [line.partition("message=")[2] for line in said] == [
         *(f"{number}:{LINE}" for number in range(100)),
-        f'{f"0:{long}"[:1000]}...',
+        f"{f'0:{long}'[:1000]}...",
     ]
 
 

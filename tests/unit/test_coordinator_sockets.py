@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing

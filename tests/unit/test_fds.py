@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -383,44 +382,6 @@ def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
     again.close()
     server.close()
     assert not os.path.lexists(path)
-
-
-REPLACEMENTS = {
-    "file": lambda path: Path(path).touch(),
-    "FIFO": os.mkfifo,
-    "dead link": lambda path: os.symlink("/nonexistent", path),
-    "link": lambda path: os.symlink("/dev/null", path),
-}
-
-
-@pytest.mark.parametrize("kind", REPLACEMENTS)
-def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind):
-    monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 0.05)
-    serve()
-    os.unlink(path)
-    REPLACEMENTS[kind](path)
-    until(lambda: stat.S_ISSOCK(os.lstat(path).st_mode))
-    assert fetch(path, b"x", PATIENCE)[0] == b"re:x"
-
-
-def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
-    monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 0.02)
-    monkeypatch.setattr("kvshm.fd_server.Seldom.passes", lambda self, text: True)
-    monkeypatch.setattr(fd_server._log, "propagate", True)
-    serve()
-    looks = []
-    monkeypatch.setattr(FdServer, "_patience", lambda self: looks.append(1) or 0.02)
-    os.unlink(path)
-    os.mkdir(path)
-    until(lambda: len(looks) > 5)
-    warnings = [record.getMessage() for record in caplog.records]
-    assert warnings == [
-        f"{path}: cannot serve descriptors here: Is a directory; remove what lies there, or make "
-        "room in that directory"
-    ]
-    os.rmdir(path)
-    until(lambda: os.path.lexists(path))
-    assert fetch(path, b"x", PATIENCE)[0] == b"re:x"
 
 
 def test_a_server_may_keep_nobody(path, monkeypatch):

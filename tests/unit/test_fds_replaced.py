@@ -1,0 +1,85 @@
+"""A socket that hands out descriptors, and what somebody has put in its place."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvshm import fd_server
+from kvshm.fd_server import FdServer
+from kvshm.fds import fetch
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="kv-")
+    yield f"{directory}/fds"
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def serve(path: str) -> Iterator[Callable[..., FdServer]]:
+    servers = []
+
+    def start(*fds: int, client_timeout: float = PATIENCE) -> FdServer:
+        server = FdServer(path, lambda request: (b"re:" + request, list(fds)), client_timeout)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+REPLACEMENTS = {
+    "file": lambda path: Path(path).touch(),
+    "FIFO": os.mkfifo,
+    "dead link": lambda path: os.symlink("/nonexistent", path),
+    "link": lambda path: os.symlink("/dev/null", path),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACEMENTS)
+def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind):
+    monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 0.05)
+    serve()
+    os.unlink(path)
+    REPLACEMENTS[kind](path)
+    until(lambda: stat.S_ISSOCK(os.lstat(path).st_mode))
+    assert fetch(path, b"x", PATIENCE)[0] == b"re:x"
+
+
+def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
+    monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 0.02)
+    monkeypatch.setattr("kvshm.fd_server.Seldom.passes", lambda self, text: True)
+    monkeypatch.setattr(fd_server._log, "propagate", True)
+    serve()
+    looks = []
+    monkeypatch.setattr(FdServer, "_patience", lambda self: looks.append(1) or 0.02)
+    os.unlink(path)
+    os.mkdir(path)
+    until(lambda: len(looks) > 5)
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == [
+        f"{path}: cannot serve descriptors here: Is a directory; remove what lies there, or make "
+        "room in that directory"
+    ]
+    os.rmdir(path)
+    until(lambda: os.path.lexists(path))
+    assert fetch(path, b"x", PATIENCE)[0] == b"re:x"
