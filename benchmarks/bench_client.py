@@ -18,7 +18,7 @@ lost_percent     of the wall's time, what that thread stood still for want of th
 threads_percent  of the wall's time, what all other threads of the engine ran
 records_heard_per_second  what was applied to its replica
 known_ms         from a batch's sending until a lookup of the busy thread names it, in whole ms;
-                 20 ms of it a batch waits at its sender
+                 up to 25 ms of it a batch waits at its sender
 """
 
 from __future__ import annotations

@@ -34,10 +34,12 @@ MAX_JOINED_BYTES = MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES
 """Batches that wait together are sent as one message of up to so many bytes, a longer batch as
 several."""
 BUG_PAUSE_SECONDS = 0.5
-LATER_US = 20_000
+LATER_US = 25_000
 """Events wait so many microseconds: they are told with a step's output, and whoever tells them at
 once competes for cores and the GIL with who delivers the tokens.  The price: for so long others
-miss what is new, and ask in vain for leases on what has been withdrawn."""
+miss what is new, and ask in vain for leases on what has been withdrawn.  Longer than others'
+events wait in the coordinator: where there are many, they wake the thread first, and its own leave
+with them."""
 
 _log = logger(__name__)
 

@@ -232,7 +232,7 @@ class ChaosNode:
     def kill(self, member: Member, number: signal.Signals = signal.SIGKILL) -> None:
         """End one as the schedule wants it: which must not hide that it hung."""
         member.listen()  # perhaps nobody has for a while
-        if member is self.coordinator and member.silence > UNANSWERED_SECONDS / 2:
+        if member is self.coordinator and member.silence > self._longest_silence(member) / 2:
             self._tell_hang(member)
         member.doomed |= {-number} if number == signal.SIGKILL else {0, -number}
         member.process.signal(number)
@@ -252,8 +252,13 @@ class ChaosNode:
                 self.bystander(coordinator.name, coordinator.process.status, lines)
             self.processes.forget(coordinator.process)
             self.coordinator = None
-        elif coordinator.silence > UNANSWERED_SECONDS:
+        elif coordinator.silence > self._longest_silence(coordinator):
             self._hang(coordinator)
+
+    @staticmethod
+    def _longest_silence(coordinator: Member) -> float:
+        """On a busy machine loading Python alone may take longer than any answer."""
+        return UNANSWERED_SECONDS if coordinator.has_begun else SILENT_SECONDS
 
     def look_at_orphans(self) -> None:
         """Ranks that have outlived their engine: they must end in good order."""
