@@ -1,8 +1,8 @@
 """The engines of which events were lost, and when their slot tables are scanned again.
 
 A scan takes milliseconds for each million blocks, and a confused engine may lose events with each
-message: so its table is scanned once for all that was lost so far, and then not again for a while.
-What the replica says of it meanwhile may be stale, which costs misses: a lease decides.
+message: so its table is scanned once for all that was lost so far, and not again and again.  What
+the replica says of it meanwhile may be stale, which costs misses: a lease decides.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections.abc import Callable
 from .terms import Epoch
 
 PAUSE_SECONDS = 1.0
-"""Between two scans of one table: the first loss after that is mended at once."""
+"""Between two scans of one table, in the long run."""
+AT_ONCE = 4
+"""Scans of one table that need not wait for that: after a restart of the coordinator each engine
+is met as it joins, having published more since."""
 
 
 class Rescans:
@@ -21,7 +24,8 @@ class Rescans:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._wanted: dict[Epoch, None] = {}
-        self._not_before: dict[Epoch, float] = {}
+        self._paid_until: dict[Epoch, float] = {}
+        """When all scans so far would have been due, one in each pause."""
 
     def ask(self, epoch: Epoch) -> None:
         """Have an engine's table scanned when that is due."""
@@ -30,17 +34,18 @@ class Rescans:
     def forget(self, epoch: Epoch) -> None:
         """The engine is not attached any more."""
         self._wanted.pop(epoch, None)
-        self._not_before.pop(epoch, None)
+        self._paid_until.pop(epoch, None)
 
     def work_off(self, scan: Callable[[Epoch], None], enough: Callable[[], bool]) -> int:
         """Scan the tables that are due until it is ``enough``, but one at least; returns how many
         were scanned.  The others are first the next time."""
         now, scans = self._clock(), 0
         for epoch in list(self._wanted):
-            if now < self._not_before.get(epoch, now):
+            paid_until = max(now, self._paid_until.get(epoch, now))
+            if paid_until > now + (AT_ONCE - 1) * PAUSE_SECONDS:
                 continue
             del self._wanted[epoch]
-            self._not_before[epoch] = self._clock() + PAUSE_SECONDS
+            self._paid_until[epoch] = paid_until + PAUSE_SECONDS
             scan(epoch)  # which forgets it if it fails
             scans += 1
             if enough():

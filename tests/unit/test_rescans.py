@@ -12,7 +12,7 @@ from kvshm.counters import RESYNCS
 from kvshm.member import Membership
 from kvshm.peers import Peers
 from kvshm.protocol import PROTOCOL_VERSION, EngineEvents, Joined
-from kvshm.rescans import PAUSE_SECONDS, Rescans
+from kvshm.rescans import AT_ONCE, PAUSE_SECONDS, Rescans
 from kvshm.sequences import Stream, Verdict
 from kvshm.session import Session
 
@@ -54,7 +54,7 @@ class Hearing:
         return self._own.table.counters.read(RESYNCS) - before
 
 
-def test_any_number_of_gaps_is_mended_by_one_scan_and_then_by_none_for_a_second(
+def test_any_number_of_gaps_is_mended_by_one_scan_and_after_some_by_none_for_a_second(
     peers: Peers, exporter: Make, clock: Clock
 ) -> None:
     a = exporter("a")
@@ -64,6 +64,9 @@ def test_any_number_of_gaps_is_mended_by_one_scan_and_then_by_none_for_a_second(
         hearing.hear(a.publish(n))
     assert hearing.work_off() == 1
     assert offered(peers, 1) == [(1, 1, 0)], "the first gap is mended at once"
+    for _ in range(AT_ONCE - 1):
+        hearing.hear(a.publish(14))
+        assert hearing.work_off() == 1, "and so are a few more"
     a.publish(2)
     a.reuse(10)
     clock.now += PAUSE_SECONDS - 0.01
@@ -83,7 +86,7 @@ def test_senseless_events_cost_no_more_scans_than_lost_ones(
     a = exporter("a")
     hearing = Hearing(peers, exporter("me"), a)
     assert hearing.work_off() == 0
-    for scans in (1, 0, 0):
+    for scans in (*[1] * AT_ONCE, 0, 0):
         peers.events([(1, b"torn")] * 3)
         assert hearing.work_off() == scans
     clock.now += PAUSE_SECONDS
