@@ -72,7 +72,7 @@ class Recorder:
     def calls(self) -> list[tuple[Any, ...]]:
         """What was called so far, beats and the reply of ``joined`` aside."""
         with self._changed:
-            calls = [call for call in self._calls if call[0] != "beat"]
+            calls = [call for call in self._calls if call[0] not in ("beat", "scan_again")]
         return [call[:1] if call[0] == "joined" else call for call in calls]
 
     def wait(self, *call: Any) -> None:
