@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from .terms import Epoch
 
-PAUSE_SECONDS = 1.0
+PAUSE_SECONDS = 0.5
 """Between two scans of one table, in the long run."""
-AT_ONCE = 4
+AT_ONCE = 8
 """Scans of one table that need not wait for that: after a restart of the coordinator each engine
 is met as it joins, having published more since."""
 
