@@ -286,7 +286,7 @@ def measure(
         assert sender.stdout is not None
         sender.stdout.readline()
     while cache.num_peers < ENGINES:
-        time.sleep(0.01)  # as above
+        time.sleep(0.01)  # before anything is measured
     busy = Busy(cache, options.hz, options.records)
     quiet: list[Turn] = []
     loud: list[Turn] = []

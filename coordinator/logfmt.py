@@ -82,7 +82,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = self.format(record)
-        except Exception:
+        except Exception:  # as each handler of logging does: no log ends the program
             self.handleError(record)
             return
         self.add(text)

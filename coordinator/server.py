@@ -154,7 +154,7 @@ class Server:
         action: bits and leftovers of the dead are swept again with the next sweep."""
         try:
             self._do(action)
-        except Exception as exc:
+        except Exception as exc:  # a bug must not end it for all others
             self._say_failed(type(action).__name__, exc)
             if isinstance(action, Examine):
                 remedy = "nothing: it is tried again"

@@ -17,7 +17,10 @@ from ..sessions import new_namespace
 from . import dumps, replicas
 from .cuda_ranks import Node
 from .exporters import OWN_EPOCH, Clock, Exporter, Make
+from .fd_serving import path, serve
 from .served import ServedNode
+
+__all__ = ["path", "serve"]
 
 
 @pytest.fixture

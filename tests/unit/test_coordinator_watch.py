@@ -212,7 +212,7 @@ def test_a_bug_costs_what_led_to_it_and_its_traceback_is_said_once(
     server = Server(new_state(), Tables(served.run_dir, served.namespace, Clock()), bug, bug)
     for _ in range(3):
         server._handle(Passed())  # the first sweeps files
-        server._handle(Garbled(None, ""))  # type: ignore[arg-type]
+        server._handle(Garbled(None, ""))  # type: ignore[arg-type]  # a bug
         server._perform(SweepFiles())
     server.close()
     said = [(r.getMessage().partition(" reason")[0], bool(r.exc_info)) for r in caplog.records]

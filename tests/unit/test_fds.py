@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,14 +26,7 @@ from kvshm.fds import (
     has_hung_up,
 )
 
-PATIENCE = 60.0
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    directory = tempfile.mkdtemp(prefix="kv-")
-    yield f"{directory}/fds"
-    shutil.rmtree(directory)
+from .fd_serving import PATIENCE, until
 
 
 @pytest.fixture
@@ -45,27 +35,6 @@ def memory() -> Iterator[int]:
     os.write(fd, b"seventeen blocks!")
     yield fd
     os.close(fd)
-
-
-@pytest.fixture
-def serve(path: str) -> Iterator[Callable[..., FdServer]]:
-    servers = []
-
-    def start(*fds: int, client_timeout: float = PATIENCE) -> FdServer:
-        server = FdServer(path, lambda request: (b"re:" + request, list(fds)), client_timeout)
-        servers.append(server)
-        return server
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def open_fds() -> int:

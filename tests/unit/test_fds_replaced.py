@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,36 +11,7 @@ from kvshm import fd_server
 from kvshm.fd_server import FdServer
 from kvshm.fds import fetch
 
-PATIENCE = 60.0
-
-
-@pytest.fixture
-def path() -> Iterator[str]:
-    directory = tempfile.mkdtemp(prefix="kv-")
-    yield f"{directory}/fds"
-    shutil.rmtree(directory)
-
-
-@pytest.fixture
-def serve(path: str) -> Iterator[Callable[..., FdServer]]:
-    servers = []
-
-    def start(*fds: int, client_timeout: float = PATIENCE) -> FdServer:
-        server = FdServer(path, lambda request: (b"re:" + request, list(fds)), client_timeout)
-        servers.append(server)
-        return server
-
-    yield start
-    for server in servers:
-        server.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
+from .fd_serving import PATIENCE, until
 
 REPLACEMENTS = {
     "file": lambda path: Path(path).touch(),

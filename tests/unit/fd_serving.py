@@ -1,0 +1,42 @@
+"""Servers of descriptors in a folder of their own, for the tests of them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvshm.fd_server import FdServer
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def path() -> Iterator[str]:
+    directory = tempfile.mkdtemp(prefix="kv-")
+    yield f"{directory}/fds"
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def serve(path: str) -> Iterator[Callable[..., FdServer]]:
+    servers = []
+
+    def start(*fds: int, client_timeout: float = PATIENCE) -> FdServer:
+        server = FdServer(path, lambda request: (b"re:" + request, list(fds)), client_timeout)
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)  # another process or thread has to come to it
