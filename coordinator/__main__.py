@@ -58,7 +58,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--run-dir",
         help="directory of the sockets (default: $KVSHM_RUN_DIR, else $XDG_RUNTIME_DIR/kvshm, "
-        "else /tmp/kvshm-<uid>)",
+        "else /tmp/kvshm-<uid> or one in $HOME)",
     )
     parser.add_argument(
         "--namespace", help="serve the engines of this namespace (default: $KVSHM_NAMESPACE)"

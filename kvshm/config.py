@@ -129,7 +129,8 @@ class Config:
         metadata=_about(
             _absolute,
             "an absolute path",
-            "Directory of the sockets; unless set $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>.",
+            "Directory of the sockets; unless set $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>, "
+            "or one in $HOME if that name is taken by another user.",
         ),
     )
     namespace: str = field(
