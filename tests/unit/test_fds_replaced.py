@@ -32,14 +32,17 @@ def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind
 
 
 def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
-    monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 0.02)
     monkeypatch.setattr("kvshm.fd_server.Seldom.passes", lambda self, text: True)
     monkeypatch.setattr(fd_server._log, "propagate", True)
-    serve()
     looks = []
     monkeypatch.setattr(FdServer, "_patience", lambda self: looks.append(1) or 0.02)
+    monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 3600.0)
+    server = serve()
     os.unlink(path)
-    os.mkdir(path)
+    os.mkdir(path)  # in two steps: the server must not look in between
+    monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 0.02)
+    looks.clear()
+    server._look_at = 0.0
     until(lambda: len(looks) > 5)
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [

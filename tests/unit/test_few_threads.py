@@ -88,8 +88,11 @@ def until(condition: Callable[[], object]) -> None:
 def cache(place: Path, clock: Clock) -> Iterator[SharedCache]:
     config = Config.from_env({"KVSHM_NAMESPACE": "ns"})
     cache = SharedCache(config, EngineSpec("me", "model", 8, 16), place, clock)
+    thread = cache._client._thread
+    assert thread is not None
     yield cache
     cache.close()
+    thread.join(60)  # ``close`` waits a second; other tests replace what this thread calls
 
 
 def opening(cache: SharedCache, asked: list[float], clock: Clock) -> Callable[[], None]:
