@@ -47,6 +47,9 @@ from .tables import Tables
 
 MAX_RECEIVED = 2000
 """Parts of messages taken before deaths and the clock are looked after."""
+RETURN_SECONDS = 0.2
+"""Between two ticks while engines come back to a new coordinator: whoever missed that another one
+has joined learns it from the next tick."""
 
 
 class Server:
@@ -93,7 +96,8 @@ class Server:
         next_clock = next_look = self._clock()
         while not stopping():
             if self._clock() >= next_clock:
-                next_clock = self._clock() + HEARTBEAT_SECONDS
+                pause = HEARTBEAT_SECONDS if self._state.settled else RETURN_SECONDS
+                next_clock = self._clock() + pause
                 self._sockets.check()
                 self._look_at_lock()
                 self._handle(*self._tables.look(), Clock())

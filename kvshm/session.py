@@ -16,7 +16,7 @@ events flow on while the engine joins again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,6 @@ from .sequences import Stream, Verdict
 from .terms import NO_LEASE_BIT
 
 DESCRIBE_SECONDS = 0.05
-SOON_SECONDS = 0.1
 REPLY_SECONDS = 2.0
 BACK_OFF_SECONDS = (0.1, 2.0)
 REFUSED_SECONDS = 30.0
@@ -65,6 +64,7 @@ MISSING_SECONDS = 10.0  # engines that have not joined a restarted coordinator b
 UNHEARD_SECONDS = 5.0
 """After so long without a word from any the member is told that there is no coordinator."""
 LINGER_MS = 500
+RECONNECT_MS = 100, 200  # between two tries to connect: at first, at most
 DESCRIPTORS = 24  # more than a context with two sockets takes, and the tables that are then made
 
 
@@ -98,7 +98,7 @@ class Session:
         """Of the coordinator that has this engine in its roster; 0: none."""
         self._lease_bit: int = NO_LEASE_BIT
         self._events_lost = False
-        self._readable: Collection[object] = ()
+        self._readable: Mapping[object, int] = {}
         self._early: list[AnyBroadcast] = []
         """Broadcasts that arrived between Join and Joined."""
         self._next_try = self._next_beat = self._member_due = self._last_heard = clock()
@@ -122,9 +122,9 @@ class Session:
     def open(self, wake_fds: Collection[int], hand_over: Callable[[], None]) -> None:
         """Create and connect the sockets; what makes one of ``wake_fds`` readable ends a ``wait``.
 
-        ``hand_over`` passes on what the other threads have queued so far; it is called
-        before a new epoch begins, so that nothing of the old one is sent as the new one's.
-        Raises KvshmError or zmq.ZMQError, leaving nothing open.
+        ``hand_over`` passes on what the other threads have queued so far; it is called before a
+        new epoch begins, so that nothing of the old one is sent as the new one's.  Raises
+        KvshmError or zmq.ZMQError, leaving nothing open.
         """
         self._hand_over = hand_over
         require_descriptors(DESCRIPTORS)
@@ -140,8 +140,8 @@ class Session:
         self._events = self._context.socket(zmq.SUB)
         for socket in (self._commands, self._events):
             socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL, 100)
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
             socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
         # Without a coordinator nothing is queued for it: sending fails instead.  Not for the other
@@ -203,8 +203,12 @@ class Session:
         """Wait until something arrives, somebody wakes the thread or a timer is due.  Returns
         what is readable: of ``wake_fds`` and the own sockets."""
         before = self._clock()
-        timeout = max(0.0, min(self._timers()) - before)
+        tries = {_State.WAITING: self._next_try, _State.JOINING: self._reply_due}
+        timeout = max(0.0, min(self._next_beat, tries.get(self._state, math.inf)) - before)
         self._readable = dict(self._poller.poll(math.ceil(timeout * 1000)))
+        if int(self._readable.get(self._commands, 0)) & zmq.POLLOUT:
+            self._poller.modify(self._commands, zmq.POLLIN)  # there is a coordinator again
+            self._next_try = self._next_beat = before
         # Time in which this process was stopped is not the coordinator's silence.
         stopped = self._clock() - before - timeout
         if stopped > HEARTBEAT_SECONDS:
@@ -233,12 +237,6 @@ class Session:
         if self._state is _State.WAITING and now >= self._next_try:
             self._join(now)
 
-    def _timers(self) -> list[float]:
-        timers = [self._next_beat]
-        if self._state is not _State.JOINED:
-            timers.append(self._next_try if self._state is _State.WAITING else self._reply_due)
-        return timers
-
     def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes], None]) -> None:
         for frame in received(socket) if socket in self._readable else ():
             self._try(handle, frame)
@@ -261,6 +259,7 @@ class Session:
         try:
             self._commands.send(frame, zmq.NOBLOCK)
         except zmq.Again:
+            self._poller.modify(self._commands, zmq.POLLIN | zmq.POLLOUT)
             return False
         return True
 
@@ -322,13 +321,13 @@ class Session:
             self._join_at(now)
 
     def _beat(self, now: float) -> None:
-        """Once a second; what cannot be sent soon again, for a new coordinator to hear of us."""
+        """Once a second, and when there is a coordinator again, for it to hear of this engine."""
         if now >= self._member_due:
             self._member_due = now + HEARTBEAT_SECONDS
             self._guard.call(self._member.beat)
-        beat = Heartbeat(epoch=self._epoch, sequence=self._sequence)
-        told = not self.is_member or self._send(beat)
-        self._next_beat = self._member_due if told else now + SOON_SECONDS
+        if self.is_member:
+            self._send(Heartbeat(epoch=self._epoch, sequence=self._sequence))
+        self._next_beat = self._member_due
 
     # -- what the coordinator says
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,10 +27,12 @@ from kvshm.coordinator.actions import (
     Peer,
     SweepFiles,
 )
-from kvshm.coordinator.server import Server
+from kvshm.coordinator.server import RETURN_SECONDS, Server
+from kvshm.coordinator.state import GRACE_SECONDS
 from kvshm.coordinator.tables import Tables
 from kvshm.handout import Request
-from kvshm.protocol import PROTOCOL_VERSION, Join
+from kvshm.protocol import HEARTBEAT_SECONDS, PROTOCOL_VERSION, Join
+from kvshm.rundir import command_endpoint, event_endpoint
 from kvshm.segment import TABLE_KIND
 
 from .coordinators import engine, new_state, peer_of
@@ -217,3 +220,28 @@ def test_a_bug_costs_what_led_to_it_and_its_traceback_is_said_once(
     server.close()
     said = [(r.getMessage().partition(" reason")[0], bool(r.exc_info)) for r in caplog.records]
     assert said == [("event=bug what=SweepFiles", True), ("event=bug what=Garbled", True)]
+
+
+def test_the_clock_is_looked_at_more_often_while_engines_come_back(
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look sends a tick, from which whoever missed a join of the others learns of it."""
+    clock, looks = Clock(), list[float]()
+    state, begin = new_state(settled=False), clock.now
+    tables = Tables(served.run_dir, served.namespace, clock)
+    server = Server(state, tables, lambda: None, lambda: looks.append(clock.now - begin), clock)
+    wake = os.eventfd(0)
+    server.open(command_endpoint(served.run_dir, "n"), event_endpoint(served.run_dir, "n"), wake)
+
+    def wait(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(server, "_wait", wait)
+    server.run(lambda: clock.now - begin > GRACE_SECONDS + 10 * HEARTBEAT_SECONDS)
+    server.close()
+    os.close(wake)
+    assert state.settled
+    gaps = [b - a for a, b in pairwise(looks)]
+    before = [gap for gap, at in zip(gaps, looks, strict=False) if at < GRACE_SECONDS - 0.01]
+    assert max(before) == pytest.approx(RETURN_SECONDS)
+    assert min(gaps[len(before) + 1 :]) == pytest.approx(HEARTBEAT_SECONDS)

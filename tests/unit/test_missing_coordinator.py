@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvshm.member import Membership
-from kvshm.protocol import EngineInfo, Refused, encode
+from kvshm.protocol import EngineInfo, Join, Refused, decode_command, encode
 from kvshm.rundir import command_endpoint, start_command
 from kvshm.session import UNHEARD_SECONDS, Session
 from kvshm.tools import dump_index
@@ -117,6 +117,22 @@ def test_one_that_refuses_is_there(session: Session, run_dir: Path, clock: Clock
         session.work()
     work_for(session, clock, 3 * UNHEARD_SECONDS)
     assert told(session) == 0
+
+
+def test_who_found_none_joins_as_soon_as_there_is_one(
+    session: Session, run_dir: Path, clock: Clock
+) -> None:
+    """The clock stands still: no pause between two tries is over."""
+    for _ in range(5):
+        clock.now = max(clock.now, session._next_try)
+        session.work()
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        router.bind(command_endpoint(run_dir, "n"))
+        while not router.poll(0):
+            session.wait()
+            session.work()
+        _, join = router.recv_multipart()
+    assert isinstance(decode_command(join), Join)
 
 
 def test_the_line_names_the_command(
