@@ -1,7 +1,7 @@
 """The few CUDA driver calls that the transport makes, behind one interface.
 
-``NvidiaDriver`` (cuda_nvidia) makes them; ``FakeDriver`` (cuda_fake) plays them in host
-memory, so that everything around them is tested without a GPU.  The same tests run over both.
+``NvidiaDriver`` (cuda_nvidia) makes them.  Tests give the transport a driver of their own, which
+plays the calls in host memory; the tests of what a driver has to do run over both.
 
 Every method may be called by any thread and sets the device's context itself.  Addresses are
 plain integers, as the driver sees them.

@@ -22,11 +22,11 @@ from gpu_memory import no_gpu
 
 from kvshm.interfaces import Copy, CopyState, Region, Transport
 from kvshm.transport.cuda_export import DeviceMemory
-from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
 from kvshm.transport.cuda_ipc import CudaIpcTransport
 from kvshm.transport.loopback import LoopbackNetwork, LoopbackTransport
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport
+from tests.doubles.cuda_fake import FakeDriver, FakeMachine
 
 PATIENCE = 100.0
 

@@ -53,6 +53,12 @@ def test_wheel_holds_every_module_and_no_c_source(names: set[str]) -> None:
     assert not [name for name in names if name.endswith((".c", ".h"))]
 
 
+def test_doubles_of_the_tests_stay_out_of_the_wheel(names: set[str]) -> None:
+    doubles = {path.name for path in (ROOT / "tests" / "doubles").glob("*.py")}
+    assert doubles
+    assert {name for name in names if Path(name).name in doubles} == set()
+
+
 def test_entry_points_lead_to_modules(wheel: Path, names: set[str]) -> None:
     modules = set(entry_points(wheel))
     assert {m.replace(".", "/") + ".py" for m in modules} <= names

@@ -3,7 +3,7 @@
  * What is checked is the form of every call: that names exist, that arguments arrive where the
  * driver looks for them, that flags and structures are filled as CUDA wants them.  Memory is a
  * memfd each; other processes open it by pid and descriptor, as long as its process lives.  Work
- * on a stream runs in order when somebody looks, as in kvshm.transport.cuda_fake.
+ * on a stream runs in order when somebody looks, as in tests/doubles/cuda_fake.py.
  */
 #pragma once
 #if __has_include(<cuda.h>)

@@ -11,8 +11,9 @@ import msgspec
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
 from kvshm.terms import BlockId, Epoch
 from kvshm.transport.cuda_export import DeviceMemory
-from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
 from kvshm.transport.cuda_ipc import CudaIpcTransport
+
+from ..doubles.cuda_fake import FakeDriver, FakeMachine
 
 BLOCK, COUNT = 256, 16
 NBYTES = BLOCK * COUNT

@@ -13,9 +13,10 @@ import pytest
 from gpu_memory import no_gpu
 
 from kvshm.transport.cuda_driver import CudaError, Driver, RegionTable, Row, write
-from kvshm.transport.cuda_fake import FakeMachine
 from kvshm.transport.cuda_ipc import current_driver
 from kvshm.transport.cuda_probe import upload
+
+from ..doubles.cuda_fake import FakeMachine
 
 
 @pytest.fixture(params=["fake", "played", pytest.param("real", marks=pytest.mark.gpu)])

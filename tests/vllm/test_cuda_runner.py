@@ -35,8 +35,8 @@ from kvshm.hooks import worker as worker_module
 from kvshm.hooks.connector import KvshmConnector
 from kvshm.hooks.layout import shared_kv_memory
 from kvshm.transport import cuda_ipc
-from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
 
+from ..doubles.cuda_fake import FakeDriver, FakeMachine
 from .scheduling import BLOCK_SIZE, DrivenEngine, Sent, vllm_config
 from .test_cuda_worker import DeviceBuffer
 from .tiny_config import cache_config, spec

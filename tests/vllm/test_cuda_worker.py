@@ -36,8 +36,8 @@ from kvshm.records import BlockRecord, pack_records
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm.transport import cuda_ipc
-from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
 
+from ..doubles.cuda_fake import FakeDriver, FakeMachine
 from ..sessions import new_namespace
 from ..unit.few_threads import no_threads
 from ..unit.served import Served

@@ -1,6 +1,6 @@
 """The driver calls played in host memory: several processes and GPUs inside one test.
 
-It ships for the same reason as ``loopback``.  Memory is real (memfds, mapped once per fake
+A transport is given one as its ``driver``.  Memory is real (memfds, mapped once per fake
 process, so the same allocation has another address in each), what is put on a stream runs
 only when somebody looks, and what a real driver would forbid or crash on raises CudaError:
 opening a handle in the process that made it, touching memory that is not mapped, exporting
@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvshm import _native
-
-from .cuda_driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
+from kvshm.transport.cuda_driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
 
 VMM_STEP = 1 << 16
 _INVALID = "CUDA_ERROR_INVALID_VALUE"
