@@ -22,9 +22,9 @@ import library  # type: ignore[import-not-found]  # found by the path above
 
 from kvshm.interfaces import CopyState
 from kvshm.terms import BlockId
-from kvshm.transport.cuda_copy import CopyEngine, Route, Way
-from kvshm.transport.cuda_driver import Driver, Row
-from kvshm.transport.cuda_probe import upload
+from kvshm.transport.cuda.copy_stream import CopyEngine, Route, Way
+from kvshm.transport.cuda.driver import Driver, Row
+from kvshm.transport.cuda.probe import upload
 
 REPEATS = 3000
 SHAPES = ((1, 1), (1, 32), (32, 32), (256, 32))
@@ -39,7 +39,7 @@ def main() -> int:
         ctypes.CDLL(str(library.build(Path(directory))), ctypes.RTLD_GLOBAL)
         from cuda.bindings import driver as cu
 
-        from kvshm.transport.cuda_nvidia import NvidiaDriver
+        from kvshm.transport.cuda.nvidia import NvidiaDriver
 
         driver = NvidiaDriver(0)
         cu.cuCtxPushCurrent(driver._context)  # as torch leaves it on the thread of a model

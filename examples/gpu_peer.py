@@ -125,8 +125,8 @@ class Cache:
         allocation and the cache.
         """
         from kvshm.interfaces import Region
-        from kvshm.transport.cuda_export import DeviceMemory
-        from kvshm.transport.cuda_ipc import CudaIpcTransport
+        from kvshm.transport.cuda.export import DeviceMemory
+        from kvshm.transport.cuda.transport import CudaIpcTransport
 
         nbytes = layers * blocks * block_bytes
         self.tensor = self._memory(nbytes + lead, kind)[lead:]
@@ -146,7 +146,7 @@ class Cache:
         return int(self.tensor.data_ptr())
 
     def _memory(self, nbytes: int, kind: str) -> Any:
-        from kvshm.transport.cuda_ipc import current_driver
+        from kvshm.transport.cuda.transport import current_driver
 
         torch = self.torch
         if kind == "caching":

@@ -37,7 +37,7 @@ class Side:
 
     def _share(self) -> None:
         from kvshm.interfaces import Region
-        from kvshm.transport.cuda_ipc import CudaIpcTransport
+        from kvshm.transport.cuda.transport import CudaIpcTransport
 
         cache = self.model.cache
         per_layer = cache[0].numel() * cache.element_size()

@@ -16,10 +16,10 @@ from gpu_peer import answer_calls
 
 from kvshm.interfaces import Copy, MemoryDescriptor, Region
 from kvshm.terms import BlockId, Epoch
-from kvshm.transport.cuda_driver import write
-from kvshm.transport.cuda_export import DeviceMemory
-from kvshm.transport.cuda_ipc import CudaAttachment, CudaIpcTransport
-from kvshm.transport.cuda_nvidia import NvidiaDriver
+from kvshm.transport.cuda.driver import write
+from kvshm.transport.cuda.export import DeviceMemory
+from kvshm.transport.cuda.nvidia import NvidiaDriver
+from kvshm.transport.cuda.transport import CudaAttachment, CudaIpcTransport
 
 
 class Rank:

@@ -21,8 +21,8 @@ from cuda_processes import RankProcess, RemoteMemory, RemoteTransport
 from gpu_memory import no_gpu
 
 from kvshm.interfaces import Copy, CopyState, Region, Transport
-from kvshm.transport.cuda_export import DeviceMemory
-from kvshm.transport.cuda_ipc import CudaIpcTransport
+from kvshm.transport.cuda.export import DeviceMemory
+from kvshm.transport.cuda.transport import CudaIpcTransport
 from kvshm.transport.loopback import LoopbackNetwork, LoopbackTransport
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvshm import _native
-from kvshm.transport.cuda_driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
+from kvshm.transport.cuda.driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
 
 VMM_STEP = 1 << 16
 _INVALID = "CUDA_ERROR_INVALID_VALUE"
@@ -82,7 +82,7 @@ class FakeEvent:
 
 
 class FakeDriver:
-    """One fake process's view of one fake GPU (cuda_driver.Driver)."""
+    """One fake process's view of one fake GPU (driver.Driver)."""
 
     def __init__(self, machine: FakeMachine, gpu: str, visible: set[str]) -> None:
         self.machine = machine

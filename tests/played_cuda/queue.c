@@ -4,7 +4,7 @@
 
 enum what { COPY, KERNEL, RECORD, WAIT_EVENT, WAIT_VALUE };
 
-/* What the copy kernel (transport/cuda_kernel.py) is launched with, as it finds it. */
+/* What the copy kernel (transport/cuda/kernel.py) is launched with, as it finds it. */
 struct arguments {
     CUdeviceptr table, ids, stop;
     int32_t pairs, regions, chunks;

@@ -10,8 +10,8 @@ import msgspec
 
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
 from kvshm.terms import BlockId, Epoch
-from kvshm.transport.cuda_export import DeviceMemory
-from kvshm.transport.cuda_ipc import CudaIpcTransport
+from kvshm.transport.cuda.export import DeviceMemory
+from kvshm.transport.cuda.transport import CudaIpcTransport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
 

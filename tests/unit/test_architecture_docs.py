@@ -16,7 +16,7 @@ FOLDERS = ("kvshm", "coordinator", "transport", "hooks", "tools")
 def classes() -> dict[str, set[str]]:
     """What each class of the source defines by name."""
     found: dict[str, set[str]] = {}
-    for path in (path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")):
+    for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 names = (getattr(part, "name", "") for part in node.body)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from gpu_memory import no_gpu
 
-from kvshm.transport.cuda_driver import CudaError, Driver, RegionTable, Row, write
-from kvshm.transport.cuda_ipc import current_driver
-from kvshm.transport.cuda_probe import upload
+from kvshm.transport.cuda.driver import CudaError, Driver, RegionTable, Row, write
+from kvshm.transport.cuda.probe import upload
+from kvshm.transport.cuda.transport import current_driver
 
 from ..doubles.cuda_fake import FakeMachine
 
@@ -35,7 +35,7 @@ def played_driver(request: pytest.FixtureRequest) -> Driver:
     if no_gpu() is None:
         pytest.skip("this process has a real driver")
     ctypes.CDLL(request.getfixturevalue("played_cuda"), ctypes.RTLD_GLOBAL)
-    from kvshm.transport.cuda_nvidia import NvidiaDriver
+    from kvshm.transport.cuda.nvidia import NvidiaDriver
 
     return NvidiaDriver(0)
 

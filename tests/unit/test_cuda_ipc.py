@@ -10,10 +10,10 @@ import pytest
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor
 from kvshm.terms import BlockId, Epoch
-from kvshm.transport.cuda_copy import Route
-from kvshm.transport.cuda_driver import CudaError
-from kvshm.transport.cuda_export import REMEDY, DeviceMemory
-from kvshm.transport.cuda_ipc import CudaIpcTransport
+from kvshm.transport.cuda.copy_stream import Route
+from kvshm.transport.cuda.driver import CudaError
+from kvshm.transport.cuda.export import REMEDY, DeviceMemory
+from kvshm.transport.cuda.transport import CudaIpcTransport
 
 from .cuda_ranks import (
     BLOCK,

@@ -18,8 +18,8 @@ INTERPRETED = """
 import json, random, sys
 from array import array
 from kvshm import _native
-from kvshm.transport import cuda_kernel
-from kvshm.transport.cuda_driver import TILE_BYTES
+from kvshm.transport.cuda import kernel
+from kvshm.transport.cuda.driver import TILE_BYTES
 
 def run(word, nbytes, gap, programs, stop):
     stride, count = nbytes + gap, 12
@@ -31,7 +31,7 @@ def run(word, nbytes, gap, programs, stop):
     rows.extend([here, there, stride, stride, second])
     ids = array("q", [3, 1, 7, 3, 0, 5, 2, 9])
     flag = array("i", [stop] * 4)
-    cuda_kernel._copy_kernel[(programs,)](
+    kernel._copy_kernel[(programs,)](
         _native.address(rows), _native.address(ids), _native.address(flag), 4, 2,
         -(-nbytes // TILE_BYTES), WORD=word, TILE=TILE_BYTES // min(word, 8))
     wanted = bytearray(count * stride)
@@ -44,10 +44,10 @@ print(json.dumps(run(*json.loads(sys.argv[1]))))
 
 COMPILED = """
 import json, re, sys
-from kvshm.transport import cuda_kernel
+from kvshm.transport.cuda import kernel
 
 word, arch = json.loads(sys.argv[1])
-compiled = cuda_kernel.compile_for(arch, word)
+compiled = kernel.compile_for(arch, word)
 ptx = compiled.asm["ptx"]
 entry = re.search(r"[.]entry (\\w+)[(](.*?)[)]", ptx, re.DOTALL)
 print(json.dumps({

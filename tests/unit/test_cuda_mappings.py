@@ -11,7 +11,7 @@ import pytest
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState
 from kvshm.terms import BlockId, Epoch
-from kvshm.transport import cuda_vmm
+from kvshm.transport.cuda import vmm
 
 from .cuda_ranks import (
     BLOCK,
@@ -107,7 +107,7 @@ def test_vmm_memory_described_anew_has_another_life(node: Node) -> None:
 def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda_vmm, "_FETCH_TIMEOUT", 90.0)  # longer than anybody waits here
+    monkeypatch.setattr(vmm, "_FETCH_TIMEOUT", 90.0)  # longer than anybody waits here
     hung, healthy, two = (node.rank(kind="fd") for _ in range(3))
     descriptor = wire(hung.transport.export(EPOCH))
     silent = with_details(descriptor, socket="hung")

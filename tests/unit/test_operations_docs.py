@@ -20,7 +20,7 @@ ENGINE = ("kvshm", "hooks", "transport")
 
 
 def calls(folders: tuple[str, ...], names: set[str]) -> Iterator[ast.Call]:
-    for path in sorted(p for folder in folders for p in (ROOT / folder).glob("*.py")):
+    for path in sorted(p for folder in folders for p in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
                 function = node.func

@@ -34,7 +34,7 @@ from kvshm.hooks import at_once, before_prefill
 from kvshm.hooks import worker as worker_module
 from kvshm.hooks.connector import KvshmConnector
 from kvshm.hooks.layout import shared_kv_memory
-from kvshm.transport import cuda_ipc
+from kvshm.transport.cuda import transport as cuda_transport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
 from .scheduling import BLOCK_SIZE, DrivenEngine, Sent, vllm_config
@@ -172,7 +172,7 @@ def pair(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[InProces
         made: list[InProcessEngine] = []
         for _ in range(2):
             driver = machine.process()
-            monkeypatch.setattr(cuda_ipc, "current_driver", lambda driver=driver: driver)
+            monkeypatch.setattr(cuda_transport, "current_driver", lambda driver=driver: driver)
             made.append(InProcessEngine(vllm_config(model), driver))
             stack.callback(made[-1].close)
         for engine in made:

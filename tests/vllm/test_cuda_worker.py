@@ -35,7 +35,7 @@ from kvshm.plans import Load, Piece
 from kvshm.records import BlockRecord, pack_records
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation
-from kvshm.transport import cuda_ipc
+from kvshm.transport.cuda import transport as cuda_transport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
 from ..sessions import new_namespace
@@ -98,7 +98,7 @@ def make(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
     def one(epoch: int) -> Played:
         driver = machine.process()
-        monkeypatch.setattr(cuda_ipc, "current_driver", lambda: driver)
+        monkeypatch.setattr(cuda_transport, "current_driver", lambda: driver)
         planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
         side = WorkerSide(Config(namespace=namespace), run_dir, config, planned)
         assert side.memory_context() is None  # the cache stays where vLLM puts it
@@ -250,7 +250,7 @@ def test_a_gpu_that_cannot_share_is_a_reason_and_no_failure(
     def missing() -> None:
         raise TransportError("no driver here")
 
-    monkeypatch.setattr(cuda_ipc, "current_driver", missing)
+    monkeypatch.setattr(cuda_transport, "current_driver", missing)
     planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
     side = WorkerSide(Config(), tmp_path, config, planned)
     side.register(played.caches)

@@ -15,8 +15,8 @@ import xxhash
 from kvshm.interfaces import Region
 from kvshm.terms import BlockId
 
-from .cuda_driver import Driver, HostBuffer, Stream
-from .regions import spans
+from ..regions import spans
+from .driver import Driver, HostBuffer, Stream
 
 _BUFFER_BYTES = 8 << 20
 

@@ -1,4 +1,4 @@
-"""The real driver calls (cuda_driver.Driver), through cuda-bindings and torch.
+"""The real driver calls (driver.Driver), through cuda-bindings and torch.
 
 Imported only where a CUDA transport is made.  The driver API is used, not the runtime's: what
 it offers depends on the driver alone, and its errors do not stay behind for torch to find.
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
-from .cuda_calls import call as _call
-from .cuda_calls import copy_batch
-from .cuda_driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
-from .cuda_launch import Launcher
+from .calls import call as _call
+from .calls import copy_batch
+from .driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
+from .launch import Launcher
 
 IPC_HANDLE_BYTES = 64
 _PROCESS = uuid.uuid4().hex

@@ -13,9 +13,9 @@ from kvshm.interfaces import CopyState
 from kvshm.log import logger
 from kvshm.terms import BlockId
 
-from .cuda_copy import CopyEngine, Route, Way
-from .cuda_driver import CudaError, Driver, RegionTable, Row, Stream, write
-from .cuda_export import PROBE_BYTES, probe_epoch
+from .copy_stream import CopyEngine, Route, Way
+from .driver import CudaError, Driver, RegionTable, Row, Stream, write
+from .export import PROBE_BYTES, probe_epoch
 
 _log = logger(__name__)
 

@@ -16,9 +16,9 @@ from kvshm.errors import TransportError
 from kvshm.fds import beside
 from kvshm.log import logger
 
-from .cuda_driver import Chunk, CudaError, Driver
-from .cuda_export import FABRIC, FD, IPC, CudaDetails, SharedMemory
-from .cuda_vmm import fetch_chunks, map_chunks
+from .driver import Chunk, CudaError, Driver
+from .export import FABRIC, FD, IPC, CudaDetails, SharedMemory
+from .vmm import fetch_chunks, map_chunks
 
 _log = logger(__name__)
 _FABRIC_BYTES = 64

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .cuda_driver import TILE_BYTES, CudaError
+from .driver import TILE_BYTES, CudaError
 
 WARPS = 8
 

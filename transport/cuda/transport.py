@@ -28,16 +28,16 @@ from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.log import logger
 from kvshm.terms import BlockId, Epoch
 
-from .copier import Copier
-from .cuda_checksum import Reader
-from .cuda_copy import PROGRAMS, CopyEngine, CudaCopy, Route, Way
-from .cuda_driver import CudaError, Driver, Row, write
-from .cuda_export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_sizes, share
-from .cuda_mappings import Mapping, Mappings
-from .cuda_probe import Prober, upload
-from .cuda_vmm import ChunkServer
-from .faults import ZERO, check_fault, misdirect
-from .regions import check_blocks, check_bounds, check_layouts, check_pairs, count_blocks
+from ..copier import Copier
+from ..faults import ZERO, check_fault, misdirect
+from ..regions import check_blocks, check_bounds, check_layouts, check_pairs, count_blocks
+from .checksum import Reader
+from .copy_stream import PROGRAMS, CopyEngine, CudaCopy, Route, Way
+from .driver import CudaError, Driver, Row, write
+from .export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_sizes, share
+from .mappings import Mapping, Mappings
+from .probe import Prober, upload
+from .vmm import ChunkServer
 
 _log = logger(__name__)
 
@@ -381,7 +381,7 @@ def current_driver() -> Driver:
     try:
         import torch
 
-        from .cuda_nvidia import NvidiaDriver
+        from .nvidia import NvidiaDriver
 
         return NvidiaDriver(torch.cuda.current_device())
     except ImportError as exc:

@@ -20,7 +20,7 @@ from kvshm.interfaces import CopyState
 from kvshm.log import logger
 from kvshm.terms import BlockId
 
-from .cuda_driver import CudaError, Driver, HostBuffer, RegionTable, Stream
+from .driver import CudaError, Driver, HostBuffer, RegionTable, Stream
 
 _log = logger(__name__)
 

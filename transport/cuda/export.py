@@ -4,7 +4,7 @@ Two kinds of memory, told apart by trying::
 
     kind      memory                                      handed over as
     ipc       cudaMalloc: torch's caching allocator       64 bytes per allocation + offset
-    fd        VMM: expandable segments, vLLM's cumem      descriptors over a socket (cuda_vmm)
+    fd        VMM: expandable segments, vLLM's cumem      descriptors over a socket (vmm)
     fabric    VMM made for fabric handles                 64 bytes per chunk
 
 Beside the KV cache lies a *probe*: 4 KiB of random bytes, exported like the cache, that begin
@@ -27,8 +27,8 @@ import xxhash
 from kvshm.errors import TransportError
 from kvshm.terms import Epoch
 
-from .cuda_driver import CudaError, Driver, Stream, write
-from .cuda_vmm import MAX_FABRIC_CHUNKS, fabric_chunks, length_of_chunks
+from .driver import CudaError, Driver, Stream, write
+from .vmm import MAX_FABRIC_CHUNKS, fabric_chunks, length_of_chunks
 
 PROBE_BYTES = 4096
 PROBE_EPOCH_BYTES = 8

@@ -20,7 +20,7 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.fd_server import FdServer
 from kvshm.fds import close_all, fetch
 
-from .cuda_driver import Chunk, Driver
+from .driver import Chunk, Driver
 
 PAGE = 128
 MAX_FABRIC_CHUNKS = 256

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from cuda.bindings import driver as cu
 
-from .cuda_driver import CudaError
+from .driver import CudaError
 
 _CUDA_12_8 = 12080
 _STREAM_ORDER = 1

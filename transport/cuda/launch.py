@@ -12,8 +12,8 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from .cuda_calls import call, entry_point
-from .cuda_driver import CudaError, RegionTable
+from .calls import call, entry_point
+from .driver import CudaError, RegionTable
 
 # What triton appends to a kernel's parameters: pointers to scratch memories, which this kernel
 # does not use.  There were two in every version so far; the driver reads no more than there are.
@@ -67,7 +67,7 @@ class Launcher:
                 self._functions[word] = self._load(word)
 
     def _load(self, word: int) -> int:
-        from .cuda_kernel import WARPS, compile_for
+        from .kernel import WARPS, compile_for
 
         if self._entry is None:
             self._entry = _EntryPoint(entry_point("cuLaunchKernel", _CUDA_12))

@@ -1,6 +1,6 @@
 """The few CUDA driver calls that the transport makes, behind one interface.
 
-``NvidiaDriver`` (cuda_nvidia) makes them.  Tests give the transport a driver of their own, which
+``NvidiaDriver`` (nvidia) makes them.  Tests give the transport a driver of their own, which
 plays the calls in host memory; the tests of what a driver has to do run over both.
 
 Every method may be called by any thread and sets the device's context itself.  Addresses are
@@ -197,7 +197,7 @@ class Driver(Protocol):
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
     ) -> None:
-        """All fragments by one launch of the kernel (cuda_kernel).  ``ids`` in device memory,
+        """All fragments by one launch of the kernel (kernel).  ``ids`` in device memory,
         ``stop`` in host memory."""
         ...
 
