@@ -22,8 +22,8 @@ import library  # type: ignore[import-not-found]  # found by the path above
 
 from kvshm.interfaces import CopyState
 from kvshm.terms import BlockId
-from kvshm.transport.cuda.copy_stream import CopyEngine, Route, Way
-from kvshm.transport.cuda.driver import Driver, Row
+from kvshm.transport.cuda.copy_stream import CopyStream, Route, Way
+from kvshm.transport.cuda.driver import Driver, RegionRow
 from kvshm.transport.cuda.probe import upload
 
 REPEATS = 3000
@@ -50,9 +50,9 @@ def main() -> int:
 
 def measure(driver: Driver, blocks: int, regions: int) -> None:
     """Begin imports of 16 bytes per fragment, and poll each until it has ended."""
-    made = CopyEngine(driver, driver.compute_stream())
+    made = CopyStream(driver, driver.compute_stream())
     memory = driver.allocate(2 << 20), driver.allocate(2 << 20)
-    table = upload(driver, [Row(*memory, 16, 16, 16)] * regions, made.stream)
+    table = upload(driver, [RegionRow(*memory, 16, 16, 16)] * regions, made.stream)
     way, ids = Way(table, Route.KERNEL), [BlockId(block) for block in range(blocks)]
     made.prepare(way)
     begun, polled = [], []

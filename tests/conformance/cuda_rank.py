@@ -71,7 +71,7 @@ class Rank:
         write(self.driver, self.memories[number].address, bytes.fromhex(packed), self.stream)
 
     def hold(self) -> None:
-        self.holding.enter_context(held(self.driver, self.transport.engine.stream))
+        self.holding.enter_context(held(self.driver, self.transport.copy_stream.stream))
 
     def release(self) -> None:
         self.holding.close()

@@ -180,7 +180,7 @@ class FakeCudaRig(Rig):
     def hold(self, importer: Peer) -> Iterator[None]:
         assert isinstance(importer.transport, CudaIpcTransport)
         driver = cast(FakeDriver, importer.transport.driver)
-        with driver.hold(importer.transport.engine.stream):
+        with driver.hold(importer.transport.copy_stream.stream):
             yield
 
     settle = PosixShmRig.settle

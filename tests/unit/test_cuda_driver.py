@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from gpu_memory import no_gpu
 
-from kvshm.transport.cuda.driver import CudaError, Driver, RegionTable, Row, write
+from kvshm.transport.cuda.driver import CudaError, Driver, RegionRow, RegionTable, write
 from kvshm.transport.cuda.probe import upload
 from kvshm.transport.cuda.transport import current_driver
 
@@ -123,7 +123,7 @@ def test_every_way_copies_the_same_fragments(
     count = 9
     source, packed = filled(driver, count * stride + offset, 4)
     target, before = filled(driver, count * stride + offset, 5)
-    row = Row(source + offset, target + offset, stride, stride, nbytes)
+    row = RegionRow(source + offset, target + offset, stride, stride, nbytes)
     stream = driver.new_stream()
     table = upload(driver, [row, row], stream)
     sources, targets = [3, 8, 3], [0, 5, 7]
@@ -155,7 +155,7 @@ def submit(
 def test_a_kernel_that_was_stopped_before_it_began_does_nothing(driver: Driver) -> None:
     (source, _), (target, before) = filled(driver, 4096, 6), filled(driver, 4096, 7)
     stream = driver.new_stream()
-    table = upload(driver, [Row(source, target, 1024, 1024, 1024)], stream)
+    table = upload(driver, [RegionRow(source, target, 1024, 1024, 1024)], stream)
     submit(driver, "kernel", table, [0], [1], stream, stopped=True)
     driver.synchronize(stream)
     assert read(driver, target, 4096) == before
@@ -166,4 +166,4 @@ def test_a_kernel_that_was_stopped_before_it_began_does_nothing(driver: Driver) 
 )
 def test_the_widest_access_divides_everything(numbers: tuple[int, int, int], word: int) -> None:
     stride, address, nbytes = numbers
-    assert RegionTable((Row(address, address, stride, stride, nbytes),), 0).word == word
+    assert RegionTable((RegionRow(address, address, stride, stride, nbytes),), 0).word == word

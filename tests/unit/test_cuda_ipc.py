@@ -206,7 +206,7 @@ def test_a_checksum_covers_what_the_model_has_put_on_its_stream(node: Node) -> N
     assert one.transport.checksum([BlockId(0)]) != before
 
 
-def test_more_blocks_than_a_slot_holds_travel_in_one_copy(node: Node) -> None:
+def test_more_blocks_than_prepared_buffers_hold_travel_in_one_copy(node: Node) -> None:
     one, two = node.rank(), node.rank()
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
     copy = attachment.begin_copy([BlockId(0)] * 5000, [BlockId(1)] * 5000)
@@ -228,8 +228,8 @@ def test_after_an_error_that_stays_nothing_of_a_copy_has_to_be_waited_for(node: 
     """Whatever is asked of the context from then on raises: nothing runs there any more."""
     one, two = node.rank(), node.rank()
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    engine = two.transport.engine
-    with two.driver.hold(engine.stream):
+    copies = two.transport.copy_stream
+    with two.driver.hold(copies.stream):
         copy = attachment.begin_copy([BlockId(0)], [BlockId(0)])
         assert copy.poll() is CopyState.PENDING
         two.driver.failing = True

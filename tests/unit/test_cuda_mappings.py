@@ -44,7 +44,7 @@ def test_an_allocation_is_opened_once_and_closed_with_its_last_user(node: Node) 
 def test_a_mapping_outlives_copies_begun_before_the_close(node: Node) -> None:
     one, two = node.rank(), node.rank()
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    stream = two.transport.engine.stream
+    stream = two.transport.copy_stream.stream
     first = attachment.begin_copy([BlockId(0)], [BlockId(0)])
     stream.owner.run()
     with two.driver.hold(stream):
@@ -70,12 +70,12 @@ def test_many_attachments_leave_nothing_behind(node: Node) -> None:
     assert len(two.driver.mapped) < 20
 
 
-def test_equal_handles_of_two_lives_are_never_confused(node: Node) -> None:
+def test_equal_handles_of_two_exports_are_never_confused(node: Node) -> None:
     one, two = node.rank(), node.rank()
     first = wire(one.transport.export(EPOCH))
     attachment = two.transport.attach(first)
     reborn = with_details(first, life=details_of(first)["life"] + 1)
-    with pytest.raises(TransportError, match="earlier life"):
+    with pytest.raises(TransportError, match="earlier export"):
         two.transport.attach(reborn)
     attachment.close()
     two.transport._closer.close()
@@ -93,7 +93,7 @@ def test_another_epoch_of_unchanged_memory_uses_the_mapping_that_is_there(node: 
     assert node.machine.opens == 2
 
 
-def test_vmm_memory_described_anew_has_another_life(node: Node) -> None:
+def test_vmm_memory_described_anew_has_another_export_id(node: Node) -> None:
     one, two = node.rank(kind="fd"), node.rank(kind="fd")
     before = wire(one.transport.export(EPOCH))
     one.transport.export(Epoch(0))

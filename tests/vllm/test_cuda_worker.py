@@ -161,7 +161,7 @@ def test_a_load_begun_behind_a_launched_forward_pass_ends_after_it(make: Make) -
         nbytes = target.numel() * target.element_size()
         importer.driver.copy(target.data_ptr(), late, nbytes, compute)
         importer.side.begin_loads(metadata)
-        until(lambda: transport.engine.stream.owner.work)
+        until(lambda: transport.copy_stream.stream.owner.work)
         assert finished(importer.side) == set()
     until(lambda: "request" in finished(importer.side))
     assert importer.side.take_bad() == set()
@@ -184,7 +184,7 @@ def test_a_copy_waits_for_the_forward_pass_only_where_a_drafter_may_write_late(
         importer.side.begin_loads(metadata)
         transport: Any = importer.side._transport
         if speculative:
-            until(lambda: transport.engine.stream.owner.work)
+            until(lambda: transport.copy_stream.stream.owner.work)
             assert finished(importer.side) == set()
         else:
             until(lambda: "request" in finished(importer.side))
@@ -197,7 +197,7 @@ def test_a_block_reused_while_it_is_copied_is_a_load_error(make: Make) -> None:
     transport.late_writers = True  # so that the copy can be held
     with importer.driver.hold(importer.driver.compute_stream()):
         importer.side.begin_loads(metadata)
-        until(lambda: transport.engine.stream.owner.work)
+        until(lambda: transport.copy_stream.stream.owner.work)
         exporter.table.retract([BlockId(1)])
         exporter.table.force([BlockId(1)])
     until(lambda: "request" in finished(importer.side))

@@ -29,8 +29,8 @@ PROGRAMS = 64
 ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
-"""In a slot's host memory: the stop word, then the ids on a cache line of their own."""
-_SMALLEST_SLOT = 1024
+"""In the host memory of a copy: the stop word, then the ids on a cache line of their own."""
+_FEWEST_PAIRS = 1024
 
 
 class Route(Enum):
@@ -51,7 +51,7 @@ class Way:
     route: Route
 
 
-class _Slot:
+class _CopyBuffers:
     """What one copy occupies: its event, its stop word and its block ids."""
 
     def __init__(self, driver: Driver, pairs: int) -> None:
@@ -81,27 +81,29 @@ class _Slot:
 class CudaCopy:
     """A copy on the stream (kvshm.interfaces.Copy)."""
 
-    def __init__(self, engine: CopyEngine, slot: _Slot, ended: Callable[[], None]) -> None:
-        self.slot = slot
+    def __init__(
+        self, copies: CopyStream, buffers: _CopyBuffers, ended: Callable[[], None]
+    ) -> None:
+        self.buffers = buffers
         self.state = CopyState.PENDING
         self.cancelled = False
         self.ended = ended
-        self._engine = engine
+        self._copies = copies
 
     def poll(self) -> CopyState:
         if self.state is CopyState.PENDING:
-            self._engine.reap()
+            self._copies.reap()
         return self.state
 
     def cancel(self) -> None:
-        self._engine.cancel(self)
+        self._copies.cancel(self)
 
     def fence(self) -> bool:
-        self._engine.fence()
+        self._copies.fence()
         return True
 
 
-class CopyEngine:
+class CopyStream:
     """The copy stream of one cache.  Any thread; its lock is never held while waiting for the
     GPU, except in ``close``."""
 
@@ -110,7 +112,7 @@ class CopyEngine:
         self._compute = compute
         self._programs = programs
         self._lock = threading.Lock()
-        self._free: list[_Slot] = []
+        self._free: list[_CopyBuffers] = []
         self._pending: list[CudaCopy] = []
         self._closed = False
         self.late_writers = True
@@ -122,18 +124,18 @@ class CopyEngine:
         self._compute = compute
 
     def prepare(self, way: Way) -> None:
-        """Do now what the first copy would otherwise do: compile the kernel, allocate a slot.
+        """Do now what the first copy would otherwise do: compile the kernel, allocate buffers.
         Blocks; on the thread that attaches, never the serving one."""
         if way.route is Route.KERNEL:
             self._driver.prepare_kernel(way.table)
         if self._free or self._pending:
             return
-        slot = _Slot(self._driver, _SMALLEST_SLOT)
+        buffers = _CopyBuffers(self._driver, _FEWEST_PAIRS)
         with self._lock:
             if not self._closed:
-                self._free.append(slot)
+                self._free.append(buffers)
                 return
-        slot.free(self._driver)
+        buffers.free(self._driver)
 
     def begin(
         self, way: Way, source: Sequence[BlockId], target: Sequence[BlockId],
@@ -146,45 +148,45 @@ class CopyEngine:
         with self._lock:
             if self._closed:
                 raise TransportError("the transport is closed")
-            slot = self._take(len(source))
-            copy = CudaCopy(self, slot, ended)
+            buffers = self._take_buffers(len(source))
+            copy = CudaCopy(self, buffers, ended)
             try:
                 if source:
-                    self._enqueue(way, slot, source, target)
-                self._driver.record(slot.event, self.stream)
+                    self._enqueue(way, buffers, source, target)
+                self._driver.record(buffers.event, self.stream)
             except BaseException:
-                # What was enqueued may be running: the slot is not used again before close.
-                slot.stop()
+                # What was enqueued may be running: the buffers are not used again before close.
+                buffers.stop()
                 raise
             self._pending.append(copy)
         return copy
 
     def _enqueue(
-        self, way: Way, slot: _Slot, source: Sequence[BlockId], target: Sequence[BlockId]
+        self, way: Way, buffers: _CopyBuffers, source: Sequence[BlockId], target: Sequence[BlockId]
     ) -> None:
         driver, pairs = self._driver, len(source)
-        nbytes = slot.fill(source, target)
+        nbytes = buffers.fill(source, target)
         if self.late_writers:
             driver.wait(self.stream, self._compute)
-        ids = slot.host.view[_IDS_AT : _IDS_AT + nbytes]
+        ids = buffers.host.view[_IDS_AT : _IDS_AT + nbytes]
         if way.route is Route.KERNEL:
-            driver.copy(slot.ids, slot.host.address + _IDS_AT, nbytes, self.stream)
+            driver.copy(buffers.ids, buffers.host.address + _IDS_AT, nbytes, self.stream)
             driver.copy_kernel(
-                way.table, slot.ids, slot.host.address, pairs, self.stream, self._programs
+                way.table, buffers.ids, buffers.host.address, pairs, self.stream, self._programs
             )
         else:
             copy = driver.copy_batch if way.route is Route.BATCH else driver.copy_loop
             half = pairs * ID_BYTES
             copy(way.table, ids[:half], ids[half:], self.stream)
 
-    def _take(self, pairs: int) -> _Slot:
-        for index, slot in enumerate(self._free):
-            if slot.pairs >= pairs:
+    def _take_buffers(self, pairs: int) -> _CopyBuffers:
+        for index, buffers in enumerate(self._free):
+            if buffers.pairs >= pairs:
                 return self._free.pop(index)
-        size = _SMALLEST_SLOT
+        size = _FEWEST_PAIRS
         while size < pairs:
             size *= 2
-        return _Slot(self._driver, size)
+        return _CopyBuffers(self._driver, size)
 
     def reap(self) -> None:
         """Settle the copies that have ended."""
@@ -196,10 +198,10 @@ class CopyEngine:
 
     def _settle(self, copy: CudaCopy) -> bool:
         try:
-            if not self._driver.done(copy.slot.event):
+            if not self._driver.done(copy.buffers.event):
                 return False
             copy.state = CopyState.FAILED if copy.cancelled else CopyState.DONE
-            self._free.append(copy.slot)
+            self._free.append(copy.buffers)
         except CudaError as exc:
             # Such an error ends the whole context: nothing runs there any more.
             _log.error("a copy failed on the GPU: %s", exc)
@@ -212,7 +214,7 @@ class CopyEngine:
         with self._lock:
             if copy.state is CopyState.PENDING:
                 copy.cancelled = True
-                copy.slot.stop()
+                copy.buffers.stop()
 
     def fence(self) -> None:
         """Have the model's stream wait for all copies begun so far.  Blocks until they have
@@ -238,13 +240,13 @@ class CopyEngine:
         with self._lock:
             for copy in self._pending:
                 copy.cancelled = True
-                copy.slot.stop()
+                copy.buffers.stop()
         self._settle_all()
         with self._lock:
             free, self._free = self._free, []
         try:
-            for slot in free:
-                slot.free(self._driver)
+            for buffers in free:
+                buffers.free(self._driver)
             self._driver.free_stream(self.stream)
         except CudaError as exc:
             _log.warning("memory of the copy stream is not freed: %s", exc)

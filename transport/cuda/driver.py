@@ -30,7 +30,7 @@ class CudaError(TransportError):
         self.code = code
 
 
-class Row(NamedTuple):
+class RegionRow(NamedTuple):
     """One region of a copy: block ``i`` goes from ``source + i * source_stride`` to
     ``target + j * target_stride``."""
 
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 class RegionTable:
     """The regions of a copy, here and in device memory (``address``: int64[len(rows)][5])."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[RegionRow, ...]
     address: int
     word: int = field(init=False)
     """The widest access that every fragment allows."""

@@ -73,8 +73,8 @@ class CudaDetails(msgspec.Struct, frozen=True):
     """``MemoryDescriptor.details`` of this transport.  Nothing of it depends on the epoch."""
 
     process: str
-    life: int
-    """Random: one life of this memory and its handles."""
+    export_id: int = msgspec.field(name="life")
+    """Random; another one whenever the memory or its handles are others."""
     device: str
     memories: tuple[SharedMemory, ...]
     probe: SharedMemory

@@ -1,6 +1,6 @@
 """Other processes' GPU memory, mapped into this one: every allocation once.
 
-A mapping is known by the life of the exporter's memory and the handle, never by the handle
+A mapping is known by the export_id of the peer's memory and the handle, never by the handle
 alone: drivers hand out byte-identical handles for new memory at an old address.  It is closed
 with its last user, on a thread of its own because closing may wait for the device.
 """
@@ -25,14 +25,14 @@ _FABRIC_BYTES = 64
 
 
 class _Key(NamedTuple):
-    life: int
+    export_id: int
     kind: str
     handle: bytes
     number: int
 
 
 @dataclass
-class Mapping:
+class PeerMapping:
     """One allocation of a peer's, mapped here."""
 
     address: int
@@ -41,7 +41,7 @@ class Mapping:
     users: int = 1
 
 
-class Mappings:
+class PeerMappings:
     """The mappings of one transport.  Any thread; waiting for a peer or for the GPU holds up
     only those who want the same memory."""
 
@@ -50,28 +50,28 @@ class Mappings:
         self._driver = driver
         self._own_socket = own_socket
         self._lock = threading.Lock()
-        self._open: dict[_Key, Mapping] = {}
+        self._open: dict[_Key, PeerMapping] = {}
         self._changing: dict[_Key, threading.Event] = {}
         """What is just being opened or closed; its event is set when that is over."""
 
     def __len__(self) -> int:
         return len(self._open) + len(self._changing)
 
-    def open(self, details: CudaDetails, memory: SharedMemory, under: str) -> Mapping:
+    def open(self, details: CudaDetails, memory: SharedMemory, under: str) -> PeerMapping:
         """Map the allocation that holds ``memory``, or find it mapped.  Blocks.  ``under``: the
         GPU under which it is opened.  Raises TransportError."""
-        key = _Key(details.life, memory.kind, memory.handle, memory.number)
+        key = _Key(details.export_id, memory.kind, memory.handle, memory.number)
         if (found := self._find_or_claim(key)) is not None:
             return found
         opened = None
         try:
             address, unmap = self._map(details, memory, under)
-            opened = Mapping(address, key, unmap)
+            opened = PeerMapping(address, key, unmap)
         finally:
             self._settle(key, opened)
         return opened
 
-    def _find_or_claim(self, key: _Key) -> Mapping | None:
+    def _find_or_claim(self, key: _Key) -> PeerMapping | None:
         """The mapping, with one user more; None if it is now the caller's to open."""
         while True:
             with self._lock:
@@ -79,22 +79,24 @@ class Mappings:
                     mapping.users += 1
                     return mapping
                 if (changing := self._changing.get(key)) is None:
-                    if key.kind == IPC and self._mapped_for_another_life(key):
+                    if key.kind == IPC and self._mapped_for_another_export(key):
                         # The driver would answer with the old mapping, whose memory is gone.
-                        raise TransportError("an earlier life of this memory is still mapped here")
+                        raise TransportError(
+                            "an earlier export of this memory is still mapped here"
+                        )
                     self._changing[key] = threading.Event()
                     return None
             changing.wait()
 
-    def _settle(self, key: _Key, opened: Mapping | None) -> None:
+    def _settle(self, key: _Key, opened: PeerMapping | None) -> None:
         with self._lock:
             if opened is not None:
                 self._open[key] = opened
             self._changing.pop(key).set()
 
-    def _mapped_for_another_life(self, key: _Key) -> bool:
+    def _mapped_for_another_export(self, key: _Key) -> bool:
         known = (*self._open, *self._changing)
-        return any(k.handle == key.handle and k.life != key.life for k in known)
+        return any(k.handle == key.handle and k.export_id != key.export_id for k in known)
 
     def _map(
         self, details: CudaDetails, memory: SharedMemory, under: str
@@ -103,7 +105,7 @@ class Mappings:
             return self._map_allocation(memory, under)
         if memory.kind == FD:
             socket = beside(self._own_socket, details.socket)
-            chunks = fetch_chunks(socket, details.life, memory.number)
+            chunks = fetch_chunks(socket, details.export_id, memory.number)
         elif memory.kind == FABRIC:
             chunks = _fabric(memory)
         else:
@@ -128,7 +130,7 @@ class Mappings:
             raise
         return address, unmap
 
-    def release(self, mapping: Mapping) -> None:
+    def release(self, mapping: PeerMapping) -> None:
         """One user less; with the last one the memory is unmapped.  May wait for the GPU."""
         with self._lock:
             mapping.users -= 1

@@ -13,8 +13,8 @@ from kvshm.interfaces import CopyState
 from kvshm.log import logger
 from kvshm.terms import BlockId
 
-from .copy_stream import CopyEngine, Route, Way
-from .driver import CudaError, Driver, RegionTable, Row, Stream, write
+from .copy_stream import CopyStream, Route, Way
+from .driver import CudaError, Driver, RegionRow, RegionTable, Stream, write
 from .export import PROBE_BYTES, probe_epoch
 
 _log = logger(__name__)
@@ -34,7 +34,7 @@ class Prober:
         self._lock = threading.Lock()
         self._chosen: dict[tuple[str, int], Route] = {}
         self.stream = driver.new_stream()
-        self._engine = CopyEngine(driver, self.stream, programs)
+        self._copies = CopyStream(driver, self.stream, programs)
 
     def read(self, probe: int, route: Route, checksum: int) -> int:
         """Copy a peer's probe as its blocks will be copied; return the epoch it serves.
@@ -43,7 +43,7 @@ class Prober:
         with self._lock:
             scratch, host = driver.allocate(PROBE_BYTES), driver.host_allocate(PROBE_BYTES)
             try:
-                self._copy(Row(probe, scratch, 0, 0, PROBE_BYTES), route, 1)
+                self._copy(RegionRow(probe, scratch, 0, 0, PROBE_BYTES), route, 1)
                 driver.copy(host.address, scratch, PROBE_BYTES, self.stream)
                 driver.synchronize(self.stream)
                 return probe_epoch(bytes(host.view), checksum)
@@ -51,14 +51,14 @@ class Prober:
                 driver.host_free(host)
                 driver.free(scratch)
 
-    def _copy(self, row: Row, route: Route, blocks: int) -> float:
+    def _copy(self, row: RegionRow, route: Route, blocks: int) -> float:
         """Copy blocks 0, 1, ... onto blocks 0, 1, ... and wait; return the seconds it took."""
         ids = [BlockId(block) for block in range(blocks)]
         table = upload(self._driver, [row], self.stream)
         try:
             begun = time.perf_counter()
-            copy = self._engine.begin(Way(table, route), ids, ids, lambda: None)
-            self._driver.synchronize(self._engine.stream)
+            copy = self._copies.begin(Way(table, route), ids, ids, lambda: None)
+            self._driver.synchronize(self._copies.stream)
             seconds = time.perf_counter() - begun
             if copy.poll() is not CopyState.DONE:
                 raise TransportError("the peer's memory cannot be read")
@@ -66,7 +66,7 @@ class Prober:
         finally:
             self._driver.free(table.address)
 
-    def faster(self, row: Row, num_blocks: int, device: str) -> Route:
+    def faster(self, row: RegionRow, num_blocks: int, device: str) -> Route:
         """Which of kernel and copy engines is faster for fragments like ``row``'s from that
         GPU; measured once per size.  Blocks for some milliseconds; writes only to scratch."""
         with self._lock:
@@ -75,7 +75,7 @@ class Prober:
                 self._chosen[key] = self._measure(row, num_blocks, device)
             return self._chosen[key]
 
-    def _measure(self, row: Row, num_blocks: int, device: str) -> Route:
+    def _measure(self, row: RegionRow, num_blocks: int, device: str) -> Route:
         fit = max(1, _MEASURED_BYTES // row.block_bytes)
         blocks = min(_MEASURED_FRAGMENTS, num_blocks, fit)
         scratch = self._driver.allocate(blocks * row.block_bytes)
@@ -89,7 +89,7 @@ class Prober:
         _log.info("%d fragments of %d bytes from GPU %s: %s", blocks, row.block_bytes, device, text)
         return best
 
-    def _fastest(self, row: Row, route: Route, blocks: int) -> float:
+    def _fastest(self, row: RegionRow, route: Route, blocks: int) -> float:
         """The least of several times; infinite for copy engines that this driver has not."""
         try:
             return min(self._copy(row, route, blocks) for _ in range(_REPEATS))
@@ -100,11 +100,11 @@ class Prober:
             return math.inf
 
     def close(self) -> None:
-        self._engine.close()
+        self._copies.close()
         self._driver.free_stream(self.stream)
 
 
-def upload(driver: Driver, rows: Sequence[Row], stream: Stream) -> RegionTable:
+def upload(driver: Driver, rows: Sequence[RegionRow], stream: Stream) -> RegionTable:
     """Put a table of regions into device memory; its address is the caller's to free."""
     packed = array("q", [number for row in rows for number in row]).tobytes()
     address = driver.allocate(len(packed))

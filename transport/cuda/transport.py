@@ -32,10 +32,10 @@ from ..copier import Copier
 from ..faults import ZERO, check_fault, misdirect
 from ..regions import check_blocks, check_bounds, check_layouts, check_pairs, count_blocks
 from .checksum import Reader
-from .copy_stream import PROGRAMS, CopyEngine, CudaCopy, Route, Way
-from .driver import CudaError, Driver, Row, write
+from .copy_stream import PROGRAMS, CopyStream, CudaCopy, Route, Way
+from .driver import CudaError, Driver, RegionRow, write
 from .export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_sizes, share
-from .mappings import Mapping, Mappings
+from .mappings import PeerMapping, PeerMappings
 from .probe import Prober, upload
 from .vmm import ChunkServer
 
@@ -47,7 +47,7 @@ class CudaAttachment:
 
     def __init__(
         self, own: CudaIpcTransport, descriptor: MemoryDescriptor, way: Way,
-        mappings: list[Mapping], keep: object,
+        mappings: list[PeerMapping], keep: object,
     ) -> None:  # fmt: skip
         self.epoch = Epoch(descriptor.epoch)
         self.route = way.route
@@ -80,7 +80,7 @@ class CudaAttachment:
                 raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
             self._copies += 1
         try:
-            return own.engine.begin(self._way, blocks, target, self._copy_ended)
+            return own.copy_stream.begin(self._way, blocks, target, self._copy_ended)
         except BaseException:
             self._copy_ended()
             raise
@@ -150,9 +150,9 @@ class CudaIpcTransport:
         self.staging = staging
         self.driver = current_driver() if driver is None else driver
         compute = self.driver.compute_stream()
-        self.engine = CopyEngine(self.driver, compute, programs)
+        self.copy_stream = CopyStream(self.driver, compute, programs)
         self._socket_path = str(socket_path)
-        self.mappings = Mappings(self.driver, self._socket_path)
+        self.mappings = PeerMappings(self.driver, self._socket_path)
         self._reader = Reader(self.driver, compute)
         self._prober = Prober(self.driver, programs)
         self._lock = threading.Lock()
@@ -167,11 +167,11 @@ class CudaIpcTransport:
 
     @property
     def late_writers(self) -> bool:
-        return self.engine.late_writers
+        return self.copy_stream.late_writers
 
     @late_writers.setter
     def late_writers(self, late: bool) -> None:
-        self.engine.late_writers = late
+        self.copy_stream.late_writers = late
 
     # -- the exporter's side
 
@@ -180,14 +180,14 @@ class CudaIpcTransport:
         with self._lock:
             self._check_open()
             compute = self.driver.compute_stream()
-            self.engine.follow(compute)
+            self.copy_stream.follow(compute)
             self._reader.follow(compute)
             if self._details is None or not epoch:
                 self._details = self._describe(self._details)
             assert self._probe is not None
             self._probe.serve(epoch)
             self.epoch = epoch
-            _exports[self._details.life] = self
+            _exports[self._details.export_id] = self
             details = msgspec.msgpack.encode(self._details)
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
@@ -208,21 +208,21 @@ class CudaIpcTransport:
         # Chunks behind a descriptor may be others than before without showing it.
         same = before is not None and memories == before.memories
         same = same and all(memory.kind == IPC for memory in memories)
-        life = before.life if before is not None and same else secrets.randbits(63)
+        export_id = before.export_id if before is not None and same else secrets.randbits(63)
         if any(memory.kind == FD for memory in (*memories, probe)):
-            self._serve(life)
+            self._serve(export_id)
         return CudaDetails(
-            self.driver.process, life, self.driver.uuid, memories, probe,
+            self.driver.process, export_id, self.driver.uuid, memories, probe,
             self._probe.checksum, Path(self._socket_path).name,
         )  # fmt: skip
 
-    def _serve(self, life: int) -> None:
+    def _serve(self, export_id: int) -> None:
         assert self._probe is not None
         if self._server is None:
             spans = [(m.address, m.nbytes) for m in self.memory]
             spans.append((self._probe.address, 1))
-            self._server = ChunkServer(self.driver, self._socket_path, life, spans)
-        self._server.life = life
+            self._server = ChunkServer(self.driver, self._socket_path, export_id, spans)
+        self._server.export_id = export_id
 
     # -- the importer's side
 
@@ -233,7 +233,7 @@ class CudaIpcTransport:
         check_sizes([*details.memories, details.probe])
         route = self._route(details)
         self._check_open()
-        opened: list[Mapping] = []
+        opened: list[PeerMapping] = []
         try:
             addresses, keep = self._reach(details, route, opened)
             found = self._prober.read(addresses.pop(), route, details.probe_checksum)
@@ -264,7 +264,7 @@ class CudaIpcTransport:
         )
 
     def _reach(
-        self, details: CudaDetails, route: Route, opened: list[Mapping]
+        self, details: CudaDetails, route: Route, opened: list[PeerMapping]
     ) -> tuple[list[int], object]:
         """Addresses of the peer's memories and, last, its probe; what keeps them valid."""
         if details.process == self.driver.process:
@@ -279,7 +279,7 @@ class CudaIpcTransport:
 
     def _reach_inside(self, details: CudaDetails) -> tuple[list[int], object]:
         """The peer lives in this process: a handle cannot be opened where it was made."""
-        peer = _exports.get(details.life)
+        peer = _exports.get(details.export_id)
         if peer is None or peer._probe is None:
             raise TransportError("the peer, in this process, has closed its transport")
         if details.device != self.driver.uuid:
@@ -292,7 +292,7 @@ class CudaIpcTransport:
         for mine, theirs in zip(self.regions, descriptor.regions, strict=True):
             source = addresses[theirs.handle] + theirs.offset
             target = self.memory[mine.handle].address + mine.offset
-            rows.append(Row(source, target, theirs.stride, mine.stride, mine.block_bytes))
+            rows.append(RegionRow(source, target, theirs.stride, mine.stride, mine.block_bytes))
         details = unpack_details(descriptor, self.name, CudaDetails)
         if route is Route.KERNEL and details.device != self.driver.uuid:
             route = self._prober.faster(rows[0], descriptor.regions[0].num_blocks, details.device)
@@ -300,7 +300,7 @@ class CudaIpcTransport:
             rows = [row._replace(source=self._zeroed(), source_stride=0) for row in rows]
         way = Way(upload(self.driver, rows, self._prober.stream), route)
         try:
-            self.engine.prepare(way)
+            self.copy_stream.prepare(way)
         except BaseException:
             self.driver.free(way.table.address)
             raise
@@ -314,7 +314,7 @@ class CudaIpcTransport:
             write(self.driver, self._zeros, bytes(nbytes), self._prober.stream)
         return self._zeros
 
-    def let_go(self, mappings: list[Mapping], table: int) -> None:
+    def let_go(self, mappings: list[PeerMapping], table: int) -> None:
         """Unmap and free on the closing thread; both may wait for the GPU."""
         job = partial(self._unmap, mappings, table)
         try:
@@ -322,7 +322,7 @@ class CudaIpcTransport:
         except TransportError:
             job()  # the transport is closing: nothing is served any more
 
-    def _unmap(self, mappings: list[Mapping], table: int) -> None:
+    def _unmap(self, mappings: list[PeerMapping], table: int) -> None:
         for mapping in mappings:
             self.mappings.release(mapping)
         if table:
@@ -348,10 +348,10 @@ class CudaIpcTransport:
                 return
             self._closed = True
             if self._details is not None:
-                _exports.pop(self._details.life, None)
+                _exports.pop(self._details.export_id, None)
         if self._server is not None:
             self._server.close()
-        self.engine.close()
+        self.copy_stream.close()
         for attachment in list(self._attachments):
             attachment.close()
         self._closer.close()
@@ -373,7 +373,7 @@ class CudaIpcTransport:
 
 
 _exports: weakref.WeakValueDictionary[int, CudaIpcTransport] = weakref.WeakValueDictionary()
-"""What this process exports, by life, for peers in the same process."""
+"""What this process exports, by export_id: for peers in the same process."""
 
 
 def current_driver() -> Driver:

@@ -5,9 +5,9 @@ vLLM's cumem allocator, one per 2 or 20 MiB for expandable segments.  A message 
 253 descriptors, so an importer asks page by page::
 
     importer                                   exporter
-      | -- {"life": l, "memory": 0, "first": 0} -> |  exports the next chunks' descriptors
+      | -- {"life": i, "memory": 0, "first": 0} -> |  exports the next chunks' descriptors
       | <- {"nbytes": [...], "more": true} + fds - |
-      | -- {"life": l, "memory": 0, "first": 128}> |  ...
+      | -- {"life": i, "memory": 0, "first": 128}> |  ...
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def fabric_chunks(driver: Driver, address: int, nbytes: int) -> tuple[int, list[
 class Request(msgspec.Struct, frozen=True):
     """Which chunks of which memory."""
 
-    life: int
+    export_id: int = msgspec.field(name="life")
     memory: int
     first: int
 
@@ -75,11 +75,11 @@ class ChunkServer:
     """Hands out the chunks of one exporter's memories; on the socket's own thread."""
 
     def __init__(
-        self, driver: Driver, path: str, life: int, memories: Sequence[tuple[int, int]]
+        self, driver: Driver, path: str, export_id: int, memories: Sequence[tuple[int, int]]
     ) -> None:
         """``memories``: address and bytes by number.  Raises TransportError."""
         self._driver = driver
-        self.life = life
+        self.export_id = export_id
         """What requests must name; the owner changes it when the memory was made anew."""
         self._memories = list(memories)
         self._lent: list[int] = []
@@ -90,7 +90,7 @@ class ChunkServer:
         close_all(self._lent)
         self._lent = []
         request = _request_decoder.decode(packed)
-        if request.life != self.life or not 0 <= request.memory < len(self._memories):
+        if request.export_id != self.export_id or not 0 <= request.memory < len(self._memories):
             return msgspec.msgpack.encode(Answer("stale")), []
         starts = list(chunk_starts(self._driver, *self._memories[request.memory]))
         page = starts[request.first : request.first + PAGE]
@@ -106,14 +106,14 @@ class ChunkServer:
         self._lent = []
 
 
-def fetch_chunks(socket: str, life: int, memory: int) -> list[Chunk]:
+def fetch_chunks(socket: str, export_id: int, memory: int) -> list[Chunk]:
     """All chunks of a peer's memory; their descriptors are the caller's to close.  Blocks.
     Raises TransportError, StaleAttachment."""
     chunks: list[Chunk] = []
     more = True
     try:
         while more:
-            page, more = _fetch_page(socket, Request(life, memory, len(chunks)))
+            page, more = _fetch_page(socket, Request(export_id, memory, len(chunks)))
             chunks += page
     except BaseException:
         close_all([chunk.fd for chunk in chunks])
