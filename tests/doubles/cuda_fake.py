@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvshm import _native
-from kvshm.transport.cuda.driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
+from kvshm.transport.cuda.driver import CudaError, HostBuffer, RegionTable, Stream
 
 VMM_STEP = 1 << 16
 _INVALID = "CUDA_ERROR_INVALID_VALUE"
@@ -192,27 +192,24 @@ class FakeDriver:
         rounded = -(-nbytes // VMM_STEP) * VMM_STEP
         return self.make(rounded, "fabric" if fabric else "fd"), rounded
 
-    def vmm_chunk(self, address: int, *, fabric: bool) -> Chunk:
-        call = "cuMemExportToShareableHandle"
-        allocation = self._exported(address, "fabric" if fabric else "fd", call)
-        if fabric:
-            return Chunk(allocation.nbytes, fabric=allocation.handle)
-        return Chunk(allocation.nbytes, fd=os.dup(allocation.fd))
+    def vmm_descriptor(self, address: int) -> int:
+        return os.dup(self._exported(address, "fd", "cuMemExportToShareableHandle").fd)
 
-    def vmm_map(self, chunks: list[Chunk]) -> int:
-        if len(chunks) != 1:
-            raise CudaError("cuMemMap", "the fake maps one chunk at a time")
-        (chunk,) = chunks
+    def vmm_fabric_handle(self, address: int) -> bytes:
+        return self._exported(address, "fabric", "cuMemExportToShareableHandle").handle
+
+    def vmm_map(self, exported: int | bytes, nbytes: int) -> int:
+        allocation = self.machine.handles.get(exported) if isinstance(exported, bytes) else None
+        fd = allocation.fd if allocation else exported
+        if isinstance(fd, bytes):
+            raise CudaError("cuMemImportFromShareableHandle", _INVALID)
+        if os.fstat(fd).st_size != nbytes:
+            raise CudaError("cuMemMap", _INVALID)
         with self._lock:
             self.machine.opens += 1
-            if chunk.fd >= 0:
-                return self._map(None, chunk.nbytes, chunk.fd)
-            allocation = self.machine.handles.get(chunk.fabric)
-            if allocation is None:
-                raise CudaError("cuMemImportFromShareableHandle", _INVALID)
-            return self._map(allocation, chunk.nbytes, allocation.fd)
+            return self._map(allocation, nbytes, fd)
 
-    def vmm_unmap(self, address: int, chunks: list[Chunk]) -> None:
+    def vmm_unmap(self, address: int, nbytes: int) -> None:
         with self._lock:
             del self.mapped[address]
 

@@ -69,7 +69,7 @@ def test_checksums_agree_across_processes_and_with_the_bytes(start: Start) -> No
 
 
 @pytest.mark.parametrize("kind", ["fd", "fabric"])
-def test_vmm_memory_is_shared_by_its_chunks(start: Start, kind: str) -> None:
+def test_vmm_memory_is_shared(start: Start, kind: str) -> None:
     exporter, importer = start(), start()
     try:
         exporter.call("make", seed=1, kind=kind)

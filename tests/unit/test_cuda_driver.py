@@ -4,6 +4,7 @@ and over the real calls into a driver library that is played (tests/played_cuda)
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import time
 from array import array
@@ -92,11 +93,10 @@ def test_vmm_memory_has_no_handle_but_a_descriptor(driver: Driver) -> None:
     address, nbytes = driver.vmm_allocate(1 << 20, fabric=False)
     with pytest.raises(CudaError):
         driver.ipc_handle(address)
-    chunk = driver.vmm_chunk(address, fabric=False)
-    assert chunk.nbytes == nbytes
-    assert chunk.fd >= 0
+    assert driver.address_range(address + 12345) == (address, nbytes)
+    os.close(driver.vmm_descriptor(address + 12345))
     with pytest.raises(CudaError):
-        driver.vmm_chunk(driver.allocate_shared(1 << 21), fabric=False)
+        driver.vmm_descriptor(driver.allocate_shared(1 << 21))
 
 
 def test_a_stream_runs_after_what_another_had_before(driver: Driver) -> None:

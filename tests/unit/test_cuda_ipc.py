@@ -79,6 +79,31 @@ def test_memory_nobody_can_export_is_refused_with_the_setting_to_change(node: No
     assert "expandable_segments" in REMEDY
 
 
+@pytest.mark.parametrize("kind", ["ipc", "fd", "fabric"])
+def test_memory_in_several_allocations_is_refused_with_the_setting_to_change(
+    node: Node, kind: str
+) -> None:
+    """As expandable segments make it, which vLLM may move: kvshm's hook refuses the setting."""
+    driver = node.machine.process()
+    memory = DeviceMemory(driver.make(NBYTES, kind), (1 << 16) + NBYTES)
+    transport = CudaIpcTransport(memory, REGIONS, 0, driver=driver)
+    with pytest.raises(TransportError, match="several allocations") as caught:
+        transport.export(EPOCH)
+    assert REMEDY in str(caught.value)
+    transport.close()
+
+
+@pytest.mark.parametrize("kind", ["ipc", "fd", "fabric"])
+def test_a_handle_of_another_length_is_refused_before_the_driver_reads_it(
+    node: Node, kind: str
+) -> None:
+    descriptor = wire(node.rank(kind=kind).transport.export(EPOCH))
+    memories = [list(m) for m in details_of(descriptor)["memories"]]
+    memories[0][4] = b"short"
+    with pytest.raises(TransportError, match="a handle of 5 bytes"):
+        node.rank(kind=kind).transport.attach(with_details(descriptor, memories=memories))
+
+
 # -- the probe
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
+from kvshm.fd_server import FdServer
 from kvshm.interfaces import CopyState
 from kvshm.terms import BlockId, Epoch
 from kvshm.transport.cuda import vmm
@@ -139,6 +142,35 @@ def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
         thread.join(30)
     assert len(failures) == 1
     assert copied(attached[0]) is CopyState.DONE
+
+
+def open_on(path: str) -> int:
+    """How many of this process's descriptors are of that file."""
+    found = os.listdir("/proc/self/fd")
+    return sum(os.path.realpath(f"/proc/self/fd/{number}") == path for number in found)
+
+
+@pytest.mark.parametrize(
+    ("answer", "descriptors", "complaint"),
+    [
+        (b"garbage", 1, "undecodable"),
+        (msgspec.msgpack.encode({"status": "ok"}), 0, "0 descriptors"),
+        (msgspec.msgpack.encode({"status": "ok"}), 2, "2 descriptors"),
+    ],
+)
+def test_a_peer_that_hands_over_something_else_than_one_memory_is_refused(
+    node: Node, answer: bytes, descriptors: int, complaint: str
+) -> None:
+    one, two = node.rank(kind="fd"), node.rank(kind="fd")
+    descriptor = wire(one.transport.export(EPOCH))
+    with open("/dev/null", "rb") as file:
+        server = FdServer(f"{node.run_dir}/liar", lambda _: (answer, [file.fileno()] * descriptors))
+        before = open_on("/dev/null")
+        with pytest.raises(TransportError, match=complaint):
+            two.transport.attach(with_details(descriptor, socket="liar"))
+        assert open_on("/dev/null") == before
+        server.close()
+    assert len(two.transport.mappings) == 0
 
 
 def test_two_threads_that_want_one_allocation_open_it_once(

@@ -69,14 +69,6 @@ class HostBuffer:
     owner: Any = field(default=None, repr=False)
 
 
-class Chunk(NamedTuple):
-    """One piece of VMM memory, ready to hand over: a file descriptor, or a fabric handle."""
-
-    nbytes: int
-    fd: int = -1
-    fabric: bytes = b""
-
-
 class Stream(NamedTuple):
     """A queue of the device's work."""
 
@@ -137,8 +129,12 @@ class Driver(Protocol):
         """May wait for the device."""
         ...
 
-    def vmm_chunk(self, address: int, *, fabric: bool) -> Chunk:
-        """The VMM chunk at ``address``, with a new descriptor that is the caller's to close."""
+    def vmm_descriptor(self, address: int) -> int:
+        """A new descriptor, the caller's to close, of the VMM memory that holds ``address``."""
+        ...
+
+    def vmm_fabric_handle(self, address: int) -> bytes:
+        """64 bytes by which other processes can map the VMM memory that holds ``address``."""
         ...
 
     def vmm_allocate(self, nbytes: int, *, fabric: bool) -> tuple[int, int]:
@@ -146,11 +142,12 @@ class Driver(Protocol):
         freed, as for ``allocate_shared``."""
         ...
 
-    def vmm_map(self, chunks: list[Chunk]) -> int:
-        """Map chunks one after the other, read-only; their address.  Takes no descriptor."""
+    def vmm_map(self, exported: int | bytes, nbytes: int) -> int:
+        """Map another process's VMM memory, all of it, read-only; its address here.  A
+        descriptor stays the caller's to close."""
         ...
 
-    def vmm_unmap(self, address: int, chunks: list[Chunk]) -> None: ...
+    def vmm_unmap(self, address: int, nbytes: int) -> None: ...
 
     def peer_access(self, device: str) -> bool | None:
         """Whether this GPU reaches that one's memory; None: it is not visible here."""

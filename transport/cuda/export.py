@@ -1,6 +1,6 @@
 """The exporter's side on CUDA: how other processes get at memory that stays where it is.
 
-Two kinds of memory, told apart by trying::
+Three kinds of memory, told apart by trying.  Each lies in one allocation, at an offset::
 
     kind      memory                                      handed over as
     ipc       cudaMalloc: torch's caching allocator       64 bytes per allocation + offset
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,12 @@ import msgspec
 import xxhash
 
 from kvshm.errors import TransportError
+from kvshm.fds import close_all
 from kvshm.terms import Epoch
 
 from .driver import CudaError, Driver, Stream, write
-from .vmm import MAX_FABRIC_CHUNKS, fabric_chunks, length_of_chunks
 
+HANDLE_BYTES = 64
 PROBE_BYTES = 4096
 PROBE_EPOCH_BYTES = 8
 _PROBE_ALLOCATION = 2 << 20
@@ -62,9 +63,9 @@ class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     allocation: int
     handle: bytes = b""
-    """ipc: one handle; fabric: one of 64 bytes per chunk, in order; fd: empty."""
+    """ipc, fabric: 64 bytes; fd: empty."""
     chunks: tuple[int, ...] = ()
-    """fabric: bytes of each chunk."""
+    """fabric: ``allocation`` once more."""
     number: int = 0
     """fd: what to ask the socket for."""
 
@@ -86,42 +87,28 @@ class CudaDetails(msgspec.Struct, frozen=True):
 def share(driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
     """Find out how ``memory`` can be exported.  Raises TransportError if it cannot."""
     refusals = []
-    for kind, way in _WAYS.items():
+    for kind in (IPC, FD, FABRIC):
         try:
-            return way(driver, memory, number)
+            return share_as(kind, driver, memory, number)
         except CudaError as exc:
             refusals.append(f"{kind}: {exc}")
     raise TransportError(f"the KV cache cannot be exported ({'; '.join(refusals)}): {REMEDY}")
 
 
-def _by_ipc(driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
+def share_as(kind: str, driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
+    """Export memory as that kind.  Raises CudaError if it is of another one, and if it lies in
+    several allocations, as expandable segments do: vLLM may move these."""
     base, nbytes = driver.address_range(memory.address)
-    if memory.address + memory.nbytes > base + nbytes:
+    offset = memory.address - base
+    if offset + memory.nbytes > nbytes:
         raise CudaError("cuMemGetAddressRange", "several allocations one behind the other")
-    handle = driver.ipc_handle(base)
-    return SharedMemory(IPC, memory.nbytes, memory.address - base, nbytes, handle)
-
-
-def _by_fd(driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
-    base, total = length_of_chunks(driver, memory.address, memory.nbytes)
-    return SharedMemory(FD, memory.nbytes, memory.address - base, total, number=number)
-
-
-def _by_fabric(driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
-    base, chunks = fabric_chunks(driver, memory.address, memory.nbytes)
-    if len(chunks) > MAX_FABRIC_CHUNKS:
-        raise CudaError("cuMemExportToShareableHandle", f"{len(chunks)} chunks are too many")
-    return SharedMemory(
-        FABRIC, memory.nbytes, memory.address - base, sum(c.nbytes for c in chunks),
-        b"".join(c.fabric for c in chunks), tuple(c.nbytes for c in chunks),
-    )  # fmt: skip
-
-
-_WAYS: dict[str, Callable[[Driver, DeviceMemory, int], SharedMemory]] = {
-    IPC: _by_ipc,
-    FD: _by_fd,
-    FABRIC: _by_fabric,
-}
+    if kind == IPC:
+        return SharedMemory(IPC, memory.nbytes, offset, nbytes, driver.ipc_handle(base))
+    if kind == FABRIC:
+        handle = driver.vmm_fabric_handle(base)
+        return SharedMemory(FABRIC, memory.nbytes, offset, nbytes, handle, (nbytes,))
+    close_all([driver.vmm_descriptor(base)])  # there can be one
+    return SharedMemory(FD, memory.nbytes, offset, nbytes, number=number)
 
 
 class Probe:
@@ -142,7 +129,8 @@ class Probe:
         write(self._driver, self.address, packed, self._stream)
 
     def share(self, number: int) -> SharedMemory:
-        return _WAYS[self._kind](self._driver, DeviceMemory(self.address, PROBE_BYTES), number)
+        memory = DeviceMemory(self.address, PROBE_BYTES)
+        return share_as(self._kind, self._driver, memory, number)
 
     def withdraw(self) -> None:
         """Serve nobody; the memory is kept for this process's next probe."""
@@ -172,10 +160,13 @@ def probe_epoch(packed: bytes, checksum: int) -> int:
     return int.from_bytes(packed[:PROBE_EPOCH_BYTES], "little")
 
 
-def check_sizes(memories: Sequence[SharedMemory]) -> None:
-    """Raise TransportError for memory that does not lie within its allocation."""
+def check_memories(memories: Sequence[SharedMemory]) -> None:
+    """Raise TransportError for memory that does not lie within its allocation, or whose handle
+    is none."""
     for memory in memories:
         if memory.offset < 0 or memory.nbytes < 0:
             raise TransportError(f"impossible memory: {memory}")
         if memory.offset + memory.nbytes > memory.allocation:
             raise TransportError(f"memory ends behind its allocation: {memory}")
+        if len(memory.handle) != (0 if memory.kind == FD else HANDLE_BYTES):
+            raise TransportError(f"a handle of {len(memory.handle)} bytes: {memory}")

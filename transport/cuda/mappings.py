@@ -10,18 +10,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from kvshm.errors import TransportError
-from kvshm.fds import beside
+from kvshm.fds import beside, close_all
 from kvshm.log import logger
 
-from .driver import Chunk, CudaError, Driver
+from .driver import CudaError, Driver
 from .export import FABRIC, FD, IPC, CudaDetails, SharedMemory
-from .vmm import fetch_chunks, map_chunks
+from .vmm import fetch_descriptor
 
 _log = logger(__name__)
-_FABRIC_BYTES = 64
 
 
 class _Key(NamedTuple):
@@ -103,21 +103,22 @@ class PeerMappings:
     ) -> tuple[int, Callable[[], None]]:
         if memory.kind == IPC:
             return self._map_allocation(memory, under)
-        if memory.kind == FD:
+        if memory.kind == FABRIC:
+            address = self._driver.vmm_map(memory.handle, memory.allocation)
+        elif memory.kind == FD:
             socket = beside(self._own_socket, details.socket)
-            chunks = fetch_chunks(socket, details.export_id, memory.number)
-        elif memory.kind == FABRIC:
-            chunks = _fabric(memory)
+            fd = fetch_descriptor(socket, details.export_id, memory.number)
+            try:
+                address = self._driver.vmm_map(fd, memory.allocation)
+            finally:
+                close_all([fd])
         else:
             raise TransportError(f"memory of unknown kind {memory.kind!r}")
-        return map_chunks(self._driver, chunks, memory.offset + memory.nbytes)
+        return address, partial(self._driver.vmm_unmap, address, memory.allocation)
 
     def _map_allocation(self, memory: SharedMemory, under: str) -> tuple[int, Callable[[], None]]:
         address = self._driver.ipc_open(memory.handle, under)
-
-        def unmap() -> None:
-            self._driver.ipc_close(address, under)
-
+        unmap = partial(self._driver.ipc_close, address, under)
         try:
             _, nbytes = self._driver.address_range(address)
             if nbytes < memory.offset + memory.nbytes:
@@ -144,12 +145,3 @@ class PeerMappings:
             _log.warning("a peer's memory could not be unmapped: %s", exc)
         finally:
             self._settle(mapping.key, None)
-
-
-def _fabric(memory: SharedMemory) -> list[Chunk]:
-    if len(memory.handle) != _FABRIC_BYTES * len(memory.chunks) or not memory.chunks:
-        raise TransportError(f"{len(memory.handle)} bytes of fabric handles: {memory.chunks}")
-    return [
-        Chunk(nbytes, fabric=memory.handle[i * _FABRIC_BYTES : (i + 1) * _FABRIC_BYTES])
-        for i, nbytes in enumerate(memory.chunks)
-    ]

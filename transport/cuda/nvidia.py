@@ -12,7 +12,7 @@ import ctypes
 import threading
 import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from cuda.bindings import driver as cu
 
 from .calls import call as _call
 from .calls import copy_batch
-from .driver import Chunk, CudaError, HostBuffer, RegionTable, Stream
+from .driver import CudaError, HostBuffer, RegionTable, Stream
 from .launch import Launcher
 
 IPC_HANDLE_BYTES = 64
@@ -30,6 +30,8 @@ _host_kept: dict[int, list[int]] = {}
 """Page-locked memory nobody uses, by size: freeing it would wait for the device."""
 _FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FABRIC = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
+_READ = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+_READ_WRITE = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _PORTABLE_AND_MAPPED = 3
 _NO_TIMING = 2
 _NON_BLOCKING = 1
@@ -146,86 +148,68 @@ class NvidiaDriver:
         with self._current(self._context_of(device)):
             _call(cu.cuIpcCloseMemHandle, address)
 
-    def vmm_chunk(self, address: int, *, fabric: bool) -> Chunk:
-        _, nbytes = self.address_range(address)
+    def vmm_descriptor(self, address: int) -> int:
+        return int(self._exported(address, _FD))
+
+    def vmm_fabric_handle(self, address: int) -> bytes:
+        return bytes(self._exported(address, _FABRIC).data)
+
+    def _exported(self, address: int, kind: Any) -> Any:
         with self._current():
             handle = _call(cu.cuMemRetainAllocationHandle, address)
             try:
-                kind = _FABRIC if fabric else _FD
-                exported = _call(cu.cuMemExportToShareableHandle, handle, kind, 0)
+                return _call(cu.cuMemExportToShareableHandle, handle, kind, 0)
             finally:
                 _call(cu.cuMemRelease, handle)
-        if fabric:
-            return Chunk(nbytes, fabric=bytes(exported.data))
-        return Chunk(nbytes, fd=int(exported))
 
     def vmm_allocate(self, nbytes: int, *, fabric: bool) -> tuple[int, int]:
-        kind = _FABRIC if fabric else _FD
         properties = cu.CUmemAllocationProp()
         properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-        properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        properties.location.id = self.ordinal
-        properties.requestedHandleTypes = kind
+        properties.location = self._location()
+        properties.requestedHandleTypes = _FABRIC if fabric else _FD
         minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
         with self._current():
             step = int(_call(cu.cuMemGetAllocationGranularity, properties, minimum))
             rounded = -(-nbytes // step) * step
             handle = _call(cu.cuMemCreate, rounded, properties, 0)
-            try:
-                address = int(_call(cu.cuMemAddressReserve, rounded, 0, 0, 0))
-                _call(cu.cuMemMap, address, rounded, 0, handle, 0)
-                self._allow(
-                    address, rounded, cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-                )
-            finally:
-                _call(cu.cuMemRelease, handle)
-        return address, rounded
+            return self._map(handle, rounded, _READ_WRITE), rounded
 
-    def vmm_map(self, chunks: list[Chunk]) -> int:
-        total = sum(chunk.nbytes for chunk in chunks)
-        with self._current():
-            base = int(_call(cu.cuMemAddressReserve, total, 0, 0, 0))
-            mapped: list[Chunk] = []
-            try:
-                for chunk in chunks:
-                    self._map(base + sum(c.nbytes for c in mapped), chunk)
-                    mapped.append(chunk)
-                self._allow(base, total, cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ)
-            except BaseException:
-                self._unmap(base, mapped, total)
-                raise
-        return base
-
-    def _map(self, address: int, chunk: Chunk) -> None:
-        if chunk.fabric:
+    def vmm_map(self, exported: int | bytes, nbytes: int) -> int:
+        kind, found = _FD, exported
+        if isinstance(exported, bytes):
             fabric = cu.CUmemFabricHandle()
-            fabric.data = chunk.fabric
-            handle = _call(cu.cuMemImportFromShareableHandle, fabric.getPtr(), _FABRIC)
-        else:
-            handle = _call(cu.cuMemImportFromShareableHandle, chunk.fd, _FD)
-        try:
-            _call(cu.cuMemMap, address, chunk.nbytes, 0, handle, 0)
-        finally:
-            _call(cu.cuMemRelease, handle)  # the mapping holds the memory from here on
-
-    def _allow(self, address: int, nbytes: int, flags: Any) -> None:
-        access = cu.CUmemAccessDesc()
-        access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-        access.location.id = self.ordinal
-        access.flags = flags
-        _call(cu.cuMemSetAccess, address, nbytes, [access], 1)
-
-    def vmm_unmap(self, address: int, chunks: list[Chunk]) -> None:
+            fabric.data = exported
+            kind, found = _FABRIC, fabric.getPtr()
         with self._current():
-            self._unmap(address, chunks, sum(chunk.nbytes for chunk in chunks))
+            handle = _call(cu.cuMemImportFromShareableHandle, found, kind)
+            return self._map(handle, nbytes, _READ)
 
-    @staticmethod
-    def _unmap(address: int, mapped: list[Chunk], reserved: int) -> None:
-        start = address
-        for chunk in mapped:
-            _call(cu.cuMemUnmap, start, chunk.nbytes)
-            start += chunk.nbytes
-        _call(cu.cuMemAddressFree, address, reserved)
+    def _map(self, handle: Any, nbytes: int, flags: Any) -> int:
+        """Map physical memory, which only the mapping holds from here on; its address."""
+        access = cu.CUmemAccessDesc()
+        access.location = self._location()
+        access.flags = flags
+        with ExitStack() as undone:
+            undone.callback(_call, cu.cuMemRelease, handle)
+            address = int(_call(cu.cuMemAddressReserve, nbytes, 0, 0, 0))
+            undone.callback(_call, cu.cuMemAddressFree, address, nbytes)
+            _call(cu.cuMemMap, address, nbytes, 0, handle, 0)
+            undone.callback(_call, cu.cuMemUnmap, address, nbytes)
+            _call(cu.cuMemSetAccess, address, nbytes, [access], 1)
+            undone.pop_all()
+        _call(cu.cuMemRelease, handle)
+        return address
+
+    def _location(self) -> Any:
+        location = cu.CUmemLocation()
+        location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = self.ordinal
+        return location
+
+    def vmm_unmap(self, address: int, nbytes: int) -> None:
+        with self._current():
+            _call(cu.cuMemUnmap, address, nbytes)
+            _call(cu.cuMemAddressFree, address, nbytes)
 
     def peer_access(self, device: str) -> bool | None:
         if device == self.uuid:

@@ -2,7 +2,7 @@
 
     exporter                                        importer
     KV cache (torch's or vLLM's allocation)         attach: open every allocation once,
-       | cuIpcGetMemHandle, or VMM chunks                    read the probe, lay out the table
+       | cuIpcGetMemHandle, or VMM's                        read the probe, lay out the table
     details in the roster  ------------------->     begin_copy: ids, kernel, event on a stream
        | probe: 4 KiB, begins with the epoch                of its own
                                                     poll: event done?
@@ -34,10 +34,10 @@ from ..regions import check_blocks, check_bounds, check_layouts, check_pairs, co
 from .checksum import Reader
 from .copy_stream import PROGRAMS, CopyStream, CudaCopy, Route, Way
 from .driver import CudaError, Driver, RegionRow, write
-from .export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_sizes, share
+from .export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_memories, share
 from .mappings import PeerMapping, PeerMappings
 from .probe import Prober, upload
-from .vmm import ChunkServer
+from .vmm import DescriptorServer
 
 _log = logger(__name__)
 
@@ -159,7 +159,7 @@ class CudaIpcTransport:
         self._closer = Copier()
         self._closed = False
         self._probe: Probe | None = None
-        self._server: ChunkServer | None = None
+        self._server: DescriptorServer | None = None
         self._details: CudaDetails | None = None
         self._zeros = 0
         self._fence: Any = None
@@ -205,7 +205,7 @@ class CudaIpcTransport:
         if self._probe is None:
             self._probe = Probe(self.driver, memories[0].kind, self._prober.stream)
         probe = self._probe.share(len(memories))
-        # Chunks behind a descriptor may be others than before without showing it.
+        # Memory behind a descriptor may be other than before without showing it.
         same = before is not None and memories == before.memories
         same = same and all(memory.kind == IPC for memory in memories)
         export_id = before.export_id if before is not None and same else secrets.randbits(63)
@@ -219,9 +219,8 @@ class CudaIpcTransport:
     def _serve(self, export_id: int) -> None:
         assert self._probe is not None
         if self._server is None:
-            spans = [(m.address, m.nbytes) for m in self.memory]
-            spans.append((self._probe.address, 1))
-            self._server = ChunkServer(self.driver, self._socket_path, export_id, spans)
+            addresses = [*(m.address for m in self.memory), self._probe.address]
+            self._server = DescriptorServer(self.driver, self._socket_path, addresses)
         self._server.export_id = export_id
 
     # -- the importer's side
@@ -230,7 +229,7 @@ class CudaIpcTransport:
         details = unpack_details(descriptor, self.name, CudaDetails)
         check_layouts(self.regions, descriptor.regions)
         check_bounds(descriptor.regions, [m.nbytes for m in details.memories])
-        check_sizes([*details.memories, details.probe])
+        check_memories([*details.memories, details.probe])
         route = self._route(details)
         self._check_open()
         opened: list[PeerMapping] = []
