@@ -1,5 +1,5 @@
-"""Calls of the driver: through cuda-bindings, which answer (code, values...), and the two that
-they offer only for lists of objects, through the driver's own entry points."""
+"""Calls of the driver: through cuda-bindings, which answer (code, values...), and the one that
+they offer only for lists of objects, through the driver's own entry point."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from cuda.bindings import driver as cu
 
 from .driver import CudaError
 
+_BATCH = "cuMemcpyBatchAsync"
 _CUDA_12_8 = 12080
+"""Newer drivers keep the form that the call had in this version of CUDA."""
 _STREAM_ORDER = 1
 
 
@@ -24,15 +26,6 @@ def call(function: Any, *arguments: Any) -> Any:
     if code != cu.CUresult.CUDA_SUCCESS:
         raise CudaError(function.__name__, code.name)
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def entry_point(name: str, version: int) -> int:
-    """Address of a driver function in the form that it had in that version of CUDA (12080:
-    12.8), which newer drivers keep.  Raises CudaError."""
-    try:
-        return int(call(cu.cuGetProcAddress, name.encode(), version, 0)[0])
-    except CudaError as exc:
-        raise CudaError(name, f"not in this driver ({exc.code})") from exc
 
 
 class _Attributes(ctypes.Structure):
@@ -63,7 +56,11 @@ def copy_batch(
     sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, stream: int
 ) -> None:
     """Enqueue copies by the copy engines: int64 tensors on the host.  Raises CudaError."""
-    entry = _BatchEntry(entry_point("cuMemcpyBatchAsync", _CUDA_12_8))
+    try:
+        address, *_ = call(cu.cuGetProcAddress, _BATCH.encode(), _CUDA_12_8, 0)
+    except CudaError as exc:
+        raise CudaError(_BATCH, f"not in this driver ({exc.code})") from exc
+    entry = _BatchEntry(int(address))
     attributes = _Attributes(_STREAM_ORDER)
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
     code = entry(
@@ -72,4 +69,4 @@ def copy_batch(
         ctypes.addressof(failed), stream,
     )  # fmt: skip
     if code:
-        raise CudaError("cuMemcpyBatchAsync", cu.CUresult(code).name)
+        raise CudaError(_BATCH, cu.CUresult(code).name)

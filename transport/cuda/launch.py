@@ -12,35 +12,14 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from .calls import call, entry_point
-from .driver import CudaError, RegionTable
+from .calls import call
+from .driver import RegionTable
 
-# What triton appends to a kernel's parameters: pointers to scratch memories, which this kernel
-# does not use.  There were two in every version so far; the driver reads no more than there are.
+# The kernel's parameters in their order, and what triton appends to them: pointers to scratch
+# memories, which this kernel does not use.  There were two in every version so far; the driver
+# reads no more than there are.
 _SCRATCHES = 4
-_CUDA_12 = 12000
-_EntryPoint = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_void_p,  # function
-    *[ctypes.c_uint] * 7,  # grid, block, shared memory
-    ctypes.c_void_p,  # stream
-    ctypes.c_void_p,  # addresses of the parameters
-    ctypes.c_void_p,
-)
-
-
-class _Parameters(ctypes.Structure):
-    """The kernel's parameters in their order."""
-
-    _fields_ = (
-        ("table", ctypes.c_uint64),
-        ("ids", ctypes.c_uint64),
-        ("stop", ctypes.c_uint64),
-        ("pairs", ctypes.c_int32),
-        ("regions", ctypes.c_int32),
-        ("chunks", ctypes.c_int32),
-        *((f"scratch_{i}", ctypes.c_uint64) for i in range(_SCRATCHES)),
-    )
+_TYPES = (*[ctypes.c_uint64] * 3, *[ctypes.c_int32] * 3, *[ctypes.c_uint64] * _SCRATCHES)
 
 
 class Launcher:
@@ -52,12 +31,6 @@ class Launcher:
         self._lock = threading.Lock()
         self._functions: dict[int, int] = {}
         self._modules: list[Any] = []
-        self._parameters = _Parameters()
-        begin = ctypes.addressof(self._parameters)
-        names = [name for name, *_ in _Parameters._fields_]
-        offsets = [getattr(_Parameters, name).offset for name in names]
-        self._addresses = (ctypes.c_void_p * len(offsets))(*(begin + o for o in offsets))
-        self._entry: Any = None
 
     def prepare(self, word: int) -> None:
         """Compile the kernel for a width of access and load it, if that was not done yet.
@@ -69,8 +42,6 @@ class Launcher:
     def _load(self, word: int) -> int:
         from .kernel import WARPS, compile_for
 
-        if self._entry is None:
-            self._entry = _EntryPoint(entry_point("cuLaunchKernel", _CUDA_12))
         compiled = compile_for(self._capability(), word)
         self._threads = 32 * WARPS
         module = call(cu.cuModuleLoadData, compiled.asm["cubin"])
@@ -89,18 +60,12 @@ class Launcher:
     ) -> None:
         """Enqueue a copy.  Does not block once ``prepare(table.word)`` has run.  Raises
         CudaError."""
-        word = table.word
-        if word not in self._functions:
-            self.prepare(word)
-        with self._lock:  # the driver takes the parameters over before it returns
-            parameters = self._parameters
-            parameters.table, parameters.ids, parameters.stop = table.address, ids, stop
-            parameters.pairs, parameters.regions = pairs, len(table.rows)
-            parameters.chunks = table.chunks
-            grid = min(programs, pairs * len(table.rows) * table.chunks)
-            code = self._entry(
-                self._functions[word], grid, 1, 1, self._threads, 1, 1, 0, stream,
-                self._addresses, None,
-            )  # fmt: skip
-        if code:
-            raise CudaError("cuLaunchKernel", cu.CUresult(code).name)
+        if table.word not in self._functions:
+            self.prepare(table.word)
+        rows = len(table.rows)
+        values = (table.address, ids, stop, pairs, rows, table.chunks, *[0] * _SCRATCHES)
+        grid = min(programs, pairs * rows * table.chunks)
+        call(
+            cu.cuLaunchKernel, self._functions[table.word], grid, 1, 1, self._threads, 1, 1, 0,
+            stream, (values, _TYPES), 0,
+        )  # fmt: skip
