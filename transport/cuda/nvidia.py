@@ -49,8 +49,7 @@ class NvidiaDriver:
         self._context = _call(cu.cuDevicePrimaryCtxRetain, self._device)
         self._launcher = Launcher(self._device)
         self._of_thread = threading.local()
-        with self._current():
-            self._memory_stream = int(_call(cu.cuStreamCreate, _NON_BLOCKING))
+        self._memory_stream = self.new_stream().handle
 
     @property
     def uuid(self) -> str:
@@ -81,6 +80,11 @@ class NvidiaDriver:
         finally:
             _call(cu.cuCtxPopCurrent)
 
+    def _here(self, function: Any, *arguments: Any) -> Any:
+        """Call the driver in this GPU's context."""
+        with self._current():
+            return _call(function, *arguments)
+
     def _device_of(self, uuid: str) -> Any | None:
         devices = [_call(cu.cuDeviceGet, i) for i in range(_call(cu.cuDeviceGetCount))]
         return next((d for d in devices if self._uuid_of(d) == uuid), None)
@@ -95,24 +99,20 @@ class NvidiaDriver:
     # -- memory
 
     def address_range(self, address: int) -> tuple[int, int]:
-        with self._current():
-            base, nbytes = _call(cu.cuMemGetAddressRange, address)
+        base, nbytes = self._here(cu.cuMemGetAddressRange, address)
         return int(base), int(nbytes)
 
     def allocate(self, nbytes: int) -> int:
         # From the pool: cuMemFree would wait for all of the device, the model included.
-        with self._current():
-            address = int(_call(cu.cuMemAllocAsync, nbytes, self._memory_stream))
-            _call(cu.cuStreamSynchronize, self._memory_stream)
+        address = int(self._here(cu.cuMemAllocAsync, nbytes, self._memory_stream))
+        self._here(cu.cuStreamSynchronize, self._memory_stream)
         return address
 
     def free(self, address: int) -> None:
-        with self._current():
-            _call(cu.cuMemFreeAsync, address, self._memory_stream)
+        self._here(cu.cuMemFreeAsync, address, self._memory_stream)
 
     def allocate_shared(self, nbytes: int) -> int:
-        with self._current():
-            return int(_call(cu.cuMemAlloc, nbytes))
+        return int(self._here(cu.cuMemAlloc, nbytes))
 
     def host_allocate(self, nbytes: int) -> HostBuffer:
         rounded = 1 << max(12, (nbytes - 1).bit_length())
@@ -120,8 +120,7 @@ class NvidiaDriver:
             kept = _host_kept.get(rounded)
             address = kept.pop() if kept else 0
         if not address:
-            with self._current():
-                address = int(_call(cu.cuMemHostAlloc, rounded, _PORTABLE_AND_MAPPED))
+            address = int(self._here(cu.cuMemHostAlloc, rounded, _PORTABLE_AND_MAPPED))
         array = (ctypes.c_char * nbytes).from_address(address)
         return HostBuffer(address, memoryview(array).cast("B"), rounded)
 
@@ -132,8 +131,7 @@ class NvidiaDriver:
     # -- other processes' memory
 
     def ipc_handle(self, base: int) -> bytes:
-        with self._current():
-            handle = _call(cu.cuIpcGetMemHandle, base)
+        handle = self._here(cu.cuIpcGetMemHandle, base)
         # Not its attribute ``reserved``: bindings from 13.4 on have none.
         return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
 
@@ -207,9 +205,8 @@ class NvidiaDriver:
         return location
 
     def vmm_unmap(self, address: int, nbytes: int) -> None:
-        with self._current():
-            _call(cu.cuMemUnmap, address, nbytes)
-            _call(cu.cuMemAddressFree, address, nbytes)
+        self._here(cu.cuMemUnmap, address, nbytes)
+        self._here(cu.cuMemAddressFree, address, nbytes)
 
     def peer_access(self, device: str) -> bool | None:
         if device == self.uuid:
@@ -221,23 +218,20 @@ class NvidiaDriver:
 
     def enable_peer(self, device: str) -> None:
         peer = self._context_of(device)
-        with self._current():
-            try:
-                _call(cu.cuCtxEnablePeerAccess, peer, 0)
-            except CudaError as exc:
-                if exc.code != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
-                    raise
+        try:
+            self._here(cu.cuCtxEnablePeerAccess, peer, 0)
+        except CudaError as exc:
+            if exc.code != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
+                raise
 
     # -- work
 
     def new_stream(self) -> Stream:
         # Not one of torch's: those are handed out in turn and may be somebody else's too.
-        with self._current():
-            return Stream(int(_call(cu.cuStreamCreate, _NON_BLOCKING)))
+        return Stream(int(self._here(cu.cuStreamCreate, _NON_BLOCKING)))
 
     def free_stream(self, stream: Stream) -> None:
-        with self._current():
-            _call(cu.cuStreamDestroy, stream.handle)
+        self._here(cu.cuStreamDestroy, stream.handle)
 
     def compute_stream(self) -> Stream:
         if not torch.cuda.is_initialized():
@@ -248,13 +242,11 @@ class NvidiaDriver:
         event = getattr(self._of_thread, "event", None)
         if event is None:
             event = self._of_thread.event = self.new_event()
-        with self._current():
-            _call(cu.cuEventRecord, event, earlier.handle)
-            _call(cu.cuStreamWaitEvent, stream.handle, event, 0)
+        self._here(cu.cuEventRecord, event, earlier.handle)
+        self._here(cu.cuStreamWaitEvent, stream.handle, event, 0)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        with self._current():
-            _call(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
+        self._here(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
 
     def copy_batch(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
@@ -281,29 +273,25 @@ class NvidiaDriver:
             self._launcher.launch(table, ids, stop, pairs, stream.handle, programs)
 
     def new_event(self) -> Any:
-        with self._current():
-            return _call(cu.cuEventCreate, _NO_TIMING)
+        return self._here(cu.cuEventCreate, _NO_TIMING)
 
     def free_event(self, event: Any) -> None:
-        with self._current():
-            _call(cu.cuEventDestroy, event)
+        self._here(cu.cuEventDestroy, event)
 
     def record(self, event: Any, stream: Stream) -> None:
-        with self._current():
-            _call(cu.cuEventRecord, event, stream.handle)
+        self._here(cu.cuEventRecord, event, stream.handle)
 
     def done(self, event: Any) -> bool:
-        with self._current():
-            (code,) = cu.cuEventQuery(event)
-        if code == cu.CUresult.CUDA_ERROR_NOT_READY:
+        try:
+            self._here(cu.cuEventQuery, event)
+        except CudaError as exc:
+            if exc.code != "CUDA_ERROR_NOT_READY":
+                raise
             return False
-        if code != cu.CUresult.CUDA_SUCCESS:
-            raise CudaError("cuEventQuery", code.name)
         return True
 
     def synchronize(self, stream: Stream) -> None:
-        with self._current():
-            _call(cu.cuStreamSynchronize, stream.handle)
+        self._here(cu.cuStreamSynchronize, stream.handle)
 
 
 def _fragments(
