@@ -10,6 +10,7 @@ import pytest
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor
 from kvshm.terms import BlockId, Epoch
+from kvshm.transport.cuda import checksum
 from kvshm.transport.cuda.copy_stream import Route
 from kvshm.transport.cuda.driver import CudaError
 from kvshm.transport.cuda.export import REMEDY, DeviceMemory
@@ -229,6 +230,18 @@ def test_a_checksum_covers_what_the_model_has_put_on_its_stream(node: Node) -> N
     compute, ones = one.driver.compute_stream(), one.driver.allocate(BLOCK)
     one.driver.copy(one.address, ones, BLOCK, compute)
     assert one.transport.checksum([BlockId(0)]) != before
+
+
+def test_checksums_of_more_blocks_than_the_buffer_holds_are_the_same(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = node.rank()
+    one.cache[:] = bytes(i // BLOCK for i in range(NBYTES))
+    blocks = [BlockId(i) for i in (5, 0, 9, 2, 7)]
+    at_once = one.transport.checksum(blocks)
+    monkeypatch.setattr(checksum, "_BUFFER_BYTES", 2 * BLOCK)
+    assert one.transport.checksum(blocks) == at_once
+    assert len(set(at_once)) == len(blocks)
 
 
 def test_more_blocks_than_prepared_buffers_hold_travel_in_one_copy(node: Node) -> None:

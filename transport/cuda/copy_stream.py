@@ -109,7 +109,8 @@ class CopyStream:
 
     def __init__(self, driver: Driver, compute: Stream, programs: int = PROGRAMS) -> None:
         self._driver = driver
-        self._compute = compute
+        self.compute = compute
+        """Where the model runs; its owner changes it when the model runs elsewhere."""
         self._programs = programs
         self._lock = threading.Lock()
         self._free: list[_CopyBuffers] = []
@@ -118,10 +119,6 @@ class CopyStream:
         self.late_writers = True
         """See Transport."""
         self.stream = driver.new_stream()
-
-    def follow(self, compute: Stream) -> None:
-        """The model runs on ``compute`` from now on."""
-        self._compute = compute
 
     def prepare(self, way: Way) -> None:
         """Do now what the first copy would otherwise do: compile the kernel, allocate buffers.
@@ -167,7 +164,7 @@ class CopyStream:
         driver, pairs = self._driver, len(source)
         nbytes = buffers.fill(source, target)
         if self.late_writers:
-            driver.wait(self.stream, self._compute)
+            driver.wait(self.stream, self.compute)
         ids = buffers.host.view[_IDS_AT : _IDS_AT + nbytes]
         if way.route is Route.KERNEL:
             driver.copy(buffers.ids, buffers.host.address + _IDS_AT, nbytes, self.stream)
@@ -221,14 +218,10 @@ class CopyStream:
         ended where the driver refuses that; if it refuses that as well, the context is at its end,
         and nothing runs there any more."""
         try:
-            self._driver.wait(self._compute, self.stream)
+            self._driver.wait(self.compute, self.stream)
         except CudaError as exc:
             _log.error("the model's stream cannot wait for the copies: %s", exc)
             self._settle_all()
-
-    def quiet(self) -> bool:
-        """Whether no copy is pending."""
-        return not self._pending
 
     def close(self) -> None:
         """Cancel and wait for the stream: then nothing writes any more.  Idempotent."""

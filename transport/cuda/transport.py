@@ -31,7 +31,7 @@ from kvshm.terms import BlockId, Epoch
 from ..copier import Copier
 from ..faults import ZERO, check_fault, misdirect
 from ..regions import check_blocks, check_bounds, check_layouts, check_pairs, count_blocks
-from .checksum import Reader
+from .checksum import block_checksums
 from .copy_stream import PROGRAMS, CopyStream, CudaCopy, Route, Way
 from .driver import CudaError, Driver, RegionRow, write
 from .export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_memories, share
@@ -153,7 +153,6 @@ class CudaIpcTransport:
         self.copy_stream = CopyStream(self.driver, compute, programs)
         self._socket_path = str(socket_path)
         self.mappings = PeerMappings(self.driver, self._socket_path)
-        self._reader = Reader(self.driver, compute)
         self._prober = Prober(self.driver, programs)
         self._lock = threading.Lock()
         self._closer = Copier()
@@ -179,9 +178,7 @@ class CudaIpcTransport:
         """See Transport.  Epoch 0 describes the memory anew: its handles may have changed."""
         with self._lock:
             self._check_open()
-            compute = self.driver.compute_stream()
-            self.copy_stream.follow(compute)
-            self._reader.follow(compute)
+            self.copy_stream.compute = self.driver.compute_stream()
             if self._details is None or not epoch:
                 self._details = self._describe(self._details)
             assert self._probe is not None
@@ -338,7 +335,8 @@ class CudaIpcTransport:
         """See Transport.  Copies the blocks to the host first: for KVSHM_VERIFY only."""
         check_blocks(blocks, self.num_blocks, "this cache's")
         self._check_open()
-        return self._reader.checksum([m.address for m in self.memory], self.regions, blocks)
+        compute, addresses = self.copy_stream.compute, [m.address for m in self.memory]
+        return block_checksums(self.driver, compute, addresses, self.regions, blocks)
 
     def close(self) -> None:
         """See Transport.  Waits for kernels that already run."""
@@ -354,7 +352,6 @@ class CudaIpcTransport:
         for attachment in list(self._attachments):
             attachment.close()
         self._closer.close()
-        self._reader.close()
         self._withdraw()
         self._prober.close()
 
