@@ -22,7 +22,7 @@ import library  # type: ignore[import-not-found]  # found by the path above
 
 from kvshm.interfaces import CopyState
 from kvshm.terms import BlockId
-from kvshm.transport.cuda.copy_stream import CopyStream, Route, Way
+from kvshm.transport.cuda.copy_stream import CopyStream
 from kvshm.transport.cuda.driver import Driver, RegionRow
 from kvshm.transport.cuda.probe import upload
 
@@ -53,12 +53,12 @@ def measure(driver: Driver, blocks: int, regions: int) -> None:
     made = CopyStream(driver, driver.compute_stream())
     memory = driver.allocate(2 << 20), driver.allocate(2 << 20)
     table = upload(driver, [RegionRow(*memory, 16, 16, 16)] * regions, made.stream)
-    way, ids = Way(table, Route.KERNEL), [BlockId(block) for block in range(blocks)]
-    made.prepare(way)
+    ids = [BlockId(block) for block in range(blocks)]
+    made.prepare(table)
     begun, polled = [], []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        copy = made.begin(way, ids, ids, lambda: None)
+        copy = made.begin(table, ids, ids, lambda: None)
         middle = time.perf_counter()
         driver.synchronize(made.stream)
         waited = time.perf_counter()

@@ -11,8 +11,7 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor
 from kvshm.terms import BlockId, Epoch
 from kvshm.transport.cuda import checksum
-from kvshm.transport.cuda.copy_stream import Route
-from kvshm.transport.cuda.driver import CudaError
+from kvshm.transport.cuda.driver import CudaError, Route
 from kvshm.transport.cuda.export import REMEDY, DeviceMemory
 from kvshm.transport.cuda.transport import CudaIpcTransport
 
@@ -298,7 +297,7 @@ def test_what_a_first_copy_needs_is_there_when_a_peer_is_attached(
     prepared: list[object] = []
     monkeypatch.setattr(two.driver, "prepare_kernel", prepared.append)
     attachment = two.transport.attach(wire(one.transport.export(EPOCH)))
-    assert attachment._way.table in prepared
+    assert attachment._table in prepared
     monkeypatch.setattr(two.driver, "allocate", None)
     monkeypatch.setattr(two.driver, "host_allocate", None)
     assert copied(attachment) is CopyState.DONE

@@ -12,15 +12,13 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 from kvshm.log import logger
 from kvshm.terms import BlockId
 
-from .driver import CudaError, Driver, HostBuffer, RegionTable, Stream
+from .driver import CudaError, Driver, HostBuffer, RegionTable, Route, Stream
 
 _log = logger(__name__)
 
@@ -33,24 +31,6 @@ _IDS_AT = 64
 _FEWEST_PAIRS = 1024
 
 
-class Route(Enum):
-    """How the bytes of a pair of caches travel."""
-
-    KERNEL = "kernel"
-    BATCH = "batch"
-    """By the copy engines; for large fragments between GPUs."""
-    STAGED = "staged"
-    """One by one, through host memory: GPUs that cannot reach each other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Way:
-    """Where blocks are copied from and to, and by which route."""
-
-    table: RegionTable
-    route: Route
-
-
 class _CopyBuffers:
     """What one copy occupies: its event, its stop word and its block ids."""
 
@@ -60,17 +40,19 @@ class _CopyBuffers:
         self.host: HostBuffer = driver.host_allocate(_IDS_AT + 2 * pairs * ID_BYTES)
         self.ids = driver.allocate(2 * pairs * ID_BYTES)
 
-    def fill(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> int:
-        """Write the ids and clear the stop word; return the ids' bytes."""
+    def fill(self, source: Sequence[BlockId], target: Sequence[BlockId]) -> None:
+        """Write the ids and clear the stop word."""
         packed = array("q", source)
         packed.extend(target)
-        nbytes = len(packed) * ID_BYTES
         self.host.view[0:4] = bytes(4)
-        self.host.view[_IDS_AT : _IDS_AT + nbytes] = packed.tobytes()
-        return nbytes
+        self.host.view[_IDS_AT : _IDS_AT + len(packed) * ID_BYTES] = packed.tobytes()
 
     def stop(self) -> None:
         self.host.view[0] = 1
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.host.view[0])
 
     def free(self, driver: Driver) -> None:
         driver.free_event(self.event)
@@ -86,7 +68,6 @@ class CudaCopy:
     ) -> None:
         self.buffers = buffers
         self.state = CopyState.PENDING
-        self.cancelled = False
         self.ended = ended
         self._copies = copies
 
@@ -116,15 +97,13 @@ class CopyStream:
         self._free: list[_CopyBuffers] = []
         self._pending: list[CudaCopy] = []
         self._closed = False
-        self.late_writers = True
-        """See Transport."""
         self.stream = driver.new_stream()
 
-    def prepare(self, way: Way) -> None:
+    def prepare(self, table: RegionTable) -> None:
         """Do now what the first copy would otherwise do: compile the kernel, allocate buffers.
         Blocks; on the thread that attaches, never the serving one."""
-        if way.route is Route.KERNEL:
-            self._driver.prepare_kernel(way.table)
+        if table.route is Route.KERNEL:
+            self._driver.prepare_kernel(table)
         if self._free or self._pending:
             return
         buffers = _CopyBuffers(self._driver, _FEWEST_PAIRS)
@@ -135,12 +114,13 @@ class CopyStream:
         buffers.free(self._driver)
 
     def begin(
-        self, way: Way, source: Sequence[BlockId], target: Sequence[BlockId],
-        ended: Callable[[], None],
+        self, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
+        ended: Callable[[], None], late_writers: bool = True,
     ) -> CudaCopy:  # fmt: skip
         """Enqueue a copy; ``ended`` is called once when nothing of it reads or writes any
-        more.  Raises TransportError (also CudaError) with nothing enqueued that writes."""
-        if len(source) * len(way.table.rows) * way.table.chunks >= MAX_TILES:
+        more.  ``late_writers``: see Transport.  Raises TransportError (also CudaError) with
+        nothing enqueued that writes."""
+        if len(source) * len(table.rows) * table.chunks >= MAX_TILES:
             raise TransportError(f"{len(source)} blocks are too many for one copy")
         with self._lock:
             if self._closed:
@@ -148,8 +128,11 @@ class CopyStream:
             buffers = self._take_buffers(len(source))
             copy = CudaCopy(self, buffers, ended)
             try:
+                buffers.fill(source, target)
                 if source:
-                    self._enqueue(way, buffers, source, target)
+                    if late_writers:
+                        self._driver.wait(self.stream, self.compute)
+                    self._enqueue(table, buffers, len(source))
                 self._driver.record(buffers.event, self.stream)
             except BaseException:
                 # What was enqueued may be running: the buffers are not used again before close.
@@ -158,32 +141,23 @@ class CopyStream:
             self._pending.append(copy)
         return copy
 
-    def _enqueue(
-        self, way: Way, buffers: _CopyBuffers, source: Sequence[BlockId], target: Sequence[BlockId]
-    ) -> None:
-        driver, pairs = self._driver, len(source)
-        nbytes = buffers.fill(source, target)
-        if self.late_writers:
-            driver.wait(self.stream, self.compute)
-        ids = buffers.host.view[_IDS_AT : _IDS_AT + nbytes]
-        if way.route is Route.KERNEL:
-            driver.copy(buffers.ids, buffers.host.address + _IDS_AT, nbytes, self.stream)
+    def _enqueue(self, table: RegionTable, buffers: _CopyBuffers, pairs: int) -> None:
+        driver, half = self._driver, pairs * ID_BYTES
+        if table.route is Route.KERNEL:
+            driver.copy(buffers.ids, buffers.host.address + _IDS_AT, 2 * half, self.stream)
             driver.copy_kernel(
-                way.table, buffers.ids, buffers.host.address, pairs, self.stream, self._programs
+                table, buffers.ids, buffers.host.address, pairs, self.stream, self._programs
             )
         else:
-            copy = driver.copy_batch if way.route is Route.BATCH else driver.copy_loop
-            half = pairs * ID_BYTES
-            copy(way.table, ids[:half], ids[half:], self.stream)
+            copy = driver.copy_batch if table.route is Route.BATCH else driver.copy_loop
+            ids = buffers.host.view[_IDS_AT:]
+            copy(table, ids[:half], ids[half : 2 * half], self.stream)
 
     def _take_buffers(self, pairs: int) -> _CopyBuffers:
         for index, buffers in enumerate(self._free):
             if buffers.pairs >= pairs:
                 return self._free.pop(index)
-        size = _FEWEST_PAIRS
-        while size < pairs:
-            size *= 2
-        return _CopyBuffers(self._driver, size)
+        return _CopyBuffers(self._driver, max(_FEWEST_PAIRS, 1 << (pairs - 1).bit_length()))
 
     def reap(self) -> None:
         """Settle the copies that have ended."""
@@ -197,7 +171,7 @@ class CopyStream:
         try:
             if not self._driver.done(copy.buffers.event):
                 return False
-            copy.state = CopyState.FAILED if copy.cancelled else CopyState.DONE
+            copy.state = CopyState.FAILED if copy.buffers.stopped else CopyState.DONE
             self._free.append(copy.buffers)
         except CudaError as exc:
             # Such an error ends the whole context: nothing runs there any more.
@@ -210,7 +184,6 @@ class CopyStream:
         self.reap()
         with self._lock:
             if copy.state is CopyState.PENDING:
-                copy.cancelled = True
                 copy.buffers.stop()
 
     def fence(self) -> None:
@@ -232,7 +205,6 @@ class CopyStream:
         self.reap()
         with self._lock:
             for copy in self._pending:
-                copy.cancelled = True
                 copy.buffers.stop()
         self._settle_all()
         with self._lock:

@@ -10,6 +10,7 @@ plain integers, as the driver sees them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from kvshm.errors import TransportError
@@ -41,12 +42,23 @@ class RegionRow(NamedTuple):
     block_bytes: int
 
 
+class Route(Enum):
+    """How the bytes of a pair of caches travel."""
+
+    KERNEL = "kernel"
+    BATCH = "batch"
+    """By the copy engines; for large fragments between GPUs."""
+    STAGED = "staged"
+    """One by one, through host memory: GPUs that cannot reach each other."""
+
+
 @dataclass(frozen=True, slots=True)
 class RegionTable:
     """The regions of a copy, here and in device memory (``address``: int64[len(rows)][5])."""
 
     rows: tuple[RegionRow, ...]
     address: int
+    route: Route = Route.KERNEL
     word: int = field(init=False)
     """The widest access that every fragment allows."""
     chunks: int = field(init=False)

@@ -47,6 +47,7 @@ class NvidiaDriver:
         self.ordinal = ordinal
         self._device = _call(cu.cuDeviceGet, ordinal)
         self._context = _call(cu.cuDevicePrimaryCtxRetain, self._device)
+        self._context_number = int(self._context)
         self._launcher = Launcher(self._device)
         self._of_thread = threading.local()
         self._memory_stream = self.new_stream().handle
@@ -82,7 +83,9 @@ class NvidiaDriver:
 
     def _here(self, function: Any, *arguments: Any) -> Any:
         """Call the driver in this GPU's context."""
-        with self._current():
+        if int(_call(cu.cuCtxGetCurrent)) == self._context_number:  # the common case, and cheap
+            return _call(function, *arguments)
+        with self._pushed(self._context):
             return _call(function, *arguments)
 
     def _device_of(self, uuid: str) -> Any | None:

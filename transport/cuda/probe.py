@@ -13,8 +13,8 @@ from kvshm.interfaces import CopyState
 from kvshm.log import logger
 from kvshm.terms import BlockId
 
-from .copy_stream import CopyStream, Route, Way
-from .driver import CudaError, Driver, RegionRow, RegionTable, Stream, write
+from .copy_stream import CopyStream
+from .driver import CudaError, Driver, RegionRow, RegionTable, Route, Stream, write
 from .export import PROBE_BYTES, probe_epoch
 
 _log = logger(__name__)
@@ -54,10 +54,10 @@ class Prober:
     def _copy(self, row: RegionRow, route: Route, blocks: int) -> float:
         """Copy blocks 0, 1, ... onto blocks 0, 1, ... and wait; return the seconds it took."""
         ids = [BlockId(block) for block in range(blocks)]
-        table = upload(self._driver, [row], self.stream)
+        table = upload(self._driver, [row], self.stream, route)
         try:
             begun = time.perf_counter()
-            copy = self._copies.begin(Way(table, route), ids, ids, lambda: None)
+            copy = self._copies.begin(table, ids, ids, lambda: None)
             self._driver.synchronize(self._copies.stream)
             seconds = time.perf_counter() - begun
             if copy.poll() is not CopyState.DONE:
@@ -104,9 +104,11 @@ class Prober:
         self._driver.free_stream(self.stream)
 
 
-def upload(driver: Driver, rows: Sequence[RegionRow], stream: Stream) -> RegionTable:
+def upload(
+    driver: Driver, rows: Sequence[RegionRow], stream: Stream, route: Route = Route.KERNEL
+) -> RegionTable:
     """Put a table of regions into device memory; its address is the caller's to free."""
     packed = array("q", [number for row in rows for number in row]).tobytes()
     address = driver.allocate(len(packed))
     write(driver, address, packed, stream)
-    return RegionTable(tuple(rows), address)
+    return RegionTable(tuple(rows), address, route)

@@ -32,8 +32,8 @@ from ..copier import Copier
 from ..faults import ZERO, check_fault, misdirect
 from ..regions import check_blocks, check_bounds, check_layouts, check_pairs, count_blocks
 from .checksum import block_checksums
-from .copy_stream import PROGRAMS, CopyStream, CudaCopy, Route, Way
-from .driver import CudaError, Driver, RegionRow, write
+from .copy_stream import PROGRAMS, CopyStream, CudaCopy
+from .driver import CudaError, Driver, RegionRow, RegionTable, Route, write
 from .export import FD, IPC, CudaDetails, DeviceMemory, Probe, check_memories, share
 from .mappings import PeerMapping, PeerMappings
 from .probe import Prober, upload
@@ -46,23 +46,19 @@ class CudaAttachment:
     """A peer rank's memory on this GPU's reach (kvshm.interfaces.Attachment)."""
 
     def __init__(
-        self, own: CudaIpcTransport, descriptor: MemoryDescriptor, way: Way,
+        self, own: CudaIpcTransport, descriptor: MemoryDescriptor, table: RegionTable,
         mappings: list[PeerMapping], keep: object,
     ) -> None:  # fmt: skip
         self.epoch = Epoch(descriptor.epoch)
-        self.route = way.route
+        self.route = table.route
         self._own = own
-        self._way = way
+        self._table = table
         self._mappings = mappings
         self._keep = keep
         self._num_blocks = count_blocks(descriptor.regions)
         self._lock = threading.Lock()
-        self._copies = 0
+        self._users = 1
         self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
 
     @property
     def ended(self) -> bool:
@@ -78,33 +74,31 @@ class CudaAttachment:
         with self._lock:
             if self._closed:
                 raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
-            self._copies += 1
+            self._users += 1
         try:
-            return own.copy_stream.begin(self._way, blocks, target, self._copy_ended)
+            return own.copy_stream.begin(
+                self._table, blocks, target, self._drop_user, own.late_writers
+            )
         except BaseException:
-            self._copy_ended()
+            self._drop_user()
             raise
 
-    def _copy_ended(self) -> None:
+    def _drop_user(self) -> None:
+        """One user less, the attachment itself among them: with the last one nothing of ours
+        reads the memory any more, and it is unmapped on the closing thread."""
         with self._lock:
-            self._copies -= 1
-            last = self._closed and not self._copies
-        if last:
-            self._let_go()
+            self._users -= 1
+            if self._users:
+                return
+        self._keep = None
+        self._own.let_go(self._mappings, self._table.address)
 
     def close(self) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            last = not self._copies
-        if last:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """Nothing of ours reads the memory any more: unmap it, on the closing thread."""
-        self._keep = None
-        self._own.let_go(self._mappings, self._way.table.address)
+        self._drop_user()
 
 
 class CudaIpcTransport:
@@ -117,6 +111,7 @@ class CudaIpcTransport:
     name = "cuda_ipc"
     settings = ("staging",)
     """Of Config, for the constructor (kvshm.interfaces.load_transport)."""
+    late_writers = True
     adopt = staticmethod(DeviceMemory)
 
     def __init__(
@@ -163,14 +158,6 @@ class CudaIpcTransport:
         self._zeros = 0
         self._fence: Any = None
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
-
-    @property
-    def late_writers(self) -> bool:
-        return self.copy_stream.late_writers
-
-    @late_writers.setter
-    def late_writers(self, late: bool) -> None:
-        self.copy_stream.late_writers = late
 
     # -- the exporter's side
 
@@ -235,11 +222,11 @@ class CudaIpcTransport:
             found = self._prober.read(addresses.pop(), route, details.probe_checksum)
             if found != descriptor.epoch:
                 raise StaleAttachment(f"the peer serves epoch {found:#x}")
-            way = self._way(descriptor, addresses, route)
+            table = self._table(descriptor, details, addresses, route)
         except BaseException:
             self.let_go(opened, 0)
             raise
-        attachment = CudaAttachment(self, descriptor, way, opened, keep)
+        attachment = CudaAttachment(self, descriptor, table, opened, keep)
         with self._lock:
             if not self._closed:
                 self._attachments.add(attachment)
@@ -283,24 +270,26 @@ class CudaIpcTransport:
         addresses = [memory.address for memory in peer.memory]
         return [*addresses, peer._probe.address], peer.memory
 
-    def _way(self, descriptor: MemoryDescriptor, addresses: list[int], route: Route) -> Way:
+    def _table(
+        self, descriptor: MemoryDescriptor, details: CudaDetails, addresses: list[int], route: Route
+    ) -> RegionTable:
+        """Which bytes of the peer's go where, in device memory; ready to copy by."""
         rows = []
         for mine, theirs in zip(self.regions, descriptor.regions, strict=True):
             source = addresses[theirs.handle] + theirs.offset
             target = self.memory[mine.handle].address + mine.offset
             rows.append(RegionRow(source, target, theirs.stride, mine.stride, mine.block_bytes))
-        details = unpack_details(descriptor, self.name, CudaDetails)
         if route is Route.KERNEL and details.device != self.driver.uuid:
             route = self._prober.faster(rows[0], descriptor.regions[0].num_blocks, details.device)
         if self.fault == ZERO:
             rows = [row._replace(source=self._zeroed(), source_stride=0) for row in rows]
-        way = Way(upload(self.driver, rows, self._prober.stream), route)
+        table = upload(self.driver, rows, self._prober.stream, route)
         try:
-            self.copy_stream.prepare(way)
+            self.copy_stream.prepare(table)
         except BaseException:
-            self.driver.free(way.table.address)
+            self.driver.free(table.address)
             raise
-        return way
+        return table
 
     def _zeroed(self) -> int:
         """Device memory full of zeros, as long as the longest block of a region."""
