@@ -36,8 +36,8 @@ class PeerMapping:
     """One allocation of a peer's, mapped here."""
 
     address: int
-    key: _Key
     unmap: Callable[[], None] = field(repr=False)
+    key: _Key
     users: int = 1
 
 
@@ -49,10 +49,10 @@ class PeerMappings:
         """``own_socket``: the sockets of peers lie beside it."""
         self._driver = driver
         self._own_socket = own_socket
-        self._lock = threading.Lock()
         self._open: dict[_Key, PeerMapping] = {}
-        self._changing: dict[_Key, threading.Event] = {}
-        """What is just being opened or closed; its event is set when that is over."""
+        self._changing: set[_Key] = set()
+        """What is just being opened or closed."""
+        self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._open) + len(self._changing)
@@ -61,38 +61,28 @@ class PeerMappings:
         """Map the allocation that holds ``memory``, or find it mapped.  Blocks.  ``under``: the
         GPU under which it is opened.  Raises TransportError."""
         key = _Key(details.export_id, memory.kind, memory.handle, memory.number)
-        if (found := self._find_or_claim(key)) is not None:
-            return found
+        with self._changed:
+            self._changed.wait_for(lambda: key not in self._changing)
+            if (found := self._open.get(key)) is not None:
+                found.users += 1
+                return found
+            if key.kind == IPC and self._mapped_for_another_export(key):
+                # The driver would answer with the old mapping, whose memory is gone.
+                raise TransportError("an earlier export of this memory is still mapped here")
+            self._changing.add(key)
         opened = None
         try:
-            address, unmap = self._map(details, memory, under)
-            opened = PeerMapping(address, key, unmap)
+            opened = PeerMapping(*self._map(details, memory, under), key)
         finally:
             self._settle(key, opened)
         return opened
 
-    def _find_or_claim(self, key: _Key) -> PeerMapping | None:
-        """The mapping, with one user more; None if it is now the caller's to open."""
-        while True:
-            with self._lock:
-                if (mapping := self._open.get(key)) is not None:
-                    mapping.users += 1
-                    return mapping
-                if (changing := self._changing.get(key)) is None:
-                    if key.kind == IPC and self._mapped_for_another_export(key):
-                        # The driver would answer with the old mapping, whose memory is gone.
-                        raise TransportError(
-                            "an earlier export of this memory is still mapped here"
-                        )
-                    self._changing[key] = threading.Event()
-                    return None
-            changing.wait()
-
     def _settle(self, key: _Key, opened: PeerMapping | None) -> None:
-        with self._lock:
+        with self._changed:
             if opened is not None:
                 self._open[key] = opened
-            self._changing.pop(key).set()
+            self._changing.remove(key)
+            self._changed.notify_all()
 
     def _mapped_for_another_export(self, key: _Key) -> bool:
         known = (*self._open, *self._changing)
@@ -133,12 +123,12 @@ class PeerMappings:
 
     def release(self, mapping: PeerMapping) -> None:
         """One user less; with the last one the memory is unmapped.  May wait for the GPU."""
-        with self._lock:
+        with self._changed:
             mapping.users -= 1
             if mapping.users:
                 return
             del self._open[mapping.key]
-            self._changing[mapping.key] = threading.Event()
+            self._changing.add(mapping.key)
         try:
             mapping.unmap()
         except CudaError as exc:
