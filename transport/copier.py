@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvshm import _native, threads
+from kvshm import _native
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 from kvshm.log import logger
 from kvshm.terms import BlockId
+
+from .jobs import JobThread
 
 _log = logger(__name__)
 
@@ -86,38 +87,19 @@ class BlockCopy:
         return True
 
 
-class Copier:
-    """Runs copies, and whatever must wait for them, one after the other in the order given.
-
-    The thread starts with the first job and ends with ``close``.  Any thread may submit.
-    """
+class Copier(JobThread):
+    """Runs copies, and whatever must wait for them, one after the other in the order given."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
+        super().__init__("kvshm-copy")
         self._waiting: set[BlockCopy] = set()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` after everything submitted before.  TransportError once closed, and while
-        no thread is to be had."""
-        with self._lock:
-            if self._closed:
-                raise TransportError("the transport is closed")
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="kvshm-copy", daemon=True)
-                threads.start(thread)
-                self._thread = thread
-            self._jobs.put(job)
 
     def carry_out(self, plan: CopyPlan, go_on: Callable[[], bool]) -> BlockCopy:
         """Copy on the calling thread, past the queue, as long as ``go_on`` says so: handing it
         to the other one costs half as much again.  TransportError once closed."""
         copy = BlockCopy(plan)
         with self._lock:
-            if self._closed:
-                raise TransportError("the transport is closed")
+            self._check_open()
         copy.run(go_on)
         return copy
 
@@ -143,21 +125,4 @@ class Copier:
             self._closed = True
             for copy in list(self._waiting):
                 copy.cancel()
-            self._jobs.put(None)
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        # A frame of its own: what a job holds must go when it is done, not when the next comes.
-        job = self._jobs.get()
-        if job is None:
-            return False
-        try:
-            job()
-        except Exception:
-            _log.exception("a job of the copy thread failed")
-        return True
+        super().close()

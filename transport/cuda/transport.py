@@ -28,8 +28,8 @@ from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.log import logger
 from kvshm.terms import BlockId, Epoch
 
-from ..copier import Copier
 from ..faults import ZERO, check_fault, misdirect
+from ..jobs import JobThread
 from ..regions import check_blocks, check_bounds, check_layouts, check_pairs, count_blocks
 from .checksum import block_checksums
 from .copy_stream import PROGRAMS, CopyStream, CudaCopy
@@ -150,7 +150,7 @@ class CudaIpcTransport:
         self.mappings = PeerMappings(self.driver, self._socket_path)
         self._prober = Prober(self.driver, programs)
         self._lock = threading.Lock()
-        self._closer = Copier()
+        self._closer = JobThread("kvshm-unmap")
         self._closed = False
         self._probe: Probe | None = None
         self._server: DescriptorServer | None = None
@@ -189,23 +189,20 @@ class CudaIpcTransport:
         if self._probe is None:
             self._probe = Probe(self.driver, memories[0].kind, self._prober.stream)
         probe = self._probe.share(len(memories))
+        kinds = {memory.kind for memory in memories}
+        export_id = secrets.randbits(63)
         # Memory behind a descriptor may be other than before without showing it.
-        same = before is not None and memories == before.memories
-        same = same and all(memory.kind == IPC for memory in memories)
-        export_id = before.export_id if before is not None and same else secrets.randbits(63)
-        if any(memory.kind == FD for memory in (*memories, probe)):
-            self._serve(export_id)
+        if before is not None and memories == before.memories and kinds == {IPC}:
+            export_id = before.export_id
+        if FD in kinds:
+            if self._server is None:
+                addresses = [*(m.address for m in self.memory), self._probe.address]
+                self._server = DescriptorServer(self.driver, self._socket_path, addresses)
+            self._server.export_id = export_id
         return CudaDetails(
             self.driver.process, export_id, self.driver.uuid, memories, probe,
             self._probe.checksum, Path(self._socket_path).name,
         )  # fmt: skip
-
-    def _serve(self, export_id: int) -> None:
-        assert self._probe is not None
-        if self._server is None:
-            addresses = [*(m.address for m in self.memory), self._probe.address]
-            self._server = DescriptorServer(self.driver, self._socket_path, addresses)
-        self._server.export_id = export_id
 
     # -- the importer's side
 

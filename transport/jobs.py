@@ -1,0 +1,65 @@
+"""A thread that does jobs which whoever submits them must not wait for."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from kvshm import threads
+from kvshm.errors import TransportError
+from kvshm.log import logger
+
+_log = logger(__name__)
+
+
+class JobThread:
+    """Does jobs one after the other in the order given.
+
+    The thread starts with the first job and ends with ``close``.  Any thread may submit.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Run ``job`` after everything submitted before.  TransportError once closed, and while
+        no thread is to be had."""
+        with self._lock:
+            self._check_open()
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                threads.start(thread)
+                self._thread = thread
+            self._jobs.put(job)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransportError("the transport is closed")
+
+    def close(self) -> None:
+        """Return when all that was submitted is done.  Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._jobs.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        # A frame of its own: what a job holds must go when it is done, not when the next comes.
+        job = self._jobs.get()
+        if job is None:
+            return False
+        try:
+            job()
+        except Exception:
+            _log.exception("a job of thread %s failed", self._name)
+        return True
