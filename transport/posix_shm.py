@@ -21,7 +21,6 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -190,13 +189,11 @@ class PosixAttachment:
             return
         if self._connection is not None:
             self._connection.close()
+        last = [peer]  # unmapped when this is cleared, unless a copy still holds it
+        del peer
         # After the transport has closed there is no queue any more: dropped here and now.
         with suppress(TransportError):
-            self._own.copier.submit(partial(_let_go, peer))
-
-
-def _let_go(peer: _PeerMemory) -> None:
-    """The queue held ``peer`` until here; unless a copy still does, it is unmapped now."""
+            self._own.copier.submit(last.clear)
 
 
 def _all_zeros(regions: list[StridedRun]) -> tuple[list[StridedRun], bytes]:
