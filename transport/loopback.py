@@ -34,10 +34,7 @@ class LoopbackNetwork:
 
     def __init__(self) -> None:
         self.exports: dict[int, LoopbackTransport] = {}
-        self._copies: list[LoopbackCopy] = []
-
-    def begin(self, copy: LoopbackCopy) -> None:
-        self._copies.append(copy)
+        self.copies: list[LoopbackCopy] = []
 
     def advance(self, ticks: int = 1) -> None:
         """Let every pending copy, in the order begun, move one block further per tick.
@@ -45,13 +42,13 @@ class LoopbackNetwork:
         A cancelled copy, or one without a block left, ends at its next tick.
         """
         for _ in range(ticks):
-            for copy in self._copies:
+            for copy in self.copies:
                 copy.advance()
-        self._copies = [copy for copy in self._copies if copy.poll() is CopyState.PENDING]
+        self.copies = [copy for copy in self.copies if copy.poll() is CopyState.PENDING]
 
     def run(self) -> None:
         """Advance until no copy is pending."""
-        while self._copies:
+        while self.copies:
             self.advance()
 
 
@@ -64,6 +61,7 @@ class LoopbackCopy:
         source: Sequence[BlockId],
         target: Sequence[BlockId],
     ) -> None:
+        self.importer = attachment.own
         self._attachment = attachment
         self._left = deque(zip(source, target, strict=True))
         self._cancelled = False
@@ -77,11 +75,6 @@ class LoopbackCopy:
 
     def fence(self) -> bool:
         return False
-
-    @property
-    def blocks_left(self) -> int:
-        """How many blocks are not copied yet."""
-        return len(self._left)
 
     def advance(self) -> None:
         """Copy the next block, or end: DONE if none is left, FAILED if cancelled."""
@@ -115,7 +108,7 @@ class LoopbackAttachment:
         check_layouts(own.regions, descriptor.regions)
         check_bounds(descriptor.regions, [len(memory) for memory in peer.memory])
         self.epoch = Epoch(descriptor.epoch)
-        self._own = own
+        self.own = own
         self._memory = [memory.toreadonly() for memory in peer.memory]
         self._regions = descriptor.regions
         self._num_blocks = count_blocks(descriptor.regions)
@@ -132,18 +125,20 @@ class LoopbackAttachment:
         go_on: Callable[[], bool] | None = None,
     ) -> LoopbackCopy:
         """Only the network's clock moves a copy, whoever waits."""
-        if self._closed or self._own.closed:
+        if self._closed or self.own.closed:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
-        check_pairs(source, self._num_blocks, target, self._own.num_blocks)
-        source = misdirect(source, self._num_blocks, self._own.fault)
-        return self._own.begin(LoopbackCopy(self, source, target))
+        check_pairs(source, self._num_blocks, target, self.own.num_blocks)
+        source = misdirect(source, self._num_blocks, self.own.fault)
+        copy = LoopbackCopy(self, source, target)
+        self.own.network.copies.append(copy)
+        return copy
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
         """Copy one block's bytes in all regions, at once."""
-        here, there = spans(self._own.regions, target), spans(self._regions, source)
+        here, there = spans(self.own.regions, target), spans(self._regions, source)
         for (own, start, end), (peer, first, last) in zip(here, there, strict=True):
             block = self._memory[peer][first:last]
-            self._own.memory[own][start:end] = bytes(len(block)) if self._own.zeroes else block
+            self.own.memory[own][start:end] = bytes(len(block)) if self.own.zeroes else block
 
     def close(self) -> None:
         self._closed = True
@@ -176,13 +171,6 @@ class LoopbackTransport:
         self.num_blocks = count_blocks(self.regions)
         self.epoch = Epoch(0)
         self.closed = False
-        self._copies: list[LoopbackCopy] = []
-
-    def begin(self, copy: LoopbackCopy) -> LoopbackCopy:
-        self._copies = [c for c in self._copies if c.poll() is CopyState.PENDING]
-        self._copies.append(copy)
-        self.network.begin(copy)
-        return copy
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
         if self.closed:
@@ -205,6 +193,7 @@ class LoopbackTransport:
         """End the export; pending copies end here, as after the block under way."""
         self.closed = True
         self.network.exports.pop(id(self), None)
-        for copy in self._copies:
-            copy.cancel()
-            copy.advance()
+        for copy in self.network.copies:
+            if copy.importer is self:
+                copy.cancel()
+                copy.advance()
