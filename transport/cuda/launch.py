@@ -15,11 +15,23 @@ from cuda.bindings import driver as cu
 from .calls import call
 from .driver import RegionTable
 
-# The kernel's parameters in their order, and what triton appends to them: pointers to scratch
-# memories, which this kernel does not use.  There were two in every version so far; the driver
-# reads no more than there are.
+# What triton appends to a kernel's parameters: pointers to scratch memories, which this kernel
+# does not use.  There were two in every version so far; the driver reads no more than there are.
 _SCRATCHES = 4
-_TYPES = (*[ctypes.c_uint64] * 3, *[ctypes.c_int32] * 3, *[ctypes.c_uint64] * _SCRATCHES)
+
+
+class _Parameters(ctypes.Structure):
+    """The kernel's parameters in their order."""
+
+    _fields_ = (
+        ("table", ctypes.c_uint64),
+        ("ids", ctypes.c_uint64),
+        ("stop", ctypes.c_uint64),
+        ("pairs", ctypes.c_int32),
+        ("regions", ctypes.c_int32),
+        ("chunks", ctypes.c_int32),
+        *((f"scratch_{i}", ctypes.c_uint64) for i in range(_SCRATCHES)),
+    )
 
 
 class Launcher:
@@ -31,6 +43,11 @@ class Launcher:
         self._lock = threading.Lock()
         self._functions: dict[int, int] = {}
         self._modules: list[Any] = []
+        self._parameters = _Parameters()
+        begin = ctypes.addressof(self._parameters)
+        offsets = [getattr(_Parameters, name).offset for name, *_ in _Parameters._fields_]
+        self._addresses = (ctypes.c_void_p * len(offsets))(*(begin + o for o in offsets))
+        self._pointer = ctypes.addressof(self._addresses)
 
     def prepare(self, word: int) -> None:
         """Compile the kernel for a width of access and load it, if that was not done yet.
@@ -63,9 +80,13 @@ class Launcher:
         if table.word not in self._functions:
             self.prepare(table.word)
         rows = len(table.rows)
-        values = (table.address, ids, stop, pairs, rows, table.chunks, *[0] * _SCRATCHES)
         grid = min(programs, pairs * rows * table.chunks)
-        call(
-            cu.cuLaunchKernel, self._functions[table.word], grid, 1, 1, self._threads, 1, 1, 0,
-            stream, (values, _TYPES), 0,
-        )  # fmt: skip
+        with self._lock:  # the driver takes the parameters over before it returns
+            parameters = self._parameters
+            parameters.table, parameters.ids, parameters.stop = table.address, ids, stop
+            parameters.pairs, parameters.regions = pairs, rows
+            parameters.chunks = table.chunks
+            call(
+                cu.cuLaunchKernel, self._functions[table.word], grid, 1, 1, self._threads, 1, 1, 0,
+                stream, self._pointer, 0,
+            )  # fmt: skip
