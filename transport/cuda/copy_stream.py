@@ -202,10 +202,9 @@ class CopyStream:
             if self._closed:
                 return
             self._closed = True
-        self.reap()
-        with self._lock:
-            for copy in self._pending:
-                copy.buffers.stop()
+            pending = list(self._pending)
+        for copy in pending:
+            self.cancel(copy)
         self._settle_all()
         with self._lock:
             free, self._free = self._free, []

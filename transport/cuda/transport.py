@@ -45,6 +45,9 @@ _log = logger(__name__)
 class CudaAttachment:
     """A peer rank's memory on this GPU's reach (kvshm.interfaces.Attachment)."""
 
+    ended = False
+    """No connection is held: who copies watches the process itself."""
+
     def __init__(
         self, own: CudaIpcTransport, descriptor: MemoryDescriptor, table: RegionTable,
         mappings: list[PeerMapping], keep: object,
@@ -59,10 +62,6 @@ class CudaAttachment:
         self._lock = threading.Lock()
         self._users = 1
         self._closed = False
-
-    @property
-    def ended(self) -> bool:
-        return False  # no connection is held: who copies watches the process itself
 
     def begin_copy(
         self, source: Sequence[BlockId], target: Sequence[BlockId],
