@@ -3,9 +3,9 @@
 Three kinds of memory, told apart by trying.  Each lies in one allocation, at an offset::
 
     kind      memory                                      handed over as
-    ipc       cudaMalloc: torch's caching allocator       64 bytes per allocation + offset
-    fd        VMM: expandable segments, vLLM's cumem      descriptors over a socket (vmm)
-    fabric    VMM made for fabric handles                 64 bytes per chunk
+    ipc       cudaMalloc: torch's caching allocator       64 bytes
+    fd        VMM: vLLM's cumem allocator                 a descriptor over a socket (vmm)
+    fabric    VMM made for fabric handles                 64 bytes
 
 Beside the KV cache lies a *probe*: 4 KiB of random bytes, exported like the cache, that begin
 with the epoch now served.  Peers read it when they attach; so a handle that opens the wrong
@@ -75,7 +75,7 @@ class CudaDetails(msgspec.Struct, frozen=True):
 
     process: str
     export_id: int = msgspec.field(name="life")
-    """Random; another one whenever the memory or its handles are others."""
+    """Random; another one whenever the memory or its handles are others.  ``life`` in messages."""
     device: str
     memories: tuple[SharedMemory, ...]
     probe: SharedMemory

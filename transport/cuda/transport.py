@@ -2,7 +2,7 @@
 
     exporter                                        importer
     KV cache (torch's or vLLM's allocation)         attach: open every allocation once,
-       | cuIpcGetMemHandle, or VMM's                        read the probe, lay out the table
+       | cuIpcGetMemHandle, or a VMM handle                 read the probe, lay out the table
     details in the roster  ------------------->     begin_copy: ids, kernel, event on a stream
        | probe: 4 KiB, begins with the epoch                of its own
                                                     poll: event done?
@@ -61,6 +61,7 @@ class CudaAttachment:
         self._num_blocks = count_blocks(descriptor.regions)
         self._lock = threading.Lock()
         self._users = 1
+        """The attachment itself until it is closed, and its copies."""
         self._closed = False
 
     def begin_copy(
@@ -83,8 +84,8 @@ class CudaAttachment:
             raise
 
     def _drop_user(self) -> None:
-        """One user less, the attachment itself among them: with the last one nothing of ours
-        reads the memory any more, and it is unmapped on the closing thread."""
+        """With the last user nothing of ours reads the memory any more: it is unmapped, on the
+        closing thread."""
         with self._lock:
             self._users -= 1
             if self._users:
