@@ -1,8 +1,8 @@
 """VMM memory: handed over as a descriptor over the rank's socket.
 
     importer                                  exporter
-      | -- {"life": export id, "memory": 0} -->  |  exports a descriptor of the allocation
-      | <- {"status": "ok"} + fd -------------   |
+      | -- {"life": export id, "memory": 0, "first": 0} -->  |  exports the allocation's descriptor
+      | <- {"status": "ok", "nbytes": [n], "more": false} + fd |
 
 The descriptor is made for each request: one that the exporter kept would hold memory that vLLM's
 sleep mode means to give back.
@@ -24,16 +24,21 @@ _FETCH_TIMEOUT = 5.0
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Which memory of which export."""
+    """Which memory of which export.  ``first`` is always 0: the message could once ask for one
+    allocation of several, and peers of protocol 2 may still expect the field."""
 
     export_id: int = msgspec.field(name="life")
     memory: int
+    first: int = 0
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """ "ok" (the descriptor rides along) or "stale"."""
+    """ "ok" (the descriptor rides along) or "stale".  ``nbytes`` has one number, of the
+    allocation; ``more`` is always false, for the same peers."""
 
     status: str
+    nbytes: tuple[int, ...] = ()
+    more: bool = False
 
 
 _request_decoder = msgspec.msgpack.Decoder(Request)
@@ -58,8 +63,10 @@ class DescriptorServer:
         request = _request_decoder.decode(packed)
         if request.export_id != self.export_id or not 0 <= request.memory < len(self._addresses):
             return msgspec.msgpack.encode(Answer("stale")), []
-        self._lent = [self._driver.vmm_descriptor(self._addresses[request.memory])]
-        return msgspec.msgpack.encode(Answer("ok")), self._lent
+        address = self._addresses[request.memory]
+        _, nbytes = self._driver.address_range(address)
+        self._lent = [self._driver.vmm_descriptor(address)]
+        return msgspec.msgpack.encode(Answer("ok", (nbytes,))), self._lent
 
     def _close_lent(self) -> None:
         close_all(self._lent)
