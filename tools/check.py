@@ -21,7 +21,15 @@ from kvshm.records import SEQUENCE_OFFSET
 from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 
 from .fetching import Fetched, coordinator_runs, fetch_all
-from .laws import AFTER_A_SWEEP, SOON, Violation, between, of_table, stated, without_coordinator
+from .invariants import (
+    AFTER_A_SWEEP,
+    SOON,
+    Violation,
+    between,
+    of_table,
+    stated,
+    without_coordinator,
+)
 from .render import leftover
 from .snapshot import TableSnapshot, read_table
 
