@@ -27,7 +27,6 @@ from kvshm.rundir import choose_run_directory, open_run_directory
 from .check import Look, check
 from .render import ended, render
 from .report import Filters, describe
-from .snapshot import Snapshot, take
 
 
 def _hash_prefix(text: str) -> str:
@@ -55,8 +54,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--check",
         action="store_true",
-        help="instead of showing, check that everything is sound; one line for each law that "
-        "does not hold: segment, place, law",
+        help="instead of showing, check that everything is sound; one line for each "
+        "invariant that does not hold: segment, place, what was found there",
     )
     return parser
 
@@ -78,7 +77,7 @@ def _check(run_dir: Path | None, namespace: str | None, as_json: bool) -> int:
     """Print what is wrong; return the exit status."""
     found = check(run_dir, namespace) if run_dir else Look()
     if as_json:
-        wrong = [{"segment": v.segment, "place": v.place, "law": v.law} for v in found.suspects]
+        wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
         told = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}
         print(json.dumps(told, indent=2))
     else:
@@ -99,8 +98,8 @@ def _check(run_dir: Path | None, namespace: str | None, as_json: bool) -> int:
 def _show(run_dir: Path | None, namespace: str | None, asked: argparse.Namespace) -> int:
     """Print the report; return the exit status."""
     with_entries = asked.entries or asked.hash is not None
-    taken = take(run_dir, namespace, with_entries) if run_dir else Snapshot()
-    report = describe(taken, Filters(asked.engine, asked.hash, asked.leased, asked.entries))
+    filters = Filters(asked.engine, asked.hash, asked.leased, asked.entries)
+    report = describe(run_dir, namespace, filters) if run_dir else {"namespaces": []}
     parts = ["engines", "replicas", "unreadable"]
     if not (asked.engine or asked.leased or with_entries):
         parts.append("coordinator")  # that one runs is worth showing, if nothing else is asked

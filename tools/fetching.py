@@ -7,18 +7,20 @@ asked for its table.  Whoever has ended has left nothing but a socket.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvshm.errors import KvshmError, TransportError
+from kvshm.errors import CorruptSegment, KvshmError, TransportError
 from kvshm.handout import Handouts
 from kvshm.index_reader import ReplicaReader
 from kvshm.leftovers import is_served
+from kvshm.records import SlotState
 from kvshm.rundir import list_sockets, tables_socket
 from kvshm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.slots import SlotTable
+from kvshm.slots import Slot, SlotTable
 from kvshm.terms import Epoch
 
 _AT_ONCE = 32
@@ -103,3 +105,15 @@ def _ask_coordinator(engine: Fetched, handouts: Handouts, silence: KvshmError) -
         rest = f"nothing of it is shown, since the coordinator has no table of it: {exc}"
     who = f"engine {engine.epoch:016x}"
     engine.problems.append(Problem(who, f"it does not answer: {silence}; {rest}", True))
+
+
+def slots_in_use(table: SlotTable) -> Iterator[tuple[int, Slot]]:
+    """Yield the slots that are not EMPTY, by block id, each read when it is asked for.  One in no
+    known state is left out: ``check_integrity`` names it."""
+    for block in range(table.num_blocks):
+        try:
+            slot = table.slot(block)
+        except CorruptSegment:
+            continue
+        if slot.state is not SlotState.EMPTY:
+            yield block, slot

@@ -12,7 +12,7 @@ import pytest
 
 from kvshm.config import SETTINGS
 from kvshm.tools import dump_index
-from kvshm.tools.snapshot import Snapshot
+from kvshm.tools.report import Filters, Json
 
 from .served import ServedNode
 
@@ -88,11 +88,11 @@ def test_dump_index_shows_all_namespaces_where_none_is_named(
 ) -> None:
     looked: list[str | None] = []
 
-    def take(run_dir: Path, namespace: str | None, with_entries: bool) -> Snapshot:
+    def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
         looked.append(namespace)
-        return Snapshot()
+        return {"namespaces": []}
 
-    monkeypatch.setattr(dump_index, "take", take)
+    monkeypatch.setattr(dump_index, "describe", describe)
     monkeypatch.setattr(os, "environ", {**setting, "KVSHM_RUN_DIR": str(served.run_dir)})
     assert dump_index.main(option) == 1
     assert looked == [None]

@@ -14,7 +14,6 @@ from kvshm.terms import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm.tools import dump_index
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, describe
-from kvshm.tools.snapshot import take
 
 from .dumps import (
     DEAD_PID,
@@ -82,7 +81,7 @@ def test_a_bit_nobody_claims_has_an_unknown_holder(dumped):
     assert table.lease(LeaseBit(9), pack_records(records))[0] == 1
     holder = dumped.report()["engines"][0]["blocks"][0]["holders"][0]
     assert (holder["bit"], holder["engine"], holder["pid"]) == (9, None, None)
-    assert "unknown (bit 9)" in render(describe(take(dumped.run_dir, None, False), Filters()))
+    assert "unknown (bit 9)" in render(describe(dumped.run_dir, None, Filters()))
 
 
 def test_chains_are_told_by_their_last_block_the_longest_first(dumped, busy):
