@@ -53,12 +53,17 @@ def leftover(epoch: str, coordinated: bool) -> str:
 
 
 def _engines(engines: list[Json]) -> Iterator[str]:
-    """One table for each group that shares; with several groups each has a heading."""
+    """One table for each group that shares; with several groups each has a heading.  Then what
+    each engine has imported."""
     groups = [list(group) for _, group in groupby(engines, key=itemgetter("fingerprint"))]
     for group in groups:
         if len(groups) > 1:
-            yield f"\n  fingerprint {group[0]['fingerprint'][:12]}: {len(group)} engines"
+            number = "1 engine" if len(group) == 1 else f"{len(group)} engines"
+            yield f"\n  fingerprint {group[0]['fingerprint'][:12]}: {number}"
         yield from _table(_ENGINES, group)
+    if counting := [engine for engine in engines if "lookups" in engine["counters"]]:
+        yield "\n  imports"
+        yield from _table(_IMPORTS, counting)
 
 
 def _engine_details(engine: Json, everything: bool) -> Iterator[str]:
@@ -93,6 +98,10 @@ def _state(state: str) -> Callable[[Json], object]:
     return lambda engine: engine["states"][state]
 
 
+def _counted(counter: str) -> Callable[[Json], int]:
+    return lambda engine: engine["counters"].get(counter, 0)
+
+
 def _holders(block: Json) -> str:
     return ", ".join(map(_holder, block["holders"])) or "-"
 
@@ -116,6 +125,15 @@ _ENGINES: Columns = {
     "bit": "lease_bit",
     "life": _life,
     "beats": "heartbeat",
+}
+_IMPORTS: Columns = {
+    "engine": "engine",
+    "lookups": _counted("lookups"),
+    "hits": _counted("lookup_hits"),
+    "loads": _counted("loads_started"),
+    "failed": _counted("loads_failed"),
+    "tokens": lambda engine: engine["counters"].get("imported_blocks", 0) * engine["block_size"],
+    "bytes": _counted("bytes_copied"),
 }
 _BLOCKS: Columns = {
     "block": "block_id",
