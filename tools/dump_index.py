@@ -64,13 +64,13 @@ def _place(asked: argparse.Namespace) -> tuple[Path, str | None]:
     """The run directory, checked if there is one, and the namespace to show (None: all).  Raises
     ConfigError or RunDirectoryError.  Of the settings only these two are looked at: a dump is
     also for finding out what is wrong with the others."""
-    options = {"KVSHM_NAMESPACE": asked.namespace, "KVSHM_RUN_DIR": asked.run_dir}
-    chosen = {key: os.environ.get(key) if v is None else v for key, v in options.items()}
-    config = Config.from_env({key: value for key, value in chosen.items() if value})
+    environ = {name: os.environ.get(name, "") for name in ("KVSHM_NAMESPACE", "KVSHM_RUN_DIR")}
+    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
+    config = Config.from_env(environ, options)
     run_dir = choose_run_directory(config.run_dir, os.environ)
     if os.path.exists(run_dir):
         open_run_directory(config.run_dir, os.environ)
-    return run_dir, config.namespace if chosen["KVSHM_NAMESPACE"] else None
+    return run_dir, config.namespace if "KVSHM_NAMESPACE" in config.given else None
 
 
 def _report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:

@@ -101,12 +101,13 @@ def test_dump_index_shows_all_namespaces_where_none_is_named(
 
 
 def test_dump_index_names_a_bad_namespace_and_does_not_look_at_the_other_settings() -> None:
-    for bad in (
-        kvshm("dump-index", KVSHM_NAMESPACE="Not One"),
-        kvshm("dump-index", "--namespace", "Not One"),
+    for called, bad in (
+        ("KVSHM_NAMESPACE", kvshm("dump-index", KVSHM_NAMESPACE="Not One")),
+        ("--namespace", kvshm("dump-index", "--namespace", "Not One")),
+        ("--namespace", kvshm("clean", "--namespace", "Not One")),
     ):
         assert (bad.returncode, bad.stdout) == (2, "")
-        assert "KVSHM_NAMESPACE='Not One' is not 1 to 32 of a-z" in bad.stderr
+        assert f": {called}='Not One' is not 1 to 32 of a-z" in bad.stderr
     assert kvshm("dump-index", KVSHM_NAMESPACE="none-such", KVSHM_ROLE="reader").returncode == 1
 
 
