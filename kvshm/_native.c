@@ -235,45 +235,13 @@ static PyObject *native_arm_sync_point(PyObject *module, PyObject *args)
 
 /* -- module ---------------------------------------------------------------------------------- */
 
-#define LAYOUT(name) {#name, KVSHM_##name}
-
-static const struct {
-    const char *name;
-    long long value;
-} layout[] = {
-    LAYOUT(LAYOUT_VERSION), LAYOUT(TABLE_HEADER_BYTES), LAYOUT(VERSION_OFFSET),
-    LAYOUT(HEADER_BYTES_OFFSET), LAYOUT(SEGMENT_BYTES_OFFSET), LAYOUT(EPOCH_OFFSET),
-    LAYOUT(NUM_BLOCKS_OFFSET), LAYOUT(NUM_RANKS_OFFSET), LAYOUT(RETIRED_OFFSET),
-    LAYOUT(LIFE_OFFSET), LAYOUT(MAX_RANKS), LAYOUT(PULSES_OFFSET), LAYOUT(PULSE_DIED),
-    LAYOUT(SLOT_BYTES), LAYOUT(SLOT_HASH_OFFSET), LAYOUT(SLOT_PARENT_OFFSET),
-    LAYOUT(SLOT_DEPTH_OFFSET), LAYOUT(SLOT_PUBLISHED_OFFSET), LAYOUT(NUM_LEASE_BITS),
-    LAYOUT(INDEX_HEADER_BYTES), LAYOUT(CAPACITY_OFFSET), LAYOUT(COUNT_OFFSET),
-    LAYOUT(SEQUENCE_OFFSET), LAYOUT(ROWS_OFFSET), LAYOUT(NUM_ROWS), LAYOUT(ROW_BYTES),
-    LAYOUT(ROW_STATE_OFFSET), LAYOUT(ROW_ENTRIES_OFFSET), LAYOUT(ENTRY_BYTES),
-    LAYOUT(TOMBSTONE_BYTES),
-    LAYOUT(RECORD_BYTES), LAYOUT(HASH_BYTES),
-    {"SlotState.EMPTY", KVSHM_EMPTY}, {"SlotState.READY", KVSHM_READY},
-    {"SlotState.DRAINING", KVSHM_DRAINING}, {"RecordKind.PUBLISH", KVSHM_PUBLISH},
-    {"RecordKind.RETRACT", KVSHM_RETRACT},
-};
-
-static PyObject *build_layout(void)
-{
-    PyObject *dict = PyDict_New();
-    for (size_t i = 0; dict && i < sizeof layout / sizeof *layout; i++) {
-        PyObject *value = PyLong_FromLongLong(layout[i].value);
-        if (!value || PyDict_SetItemString(dict, layout[i].name, value) < 0)
-            Py_CLEAR(dict);
-        Py_XDECREF(value);
-    }
-    return dict;
-}
-
-/* Refuse to load unless records.py states the same layout. */
-static int check_layout(PyObject *dict)
+/* Refuse to load unless records.py states the layout that this was built with. */
+static int check_layout(void)
 {
     PyObject *records = PyImport_ImportModule("kvshm.records");
-    PyObject *result = records ? PyObject_CallMethod(records, "check_layout", "O", dict) : NULL;
+    PyObject *result = records ? PyObject_CallMethod(records, "check_layout", "I",
+                                                     (unsigned int)KVSHM_LAYOUT_DIGEST)
+                               : NULL;
     Py_XDECREF(result);
     Py_XDECREF(records);
     return result ? 0 : -1;
@@ -291,18 +259,13 @@ static int native_exec(PyObject *module)
         return -1;
     state->corrupt_segment = PyObject_GetAttrString(errors, "CorruptSegment");
     Py_DECREF(errors);
-    PyObject *dict = state->corrupt_segment ? build_layout() : NULL;
-    if (!dict || check_layout(dict) < 0 || PyModule_AddObjectRef(module, "LAYOUT", dict) < 0 ||
+    if (!state->corrupt_segment || check_layout() < 0 ||
         PyModule_AddIntConstant(module, "NUM_SYNC_POINTS", KVSHM_SYNC_CORE_COUNT) < 0 ||
         PyModule_AddFunctions(module, kvshm_slot_methods) < 0 ||
         PyModule_AddFunctions(module, kvshm_index_methods) < 0 ||
-        PyModule_AddFunctions(module, kvshm_mark_methods) < 0 ||
-        PyModule_AddFunctions(module, kvshm_pulse_methods) < 0) {
-        Py_XDECREF(dict);
+        PyModule_AddFunctions(module, kvshm_mark_methods) < 0)
         return -1;
-    }
-    Py_DECREF(dict);
-    return 0;
+    return PyModule_AddFunctions(module, kvshm_pulse_methods);
 }
 
 static int native_traverse(PyObject *module, visitproc visit, void *arg)

@@ -18,8 +18,6 @@ from .terms import BlockId
 _Region: TypeAlias = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
 
-LAYOUT: dict[str, int]
-"""The layout this module was built with: names as in records.py."""
 NUM_SYNC_POINTS: int
 """The core's sync points have the numbers below this."""
 

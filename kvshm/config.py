@@ -21,7 +21,9 @@ PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
 """What is kept free in a socket's path for its name, beside the namespace."""
 
-_READ_ELSEWHERE = frozenset({"KVSHM_TEST_SYNC_POINT"})
+TEST_SYNC_POINT = "KVSHM_TEST_SYNC_POINT"
+"""Read by kvshm/syncpoints.py when it is imported, before there are settings."""
+
 _SWITCH = {"0": False, "no": False, "false": False, "off": False}
 _SWITCH |= {"1": True, "yes": True, "true": True, "on": True}
 # What Kubernetes injects into every pod beside a Service named "kvshm" or "kvshm-...".
@@ -313,7 +315,7 @@ def _left_out(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
 
 def _unknown(environ: Mapping[str, str]) -> tuple[str, ...]:
     """What to say of each name that looks like a setting's and is none."""
-    known = {s.name for s in SETTINGS} | _READ_ELSEWHERE
+    known = {TEST_SYNC_POINT, *(s.name for s in SETTINGS)}
     ours = (n for n in environ if n.startswith(PREFIX) and not _KUBERNETES.fullmatch(n))
     return tuple(
         f"{name} is no setting of kvshm and does nothing; {_remedy(name, known)}"
