@@ -9,18 +9,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvshm import _native
-from kvshm.errors import KvshmError
 from kvshm.index_parts import violations
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import SEQUENCE_OFFSET
-from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
+from kvshm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.slots import SlotTable
-from kvshm.terms import Epoch
 
 from .fetching import Fetched, coordinator_runs, fetch_all
 from .invariants import (
@@ -75,8 +72,7 @@ def check(
 def look(run_dir: Path, namespace: str | None) -> Look:
     """Read every segment once.  An engine that ends meanwhile is left out."""
     found = Look()
-    with ExitStack() as mapped:
-        engines = [mapped.enter_context(closing(one)) for one in fetch_all(run_dir, namespace)]
+    with fetch_all(run_dir, namespace) as engines:
         for space in sorted({engine.namespace for engine in engines}):
             members = [engine for engine in engines if engine.namespace == space]
             _look_at_namespace(space, members, coordinator_runs(run_dir, space), found)
@@ -86,7 +82,14 @@ def look(run_dir: Path, namespace: str | None) -> Look:
 def _look_at_namespace(space: str, engines: list[Fetched], coordinated: bool, found: Look) -> None:
     tables: dict[str, SlotTable] = {}
     for engine in engines:
-        found.suspects += _look_at(engine, tables)
+        if engine.table is not None:
+            with engine.noting(TABLE_KIND):
+                name = str(engine.name(TABLE_KIND))
+                found.suspects += of_table(name, engine.table)
+                tables[name] = engine.table
+        if engine.replica is not None:
+            with engine.noting(INDEX_KIND):
+                found.suspects += _look_at_index(engine, engine.replica)
         for problem in engine.problems:
             if problem.silent:
                 found.warnings.append(f"{problem.segment}: {problem.text}")
@@ -102,29 +105,12 @@ def _look_at_namespace(space: str, engines: list[Fetched], coordinated: bool, fo
         found.warnings += without_coordinator(space, tables.values())
 
 
-def _look_at(engine: Fetched, tables: dict[str, SlotTable]) -> Iterator[Violation]:
-    """What is wrong with what an engine has handed out; what cannot be read is noted there."""
-    name = "unnamed"
-    if (table := engine.table) is not None:
-        try:
-            called = str(SegmentName(engine.namespace, TABLE_KIND, table.engine, table.epoch))
-            yield from of_table(called, table)
-            tables[called], name = table, table.engine
-        except KvshmError as exc:
-            engine.note(TABLE_KIND, exc)
-    if engine.replica is not None:
-        called = str(SegmentName(engine.namespace, INDEX_KIND, name, engine.epoch))
-        try:
-            yield from _look_at_index(called, engine.epoch, engine.replica)
-        except KvshmError as exc:
-            engine.note(INDEX_KIND, exc)
-
-
 # -- replica indexes
 
 
-def _look_at_index(name: str, epoch: Epoch, replica: ReplicaReader) -> Iterator[Violation]:
-    if (said := replica.header.epoch) != epoch:
+def _look_at_index(engine: Fetched, replica: ReplicaReader) -> Iterator[Violation]:
+    name = str(engine.name(INDEX_KIND))
+    if (said := replica.header.epoch) != engine.epoch:
         yield Violation(name, "header", f"says epoch {said:016x}; its socket does not")
     yield from _look_at_entries(name, replica.buffer)
 

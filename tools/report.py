@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm.errors import KvshmError
 from kvshm.index_parts import Entry
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import SlotState
@@ -70,11 +68,9 @@ def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
     Changes nothing.  Blocks for some seconds at most if engines stand still.  Raises OSError if
     there is no such directory.
     """
-    with ExitStack() as mapped:
-        found = [mapped.enter_context(closing(one)) for one in fetch_all(run_dir, namespace)]
+    with fetch_all(run_dir, namespace) as found:
         named = list_coordinators(run_dir, namespace)
         coordinated = {name for name in named if coordinator_runs(run_dir, name)}
-        spaces = sorted(coordinated | {one.namespace for one in found})
         return {
             "namespaces": [
                 {
@@ -82,7 +78,7 @@ def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
                     "coordinator": space in coordinated,
                     **_namespace([one for one in found if one.namespace == space], filters),
                 }
-                for space in spaces
+                for space in sorted(coordinated | {one.namespace for one in found})
             ]
         }
 
@@ -90,20 +86,13 @@ def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
 def _namespace(fetched: list[Fetched], filters: Filters) -> Json:
     tables, replicas = [], []
     for one in fetched:
-        name = "unnamed"
         if one.table is not None:
-            try:
+            with one.noting(TABLE_KIND):
                 slots = dict(slots_in_use(one.table))
-                tables.append((_engine(one.namespace, one.table, slots), slots))
-                name = one.table.engine
-            except KvshmError as exc:
-                one.note(TABLE_KIND, exc)
+                tables.append((_engine(one.name(TABLE_KIND), one.table, slots), slots))
         if one.replica is not None:
-            try:
-                called = SegmentName(one.namespace, INDEX_KIND, name, one.epoch)
-                replicas.append(_replica(called, one.replica, filters))
-            except KvshmError as exc:
-                one.note(INDEX_KIND, exc)
+            with one.noting(INDEX_KIND):
+                replicas.append(_replica(one.name(INDEX_KIND), one.replica, filters))
     holders = _holders([engine for engine, _ in tables])
     # Those that share stand together.
     tables.sort(key=lambda found: [found[0][key] for key in ("fingerprint", "engine", "epoch")])
@@ -140,9 +129,8 @@ def _namespace(fetched: list[Fetched], filters: Filters) -> Json:
 # -- engines
 
 
-def _engine(namespace: str, table: SlotTable, slots: Mapping[int, Slot]) -> Json:
+def _engine(name: SegmentName, table: SlotTable, slots: Mapping[int, Slot]) -> Json:
     """All that is said of one engine but its blocks and chains, which depend on the filters."""
-    name = SegmentName(namespace, TABLE_KIND, table.engine, table.epoch)
     return {
         "engine": table.engine,
         "segment": str(name),
