@@ -73,11 +73,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def _config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Config:
     """Options override their environment variables, and are checked like them."""
     options = {
-        "KVSHM_RUN_DIR": arguments.run_dir,
-        "KVSHM_NAMESPACE": arguments.namespace,
-        "KVSHM_LOG_LEVEL": arguments.log_level,
+        "--run-dir": arguments.run_dir,
+        "--namespace": arguments.namespace,
+        "--log-level": arguments.log_level,
     }
-    return Config.from_env({**environ, **{k: v for k, v in options.items() if v is not None}})
+    return Config.from_env(environ, options)
 
 
 class _Signals:

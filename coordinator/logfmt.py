@@ -10,7 +10,6 @@ import os
 import select
 import sys
 import time
-from collections import deque
 from contextlib import suppress
 
 from .actions import Log
@@ -72,8 +71,7 @@ class _Lines(logging.Handler):
     def __init__(self, fd: int) -> None:
         super().__init__()
         self._fd = fd
-        self._waiting: deque[bytes] = deque()
-        self._size = 0
+        self._waiting = bytearray()
         self._lost = 0
         self._writable = select.poll()
         self._writable.register(fd, select.POLLOUT)
@@ -81,24 +79,18 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            text = self.format(record)
+            self.add(self.format(record))
         except Exception:  # as each handler of logging does: no log ends the program
             self.handleError(record)
             return
-        self.add(text)
         self.go_on()
 
     def add(self, text: str) -> None:
         encoded = text.encode(errors="backslashreplace") + b"\n"
-        if self._size + len(encoded) > MAX_WAITING_BYTES:
+        if len(self._waiting) + len(encoded) > MAX_WAITING_BYTES:
             self._lost += 1
         else:
-            self._keep(encoded)
-
-    def _keep(self, encoded: bytes) -> None:
-        self._size += len(encoded)
-        parts = range(0, len(encoded), _AT_ONCE)
-        self._waiting.extend(encoded[part : part + _AT_ONCE] for part in parts)
+            self._waiting += encoded
 
     def go_on(self, patience: float = 0.0) -> None:
         """Write what waits, as long as somebody reads, waiting for that so many seconds."""
@@ -107,34 +99,26 @@ class _Lines(logging.Handler):
         try:
             while self._waiting:
                 left = max(0.0, until - time.monotonic())
-                if not self._writable.poll(left * 1000) or not self._write():
+                if not self._writable.poll(left * 1000):
                     return
+                try:
+                    written = os.write(self._fd, self._waiting[:_AT_ONCE])
+                except BlockingIOError:
+                    return
+                except OSError:
+                    written = len(self._waiting)  # nobody will ever read it
+                del self._waiting[:written]
                 if not self._waiting and self._lost:
                     self._tell_lost()
         finally:
             self.release()
-
-    def _write(self) -> bool:
-        """Whether it is of use to go on."""
-        part = self._waiting[0]
-        try:
-            written = os.write(self._fd, part)
-        except BlockingIOError:
-            return False
-        except OSError:
-            written = len(part)  # nobody will ever read it
-        self._size -= written
-        self._waiting.popleft()
-        if written < len(part):
-            self._waiting.appendleft(part[written:])
-        return True
 
     def _tell_lost(self) -> None:
         about = {"lines": self._lost, "remedy": "have the log read all the time"}
         self._lost = 0
         text = line("lines-lost", about)
         record = _LOGGER.makeRecord(_LOGGER.name, logging.WARNING, "", 0, text, (), None)
-        self._keep(self.format(record).encode() + b"\n")
+        self.add(self.format(record))
 
 
 _lines: list[_Lines] = []

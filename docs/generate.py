@@ -1,26 +1,33 @@
-"""Write the parts of these pages that the code states: the settings, from kvshm/config.py, and
-the fingerprint's fields, from kvshm/fingerprint.py.
+"""Write what the code states where it has to be said again: the settings, from kvshm/config.py,
+the fingerprint's fields, from kvshm/fingerprint.py, and the numbers of the layout, from
+kvshm/records.py, which kvshm/_layout.h has for C.
 
     make docs
 
-They stand between two comments, ``<!-- name -->`` and ``<!-- end of name -->``; the rest of a
-page is written by hand.  A test holds the committed page against what this gives.
+In the pages they stand between two comments, ``<!-- name -->`` and ``<!-- end of name -->``,
+numbers of the layout in the rows that name them; the rest of a page is written by hand.  A test
+holds what is committed against what this gives.  Nothing here imports the native module, which
+refuses to load until it was built with this header.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvshm.config import SETTINGS, Setting
+from kvshm.config import SETTINGS, TEST_SYNC_POINT, Setting
 from kvshm.fingerprint import FIELDS
-from kvshm.syncpoints import VARIABLE
+from kvshm.records import RecordKind, SlotState, digest, numbers
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
+LAYOUT = Path(__file__).with_name("layout.md")
+HEADER = Path(__file__).parents[1] / "kvshm" / "_layout.h"
+ROW = re.compile(r"^\| \d+ (\|(?: \d+ \|)?) `([A-Z_]+)`", re.MULTILINE)
 HEAD = ("setting", "accepts", "default", "what it does")
 SYNC_POINT = (
-    f"`{VARIABLE}`",
+    f"`{TEST_SYNC_POINT}`",
     "`<name>:<stop or kill>[:<nth>]`",
     "unset",
     "Stop or kill the process at a sync point (`kvshm/syncpoints.py`).",
@@ -40,6 +47,34 @@ def fingerprint(page: str) -> str:
     """Return the page with the fields that the code has."""
     rows = [(f"`{name}`", reason) for name, reason in FIELDS.items()]
     return replaced(page, "fields", _table(rows, ("field", "why it counts")))
+
+
+def layout(page: str) -> str:
+    """Return the page with the numbers that the code has."""
+    of = numbers()
+    return ROW.sub(lambda row: f"| {of[row[2]]} {row[1]} `{row[2]}`", page)
+
+
+def header(of: Mapping[str, int]) -> str:
+    """Return the layout as C reads it."""
+    states, kinds = [*SlotState.__members__], [*RecordKind.__members__]
+    offsets = [name for name in of if name not in (*states, *kinds)]
+    enums = {"": offsets, "kvshm_state ": states, "kvshm_kind ": kinds}
+    lines = [
+        "/* The layout of shared memory, from kvshm/records.py: written by docs/generate.py. */",
+        "#ifndef KVSHM_LAYOUT_H",
+        "#define KVSHM_LAYOUT_H",
+        "",
+        f"#define KVSHM_LAYOUT_DIGEST {digest(of):#010x}u",
+    ]
+    for called, names in enums.items():
+        lines += [
+            "",
+            f"enum {called}{{",
+            *(f"    KVSHM_{name} = {of[name]}," for name in names),
+            "};",
+        ]
+    return "\n".join([*lines, "", "#endif", ""])
 
 
 def replaced(page: str, name: str, part: str) -> str:
@@ -65,4 +100,6 @@ def _table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str
 
 if __name__ == "__main__":
     CONFIGURATION.write_text(configuration(CONFIGURATION.read_text("utf-8")), "utf-8")
+    LAYOUT.write_text(layout(LAYOUT.read_text("utf-8")), "utf-8")
+    HEADER.write_text(header(numbers()), "utf-8")
     FINGERPRINT.write_text(fingerprint(FINGERPRINT.read_text("utf-8")), "utf-8")

@@ -51,6 +51,8 @@ def activate() -> None:
     from .refusals import version_refusal
 
     config = Config.from_env(os.environ)
+    if not config.enable:
+        return
     set_level(config.log_level)
     try:
         reason = version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)

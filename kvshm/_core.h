@@ -1,7 +1,6 @@
 /* kvshm native core: everything that needs an atomic read-modify-write across processes, or
  * a loop over thousands of blocks.  Knows no Python, so that sanitizers and a plain C driver
- * can run it.  The layout and its box diagrams are in records.py; _native.c hands the
- * constants below to Python, which compares them with its own at import.
+ * can run it.  The layout and its box diagrams are in records.py, which _layout.h is made from.
  *
  * Every function takes whole segments as (base, length) and checks each offset and count
  * against them: a corrupt segment gives KVSHM_CORRUPT, never a fault.  Segments must be
@@ -9,46 +8,10 @@
 #ifndef KVSHM_CORE_H
 #define KVSHM_CORE_H
 
+#include "_layout.h"
+
 #include <stddef.h>
 #include <stdint.h>
-
-enum {
-    KVSHM_LAYOUT_VERSION = 2,
-    KVSHM_TABLE_HEADER_BYTES = 8192,
-    KVSHM_VERSION_OFFSET = 8,
-    KVSHM_HEADER_BYTES_OFFSET = 12,
-    KVSHM_SEGMENT_BYTES_OFFSET = 16,
-    KVSHM_EPOCH_OFFSET = 24,
-    KVSHM_NUM_BLOCKS_OFFSET = 96,
-    KVSHM_NUM_RANKS_OFFSET = 104,
-    KVSHM_RETIRED_OFFSET = 136,
-    KVSHM_LIFE_OFFSET = 192,
-    KVSHM_MAX_RANKS = 64,
-    KVSHM_PULSES_OFFSET = 6144,
-    KVSHM_PULSE_DIED = 0x40000000, /* FUTEX_OWNER_DIED */
-    KVSHM_SLOT_BYTES = 64,
-    KVSHM_SLOT_HASH_OFFSET = 8,
-    KVSHM_SLOT_PARENT_OFFSET = 40,
-    KVSHM_SLOT_DEPTH_OFFSET = 48,
-    KVSHM_SLOT_PUBLISHED_OFFSET = 52,
-    KVSHM_NUM_LEASE_BITS = 28,
-    KVSHM_INDEX_HEADER_BYTES = 8192,
-    KVSHM_CAPACITY_OFFSET = 64,
-    KVSHM_COUNT_OFFSET = 72,
-    KVSHM_SEQUENCE_OFFSET = 80,
-    KVSHM_ROWS_OFFSET = 4096,
-    KVSHM_NUM_ROWS = 64,
-    KVSHM_ROW_BYTES = 64,
-    KVSHM_ROW_STATE_OFFSET = 8, /* u32, then num_blocks u32 */
-    KVSHM_ROW_ENTRIES_OFFSET = 16,
-    KVSHM_ENTRY_BYTES = 24,
-    KVSHM_TOMBSTONE_BYTES = 16,
-    KVSHM_RECORD_BYTES = 48,
-    KVSHM_HASH_BYTES = 32,
-};
-
-enum kvshm_state { KVSHM_EMPTY = 0, KVSHM_READY = 1, KVSHM_DRAINING = 2 };
-enum kvshm_kind { KVSHM_PUBLISH = 1, KVSHM_RETRACT = 2 };
 
 enum kvshm_status {
     KVSHM_OK = 0,

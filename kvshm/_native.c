@@ -70,48 +70,42 @@ PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status
 
 /* -- arguments and results ------------------------------------------------------------------- */
 
-void *kvshm_copy_array(const Py_buffer *buffer, size_t size, size_t *count)
+int kvshm_to_array(PyObject *object, void *address)
 {
-    *count = (size_t)buffer->len / size;
-    if (*count * size != (size_t)buffer->len) {
-        PyErr_Format(PyExc_ValueError, "%zd bytes are no whole number of %zu-byte elements",
-                     buffer->len, size);
-        return NULL;
+    kvshm_array *array = address;
+    BUFFER(given);
+    if (PyObject_GetBuffer(object, &given, PyBUF_SIMPLE) < 0)
+        return 0;
+    size_t bytes = (size_t)given.len;
+    if (bytes % array->size) {
+        PyErr_Format(PyExc_ValueError, "%zu bytes are no whole number of %zu-byte elements", bytes,
+                     array->size);
+        return 0;
     }
-    void *array = PyMem_Malloc((size_t)buffer->len + 1);
-    if (!array)
-        return PyErr_NoMemory();
-    memcpy(array, buffer->buf, (size_t)buffer->len);
-    return array;
+    if (!kvshm_make_room(array, bytes / array->size))
+        return 0;
+    memcpy(array->of, given.buf, bytes);
+    return 1;
 }
 
-uint32_t *kvshm_copy_blocks_list(PyObject *sequence, size_t *count)
+int kvshm_to_blocks(PyObject *object, void *address)
 {
-    Py_ssize_t length = PySequence_Size(sequence);
-    if (length < 0)
-        return NULL;
-    uint32_t *blocks = PyMem_Malloc(((size_t)length + 1) * sizeof(uint32_t));
-    if (!blocks) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < length; i++) {
-        PyObject *item = kvshm_item(sequence, i);
+    kvshm_array *array = address;
+    Py_ssize_t length = PySequence_Size(object);
+    uint32_t *blocks = length < 0 ? NULL : kvshm_make_room(array, (size_t)length);
+    for (Py_ssize_t i = 0; blocks && i < length; i++) {
+        PyObject *item = kvshm_item(object, i);
         long long value = item ? PyLong_AsLongLong(item) : -1;
         Py_XDECREF(item);
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError))
-            goto failed;
+            return 0;
         if (value < 0 || value > UINT32_MAX) {
             PyErr_Format(PyExc_IndexError, "element %zd is no block id", i);
-            goto failed;
+            return 0;
         }
         blocks[i] = (uint32_t)value;
     }
-    *count = (size_t)length;
-    return blocks;
-failed:
-    PyMem_Free(blocks);
-    return NULL;
+    return blocks != NULL;
 }
 
 PyObject *kvshm_list_of_blocks(const uint32_t *blocks, size_t count)
@@ -129,79 +123,64 @@ PyObject *kvshm_list_of_blocks(const uint32_t *blocks, size_t count)
 
 static PyObject *native_load(PyObject *module, PyObject *args)
 {
-    Py_buffer segment;
+    BUFFER(segment);
     unsigned long long offset;
     if (!PyArg_ParseTuple(args, "y*K:load", &segment, &offset))
         return NULL;
     uint64_t value = 0;
     int64_t status = kvshm_load(segment_of(&segment), offset, &value);
-    PyObject *result =
-        status < 0 ? kvshm_raise(module, &segment, status) : PyLong_FromUnsignedLongLong(value);
-    PyBuffer_Release(&segment);
-    return result;
+    return status < 0 ? kvshm_raise(module, &segment, status) : PyLong_FromUnsignedLongLong(value);
 }
 
 static PyObject *native_store(PyObject *module, PyObject *args)
 {
-    Py_buffer segment;
+    BUFFER(segment);
     unsigned long long offset, value;
     if (!PyArg_ParseTuple(args, "w*KK:store", &segment, &offset, &value))
         return NULL;
     int64_t status = kvshm_store(segment_of(&segment), offset, value);
-    PyObject *result = status < 0 ? kvshm_raise(module, &segment, status) : Py_NewRef(Py_None);
-    PyBuffer_Release(&segment);
-    return result;
+    return status < 0 ? kvshm_raise(module, &segment, status) : Py_NewRef(Py_None);
 }
 
 static PyObject *native_add(PyObject *module, PyObject *args)
 {
-    Py_buffer segment;
+    BUFFER(segment);
     unsigned long long offset, delta;
     if (!PyArg_ParseTuple(args, "w*KK:add", &segment, &offset, &delta))
         return NULL;
     uint64_t before = 0;
     int64_t status = kvshm_add(segment_of(&segment), offset, delta, &before);
-    PyObject *result =
-        status < 0 ? kvshm_raise(module, &segment, status) : PyLong_FromUnsignedLongLong(before);
-    PyBuffer_Release(&segment);
-    return result;
+    return status < 0 ? kvshm_raise(module, &segment, status) : PyLong_FromUnsignedLongLong(before);
 }
 
 static PyObject *native_compare_exchange(PyObject *module, PyObject *args)
 {
-    Py_buffer segment;
+    BUFFER(segment);
     unsigned long long offset, wanted, desired;
     if (!PyArg_ParseTuple(args, "w*KKK:compare_exchange", &segment, &offset, &wanted, &desired))
         return NULL;
     uint64_t expected = wanted;
     int64_t status = kvshm_compare_exchange(segment_of(&segment), offset, &expected, desired);
-    PyObject *result =
-        status < 0 ? kvshm_raise(module, &segment, status) : PyBool_FromLong((long)status);
-    PyBuffer_Release(&segment);
-    return result;
+    return status < 0 ? kvshm_raise(module, &segment, status) : PyBool_FromLong((long)status);
 }
 
 static PyObject *native_mark_ready(PyObject *module, PyObject *args)
 {
-    Py_buffer segment;
+    BUFFER(segment);
     unsigned int version;
     if (!PyArg_ParseTuple(args, "w*I:mark_ready", &segment, &version))
         return NULL;
     int64_t status = kvshm_mark_ready(segment_of(&segment), version);
-    PyObject *result = status < 0 ? kvshm_raise(module, &segment, status) : Py_NewRef(Py_None);
-    PyBuffer_Release(&segment);
-    return result;
+    return status < 0 ? kvshm_raise(module, &segment, status) : Py_NewRef(Py_None);
 }
 
 static PyObject *native_address(PyObject *module, PyObject *args)
 {
     (void)module;
-    Py_buffer buffer;
+    BUFFER(buffer);
     if (!PyArg_ParseTuple(args, "y*:address", &buffer))
         return NULL;
-    PyObject *result = PyLong_FromVoidPtr(buffer.buf);
-    PyBuffer_Release(&buffer);
-    return result;
+    return PyLong_FromVoidPtr(buffer.buf);
 }
 
 /* -- sync points: tests stop or kill the process at one of them ------------------------------- */
@@ -235,45 +214,13 @@ static PyObject *native_arm_sync_point(PyObject *module, PyObject *args)
 
 /* -- module ---------------------------------------------------------------------------------- */
 
-#define LAYOUT(name) {#name, KVSHM_##name}
-
-static const struct {
-    const char *name;
-    long long value;
-} layout[] = {
-    LAYOUT(LAYOUT_VERSION), LAYOUT(TABLE_HEADER_BYTES), LAYOUT(VERSION_OFFSET),
-    LAYOUT(HEADER_BYTES_OFFSET), LAYOUT(SEGMENT_BYTES_OFFSET), LAYOUT(EPOCH_OFFSET),
-    LAYOUT(NUM_BLOCKS_OFFSET), LAYOUT(NUM_RANKS_OFFSET), LAYOUT(RETIRED_OFFSET),
-    LAYOUT(LIFE_OFFSET), LAYOUT(MAX_RANKS), LAYOUT(PULSES_OFFSET), LAYOUT(PULSE_DIED),
-    LAYOUT(SLOT_BYTES), LAYOUT(SLOT_HASH_OFFSET), LAYOUT(SLOT_PARENT_OFFSET),
-    LAYOUT(SLOT_DEPTH_OFFSET), LAYOUT(SLOT_PUBLISHED_OFFSET), LAYOUT(NUM_LEASE_BITS),
-    LAYOUT(INDEX_HEADER_BYTES), LAYOUT(CAPACITY_OFFSET), LAYOUT(COUNT_OFFSET),
-    LAYOUT(SEQUENCE_OFFSET), LAYOUT(ROWS_OFFSET), LAYOUT(NUM_ROWS), LAYOUT(ROW_BYTES),
-    LAYOUT(ROW_STATE_OFFSET), LAYOUT(ROW_ENTRIES_OFFSET), LAYOUT(ENTRY_BYTES),
-    LAYOUT(TOMBSTONE_BYTES),
-    LAYOUT(RECORD_BYTES), LAYOUT(HASH_BYTES),
-    {"SlotState.EMPTY", KVSHM_EMPTY}, {"SlotState.READY", KVSHM_READY},
-    {"SlotState.DRAINING", KVSHM_DRAINING}, {"RecordKind.PUBLISH", KVSHM_PUBLISH},
-    {"RecordKind.RETRACT", KVSHM_RETRACT},
-};
-
-static PyObject *build_layout(void)
-{
-    PyObject *dict = PyDict_New();
-    for (size_t i = 0; dict && i < sizeof layout / sizeof *layout; i++) {
-        PyObject *value = PyLong_FromLongLong(layout[i].value);
-        if (!value || PyDict_SetItemString(dict, layout[i].name, value) < 0)
-            Py_CLEAR(dict);
-        Py_XDECREF(value);
-    }
-    return dict;
-}
-
-/* Refuse to load unless records.py states the same layout. */
-static int check_layout(PyObject *dict)
+/* Refuse to load unless records.py states the layout that this was built with. */
+static int check_layout(void)
 {
     PyObject *records = PyImport_ImportModule("kvshm.records");
-    PyObject *result = records ? PyObject_CallMethod(records, "check_layout", "O", dict) : NULL;
+    PyObject *result = records ? PyObject_CallMethod(records, "check_layout", "I",
+                                                     (unsigned int)KVSHM_LAYOUT_DIGEST)
+                               : NULL;
     Py_XDECREF(result);
     Py_XDECREF(records);
     return result ? 0 : -1;
@@ -291,18 +238,13 @@ static int native_exec(PyObject *module)
         return -1;
     state->corrupt_segment = PyObject_GetAttrString(errors, "CorruptSegment");
     Py_DECREF(errors);
-    PyObject *dict = state->corrupt_segment ? build_layout() : NULL;
-    if (!dict || check_layout(dict) < 0 || PyModule_AddObjectRef(module, "LAYOUT", dict) < 0 ||
+    if (!state->corrupt_segment || check_layout() < 0 ||
         PyModule_AddIntConstant(module, "NUM_SYNC_POINTS", KVSHM_SYNC_CORE_COUNT) < 0 ||
         PyModule_AddFunctions(module, kvshm_slot_methods) < 0 ||
         PyModule_AddFunctions(module, kvshm_index_methods) < 0 ||
-        PyModule_AddFunctions(module, kvshm_mark_methods) < 0 ||
-        PyModule_AddFunctions(module, kvshm_pulse_methods) < 0) {
-        Py_XDECREF(dict);
+        PyModule_AddFunctions(module, kvshm_mark_methods) < 0)
         return -1;
-    }
-    Py_DECREF(dict);
-    return 0;
+    return PyModule_AddFunctions(module, kvshm_pulse_methods);
 }
 
 static int native_traverse(PyObject *module, visitproc visit, void *arg)

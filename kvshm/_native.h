@@ -18,10 +18,40 @@ static inline kvshm_segment segment_of(const Py_buffer *buffer)
     return (kvshm_segment){buffer->buf, (uint64_t)buffer->len};
 }
 
-/* Packed arrays in a buffer, copied, so that they are aligned and may be written.  Sets *count.
- * NULL with ValueError if the length is no multiple of `size`, or with MemoryError.  The
- * caller gives it back with PyMem_Free, after the GIL was taken again. */
-void *kvshm_copy_array(const Py_buffer *buffer, size_t size, size_t *count);
+/* status below 0 -> exception and NULL, else the number. */
+static inline PyObject *kvshm_number(PyObject *module, const Py_buffer *segment, int64_t status)
+{
+    return status < 0 ? kvshm_raise(module, segment, status) : PyLong_FromLongLong(status);
+}
+
+/* A buffer that is given back when the block ends in which it is declared, empty until then if
+ * no argument came to it. */
+#define BUFFER(name) __attribute__((cleanup(PyBuffer_Release))) Py_buffer name = {0}
+
+/* An array that is freed when its block ends, with the GIL. */
+typedef struct {
+    size_t size, count; /* of an element; of elements */
+    void *of;
+} kvshm_array;
+
+static inline void kvshm_free_array(kvshm_array *array) { PyMem_Free(array->of); }
+
+#define ARRAY(name, type) \
+    __attribute__((cleanup(kvshm_free_array))) kvshm_array name = {.size = sizeof(type)}
+
+/* Room for so many elements; NULL with MemoryError. */
+static inline void *kvshm_make_room(kvshm_array *array, size_t count)
+{
+    array->count = count;
+    array->of = PyMem_Malloc((count + 1) * array->size);
+    return array->of ? array->of : PyErr_NoMemory();
+}
+
+/* For O& of PyArg_ParseTuple.  Packed arrays in a buffer, copied, so that they are aligned and may
+ * be written: ValueError if the length is no whole number of elements.  And a sequence of block
+ * ids as an array of uint32_t: IndexError for what no block id can be. */
+int kvshm_to_array(PyObject *object, void *array);
+int kvshm_to_blocks(PyObject *object, void *array);
 
 /* An element of a sequence, as a new reference; NULL with an exception. */
 static inline PyObject *kvshm_item(PyObject *sequence, Py_ssize_t index)
@@ -31,9 +61,6 @@ static inline PyObject *kvshm_item(PyObject *sequence, Py_ssize_t index)
     PyObject *item = PyList_GetItem(sequence, index);
     return item ? Py_NewRef(item) : NULL;
 }
-
-/* A sequence of block ids as such an array; IndexError for what no block id can be. */
-uint32_t *kvshm_copy_blocks_list(PyObject *sequence, size_t *count);
 
 PyObject *kvshm_list_of_blocks(const uint32_t *blocks, size_t count);
 
@@ -71,16 +98,13 @@ PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offse
  * would stand still in the middle of a step. */
 #define KVSHM_LARGE_BATCH 512
 
-static inline PyThreadState *without_gil(size_t count)
-{
-    return count >= KVSHM_LARGE_BATCH ? PyEval_SaveThread() : NULL;
-}
-
-static inline void with_gil(PyThreadState *saved)
-{
-    if (saved)
-        PyEval_RestoreThread(saved);
-}
+#define WITHOUT_GIL(count, work)                                                       \
+    do {                                                                               \
+        PyThreadState *saved = (count) >= KVSHM_LARGE_BATCH ? PyEval_SaveThread() : NULL; \
+        work;                                                                          \
+        if (saved)                                                                     \
+            PyEval_RestoreThread(saved);                                               \
+    } while (0)
 
 /* -- attributes of objects of one class (_native_places.c) ------------------------------------- */
 

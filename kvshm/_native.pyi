@@ -1,4 +1,7 @@
-"""Atomic operations on shared memory (C; contracts in _core.h).
+"""Atomic operations on shared memory, in C.
+
+What the core has too is described there, in _core.h; what the core writes through a pointer is
+returned here, behind the count or in its place.
 
 Every buffer is an mmap, bytearray, bytes or memoryview of contiguous bytes; a segment must be
 8-byte aligned and is given whole.  "records" are packed 48-byte records (kvshm/records.py).
@@ -18,30 +21,16 @@ from .terms import BlockId
 _Region: TypeAlias = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
 
-LAYOUT: dict[str, int]
-"""The layout this module was built with: names as in records.py."""
 NUM_SYNC_POINTS: int
 """The core's sync points have the numbers below this."""
 
 # -- slots: exporter's side (the table is written)
 
-def publish(table: Buffer, records: Buffer, parents: Buffer, published_ms: int, /) -> bytes:
-    """EMPTY -> READY; returns the records published, with their generations and kind PUBLISH.
-    ``parents`` holds one 8-byte parent tag per record.  Slots that are not EMPTY are skipped."""
-
-def retract(table: Buffer, blocks: Sequence[int], /) -> tuple[bytes, list[int]]:
-    """READY -> EMPTY, or DRAINING where leased.  Returns RETRACT records of the slots that were
-    READY, and the blocks that have to be waited for."""
-
-def drain(table: Buffer, blocks: Sequence[int], lame: int, /) -> list[int]:
-    """DRAINING -> EMPTY where only leases in the bit mask ``lame`` are left, in one pass.
-    Returns the blocks that are still leased."""
-
-def force(table: Buffer, blocks: Sequence[int], /) -> tuple[int, int]:
-    """DRAINING -> EMPTY whatever the leases.  Returns how many, and the mask of the holders."""
-
-def reset(table: Buffer, /) -> int:
-    """Every slot -> EMPTY at the next generation.  Returns how many were not EMPTY."""
+def publish(table: Buffer, records: Buffer, parents: Buffer, published_ms: int, /) -> bytes: ...
+def retract(table: Buffer, blocks: Sequence[int], /) -> tuple[bytes, list[int]]: ...
+def drain(table: Buffer, blocks: Sequence[int], lame: int, /) -> list[int]: ...
+def force(table: Buffer, blocks: Sequence[int], /) -> tuple[int, int]: ...
+def reset(table: Buffer, /) -> int: ...
 
 # -- marks of the exporter's own blocks (kvshm/marks.py): 8 bytes each, private memory
 
@@ -88,40 +77,19 @@ def marks_publish(
 
 # -- slots: importer's side
 
-def lease(table: Buffer, epoch: int, bit: int, records: Buffer, /) -> tuple[int, bytes]:
-    """Lease the longest possible prefix for ``bit`` (-1: check only).  Returns its length and
-    one byte per record: 1 where this call set the bit."""
-
-def release(table: Buffer, bit: int, records: Buffer, taken: bytes | None, /) -> int:
-    """Clear ``bit`` where the generation is still the record's and ``taken`` is not 0 (None:
-    everywhere).  Returns how many bits were cleared."""
-
-def recheck(table: Buffer, epoch: int, rank: int, records: Buffer, /) -> bytes:
-    """After the last copy: one byte per record, 1 where its bytes count."""
-
-def sweep(table: Buffer, bits: int, /) -> int:
-    """Clear a dead owner's lease bits everywhere.  Returns how many slots changed."""
-
-def scan(table: Buffer, first: int, count: int, /) -> tuple[bytes, int]:
-    """Return at most ``count`` READY records from block ``first`` on, and the next block."""
+def lease(table: Buffer, epoch: int, bit: int, records: Buffer, /) -> tuple[int, bytes]: ...
+def release(table: Buffer, bit: int, records: Buffer, taken: bytes | None, /) -> int: ...
+def recheck(table: Buffer, epoch: int, rank: int, records: Buffer, /) -> bytes: ...
+def sweep(table: Buffer, bits: int, /) -> int: ...
+def scan(table: Buffer, first: int, count: int, /) -> tuple[bytes, int]: ...
 
 # -- words
 
-def load(segment: Buffer, offset: int, /) -> int:
-    """The 8-byte word at ``offset``, with acquire order."""
-
-def store(segment: Buffer, offset: int, value: int, /) -> None:
-    """Write the word, with seq_cst order."""
-
-def add(segment: Buffer, offset: int, delta: int, /) -> int:
-    """Add to the word modulo 2**64 and return its value before."""
-
-def compare_exchange(segment: Buffer, offset: int, expected: int, desired: int, /) -> bool:
-    """Write ``desired`` if the word is ``expected``; whether it was."""
-
-def mark_ready(segment: Buffer, layout_version: int, /) -> None:
-    """Write the layout version last, with release order."""
-
+def load(segment: Buffer, offset: int, /) -> int: ...
+def store(segment: Buffer, offset: int, value: int, /) -> None: ...
+def add(segment: Buffer, offset: int, delta: int, /) -> int: ...
+def compare_exchange(segment: Buffer, offset: int, expected: int, desired: int, /) -> bool: ...
+def mark_ready(segment: Buffer, layout_version: int, /) -> None: ...
 def address(buffer: Buffer, /) -> int:
     """Address of the buffer's first byte; the caller keeps the buffer alive."""
 
@@ -135,17 +103,9 @@ def index_apply(
     block of that engine, zeros at first.  The count of the index and the entries of its rows are
     kept here.  What a batch raises for, those before it are applied."""
 
-def index_stale(before: Buffer, scanned: Buffer, /) -> bytes:
-    """RETRACT records of the blocks that are published in the tombstones ``before`` and that no
-    record in ``scanned`` names."""
-
-def index_drop_row(index: Buffer, row: int, /) -> int:
-    """Remove all entries of a row and return how many; the caller zeroes its tombstones."""
-
-def index_copy(index: Buffer, larger: Buffer, /) -> int:
-    """Fill the empty index ``larger`` with the rows and entries of ``index``; returns how many
-    entries.  ValueError if they do not fit or ``larger`` is not empty."""
-
+def index_stale(before: Buffer, scanned: Buffer, /) -> bytes: ...
+def index_drop_row(index: Buffer, row: int, /) -> int: ...
+def index_copy(index: Buffer, larger: Buffer, /) -> int: ...
 def index_lookup(
     index: Buffer, hashes: list[bytes], start: int, stop: int, rows: int, /
 ) -> list[tuple[int, bytes]]:
@@ -161,9 +121,7 @@ def copy_blocks(
     target_ids: Sequence[int],
     stop: Buffer | None,
     /,
-) -> int:
-    """Copy blocks pairwise in all regions; returns how many.  A non-zero 4-byte ``stop`` ends it
-    before the next block.  The addresses must stay mapped."""
+) -> int: ...
 
 # -- processes
 

@@ -70,9 +70,8 @@ static PyObject *apply_taken(PyObject *module, const Py_buffer *index, const bat
     size_t records = 0;
     for (size_t i = 0; i < count; i++)
         records += batches[i].count;
-    PyThreadState *saved = without_gil(records);
-    int64_t status = apply_batches(segment_of(index), batches, count, &sum);
-    with_gil(saved);
+    int64_t status;
+    WITHOUT_GIL(records, status = apply_batches(segment_of(index), batches, count, &sum));
     if (status < 0)
         return kvshm_raise(module, index, status);
     return Py_BuildValue("(KKKK)", (unsigned long long)sum.added, (unsigned long long)sum.removed,
@@ -81,95 +80,68 @@ static PyObject *apply_taken(PyObject *module, const Py_buffer *index, const bat
 
 static PyObject *native_index_apply(PyObject *module, PyObject *args)
 {
-    Py_buffer index;
+    BUFFER(index);
+    ARRAY(batches, batch);
     PyObject *list;
     if (!PyArg_ParseTuple(args, "w*O!:index_apply", &index, &PyList_Type, &list))
         return NULL;
     PyObject *items = PyList_AsTuple(list); /* keeps them, whatever becomes of the list */
-    Py_ssize_t count = items ? PyTuple_Size(items) : 0, taken = 0;
-    batch *batches = PyMem_Calloc((size_t)count + 1, sizeof *batches);
-    if (!batches)
-        PyErr_NoMemory();
-    while (batches && taken < count && take_batch(PyTuple_GetItem(items, taken), &batches[taken]))
+    size_t count = items ? (size_t)PyTuple_Size(items) : 0, taken = 0;
+    batch *batch_at = items ? kvshm_make_room(&batches, count) : NULL;
+    while (batch_at && taken < count &&
+           take_batch(PyTuple_GetItem(items, (Py_ssize_t)taken), &batch_at[taken]))
         taken++;
-    PyObject *result = items && batches && taken == count
-                           ? apply_taken(module, &index, batches, (size_t)count)
-                           : NULL;
+    PyObject *result =
+        batch_at && taken == count ? apply_taken(module, &index, batch_at, count) : NULL;
     while (taken)
-        PyBuffer_Release(&batches[--taken].tombstones);
-    PyMem_Free(batches);
+        PyBuffer_Release(&batch_at[--taken].tombstones);
     Py_XDECREF(items);
-    PyBuffer_Release(&index);
     return result;
 }
 
 /* Twice over the blocks, since what is stale may be nothing or all of them. */
-static PyObject *stale_records(const Py_buffer *before, const kvshm_record *scanned, size_t count)
-{
-    size_t bytes = (size_t)before->len, num_blocks = bytes / KVSHM_TOMBSTONE_BYTES;
-    uint8_t *seen = PyMem_Calloc(num_blocks + 1, 1);
-    if (!seen)
-        return PyErr_NoMemory();
-    PyThreadState *saved = without_gil(num_blocks);
-    size_t stale = kvshm_index_stale(before->buf, bytes, scanned, count, seen, NULL);
-    with_gil(saved);
-    kvshm_record *out = PyMem_Malloc((stale + 1) * sizeof *out);
-    if (out) {
-        saved = without_gil(num_blocks);
-        kvshm_index_stale(before->buf, bytes, scanned, count, seen, out);
-        with_gil(saved);
-    }
-    PyObject *result = out ? bytes_of(out, stale * sizeof *out) : PyErr_NoMemory();
-    PyMem_Free(out);
-    PyMem_Free(seen);
-    return result;
-}
-
 static PyObject *native_index_stale(PyObject *module, PyObject *args)
 {
     (void)module;
-    Py_buffer before, packed;
-    if (!PyArg_ParseTuple(args, "y*y*:index_stale", &before, &packed))
+    BUFFER(before);
+    ARRAY(scanned, kvshm_record);
+    ARRAY(seen, uint8_t);
+    if (!PyArg_ParseTuple(args, "y*O&:index_stale", &before, kvshm_to_array, &scanned))
         return NULL;
-    size_t count;
-    kvshm_record *scanned = kvshm_copy_array(&packed, sizeof *scanned, &count);
-    PyObject *result = scanned ? stale_records(&before, scanned, count) : NULL;
-    PyMem_Free(scanned);
-    PyBuffer_Release(&before);
-    PyBuffer_Release(&packed);
-    return result;
+    size_t bytes = (size_t)before.len, num_blocks = bytes / KVSHM_TOMBSTONE_BYTES, stale;
+    if (!kvshm_make_room(&seen, num_blocks))
+        return NULL;
+    memset(seen.of, 0, seen.count);
+    WITHOUT_GIL(num_blocks, stale = kvshm_index_stale(before.buf, bytes, scanned.of, scanned.count,
+                                                      seen.of, NULL));
+    kvshm_record *out;
+    PyObject *records = kvshm_new_records(stale, &out);
+    if (records)
+        WITHOUT_GIL(num_blocks, kvshm_index_stale(before.buf, bytes, scanned.of, scanned.count,
+                                                  seen.of, out));
+    return records;
 }
 
 static PyObject *native_index_drop_row(PyObject *module, PyObject *args)
 {
-    Py_buffer index;
+    BUFFER(index);
     unsigned int row;
     if (!PyArg_ParseTuple(args, "w*I:index_drop_row", &index, &row))
         return NULL;
     int64_t dropped;
-    Py_BEGIN_ALLOW_THREADS
-    dropped = kvshm_index_drop_row(segment_of(&index), row);
-    Py_END_ALLOW_THREADS
-    PyObject *result =
-        dropped < 0 ? kvshm_raise(module, &index, dropped) : PyLong_FromLongLong(dropped);
-    PyBuffer_Release(&index);
-    return result;
+    WITHOUT_GIL(SIZE_MAX, dropped = kvshm_index_drop_row(segment_of(&index), row));
+    return kvshm_number(module, &index, dropped);
 }
 
 static PyObject *native_index_copy(PyObject *module, PyObject *args)
 {
-    Py_buffer from, to;
+    BUFFER(from);
+    BUFFER(to);
     if (!PyArg_ParseTuple(args, "y*w*:index_copy", &from, &to))
         return NULL;
     int64_t copied;
-    Py_BEGIN_ALLOW_THREADS
-    copied = kvshm_index_copy(segment_of(&from), segment_of(&to));
-    Py_END_ALLOW_THREADS
-    PyObject *result =
-        copied < 0 ? kvshm_raise(module, &to, copied) : PyLong_FromLongLong(copied);
-    PyBuffer_Release(&from);
-    PyBuffer_Release(&to);
-    return result;
+    WITHOUT_GIL(SIZE_MAX, copied = kvshm_index_copy(segment_of(&from), segment_of(&to)));
+    return kvshm_number(module, &to, copied);
 }
 
 /* How many objects ahead of the one that is read memory is fetched. */
@@ -240,21 +212,18 @@ static PyObject *list_of_runs(PyObject *packed, size_t count, const uint8_t *own
 static PyObject *lookup_all(PyObject *module, const Py_buffer *index, PyObject *hashes,
                             Py_ssize_t start, size_t count, uint64_t rows)
 {
-    PyObject *runs = NULL;
-    PyObject *packed = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)(count * KVSHM_RECORD_BYTES));
-    uint8_t *owners = PyMem_Malloc(count + 1);
-    kvshm_record *records = packed ? (void *)PyBytes_AsString(packed) : NULL;
-    if (!owners)
-        PyErr_NoMemory();
-    if (records && owners && copy_hashes(hashes, start, count, records)) {
-        PyThreadState *saved = without_gil(count / LOOKUPS_PER_RECORD);
-        int64_t length = kvshm_index_lookup(segment_of(index), records, count, rows, owners);
-        with_gil(saved);
+    ARRAY(owners, uint8_t);
+    kvshm_record *records;
+    PyObject *packed = kvshm_new_records(count, &records), *runs = NULL;
+    if (packed && kvshm_make_room(&owners, count) && copy_hashes(hashes, start, count, records)) {
+        int64_t length;
+        WITHOUT_GIL(count / LOOKUPS_PER_RECORD,
+                    length = kvshm_index_lookup(segment_of(index), records, count, rows,
+                                                owners.of));
         runs = length < 0 ? kvshm_raise(module, index, length)
-                          : list_of_runs(packed, count, owners, (size_t)length);
+                          : list_of_runs(packed, count, owners.of, (size_t)length);
     }
     Py_XDECREF(packed);
-    PyMem_Free(owners);
     return runs;
 }
 
@@ -274,7 +243,7 @@ static PyObject *lookup(PyObject *module, const Py_buffer *index, PyObject *hash
 
 static PyObject *native_index_lookup(PyObject *module, PyObject *args)
 {
-    Py_buffer index;
+    BUFFER(index);
     PyObject *hashes;
     Py_ssize_t start, stop;
     unsigned long long rows;
@@ -285,78 +254,55 @@ static PyObject *native_index_lookup(PyObject *module, PyObject *args)
     if (stop > available)
         stop = available;
     size_t count = start < 0 || stop < start ? 0 : (size_t)(stop - start);
-    PyObject *result = lookup(module, &index, hashes, start, count, rows);
-    PyBuffer_Release(&index);
-    return result;
+    return lookup(module, &index, hashes, start, count, rows);
 }
 
 /* -- copies ---------------------------------------------------------------------------------- */
 
-static kvshm_region *copy_regions(PyObject *list, size_t *count)
+/* For O& of PyArg_ParseTuple: a list of tuples as an array of regions. */
+static int to_regions(PyObject *list, void *address)
 {
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "regions are a list");
+        return 0;
+    }
     Py_ssize_t length = PyList_Size(list);
-    kvshm_region *regions = PyMem_Malloc(((size_t)length + 1) * sizeof *regions);
-    if (!regions) {
-        PyErr_NoMemory();
-        return NULL;
-    }
-    for (Py_ssize_t i = 0; i < length; i++) {
-        unsigned long long address, stride, block_bytes, num_blocks;
+    kvshm_region *regions = kvshm_make_room(address, (size_t)length);
+    for (Py_ssize_t i = 0; regions && i < length; i++) {
+        unsigned long long at, stride, block_bytes, num_blocks;
         PyObject *region = PyList_GetItem(list, i);
-        if (!PyTuple_Check(region) || !PyArg_ParseTuple(region, "KKKK:region", &address, &stride,
-                                                        &block_bytes, &num_blocks)) {
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_TypeError, "a region is a tuple of four numbers");
-            PyMem_Free(regions);
-            return NULL;
+        if (!PyTuple_Check(region)) {
+            PyErr_SetString(PyExc_TypeError, "a region is a tuple of four numbers");
+            return 0;
         }
-        regions[i] = (kvshm_region){(uint8_t *)(uintptr_t)address, stride, block_bytes, num_blocks};
+        if (!PyArg_ParseTuple(region, "KKKK:region", &at, &stride, &block_bytes, &num_blocks))
+            return 0;
+        regions[i] = (kvshm_region){(uint8_t *)(uintptr_t)at, stride, block_bytes, num_blocks};
     }
-    *count = (size_t)length;
-    return regions;
-}
-
-static PyObject *copy_between(PyObject *module, PyObject *lists[4], const Py_buffer *stop)
-{
-    size_t from_count = 0, to_count = 0, source_count = 0, target_count = 0;
-    PyObject *result = NULL;
-    kvshm_region *from = copy_regions(lists[0], &from_count), *to = NULL;
-    uint32_t *source = NULL, *target = NULL;
-    if (!from || !(to = copy_regions(lists[1], &to_count)) ||
-        !(source = kvshm_copy_blocks_list(lists[2], &source_count)) ||
-        !(target = kvshm_copy_blocks_list(lists[3], &target_count)))
-        goto done;
-    if (from_count != to_count || source_count != target_count ||
-        (stop->buf && (stop->len != 4 || (uintptr_t)stop->buf % 4))) {
-        PyErr_SetString(PyExc_ValueError, "regions or block ids differ in number, or stop is "
-                                          "no aligned 4-byte buffer");
-        goto done;
-    }
-    int64_t copied;
-    Py_BEGIN_ALLOW_THREADS
-    copied = kvshm_copy_blocks(from, to, from_count, source, target, source_count, stop->buf);
-    Py_END_ALLOW_THREADS
-    result = copied < 0 ? kvshm_raise(module, stop, copied) : PyLong_FromLongLong(copied);
-done:
-    PyMem_Free(from);
-    PyMem_Free(to);
-    PyMem_Free(source);
-    PyMem_Free(target);
-    return result;
+    return regions != NULL;
 }
 
 static PyObject *native_copy_blocks(PyObject *module, PyObject *args)
 {
-    PyObject *lists[4], *stop_object;
-    if (!PyArg_ParseTuple(args, "O!O!OOO:copy_blocks", &PyList_Type, &lists[0], &PyList_Type,
-                          &lists[1], &lists[2], &lists[3], &stop_object))
+    ARRAY(from, kvshm_region);
+    ARRAY(to, kvshm_region);
+    ARRAY(source, uint32_t);
+    ARRAY(target, uint32_t);
+    BUFFER(stop);
+    PyObject *stopped;
+    if (!PyArg_ParseTuple(args, "O&O&O&O&O:copy_blocks", to_regions, &from, to_regions, &to,
+                          kvshm_to_blocks, &source, kvshm_to_blocks, &target, &stopped))
         return NULL;
-    Py_buffer stop = {0};
-    if (stop_object != Py_None && PyObject_GetBuffer(stop_object, &stop, PyBUF_SIMPLE) < 0)
+    if (stopped != Py_None && PyObject_GetBuffer(stopped, &stop, PyBUF_SIMPLE) < 0)
         return NULL;
-    PyObject *result = copy_between(module, lists, &stop);
-    PyBuffer_Release(&stop);
-    return result;
+    if (from.count != to.count || source.count != target.count ||
+        (stop.buf && (stop.len != 4 || (uintptr_t)stop.buf % 4)))
+        return PyErr_Format(PyExc_ValueError, "regions or block ids differ in number, or stop is "
+                                              "no aligned 4-byte buffer");
+    int64_t copied;
+    WITHOUT_GIL(SIZE_MAX, copied = kvshm_copy_blocks(from.of, to.of, from.count, source.of,
+                                                     target.of, source.count, stop.buf));
+    return kvshm_number(module, &stop, copied);
 }
 
 PyMethodDef kvshm_index_methods[] = {

@@ -37,71 +37,55 @@ static bool change(mark *one, uint32_t keep)
     return shown;
 }
 
-/* Change all blocks of a sequence.  Returns those that were published, for PyMem_Free, and how
- * many; NULL with an exception. */
-static uint32_t *change_all(const marks_view *marks, PyObject *blocks, kvshm_places *places,
-                            uint32_t keep, size_t *num_shown)
+/* Change all blocks of a sequence; `shown` gets those that were published.  False with an
+ * exception. */
+static bool change_all(const marks_view *marks, PyObject *blocks, kvshm_places *places,
+                       uint32_t keep, kvshm_array *shown)
 {
     Py_ssize_t count = PySequence_Size(blocks);
-    uint32_t *shown = count < 0 ? NULL : PyMem_New(uint32_t, (size_t)count + 1);
-    *num_shown = 0;
-    if (count >= 0 && !shown)
-        PyErr_NoMemory();
-    for (Py_ssize_t i = 0; shown && i < count; i++) {
+    uint32_t *room = count < 0 ? NULL : kvshm_make_room(shown, (size_t)count);
+    shown->count = 0;
+    for (Py_ssize_t i = 0; room && i < count; i++) {
         mark *one = mark_at(marks, blocks, i, places);
-        if (!one) {
-            PyMem_Free(shown);
-            return NULL;
-        }
+        if (!one)
+            return false;
         if (change(one, keep))
-            shown[(*num_shown)++] = block_of(marks, one);
+            room[shown->count++] = block_of(marks, one);
     }
-    return shown;
-}
-
-/* ``change_all``; those that were published are retracted if there is a table, else returned. */
-static PyObject *changed(PyObject *module, const Py_buffer *table, marks_view *marks,
-                         PyObject *blocks, uint32_t keep)
-{
-    kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
-    PyObject *result = NULL;
-    size_t count;
-    uint32_t *shown = view_marks(marks) ? change_all(marks, blocks, places, keep, &count) : NULL;
-    if (shown)
-        result = table ? kvshm_retract_blocks(module, table, shown, count)
-                       : kvshm_list_of_blocks(shown, count);
-    PyMem_Free(shown);
-    PyBuffer_Release(&marks->buffer);
-    return result;
+    return room != NULL;
 }
 
 static PyObject *native_marks_change(PyObject *module, PyObject *args)
 {
-    marks_view marks;
+    MARKS(marks);
+    ARRAY(shown, uint32_t);
     PyObject *blocks;
     unsigned int keep;
-    if (!PyArg_ParseTuple(args, "w*OI:marks_change", &marks.buffer, &blocks, &keep))
+    if (!PyArg_ParseTuple(args, "w*OI:marks_change", &marks.buffer, &blocks, &keep) ||
+        !view_marks(&marks) ||
+        !change_all(&marks, blocks, kvshm_places_of(module, KVSHM_BLOCKS), keep & SOUND, &shown))
         return NULL;
-    return changed(module, NULL, &marks, blocks, keep & SOUND);
+    return kvshm_list_of_blocks(shown.of, shown.count);
 }
 
 static PyObject *native_marks_retract(PyObject *module, PyObject *args)
 {
-    Py_buffer table;
-    marks_view marks;
+    BUFFER(table);
+    MARKS(marks);
+    ARRAY(shown, uint32_t);
     PyObject *blocks;
     unsigned long long counter;
-    if (!PyArg_ParseTuple(args, "w*w*OK:marks_retract", &table, &marks.buffer, &blocks, &counter))
+    if (!PyArg_ParseTuple(args, "w*w*OK:marks_retract", &table, &marks.buffer, &blocks, &counter) ||
+        !view_marks(&marks) ||
+        !change_all(&marks, blocks, kvshm_places_of(module, KVSHM_BLOCKS), 0, &shown))
         return NULL;
-    PyObject *result =
-        kvshm_counted(module, &table, counter, changed(module, &table, &marks, blocks, 0));
-    PyBuffer_Release(&table);
-    return result;
+    return kvshm_counted(module, &table, counter,
+                         kvshm_retract_blocks(module, &table, shown.of, shown.count));
 }
 
 static PyObject *native_marks_sound(PyObject *module, PyObject *args)
 {
-    marks_view marks;
+    MARKS(marks);
     PyObject *table;
     Py_ssize_t stop, sound = 0;
     kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
@@ -113,49 +97,43 @@ static PyObject *native_marks_sound(PyObject *module, PyObject *args)
         if (!one || !(one->flags & SOUND))
             break;
     }
-    PyBuffer_Release(&marks.buffer);
     return PyErr_Occurred() ? NULL : PyLong_FromSsize_t(sound);
 }
 
 static PyObject *native_marks_write(PyObject *module, PyObject *args)
 {
-    marks_view marks;
-    PyObject *table, *result = NULL;
+    MARKS(marks);
+    ARRAY(pairs, pair);
+    ARRAY(shown, uint32_t);
+    PyObject *table;
     Py_ssize_t first, last, complete;
     kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
     if (!PyArg_ParseTuple(args, "w*Onnn:marks_write", &marks.buffer, &table, &first, &last,
                           &complete))
         return NULL;
     Py_ssize_t length = PySequence_Size(table);
-    if (first < 0 || last > length) {
-        if (length >= 0)
-            PyErr_SetString(PyExc_IndexError, "the table has no such blocks");
-        PyBuffer_Release(&marks.buffer);
+    if (length < 0)
         return NULL;
-    }
+    if (first < 0 || last > length)
+        return PyErr_Format(PyExc_IndexError, "the table has no such blocks");
     size_t room = last > first ? (size_t)(last - first) : 0, whole = 0, num_shown = 0;
-    pair *pairs = PyMem_New(pair, room + 1);
-    uint32_t *shown = PyMem_New(uint32_t, room + 1);
-    bool done = shown && pairs && view_marks(&marks);
-    if (!shown || !pairs)
-        PyErr_NoMemory();
-    for (Py_ssize_t i = first; done && i < last; i++) {
+    pair *pair_at = kvshm_make_room(&pairs, room);
+    uint32_t *shown_at = kvshm_make_room(&shown, room);
+    if (!pair_at || !shown_at || !view_marks(&marks))
+        return NULL;
+    for (Py_ssize_t i = first; i < last; i++) {
         mark *one = mark_at(&marks, table, i, places);
-        done = one != NULL;
-        if (one && change(one, 0))
-            shown[num_shown++] = block_of(&marks, one);
-        if (one && i < complete) {
+        if (!one)
+            return NULL;
+        if (change(one, 0))
+            shown_at[num_shown++] = block_of(&marks, one);
+        if (i < complete) {
             one->flags = SOUND;
-            pairs[whole++] = (pair){block_of(&marks, one), one->generation};
+            pair_at[whole++] = (pair){block_of(&marks, one), one->generation};
         }
     }
-    if (done)
-        result = Py_BuildValue("(y#N)", pairs, (Py_ssize_t)(whole * sizeof *pairs),
-                               kvshm_list_of_blocks(shown, num_shown));
-    PyMem_Free(pairs);
-    PyMem_Free(shown);
-    PyBuffer_Release(&marks.buffer);
-    return result;
+    return Py_BuildValue("(y#N)", pair_at, (Py_ssize_t)(whole * sizeof *pair_at),
+                         kvshm_list_of_blocks(shown_at, num_shown));
 }
 
 PyMethodDef kvshm_mark_methods[] = {

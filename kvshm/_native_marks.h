@@ -23,6 +23,10 @@ typedef struct {
     size_t count;
 } marks_view;
 
+static inline void release_marks(marks_view *marks) { PyBuffer_Release(&marks->buffer); }
+
+#define MARKS(name) __attribute__((cleanup(release_marks))) marks_view name = {0}
+
 static inline bool view_marks(marks_view *marks)
 {
     marks->of = marks->buffer.buf;

@@ -51,18 +51,9 @@ void kvshm_find_places(kvshm_places *places, PyTypeObject *type)
 
 /* -- a step's requests ----------------------------------------------------------------------- */
 
-/* An attribute that is a number; -1 with an exception. */
-static long long number_of(PyObject *object, PyObject *name)
+/* An attribute that was got, as a number; -1 with an exception. */
+static long long number_of(PyObject *value)
 {
-    PyObject *value = PyObject_GetAttr(object, name);
-    long long number = value ? PyLong_AsLongLong(value) : -1;
-    Py_XDECREF(value);
-    return number;
-}
-
-static long long followed_number(kvshm_places *places, PyObject *followed, int which)
-{
-    PyObject *value = kvshm_get(places, followed, which);
     long long number = value ? PyLong_AsLongLong(value) : -1;
     Py_XDECREF(value);
     return number;
@@ -79,23 +70,23 @@ typedef struct {
 static int must_look(const walk *w, PyObject *followed, PyObject *request, long long count,
                      long long *first, long long *end)
 {
-    long long begin = number_of(request, w->names[KVSHM_COMPUTED]), known = 0;
+    long long begin = number_of(PyObject_GetAttr(request, w->names[KVSHM_COMPUTED])), known = 0;
     *end = begin + count;
     if (w->drafts) {
         /* A step under way may have its drafts rejected: then this one begins further back, but
          * never before the last token that is known. */
-        known = number_of(request, w->names[KVSHM_TOKENS]);
+        known = number_of(PyObject_GetAttr(request, w->names[KVSHM_TOKENS]));
         begin = begin < known - 1 ? begin : known - 1;
     }
     *first = begin >= 0 ? begin / w->size : -1; /* a place before the table: the caller raises */
-    bool look = *first < followed_number(w->places, followed, KVSHM_COMPLETE) ||
-                followed_number(w->places, followed, KVSHM_LIFE) != w->life ||
-                followed_number(w->places, followed, KVSHM_PREEMPTIONS) !=
-                    number_of(request, w->names[KVSHM_REQUEST_PREEMPTIONS]);
+    bool look = *first < number_of(kvshm_get(w->places, followed, KVSHM_COMPLETE)) ||
+                number_of(kvshm_get(w->places, followed, KVSHM_LIFE)) != w->life ||
+                number_of(kvshm_get(w->places, followed, KVSHM_PREEMPTIONS)) !=
+                    number_of(PyObject_GetAttr(request, w->names[KVSHM_REQUEST_PREEMPTIONS]));
     if (!look && *end / w->size > *first) {
         look = true;
         if (w->drafts) { /* drafts complete nothing */
-            known += number_of(request, w->names[KVSHM_PLACEHOLDERS]);
+            known += number_of(PyObject_GetAttr(request, w->names[KVSHM_PLACEHOLDERS]));
             look = (*end < known ? *end : known) / w->size > *first;
         }
     }

@@ -167,10 +167,9 @@ static PyObject *publish_batch(PyObject *module, const Py_buffer *table, batch *
     for (uint32_t run = 0; run < (uint32_t)PyList_Size(runs); run++)
         if (!collect_run(b, runs, run))
             return NULL;
-    PyThreadState *saved = without_gil(b->count);
-    int64_t status =
-        kvshm_publish(segment_of(table), b->records, b->parents, b->count, published_ms);
-    with_gil(saved);
+    int64_t status;
+    WITHOUT_GIL(b->count, status = kvshm_publish(segment_of(table), b->records, b->parents,
+                                                 b->count, published_ms));
     if (status < 0)
         return kvshm_raise(module, table, status);
     size_t published = settle(b);
@@ -181,8 +180,11 @@ static PyObject *publish_batch(PyObject *module, const Py_buffer *table, batch *
 
 PyObject *kvshm_marks_publish(PyObject *module, PyObject *args)
 {
-    Py_buffer table;
-    marks_view marks;
+    BUFFER(table);
+    MARKS(marks);
+    ARRAY(parents, uint64_t);
+    ARRAY(run_of, uint32_t);
+    ARRAY(waiting, uint8_t);
     PyObject *runs, *result = NULL;
     unsigned int published_ms;
     unsigned long long counter;
@@ -193,23 +195,15 @@ PyObject *kvshm_marks_publish(PyObject *module, PyObject *args)
     /* a list of its own, which nothing that runs meanwhile changes */
     runs = PyList_GetSlice(runs, 0, PyList_Size(runs));
     Py_ssize_t room = runs && view_marks(&marks) ? count_pairs(runs) : -1;
-    if (room >= 0) {
-        b.room = kvshm_new_records((size_t)room, &b.records);
-        b.parents = PyMem_Malloc(((size_t)room + 1) * sizeof *b.parents);
-        b.runs = PyMem_Malloc(((size_t)room + 1) * sizeof *b.runs);
-        b.waiting = PyMem_Calloc((size_t)PyList_Size(runs) + 1, 1);
-        if (b.records && b.parents && b.runs && b.waiting)
-            result = kvshm_counted(module, &table, counter,
-                                   publish_batch(module, &table, &b, runs, published_ms));
-        else
-            PyErr_NoMemory();
+    if (room >= 0 && (b.room = kvshm_new_records((size_t)room, &b.records)) &&
+        (b.parents = kvshm_make_room(&parents, (size_t)room)) &&
+        (b.runs = kvshm_make_room(&run_of, (size_t)room)) &&
+        (b.waiting = kvshm_make_room(&waiting, (size_t)PyList_Size(runs)))) {
+        memset(b.waiting, 0, waiting.count);
+        result = kvshm_counted(module, &table, counter,
+                               publish_batch(module, &table, &b, runs, published_ms));
     }
     Py_XDECREF(runs);
     Py_XDECREF(b.room);
-    PyMem_Free(b.parents);
-    PyMem_Free(b.runs);
-    PyMem_Free(b.waiting);
-    PyBuffer_Release(&table);
-    PyBuffer_Release(&marks.buffer);
     return result;
 }

@@ -178,16 +178,14 @@ static PyObject *begin(uint8_t *word)
 
 static PyObject *native_pulse(PyObject *module, PyObject *args)
 {
-    Py_buffer segment;
+    BUFFER(segment);
     unsigned long long offset;
     if (!PyArg_ParseTuple(args, "w*K:pulse", &segment, &offset))
         return NULL;
     uint64_t value;
     int64_t status = kvshm_load(segment_of(&segment), offset, &value); /* checks the offset */
-    PyObject *result = status < 0 ? kvshm_raise(module, &segment, status)
-                                  : begin((uint8_t *)segment.buf + offset);
-    PyBuffer_Release(&segment);
-    return result;
+    return status < 0 ? kvshm_raise(module, &segment, status)
+                      : begin((uint8_t *)segment.buf + offset);
 }
 
 PyMethodDef kvshm_pulse_methods[] = {

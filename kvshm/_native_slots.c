@@ -18,62 +18,45 @@ static size_t keep_published(kvshm_record *records, size_t count)
 
 static PyObject *native_publish(PyObject *module, PyObject *args)
 {
-    Py_buffer table, packed, packed_parents;
+    BUFFER(table);
+    ARRAY(records, kvshm_record);
+    ARRAY(parents, uint64_t);
     unsigned int published_ms;
-    if (!PyArg_ParseTuple(args, "w*y*y*I:publish", &table, &packed, &packed_parents,
-                          &published_ms))
+    if (!PyArg_ParseTuple(args, "w*O&O&I:publish", &table, kvshm_to_array, &records,
+                          kvshm_to_array, &parents, &published_ms))
         return NULL;
-    PyObject *result = NULL;
-    size_t count, num_parents;
-    uint64_t *parents = NULL;
-    kvshm_record *records = kvshm_copy_array(&packed, sizeof *records, &count);
-    if (records)
-        parents = kvshm_copy_array(&packed_parents, sizeof *parents, &num_parents);
-    if (parents && count != num_parents) {
-        PyErr_Format(PyExc_ValueError, "%zu records, but %zu parents", count, num_parents);
-    } else if (parents) {
-        int64_t status;
-        PyThreadState *saved = without_gil(count);
-        status = kvshm_publish(segment_of(&table), records, parents, count, published_ms);
-        with_gil(saved);
-        result = status < 0
-                     ? kvshm_raise(module, &table, status)
-                     : bytes_of(records, keep_published(records, count) * sizeof *records);
-    }
-    PyMem_Free(records);
-    PyMem_Free(parents);
-    PyBuffer_Release(&table);
-    PyBuffer_Release(&packed);
-    PyBuffer_Release(&packed_parents);
-    return result;
+    if (records.count != parents.count)
+        return PyErr_Format(PyExc_ValueError, "%zu records, but %zu parents", records.count,
+                            parents.count);
+    int64_t status;
+    WITHOUT_GIL(records.count,
+                status = kvshm_publish(segment_of(&table), records.of, parents.of, records.count,
+                                       published_ms));
+    return status < 0 ? kvshm_raise(module, &table, status)
+                      : bytes_of(records.of, keep_published(records.of, records.count) *
+                                                 sizeof(kvshm_record));
 }
 
 PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const uint32_t *blocks,
                                size_t count)
 {
-    PyObject *result = NULL;
     size_t num_draining = 0;
-    uint32_t *draining = PyMem_Malloc((count + 1) * sizeof *draining);
+    ARRAY(draining, uint32_t);
     kvshm_record *out;
     PyObject *room = kvshm_new_records(count, &out);
-    if (!draining && room)
-        PyErr_NoMemory();
-    if (draining && room) {
-        int64_t retracted;
-        PyThreadState *saved = without_gil(count);
-        retracted = kvshm_retract(segment_of(table), blocks, count, out, draining, &num_draining);
-        with_gil(saved);
-        if (retracted < 0)
-            kvshm_raise(module, table, retracted);
-        else {
-            result = Py_BuildValue("(NN)", kvshm_keep_records(room, (size_t)retracted),
-                                   kvshm_list_of_blocks(draining, num_draining));
-            room = NULL;
-        }
+    if (!room || !kvshm_make_room(&draining, count)) {
+        Py_XDECREF(room);
+        return NULL;
     }
-    Py_XDECREF(room);
-    PyMem_Free(draining);
-    return result;
+    int64_t retracted;
+    WITHOUT_GIL(count, retracted = kvshm_retract(segment_of(table), blocks, count, out,
+                                                 draining.of, &num_draining));
+    if (retracted < 0) {
+        Py_DECREF(room);
+        return kvshm_raise(module, table, retracted);
+    }
+    return Py_BuildValue("(NN)", kvshm_keep_records(room, (size_t)retracted),
+                         kvshm_list_of_blocks(draining.of, num_draining));
 }
 
 PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offset,
@@ -93,204 +76,141 @@ PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offse
 
 static PyObject *native_retract(PyObject *module, PyObject *args)
 {
-    Py_buffer table;
-    PyObject *sequence, *result = NULL;
-    if (!PyArg_ParseTuple(args, "w*O:retract", &table, &sequence))
+    BUFFER(table);
+    ARRAY(blocks, uint32_t);
+    if (!PyArg_ParseTuple(args, "w*O&:retract", &table, kvshm_to_blocks, &blocks))
         return NULL;
-    size_t count = 0;
-    uint32_t *blocks = kvshm_copy_blocks_list(sequence, &count);
-    if (blocks)
-        result = kvshm_retract_blocks(module, &table, blocks, count);
-    PyMem_Free(blocks);
-    PyBuffer_Release(&table);
-    return result;
+    return kvshm_retract_blocks(module, &table, blocks.of, blocks.count);
 }
 
 static PyObject *native_drain(PyObject *module, PyObject *args)
 {
-    Py_buffer table;
-    PyObject *sequence, *result = NULL;
+    BUFFER(table);
+    ARRAY(blocks, uint32_t);
     unsigned int lame;
-    if (!PyArg_ParseTuple(args, "w*OI:drain", &table, &sequence, &lame))
+    if (!PyArg_ParseTuple(args, "w*O&I:drain", &table, kvshm_to_blocks, &blocks, &lame))
         return NULL;
-    size_t count = 0;
-    uint32_t *blocks = kvshm_copy_blocks_list(sequence, &count);
-    if (blocks) {
-        int64_t waiting;
-        PyThreadState *saved = without_gil(count);
-        waiting = kvshm_drain(segment_of(&table), blocks, count, lame);
-        with_gil(saved);
-        result = waiting < 0 ? kvshm_raise(module, &table, waiting)
-                             : kvshm_list_of_blocks(blocks, (size_t)waiting);
-    }
-    PyMem_Free(blocks);
-    PyBuffer_Release(&table);
-    return result;
+    int64_t waiting;
+    WITHOUT_GIL(blocks.count,
+                waiting = kvshm_drain(segment_of(&table), blocks.of, blocks.count, lame));
+    return waiting < 0 ? kvshm_raise(module, &table, waiting)
+                       : kvshm_list_of_blocks(blocks.of, (size_t)waiting);
 }
 
 static PyObject *native_force(PyObject *module, PyObject *args)
 {
-    Py_buffer table;
-    PyObject *sequence, *result = NULL;
-    if (!PyArg_ParseTuple(args, "w*O:force", &table, &sequence))
+    BUFFER(table);
+    ARRAY(blocks, uint32_t);
+    if (!PyArg_ParseTuple(args, "w*O&:force", &table, kvshm_to_blocks, &blocks))
         return NULL;
-    size_t count = 0;
-    uint32_t *blocks = kvshm_copy_blocks_list(sequence, &count);
-    if (blocks) {
-        int64_t forced;
-        uint32_t holders;
-        PyThreadState *saved = without_gil(count);
-        forced = kvshm_force(segment_of(&table), blocks, count, &holders);
-        with_gil(saved);
-        result = forced < 0 ? kvshm_raise(module, &table, forced)
-                            : Py_BuildValue("(LI)", (long long)forced, holders);
-    }
-    PyMem_Free(blocks);
-    PyBuffer_Release(&table);
-    return result;
+    int64_t forced;
+    uint32_t holders;
+    WITHOUT_GIL(blocks.count,
+                forced = kvshm_force(segment_of(&table), blocks.of, blocks.count, &holders));
+    return forced < 0 ? kvshm_raise(module, &table, forced)
+                      : Py_BuildValue("(LI)", (long long)forced, holders);
 }
 
 static PyObject *native_reset(PyObject *module, PyObject *args)
 {
-    Py_buffer table;
+    BUFFER(table);
     if (!PyArg_ParseTuple(args, "w*:reset", &table))
         return NULL;
     int64_t occupied;
-    Py_BEGIN_ALLOW_THREADS
-    occupied = kvshm_reset(segment_of(&table));
-    Py_END_ALLOW_THREADS
-    PyObject *result =
-        occupied < 0 ? kvshm_raise(module, &table, occupied) : PyLong_FromLongLong(occupied);
-    PyBuffer_Release(&table);
-    return result;
+    WITHOUT_GIL(SIZE_MAX, occupied = kvshm_reset(segment_of(&table)));
+    return kvshm_number(module, &table, occupied);
 }
 
 /* -- importer's side ------------------------------------------------------------------------- */
 
 static PyObject *native_lease(PyObject *module, PyObject *args)
 {
-    Py_buffer table, packed;
+    BUFFER(table);
+    ARRAY(records, kvshm_record);
+    ARRAY(taken, uint8_t);
     unsigned long long epoch;
     int bit;
-    if (!PyArg_ParseTuple(args, "y*Kiy*:lease", &table, &epoch, &bit, &packed))
+    if (!PyArg_ParseTuple(args, "y*KiO&:lease", &table, &epoch, &bit, kvshm_to_array, &records))
         return NULL;
-    PyObject *result = NULL;
-    size_t count;
-    kvshm_record *records = kvshm_copy_array(&packed, sizeof *records, &count);
-    uint8_t *taken = records ? PyMem_Calloc(count + 1, 1) : NULL;
-    if (taken && bit >= 0 && table.readonly) {
-        PyErr_SetString(PyExc_ValueError, "a lease needs a table that is mapped writable");
-    } else if (taken) {
-        int64_t length;
-        PyThreadState *saved = without_gil(count);
-        length = kvshm_lease(segment_of(&table), epoch, bit, records, count, taken);
-        with_gil(saved);
-        result = length < 0 ? kvshm_raise(module, &table, length)
-                            : Py_BuildValue("(Ly#)", (long long)length, taken, (Py_ssize_t)count);
-    } else if (records)
-        PyErr_NoMemory();
-    PyMem_Free(records);
-    PyMem_Free(taken);
-    PyBuffer_Release(&table);
-    PyBuffer_Release(&packed);
-    return result;
+    if (bit >= 0 && table.readonly)
+        return PyErr_Format(PyExc_ValueError, "a lease needs a table that is mapped writable");
+    if (!kvshm_make_room(&taken, records.count))
+        return NULL;
+    memset(taken.of, 0, taken.count);
+    int64_t length;
+    WITHOUT_GIL(records.count, length = kvshm_lease(segment_of(&table), epoch, bit, records.of,
+                                                    records.count, taken.of));
+    return length < 0 ? kvshm_raise(module, &table, length)
+                      : Py_BuildValue("(Ly#)", (long long)length, taken.of,
+                                      (Py_ssize_t)taken.count);
 }
 
 static PyObject *native_release(PyObject *module, PyObject *args)
 {
-    Py_buffer table, packed;
-    const char *taken;
+    BUFFER(table);
+    ARRAY(records, kvshm_record);
+    const uint8_t *taken;
     Py_ssize_t num_taken;
     int bit;
-    if (!PyArg_ParseTuple(args, "w*iy*z#:release", &table, &bit, &packed, &taken, &num_taken))
+    if (!PyArg_ParseTuple(args, "w*iO&z#:release", &table, &bit, kvshm_to_array, &records, &taken,
+                          &num_taken))
         return NULL;
-    PyObject *result = NULL;
-    size_t count;
-    kvshm_record *records = kvshm_copy_array(&packed, sizeof *records, &count);
-    if (records && taken && (size_t)num_taken < count) {
-        PyErr_Format(PyExc_ValueError, "%zu records, but taken has %zd bytes", count, num_taken);
-    } else if (records) {
-        int64_t released;
-        PyThreadState *saved = without_gil(count);
-        released = kvshm_release(segment_of(&table), bit, records, count, (const uint8_t *)taken);
-        with_gil(saved);
-        result =
-            released < 0 ? kvshm_raise(module, &table, released) : PyLong_FromLongLong(released);
-    }
-    PyMem_Free(records);
-    PyBuffer_Release(&table);
-    PyBuffer_Release(&packed);
-    return result;
+    if (taken && (size_t)num_taken < records.count)
+        return PyErr_Format(PyExc_ValueError, "%zu records, but taken has %zd bytes",
+                            records.count, num_taken);
+    int64_t released;
+    WITHOUT_GIL(records.count, released = kvshm_release(segment_of(&table), bit, records.of,
+                                                        records.count, taken));
+    return kvshm_number(module, &table, released);
 }
 
 static PyObject *native_recheck(PyObject *module, PyObject *args)
 {
-    Py_buffer table, packed;
+    BUFFER(table);
+    ARRAY(records, kvshm_record);
+    ARRAY(good, uint8_t);
     unsigned long long epoch;
     unsigned int rank;
-    if (!PyArg_ParseTuple(args, "y*KIy*:recheck", &table, &epoch, &rank, &packed))
+    if (!PyArg_ParseTuple(args, "y*KIO&:recheck", &table, &epoch, &rank, kvshm_to_array,
+                          &records) ||
+        !kvshm_make_room(&good, records.count))
         return NULL;
-    PyObject *result = NULL;
-    size_t count;
-    kvshm_record *records = kvshm_copy_array(&packed, sizeof *records, &count);
-    uint8_t *good = records ? PyMem_Calloc(count + 1, 1) : NULL;
-    if (good) {
-        int64_t passed;
-        PyThreadState *saved = without_gil(count);
-        passed = kvshm_recheck(segment_of(&table), epoch, rank, records, count, good);
-        with_gil(saved);
-        result = passed < 0 ? kvshm_raise(module, &table, passed) : bytes_of(good, count);
-    } else if (records)
-        PyErr_NoMemory();
-    PyMem_Free(records);
-    PyMem_Free(good);
-    PyBuffer_Release(&table);
-    PyBuffer_Release(&packed);
-    return result;
+    memset(good.of, 0, good.count);
+    int64_t passed;
+    WITHOUT_GIL(records.count, passed = kvshm_recheck(segment_of(&table), epoch, rank, records.of,
+                                                      records.count, good.of));
+    return passed < 0 ? kvshm_raise(module, &table, passed) : bytes_of(good.of, good.count);
 }
 
 static PyObject *native_sweep(PyObject *module, PyObject *args)
 {
-    Py_buffer table;
+    BUFFER(table);
     unsigned int bits;
     if (!PyArg_ParseTuple(args, "w*I:sweep", &table, &bits))
         return NULL;
     int64_t changed;
-    Py_BEGIN_ALLOW_THREADS
-    changed = kvshm_sweep(segment_of(&table), bits);
-    Py_END_ALLOW_THREADS
-    PyObject *result =
-        changed < 0 ? kvshm_raise(module, &table, changed) : PyLong_FromLongLong(changed);
-    PyBuffer_Release(&table);
-    return result;
+    WITHOUT_GIL(SIZE_MAX, changed = kvshm_sweep(segment_of(&table), bits));
+    return kvshm_number(module, &table, changed);
 }
 
 static PyObject *native_scan(PyObject *module, PyObject *args)
 {
-    Py_buffer table;
-    unsigned int first;
+    BUFFER(table);
+    ARRAY(records, kvshm_record);
+    unsigned int next;
     Py_ssize_t count;
-    if (!PyArg_ParseTuple(args, "y*In:scan", &table, &first, &count))
+    if (!PyArg_ParseTuple(args, "y*In:scan", &table, &next, &count))
         return NULL;
-    PyObject *result = NULL;
-    kvshm_record *records = NULL;
-    uint32_t next = first;
     if (count < 0 || count > UINT32_MAX)
-        PyErr_SetString(PyExc_ValueError, "count is negative or beyond any table");
-    else if (!(records = PyMem_Malloc(((size_t)count + 1) * sizeof *records)))
-        PyErr_NoMemory();
-    else {
-        int64_t found;
-        Py_BEGIN_ALLOW_THREADS
-        found = kvshm_scan(segment_of(&table), &next, records, (size_t)count);
-        Py_END_ALLOW_THREADS
-        result = found < 0 ? kvshm_raise(module, &table, found)
-                           : Py_BuildValue("(y#I)", records,
-                                           (Py_ssize_t)(found * KVSHM_RECORD_BYTES), next);
-    }
-    PyMem_Free(records);
-    PyBuffer_Release(&table);
-    return result;
+        return PyErr_Format(PyExc_ValueError, "count is negative or beyond any table");
+    if (!kvshm_make_room(&records, (size_t)count))
+        return NULL;
+    int64_t found;
+    WITHOUT_GIL(SIZE_MAX,
+                found = kvshm_scan(segment_of(&table), &next, records.of, records.count));
+    return found < 0 ? kvshm_raise(module, &table, found)
+                     : Py_BuildValue("(y#I)", records.of,
+                                     (Py_ssize_t)(found * KVSHM_RECORD_BYTES), next);
 }
 
 PyMethodDef kvshm_slot_methods[] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
@@ -21,7 +21,11 @@ PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
 """What is kept free in a socket's path for its name, beside the namespace."""
 
-_READ_ELSEWHERE = frozenset({"KVSHM_TEST_SYNC_POINT"})
+TEST_SYNC_POINT = "KVSHM_TEST_SYNC_POINT"
+"""Read by kvshm/syncpoints.py when it is imported, before there are settings."""
+
+_SWITCH = {"0": False, "no": False, "false": False, "off": False}
+_SWITCH |= {"1": True, "yes": True, "true": True, "on": True}
 # What Kubernetes injects into every pod beside a Service named "kvshm" or "kvshm-...".
 _KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
 
@@ -69,7 +73,7 @@ class Setting(NamedTuple):
 
 
 def _switch(text: str) -> bool:
-    return ("0", "1").index(text) == 1
+    return _SWITCH[text.lower()]
 
 
 def _whole(least: int) -> Callable[[str], int]:
@@ -110,132 +114,95 @@ def _level(text: str) -> str:
     return levels[levels.index(text.upper())]
 
 
-def _about(
-    parse: Callable[[str], Any], accepts: str, sentence: str, *, for_tests: bool = False
-) -> dict[str, Any]:
-    """Return a setting's field metadata; SETTINGS is read off the fields of Config."""
-    return {"parse": parse, "accepts": accepts, "sentence": sentence, "for_tests": for_tests}
+def _setting(
+    default: Any, parse: Callable[[str], Any], accepts: str, sentence: str, for_tests: bool = False
+) -> Any:
+    """A field of Config that the environment may give: SETTINGS is read off these."""
+    about = {"parse": parse, "accepts": accepts, "sentence": sentence, "for_tests": for_tests}
+    return field(default=default, metadata=about)
+
+
+def _off(sentence: str, for_tests: bool = False) -> Any:
+    """A switch that is off unless it is given."""
+    accepts = "0 or 1 (or no, false, off; yes, true, on)"
+    return _setting(False, _switch, accepts, sentence, for_tests)
+
+
+def _one_of(default: StrEnum, sentence: str) -> Any:
+    *most, last = type(default)
+    return _setting(default, type(default), f"{', '.join(most)} or {last}", sentence)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The settings of one process, checked.  Any process; immutable."""
 
-    enable: bool = field(
-        default=False, metadata=_about(_switch, "0 or 1", "Share this engine's prefix cache.")
+    enable: bool = _off("Share this engine's prefix cache.")
+    run_dir: str = _setting(
+        "",
+        _absolute,
+        "an absolute path",
+        "Directory of the sockets; unless set $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>, "
+        "or one in $HOME if that name is taken by another user.",
     )
-    run_dir: str = field(
-        default="",
-        metadata=_about(
-            _absolute,
-            "an absolute path",
-            "Directory of the sockets; unless set $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>, "
-            "or one in $HOME if that name is taken by another user.",
-        ),
+    namespace: str = _setting(
+        "default",
+        _namespace,
+        "1 to 32 of a-z, 0-9, _ and -",
+        "Engines and coordinator meet only within one namespace.",
     )
-    namespace: str = field(
-        default="default",
-        metadata=_about(
-            _namespace,
-            "1 to 32 of a-z, 0-9, _ and -",
-            "Engines and coordinator meet only within one namespace.",
-        ),
+    role: Role = _one_of(
+        Role.BOTH, "Whether the engine exports its blocks, imports others', or does both."
     )
-    role: Role = field(
-        default=Role.BOTH,
-        metadata=_about(
-            Role,
-            "both, producer or consumer",
-            "Whether the engine exports its blocks, imports others', or does both.",
-        ),
+    min_prefix_tokens: int | Auto = _setting(
+        Auto.AUTO,
+        _tokens,
+        "auto, or a whole number of tokens, 0 or more",
+        "Fewer tokens than this are computed rather than imported; 0 means one block. With "
+        "auto, what is estimated to be computed sooner, 256 before there are estimates; who "
+        "finds everything elsewhere computes one import in 64 to see, in eight at first.",
     )
-    min_prefix_tokens: int | Auto = field(
-        default=Auto.AUTO,
-        metadata=_about(
-            _tokens,
-            "auto, or a whole number of tokens, 0 or more",
-            "Fewer tokens than this are computed rather than imported; 0 means one block. With "
-            "auto, what is estimated to be computed sooner, 256 before there are estimates; who "
-            "finds everything elsewhere computes one import in 64 to see, in eight at first.",
-        ),
+    drain_budget_ms: float = _setting(
+        1.0,
+        _milliseconds,
+        "a number of milliseconds from 0 to 1000",
+        "Longest wait per step for importers of blocks about to be reused; "
+        "unless set, 0 without asynchronous scheduling.",
     )
-    drain_budget_ms: float = field(
-        default=1.0,
-        metadata=_about(
-            _milliseconds,
-            "a number of milliseconds from 0 to 1000",
-            "Longest wait per step for importers of blocks about to be reused; "
-            "unless set, 0 without asynchronous scheduling.",
-        ),
+    max_import_blocks: int = _setting(
+        16384,
+        _whole(1),
+        "a whole number of blocks, 1 or more",
+        "Most blocks imported for one request.",
     )
-    max_import_blocks: int = field(
-        default=16384,
-        metadata=_about(
-            _whole(1),
-            "a whole number of blocks, 1 or more",
-            "Most blocks imported for one request.",
-        ),
+    share: Share = _one_of(
+        Share.ALL,
+        "Whose blocks are shared: every request's, only those with a cache_salt, nobody's.",
     )
-    share: Share = field(
-        default=Share.ALL,
-        metadata=_about(
-            Share,
-            "all, salted-only or none",
-            "Whose blocks are shared: every request's, only those with a cache_salt, nobody's.",
-        ),
+    verify: bool = _off("Checksum blocks when published and compare after each import.")
+    staging: bool = _off(
+        "Copy through host memory between GPUs that cannot reach each other, "
+        "instead of leaving them unshared."
     )
-    verify: bool = field(
-        default=False,
-        metadata=_about(
-            _switch, "0 or 1", "Checksum blocks when published and compare after each import."
-        ),
+    log_level: str = _setting(
+        "INFO", _level, "debug, info, warning or error", "Least severe level that is logged."
     )
-    staging: bool = field(
-        default=False,
-        metadata=_about(
-            _switch,
-            "0 or 1",
-            "Copy through host memory between GPUs that cannot reach each other, "
-            "instead of leaving them unshared.",
-        ),
+    beside: bool = _off(
+        "Share also on an engine that has a connector of its own, in a MultiConnector with it."
     )
-    log_level: str = field(
-        default="INFO",
-        metadata=_about(
-            _level, "debug, info, warning or error", "Least severe level that is logged."
-        ),
+    allow_untested_vllm: bool = _off(
+        "Share on versions of vLLM that kvshm has not been tested with."
     )
-    beside: bool = field(
-        default=False,
-        metadata=_about(
-            _switch,
-            "0 or 1",
-            "Share also on an engine that has a connector of its own, in a MultiConnector with it.",
-        ),
+    fault: Fault | None = _setting(
+        None,
+        Fault,
+        "wrong-block, zero or shift",
+        "Spoil each import in this way, to see it noticed.",
+        for_tests=True,
     )
-    allow_untested_vllm: bool = field(
-        default=False,
-        metadata=_about(
-            _switch, "0 or 1", "Share on versions of vLLM that kvshm has not been tested with."
-        ),
-    )
-    fault: Fault | None = field(
-        default=None,
-        metadata=_about(
-            Fault,
-            "wrong-block, zero or shift",
-            "Spoil each import in this way, to see it noticed.",
-            for_tests=True,
-        ),
-    )
-    strict: bool = field(
-        default=False,
-        metadata=_about(
-            _switch,
-            "0 or 1",
-            "Raise errors at the border to vLLM instead of treating them as a cache miss.",
-            for_tests=True,
-        ),
+    strict: bool = _off(
+        "Raise errors at the border to vLLM instead of treating them as a cache miss.",
+        for_tests=True,
     )
     given: frozenset[str] = frozenset()
     """Names of the settings that the environment gave."""
@@ -243,14 +210,27 @@ class Config:
     """What looks like a mistake but stops nothing; to be logged once."""
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> Config:
-        """Return the checked settings.  Touches nothing but its argument.  Raises ConfigError
-        naming setting, value and remedy."""
-        values = {s.field: _value(s, environ[s.name]) for s in SETTINGS if environ.get(s.name)}
-        given = frozenset(s.name for s in SETTINGS if s.field in values)
-        warnings = (*_strangers(environ), *_left_out(environ))
-        config = cls(**values, given=given, warnings=warnings)
-        _check_length(config)
+    def from_env(
+        cls, environ: Mapping[str, str], options: Mapping[str, str | None] | None = None
+    ) -> Config:
+        """Return the checked settings.  Touches nothing but its arguments.  Raises ConfigError
+        naming setting, value and remedy.
+
+        ``options`` of a command line override the settings they are named after, as --run-dir
+        does KVSHM_RUN_DIR, unless they are None.
+        """
+        given = {s.name: (s.name, environ.get(s.name, "")) for s in SETTINGS}
+        for option, text in (options or {}).items():
+            if text is not None:
+                name = PREFIX + option.removeprefix("--").replace("-", "_").upper()
+                given[name] = option, text
+        values = {s.field: _value(s, *given[s.name]) for s in SETTINGS if given[s.name][1]}
+        config = cls(
+            **values,
+            given=frozenset(s.name for s in SETTINGS if s.field in values),
+            warnings=_unknown(environ) + _left_out(environ, values.get("enable", False)),
+        )
+        _check_length(config, given["KVSHM_RUN_DIR"][0])
         return config
 
     @property
@@ -277,40 +257,30 @@ SETTINGS: tuple[Setting, ...] = tuple(
 )
 
 
-class Described(NamedTuple):
-    """A setting as it stands."""
-
-    name: str
-    value: str
-    """In force; "unset" where there is none."""
-    origin: str
-    """Where it came from."""
-
-
-def describe(environ: Mapping[str, str]) -> list[Described]:
-    """Return every setting as it stands.  Raises ConfigError like ``Config.from_env``."""
+def describe(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return every setting as it stands: its name, its value ("unset" where there is none) and
+    where that came from.  Raises ConfigError like ``Config.from_env``."""
     config = Config.from_env(environ)
-    return [_described(setting, config, environ) for setting in SETTINGS]
+    told = []
+    for setting in SETTINGS:
+        value, origin = getattr(config, setting.field), "default"
+        if setting.name in config.given:
+            origin = "environment"
+        elif setting.field == "run_dir":
+            value = choose_run_directory("", environ)
+            if environ.get("XDG_RUNTIME_DIR", "").startswith("/"):
+                origin = "XDG_RUNTIME_DIR"
+        told.append((setting.name, _shown(value), origin))
+    return told
 
 
-def _described(setting: Setting, config: Config, environ: Mapping[str, str]) -> Described:
-    value = getattr(config, setting.field)
-    if setting.name in config.given:
-        return Described(setting.name, _shown(value), "environment")
-    if setting.field == "run_dir":
-        chosen = choose_run_directory("", environ)
-        runtime = environ.get("XDG_RUNTIME_DIR", "").startswith("/")
-        return Described(setting.name, str(chosen), "XDG_RUNTIME_DIR" if runtime else "default")
-    return Described(setting.name, _shown(value), "default")
-
-
-def _value(setting: Setting, text: str) -> Any:
+def _value(setting: Setting, called: str, text: str) -> Any:
     try:
         return setting.parse(text)
-    except ValueError:
+    except (ValueError, KeyError):
         # The parser's own words would only repeat the value.
         raise ConfigError(
-            f"{setting.name}={text!r} is not {setting.accepts}; correct it, or unset it for "
+            f"{called}={text!r} is not {setting.accepts}; correct it, or unset it for "
             f"the default ({_shown(setting.default)})"
         ) from None
 
@@ -321,36 +291,42 @@ def _shown(value: Any) -> str:
     return "unset" if value in (None, "") else str(value)
 
 
-def _check_length(config: Config) -> None:
+def _check_length(config: Config, called: str) -> None:
     """Refuse a run directory below which a socket's path would become too long."""
     room = SOCKET_PATH_BYTES - SOCKET_NAME_BYTES - len(config.namespace) - 2
     if (length := len(os.fsencode(config.run_dir))) > room:
         raise ConfigError(
-            f"KVSHM_RUN_DIR={config.run_dir!r} has {length} bytes, at most {room} leave room "
+            f"{called}={config.run_dir!r} has {length} bytes, at most {room} leave room "
             f"for a socket of namespace {config.namespace!r}; choose a shorter path"
         )
 
 
-def _left_out(environ: Mapping[str, str]) -> Iterator[str]:
+def _left_out(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
     """vLLM loads the plugins that VLLM_PLUGINS names, and without ours nobody reads
     KVSHM_ENABLE.  Then no process of vLLM can say so, but ``kvshm config`` can."""
     plugins = environ.get("VLLM_PLUGINS")
-    if environ.get("KVSHM_ENABLE") != "1" or plugins is None or "kvshm" in plugins.split(","):
-        return
-    yield (
+    if not enabled or plugins is None or "kvshm" in plugins.split(","):
+        return ()
+    return (
         f"VLLM_PLUGINS={plugins!r} leaves kvshm out, so vLLM does not look at KVSHM_ENABLE; "
-        "add kvshm to it"
+        "add kvshm to it",
     )
 
 
-def _strangers(environ: Mapping[str, str]) -> tuple[str, ...]:
-    known = {s.name for s in SETTINGS} | _READ_ELSEWHERE
-    unknown = (n for n in environ if n.startswith(PREFIX) and not _KUBERNETES.fullmatch(n))
-    return tuple(_unknown(name, known) for name in sorted(unknown) if name not in known)
+def _unknown(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """What to say of each name that looks like a setting's and is none."""
+    known = {TEST_SYNC_POINT, *(s.name for s in SETTINGS)}
+    ours = (n for n in environ if n.startswith(PREFIX) and not _KUBERNETES.fullmatch(n))
+    return tuple(
+        f"{name} is no setting of kvshm and does nothing; {_remedy(name, known)}"
+        for name in sorted(ours)
+        if name not in known
+    )
 
 
-def _unknown(name: str, known: set[str]) -> str:
+def _remedy(name: str, known: set[str]) -> str:
     from difflib import get_close_matches  # only needed for a mistake
 
-    nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.0)
-    return f"{name} is no setting of kvshm and does nothing; did you mean {nearest[0]}?"
+    tails = [other.removeprefix(PREFIX) for other in sorted(known)]
+    nearest = get_close_matches(name.removeprefix(PREFIX), tails, n=1)
+    return f"did you mean {PREFIX}{nearest[0]}?" if nearest else "`kvshm config` lists them all"

@@ -91,7 +91,7 @@ LOADS_TOO_LATE = Counter(49, "loads_too_late", "Those of them that it could not 
 # -- replica and coordinator
 INDEX_FULL = Counter(56, "index_full", "Events the replica had no room for.")
 RESYNCS = Counter(57, "resyncs", "Slot tables scanned again after a gap in the events.")
-REJOINS = Counter(58, "rejoins", "Times this epoch joined a coordinator.")
+REJOINS = Counter(58, "rejoins", "Times this epoch joined a coordinator again.")
 BAD_MESSAGES = Counter(59, "bad_messages", "Messages that were dropped as undecodable.")
 SWEPT = Counter(60, "swept", "Leases of dead importers cleared from this table.")
 HOOK_ERRORS = Counter(61, "hook_errors", "Exceptions turned into a miss at the hooks.")

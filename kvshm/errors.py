@@ -24,10 +24,6 @@ class SegmentNotFound(SegmentError):
     """No segment of that name exists: its owner has gone or never was."""
 
 
-class SegmentExists(SegmentError):
-    """A segment of that name exists already."""
-
-
 class SegmentNotReady(SegmentError):
     """The segment's owner is still filling it; trying again shortly makes sense."""
 

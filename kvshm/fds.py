@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import KvshmError, TransportError
+from .rundir import too_long
 
-MAX_PATH_BYTES = 107
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 65536
 MAX_FDS = 253
@@ -54,12 +54,9 @@ def peer_uid(connection: socket.socket) -> int:
 
 
 def check_path(path: str) -> None:
-    length = len(os.fsencode(path))
-    if length > MAX_PATH_BYTES:
-        raise TransportError(
-            f"socket path has {length} bytes, at most {MAX_PATH_BYTES} are possible: {path!r}; "
-            "set KVSHM_RUN_DIR to a shorter directory"
-        )
+    """Raise TransportError for a path that is too long for a socket."""
+    if sentence := too_long(path):
+        raise TransportError(sentence)
 
 
 class FileId(NamedTuple):

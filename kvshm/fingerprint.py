@@ -12,62 +12,71 @@ from hashlib import sha256
 
 from .terms import Fingerprint
 
-KVSHM_ABI = "kvshm_abi"
-VLLM_VERSION = "vllm_version"
-MODEL = "model"
-MODEL_CONFIG = "model_config"
-ROPE = "rope"
-WEIGHTS = "weights"
-QUANTIZATION = "quantization"
-DTYPE = "dtype"
-KV_DTYPE = "kv_dtype"
-MAX_MODEL_LEN = "max_model_len"
-LORA = "lora"
-SPECULATIVE = "speculative"
-MULTIMODAL = "multimodal"
-BLOCK_SIZE = "block_size"
-LAYOUT = "layout"
-KERNEL_BLOCKS = "kernel_blocks"
-LAYERS = "layers"
-ATTENTION = "attention"
-EXECUTION = "execution"
-HARDWARE = "hardware"
-PARALLEL = "parallel"
-BATCH_INVARIANT = "batch_invariant"
-HASH_ALGORITHM = "hash_algorithm"
-NONE_HASH = "none_hash"
-
-FIELDS = {
-    KVSHM_ABI: "Layout of shared memory and version of the protocol: others cannot be read at all.",
-    VLLM_VERSION: "Another vLLM may compute, lay out or hash otherwise.",
-    HARDWARE: "Kernels are chosen, and round, by the GPU or the CPU's instruction set.",
-    MODEL: "The architecture: which computation the weights are for.",
-    QUANTIZATION: "Equal weights are used otherwise by another method.",
-    DTYPE: "What the model computes in, however it was spelt.",
-    PARALLEL: "Which part of a block lies on which rank.",
-    ROPE: "Keys are stored with their positions turned in.",
-    MODEL_CONFIG: "The rest of the model's configuration with all overrides: epsilons, scales.",
-    WEIGHTS: "Digest of every parameter and buffer; FP8 scales of the cache are among them.",
-    KV_DTYPE: "What a block's bytes mean, however it was spelt.",
-    MAX_MODEL_LEN: "Only where code of the model reads it (dynamic and long RoPE among others), "
-    "else `any`: then it changes nothing before the context ends.",
-    LORA: "With adapters loaded other kernels run, also for requests that name none.",
-    SPECULATIVE: "Draft layers keep their part in the same blocks. Drafting without a model "
-    "(ngram, suffix) changes no block and counts as `off`.",
-    MULTIMODAL: "Keys of images name the input, not how this model's files preprocess it.",
-    BLOCK_SIZE: "How many tokens a block and a hash stand for.",
-    BATCH_INVARIANT: "Such an engine promises a rounding that others do not keep.",
-    ATTENTION: "The backend that writes the blocks: the order of bytes in them, and rounding.",
-    EXECUTION: "Eager or compiled, custom operators, choice of kernels: fused operators keep more "
-    "precision between them, so that every block differs in its last bits.",
-    LAYOUT: "How vLLM orders layers, blocks and heads in the cache.",
-    KERNEL_BLOCKS: "Into how many of the kernels' blocks one of the scheduler's is divided.",
-    LAYERS: "Which layers have a part in a block, in which order and shape.",
-    HASH_ALGORITHM: "Another algorithm gives equal tokens another key.",
-    NONE_HASH: "The hash before the first block (PYTHONHASHSEED): all keys depend on it.",
-}
+FIELDS: dict[str, str] = {}
 """Each field and the reason for it.  Causes before their consequences: the first field that
 differs tells the most."""
+
+
+def _field(name: str, reason: str) -> str:
+    FIELDS[name] = reason
+    return name
+
+
+KVSHM_ABI = _field(
+    "kvshm_abi",
+    "Layout of shared memory and version of the protocol: others cannot be read at all.",
+)
+VLLM_VERSION = _field("vllm_version", "Another vLLM may compute, lay out or hash otherwise.")
+HARDWARE = _field(
+    "hardware", "Kernels are chosen, and round, by the GPU or the CPU's instruction set."
+)
+MODEL = _field("model", "The architecture: which computation the weights are for.")
+QUANTIZATION = _field("quantization", "Equal weights are used otherwise by another method.")
+DTYPE = _field("dtype", "What the model computes in, however it was spelt.")
+PARALLEL = _field("parallel", "Which part of a block lies on which rank.")
+ROPE = _field("rope", "Keys are stored with their positions turned in.")
+MODEL_CONFIG = _field(
+    "model_config", "The rest of the model's configuration with all overrides: epsilons, scales."
+)
+WEIGHTS = _field(
+    "weights", "Digest of every parameter and buffer; FP8 scales of the cache are among them."
+)
+KV_DTYPE = _field("kv_dtype", "What a block's bytes mean, however it was spelt.")
+MAX_MODEL_LEN = _field(
+    "max_model_len",
+    "Only where code of the model reads it (dynamic and long RoPE among others), "
+    "else `any`: then it changes nothing before the context ends.",
+)
+LORA = _field("lora", "With adapters loaded other kernels run, also for requests that name none.")
+SPECULATIVE = _field(
+    "speculative",
+    "Draft layers keep their part in the same blocks. Drafting without a model "
+    "(ngram, suffix) changes no block and counts as `off`.",
+)
+MULTIMODAL = _field(
+    "multimodal", "Keys of images name the input, not how this model's files preprocess it."
+)
+BLOCK_SIZE = _field("block_size", "How many tokens a block and a hash stand for.")
+BATCH_INVARIANT = _field(
+    "batch_invariant", "Such an engine promises a rounding that others do not keep."
+)
+ATTENTION = _field(
+    "attention", "The backend that writes the blocks: the order of bytes in them, and rounding."
+)
+EXECUTION = _field(
+    "execution",
+    "Eager or compiled, custom operators, choice of kernels: fused operators keep more "
+    "precision between them, so that every block differs in its last bits.",
+)
+LAYOUT = _field("layout", "How vLLM orders layers, blocks and heads in the cache.")
+KERNEL_BLOCKS = _field(
+    "kernel_blocks", "Into how many of the kernels' blocks one of the scheduler's is divided."
+)
+LAYERS = _field("layers", "Which layers have a part in a block, in which order and shape.")
+HASH_ALGORITHM = _field("hash_algorithm", "Another algorithm gives equal tokens another key.")
+NONE_HASH = _field(
+    "none_hash", "The hash before the first block (PYTHONHASHSEED): all keys depend on it."
+)
 
 _LENGTH = struct.Struct("<I")
 

@@ -41,6 +41,7 @@ class Membership:
         self._present = present
         self._start = start
         self._named: dict[str, None] = {}  # in the order of naming
+        self._joined: Epoch | None = None
         self._refusal = ""
         self._misses = MissReport()
 
@@ -54,7 +55,9 @@ class Membership:
             return
         self._refusal = ""
         life.table.lease_bit = LeaseBit(reply.lease_bit)
-        life.table.counters.add(REJOINS, 1)
+        if self._joined == life.table.epoch:
+            life.table.counters.add(REJOINS, 1)
+        self._joined = life.table.epoch
         life.peers.strangers = len(reply.strangers)
         for stranger, entries in divide(reply.strangers, NOTES):
             self._name(life, stranger, entries)

@@ -1,7 +1,7 @@
 """Every byte offset of kvshm's shared memory, in one place.
 
-``_core.h`` states the same numbers for C; ``kvshm._native`` compares the two tables when it
-is imported and refuses to load if they differ, so a change is made in both or in neither.
+C has the same numbers in ``_layout.h``, and docs/layout.md in its tables: `make docs` writes both.
+``kvshm._native`` refuses to load if it was built with other ones.
 All integers are little-endian (kvshm runs on x86-64 and aarch64 Linux only).
 
 Slot table: one per exporting engine and epoch
@@ -82,6 +82,7 @@ Tombstone: private memory of the replica's writer, 16 bytes per block of each en
 from __future__ import annotations
 
 import struct
+from binascii import crc32
 from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import NamedTuple, cast
@@ -224,18 +225,25 @@ def index_bytes(capacity: int) -> int:
     return INDEX_HEADER_BYTES + capacity * ENTRY_BYTES
 
 
-def check_layout(native: Mapping[str, int]) -> None:
-    """Compare the layout the native module was built with against this module's.
+def numbers() -> dict[str, int]:
+    """Every number of the layout by its name, as C knows it too (kvshm/_layout.h)."""
+    own = {name: value for name, value in globals().items() if name[0].isupper()}
+    own |= {member.name: member.value for enum in (SlotState, RecordKind) for member in enum}
+    return {name: value for name, value in own.items() if type(value) is int and name.isupper()}
 
-    ``kvshm._native`` calls it while it is imported, so it cannot be skipped.  Raises
-    ImportError naming the first constant that differs.
+
+def digest(of: Mapping[str, int]) -> int:
+    """A number of 32 bits that is another one if any of ``numbers`` is."""
+    return crc32(repr(sorted(of.items())).encode())
+
+
+def check_layout(native: int) -> None:
+    """Hold the digest of the layout that the native module was built with against this module's.
+
+    ``kvshm._native`` calls it while it is imported, so it cannot be skipped.  Raises ImportError.
     """
-    ours: dict[str, object] = dict(globals())
-    for enum in (SlotState, RecordKind):
-        ours |= {f"{enum.__name__}.{member.name}": member.value for member in enum}
-    for name, value in native.items():
-        if ours.get(name) != value:
-            raise ImportError(
-                f"kvshm._native was built with {name} = {value}, records.py says"
-                f" {ours.get(name)}: rebuild the native module"
-            )
+    if native != digest(numbers()):
+        raise ImportError(
+            f"kvshm._native was built with another layout than that of {__file__}: "
+            "build the native module again, after `make docs` if the layout was changed"
+        )

@@ -201,12 +201,18 @@ def _epoch(digits: str | None) -> Epoch | None:
     return None if digits is None else Epoch(int(digits, 16))
 
 
+def too_long(path: str | Path) -> str:
+    """What to say of a path that is too long for a socket, and to do; "" of others."""
+    if (length := len(os.fsencode(path))) <= SOCKET_PATH_BYTES:
+        return ""
+    return (
+        f"socket path {path} has {length} bytes, at most {SOCKET_PATH_BYTES} are possible; "
+        "set KVSHM_RUN_DIR to a shorter directory"
+    )
+
+
 def _socket(run_dir: Path, name: str) -> Path:
     path = run_dir / name
-    length = len(os.fsencode(path))
-    if length > SOCKET_PATH_BYTES:
-        raise RunDirectoryError(
-            f"socket path {path} has {length} bytes, at most {SOCKET_PATH_BYTES} are possible; "
-            "set KVSHM_RUN_DIR to a shorter directory"
-        )
+    if sentence := too_long(path):
+        raise RunDirectoryError(sentence)
     return path

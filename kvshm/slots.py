@@ -234,7 +234,7 @@ class SlotTable(TableHeader):
     def check_integrity(self) -> list[str]:
         """Return what is wrong with the table, in words; nothing on a sound one.
 
-        Conservation laws: a slot is EMPTY, READY or DRAINING; an EMPTY one holds no leases;
+        Invariants: a slot is EMPTY, READY or DRAINING; an EMPTY one holds no leases;
         life words hold the epoch or 0.  May run beside writers: what looks wrong is read
         again before it is reported.
         """

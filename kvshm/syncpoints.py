@@ -15,9 +15,10 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from . import _native
+from .config import TEST_SYNC_POINT
 from .errors import ConfigError
 
-VARIABLE = "KVSHM_TEST_SYNC_POINT"
+VARIABLE = TEST_SYNC_POINT
 
 
 class SyncPoint(IntEnum):

@@ -1,4 +1,4 @@
-"""Checks that everything in shared memory obeys its laws, as the engines hand it out.
+"""Checks that the invariants of shared memory hold, as the engines hand it out.
 
 Reads only, needs no coordinator.  What looks wrong is looked at again until it either has
 changed or has stayed for longer than any change takes, so a busy node gives no false alarm.
@@ -9,21 +9,26 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvshm import _native
-from kvshm.errors import KvshmError
 from kvshm.index_parts import violations
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import SEQUENCE_OFFSET
-from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
+from kvshm.segment import INDEX_KIND, TABLE_KIND
+from kvshm.slots import SlotTable
 
 from .fetching import Fetched, coordinator_runs, fetch_all
-from .laws import AFTER_A_SWEEP, SOON, Violation, between, of_table, stated, without_coordinator
+from .invariants import (
+    AFTER_A_SWEEP,
+    Violation,
+    between,
+    of_table,
+    stated,
+    without_coordinator,
+)
 from .render import leftover
-from .snapshot import TableSnapshot, read_table
 
 PAUSE_SECONDS = 0.1
 _STABLE_READS = 20
@@ -66,61 +71,51 @@ def check(
 
 def look(run_dir: Path, namespace: str | None) -> Look:
     """Read every segment once.  An engine that ends meanwhile is left out."""
-    found, engines = Look(), fetch_all(run_dir, namespace)
-    for one in sorted({engine.namespace for engine in engines}):
-        members = [engine for engine in engines if engine.namespace == one]
-        _look_at_namespace(members, coordinator_runs(run_dir, one), found)
+    found = Look()
+    with fetch_all(run_dir, namespace) as engines:
+        for space in sorted({engine.namespace for engine in engines}):
+            members = [engine for engine in engines if engine.namespace == space]
+            _look_at_namespace(space, members, coordinator_runs(run_dir, space), found)
     return found
 
 
-def _look_at_namespace(engines: list[Fetched], coordinated: bool, found: Look) -> None:
-    tables: list[TableSnapshot] = []
+def _look_at_namespace(space: str, engines: list[Fetched], coordinated: bool, found: Look) -> None:
+    tables: dict[str, SlotTable] = {}
     for engine in engines:
-        with closing(engine):
-            found.suspects += _look_at(engine, tables)
+        if engine.table is not None:
+            with engine.noting(TABLE_KIND):
+                name = str(engine.name(TABLE_KIND))
+                found.suspects += of_table(name, engine.table)
+                tables[name] = engine.table
+        if engine.replica is not None:
+            with engine.noting(INDEX_KIND):
+                found.suspects += _look_at_index(engine, engine.replica)
         for problem in engine.problems:
             if problem.silent:
                 found.warnings.append(f"{problem.segment}: {problem.text}")
             else:
-                found.suspects.append(Violation(problem.segment, "header", problem.text, SOON))
+                found.suspects.append(Violation(problem.segment, "header", problem.text))
         if engine.ended:
             found.warnings.append(leftover(f"{engine.epoch:016x}", coordinated))
         found.checked[TABLE_KIND] += engine.table is not None
         found.checked[INDEX_KIND] += engine.replica is not None
     known = len(tables) == sum(not engine.ended for engine in engines)
     found.suspects += between(tables, coordinated and known)
-    if not coordinated and (warning := without_coordinator(tables)) is not None:
-        found.warnings.append(warning)
-
-
-def _look_at(engine: Fetched, tables: list[TableSnapshot]) -> Iterator[Violation]:
-    """What is wrong with what an engine has handed out; what cannot be read is noted there."""
-    name = "unnamed"
-    if engine.table is not None:
-        try:
-            tables.append(read_table(engine.namespace, engine.table))
-            name = engine.table.engine
-            yield from of_table(tables[-1])
-        except KvshmError as exc:
-            engine.note(TABLE_KIND, exc)
-    if engine.replica is not None:
-        called = SegmentName(engine.namespace, INDEX_KIND, name, engine.epoch)
-        try:
-            yield from _look_at_index(called, engine.replica)
-        except KvshmError as exc:
-            engine.note(INDEX_KIND, exc)
+    if not coordinated:
+        found.warnings += without_coordinator(space, tables.values())
 
 
 # -- replica indexes
 
 
-def _look_at_index(name: SegmentName, replica: ReplicaReader) -> Iterator[Violation]:
-    if (epoch := replica.header.epoch) != name.epoch:
-        yield Violation(str(name), "header", f"says epoch {epoch:016x}; its socket does not")
+def _look_at_index(engine: Fetched, replica: ReplicaReader) -> Iterator[Violation]:
+    name = str(engine.name(INDEX_KIND))
+    if (said := replica.header.epoch) != engine.epoch:
+        yield Violation(name, "header", f"says epoch {said:016x}; its socket does not")
     yield from _look_at_entries(name, replica.buffer)
 
 
-def _look_at_entries(name: SegmentName, buffer: memoryview) -> Iterator[Violation]:
+def _look_at_entries(name: str, buffer: memoryview) -> Iterator[Violation]:
     """Check a copy that was taken while the writer was quiet.  If it never is, nothing is
     said, unless it always is in the middle of the same write."""
     seen = set()

@@ -36,10 +36,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do it, print a line for each thing; return the exit status."""
     asked = _parser().parse_args(arguments)
-    options = {"KVSHM_NAMESPACE": asked.namespace, "KVSHM_RUN_DIR": asked.run_dir}
-    given = {name: value for name, value in options.items() if value is not None}
+    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
     try:
-        config = Config.from_env({**os.environ, **given})
+        config = Config.from_env(os.environ, options)
         run_dir = open_run_directory(config.run_dir, os.environ)
         found = clear(run_dir, config.namespace, dry_run=asked.dry_run)
     except ConfigError as exc:

@@ -1,14 +1,13 @@
-"""``kvshm``: one command for whoever runs a node.
+"""The command ``kvshm``: settings as they stand, what is in shared memory, and what a crash left.
 
-``kvshm config`` prints every setting, its value and where it came from, as this environment
-has them; ``kvshm dump-index`` shows what is in shared memory; ``kvshm clean`` removes
-what a crash has left.  Exit status: that of the verb, 2 for a wrong command line or a bad setting.
+Exit status: that of the verb, 2 for a wrong command line or a bad setting.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -19,6 +18,8 @@ from kvshm.version import __version__
 from . import clean, dump_index
 
 EXIT_USAGE = 2
+EXIT_UNREAD = 128 + signal.SIGPIPE
+"""Whoever reads the output has stopped reading: as a shell has it of other commands."""
 
 
 def print_config(environ: Mapping[str, str]) -> int:
@@ -36,11 +37,12 @@ def print_config(environ: Mapping[str, str]) -> int:
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for; return the exit status."""
-    parser = argparse.ArgumentParser(prog="kvshm", description=__doc__.partition("\n")[0])
+def _run(arguments: Sequence[str] | None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="kvshm", description="See what the vLLM engines of this machine share, and clear up."
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
     verbs.add_parser("config", help="print each setting, its value and where it came from")
     verbs.add_parser("dump-index", help="show what is in shared memory", add_help=False)
     verbs.add_parser("clean", help="remove what a crash has left", add_help=False)
@@ -51,7 +53,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return clean.main(rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return print_config(os.environ)
+    if asked.verb == "config":
+        return print_config(os.environ)
+    parser.print_help(sys.stderr)
+    return EXIT_USAGE
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for; return the exit status."""
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # What is still to be written goes nowhere, or Python would complain when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
+    return status
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shows what kvshm has in shared memory: ``python -m kvshm.tools.dump_index``.
+"""Shows what kvshm has in shared memory: ``kvshm dump-index``.
 
 Asks the engines in the run directory; works without a coordinator, maps everything read-only, and
 names what the dead have left.  Run it as the engines' user, wherever their run directory is.
@@ -11,10 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import string
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 if __name__ == "__main__" and not __package__:  # started as a file
@@ -26,8 +25,7 @@ from kvshm.rundir import choose_run_directory, open_run_directory
 
 from .check import Look, check
 from .render import ended, render
-from .report import Filters, describe
-from .snapshot import Snapshot, take
+from .report import Filters, Json, describe
 
 
 def _hash_prefix(text: str) -> str:
@@ -39,7 +37,7 @@ def _hash_prefix(text: str) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dump_index",
+        prog="kvshm dump-index",
         description="Show what kvshm has in shared memory (read-only).",
         epilog="exit status: 0; 1 nothing to show; 2 wrong command line or setting; 3 --check "
         "found something wrong",
@@ -55,30 +53,46 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--check",
         action="store_true",
-        help="instead of showing, check that everything is sound; one line for each law that "
-        "does not hold: segment, place, law",
+        help="instead of showing, check that shared memory is sound: one line for each invariant "
+        "that does not hold, with segment, place and what was found there. No health check: it "
+        "does not say whether engines share",
     )
     return parser
 
 
-def _place(asked: argparse.Namespace) -> tuple[Path | None, str | None]:
-    """The run directory, None if there is none, and the namespace to show (None: all).  Raises
+def _place(asked: argparse.Namespace) -> tuple[Path, str | None]:
+    """The run directory, checked if there is one, and the namespace to show (None: all).  Raises
     ConfigError or RunDirectoryError.  Of the settings only these two are looked at: a dump is
     also for finding out what is wrong with the others."""
-    options = {"KVSHM_NAMESPACE": asked.namespace, "KVSHM_RUN_DIR": asked.run_dir}
-    chosen = {key: os.environ.get(key) if v is None else v for key, v in options.items()}
-    config = Config.from_env({key: value for key, value in chosen.items() if value})
-    namespace = config.namespace if chosen["KVSHM_NAMESPACE"] else None
-    if not os.path.exists(choose_run_directory(config.run_dir, os.environ)):
-        return None, namespace
-    return open_run_directory(config.run_dir, os.environ), namespace
+    environ = {name: os.environ.get(name, "") for name in ("KVSHM_NAMESPACE", "KVSHM_RUN_DIR")}
+    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
+    config = Config.from_env(environ, options)
+    run_dir = choose_run_directory(config.run_dir, os.environ)
+    if os.path.exists(run_dir):
+        open_run_directory(config.run_dir, os.environ)
+    return run_dir, config.namespace if "KVSHM_NAMESPACE" in config.given else None
 
 
-def _check(run_dir: Path | None, namespace: str | None, as_json: bool) -> int:
+def _report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
+    return describe(run_dir, namespace, filters) if run_dir.exists() else {"namespaces": []}
+
+
+def _what_there_is(run_dir: Path) -> Iterator[str]:
+    """A line for each engine of the run directory, for whoever has asked for another."""
+    engines = [
+        f"there is engine {engine['engine']} (pid {engine['pid']}, epoch {engine['epoch']}) "
+        f"of namespace {space['namespace']}"
+        for space in _report(run_dir, None, Filters())["namespaces"]
+        for engine in space["engines"]
+    ]
+    yield from engines or [f"no engine runs in {run_dir}"]
+
+
+def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
     """Print what is wrong; return the exit status."""
-    found = check(run_dir, namespace) if run_dir else Look()
+    found = check(run_dir, namespace) if run_dir.exists() else Look()
     if as_json:
-        wrong = [{"segment": v.segment, "place": v.place, "law": v.law} for v in found.suspects]
+        wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
         told = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}
         print(json.dumps(told, indent=2))
     else:
@@ -89,20 +103,22 @@ def _check(run_dir: Path | None, namespace: str | None, as_json: bool) -> int:
     if found.suspects:
         return 3
     if not found.checked.total():
-        print("nothing of kvshm found to check", file=sys.stderr)
+        print(
+            "nothing of kvshm found to check", *_what_there_is(run_dir), sep="\n", file=sys.stderr
+        )
         return 1
     if not as_json:
-        print("sound: " + ", ".join(f"{n} {kind}" for kind, n in sorted(found.checked.items())))
+        checked = ", ".join(f"{n} {kind}" for kind, n in sorted(found.checked.items()))
+        print(f"sound: {checked} (of shared memory; this is no health check)")
     return 0
 
 
-def _show(run_dir: Path | None, namespace: str | None, asked: argparse.Namespace) -> int:
+def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> int:
     """Print the report; return the exit status."""
-    with_entries = asked.entries or asked.hash is not None
-    taken = take(run_dir, namespace, with_entries) if run_dir else Snapshot()
-    report = describe(taken, Filters(asked.engine, asked.hash, asked.leased, asked.entries))
+    filters = Filters(asked.engine, asked.hash, asked.leased, asked.entries)
+    report = _report(run_dir, namespace, filters)
     parts = ["engines", "replicas", "unreadable"]
-    if not (asked.engine or asked.leased or with_entries):
+    if filters == Filters():
         parts.append("coordinator")  # that one runs is worth showing, if nothing else is asked
     empty = not any(space[part] for space in report["namespaces"] for part in parts)
     if asked.json:
@@ -110,9 +126,9 @@ def _show(run_dir: Path | None, namespace: str | None, asked: argparse.Namespace
     elif not empty:
         print(render(report, everything=asked.entries))
     if empty:
-        for line in (line for space in report["namespaces"] for line in ended(space)):
-            print(line, file=sys.stderr)
-        print("nothing of kvshm found that was asked for", file=sys.stderr)
+        lines = [line for space in report["namespaces"] for line in ended(space)]
+        lines.append("nothing of kvshm found that was asked for")
+        print(*lines, *_what_there_is(run_dir), sep="\n", file=sys.stderr)
     return 1 if empty else 0
 
 
@@ -125,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run_dir, namespace = _place(asked)
     except (ConfigError, RunDirectoryError) as exc:
-        print(f"dump_index: {exc}", file=sys.stderr)
+        print(f"kvshm dump-index: {exc}", file=sys.stderr)
         return 2
     if asked.check:
         return _check(run_dir, namespace, asked.json)
@@ -133,5 +149,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-    sys.exit(main())
+    from .cli import main as kvshm
+
+    sys.exit(kvshm(["dump-index", *sys.argv[1:]]))

@@ -7,18 +7,21 @@ asked for its table.  Whoever has ended has left nothing but a socket.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from kvshm.errors import KvshmError, TransportError
+from kvshm.errors import CorruptSegment, KvshmError, TransportError
 from kvshm.handout import Handouts
 from kvshm.index_reader import ReplicaReader
 from kvshm.leftovers import is_served
+from kvshm.records import SlotState
 from kvshm.rundir import list_sockets, tables_socket
-from kvshm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.slots import SlotTable
+from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
+from kvshm.slots import Slot, SlotTable
 from kvshm.terms import Epoch
 
 _AT_ONCE = 32
@@ -36,7 +39,7 @@ class Problem(NamedTuple):
 
 @dataclass
 class Fetched:
-    """What one engine, in one epoch, has handed out.  ``close`` unmaps it."""
+    """What one engine, in one epoch, has handed out."""
 
     namespace: str
     epoch: Epoch
@@ -48,8 +51,20 @@ class Fetched:
     ended: bool = False
     """Whether nobody serves the socket."""
 
-    def note(self, kind: str, exc: Exception) -> None:
-        """Something that was handed out cannot be used."""
+    def name(self, kind: str) -> SegmentName:
+        """What its table or replica is called."""
+        engine = "unnamed" if self.table is None else self.table.engine
+        return SegmentName(self.namespace, kind, engine, self.epoch)
+
+    @contextmanager
+    def noting(self, kind: str) -> Iterator[None]:
+        """What is read within and cannot be used is noted as a problem of that segment."""
+        try:
+            yield
+        except KvshmError as exc:
+            self.note(kind, exc)
+
+    def note(self, kind: str, exc: KvshmError) -> None:
         segment = f"kvshm.{self.namespace}.{kind}.{self.epoch:016x}"
         self.problems.append(Problem(segment, f"{type(exc).__name__}: {exc}", False))
 
@@ -59,9 +74,11 @@ class Fetched:
                 mapped.close()
 
 
-def fetch_all(run_dir: Path, namespace: str | None) -> list[Fetched]:
-    """Ask every engine of a namespace, or (None) of all; the caller closes what it gets.  Whoever
-    ends meanwhile is left out.  Blocks for some seconds at most if engines stand still."""
+@contextmanager
+def fetch_all(run_dir: Path, namespace: str | None) -> Iterator[list[Fetched]]:
+    """Ask every engine of a namespace, or (None) of all; what they hand out is mapped within.
+    Whoever ends meanwhile is left out.  Blocks for some seconds at most if engines stand still.
+    Raises OSError if there is no such directory."""
     engines = [
         Fetched(found.namespace, found.epoch, found.path)
         for found in list_sockets(run_dir, namespace)
@@ -69,7 +86,11 @@ def fetch_all(run_dir: Path, namespace: str | None) -> list[Fetched]:
     ]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         list(pool.map(_fetch, engines))
-    return [engine for engine in engines if not engine.ended or os.path.lexists(engine.path)]
+    try:
+        yield [engine for engine in engines if not engine.ended or os.path.lexists(engine.path)]
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def coordinator_runs(run_dir: Path, namespace: str) -> bool:
@@ -89,10 +110,8 @@ def _fetch(engine: Fetched) -> None:
             _ask_coordinator(engine, handouts, exc)
             return
         engine.note(TABLE_KIND, exc)
-    try:
+    with engine.noting(INDEX_KIND):
         engine.replica = handouts.replica(engine.epoch)
-    except KvshmError as exc:
-        engine.note(INDEX_KIND, exc)
 
 
 def _ask_coordinator(engine: Fetched, handouts: Handouts, silence: KvshmError) -> None:
@@ -103,3 +122,15 @@ def _ask_coordinator(engine: Fetched, handouts: Handouts, silence: KvshmError) -
         rest = f"nothing of it is shown, since the coordinator has no table of it: {exc}"
     who = f"engine {engine.epoch:016x}"
     engine.problems.append(Problem(who, f"it does not answer: {silence}; {rest}", True))
+
+
+def slots_in_use(table: SlotTable) -> Iterator[tuple[int, Slot]]:
+    """Yield the slots that are not EMPTY, by block id, each read when it is asked for.  One in no
+    known state is left out: ``check_integrity`` names it."""
+    for block in range(table.num_blocks):
+        try:
+            slot = table.slot(block)
+        except CorruptSegment:
+            continue
+        if slot.state is not SlotState.EMPTY:
+            yield block, slot

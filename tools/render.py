@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
 Json = dict[str, Any]
+Columns = Mapping[str, str | Callable[[Json], object]]
+"""Head of each column -> the key of its values in the report, or what makes them of a row."""
 
 CHAINS_SHOWN = 20
 _HASH_DIGITS = 16
@@ -29,7 +31,10 @@ def _namespace(space: Json, everything: bool) -> Iterator[str]:
     for engine in space["engines"]:
         yield from _engine_details(engine, everything)
     for replica in space["replicas"]:
-        yield from _replica(replica)
+        who = f"{replica['engine']} (pid {replica['pid']})"
+        yield f"\n  replica of {who}: {replica['count']} of {replica['capacity']} entries"
+        yield from _table(_ROWS, replica["rows"])
+        yield from _table(_ENTRIES, replica["entries"])
     for broken in space["unreadable"]:
         yield f"\n  unreadable: {broken['segment']}\n    {broken['problem']}"
     yield from (f"\n  {line}" for line in ended(space))
@@ -48,108 +53,57 @@ def leftover(epoch: str, coordinated: bool) -> str:
 
 
 def _engines(engines: list[Json]) -> Iterator[str]:
-    """One table for each group that shares; with several groups each has a heading."""
+    """One table for each group that shares; with several groups each has a heading.  Then what
+    each engine has imported."""
     groups = [list(group) for _, group in groupby(engines, key=itemgetter("fingerprint"))]
     for group in groups:
         if len(groups) > 1:
-            yield f"\n  fingerprint {group[0]['fingerprint'][:12]}: {len(group)} engines"
-        yield from _table(
-            "engine|pid|process|epoch|model|fingerprint|block size|empty|ready|draining|leased|"
-            "bit|life|beats",
-            [_engine(engine) for engine in group],
-        )
-
-
-def _engine(engine: Json) -> Sequence[object]:
-    states, life = engine["states"], engine["life"]
-    lives = f"{life.count('valid')}/{len(life)}" + (" retired" if engine["retired"] else "")
-    return (
-        engine["engine"],
-        engine["pid"],
-        _process(engine),
-        engine["epoch"],
-        engine["model"] or "-",
-        engine["fingerprint"][:12],
-        engine["block_size"],
-        *(states[state] for state in ("empty", "ready", "draining", "leased")),
-        _or_dash(engine["lease_bit"]),
-        lives,
-        engine["heartbeat"],
-    )
+            number = "1 engine" if len(group) == 1 else f"{len(group)} engines"
+            yield f"\n  fingerprint {group[0]['fingerprint'][:12]}: {number}"
+        yield from _table(_ENGINES, group)
+    if counting := [engine for engine in engines if "lookups" in engine["counters"]]:
+        yield "\n  imports"
+        yield from _table(_IMPORTS, counting)
 
 
 def _engine_details(engine: Json, everything: bool) -> Iterator[str]:
     who = f"{engine['engine']} ({engine['epoch']})"
-    if engine["blocks"]:
-        yield f"\n  blocks of {who}"
-        yield from _table(
-            "block|hash|generation|state|depth|references|held by",
-            [_block(block) for block in engine["blocks"]],
-        )
-    if engine["chains"]:
-        yield from _chains(engine["chains"], who, everything)
-    if engine["counters"]:
-        yield f"\n  counters of {who}"
-        yield from _table("counter|value", engine["counters"].items())
-    if engine["errors"]:
-        yield f"\n  errors of {who}"
-        yield from _table("times|error", [(e["times"], e["text"]) for e in engine["errors"]])
+    shown = engine["chains"] if everything else engine["chains"][:CHAINS_SHOWN]
+    counters = [{"counter": label, "value": n} for label, n in engine["counters"].items()]
+    yield from _titled(f"blocks of {who}", _BLOCKS, engine["blocks"])
+    yield from _titled(f"chains of {who}", _CHAINS, shown)
+    if more := len(engine["chains"]) - len(shown):
+        yield f"  and {more} shorter ones (--entries shows all)"
+    yield from _titled(f"counters of {who}", {"counter": "counter", "value": "value"}, counters)
+    yield from _titled(f"errors of {who}", {"times": "times", "error": "text"}, engine["errors"])
     for problem in engine["problems"]:
         yield f"\n  wrong in {who}: {problem}"
 
 
-def _block(block: Json) -> Sequence[object]:
-    return (
-        block["block_id"],
-        block["block_hash"][:_HASH_DIGITS],
-        block["generation"],
-        block["state"],
-        block["depth"],
-        block["references"],
-        ", ".join(map(_holder, block["holders"])) or "-",
-    )
-
-
-def _chains(chains: list[Json], who: str, everything: bool) -> Iterator[str]:
-    shown = chains if everything else chains[:CHAINS_SHOWN]
-    yield f"\n  chains of {who}"
-    yield from _table(
-        "last block|hash|blocks|begins at depth",
-        [(c["tip"], c["block_hash"][:_HASH_DIGITS], c["length"], _begin(c)) for c in shown],
-    )
-    if len(shown) < len(chains):
-        yield f"  and {len(chains) - len(shown)} shorter ones (--entries shows all)"
-
-
-def _begin(chain: Json) -> int:
-    begin: int = chain["depth"] + 1 - chain["length"]
-    return begin
-
-
-def _replica(replica: Json) -> Iterator[str]:
-    yield ""
-    yield (
-        f"  replica of {replica['engine']} (pid {replica['pid']}): "
-        f"{replica['count']} of {replica['capacity']} entries"
-    )
-    if replica["rows"]:
-        columns = ("engine", "epoch", "state", "num_blocks", "entries")
-        yield from _table(
-            "of engine|epoch|state|blocks|entries",
-            [[row[column] for column in columns] for row in replica["rows"]],
-        )
-    if replica["entries"]:
-        columns = ("hash_prefix", "epoch", "block_id", "generation", "depth")
-        yield from _table(
-            "hash|epoch|block|generation|depth",
-            [[_or_dash(entry[column]) for column in columns] for entry in replica["entries"]],
-        )
+# -- columns
 
 
 def _process(engine: Json) -> str:
     if not engine["alive"]:
         return "dead"
     return "a rank is dead" if engine["died"] else "alive"
+
+
+def _life(engine: Json) -> str:
+    life = engine["life"]
+    return f"{life.count('valid')}/{len(life)}" + (" retired" if engine["retired"] else "")
+
+
+def _state(state: str) -> Callable[[Json], object]:
+    return lambda engine: engine["states"][state]
+
+
+def _counted(counter: str) -> Callable[[Json], int]:
+    return lambda engine: engine["counters"].get(counter, 0)
+
+
+def _holders(block: Json) -> str:
+    return ", ".join(map(_holder, block["holders"])) or "-"
 
 
 def _holder(holder: Json) -> str:
@@ -159,19 +113,79 @@ def _holder(holder: Json) -> str:
     return f"{holder['engine'] or 'unnamed'} (pid {holder['pid']}{dead})"
 
 
-def _or_dash(value: object) -> object:
-    return "-" if value is None else value
+_ENGINES: Columns = {
+    "engine": "engine",
+    "pid": "pid",
+    "process": _process,
+    "epoch": "epoch",
+    "model": lambda engine: engine["model"] or "-",
+    "fingerprint": lambda engine: engine["fingerprint"][:12],
+    "block size": "block_size",
+    **{state: _state(state) for state in ("empty", "ready", "draining", "leased")},
+    "bit": "lease_bit",
+    "life": _life,
+    "beats": "heartbeat",
+}
+_IMPORTS: Columns = {
+    "engine": "engine",
+    "lookups": _counted("lookups"),
+    "hits": _counted("lookup_hits"),
+    "loads": _counted("loads_started"),
+    "failed": _counted("loads_failed"),
+    "tokens": lambda engine: engine["counters"].get("imported_blocks", 0) * engine["block_size"],
+    "bytes": _counted("bytes_copied"),
+}
+_BLOCKS: Columns = {
+    "block": "block_id",
+    "hash": lambda block: block["block_hash"][:_HASH_DIGITS],
+    **{key: key for key in ("generation", "state", "depth", "references")},
+    "held by": _holders,
+}
+_CHAINS: Columns = {
+    "last block": "tip",
+    "hash": lambda chain: chain["block_hash"][:_HASH_DIGITS],
+    "blocks": "length",
+    "begins at depth": lambda chain: chain["depth"] + 1 - chain["length"],
+}
+_ROWS: Columns = {
+    "of engine": "engine",
+    "epoch": "epoch",
+    "state": "state",
+    "blocks": "num_blocks",
+    "entries": "entries",
+}
+_ENTRIES: Columns = {
+    "hash": "hash_prefix",
+    "epoch": "epoch",
+    "block": "block_id",
+    "generation": "generation",
+    "depth": "depth",
+}
 
 
-def _table(header: str, rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    """Yield aligned lines: columns of numbers to the right, all others to the left."""
-    lines = [header.split("|"), *([str(value) for value in row] for row in rows)]
-    columns = [_aligned(column) for column in zip(*lines, strict=True)]
-    for line in zip(*columns, strict=True):
-        yield f"    {'  '.join(line)}".rstrip()
+def _titled(title: str, columns: Columns, rows: list[Json]) -> Iterator[str]:
+    if rows:
+        yield f"\n  {title}"
+        yield from _table(columns, rows)
 
 
-def _aligned(column: Sequence[str]) -> list[str]:
+def _table(columns: Columns, rows: list[Json]) -> Iterator[str]:
+    """Yield aligned lines: columns of numbers to the right, all others to the left.  Nothing
+    without rows."""
+    if rows:
+        cells = [
+            _aligned([head, *(_cell(row, of) for row in rows)]) for head, of in columns.items()
+        ]
+        for line in zip(*cells, strict=True):
+            yield f"    {'  '.join(line)}".rstrip()
+
+
+def _cell(row: Json, of: str | Callable[[Json], object]) -> str:
+    value = row[of] if isinstance(of, str) else of(row)
+    return "-" if value is None else str(value)
+
+
+def _aligned(column: list[str]) -> list[str]:
     width = max(map(len, column))
     numbers = all(cell.isdecimal() or cell == "-" for cell in column[1:])
     return [cell.rjust(width) if numbers else cell.ljust(width) for cell in column]

@@ -1,25 +1,31 @@
-"""What a snapshot says, as plain data for JSON and for the table.  Pure.
+"""What the engines of a run directory have in shared memory, as plain data: what ``--json`` prints.
 
-Numbers that are too wide for JavaScript (epochs, hashes, fingerprints) are hexadecimal text.
+Every segment is mapped read-only and read once.  The node runs on meanwhile: what is read from
+different segments need not fit together to the last block.  Numbers that are too wide for
+JavaScript (epochs, hashes, fingerprints) are hexadecimal text.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvshm.index_parts import Entry
+from kvshm.index_reader import ReplicaReader
 from kvshm.records import SlotState
-from kvshm.segment import SegmentName
-from kvshm.slots import Slot
+from kvshm.rundir import list_coordinators
+from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
+from kvshm.slots import Slot, SlotTable
 
-from .chains import Chain, find_chains
-from .holders import Holders
-from .snapshot import ReplicaSnapshot, Snapshot, TableSnapshot
+from .chains import find_chains
+from .fetching import Fetched, coordinator_runs, fetch_all, slots_in_use
 
 Json = dict[str, Any]
+TAG_BYTES = 8
+_NOBODY = dict.fromkeys(("engine", "epoch", "pid", "alive"))
 
 
 @dataclass(frozen=True)
@@ -35,94 +41,155 @@ class Filters:
     entries: bool = False
     """List every block in use and every replica entry."""
 
+    @property
+    def replica_entries(self) -> bool:
+        return self.entries or self.block_hash is not None
 
-def describe(taken: Snapshot, filters: Filters) -> Json:
-    """Return the snapshot as a tree of dicts and lists: one element per namespace."""
-    return {
-        "namespaces": [_namespace(taken.only(name), name, filters) for name in taken.namespaces]
-    }
+    @property
+    def narrow(self) -> bool:
+        """Whether an engine without such a block is left out."""
+        return self.leased or self.block_hash is not None
+
+    def name(self, engine: Mapping[str, Any]) -> bool:
+        """Whether this engine is asked for."""
+        known = (engine.get("engine"), str(engine.get("pid")), f"0x{engine['epoch']}")
+        return self.engine is None or self.engine in (*known, engine["epoch"])
+
+    @property
+    def prefix(self) -> str:
+        """What the hash of a block that is asked for begins with."""
+        return (self.block_hash or "").lower()
 
 
-def _namespace(part: Snapshot, namespace: str, filters: Filters) -> Json:
-    holders = Holders(part)
+def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
+    """Return what the engines of a namespace (None: of all) hand out: one element per namespace.
+
+    An engine that ends meanwhile is left out; what cannot be read is noted with the reason.
+    Changes nothing.  Blocks for some seconds at most if engines stand still.  Raises OSError if
+    there is no such directory.
+    """
+    with fetch_all(run_dir, namespace) as found:
+        named = list_coordinators(run_dir, namespace)
+        coordinated = {name for name in named if coordinator_runs(run_dir, name)}
+        return {
+            "namespaces": [
+                {
+                    "namespace": space,
+                    "coordinator": space in coordinated,
+                    **_namespace([one for one in found if one.namespace == space], filters),
+                }
+                for space in sorted(coordinated | {one.namespace for one in found})
+            ]
+        }
+
+
+def _namespace(fetched: list[Fetched], filters: Filters) -> Json:
+    tables, replicas = [], []
+    for one in fetched:
+        if one.table is not None:
+            with one.noting(TABLE_KIND):
+                slots = dict(slots_in_use(one.table))
+                tables.append((_engine(one.name(TABLE_KIND), one.table, slots), slots))
+        if one.replica is not None:
+            with one.noting(INDEX_KIND):
+                replicas.append(_replica(one.name(INDEX_KIND), one.replica, filters))
+    holders = _holders([engine for engine, _ in tables])
     # Those that share stand together.
-    tables = sorted(part.tables, key=lambda table: (table.fingerprint, table.name))
-    engines = [_engine(t, holders, filters) for t in tables if _is_asked(t.name, t.pid, filters)]
-    replicas = [_replica(r, filters) for r in part.replicas if _is_asked(r.name, r.pid, filters)]
-    unreadable = [broken for broken in part.unreadable if _is_epoch(broken.epoch, filters)]
-    ended = [ended for ended in part.ended if _is_epoch(ended.epoch, filters)]
-    narrow = filters.leased or filters.block_hash is not None
+    tables.sort(key=lambda found: [found[0][key] for key in ("fingerprint", "engine", "epoch")])
+    for engine, slots in tables:
+        _fill(engine, slots, holders, filters)
     return {
-        "namespace": namespace,
-        "coordinator": bool(part.coordinated),
-        "engines": [engine for engine in engines if engine["blocks"] or not narrow],
+        "engines": [
+            engine
+            for engine, _ in tables
+            if filters.name(engine) and (engine["blocks"] or not filters.narrow)
+        ],
         "replicas": [
             replica
             for replica in replicas
-            if not filters.leased and (replica["entries"] or not narrow)
+            if filters.name(replica)
+            and not filters.leased
+            and (replica["entries"] or not filters.narrow)
         ],
-        "unreadable": [{"segment": b.segment, "problem": b.problem} for b in unreadable],
-        "ended": [{"epoch": f"{e.epoch:016x}", "socket": str(e.path)} for e in ended],
+        "unreadable": [
+            {"segment": problem.segment, "problem": problem.text}
+            for one in fetched
+            if filters.name({"epoch": f"{one.epoch:016x}"})
+            for problem in one.problems
+        ],
+        "ended": [
+            ended
+            for one in fetched
+            if one.ended
+            and filters.name(ended := {"epoch": f"{one.epoch:016x}", "socket": str(one.path)})
+        ],
     }
-
-
-def _is_asked(name: SegmentName, pid: int, filters: Filters) -> bool:
-    return filters.engine in (name.engine, str(pid)) or _is_epoch(name.epoch, filters)
-
-
-def _is_epoch(epoch: int, filters: Filters) -> bool:
-    wanted = filters.engine
-    return wanted is None or wanted.removeprefix("0x") == f"{epoch:016x}"
 
 
 # -- engines
 
 
-def _engine(table: TableSnapshot, holders: Holders, filters: Filters) -> Json:
+def _engine(name: SegmentName, table: SlotTable, slots: Mapping[int, Slot]) -> Json:
+    """All that is said of one engine but its blocks and chains, which depend on the filters."""
     return {
         "engine": table.engine,
-        "segment": str(table.name),
-        "epoch": f"{table.name.epoch:016x}",
+        "segment": str(name),
+        "epoch": f"{table.epoch:016x}",
         "pid": table.pid,
-        "alive": table.alive,
+        "alive": not table.owner_died,
         "died": table.died,
         "model": table.model,
         "fingerprint": table.fingerprint.hex(),
         "block_size": table.block_size,
         "num_blocks": table.num_blocks,
-        "states": _states(table),
-        "lease_bit": None if table.lease_bit < 0 else table.lease_bit,
+        "states": _states(table.num_blocks, slots),
+        "lease_bit": _bit(table.lease_bit),
         "heartbeat": table.heartbeat,
         "leases_taken": table.leases_taken,
         "retired": table.retired,
-        "life": [_life(word, table.name.epoch) for word in table.life],
+        "life": [_life(table.life(rank), table.epoch) for rank in range(table.num_ranks)],
         "created_ns": table.created_ns,
-        "blocks": list(_blocks(table, holders, filters)),
-        **_rest(table, filters),
+        "blocks": [],
+        "chains": [],
+        "counters": {label: n for label, n in table.counters.snapshot().items() if n},
+        "errors": [error._asdict() for error in table.errors()],
+        "problems": table.check_integrity(),
     }
 
 
-def _rest(table: TableSnapshot, filters: Filters) -> Json:
-    """Everything of an engine that is not asked for with ``leased``."""
-    chains = find_chains(table.slots, _hash_matches(filters.block_hash))
-    shown: Json = {
-        "chains": [_chain(chain) for chain in chains],
-        "counters": {label: count for label, count in table.counters.items() if count},
-        "errors": [error._asdict() for error in table.errors],
-    }
-    if filters.leased:
-        shown = {name: type(empty)() for name, empty in shown.items()}
-    return {**shown, "problems": table.problems}
+def _fill(
+    engine: Json, slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters
+) -> None:
+    """Add the blocks and chains that are asked for; with ``leased`` nothing but blocks is."""
+    engine["blocks"] = list(_blocks(slots, holders, asked))
+    if asked.leased:
+        engine |= {"counters": {}, "errors": []}
+        return
+    found = find_chains(slots, lambda _, slot: slot.block_hash.hex().startswith(asked.prefix))
+    engine["chains"] = [
+        {
+            "tip": chain.tip,
+            "block_hash": chain.slot.block_hash.hex(),
+            "depth": chain.slot.depth,
+            "length": chain.length,
+            "complete": chain.complete,
+        }
+        for chain in found
+    ]
 
 
-def _states(table: TableSnapshot) -> dict[str, int]:
-    counts = Counter(slot.state for slot in table.slots.values())
+def _states(num_blocks: int, slots: Mapping[int, Slot]) -> dict[str, int]:
+    counts = Counter(slot.state for slot in slots.values())
     return {
-        "empty": table.num_blocks - len(table.slots),
+        "empty": num_blocks - len(slots),
         "ready": counts[SlotState.READY],
         "draining": counts[SlotState.DRAINING],
-        "leased": sum(1 for slot in table.slots.values() if slot.leases),
+        "leased": sum(1 for slot in slots.values() if slot.leases),
     }
+
+
+def _bit(lease_bit: int) -> int | None:
+    return None if lease_bit < 0 else lease_bit
 
 
 def _life(word: int, epoch: int) -> str:
@@ -130,51 +197,48 @@ def _life(word: int, epoch: int) -> str:
     return {epoch: "valid", 0: "ended"}.get(word, f"{word:016x}")
 
 
-def _hash_matches(prefix: str | None) -> Callable[[int, Slot], bool]:
-    wanted = (prefix or "").lower()
-    return lambda block, slot: slot.block_hash.hex().startswith(wanted)
+def _holders(engines: list[Json]) -> dict[int, Json]:
+    """Lease bit -> the engine of the namespace whose table says that the bit is its own, a living
+    engine before a dead one."""
+    return {
+        engine["lease_bit"]: {"bit": engine["lease_bit"], **{key: engine[key] for key in _NOBODY}}
+        for engine in sorted(engines, key=lambda engine: bool(engine["alive"]))
+        if engine["lease_bit"] is not None
+    }
 
 
-def _blocks(table: TableSnapshot, holders: Holders, filters: Filters) -> Iterator[Json]:
-    matches = _hash_matches(filters.block_hash)
-    only_leased = filters.leased or not (filters.entries or filters.block_hash)
-    for block, slot in table.slots.items():
-        if matches(block, slot) and (slot.leases or not only_leased):
+def _blocks(slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters) -> Iterator[Json]:
+    only_leased = asked.leased or not asked.replica_entries
+    for block, slot in slots.items():
+        block_hash = slot.block_hash.hex()
+        if block_hash.startswith(asked.prefix) and (slot.leases or not only_leased):
+            bits = (bit for bit in range(slot.leases.bit_length()) if slot.leases >> bit & 1)
             yield {
                 "block_id": block,
-                "block_hash": slot.block_hash.hex(),
+                "block_hash": block_hash,
                 "generation": slot.generation,
                 "state": slot.state.name.lower(),
                 "depth": slot.depth,
                 "published_ms": slot.published_ms,
                 "references": slot.leases.bit_count(),
-                "holders": holders.of(slot.leases),
+                "holders": [holders.get(bit, {"bit": bit, **_NOBODY}) for bit in bits],
             }
-
-
-def _chain(chain: Chain) -> Json:
-    return {
-        "tip": chain.tip,
-        "block_hash": chain.slot.block_hash.hex(),
-        "depth": chain.slot.depth,
-        "length": chain.length,
-        "complete": chain.complete,
-    }
 
 
 # -- replicas
 
 
-def _replica(replica: ReplicaSnapshot, filters: Filters) -> Json:
-    epochs = {row.row: f"{row.epoch:016x}" for row in replica.rows}
-    listed = filters.entries or filters.block_hash is not None
+def _replica(name: SegmentName, reader: ReplicaReader, filters: Filters) -> Json:
+    entries = list(reader.entries()) if filters.replica_entries else []
+    header, rows = reader.header, reader.rows()
+    epochs = {row.row: f"{row.epoch:016x}" for row in rows}
     return {
-        "engine": replica.name.engine,
-        "segment": str(replica.name),
-        "epoch": f"{replica.name.epoch:016x}",
-        "pid": replica.pid,
-        "capacity": replica.capacity,
-        "count": replica.count,
+        "engine": name.engine,
+        "segment": str(name),
+        "epoch": f"{name.epoch:016x}",
+        "pid": header.pid,
+        "capacity": reader.capacity,
+        "count": reader.count,
         "rows": [
             {
                 "engine": row.name,
@@ -182,33 +246,24 @@ def _replica(replica: ReplicaSnapshot, filters: Filters) -> Json:
                 "state": row.state.name.lower(),
                 "num_blocks": row.num_blocks,
                 "entries": row.entries,
-                "lease_bit": None if row.lease_bit < 0 else row.lease_bit,
+                "lease_bit": _bit(row.lease_bit),
             }
-            for row in replica.rows
+            for row in rows
         ],
         "entries": [
-            _entry(entry, epochs.get(entry.row))
-            for entry in replica.entries
-            if listed and _tag_matches(entry, filters.block_hash)
+            {
+                "hash_prefix": _tag(entry),
+                "epoch": epochs.get(entry.row),
+                "block_id": entry.block_id,
+                "generation": entry.generation,
+                "depth": entry.depth,
+            }
+            for entry in entries
+            if _tag(entry).startswith(filters.prefix[: 2 * TAG_BYTES])
         ],
     }
 
 
 def _tag(entry: Entry) -> str:
     """The first 8 bytes of the block's hash, in the hash's own order."""
-    return entry.tag.to_bytes(8, "little").hex()
-
-
-def _tag_matches(entry: Entry, prefix: str | None) -> bool:
-    wanted = (prefix or "").lower()
-    return _tag(entry).startswith(wanted[:16])
-
-
-def _entry(entry: Entry, epoch: str | None) -> Json:
-    return {
-        "hash_prefix": _tag(entry),
-        "epoch": epoch,
-        "block_id": entry.block_id,
-        "generation": entry.generation,
-        "depth": entry.depth,
-    }
+    return entry.tag.to_bytes(TAG_BYTES, "little").hex()

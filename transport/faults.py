@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvshm.config import Fault
 from kvshm.errors import TransportError
 from kvshm.terms import BlockId
 
-WRONG_BLOCK = "wrong-block"
+WRONG_BLOCK = Fault.WRONG_BLOCK
 """Each target gets the block meant for the first one, the first the second's (a plan of a single
 block: the neighbouring slot).  No mere exchange: attention does not ask for the order of blocks,
 and a model would give the same answer but for rounding."""
-SHIFT = "shift"
+SHIFT = Fault.SHIFT
 """Each target gets the slot after its source, the peer's last slot wrapping to slot 0."""
-ZERO = "zero"
+ZERO = Fault.ZERO
 """Each target gets zeros."""
-
-FAULTS = (WRONG_BLOCK, ZERO, SHIFT)
 
 
 def check_fault(fault: str | None) -> None:
     """Raise TransportError for an unknown fault."""
-    if fault is not None and fault not in FAULTS:
-        raise TransportError(f"no fault {fault!r}; there are {', '.join(FAULTS)}")
+    if fault is not None and fault not in tuple(Fault):
+        raise TransportError(f"no fault {fault!r}; there are {', '.join(Fault)}")
 
 
 def misdirect(source: Sequence[BlockId], num_blocks: int, fault: str | None) -> Sequence[BlockId]:

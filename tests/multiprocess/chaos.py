@@ -6,9 +6,9 @@ Toy engines, each with ranks in processes of their own, serve random requests: t
 retract, import and begin new epochs, and compare every byte that they import with what the
 block's hash says.  Meanwhile a schedule (chaos_schedule.py; the same for the same seed) kills and
 stops them, cuts their memory, takes their descriptors and puts strange files in their way.
-Afterwards the node must become whole, obey the laws of ``kvshm dump-index --check``, end in good
-order and leave nothing.  Prints what was found in words, then in one line of JSON; status 1 if a
-byte was wrong, a law broken, a bystander ended, or something was left.
+Afterwards the node must become whole, pass ``kvshm dump-index --check``, end in good order and
+leave nothing.  Prints what was found in words, then in one line of JSON; status 1 if a byte was
+wrong, an invariant broken, a bystander ended, or something was left.
 
 ``--fault`` (a built-in wrong copy, without verification) and ``--murder`` (one engine is killed
 that the schedule does not know of) show that it can fail.
@@ -105,14 +105,14 @@ def run(node: ChaosNode, faults: Faults, options: argparse.Namespace) -> dict[st
     if not become_whole(node):
         problems["not whole after the faults"] += 1
     whole_after = time.monotonic() - whole_after
-    laws = check_laws(node)
+    invariants = check_invariants(node)
     after = sizes(node)
     end(node, problems)
     return {
         "seconds": round(time.monotonic() - began, 1),
         **node.totals,
         "bystanders": node.bystanders,
-        "violations": node.violations[:20] + laws,
+        "violations": node.violations[:20] + invariants,
         "leaks": leaks(node, before, after),
         "problems": dict(problems),
         "faults": dict(sorted(faults.done.items())),
@@ -154,7 +154,7 @@ def _is_whole(engine: Member, mark: int, node: ChaosNode) -> bool:
 
 
 def replace_damaged(node: ChaosNode) -> None:
-    """The laws do not speak of memory that was cut: who has such memory begins anew."""
+    """The invariants do not speak of memory that was cut: who has such memory begins anew."""
     for member in [*node.engines, *([node.coordinator] if node.coordinator else [])]:
         if member.damaged:
             node.kill(member)
@@ -164,7 +164,7 @@ def replace_damaged(node: ChaosNode) -> None:
 # -- what is looked at in the end
 
 
-def check_laws(node: ChaosNode) -> list[str]:
+def check_invariants(node: ChaosNode) -> list[str]:
     """What ``kvshm dump-index --check`` says while the engines stand still."""
     for engine in node.engines:
         engine.order("pause")

@@ -83,7 +83,7 @@ class Member:
     """Exit statuses with which it may end."""
     ranks: list[Worker] = field(default_factory=list)
     damaged: bool = False
-    """Whether memory of it has been cut or emptied: its laws say nothing any more."""
+    """Whether memory of it has been cut or emptied: its invariants say nothing any more."""
     excused_until: float = 0.0
     """It cannot be heard before: stopped, or out of descriptors."""
     heard_at: float = field(default_factory=time.monotonic)

@@ -48,3 +48,6 @@ def test_a_bad_setting_is_named_with_the_remedy() -> None:
     done = coordinator(KVSHM_LOG_LEVEL="loud")
     assert done.returncode == 2
     assert "KVSHM_LOG_LEVEL='loud' is not debug, info, warning or error; correct it" in done.stderr
+    done = coordinator("--namespace", "Foo Bar")
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvshm-coordinator: --namespace='Foo Bar' is not 1 to 32 of a-z")

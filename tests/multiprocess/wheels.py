@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvshm.protocol import PROTOCOL_VERSION
-from kvshm.records import LAYOUT_VERSION
+from kvshm.records import LAYOUT_VERSION, digest, numbers
 from kvshm.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -47,9 +47,14 @@ _NEWER = (
         f"\nLAYOUT_VERSION = {LAYOUT_VERSION + 1}\n",
     ),
     (
-        "kvshm/_core.h",
+        "kvshm/_layout.h",
         f"KVSHM_LAYOUT_VERSION = {LAYOUT_VERSION},",
         f"KVSHM_LAYOUT_VERSION = {LAYOUT_VERSION + 1},",
+    ),
+    (
+        "kvshm/_layout.h",
+        f"{digest(numbers()):#010x}u",
+        f"{digest({**numbers(), 'LAYOUT_VERSION': LAYOUT_VERSION + 1}):#010x}u",
     ),
 )
 

@@ -21,7 +21,6 @@ from kvshm.terms import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm.tools import dump_index
 from kvshm.tools.chains import tag_of
 from kvshm.tools.report import Filters, describe
-from kvshm.tools.snapshot import take
 
 from .served import Served, ServedNode
 
@@ -51,8 +50,7 @@ class Node(ServedNode):
 
     def report(self, **filters: object) -> dict:
         chosen = Filters(**filters)
-        taken = take(self.run_dir, self.namespace, with_entries=True)
-        spaces = describe(taken, chosen)["namespaces"]
+        spaces = describe(self.run_dir, self.namespace, chosen)["namespaces"]
         return spaces[0] if spaces else {}
 
     def run(self, *arguments: str) -> int:

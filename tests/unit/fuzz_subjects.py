@@ -43,7 +43,6 @@ from kvshm.terms import (
 from kvshm.tools.check import look
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, describe
-from kvshm.tools.snapshot import take
 
 BLOCKS, RANKS = 20, 2  # a flipped bit of 20 makes it smaller, too
 EPOCH = Epoch(0x1122334455667788)
@@ -243,7 +242,7 @@ class Index(Subject):
 
 def dump(run_dir: Path) -> None:
     """The dump, as people and as programs read it, and the check."""
-    report = describe(take(run_dir, None, with_entries=True), Filters(entries=True))
+    report = describe(run_dir, None, Filters(entries=True))
     render(report, everything=True)
     json.dumps(report)
     look(run_dir, None)

@@ -106,7 +106,9 @@ def slot(block: int) -> int:
 def test_a_sound_node_is_sound(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert node.violations() == []
     assert node.run() == 0
-    assert capsys.readouterr().out == "sound: 2 index, 2 slots\n"
+    assert capsys.readouterr().out == (
+        "sound: 2 index, 2 slots (of shared memory; this is no health check)\n"
+    )
     assert node.run("--json") == 0
     assert json.loads(capsys.readouterr().out) == {
         "checked": {"index": 2, "slots": 2},
@@ -117,7 +119,12 @@ def test_a_sound_node_is_sound(node: Node, capsys: pytest.CaptureFixture[str]) -
 
 def test_nothing_to_check_is_status_1(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
     assert node.run("--namespace", "none-such") == 1
-    assert "nothing of kvshm found" in capsys.readouterr().err
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "nothing of kvshm found to check"
+    assert [line.split(" (")[0] for line in told[1:]] == [
+        "there is engine exporter",
+        "there is engine importer",
+    ]
 
 
 @pytest.mark.parametrize("other", ["--leased", "--entries", "--engine=a", "--hash=ff"])

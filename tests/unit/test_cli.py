@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import uuid
@@ -12,7 +14,7 @@ import pytest
 
 from kvshm.config import SETTINGS
 from kvshm.tools import dump_index
-from kvshm.tools.snapshot import Snapshot
+from kvshm.tools.report import Filters, Json
 
 from .served import ServedNode
 
@@ -54,7 +56,7 @@ def test_config_names_a_bad_setting_with_its_remedy() -> None:
 def test_dump_index_gets_the_rest_of_the_command_line() -> None:
     nobody = kvshm("dump-index", "--namespace", f"t{uuid.uuid4().hex[:8]}", "--json")
     assert (nobody.returncode, nobody.stdout.strip()) == (1, '{\n  "namespaces": []\n}')
-    assert "usage: dump_index" in kvshm("dump-index", "--help").stdout
+    assert "usage: kvshm dump-index" in kvshm("dump-index", "--help").stdout
 
 
 @pytest.mark.parametrize("what", [[], ["--check"]])
@@ -88,23 +90,24 @@ def test_dump_index_shows_all_namespaces_where_none_is_named(
 ) -> None:
     looked: list[str | None] = []
 
-    def take(run_dir: Path, namespace: str | None, with_entries: bool) -> Snapshot:
+    def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
         looked.append(namespace)
-        return Snapshot()
+        return {"namespaces": []}
 
-    monkeypatch.setattr(dump_index, "take", take)
+    monkeypatch.setattr(dump_index, "describe", describe)
     monkeypatch.setattr(os, "environ", {**setting, "KVSHM_RUN_DIR": str(served.run_dir)})
     assert dump_index.main(option) == 1
-    assert looked == [None]
+    assert set(looked) == {None}
 
 
 def test_dump_index_names_a_bad_namespace_and_does_not_look_at_the_other_settings() -> None:
-    for bad in (
-        kvshm("dump-index", KVSHM_NAMESPACE="Not One"),
-        kvshm("dump-index", "--namespace", "Not One"),
+    for called, bad in (
+        ("KVSHM_NAMESPACE", kvshm("dump-index", KVSHM_NAMESPACE="Not One")),
+        ("--namespace", kvshm("dump-index", "--namespace", "Not One")),
+        ("--namespace", kvshm("clean", "--namespace", "Not One")),
     ):
         assert (bad.returncode, bad.stdout) == (2, "")
-        assert "KVSHM_NAMESPACE='Not One' is not 1 to 32 of a-z" in bad.stderr
+        assert f": {called}='Not One' is not 1 to 32 of a-z" in bad.stderr
     assert kvshm("dump-index", KVSHM_NAMESPACE="none-such", KVSHM_ROLE="reader").returncode == 1
 
 
@@ -113,3 +116,28 @@ def test_a_wrong_command_line_is_told() -> None:
         done = kvshm(*wrong)
         assert done.returncode == 2
         assert done.stderr.startswith("usage: kvshm")
+
+
+def test_alone_it_prints_its_help_to_those_who_made_a_mistake() -> None:
+    alone, asked = kvshm(), kvshm("--help")
+    assert (alone.returncode, alone.stdout) == (2, "")
+    assert (asked.returncode, asked.stdout) == (0, alone.stderr)
+    for verb in ("config", "dump-index", "clean"):
+        assert re.search(rf"^    {verb}\s+\w", asked.stdout, re.MULTILINE)
+    assert "``" not in asked.stdout
+
+
+@pytest.mark.parametrize("verb", ["config", "dump-index"])
+def test_a_reader_that_stops_reading_is_no_error(served: ServedNode, verb: str) -> None:
+    served.serve("e", 1)
+    reads, writes = os.pipe()
+    os.close(reads)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvshm.tools.cli", verb],
+        env={**os.environ, "KVSHM_RUN_DIR": str(served.run_dir)},
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

@@ -12,13 +12,14 @@ from kvshm.config import (
     Config,
     Fault,
     Role,
+    Setting,
     Share,
     describe,
 )
 from kvshm.errors import ConfigError
 
 BAD = {
-    "KVSHM_ENABLE": ["true", "2", "01", " 1"],
+    "KVSHM_ENABLE": ["y", "2", "01", " 1"],
     "KVSHM_RUN_DIR": ["kvshm", "./run", "/run/\0kv", "/run/a\nb", "/" + "x" * 107],
     "KVSHM_NAMESPACE": ["Prod", "a.b", "a/b", "x" * 33],
     "KVSHM_ROLE": ["BOTH", "kv_both"],
@@ -35,13 +36,13 @@ BAD = {
     "KVSHM_DRAIN_BUDGET_MS": ["fast", "-0.1", "1000.5", "nan", "inf", " 7", "1_0", "\uff11"],
     "KVSHM_MAX_IMPORT_BLOCKS": ["0", "-1", "all", "+7", "1_000", "\u0667"],
     "KVSHM_SHARE": ["some", "salted"],
-    "KVSHM_VERIFY": ["yes"],
+    "KVSHM_VERIFY": ["ture"],
     "KVSHM_STAGING": ["host"],
     "KVSHM_BESIDE": ["NixlConnector"],
-    "KVSHM_ALLOW_UNTESTED_VLLM": ["yes"],
+    "KVSHM_ALLOW_UNTESTED_VLLM": ["0.32"],
     "KVSHM_LOG_LEVEL": ["loud"],
     "KVSHM_FAULT": ["wrong"],
-    "KVSHM_STRICT": ["on"],
+    "KVSHM_STRICT": ["very"],
 }
 
 
@@ -100,6 +101,25 @@ def test_a_bad_value_is_named_with_setting_and_remedy(name: str, value: str) -> 
     assert "correct it" in text or "choose a shorter path" in text
 
 
+@pytest.mark.parametrize("setting", [s for s in SETTINGS if s.default is False])
+def test_a_switch_is_turned_on_and_off_as_in_vllm(setting: Setting) -> None:
+    for value in ("1", "true", "True", "YES", "on"):
+        assert getattr(Config.from_env({setting.name: value}), setting.field) is True
+    for value in ("0", "false", "False", "NO", "off"):
+        assert getattr(Config.from_env({setting.name: value}), setting.field) is False
+
+
+def test_an_option_overrides_its_setting_and_is_named_where_it_is_wrong() -> None:
+    environ = {"KVSHM_NAMESPACE": "here", "KVSHM_RUN_DIR": "/run/here", "KVSHM_LOG_LEVEL": "error"}
+    options = {"--namespace": "there", "--run-dir": None, "--log-level": ""}
+    config = Config.from_env(environ, options)
+    assert (config.namespace, config.run_dir, config.log_level) == ("there", "/run/here", "INFO")
+    with pytest.raises(ConfigError, match=r"^--namespace='Foo Bar' is not 1 to 32 of a-z"):
+        Config.from_env(environ, {"--namespace": "Foo Bar"})
+    with pytest.raises(ConfigError, match=r"^--run-dir='/x+' has 200 bytes"):
+        Config.from_env(environ, {"--run-dir": "/" + "x" * 199})
+
+
 def test_every_setting_has_a_bad_value_in_this_file() -> None:
     assert set(BAD) == {s.name for s in SETTINGS}
 
@@ -123,6 +143,14 @@ def test_an_unknown_name_is_warned_about_with_the_nearest() -> None:
     assert warning.endswith("KVSHM_NAMESPACE?")
 
 
+@pytest.mark.parametrize("name", ["KVSHM_FOO", "KVSHM_", "KVSHM_TIMEOUT"])
+def test_a_name_that_is_like_none_of_the_settings_has_no_nearest(name: str) -> None:
+    (warning,) = Config.from_env({name: "x"}).warnings
+    assert warning == (
+        f"{name} is no setting of kvshm and does nothing; `kvshm config` lists them all"
+    )
+
+
 def test_what_kubernetes_injects_is_ignored() -> None:
     names = ["PORT", "PORT_5555_TCP", "PORT_5555_TCP_ADDR", "SERVICE_HOST", "SERVICE_PORT_ZMQ"]
     names += [f"WEB_{name}" for name in names]  # of a Service named kvshm-web
@@ -134,6 +162,7 @@ def test_what_kubernetes_injects_is_ignored() -> None:
     [
         ({"KVSHM_ENABLE": "1", "VLLM_PLUGINS": "lora_resolver"}, True),
         ({"KVSHM_ENABLE": "1", "VLLM_PLUGINS": ""}, True),
+        ({"KVSHM_ENABLE": "true", "VLLM_PLUGINS": ""}, True),
         ({"KVSHM_ENABLE": "1", "VLLM_PLUGINS": "lora_resolver,kvshm"}, False),
         ({"KVSHM_ENABLE": "1"}, False),
         ({"VLLM_PLUGINS": "lora_resolver"}, False),
@@ -155,7 +184,7 @@ def test_describe_names_value_and_origin() -> None:
     assert told["KVSHM_ROLE"] == ("both", "default")
     assert told["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
     assert told["KVSHM_FAULT"] == ("unset", "default")
-    (run_dir,) = [d for d in describe({}) if d.name == "KVSHM_RUN_DIR"]
+    (run_dir,) = [d for d in describe({}) if d[0] == "KVSHM_RUN_DIR"]
     assert run_dir[1:] == (f"/tmp/kvshm-{os.geteuid()}", "default")
 
 

@@ -40,6 +40,7 @@ def test_with_nobody_alive_what_is_left_is_said_and_status_1(dumped, capsys):
     assert streams.err.splitlines() == [
         "engine 000000000000000f: its process has ended; run `kvshm clean` or start a coordinator",
         "nothing of kvshm found that was asked for",
+        f"no engine runs in {dumped.run_dir}",
     ]
 
 

@@ -9,12 +9,19 @@ import uuid
 
 import pytest
 
+from kvshm.counters import (
+    BYTES_COPIED,
+    IMPORTED_BLOCKS,
+    LOADS_FAILED,
+    LOADS_STARTED,
+    LOOKUP_HITS,
+    LOOKUPS,
+)
 from kvshm.records import BlockRecord, pack_records
 from kvshm.terms import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm.tools import dump_index
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, describe
-from kvshm.tools.snapshot import take
 
 from .dumps import (
     DEAD_PID,
@@ -82,7 +89,7 @@ def test_a_bit_nobody_claims_has_an_unknown_holder(dumped):
     assert table.lease(LeaseBit(9), pack_records(records))[0] == 1
     holder = dumped.report()["engines"][0]["blocks"][0]["holders"][0]
     assert (holder["bit"], holder["engine"], holder["pid"]) == (9, None, None)
-    assert "unknown (bit 9)" in render(describe(take(dumped.run_dir, None, False), Filters()))
+    assert "unknown (bit 9)" in render(describe(dumped.run_dir, None, Filters()))
 
 
 def test_chains_are_told_by_their_last_block_the_longest_first(dumped, busy):
@@ -183,6 +190,32 @@ def test_the_table_names_everything_that_matters(dumped, busy, capsys):
     assert max(len(line) for line in text.splitlines()) < 200
 
 
+def test_the_table_says_what_each_engine_has_imported(dumped, busy, capsys):
+    for counter, number in (
+        (LOOKUPS, 9),
+        (LOOKUP_HITS, 7),
+        (LOADS_STARTED, 6),
+        (LOADS_FAILED, 1),
+        (IMPORTED_BLOCKS, 5),
+        (BYTES_COPIED, 4096),
+    ):
+        busy.importer.counters.add(counter, number)
+    dumped.run()
+    _, table = capsys.readouterr().out.split("\n  imports\n")
+    head, row, *_ = table.splitlines()
+    assert head.split() == ["engine", "lookups", "hits", "loads", "failed", "tokens", "bytes"]
+    assert row.split() == ["importer", "9", "7", "6", "1", str(5 * 16), "4096"]
+
+
+def test_engines_that_do_not_share_are_counted_apart(dumped, capsys):
+    for epoch, fingerprint in (1, b"a"), (2, b"b"), (3, b"b"):
+        dumped.serve(f"e{epoch}", epoch, fingerprint=fingerprint * 32)
+    dumped.run()
+    text = capsys.readouterr().out
+    assert f"  fingerprint {b'aaaaaa'.hex()}: 1 engine\n" in text
+    assert f"  fingerprint {b'bbbbbb'.hex()}: 2 engines\n" in text
+
+
 def test_json_is_the_report(dumped, busy, capsys):
     assert dumped.run("--json", "--engine", "exporter") == 0
     printed = json.loads(capsys.readouterr().out)
@@ -208,6 +241,9 @@ def test_nothing_found_is_status_1_and_said(dumped, busy, capsys):
     streams = capsys.readouterr()
     assert streams.err.count("nothing of kvshm found") == 4
     assert streams.out == ""
+    exporter = f"there is engine exporter (pid {os.getpid()}, epoch 000000000000000a)"
+    assert streams.err.count(f"{exporter} of namespace {dumped.namespace}\n") == 3
+    assert streams.err.endswith(f"no engine runs in {dumped.run_dir / 'none'}\n")
     assert dumped.run("--json", "--namespace", "none-such") == 1
     assert json.loads(capsys.readouterr().out) == {"namespaces": []}
     assert not (dumped.run_dir / "none").exists()
@@ -224,5 +260,5 @@ def test_a_wrong_command_line_is_status_2(arguments, capsys):
 def test_a_run_directory_that_cannot_be_one_is_status_2_with_a_sentence(place, capsys):
     assert dump_index.main(["--run-dir", place]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("dump_index: ")
+    assert line.startswith("kvshm dump-index: ")
     assert place in line

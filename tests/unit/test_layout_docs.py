@@ -1,8 +1,9 @@
-"""docs/layout.md says what records.py says: every number, and every constant."""
+"""docs/layout.md and _layout.h say what records.py says: every number, and every constant."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +25,12 @@ def rows(section: str) -> list[tuple[int, int, str]]:
 SECTIONS = re.split(r"^#+ ", PAGE.read_text(), flags=re.MULTILINE)[1:]
 ROWS = [row for section in SECTIONS for row in rows(section)]
 CONSTANTS = sorted(name for name in vars(records) if NAMED.fullmatch(name) and name != "HASH_BYTES")
+
+
+def test_the_committed_page_and_header_are_the_generated_ones() -> None:
+    generator = runpy.run_path(str(PAGE.with_name("generate.py")))
+    assert generator["layout"](PAGE.read_text()) == PAGE.read_text(), "make docs"
+    assert generator["header"](records.numbers()) == generator["HEADER"].read_text(), "make docs"
 
 
 @pytest.mark.parametrize("constant", CONSTANTS)

@@ -151,6 +151,16 @@ def test_engines_of_one_fingerprint_need_their_fields_noted_once(
     assert divide(strangers, 8) == list(zip(strangers, entries, strict=False))
 
 
+def test_the_first_join_of_an_epoch_is_no_rejoin(table: SlotTable, member: Membership) -> None:
+    reply = Joined(
+        protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
+        roster=[], sequences={}, suspected=[], strangers=[],
+    )  # fmt: skip
+    for joins in range(3):
+        member.joined(reply)
+        assert table.counters.read(c.REJOINS) == joins
+
+
 def test_both_sides_say_it_once_and_note_it(
     table: SlotTable, peers: Peers, member: Membership, caplog: pytest.LogCaptureFixture
 ) -> None:

