@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
     from kvshm.config import Config
+    from kvshm.log import Logger
 
 CONNECTOR = "KvshmConnector"
 CONNECTOR_MODULE = "kvshm.hooks.connector"
@@ -174,7 +175,7 @@ def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     return combined(other, OURS)
 
 
-def _logger() -> logging.Logger:
+def _logger() -> Logger:
     from kvshm.log import logger
 
     return logger("kvshm")

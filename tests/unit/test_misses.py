@@ -192,7 +192,7 @@ def test_both_sides_say_it_once_and_note_it(
         member.joined(reply)
         late = Stranger("vllm-8", 8, {"block_size": ("16", "32")})
         member.stranger_joined(late)
-    assert caplog.messages == [sentence(OTHER), sentence(late)]
+    assert caplog.messages == [f"kvshm: {sentence(one)}" for one in (OTHER, late)]
     both = dict.fromkeys(notes(OTHER, 2), 2)
     assert len(both) == 2
     assert {e.text: e.times for e in table.errors()} == both | dict.fromkeys(notes(late, 1), 1)
@@ -208,7 +208,7 @@ def test_of_very_many_strangers_the_latest_are_remembered_as_named(
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
         for stranger in (*strangers, *strangers[-NAMED:]):
             member.stranger_joined(stranger)
-    assert caplog.messages == [sentence(stranger) for stranger in strangers]
+    assert caplog.messages == [f"kvshm: {sentence(stranger)}" for stranger in strangers]
     assert len(member._named) == NAMED
 
 

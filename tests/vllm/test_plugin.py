@@ -323,7 +323,7 @@ def test_beside_a_configured_connector_where_that_was_asked_for(
     assert theirs["kv_connector_extra_config"] == {"num_threads": 3}
     assert theirs["kv_load_failure_policy"] == "fail"
     assert (ours["kv_connector"], ours["kv_role"]) == ("KvshmConnector", "kv_consumer")
-    assert any(line.startswith("beside NixlConnector, in a MultiConnector") for line in lines)
+    assert any(line.startswith("kvshm: beside NixlConnector, in a Multi") for line in lines)
     again = make_config(kv_transfer_config=transfer).kv_transfer_config
     assert again is not None
     assert again.kv_connector_extra_config == transfer.kv_connector_extra_config
