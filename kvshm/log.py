@@ -32,9 +32,12 @@ def logger(name: str) -> Logger:
     return Logger(logging.getLogger("vllm." + name), {})
 
 
-def engine_name(name: str, pid: int, epoch: int = 0) -> str:
-    """Return how a line names an engine; without ``epoch`` where that is not known."""
-    return f"{name} (epoch {epoch:016x}, pid {pid})" if epoch else f"{name} (pid {pid})"
+def engine_name(epoch: int = 0, name: str = "", pid: int = 0) -> str:
+    """Return how each line names an engine: ``vllm-7 (epoch 1f5c90e2a8b34d67, pid 7)``, without
+    what is not known."""
+    about = [f"epoch {epoch:016x}"] if epoch else []
+    about += [f"pid {pid}"] if pid else []
+    return f"{name} ({', '.join(about)})".lstrip()
 
 
 class Seldom:

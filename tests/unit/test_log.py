@@ -10,6 +10,8 @@ import pytest
 
 from kvshm.log import engine_name, logger
 
+from .coordinators import engine
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -35,8 +37,10 @@ def test_each_line_begins_with_kvshm(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_an_engine_is_named_with_epoch_and_pid() -> None:
-    assert engine_name("vllm-7", 7, 0x10DDD) == "vllm-7 (epoch 0000000000010ddd, pid 7)"
-    assert engine_name("vllm-7", 7) == "vllm-7 (pid 7)"
+    assert engine_name(0x10DDD, "vllm-7", 7) == "vllm-7 (epoch 0000000000010ddd, pid 7)"
+    assert engine_name(name="vllm-7", pid=7) == "vllm-7 (pid 7)"
+    assert engine_name(0x10DDD) == "(epoch 0000000000010ddd)"
+    assert engine(0x10DDD, name="vllm-7", pid=7).who == engine_name(0x10DDD, "vllm-7", 7)
 
 
 def test_every_logger_of_the_product_is_one_of_these() -> None:
