@@ -60,8 +60,7 @@ class Membership:
             self._name(life, stranger, entries)
         peers = sum(info.epoch != life.table.epoch for info in reply.roster)
         who = engine_name(life.table.epoch, life.table.engine, life.table.pid)
-        text = "joined as %s, lease bit %d, engines to share with: %d"
-        log.info(text, who, reply.lease_bit, peers)
+        log.info("joined as %s, lease bit %d, peers to share with: %d", who, reply.lease_bit, peers)
 
     def engine_joined(self, info: EngineInfo) -> None:
         if (life := self._present()) is not None and info.epoch != life.table.epoch:

@@ -267,8 +267,8 @@ class Peers:
         peer.quarantined = True
         peer.avoided_until = self._clock() + QUARANTINE_SECONDS
         self._avoided[peer.row] = peer
-        text = "engine %s failed %d times, it is avoided for %.0f s"
-        log.warning(text, peer.info.who, QUARANTINE_FAILURES, QUARANTINE_SECONDS)
+        who, times = peer.info.who, QUARANTINE_FAILURES
+        log.warning("engine %s failed %d times, avoided for %.0f s", who, times, QUARANTINE_SECONDS)
         return True
 
     def not_attached(self, epoch: Epoch) -> None:
