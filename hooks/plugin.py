@@ -140,7 +140,7 @@ def _offer(vllm_config: VllmConfig, config: Config) -> None:
         _decline(reason)
         return
     vllm_config.kv_transfer_config = _transfer_config(other, config)
-    _say_once("sharing the prefix cache with the other engines of this machine")
+    _say_once("connector installed: the engine shares its prefix cache if its KV cache allows it")
 
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
