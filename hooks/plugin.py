@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
     from kvshm.config import Config
+    from kvshm.log import Logger
 
 CONNECTOR = "KvshmConnector"
 CONNECTOR_MODULE = "kvshm.hooks.connector"
@@ -141,7 +142,7 @@ def _offer(vllm_config: VllmConfig, config: Config) -> None:
         _decline(reason)
         return
     vllm_config.kv_transfer_config = _transfer_config(other, config)
-    _say_once("sharing the prefix cache with the other engines of this machine")
+    _say_once("connector installed: the engine shares its prefix cache if its KV cache allows it")
 
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
@@ -176,7 +177,7 @@ def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     return combined(other, OURS)
 
 
-def _logger() -> logging.Logger:
+def _logger() -> Logger:
     from kvshm.log import logger
 
     return logger("kvshm")

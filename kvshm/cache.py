@@ -33,7 +33,7 @@ from .imports import Imports
 from .later import Pause
 from .leftovers import clear
 from .life import EngineSpec, Founding, Life
-from .log import logger
+from .log import engine_name, logger
 from .marks import Marks, Run
 from .member import Membership
 from .peer_list import PeerList
@@ -359,5 +359,6 @@ class SharedCache:
 def join_cache(config: Config, spec: EngineSpec, run_dir: Path) -> SharedCache:
     """Return this engine's half of the node's cache; it joins in the background, now or
     whenever a coordinator appears, once ``open_epoch`` was called."""
-    log.info("engine %s (pid %d) shares its prefix cache by %s", spec.name, os.getpid(), run_dir)
+    who = engine_name(name=spec.name, pid=os.getpid())
+    log.info("engine %s shares its prefix cache, run directory %s", who, run_dir)
     return SharedCache(config, spec, run_dir)

@@ -127,7 +127,7 @@ class Imports:
             try:
                 leased, taken = run.peer.table.lease(bit, run.records)
             except KvshmError as exc:
-                text = f"cannot lease from engine {run.peer.info.name}: {exc}"
+                text = f"cannot lease from engine {run.peer.info.who}: {exc}"
                 if self._seldom.passes(text):
                     log.warning("%s", text)
                 leased, taken = 0, b""

@@ -1,13 +1,15 @@
-"""Loggers whose lines vLLM shows.
+"""Loggers whose lines vLLM shows, and how a line names an engine.
 
 vLLM configures one logger, ``vllm``, and leaves the root logger at WARNING: a line logged
-as ``kvshm.peers`` would be lost in every engine.  So kvshm logs below ``vllm``.
+as ``kvshm.peers`` would be lost in every engine.  So kvshm logs below ``vllm``.  vLLM shows the
+name of a line's file but not of its logger, so each line begins with ``kvshm:`` to be found.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 SAY_AGAIN_SECONDS = 60.0
 MAX_KINDS = 256
@@ -16,9 +18,26 @@ MAX_KINDS = 256
 _OURS = "vllm.kvshm"
 
 
-def logger(name: str) -> logging.Logger:
+class Logger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose lines begin with ``kvshm:``."""
+
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"kvshm: {msg}", kwargs
+
+
+def logger(name: str) -> Logger:
     """Return the logger of module ``name`` (its ``__name__``) below ``vllm``."""
-    return logging.getLogger("vllm." + name)
+    return Logger(logging.getLogger("vllm." + name), {})
+
+
+def engine_name(epoch: int = 0, name: str = "", pid: int = 0) -> str:
+    """Return how each line names an engine: ``vllm-7 (epoch 1f5c90e2a8b34d67, pid 7)``, without
+    what is not known."""
+    about = [f"epoch {epoch:016x}"] if epoch else []
+    about += [f"pid {pid}"] if pid else []
+    return f"{name} ({', '.join(about)})".lstrip()
 
 
 class Seldom:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from .counters import INDEX_FULL, REJOINS, RESYNCS
 from .life import Life
-from .log import logger
+from .log import engine_name, logger
 from .miss_report import MissReport
 from .protocol import EngineInfo, Joined, Refused, Stranger
 from .strangers import divide, notes, sentence
@@ -62,12 +62,13 @@ class Membership:
         for stranger, entries in divide(reply.strangers, NOTES):
             self._name(life, stranger, entries)
         peers = sum(info.epoch != life.table.epoch for info in reply.roster)
-        log.info("joined with lease bit %d, %d engines to share with", reply.lease_bit, peers)
+        who = engine_name(life.table.epoch, life.table.engine, life.table.pid)
+        log.info("joined as %s, lease bit %d, peers to share with: %d", who, reply.lease_bit, peers)
 
     def engine_joined(self, info: EngineInfo) -> None:
         if (life := self._present()) is not None and info.epoch != life.table.epoch:
             life.peers.joined(info)
-            log.info("engine %s (pid %d) joined", info.name, info.pid)
+            log.info("engine %s joined", info.who)
 
     def engine_suspected(self, epoch: int) -> None:
         if (life := self._present()) is not None:
@@ -79,8 +80,7 @@ class Membership:
 
     def engine_gone(self, epoch: int, reason: str) -> None:
         if (life := self._present()) is not None and epoch != life.table.epoch:
-            life.peers.gone(Epoch(epoch))
-            log.info("engine of epoch %016x is gone: %s", epoch, reason)
+            log.info("engine %s is gone: %s", life.peers.gone(Epoch(epoch)), reason)
 
     def engine_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
         if (life := self._present()) is not None:

@@ -1,4 +1,4 @@
-"""A line now and then that tells an engine without hits why it has none."""
+"""One line a minute about lookups: how many found a prefix, and why the others did not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REASONS = {
     c.MISS_CHEAPER: "computing is faster",
     c.MISS_NO_ROOM: "no room",
 }
-_READ = (c.LOOKUPS, c.IMPORTED_BLOCKS, *REASONS)
+_READ = (c.LOOKUPS, c.LOOKUP_HITS, c.IMPORTED_BLOCKS, c.LOADS_FAILED, *REASONS)
 
 
 class MissReport:
@@ -33,8 +33,8 @@ class MissReport:
         self._before: dict[c.Counter, int] = {}
 
     def line(self, table: SlotTable) -> str | None:
-        """Return what to log: once a period, and only if prefixes were looked up and not one
-        block was imported in it.  A new epoch's table counts from 0."""
+        """Return what to log: once a period, and only if something was counted in it.  A new
+        epoch's table counts from 0.  Reads shared memory, changes nothing there."""
         now = self._clock()
         if now - self._since < PERIOD_SECONDS:
             return None
@@ -43,9 +43,22 @@ class MissReport:
         grown = {counter: value - before.get(counter, 0) for counter, value in read.items()}
         seconds, self._since = now - self._since, now
         self._epoch, self._before = table.epoch, read
-        asked = grown[c.LOOKUPS] or grown[c.MISS_NO_ROOM]  # without room nothing is looked up
-        if not asked or grown[c.IMPORTED_BLOCKS]:
+        if not any(grown.values()):
             return None
-        why = [f"{text} {grown[reason]}" for reason, text in REASONS.items() if grown[reason]]
-        reasons = ", ".join(why) or "loads under way or failed"
-        return f"no hit in {grown[c.LOOKUPS]} lookups of the last {seconds:.0f} s: {reasons}"
+        return f"last {seconds:.0f} s: {_hits(grown, table.block_size)}{_misses(grown)}"
+
+
+def _hits(grown: dict[c.Counter, int], block_size: int) -> str:
+    lookups, blocks = grown[c.LOOKUPS], grown[c.IMPORTED_BLOCKS]
+    found = f"{grown[c.LOOKUP_HITS]} of {lookups} lookups found a prefix"
+    parts = [found if lookups else "no lookups"]
+    if blocks:
+        parts.append(f"{blocks * block_size:,} tokens imported")
+    if failed := grown[c.LOADS_FAILED]:
+        parts.append(f"{failed} load{'' if failed == 1 else 's'} failed")
+    return ", ".join(parts)
+
+
+def _misses(grown: dict[c.Counter, int]) -> str:
+    why = ", ".join(f"{text} {grown[reason]}" for reason, text in REASONS.items() if grown[reason])
+    return f"; misses: {why}" if why else ""

@@ -21,7 +21,7 @@ from .errors import KvshmError, SegmentNotFound, SegmentNotReady
 from .handout import Handouts
 from .index import Forgotten, Replica
 from .later import Later
-from .log import logger
+from .log import engine_name, logger
 from .peer import Peer, check_table
 from .peer_list import PeerList
 from .plans import PlannedRun
@@ -134,11 +134,13 @@ class Peers:
         """Offer a suspected engine's blocks again."""
         self._suspect(epoch, False, RowState.LIVE)
 
-    def gone(self, epoch: Epoch) -> None:
-        """Drop an engine whose epoch has ended.  Plans that hold it keep its table mapped."""
+    def gone(self, epoch: Epoch) -> str:
+        """Drop an engine that is gone; returns its name for the log.  Plans keep its table."""
+        who = peer.info.who if (peer := self._find(epoch)) else engine_name(epoch)
         self._drop(epoch)
         self._later.forget(epoch)
         self._complaints = {c for c in self._complaints if c[0] != epoch}
+        return who
 
     def events(self, batches: Sequence[tuple[int, bytes]]) -> None:
         """Apply events, each with its engine's epoch, in order; those of an epoch that is not
@@ -188,7 +190,7 @@ class Peers:
                 self._show()
                 self.replica.set_row_state(peer.row, RowState.SUSPECTED)
                 if not peer.table.retired:  # else it has ended its epoch in order
-                    log.warning("engine %s (pid %d) has died", peer.info.name, peer.info.pid)
+                    log.warning("engine %s has died", peer.info.who)
 
     def write_again(self) -> None:
         """Name the peers to the own ranks if that has failed.  About once a second."""
@@ -265,10 +267,8 @@ class Peers:
         peer.quarantined = True
         peer.avoided_until = self._clock() + QUARANTINE_SECONDS
         self._avoided[peer.row] = peer
-        log.warning(
-            "engine %s (pid %d) failed %d times, it is avoided for %.0f s",
-            peer.info.name, peer.info.pid, QUARANTINE_FAILURES, QUARANTINE_SECONDS,
-        )  # fmt: skip
+        who, times = peer.info.who, QUARANTINE_FAILURES
+        log.warning("engine %s failed %d times, avoided for %.0f s", who, times, QUARANTINE_SECONDS)
         return True
 
     def not_attached(self, epoch: Epoch) -> None:
@@ -379,7 +379,7 @@ class Peers:
         self._skipped += 1
         if isinstance(reason, SegmentNotFound):  # it has left meanwhile, or begun anew
             self._later.forget(info.epoch)
-            log.info("engine %s (pid %d) has ended its epoch: %s", info.name, info.pid, reason)
+            log.info("engine %s has ended its epoch: %s", info.who, reason)
             return
         self._later.put(info)
         self._complain(info, f"is left out: {reason}")
@@ -389,7 +389,7 @@ class Peers:
         kind = (info.epoch, what.partition(":")[0])
         if kind not in self._complaints:
             self._complaints.add(kind)
-            log.warning("engine %s (pid %d) %s", info.name, info.pid, what)
+            log.warning("engine %s %s", info.who, what)
 
 
 def _is_stale(peer: Peer, records: bytes, forgotten: Collection[Forgotten]) -> bool:

@@ -20,6 +20,7 @@ from msgspec import Meta, Raw
 
 from .errors import ProtocolError, VersionMismatch
 from .interfaces import MemoryDescriptor
+from .log import engine_name
 from .records import ENGINE_NAME_BYTES, MAX_RANKS
 
 PROTOCOL_VERSION = 2
@@ -79,6 +80,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     lease_bit: int = -1
     imports_only: bool = False
     kvshm_version: Version = ""
+
+    @property
+    def who(self) -> str:
+        """How the log names it."""
+        return engine_name(self.epoch, self.name, self.pid)
 
 
 # -- engine to coordinator

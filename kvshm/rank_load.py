@@ -166,7 +166,12 @@ class RankLoad:
         except Exception as exc:
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
-            self._note(f"cannot read from engine {part.piece.peer:016x}: {exc}", exc)
+            who = self._peers.name_of(part.piece.peer)
+            self._note(
+                f"cannot read from engine {part.piece.peer:016x}: {exc}",
+                exc,
+                f"cannot read from engine {who}: {exc}",
+            )
         return True
 
     def _stand_in_line(self) -> None:
@@ -226,7 +231,9 @@ class RankLoad:
         if not all(same):
             self._count(MISMATCHED, same.count(False))
             self._reject(piece, same, LoadFailure.MISMATCH)
-            self._note(f"engine {piece.peer:016x}: copied bytes differ from what it published")
+            what = "copied bytes differ from what it published"
+            who = self._peers.name_of(piece.peer)
+            self._note(f"engine {piece.peer:016x}: {what}", logged=f"engine {who}: {what}")
         if self._table is not None:
             for target, checksum in zip(piece.targets, found, strict=True):
                 self._table.set_checksum(self._rank, target, checksum)
@@ -283,9 +290,10 @@ class RankLoad:
         if self._table is not None and amount:
             self._table.counters.add(counter, amount)
 
-    def _note(self, text: str, exc: Exception | None = None) -> None:
-        if self._peers.seldom.passes(text):
-            log.warning("%s", text, exc_info=None if isinstance(exc, KvshmError) else exc)
+    def _note(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
+        """Say it in the own table and in the log, where more has room (``logged``)."""
+        if self._peers.seldom.passes(logged or text):
+            log.warning("%s", logged or text, exc_info=None if isinstance(exc, KvshmError) else exc)
         with suppress(Exception):  # the log above has it; nothing may be lost for the note
             if self._table is not None:
                 self._table.log_error(text)

@@ -21,7 +21,7 @@ from . import threads
 from .errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
 from .handout import Handouts
 from .interfaces import Attachment, MemoryDescriptor, Transport
-from .log import Seldom, logger
+from .log import Seldom, engine_name, logger
 from .peer_list import PeerListReader
 from .plans import Piece
 from .protocol import EngineInfo
@@ -155,6 +155,11 @@ class PeerBook:
         """Attach who is in this list from now on.  Any thread."""
         self._followed = _Followed(reader)
 
+    def name_of(self, peer: Epoch) -> str:
+        """How the log names a peer, listed or not.  Any thread."""
+        info = self._followed.listed.get(peer)
+        return info.who if info is not None else engine_name(peer)
+
     def attach_listed(self) -> None:
         """Begin to attach peers of the list that are ready for it, a few at a time."""
         followed = self._followed
@@ -204,7 +209,7 @@ class PeerBook:
             if isinstance(exc, KvshmError):
                 reason = str(exc)
             elif not isinstance(exc, OSError):  # no descriptors, for one
-                log.exception("engine %016x could not be attached", wanted.peer)
+                log.exception("engine %s could not be attached", self.name_of(wanted.peer))
         with self._lock:
             self._attaching.pop(wanted.peer, None)
             if reason:
@@ -255,7 +260,7 @@ class PeerBook:
             if peer is not None:
                 peer.table.release(LeaseBit(bit), piece.records, piece.taken)
                 return
-        args = self._handouts, piece, LeaseBit(bit)
+        args = self._handouts, piece, LeaseBit(bit), self.name_of(piece.peer)
         threads.start(
             threading.Thread(target=_release, args=args, name="kvshm-release", daemon=True)
         )
@@ -295,7 +300,7 @@ def _close_all(peers: list[PeerMemory]) -> None:
             closing.callback(peer.close)
 
 
-def _release(handouts: Handouts, piece: Piece, bit: LeaseBit) -> None:
+def _release(handouts: Handouts, piece: Piece, bit: LeaseBit, who: str) -> None:
     """On a thread of its own.  What fails here the exporter gets over: it waits for a lease within
     its budget, no longer."""
     try:
@@ -303,7 +308,7 @@ def _release(handouts: Handouts, piece: Piece, bit: LeaseBit) -> None:
     except SegmentNotFound:
         return
     except KvshmError as exc:
-        log.warning("leases of engine %016x could not be given back: %s", piece.peer, exc)
+        log.warning("leases of engine %s could not be given back: %s", who, exc)
         return
     with closing(table):
         table.release(bit, piece.records, piece.taken)

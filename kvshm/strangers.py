@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .error_log import TEXT_BYTES
+from .log import engine_name
 from .protocol import Stranger
 
 FIELDS_NAMED = 12
@@ -26,8 +27,8 @@ def sentence(stranger: Stranger) -> str:
         said.append(f"{name} differs ({ours} here, {theirs} there)")
     if rest := items[FIELDS_NAMED:]:
         said.append(_others((name for name, _ in rest), NAMES_CHARACTERS))
-    who = f"engine {stranger.name} (pid {stranger.pid})"
-    return f"{who} cannot share with this one: {', '.join(said)}"
+    who = engine_name(name=stranger.name, pid=stranger.pid)
+    return f"engine {who} cannot share with this one: {', '.join(said)}"
 
 
 def divide(strangers: Sequence[Stranger], room: int) -> list[tuple[Stranger, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -51,6 +52,20 @@ def test_vllm_has_the_options_of_the_script(known_to_vllm: set[str]) -> None:
     (call,) = re.findall(rf"(?:{VLLM}) (.*?) >", script)
     assert "--served-model-name" in call
     assert set(options(call)) <= known_to_vllm
+
+
+def test_vllm_takes_the_multiconnector_that_a_page_shows() -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    page = (ROOT / "docs/deployment.md").read_text("utf-8")
+    (shown,) = re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    transfer = KVTransferConfig(**json.loads(shown))
+    children = transfer.kv_connector_extra_config["connectors"]
+    for child in (transfer, *(KVTransferConfig(**child) for child in children)):
+        connector = KVConnectorFactory.get_connector_class(child)
+        assert connector.__name__ == child.kv_connector
+    assert "KvshmConnector" in {child["kv_connector"] for child in children}
 
 
 def test_calls_of_vllm_are_found() -> None:

@@ -52,7 +52,7 @@ def test_a_dead_exporter_is_noticed_while_no_coordinator_runs(node: Node) -> Non
     assert before["imported"] > 0
     coordinator.kill()
     exporter.signal(signal.SIGKILL)
-    importer.wait_err(r"engine toy-\d+ \(pid \d+\) has died")
+    importer.wait_err(r"engine toy-\d+ \(epoch [0-9a-f]{16}, pid \d+\) has died")
     wait_until(lambda: mapped_from_others(importer) == 0, "its memory is let go")
     after = more(importer)
     # This one has forgotten what it held of the first prefixes: it asks for them all the same.

@@ -110,7 +110,7 @@ def test_a_raising_answer_is_an_end_without_answer_and_the_server_lives(path, me
 def test_why_nobody_can_be_accepted_is_said_once_for_each_cause(
     path, serve, memory, caplog, monkeypatch
 ):
-    monkeypatch.setattr(fd_server._log, "propagate", True)
+    monkeypatch.setattr(fd_server._log.logger, "propagate", True)
     causes = iter([errno.EMFILE, errno.EMFILE, errno.ENFILE, errno.EMFILE, errno.ENFILE])
     accept = socket.socket.accept
 

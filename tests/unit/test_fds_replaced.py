@@ -33,7 +33,7 @@ def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind
 
 def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
     monkeypatch.setattr("kvshm.fd_server.Seldom.passes", lambda self, text: True)
-    monkeypatch.setattr(fd_server._log, "propagate", True)
+    monkeypatch.setattr(fd_server._log.logger, "propagate", True)
     looks = []
     monkeypatch.setattr(FdServer, "_patience", lambda self: looks.append(1) or 0.02)
     monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 3600.0)
@@ -46,8 +46,8 @@ def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch,
     until(lambda: len(looks) > 5)
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [
-        f"{path}: cannot serve descriptors here: Is a directory; remove what lies there, or make "
-        "room in that directory"
+        f"kvshm: {path}: cannot serve descriptors here: Is a directory; remove what lies there, "
+        "or make room in that directory"
     ]
     os.rmdir(path)
     until(lambda: os.path.lexists(path))

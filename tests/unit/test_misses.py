@@ -45,33 +45,60 @@ def member(life: Life) -> Membership:
     return Membership(lambda: life, lambda: life)
 
 
-def test_engines_with_lookups_and_no_hits_are_told_why(table: SlotTable, clock: Clock) -> None:
+def test_each_minute_tells_of_hits_and_of_misses(table: SlotTable, clock: Clock) -> None:
     report = MissReport(clock)
     count = table.counters.add
     clock.now += PERIOD_SECONDS + 1
-    assert report.line(table) is None, "nothing was looked up"
-    for number, reason in enumerate(REASONS, start=1):
-        count(c.LOOKUPS, number)
-        count(reason, number)
+    assert report.line(table) is None, "nothing has happened"
+    count(c.LOOKUPS, 16)
+    count(c.LOOKUP_HITS, 12)
+    count(c.IMPORTED_BLOCKS, 1152)
+    count(c.LOADS_FAILED, 3)
+    count(c.MISS_NO_OWNER, 4)
     clock.now += PERIOD_SECONDS - 1
     assert report.line(table) is None, "not yet"
     clock.now += 1
     assert report.line(table) == (
-        "no hit in 36 lookups of the last 60 s: "
-        "no peer 1, fingerprint 2, too short 3, no owner 4, lease lost 5, quarantined 6, "
-        "computing is faster 7, no room 8"
+        "last 60 s: 12 of 16 lookups found a prefix, 18,432 tokens imported, 3 loads failed; "
+        "misses: no owner 4"
     )
     clock.now += PERIOD_SECONDS
-    assert report.line(table) is None, "nothing was looked up since"
+    assert report.line(table) is None, "nothing has happened since"
     count(c.LOOKUPS, 2)
-    count(c.MISS_NO_OWNER)
+    count(c.LOOKUP_HITS, 2)
     count(c.IMPORTED_BLOCKS)
+    clock.now += PERIOD_SECONDS + 30
+    assert report.line(table) == "last 90 s: 2 of 2 lookups found a prefix, 16 tokens imported"
+
+
+def test_each_reason_for_a_miss_is_told(table: SlotTable, clock: Clock) -> None:
+    report = MissReport(clock)
+    for number, reason in enumerate(REASONS, start=1):
+        table.counters.add(c.LOOKUPS, number)
+        table.counters.add(reason, number)
     clock.now += PERIOD_SECONDS
-    assert report.line(table) is None, "there was a hit"
-    count(c.LOOKUPS)
+    assert report.line(table) == (
+        "last 60 s: 0 of 36 lookups found a prefix; misses: no peer 1, fingerprint 2, "
+        "too short 3, no owner 4, lease lost 5, quarantined 6, computing is faster 7, no room 8"
+    )
+
+
+@pytest.mark.parametrize(
+    ("counter", "line"),
+    [
+        (c.MISS_NO_ROOM, "last 60 s: no lookups; misses: no room 1"),
+        (c.IMPORTED_BLOCKS, "last 60 s: no lookups, 16 tokens imported"),
+        (c.LOADS_FAILED, "last 60 s: no lookups, 1 load failed"),
+    ],
+)
+def test_what_ends_in_a_minute_without_lookups_is_told(
+    table: SlotTable, clock: Clock, counter: c.Counter, line: str
+) -> None:
+    """A load takes until the next minute; without room nothing is looked up."""
+    report = MissReport(clock)
+    table.counters.add(counter)
     clock.now += PERIOD_SECONDS
-    line = report.line(table)
-    assert line == "no hit in 1 lookups of the last 60 s: loads under way or failed"
+    assert report.line(table) == line
 
 
 def test_another_epochs_counters_begin_at_zero(
@@ -87,7 +114,9 @@ def test_another_epochs_counters_begin_at_zero(
     another.counters.add(c.LOOKUPS)
     another.counters.add(c.MISS_NO_PEER)
     clock.now += PERIOD_SECONDS
-    assert "in 1 lookups of the last 60 s: no peer 1" in str(report.line(another))
+    line = report.line(another)
+    assert line == "last 60 s: 0 of 1 lookups found a prefix; misses: no peer 1"
+    another.close()
 
 
 def test_a_stranger_is_named_with_both_values() -> None:
@@ -173,7 +202,7 @@ def test_both_sides_say_it_once_and_note_it(
         member.joined(reply)
         late = Stranger("vllm-8", 8, {"block_size": ("16", "32")})
         member.stranger_joined(late)
-    assert caplog.messages == [sentence(OTHER), sentence(late)]
+    assert caplog.messages == [f"kvshm: {sentence(one)}" for one in (OTHER, late)]
     both = dict.fromkeys(notes(OTHER, 2), 2)
     assert len(both) == 2
     assert {e.text: e.times for e in table.errors()} == both | dict.fromkeys(notes(late, 1), 1)
@@ -189,7 +218,7 @@ def test_of_very_many_strangers_the_latest_are_remembered_as_named(
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
         for stranger in (*strangers, *strangers[-NAMED:]):
             member.stranger_joined(stranger)
-    assert caplog.messages == [sentence(stranger) for stranger in strangers]
+    assert caplog.messages == [f"kvshm: {sentence(stranger)}" for stranger in strangers]
     assert len(member._named) == NAMED
 
 

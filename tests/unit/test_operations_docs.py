@@ -13,8 +13,18 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 LISTED = set(re.findall(r"`([^`\n]+)`", PAGE.replace("```", "")))
-LEVELS = {"debug", "info", "warning", "error", "exception", "log"}
-LEVELS |= {"_note", "_say_once", "_complain"}
+SEVERITY = {
+    "error": "Errors",
+    "exception": "Errors",
+    "warning": "Warnings",
+    "_note": "Warnings",
+    "_complain": "Warnings",
+    "info": "Information",
+    "_say_once": "Information",
+    "debug": "Debug",
+}
+"""By the function that logs."""
+LEVELS = {*SEVERITY, "log"}
 EVENTS = {"Log", "complain", "_log_end"}
 ENGINE = ("kvshm", "hooks", "transport")
 
@@ -29,6 +39,11 @@ def calls(folders: tuple[str, ...], names: set[str]) -> Iterator[ast.Call]:
                     yield node
 
 
+def listed_under(heading: str) -> set[str]:
+    section = re.split(r"^###? ", PAGE.partition(f"\n### {heading}\n")[2], flags=re.MULTILINE)[0]
+    return set(re.findall(r"`([^`\n]+)`", section))
+
+
 def pattern(argument: ast.expr) -> str | None:
     """Return a line with … for what varies, None if all of it varies."""
     match argument:
@@ -41,9 +56,23 @@ def pattern(argument: ast.expr) -> str | None:
     return None if text == "…" else text
 
 
-def lines() -> set[str]:
-    found = (pattern(a) for call in calls(ENGINE, LEVELS) for a in call.args[:2])
-    return {line for line in found if line is not None and " " in line}
+def severity(call: ast.Call) -> str | None:
+    """How severe a call's line is: the heading it stands under; None if the call does not say."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    given = {arg.attr for arg in call.args if isinstance(arg, ast.Attribute)}
+    if name == "log":
+        return None
+    return "Warnings" if "WARNING" in given else SEVERITY[name]
+
+
+def lines() -> dict[str, set[str | None]]:
+    """Every line of an engine, with the headings that it belongs under."""
+    found: dict[str, set[str | None]] = {}
+    for call in calls(ENGINE, LEVELS):
+        for line in map(pattern, call.args[:2]):
+            if line is not None and " " in line:
+                found.setdefault(line, set()).add(severity(call))
+    return found
 
 
 def reasons() -> set[str]:
@@ -74,9 +103,11 @@ def events() -> set[str]:
 
 
 @pytest.mark.parametrize("line", sorted(lines()))
-def test_page_lists_line_of_an_engine(line: str) -> None:
+def test_page_lists_line_of_an_engine_by_severity(line: str) -> None:
     opening = line.removesuffix("…")  # the rest comes from another call, which is found too
-    assert any(listed.startswith(opening) or listed.endswith(f" {line}") for listed in LISTED)
+    for heading in lines()[line]:
+        listed = LISTED if heading is None else listed_under(heading)
+        assert any(each.startswith(opening) or each.endswith(f" {line}") for each in listed)
 
 
 @pytest.mark.parametrize("reason", sorted(reasons()))

@@ -61,7 +61,8 @@ def test_who_has_gone_is_dropped(peers: Peers, exporter: Make) -> None:
     b.publish(2)
     peers.joined(a.info)
     peers.joined(b.info)
-    peers.gone(a.info.epoch)
+    assert peers.gone(a.info.epoch) == a.info.who
+    assert peers.gone(a.info.epoch) == f"(epoch {a.info.epoch:016x})"
     assert (offered(peers, 1), offered(peers, 2)) == ([], [(2, 2, 0)])
     assert peers.stats().attached == 1
 

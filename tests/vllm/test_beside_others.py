@@ -216,7 +216,7 @@ def test_without_a_policy_nothing_is_imported(
     """Where vLLM's scheduler cannot be told to recompute, a lost lease would fail its request."""
     monkeypatch.setattr("kvshm.hooks.vllm_scheduler.callers_with", lambda _: [])
     e = beside("ExampleConnector", ours_first=True)
-    assert "exporting only: vLLM's scheduler was not found" in lines
+    assert "kvshm: exporting only: vLLM's scheduler was not found" in lines
     e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE
     e.add("a", prompt(3), max_tokens=3)
     e.step()
@@ -232,7 +232,7 @@ def test_an_engine_that_vllm_does_not_know_as_importing_imports_nothing(
     config.kv_transfer_config.kv_role = "kv_producer"
     config.scheduler_config.async_scheduling = True
     e = BesideEngine(config, asynchronous=True)
-    assert any(line.startswith("exporting only: kv_role=kv_producer") for line in lines)
+    assert any(line.startswith("kvshm: exporting only: kv_role=kv_producer") for line in lines)
     e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE
     e.add("a", prompt(3), max_tokens=3)
     e.step()

@@ -108,7 +108,7 @@ def test_an_empty_transfer_config_is_filled(make_config: MakeConfig, lines: Line
     assert (transfer.kv_role, transfer.kv_load_failure_policy) == ("kv_both", "recompute")
     assert not config.scheduler_config.disable_hybrid_kv_cache_manager
     make_config()
-    assert len([line for line in lines if "sharing the prefix cache" in line]) == 1
+    assert len([line for line in lines if "connector installed" in line]) == 1
 
 
 @pytest.mark.parametrize(("role", "vllms"), [("both", "kv_both"), ("producer", "kv_producer")])
@@ -324,7 +324,7 @@ def test_beside_a_configured_connector_where_that_was_asked_for(
     assert theirs["kv_connector_extra_config"] == {"num_threads": 3}
     assert theirs["kv_load_failure_policy"] == "fail"
     assert (ours["kv_connector"], ours["kv_role"]) == ("KvshmConnector", "kv_consumer")
-    assert any(line.startswith("beside NixlConnector, in a MultiConnector") for line in lines)
+    assert any(line.startswith("kvshm: beside NixlConnector, in a Multi") for line in lines)
     again = make_config(kv_transfer_config=transfer).kv_transfer_config
     assert again is not None
     assert again.kv_connector_extra_config == transfer.kv_connector_extra_config

@@ -94,5 +94,5 @@ def test_an_untested_vllm_is_used_where_allowed_and_that_is_said(
     monkeypatch.setenv("KVSHM_ALLOW_UNTESTED_VLLM", "1")
     monkeypatch.setattr("vllm.__version_tuple__", (0, 0, "dev"))
     assert engine().table.epoch
-    (line,) = [line for line in lines if line.startswith("sharing on vLLM")]
+    (line,) = [line for line in lines if line.startswith("kvshm: sharing on vLLM")]
     assert "0.0.dev, which is not tested" in line

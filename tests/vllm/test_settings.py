@@ -203,7 +203,7 @@ def test_both_sides_name_the_field_that_differs(
     assert imported(newcomer) == 0
     assert counted(newcomer)["miss_fingerprint"] == 1
     for _ in wait_until("the line about misses", 10):
-        if any(line.endswith("fingerprint 1") for line in lines if "no hit in 1" in line):
+        if any(line.endswith("fingerprint 1") for line in lines if "0 of 1 lookups" in line):
             break
     command = [sys.executable, "-m", "kvshm.tools.cli", "dump-index", "--namespace", namespace]
     dump = subprocess.run(command, capture_output=True, text=True).stdout
@@ -257,7 +257,7 @@ def test_without_a_touchpoint_for_exports_it_imports_only(
     assert imported(importer) == 3
     assert compute(importer, OTHER_PROMPT) == set()
     said = [line for line in lines if "of this vLLM" in line]
-    assert said == [f"importing only: the block {owner} of this vLLM has no of_old"]
+    assert said == [f"kvshm: importing only: the block {owner} of this vLLM has no of_old"]
 
 
 def test_without_a_touchpoint_for_resets_it_serves_unshared(
@@ -268,7 +268,9 @@ def test_without_a_touchpoint_for_resets_it_serves_unshared(
     alone.add("r", PROMPT)
     assert alone.schedule().output.num_scheduled_tokens == {"r": len(PROMPT)}
     said = [line for line in lines if "block pool" in line]
-    assert said == ["not sharing the prefix cache: the block pool of this vLLM has no of_old"]
+    assert said == [
+        "kvshm: not sharing the prefix cache: the block pool of this vLLM has no of_old"
+    ]
 
 
 def test_a_failure_policy_is_overridden_and_that_is_said_once(
@@ -276,7 +278,7 @@ def test_a_failure_policy_is_overridden_and_that_is_said_once(
 ) -> None:
     assert engine().config.kv_transfer_config.kv_load_failure_policy == "recompute"
     (line,) = [line for line in lines if "kv_load_failure_policy" in line]
-    assert line.startswith("kv_load_failure_policy=fail overridden with recompute")
+    assert line.startswith("kvshm: kv_load_failure_policy=fail overridden with recompute")
 
 
 # -- the log level, with the official setting as well

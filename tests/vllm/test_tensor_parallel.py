@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,10 +71,10 @@ def test_a_killed_rank_ends_its_engine_for_the_other(wide: Pair) -> None:
     with node.sharing(a, shareable(prompt)):
         computed = a.complete(prompt)
     hit = a.complete(prompt)
-    gone = f"engine of epoch {node.epoch(a):016x} is gone"
+    gone = re.compile(rf"engine \S+ \(epoch {node.epoch(a):016x}, pid \d+\) is gone")
     os.kill(workers(a)[-1], signal.SIGKILL)
     for _ in wait_until("the other has heard of it", PATIENCE_S):
-        if b.said(gone):
+        if gone.search(b.log()):
             break
     with observe(node, b) as seen:
         assert b.complete(prompt) in (computed, hit)
