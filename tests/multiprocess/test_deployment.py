@@ -230,6 +230,7 @@ def test_every_command_on_the_page_that_can_run_runs(node: Node) -> None:
         assert f"run_dir=/run/own/kvshm namespace={namespace}" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("docker"), reason="docker is not installed")
 def test_docker_knows_every_option_on_the_page() -> None:
     known = subprocess.run(["docker", "run", "--help"], capture_output=True, text=True).stdout

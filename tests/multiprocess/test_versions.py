@@ -11,7 +11,7 @@ from .engines import FakeEngine
 from .processes import Node, fresh_node
 from .wheels import Installed, Versions, install_all, said_by
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
