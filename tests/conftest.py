@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from . import side_by_side
+from .model.run_models import NOT_CHECKED
+from .model.search import spin_is_missing
 from .played_cuda import library
 
 ROOT = Path(__file__).parent
@@ -35,6 +38,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return side_by_side.scheduler(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many models were searched, and how many were searched before as they stand."""
+    passed = terminalreporter.stats.get("passed", [])
+    made = Counter(value for r in passed for name, value in r.user_properties if name == "search")
+    if made:
+        terminalreporter.section("searches of models")
+        terminalreporter.write_line(
+            f"{made['now']} made now; {made['earlier']} made before with the same files and tools "
+            "(.cache/model, which make clean removes)"
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say last of all, below pytest's own summary, if the models could not be searched."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput") or not spin_is_missing():
+        return
+    if any("tests/model/" in report.nodeid for report in reporter.stats.get("skipped", [])):
+        print(f"{NOT_CHECKED}: spin is not installed")
 
 
 @pytest.fixture(scope="session")
