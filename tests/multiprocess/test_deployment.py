@@ -18,7 +18,7 @@ import pytest
 from kvshm.coordinator.__main__ import EXIT_RUN_DIRECTORY, EXIT_USAGE
 from kvshm.records import TOMBSTONE_BYTES, index_bytes, table_bytes
 
-from .processes import PATIENCE_SECONDS, Managed, Node, fresh_node
+from .processes import PATIENCE_SECONDS, Managed, Node
 from .sandbox import fresh_tmpfs, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
@@ -30,12 +30,6 @@ USER_UNIT = ROOT / "deploy/systemd/user/kvshm-coordinator.service"
 POD = ROOT / "deploy/kubernetes/pod.yaml"
 PODS = ROOT / "deploy/kubernetes/pods.yaml"
 SCRIPTS = Path(sys.executable).parent
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 # -- telling a service manager
