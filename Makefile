@@ -48,7 +48,7 @@ test-all: $(ENGINE) $(KVSHM) ## all tests; FAST=1 as above
 	$(call run_tests,$(if $(FAST),-m "not vllm"))
 
 coverage: $(ENGINE) $(KVSHM) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
-	WORKERS=$(WORKERS) $(PYTHON) -m tests.measure_coverage \
+	WORKERS=$(WORKERS) ALONE="$(ALONE)" $(PYTHON) -m tests.measure_coverage \
 		$(if $(ALL),$(if $(FAST),-m "not vllm"),-m "not long$(if $(FAST), and not vllm)")
 
 check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors

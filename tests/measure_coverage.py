@@ -1,10 +1,10 @@
 """What the tests reach of the product: lines and branches of its Python and of its C.
 
-Usage: python -m tests.measure_coverage [arguments of pytest]
+Usage: WORKERS=4 ALONE="paths" python -m tests.measure_coverage [arguments of pytest]
 
-``make coverage`` runs what ``make test`` runs.  Every process that the tests start counts, unless
-it is killed before it can write down where it was.  The native module is built a second time, with
-counters, below build/coverage; what is installed stays as it is.
+``make coverage`` does that with what ``make test`` runs.  Every process that tests start counts,
+unless it is killed before it can write down where it was.  The native module is built a second
+time, with counters, below build/coverage; what is installed stays as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "build" / "coverage"
 PACKAGES = ("kvshm", "coordinator", "transport", "hooks", "tools")
-ALONE = ("tests/multiprocess/test_chaos.py", "tests/test_docs_vllm.py", "tests/vllm")
 WORST = 8
 COUNTED = ("-O0", "-g", "-fPIC", "--coverage", "-fprofile-update=atomic", "-fprofile-abs-path")
 SETTINGS = """
@@ -97,17 +96,17 @@ def build_native() -> None:
     (ROOM / "sitecustomize.py").write_text(FOUND_FIRST.format(module=str(module)))
 
 
-def run_tests(arguments: list[str]) -> int:
-    """Run the tests as ``make test`` does, with counters; returns pytest's first failure."""
+def run_tests(arguments: list[str], workers: str, alone: list[str]) -> int:
+    """Run the tests as ``make test`` does, with counters: ``alone`` are those that do not run side
+    by side.  Returns pytest's first failure."""
     sources = ", ".join(str(ROOT / name) for name in PACKAGES)
     settings = ROOM / "settings"
     settings.write_text(SETTINGS.format(room=ROOM, sources=sources))
     paths = [str(ROOM), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    workers = ("-n", os.environ.get("WORKERS", str(2 * (os.cpu_count() or 1))))
-    ignored = [f"--ignore={path}" for path in ALONE]
+    ignored = [f"--ignore={path}" for path in alone]
     statuses = []
-    for run in ([*workers, *ignored, "tests"], [*ALONE]):
+    for run in (["-n", workers, *ignored, "tests"], alone):
         pytest = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest"]
         done = subprocess.run([*pytest, *arguments, *run], cwd=ROOT, env=environment, check=False)
         statuses.append(done.returncode)
@@ -162,7 +161,7 @@ def main() -> int:
     shutil.rmtree(ROOM, ignore_errors=True)
     ROOM.mkdir(parents=True)
     build_native()
-    status = run_tests(sys.argv[1:])
+    status = run_tests(sys.argv[1:], os.environ["WORKERS"], os.environ["ALONE"].split())
     for what, files in (("Python", python_files()), ("C", c_files())):
         print(f"\n{total(what, files)}, lines and branches not reached\nworst files:")
         for file in sorted(files, key=lambda file: file.percent)[:WORST]:
