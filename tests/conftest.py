@@ -1,11 +1,16 @@
-"""What holds for every test: cheap ones first."""
+"""What holds for every test: the order."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from . import side_by_side
+from .model.run_models import NOT_CHECKED
+from .model.search import spin_is_missing
 from .played_cuda import library
 
 ROOT = Path(__file__).parent
@@ -13,14 +18,48 @@ ORDER = ("unit", "core", "conformance", "model", "multiprocess", "packaging", "g
 """Folders by what their tests cost; single files of tests/ come before the last one."""
 
 
-def _cost(item: pytest.Item) -> int:
+def _folder(item: pytest.Item) -> int:
     folder = item.path.relative_to(ROOT).parts[0]
     return ORDER.index(folder) if folder in ORDER else len(ORDER) - 1
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _cost(item: pytest.Item) -> tuple[int, bool, bool]:
+    starts_engines, is_long = (item.get_closest_marker(name) for name in ("vllm", "long"))
+    return _folder(item), starts_engines is not None, is_long is not None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run cheap tests first, so that a mistake shows before minutes of engines."""
     items.sort(key=_cost)
+    if hasattr(config, "workerinput"):  # a worker of pytest-xdist
+        items[:] = side_by_side.spread(items, _folder)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return side_by_side.scheduler(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many models were searched, and how many were searched before as they stand."""
+    passed = terminalreporter.stats.get("passed", [])
+    made = Counter(value for r in passed for name, value in r.user_properties if name == "search")
+    if made:
+        terminalreporter.section("searches of models")
+        terminalreporter.write_line(
+            f"{made['now']} made now; {made['earlier']} made before with the same files and tools "
+            "(.cache/model, which make clean removes)"
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say last of all, below pytest's own summary, if the models could not be searched."""
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None or hasattr(config, "workerinput") or not spin_is_missing():
+        return
+    if any("tests/model/" in report.nodeid for report in reporter.stats.get("skipped", [])):
+        print(f"{NOT_CHECKED}: spin is not installed")
 
 
 @pytest.fixture(scope="session")

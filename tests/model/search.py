@@ -47,12 +47,19 @@ def spin_is_missing() -> bool:
 def search(case: Case) -> Outcome:
     """Search one case.  Blocks for seconds to minutes; raises SearchFailed."""
     with tempfile.TemporaryDirectory(prefix="kvshm-model-") as folder:
-        work = Path(folder)
-        model = (MODELS / f"{case.model}.pml").as_posix()
-        calm = ["-DLIVENESS"] if case.loops and case.model == "join" else []
-        _run(["spin", "-a", *case.defines, *calm, model], work)
-        _run(["cc", "-w", "-o", "pan", *_options(case), "pan.c"], work)
-        return read_report(case, _run(["./pan", *_flags(case), f"-m{MAX_DEPTH}"], work))
+        reports = [_run(command, Path(folder)) for command in commands(case)]
+        return read_report(case, reports[-1])
+
+
+def commands(case: Case) -> list[list[str]]:
+    """What is run, one after the other; the last one searches."""
+    model = (MODELS / f"{case.model}.pml").as_posix()
+    calm = ["-DLIVENESS"] if case.loops and case.model == "join" else []
+    return [
+        ["spin", "-a", *case.defines, *calm, model],
+        ["cc", "-w", "-o", "pan", *_options(case), "pan.c"],
+        ["./pan", *_flags(case), f"-m{MAX_DEPTH}"],
+    ]
 
 
 def _options(case: Case) -> list[str]:

@@ -6,7 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from .processes import Node, fresh_node
 from .scripted import Script, scripted
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    """A namespace of the test's own, of which nothing is left afterwards."""
+    with fresh_node() as node:
+        yield node
 
 
 @pytest.fixture

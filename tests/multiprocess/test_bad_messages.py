@@ -37,19 +37,13 @@ from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint
 
 from .engines import FakeEngine
-from .processes import PATIENCE_SECONDS, Managed, Node, fresh_node
+from .processes import PATIENCE_SECONDS, Managed, Node
 
 pytestmark = pytest.mark.multiprocess
 
 SENDER = str(Path(__file__).with_name("bad_sender.py"))
 HUGE = (1 << 64) - 1
 EPOCH = Epoch(0x77)
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 class Sender:

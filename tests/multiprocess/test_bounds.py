@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from kvshm.segment import TABLE_KIND
 
 from .engines import FakeEngine
 from .greedy import MORE, connect, frame
-from .processes import Managed, Node, fresh_node, leave_socket, wait_until
+from .processes import Managed, Node, leave_socket, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -37,12 +36,6 @@ MEGABYTE = 1 << 20
 ENDS = command_endpoint, event_endpoint
 QUESTION = frame(encode(Heartbeat(epoch=1, sequence=0)))
 """A coordinator answers that nobody of that epoch has joined."""
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 def limited(descriptors: int) -> tuple[str, ...]:

@@ -37,6 +37,7 @@ def test_a_seed_stands_for_its_faults() -> None:
     assert {fault.kind for fault in schedule(1, 600)} == set(WEIGHTS)
 
 
+@pytest.mark.long
 def test_nobody_ends_but_who_is_ended() -> None:
     status, found = chaos("--seconds", "25", "--seed", str(SEEDS[0]))
     assert status == 0
@@ -45,12 +46,14 @@ def test_nobody_ends_but_who_is_ended() -> None:
     assert {"engine-kill", "engine-stop", "rank-kill", "coordinator-term"} <= set(found["faults"])
 
 
+@pytest.mark.long
 def test_a_wrong_copy_is_seen() -> None:
     status, found = chaos("--seconds", "2", "--only", "engine-stop", "--fault", "shift")
     assert status == 1
     assert found["wrong"] > 0
 
 
+@pytest.mark.long
 def test_a_death_off_the_schedule_is_seen() -> None:
     status, found = chaos("--seconds", "3", "--only", "engine-stop", "--murder", "1")
     assert status == 1

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from .engines import FakeEngine, hear_everything, in_turn
-from .processes import Node, fresh_node, wait_until
+from .processes import Node, wait_until
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 def test_two_engines_see_each_other_and_their_events(node: Node) -> None:

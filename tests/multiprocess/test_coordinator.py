@@ -17,15 +17,9 @@ from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
 from .engines import FakeEngine, hear_everything, in_turn
-from .processes import PATIENCE_SECONDS, Node, fresh_node, leave_socket, wait_until
+from .processes import PATIENCE_SECONDS, Node, leave_socket, wait_until
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 def leases(table: SlotTable) -> int:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvshm.rundir import engine_socket
 from kvshm.terms import Rank
 
 from .engines import FakeEngine
-from .processes import Node, fresh_node, wait_until
+from .processes import Node, wait_until
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 def test_restart_keeps_bits_and_sweeps_those_of_who_died_meanwhile(node: Node) -> None:

@@ -18,7 +18,7 @@ import pytest
 from kvshm.coordinator.__main__ import EXIT_RUN_DIRECTORY, EXIT_USAGE
 from kvshm.records import TOMBSTONE_BYTES, index_bytes, table_bytes
 
-from .processes import PATIENCE_SECONDS, Managed, Node, fresh_node
+from .processes import PATIENCE_SECONDS, Managed, Node
 from .sandbox import fresh_tmpfs, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
@@ -30,12 +30,6 @@ USER_UNIT = ROOT / "deploy/systemd/user/kvshm-coordinator.service"
 POD = ROOT / "deploy/kubernetes/pod.yaml"
 PODS = ROOT / "deploy/kubernetes/pods.yaml"
 SCRIPTS = Path(sys.executable).parent
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 # -- telling a service manager
@@ -230,6 +224,7 @@ def test_every_command_on_the_page_that_can_run_runs(node: Node) -> None:
         assert f"run_dir=/run/own/kvshm namespace={namespace}" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not shutil.which("docker"), reason="docker is not installed")
 def test_docker_knows_every_option_on_the_page() -> None:
     known = subprocess.run(["docker", "run", "--help"], capture_output=True, text=True).stdout

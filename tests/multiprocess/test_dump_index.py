@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ import pytest
 import kvshm
 
 from . import toys
-from .processes import Managed, Node, fresh_node
+from .processes import Managed, Node
 
 pytestmark = pytest.mark.multiprocess
 
@@ -55,12 +54,6 @@ def start(node: Node, name: str, epoch: int, bit: int) -> Managed:
     engine = node.processes.start(name, sys.executable, "-c", OWNER, *arguments)
     engine.wait_out(lambda line: line == "4")
     return engine
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from .ends import flood_rounds, node_rounds
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long]
 
 
 def test_ends_of_coordinator_and_engines_under_load_end_nobody_else() -> None:

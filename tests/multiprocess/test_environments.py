@@ -22,18 +22,12 @@ from kvshm.terms import Rank
 
 from . import toys
 from .engines import FakeEngine
-from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
+from .processes import PATIENCE_SECONDS, Node, wait_until
 from .sandbox import OWN_PIDS, beside, fresh_tmpfs, skip_unless_permitted
 
 pytestmark = pytest.mark.multiprocess
 
 OWN_TMP = fresh_tmpfs(("/tmp", "1m"))
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 @pytest.fixture

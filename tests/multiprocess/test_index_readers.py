@@ -15,7 +15,7 @@ from kvshm.index_reader import ReplicaReader
 from kvshm.records import INDEX_HEADER_BYTES, BlockRecord, unpack_records
 
 from .index_writer import CAPACITY, CHURNED, EPOCH, NUM_BLOCKS, content_hash
-from .processes import Managed, Node, fresh_node
+from .processes import Managed, Node
 
 pytestmark = pytest.mark.multiprocess
 
@@ -46,12 +46,6 @@ class Writer:
     def die(self) -> None:
         self.process.say("die")
         assert self.process.wait() == -9
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 @pytest.fixture

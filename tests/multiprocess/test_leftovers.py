@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -17,17 +16,11 @@ from kvshm.leftovers import clear
 from kvshm.locks import clearing, take_lock
 from kvshm.rundir import command_endpoint, lock_path
 
-from .processes import Managed, Node, fresh_node, leave_socket, wait_until
+from .processes import Managed, Node, leave_socket, wait_until
 from .sandbox import OWN_PIDS, skip_unless_permitted
 from .toys import start, table_of
 
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 def sharing(node: Node) -> tuple[Managed, list[Managed]]:

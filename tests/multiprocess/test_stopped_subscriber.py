@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from kvshm.protocol import MAX_EVENTS_BYTES, MAX_FRAME_BYTES, QUEUE_FRAMES, Even
 from kvshm.records import RECORD_BYTES
 
 from .engines import FakeEngine
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import Managed, Node, wait_until
 from .test_bad_messages import EPOCH, Sender
 
 pytestmark = pytest.mark.multiprocess
@@ -23,12 +22,6 @@ ELSE = 48 << 20
 """What sockets' own buffers, the sender's messages on their way and the allocator take."""
 RECORDS = bytes(MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES)
 """As many as one message may have; of no kind, so that nobody spends time on them."""
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 def resident(process: Managed) -> int:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from . import toys
 from .engines import FakeEngine
-from .processes import Node, fresh_node
+from .processes import Node
 from .wheels import Installed, Versions, install_all, said_by
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.multiprocess, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +21,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Versions:
 def versions(installed: Versions) -> tuple[Installed, Installed]:
     """Two that do not fit."""
     return installed.present, installed.newer
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 @pytest.mark.parametrize("engine_is", ["newer", "older"])

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .processes import Managed, Node, fresh_node, wait_until
+from .processes import Managed, Node, wait_until
 from .toys import more, result, start
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(300)]
 
 EXPORTER = ("--peers", "0", "--loads", "0", "--imported", "0")
 IMPORTER = {"KVSHM_ROLE": "consumer", "KVSHM_VERIFY": "0"}
-
-
-@pytest.fixture
-def node() -> Iterator[Node]:
-    with fresh_node() as node:
-        yield node
 
 
 def mapped_from_others(engine: Managed) -> int:

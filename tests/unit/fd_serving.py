@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from kvshm.fd_server import FdServer
 
-PATIENCE = 60.0
+from ..waiting import PATIENCE
 
 
 @pytest.fixture
@@ -33,10 +32,3 @@ def serve(path: str) -> Iterator[Callable[..., FdServer]]:
     yield start
     for server in servers:
         server.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)  # another process or thread has to come to it

@@ -26,7 +26,7 @@ from kvshm.fds import (
     has_hung_up,
 )
 
-from .fd_serving import PATIENCE, until
+from ..waiting import PATIENCE, until
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from kvshm import fd_server
 from kvshm.fd_server import FdServer
 from kvshm.fds import fetch
 
-from .fd_serving import PATIENCE, until
+from ..waiting import PATIENCE, until
 
 REPLACEMENTS = {
     "file": lambda path: Path(path).touch(),
@@ -41,8 +41,8 @@ def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch,
     os.unlink(path)
     os.mkdir(path)  # in two steps: the server must not look in between
     monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 0.02)
-    looks.clear()
     server._look_at = 0.0
+    looks.clear()  # what it did before does not count
     until(lambda: len(looks) > 5)
     warnings = [record.getMessage() for record in caplog.records]
     assert warnings == [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from kvshm.rank import RankCache
 from kvshm.terms import Rank
 from kvshm.transport.copier import Copier, CopyPlan
 
+from ..waiting import until
 from .exporters import Clock
 from .few_descriptors import descriptors
 from .few_threads import no_threads
@@ -75,13 +75,6 @@ def test_a_copy_that_got_no_thread_fails_and_the_next_does_not_wait_for_ever() -
     assert done.wait(60)
     assert copy.poll() is CopyState.DONE
     copier.close()
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)  # the client's thread has to come to it
 
 
 @pytest.fixture

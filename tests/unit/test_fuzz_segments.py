@@ -50,6 +50,14 @@ def fuzz(subject: str, part: int, *, parts: int = PARTS, program: Path = FUZZER)
         return Outcome(subprocess.run(argv, capture_output=True, text=True, check=False))
 
 
+@pytest.mark.parametrize("subject", ["table", "index"])
+def test_of_forty_flipped_bytes_one_is_an_exception_or_a_miss(subject: str) -> None:
+    outcome = fuzz(subject, 0, parts=40)
+    assert outcome.wrong == []
+    assert len(outcome.tried) > 250
+
+
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("subject", "header_bytes", "rest"),

@@ -34,10 +34,10 @@ from kvshm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.slots import SlotTable
 from kvshm.terms import Epoch, LeaseBit
 
+from ..waiting import until
 from .few_descriptors import descriptors
 from .pages import ROOT
 from .served import Served, ServedNode
-from .test_rank import until
 
 EPOCH = Epoch(7)
 

@@ -14,8 +14,8 @@ import pytest
 from kvshm import peer_list
 from kvshm.peer_list import MAX_BYTES, PeerList, PeerListReader
 
+from ..waiting import until
 from .exporters import Make
-from .test_rank import until
 
 
 @pytest.fixture

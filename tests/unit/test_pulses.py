@@ -24,9 +24,9 @@ from kvshm.records import PULSES_OFFSET, BlockRecord, pack_records
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 
+from ..waiting import until
 from .pulsing import WAIT, pulsing
 from .served import again
-from .test_rank import until
 
 pytestmark = pytest.mark.multiprocess
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 
@@ -23,6 +22,7 @@ from kvshm.rank_peers import FAILED_SECONDS, PeerBook
 from kvshm.slots import SlotTable
 from kvshm.terms import BlockId, Epoch, LeaseBit, Rank
 
+from ..waiting import until
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
 from .played_transport import PlayedTransport, memory_of
 from .served import ServedNode
@@ -43,13 +43,6 @@ def piece_of(peer: Exporter, block: int, taken: bytes = b"\0") -> Piece:
 
 def load_of(*pieces: Piece, ticket: int = NO_TICKET, name: str = "load") -> Load:
     return Load(name, OWN, ticket, BIT, pieces, ())
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 100
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def reports(cache: RankCache, number: int) -> dict[str, LoadReport]:

@@ -16,9 +16,10 @@ from kvshm.rank import RankCache
 from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
+from ..waiting import until
 from .exporters import Clock, Make
 from .played_transport import PlayedCopy, PlayedMemory, PlayedTransport
-from .test_rank import BIT, cache, load_of, own, piece_of, reports, transport, until
+from .test_rank import BIT, cache, load_of, own, piece_of, reports, transport
 
 __all__ = ["cache", "own", "transport"]
 

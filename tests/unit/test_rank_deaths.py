@@ -29,11 +29,12 @@ from kvshm.rank_peers import (
 from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
+from ..waiting import until
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
 from .played_transport import PlayedTransport, memory_of
 from .pulsing import pulsing
 from .served import ServedNode
-from .test_rank import OWN, load_of, piece_of, transport, until
+from .test_rank import OWN, load_of, piece_of, transport
 
 __all__ = ["transport"]
 

@@ -44,6 +44,7 @@ from kvshm.terms import (
     Rank,
 )
 
+from ..waiting import NanosecondClock as Clock
 from .served import again
 
 EPOCH = Epoch(0xFEED_0000_0000_0001)
@@ -61,16 +62,6 @@ def spec_of(namespace: str = "", **changes: object) -> TableSpec:
         "model": "llama",
     }
     return TableSpec(**{**values, **changes})  # type: ignore[arg-type]
-
-
-class Clock:
-    """Nanoseconds that pass only when told."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000_000
-
-    def __call__(self) -> int:
-        return self.now
 
 
 @pytest.fixture

@@ -20,19 +20,10 @@ from kvshm.terms import (
     Rank,
 )
 
+from ..waiting import NanosecondClock as Clock
 from .served import again
 
 EPOCH = Epoch(0xFEED_0000_0000_0001)
-
-
-class Clock:
-    """Nanoseconds that pass only when told."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000_000
-
-    def __call__(self) -> int:
-        return self.now
 
 
 @pytest.fixture

@@ -240,6 +240,7 @@ def server(model: Path) -> Iterator[tuple[SharedNode, Engine]]:
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_behind_two_api_servers_there_is_one_engine(server: tuple[SharedNode, Engine]) -> None:
     node, engine = server
@@ -253,6 +254,7 @@ def test_behind_two_api_servers_there_is_one_engine(server: tuple[SharedNode, En
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_offline_vllm_shares_either_way_it_is_enabled(
     server: tuple[SharedNode, Engine], model: Path
@@ -282,6 +284,7 @@ def test_offline_vllm_shares_either_way_it_is_enabled(
 
 
 @pytest.mark.vllm
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_engine_with_lookups_and_no_hit_says_why(server: tuple[SharedNode, Engine]) -> None:
     """At the end of a minute at the latest, by the reasons that it has counted."""

@@ -14,7 +14,7 @@ from .conftest import Pair
 from .engines import reported
 from .oracle import agreement, ask_both, assert_bit_equal, prompts, shareable
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 FAULTS = WRONG_BLOCK, ZERO, SHIFT = ("wrong-block", "zero", "shift")
 

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from local_node import Engine, EngineSpec, clean_environment
 
-from .conftest import Pair
 from .engines import SharedNode
 from .odd_models import write_encoder_decoder, write_hybrid
 from .odd_vllm import with_version
-from .oracle import random_prompt, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -37,6 +35,7 @@ for _ in range(2):
 # -- no engine comes up: these end, or are done, before a model is loaded
 
 
+@pytest.mark.long
 def test_a_bad_setting_stops_the_start_with_the_remedy(model: Path, tmp_path: Path) -> None:
     """Either way kvshm is enabled."""
     official = ("--kv-transfer-config", json.dumps(OFFICIAL))
@@ -70,6 +69,7 @@ def refusal(model: Path, environ: dict[str, str] | None = None) -> str:
     return line.rpartition("not sharing the prefix cache: ")[2]
 
 
+@pytest.mark.long
 def test_a_vllm_that_is_too_old_is_named(model: Path, tmp_path: Path) -> None:
     """Said when vLLM loads its plugins, which may be before it has set up its logging."""
     said = refusal(model, with_version(tmp_path, "0.31.2"))
@@ -114,6 +114,7 @@ def refused_cases(model: Path, tmp_path: Path) -> list[Case]:
     ]
 
 
+@pytest.mark.long
 def test_refused_engines_serve_and_say_once_why(model: Path, tmp_path: Path) -> None:
     """Real engines, one after the other in one process, which costs one start for all."""
     cases = refused_cases(model, tmp_path)
@@ -133,15 +134,3 @@ def test_refused_engines_serve_and_say_once_why(model: Path, tmp_path: Path) -> 
     (line,) = [s for s in output.splitlines() if "did you mean KVSHM_NAMESPACE?" in s]
     assert "KVSHM_NAMSPACE is no setting" in line
     assert "KVSHM_PORT" not in output
-
-
-def test_a_request_stays_out_by_what_its_client_says(pair: Pair) -> None:
-    unshared, shared = random_prompt(302, 400), random_prompt(303, 400)
-    before = pair.node.shown(pair.a)
-    pair.a.complete(unshared, kv_transfer_params={"kvshm": {"share": False}})
-    with pair.node.sharing(pair.a, shareable(shared)):
-        pair.a.complete(shared)
-    assert len(pair.node.shown(pair.a) - before) == shareable(shared)
-    tokens = pair.b.prompt_tokens()
-    pair.b.complete(shared, kv_transfer_params={"kvshm": {"share": False}})
-    assert (pair.b.prompt_tokens() - tokens).imported == 0

@@ -18,7 +18,7 @@ from .conftest import Pair
 from .engines import PATIENCE_S
 from .oracle import Prompt, ask_both, assert_bit_equal, prompts, random_prompt, shareable
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 OFFICIAL = {
     "kv_connector": "KvshmConnector",

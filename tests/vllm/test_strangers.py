@@ -25,7 +25,7 @@ import torch  # noqa: E402 - after the skip
 from vllm.utils.hashing import sha256, sha256_cbor  # noqa: E402 - likewise
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED  # noqa: E402 - likewise
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 USUAL = {
     "vllm_version": vllm.__version__,

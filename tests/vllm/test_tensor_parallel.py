@@ -16,7 +16,7 @@ from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode, remove_what_vllm_leaves
 from .oracle import ask_both, assert_bit_equal, prompts, shareable
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 RANKS = 2
 

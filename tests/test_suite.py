@@ -1,0 +1,49 @@
+"""What the tests' own page says of the suite, and what runs where."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from .side_by_side import together
+
+ROOT = Path(__file__).parents[1]
+MARK = "pytest.mark." + "long"
+
+
+def test_contributing_lists_what_only_test_all_runs() -> None:
+    """Each file with such tests, or its folder where a conftest.py marks all of a folder."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    listed = re.findall(r"^\| `(tests/\S+)` +\|", page, re.MULTILINE)
+    marked = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        if MARK in path.read_text():
+            place = f"{path.parent}/" if path.name == "conftest.py" else str(path)
+            marked.append(place.removeprefix(f"{ROOT}/"))
+    assert sorted(listed) == sorted(marked)
+
+
+VERSIONS, DOCS = "tests/multiprocess/test_versions.py", "tests/multiprocess/test_docs_run.py"
+CLIENT, CORE = "tests/multiprocess/test_client.py", "tests/core/test_sanitizers.py"
+CONFORMANCE = "tests/conformance/test_transport.py"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "stay_together"),
+    [
+        ("tests/packaging/test_alone.py::test_a", "tests/packaging/test_contents.py::test_b", True),
+        (f"{VERSIONS}::test_a", f"{VERSIONS}::test_b[x]", True),
+        (f"{VERSIONS}::test_a", f"{DOCS}::test_a", False),
+        (f"{CLIENT}::test_a", f"{CLIENT}::test_b", False),
+        (f"{CORE}::test_a[thread-x]", f"{CORE}::test_a[thread-y]", True),
+        (f"{CORE}::test_a[address,undefined-x]", f"{CORE}::test_a[thread-x]", False),
+        (f"{CONFORMANCE}::test_a[loopback]", f"{CONFORMANCE}::test_b[loopback-x]", True),
+        (f"{CONFORMANCE}::test_a[loopback]", f"{CONFORMANCE}::test_a[posix_shm]", False),
+    ],
+)
+def test_what_shares_something_dear_stays_in_one_worker(
+    one: str, other: str, stay_together: bool
+) -> None:
+    assert (together(one) == together(other)) == stay_together

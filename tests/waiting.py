@@ -1,0 +1,27 @@
+"""Waiting for what another process or thread comes to, and clocks that a test moves."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+PATIENCE = 100.0
+"""Seconds a test waits for what must happen; never a statement about speed."""
+
+
+def until(holds: Callable[[], object], what: str = "what was waited for") -> None:
+    """Wait until ``holds``; fails the test if it does not come about."""
+    deadline = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < deadline, f"never came about: {what}"
+        time.sleep(0.001)
+
+
+class NanosecondClock:
+    """Nanoseconds that pass only when told."""
+
+    def __init__(self) -> None:
+        self.now = 1_000_000_000
+
+    def __call__(self) -> int:
+        return self.now
