@@ -34,13 +34,13 @@ _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype
 """What a Hugging Face configuration says beside the model; the type is a field of its own."""
 
 
-def none_hash() -> bytes | None:
-    """Return the hash that stands before the first block, or None while vLLM has not chosen
-    it.  EngineCore process; vLLM does so after it has made the connectors."""
+def with_none_hash(fields: dict[str, str]) -> dict[str, str] | None:
+    """Return ``fields`` and NONE_HASH, the hash that stands before the first block; None while
+    vLLM has not chosen it.  EngineCore process; vLLM does so after it has made the connectors."""
     from vllm.v1.core import kv_cache_utils
 
     chosen = getattr(kv_cache_utils, "NONE_HASH", None)
-    return None if chosen is None else bytes(chosen)
+    return None if chosen is None else {**fields, names.NONE_HASH: bytes(chosen).hex()}
 
 
 def model_owners(depth: int = FRAMES) -> list[Any]:

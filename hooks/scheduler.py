@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvshm.terms import BlockId
 
 from .after_prefill import Completed, Exporter
 from .before_prefill import Importer
-from .identity import none_hash, scheduler_fields
+from .identity import scheduler_fields, with_none_hash
 from .leaving import when_told_to_end
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
@@ -201,15 +202,10 @@ class SchedulerSide:
             log.warning("not sharing the prefix cache: %s", refusals[0])
             self.withdraw()
             return
-        fields = scheduler_fields(
-            self._vllm_config, self._kv_cache_config, [d.fields for d in ordered]
-        )
-
-        def with_none_hash() -> dict[str, str] | None:
-            digest = none_hash()
-            return None if digest is None else {**fields, "none_hash": digest.hex()}
-
-        self.cache.open_epoch([d.info for d in ordered if d.info], with_none_hash)
+        of_ranks = [d.fields for d in ordered]
+        fields = scheduler_fields(self._vllm_config, self._kv_cache_config, of_ranks)
+        infos = [d.info for d in ordered if d.info]
+        self.cache.open_epoch(infos, partial(with_none_hash, fields))
 
     # -- requests
 

@@ -25,7 +25,13 @@ from vllm.v1.core import kv_cache_utils
 from kvshm import fingerprint as names
 from kvshm.fingerprint import FIELDS, differences, fingerprint
 from kvshm.hooks import identity, weights
-from kvshm.hooks.identity import find_model, model_owners, none_hash, rank_fields, scheduler_fields
+from kvshm.hooks.identity import (
+    find_model,
+    model_owners,
+    rank_fields,
+    scheduler_fields,
+    with_none_hash,
+)
 
 from .tiny_config import cache_config, engine_config, spec
 
@@ -282,11 +288,12 @@ def test_another_process_reads_the_same_fields(tmp_path: Path) -> None:
 
 def test_the_none_hash_is_known_once_vllm_has_chosen_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(kv_cache_utils, "NONE_HASH", raising=False)
-    assert none_hash() is None
+    assert with_none_hash({"dtype": "d"}) is None
     kv_cache_utils.init_none_hash(sha256)
-    found = none_hash()
+    found = with_none_hash({"dtype": "d"})
     assert found is not None
-    assert found.hex().startswith("066b1e89")
+    assert set(found) == {"dtype", names.NONE_HASH}
+    assert found[names.NONE_HASH].startswith("066b1e89")
 
 
 class Runner:
