@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvshm.config import Config, Role
+from kvshm.config import Config
 from kvshm.counters import HOOK_ERRORS
 from kvshm.errors import ConfigError, KvshmError
 from kvshm.log import logger, set_level
@@ -43,10 +43,10 @@ from kvshm.terms import BlockId
 
 from .boundary import guarded, report
 from .leaving import let_engines_leave
+from .limits import kv_role_limit
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .plugin import ensure_recompute, register
-from .pool_watch import PoolChanged
 from .ranks import Ranks, is_beside_others
 from .refusals import (
     cache_refusal,
@@ -98,19 +98,18 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        config = dataclasses.replace(config, limits=(kv_role_limit(self._kv_transfer_config),))
         refusal = (
             version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
             or config_refusal(vllm_config, os.environ)
             or cache_refusal(kv_cache_config)
+            or config.decide_role().refusal
         )
         if refusal is not None:
             log.log(level, "not sharing the prefix cache: %s", refusal)
             return
         if (untested := version_warning(vllm.__version_tuple__)) is not None:
             log.log(level, "%s", untested)
-        # vLLM keeps late writers out of imported blocks only for an engine that may import.
-        if not self._kv_transfer_config.is_kv_consumer:
-            config = dataclasses.replace(config, role=Role.PRODUCER)
         try:
             run_dir = open_run_directory(config.run_dir, os.environ)
             require_room(run_dir, config.namespace)
@@ -256,14 +255,13 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is None:
             return
-        try:
-            scheduler = VllmScheduler.of_caller(self)
-            self._scheduler.bind(kv_cache_manager, self, scheduler)
+        refusal = self._scheduler.bind(kv_cache_manager, self, VllmScheduler.of_caller(self))
+        if refusal is None:
             self._scheduler.let_steps_wait(self.before_output)
-        except PoolChanged as exc:
-            log.warning("not sharing the prefix cache: %s", exc)
-            self._scheduler.close()
-            self._scheduler = None
+            return
+        log.warning("not sharing the prefix cache: %s", refusal)
+        self._scheduler.close()
+        self._scheduler = None
 
     @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:

@@ -45,7 +45,7 @@ def activate() -> None:
         return
     import vllm
 
-    from kvshm.config import Config, Share
+    from kvshm.config import Config
     from kvshm.log import set_level
 
     from .refusals import version_refusal
@@ -54,8 +54,7 @@ def activate() -> None:
     set_level(config.log_level)
     try:
         reason = version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
-        if reason is None and config.share is Share.NONE:
-            reason = "KVSHM_SHARE=none"
+        reason = reason or config.decide_role().refusal
         if reason is None:
             register()
             _wrap(config)
@@ -160,14 +159,12 @@ def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bo
 def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     from vllm.config import KVTransferConfig
 
-    from kvshm.config import Role
-
     from .beside import combined
 
     if other is None:
         # For who may import vLLM holds freed blocks back, which nobody else need pay for.
-        exports = {"kv_role": "kv_producer"} if config.role is Role.PRODUCER else {}
-        return KVTransferConfig(**OURS | exports)
+        exports_only = {} if config.imports else {"kv_role": "kv_producer"}
+        return KVTransferConfig(**OURS | exports_only)
     _say_once(
         f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text()
 LISTED = set(re.findall(r"`([^`\n]+)`", PAGE.replace("```", "")))
 LEVELS = {"debug", "info", "warning", "error", "exception", "log"}
-LEVELS |= {"_note", "_say_once", "_complain"}
+LEVELS |= {"_note", "_say_once", "_complain", "Limit"}
 EVENTS = {"Log", "complain", "_log_end"}
 ENGINE = ("kvshm", "hooks", "transport")
 
