@@ -46,7 +46,6 @@ from .leaving import let_engines_leave
 from .limits import kv_role_limit
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
-from .plugin import ensure_recompute, register
 from .ranks import Ranks, is_beside_others
 from .refusals import (
     cache_refusal,
@@ -54,6 +53,7 @@ from .refusals import (
     version_refusal,
     version_warning,
 )
+from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
 from .vllm_scheduler import VllmScheduler
 from .worker import WorkerSide

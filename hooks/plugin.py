@@ -14,13 +14,13 @@ import os
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
+from .registration import CONNECTOR, CONNECTOR_MODULE, ensure_recompute, register
+
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
     from kvshm.config import Config
 
-CONNECTOR = "KvshmConnector"
-CONNECTOR_MODULE = "kvshm.hooks.connector"
 OURS: dict[str, Any] = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": CONNECTOR_MODULE,
@@ -62,35 +62,6 @@ def activate() -> None:
         reason = _unexpected(exc)
     if reason is not None:
         _decline(reason)
-
-
-def ensure_recompute(transfer: KVTransferConfig) -> str | None:
-    """Make failed loads be recomputed instead of failing their request; returns what to log
-    if that was not so.
-
-    vLLM's default is "fail"; with kvshm a block may vanish between match and copy, which is
-    a cache miss.  To be called before vLLM's Scheduler reads the policy: here, and in the
-    connector's constructor for engines started without the plugin.
-    """
-    given = transfer.kv_load_failure_policy
-    if given == "recompute":
-        return None
-    transfer.kv_load_failure_policy = "recompute"
-    return (
-        f"kv_load_failure_policy={given} overridden with recompute: a block that is lost to "
-        "reuse is a miss, no error"
-    )
-
-
-def register() -> None:
-    """Make the connector known by name (MultiConnector looks its children up by name)."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    try:
-        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
-    except ValueError:
-        # Registered already: a forked child inherits the registry, plugins run again.
-        return
 
 
 def _wrap(config: Config) -> None:
@@ -144,7 +115,7 @@ def _offer(vllm_config: VllmConfig, config: Config) -> None:
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
     """Why this engine gets no connector, or None."""
     from .beside import beside_refusal
-    from .refusals import config_refusal, layers_refusal, touchpoint_refusal
+    from .refusals import config_refusal, layers_refusal
 
     if other is not None and not beside:
         return f"kv_transfer_config names {other.kv_connector}; KVSHM_BESIDE=1 shares beside it"
@@ -154,6 +125,21 @@ def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bo
         or touchpoint_refusal()
         or (beside_refusal(vllm_config, other) if other is not None else None)
     )
+
+
+def touchpoint_refusal() -> str | None:
+    """Return what of vLLM's interface for connectors is not as kvshm knows it, or None.
+
+    Imports the connector; another error than ImportError comes through and is as good a
+    reason.  It is not asked where vLLM was told to use the connector: then vLLM's own error
+    says so.
+    """
+    try:
+        from .connector import KvshmConnector
+    except ImportError as exc:
+        return f"this vLLM is not as kvshm knows it: {exc}"
+    unknown = ", ".join(sorted(getattr(KvshmConnector, "__abstractmethods__", ())))
+    return f"this vLLM wants connectors to have {unknown}" if unknown else None
 
 
 def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:

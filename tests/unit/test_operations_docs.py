@@ -49,7 +49,7 @@ def lines() -> set[str]:
 def reasons() -> set[str]:
     """Why an engine does not share: what the hooks return, keep or raise as such."""
     found: set[str | None] = set()
-    for name in ("refusals", "layout", "weights", "worker", "pool_watch"):
+    for name in ("plugin", "refusals", "layout", "weights", "worker", "pool_watch"):
         for node in ast.walk(ast.parse((ROOT / f"hooks/{name}.py").read_text())):
             match node:
                 case ast.Return(value=ast.IfExp(body=one)) | ast.Return(value=ast.expr() as one):

@@ -17,12 +17,8 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.refusals import (
-    cache_refusal,
-    config_refusal,
-    layers_refusal,
-    touchpoint_refusal,
-)
+from kvshm.hooks.plugin import touchpoint_refusal
+from kvshm.hooks.refusals import cache_refusal, config_refusal, layers_refusal
 
 from .tiny_config import GEMMA, cache_config, engine_config, spec
 
