@@ -141,8 +141,8 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker
 
     @guarded(_nothing)
-    def get_mem_pool_context(self) -> AbstractContextManager[None] | None:
-        return self._worker.memory_context() if self._worker else None
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        return self._worker.allocation if self._worker else None
 
     @guarded(_nothing)
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

@@ -23,7 +23,6 @@ from kvshm import fingerprint as names
 from kvshm.protocol import PROTOCOL_VERSION
 from kvshm.records import LAYOUT_VERSION
 
-from .callers import FRAMES, callers_with
 from .weights import weights_digest
 
 if TYPE_CHECKING:
@@ -41,16 +40,6 @@ def with_none_hash(fields: dict[str, str]) -> dict[str, str] | None:
 
     chosen = getattr(kv_cache_utils, "NONE_HASH", None)
     return None if chosen is None else {**fields, names.NONE_HASH: bytes(chosen).hex()}
-
-
-def model_owners(depth: int = FRAMES) -> list[Any]:
-    """Return vLLM's model runner and worker, innermost first: whoever of the callers has a
-    ``get_model``.
-
-    Worker only, from within ``register_kv_caches``: vLLM hands the model to no connector,
-    but the model runner that has it is the one that calls.
-    """
-    return callers_with("get_model", depth + 1)
 
 
 def find_model(owners: Iterable[Any]) -> torch.nn.Module | None:

@@ -101,7 +101,7 @@ def make(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         monkeypatch.setattr(cuda_ipc, "current_driver", lambda: driver)
         planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
         side = WorkerSide(Config(namespace=namespace), run_dir, config, planned)
-        assert side.memory_context() is None  # the cache stays where vLLM puts it
+        assert side.allocation is None  # the cache stays where vLLM puts it
         with shared_kv_memory(lambda n: DeviceBuffer(driver, driver.make(n), n)):
             caches = allocate_kv_cache(planned, torch.device("cpu"), KVCacheLayout.LBNHC, [32])
         side.register(caches)

@@ -25,9 +25,9 @@ from vllm.v1.core import kv_cache_utils
 from kvshm import fingerprint as names
 from kvshm.fingerprint import FIELDS, differences, fingerprint
 from kvshm.hooks import identity, weights
+from kvshm.hooks.callers import callers_with
 from kvshm.hooks.identity import (
     find_model,
-    model_owners,
     rank_fields,
     scheduler_fields,
     with_none_hash,
@@ -311,7 +311,8 @@ class Runner:
 
 class Connector:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> torch.nn.Module | None:
-        return (lambda: find_model(model_owners()))()  # one frame more, and it has no self
+        owners = (lambda: callers_with("get_model"))()  # one frame more, and it has no self
+        return find_model(owners)
 
 
 def test_the_model_is_found_at_the_caller() -> None:
@@ -321,7 +322,7 @@ def test_the_model_is_found_at_the_caller() -> None:
 
 def test_no_model_is_none() -> None:
     assert Runner("no module").initialize_kv_cache() is None
-    assert model_owners(depth=1) == []
+    assert callers_with("get_model", depth=1) == []
 
 
 def test_vllms_runners_still_have_get_model() -> None:
