@@ -11,10 +11,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 COMPONENTS = {"coordinator", "transport", "hooks", "tools"}
-PRODUCT = sorted(p for d in {"kvshm", *COMPONENTS} for p in (ROOT / d).glob("*.py"))
+PRODUCT = sorted(
+    [*(ROOT / "kvshm").glob("*.py"), *(p for d in COMPONENTS for p in (ROOT / d).rglob("*.py"))]
+)
 FOLDERS = ("tests", "examples", "benchmarks", "docs")
 OTHERS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-MAY_IMPORT = {"vllm": {"hooks"}, "torch": {"hooks", "cuda"}, "triton": {"cuda"}}
+MAY_IMPORT = {"vllm": {"hooks/vllm"}, "torch": {"hooks/vllm", "cuda"}, "triton": {"cuda"}}
 """Rooms: a folder, or the transport's modules named cuda_*."""
 NAMELESS = {"utils", "util", "helpers", "common", "misc"}
 """Module names that name no concept."""
@@ -48,15 +50,15 @@ def test_components_meet_only_in_the_core(path: Path) -> None:
         parts = name.split(".")
         assert level <= 1, f"{'.' * level}{name} climbs out of its folder"
         spelled = parts[0] if level or parts[0] != "kvshm" else ".".join(parts[1:2])
-        in_component = path.parent.name in COMPONENTS
+        in_component = path.relative_to(ROOT).parts[0] in COMPONENTS
         if not (level and in_component):
             assert spelled not in COMPONENTS, f"imports component {name}"
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
 def test_engines_and_devices_stay_in_their_rooms(path: Path) -> None:
-    """vLLM is imported by the hooks only, torch also by the CUDA transport, triton by that."""
-    rooms = {path.parent.name}
+    """vLLM is imported by hooks/vllm only, torch also by the CUDA transport, triton by that."""
+    rooms = {name_of(path.parent)}
     if path.parent.name == "transport" and path.stem.startswith("cuda_"):
         rooms.add("cuda")
     for level, name in imports(path):
@@ -77,9 +79,8 @@ def test_nothing_grows_too_big(path: Path) -> None:
 
 def test_no_import_leads_back_to_where_it_came_from() -> None:
     """Not even one within a function; only what type checkers alone read may."""
-    packages = {
-        p: "kvshm" + "".join(f".{n}" for n in {p.parent.name} & COMPONENTS) for p in PRODUCT
-    }
+    folders = {path: path.parent.relative_to(ROOT).parts for path in PRODUCT}
+    packages = {path: ".".join(dict.fromkeys(("kvshm", *folders[path]))) for path in PRODUCT}
     named = {f"{package}.{path.stem}" for path, package in packages.items()}
     graph: dict[str, set[str]] = {}
     for path, package in packages.items():
@@ -91,7 +92,7 @@ def test_no_import_leads_back_to_where_it_came_from() -> None:
         for level, name in imports_of(tree):
             full = f"{package}.{name}" if level else name
             found |= {full, full.rpartition(".")[0]} & named
-    assert graph["kvshm.hooks.connector"] >= {"kvshm.hooks.scheduler", "kvshm.config"}
+    assert graph["kvshm.hooks.vllm.connector"] >= {"kvshm.hooks.vllm.scheduler", "kvshm.config"}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as exc:

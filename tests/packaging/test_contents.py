@@ -47,7 +47,8 @@ def test_wheel_installs_one_name(names: set[str]) -> None:
 def test_wheel_holds_every_module_and_no_c_source(names: set[str]) -> None:
     expected = {f"kvshm/{path.name}" for path in (ROOT / "kvshm").glob("*.py")}
     for component in COMPONENTS:
-        expected |= {f"kvshm/{component}/{path.name}" for path in (ROOT / component).glob("*.py")}
+        paths = (ROOT / component).rglob("*.py")
+        expected |= {f"kvshm/{path.relative_to(ROOT).as_posix()}" for path in paths}
     assert {name for name in names if name.endswith(".py")} == expected
     assert {"kvshm/py.typed", "kvshm/_native.abi3.so", "kvshm/_native.pyi"} <= names
     assert not [name for name in names if name.endswith((".c", ".h"))]
@@ -56,4 +57,4 @@ def test_wheel_holds_every_module_and_no_c_source(names: set[str]) -> None:
 def test_entry_points_lead_to_modules(wheel: Path, names: set[str]) -> None:
     modules = set(entry_points(wheel))
     assert {m.replace(".", "/") + ".py" for m in modules} <= names
-    assert "kvshm.hooks.plugin" in modules
+    assert "kvshm.hooks.vllm.plugin" in modules

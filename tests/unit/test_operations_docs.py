@@ -16,7 +16,7 @@ LISTED = set(re.findall(r"`([^`\n]+)`", PAGE.replace("```", "")))
 LEVELS = {"debug", "info", "warning", "error", "exception", "log"}
 LEVELS |= {"_note", "_say_once", "_complain", "Limit"}
 EVENTS = {"Log", "complain", "_log_end"}
-ENGINE = ("kvshm", "hooks", "transport")
+ENGINE = ("kvshm", "hooks/vllm", "transport")
 
 
 def calls(folders: tuple[str, ...], names: set[str]) -> Iterator[ast.Call]:
@@ -50,7 +50,7 @@ def reasons() -> set[str]:
     """Why an engine does not share: what the hooks return, keep or raise as such."""
     found: set[str | None] = set()
     for name in ("plugin", "refusals", "layout", "weights", "worker", "pool_watch"):
-        for node in ast.walk(ast.parse((ROOT / f"hooks/{name}.py").read_text())):
+        for node in ast.walk(ast.parse((ROOT / f"hooks/vllm/{name}.py").read_text())):
             match node:
                 case ast.Return(value=ast.IfExp(body=one)) | ast.Return(value=ast.expr() as one):
                     found.add(pattern(one))

@@ -26,7 +26,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.messages import RankReport
+from kvshm.hooks.vllm.messages import RankReport
 from kvshm.plans import LoadReport
 
 from .conftest import Lines
@@ -66,7 +66,7 @@ class BesideEngine(DrivenEngine):
         self.scheduler.get_kv_connector().set_xfer_handshake_metadata_pp_aware(self.handshake)
 
     def collective_rpc(self, what: Any, args: tuple[Any, ...] = ()) -> list[Any]:
-        assert what.__module__ == "kvshm.hooks.ranks"  # travels by its name
+        assert what.__module__ == "kvshm.hooks.vllm.ranks"  # travels by its name
         return [description()]
 
     @property
@@ -165,7 +165,7 @@ def test_a_worker_beside_others_is_asked_and_gives_no_handshake(
     group = MultiConnector(config, KVConnectorRole.WORKER, imagined_cache(8))
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", group)
     assert group.get_handshake_metadata() is None
-    from kvshm.hooks.ranks import _describe
+    from kvshm.hooks.vllm.ranks import _describe
 
     answer = _describe(None)
     assert answer is not None
@@ -214,7 +214,7 @@ def test_without_a_policy_nothing_is_imported(
     beside: MakeBeside, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where vLLM's scheduler cannot be told to recompute, a lost lease would fail its request."""
-    monkeypatch.setattr("kvshm.hooks.vllm_scheduler.callers_with", lambda _: [])
+    monkeypatch.setattr("kvshm.hooks.vllm.vllm_scheduler.callers_with", lambda _: [])
     e = beside("ExampleConnector", ours_first=True)
     assert "exporting only: vLLM's scheduler was not found" in lines
     e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE

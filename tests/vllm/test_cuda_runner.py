@@ -32,10 +32,10 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm import rank_load, rank_peers
-from kvshm.hooks import at_once, before_prefill
-from kvshm.hooks import worker as worker_module
-from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.layout import shared_kv_memory
+from kvshm.hooks.vllm import at_once, before_prefill
+from kvshm.hooks.vllm import worker as worker_module
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.layout import shared_kv_memory
 from kvshm.records import NUM_TICKETS
 from kvshm.syncpoints import SyncPoint
 from kvshm.transport import cuda_ipc

@@ -27,10 +27,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm.config import Config
 from kvshm.errors import TransportError
-from kvshm.hooks import worker as worker_module
-from kvshm.hooks.layout import shared_kv_memory
-from kvshm.hooks.messages import StepMetadata
-from kvshm.hooks.worker import WorkerSide
+from kvshm.hooks.vllm import worker as worker_module
+from kvshm.hooks.vllm.layout import shared_kv_memory
+from kvshm.hooks.vllm.messages import StepMetadata
+from kvshm.hooks.vllm.worker import WorkerSide
 from kvshm.plans import Load, Piece
 from kvshm.records import BlockRecord, pack_records
 from kvshm.slots import SlotTable, TableSpec

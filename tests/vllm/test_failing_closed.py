@@ -14,8 +14,8 @@ pytest.importorskip("vllm")
 from vllm.v1.request import FinishReason
 
 from kvshm.counters import HOOK_ERRORS
-from kvshm.hooks import boundary
-from kvshm.hooks.messages import RankReport
+from kvshm.hooks.vllm import boundary
+from kvshm.hooks.vllm.messages import RankReport
 from kvshm.plans import LoadReport
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt

@@ -24,9 +24,9 @@ from vllm.v1.core import kv_cache_utils
 
 from kvshm import fingerprint as names
 from kvshm.fingerprint import FIELDS, differences, fingerprint
-from kvshm.hooks import identity, weights
-from kvshm.hooks.callers import callers_with
-from kvshm.hooks.identity import (
+from kvshm.hooks.vllm import identity, weights
+from kvshm.hooks.vllm.callers import callers_with
+from kvshm.hooks.vllm.identity import (
     find_model,
     rank_fields,
     scheduler_fields,
@@ -275,7 +275,7 @@ def test_another_process_reads_the_same_fields(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
         "from tiny_config import cache_config, engine_config, spec\n"
-        "from kvshm.hooks.identity import scheduler_fields\n"
+        "from kvshm.hooks.vllm.identity import scheduler_fields\n"
         "Fields = dict\n"
         f"{inspect.getsource(some_fields)}\n"
         f"print(some_fields(Path({str(tmp_path / 'm')!r})))"

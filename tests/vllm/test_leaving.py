@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import utils
 
-from kvshm.hooks import leaving
-from kvshm.hooks.leaving import LEAVE_SECONDS, TOUCHPOINT, let_engines_leave, when_told_to_end
+from kvshm.hooks.vllm import leaving
+from kvshm.hooks.vllm.leaving import LEAVE_SECONDS, TOUCHPOINT, let_engines_leave, when_told_to_end
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_signals_of_another_process_are_not_watched() -> None:
 
 CORE = """
 import multiprocessing, os, signal, sys, threading, time
-from kvshm.hooks.leaving import when_told_to_end
+from kvshm.hooks.vllm.leaving import when_told_to_end
 multiprocessing.current_process().name = "EngineCore_DP1"
 left, handled = threading.Event(), []
 signal.signal(signal.SIGTERM, lambda *_: handled.append(left.wait(100)))
@@ -90,7 +90,7 @@ print(handled)
 
 FORKING = """
 import multiprocessing, os, signal, sys, threading
-from kvshm.hooks.leaving import when_told_to_end
+from kvshm.hooks.vllm.leaving import when_told_to_end
 multiprocessing.current_process().name = "EngineCore_DP1"
 left = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: None)

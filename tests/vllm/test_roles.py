@@ -22,10 +22,10 @@ from vllm.config.kv_transfer import KVRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshm.config import Config
-from kvshm.hooks import pool_watch
-from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.limits import kv_role_limit, scheduler_limits
-from kvshm.hooks.vllm_scheduler import VllmScheduler
+from kvshm.hooks.vllm import pool_watch
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.limits import kv_role_limit, scheduler_limits
+from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
 from kvshm.roles import Decision, Limit
 
 from .conftest import Lines

@@ -23,7 +23,7 @@ from local_node import wait_until
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from kvshm import miss_report
-from kvshm.hooks import plugin, pool_watch
+from kvshm.hooks.vllm import plugin, pool_watch
 from kvshm.log import set_level
 from kvshm.peers import QUARANTINE_FAILURES
 from kvshm.plans import LoadFailure, LoadReport, PieceFailure
