@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
@@ -261,12 +262,13 @@ class Config:
         )
         return decide_role((*settings, *self.limits, *found))
 
-    @property
+    # Every lookup asks these, and deciding takes longer than a lookup.
+    @cached_property
     def exports(self) -> bool:
         """Whether this engine's blocks may be published."""
         return not self.decide_role().no_exports
 
-    @property
+    @cached_property
     def imports(self) -> bool:
         """Whether this engine may import others' blocks."""
         return not self.decide_role().no_imports
