@@ -30,7 +30,7 @@ from measurement import percentiles, report
 from tiny_model import write_model
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 
-from kvshm.hooks.messages import RankReport
+from kvshm.hooks.vllm.messages import RankReport
 from tests.vllm.scheduling import BLOCK_SIZE, DrivenEngine, as_told, vllm_config
 
 PROMPT_TOKENS = 8000

@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvshm.hooks.connector import KvshmConnector
+from kvshm.hooks.vllm.connector import KvshmConnector
 
 DIRECTORY = "BENCH_HOOKS_DIRECTORY"
 STEP_BEGINS = "bind_connector_metadata"

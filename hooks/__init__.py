@@ -1,1 +1,1 @@
-"""Where vLLM meets kvshm: the only place that imports vllm."""
+"""Where inference engines meet kvshm."""

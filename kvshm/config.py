@@ -12,9 +12,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
+from .roles import Decision, Limit, Role, decide_role
 from .rundir import SOCKET_PATH_BYTES, choose_run_directory
 
 PREFIX = "KVSHM_"
@@ -28,14 +30,6 @@ _SWITCH = {"0": False, "no": False, "false": False, "off": False}
 _SWITCH |= {"1": True, "yes": True, "true": True, "on": True}
 # What Kubernetes injects into every pod beside a Service named "kvshm" or "kvshm-...".
 _KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
-
-
-class Role(StrEnum):
-    """What an engine does with others' and its own blocks."""
-
-    BOTH = "both"
-    PRODUCER = "producer"
-    CONSUMER = "consumer"
 
 
 class Share(StrEnum):
@@ -206,6 +200,8 @@ class Config:
     )
     given: frozenset[str] = frozenset()
     """Names of the settings that the environment gave."""
+    limits: tuple[Limit, ...] = ()
+    """What limits the role beside the settings: vLLM's configuration."""
     warnings: tuple[str, ...] = ()
     """What looks like a mistake but stops nothing; to be logged once."""
 
@@ -233,15 +229,29 @@ class Config:
         _check_length(config, given["KVSHM_RUN_DIR"][0])
         return config
 
-    @property
+    def decide_role(self, *found: Limit) -> Decision:
+        """Decide what the engine does.  ``found``: what only shows in a running vLLM."""
+        nobody = self.share is Share.NONE
+        settings = (
+            Limit(f"KVSHM_SHARE={self.share}", no_exports=nobody, no_imports=nobody),
+            Limit(
+                f"KVSHM_ROLE={self.role}",
+                no_exports=self.role is Role.CONSUMER,
+                no_imports=self.role is Role.PRODUCER,
+            ),
+        )
+        return decide_role((*settings, *self.limits, *found))
+
+    # Every lookup asks these, and deciding takes longer than a lookup.
+    @cached_property
     def exports(self) -> bool:
         """Whether this engine's blocks may be published."""
-        return self.role is not Role.CONSUMER and self.share is not Share.NONE
+        return not self.decide_role().no_exports
 
-    @property
+    @cached_property
     def imports(self) -> bool:
         """Whether this engine may import others' blocks."""
-        return self.role is not Role.PRODUCER and self.share is not Share.NONE
+        return not self.decide_role().no_imports
 
     def step_budget_ms(self, asynchronous: bool) -> float:
         """Drain budget of one step.  Without asynchronous scheduling nothing overlaps the

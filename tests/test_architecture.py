@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ COMPONENTS = {"coordinator", "transport", "hooks", "tools"}
 PRODUCT = sorted(p for d in {"kvshm", *COMPONENTS} for p in (ROOT / d).rglob("*.py"))
 FOLDERS = ("tests", "examples", "benchmarks", "docs")
 OTHERS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-MAY_IMPORT = {"vllm": {"hooks"}, "torch": {"hooks", "cuda"}, "triton": {"cuda"}}
+MAY_IMPORT = {"vllm": {"vllm"}, "torch": {"vllm", "cuda"}, "triton": {"cuda"}}
 """Rooms: folders, wherever they lie."""
 NAMELESS = {"utils", "util", "helpers", "common", "misc"}
 """Module names that name no concept."""
@@ -25,7 +26,12 @@ def name_of(path: Path) -> str:
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (level, dotted name) of every import of a file; level counts leading dots."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    yield from imports_of(ast.parse(path.read_text()))
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """``imports`` of a file that has been parsed."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -49,7 +55,7 @@ def test_components_meet_only_in_the_core(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
 def test_engines_and_devices_stay_in_their_rooms(path: Path) -> None:
-    """vLLM is imported by the hooks only, torch also by the CUDA transport, triton by that."""
+    """vLLM is imported by hooks/vllm only, torch also by the CUDA transport, triton by that."""
     rooms = {path.parent.name}
     for level, name in imports(path):
         top = name.split(".")[0]
@@ -65,3 +71,26 @@ def test_nothing_grows_too_big(path: Path) -> None:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is too long"
+
+
+def test_no_import_leads_back_to_where_it_came_from() -> None:
+    """Not even one within a function; only what type checkers alone read may."""
+    folders = {path: path.parent.relative_to(ROOT).parts for path in PRODUCT}
+    packages = {path: ".".join(dict.fromkeys(("kvshm", *folders[path]))) for path in PRODUCT}
+    named = {f"{package}.{path.stem}" for path, package in packages.items()}
+    graph: dict[str, set[str]] = {}
+    for path, package in packages.items():
+        tree = ast.parse(path.read_text())
+        for checked in [n for n in ast.walk(tree) if isinstance(n, ast.If)]:
+            if ast.unparse(checked.test) == "TYPE_CHECKING":
+                checked.body = []
+        found = graph.setdefault(f"{package}.{path.stem}", set())
+        for level, name in imports_of(tree):
+            above = package.split(".")[: len(package.split(".")) + 1 - level]
+            full = ".".join([*above, name]) if level else name
+            found |= {full, full.rpartition(".")[0]} & named
+    assert graph["kvshm.hooks.vllm.connector"] >= {"kvshm.hooks.vllm.scheduler", "kvshm.config"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as exc:
+        pytest.fail(" -> ".join(exc.args[1]))

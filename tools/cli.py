@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -16,10 +15,9 @@ from kvshm.errors import ConfigError
 from kvshm.version import __version__
 
 from . import clean, dump_index
+from .unread import until_unread
 
 EXIT_USAGE = 2
-EXIT_UNREAD = 128 + signal.SIGPIPE
-"""Whoever reads the output has stopped reading: as a shell has it of other commands."""
 
 
 def print_config(environ: Mapping[str, str]) -> int:
@@ -61,14 +59,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line asks for; return the exit status."""
-    try:
-        status = _run(arguments)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # What is still to be written goes nowhere, or Python would complain when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNREAD
-    return status
+    return until_unread(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

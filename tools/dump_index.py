@@ -26,6 +26,7 @@ from kvshm.rundir import choose_run_directory, open_run_directory
 from .check import Look, check
 from .render import ended, render
 from .report import Filters, Json, describe
+from .unread import until_unread
 
 
 def _hash_prefix(text: str) -> str:
@@ -149,6 +150,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from .cli import main as kvshm
-
-    sys.exit(kvshm(["dump-index", *sys.argv[1:]]))
+    sys.exit(until_unread(main))

@@ -86,7 +86,7 @@ def test_vllm_finds_the_plugin_and_the_hooks_pass_their_tests_without_the_tree(
         f"status = pytest.main(['-q', *{files}])\n"
         "from vllm.plugins import load_general_plugins\n"
         "load_general_plugins()\n"
-        "print('plugin:', sys.modules['kvshm.hooks.plugin'].__file__)\n"
+        "print('plugin:', sys.modules['kvshm.hooks.vllm.plugin'].__file__)\n"
         "sys.exit(status)"
     )
     said = run(beside, "-c", script, cwd=elsewhere)

@@ -63,4 +63,4 @@ def test_doubles_of_the_tests_stay_out_of_the_wheel(names: set[str]) -> None:
 def test_entry_points_lead_to_modules(wheel: Path, names: set[str]) -> None:
     modules = set(entry_points(wheel))
     assert {m.replace(".", "/") + ".py" for m in modules} <= names
-    assert "kvshm.hooks.plugin" in modules
+    assert "kvshm.hooks.vllm.plugin" in modules

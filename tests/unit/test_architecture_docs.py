@@ -9,7 +9,7 @@ from pathlib import Path
 
 from .pages import ROOT, every_page
 
-FOLDERS = ("kvshm", "coordinator", "transport", "hooks", "tools")
+FOLDERS = ("kvshm", "coordinator", "transport", "hooks", "hooks/vllm", "tools")
 
 
 @cache

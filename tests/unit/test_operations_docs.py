@@ -24,9 +24,9 @@ SEVERITY = {
     "debug": "Debug",
 }
 """By the function that logs."""
-LEVELS = {*SEVERITY, "log"}
+LEVELS = {*SEVERITY, "log", "Limit"}
 EVENTS = {"Log", "complain", "_log_end"}
-ENGINE = ("kvshm", "hooks", "transport")
+ENGINE = ("kvshm", "hooks/vllm", "transport")
 
 
 def calls(folders: tuple[str, ...], names: set[str]) -> Iterator[ast.Call]:
@@ -60,7 +60,7 @@ def severity(call: ast.Call) -> str | None:
     """How severe a call's line is: the heading it stands under; None if the call does not say."""
     name = getattr(call.func, "attr", getattr(call.func, "id", ""))
     given = {arg.attr for arg in call.args if isinstance(arg, ast.Attribute)}
-    if name == "log":
+    if name in {"log", "Limit"}:
         return None
     return "Warnings" if "WARNING" in given else SEVERITY[name]
 
@@ -78,8 +78,8 @@ def lines() -> dict[str, set[str | None]]:
 def reasons() -> set[str]:
     """Why an engine does not share: what the hooks return, keep or raise as such."""
     found: set[str | None] = set()
-    for name in ("refusals", "layout", "weights", "worker", "pool_watch"):
-        for node in ast.walk(ast.parse((ROOT / f"hooks/{name}.py").read_text())):
+    for name in ("plugin", "refusals", "layout", "weights", "worker", "pool_watch"):
+        for node in ast.walk(ast.parse((ROOT / f"hooks/vllm/{name}.py").read_text())):
             match node:
                 case ast.Return(value=ast.IfExp(body=one)) | ast.Return(value=ast.expr() as one):
                     found.add(pattern(one))

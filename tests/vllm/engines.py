@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,17 @@ PATIENCE_S = 150.0
 
 reported: list[str] = []
 """What tests measured without asserting it; printed at the end of the session."""
+
+
+def lines_naming_kvshm(log: str) -> list[str]:
+    """Return the lines that speak of kvshm.  Paths do not count: where this clone, its
+    environment or a model lies says nothing of what an engine does."""
+    return [line for line in log.splitlines() if "kvshm" in re.sub(r"\S*/\S*", "", line)]
+
+
+def has_loaded(pid: int, file: str) -> bool:
+    """Whether the process has a native module in its memory."""
+    return os.path.realpath(file) in Path(f"/proc/{pid}/maps").read_text()
 
 
 def remove_what_vllm_leaves(engine: Engine) -> None:

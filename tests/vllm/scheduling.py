@@ -32,8 +32,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.messages import QuietReport, RankDescription, RankReport
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.messages import QuietReport, RankDescription, RankReport
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.protocol import RankInfo
 from kvshm.records import SlotState

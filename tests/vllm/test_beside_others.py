@@ -26,7 +26,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.messages import RankReport
+from kvshm.hooks.vllm.messages import RankReport
 from kvshm.plans import LoadReport
 
 from .conftest import Lines
@@ -66,7 +66,7 @@ class BesideEngine(DrivenEngine):
         self.scheduler.get_kv_connector().set_xfer_handshake_metadata_pp_aware(self.handshake)
 
     def collective_rpc(self, what: Any, args: tuple[Any, ...] = ()) -> list[Any]:
-        assert what.__module__ == "kvshm.hooks.ranks"  # travels by its name
+        assert what.__module__ == "kvshm.hooks.vllm.ranks"  # travels by its name
         return [description()]
 
     @property
@@ -165,7 +165,7 @@ def test_a_worker_beside_others_is_asked_and_gives_no_handshake(
     group = MultiConnector(config, KVConnectorRole.WORKER, imagined_cache(8))
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", group)
     assert group.get_handshake_metadata() is None
-    from kvshm.hooks.ranks import _describe
+    from kvshm.hooks.vllm.ranks import _describe
 
     answer = _describe(None)
     assert answer is not None
@@ -214,7 +214,7 @@ def test_without_a_policy_nothing_is_imported(
     beside: MakeBeside, lines: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where vLLM's scheduler cannot be told to recompute, a lost lease would fail its request."""
-    monkeypatch.setattr("kvshm.hooks.vllm_scheduler.callers_with", lambda _: [])
+    monkeypatch.setattr("kvshm.hooks.vllm.vllm_scheduler.callers_with", lambda _: [])
     e = beside("ExampleConnector", ours_first=True)
     assert "kvshm: exporting only: vLLM's scheduler was not found" in lines
     e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE
@@ -223,18 +223,27 @@ def test_without_a_policy_nothing_is_imported(
     assert len(e.ready()) == 3
 
 
-def test_an_engine_that_vllm_does_not_know_as_importing_imports_nothing(
-    model: Path, engine: Make, lines: Lines
+@pytest.mark.parametrize(
+    ("kv_role", "line", "exports", "imports"),
+    [
+        ("kv_producer", "exporting only: kv_role=kv_producer of the engine", True, False),
+        ("kv_consumer", "importing only: kv_role=kv_consumer of the engine", False, True),
+    ],
+)
+def test_the_role_of_the_outer_connector_holds_too(
+    model: Path, engine: Make, lines: Lines, kv_role: str, line: str, exports: bool, imports: bool
 ) -> None:
-    """Its freed blocks may still be written while a copy fills them."""
+    """vLLM keeps late writers out of freed blocks only if this one is to import."""
     config = config_of(model, "NixlConnector", True)
     assert config.kv_transfer_config is not None
-    config.kv_transfer_config.kv_role = "kv_producer"
+    config.kv_transfer_config.kv_role = kv_role
     config.scheduler_config.async_scheduling = True
     e = BesideEngine(config, asynchronous=True)
-    assert any(line.startswith("kvshm: exporting only: kv_role=kv_producer") for line in lines)
-    e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE
-    e.add("a", prompt(3), max_tokens=3)
+    assert f"kvshm: {line}" in lines
+    e.add("a", prompt(3), max_tokens=1)
     e.step()
-    assert len(e.ready()) == 3
+    assert bool(e.ready()) == exports
+    e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE
+    e.add("b", prompt(3, first=700), max_tokens=1)
+    assert bool(e.schedule().metadata.metadata[e.place].loads) == imports
     e.close()

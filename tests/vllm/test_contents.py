@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.hooks.messages import RankReport
+from kvshm.hooks.vllm.messages import RankReport
 from kvshm.plans import Load, LoadReport
 from kvshm.records import SlotState
 from kvshm.slots import SlotTable

@@ -20,7 +20,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.hooks.messages import RankReport
+from kvshm.hooks.vllm.messages import RankReport
 from kvshm.records import SlotState
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, prompt

@@ -16,8 +16,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshm.hooks.messages import RankReport
-from kvshm.hooks.scheduler import MAX_FENCES
+from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.scheduler import MAX_FENCES
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
 

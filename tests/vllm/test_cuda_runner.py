@@ -10,6 +10,7 @@ that executor, the worker is handed the scheduler's very objects.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -26,14 +27,17 @@ from local_node import Node
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvshm import rank_peers
-from kvshm.hooks import at_once, before_prefill
-from kvshm.hooks import worker as worker_module
-from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.layout import shared_kv_memory
+from kvshm import rank_load, rank_peers
+from kvshm.hooks.vllm import at_once, before_prefill
+from kvshm.hooks.vllm import worker as worker_module
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.layout import shared_kv_memory
+from kvshm.records import NUM_TICKETS
+from kvshm.syncpoints import SyncPoint
 from kvshm.transport.cuda import transport as cuda_transport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine
@@ -215,3 +219,72 @@ def test_a_prefix_travels_while_both_engines_run_ahead(pair: list[InProcessEngin
     assert b.computed_from["second"] == 5 * BLOCK_SIZE
     blocks = b.engine.blocks_of("second")[:5]
     assert b.values(blocks) == [{value_of(prompt(5), i)} for i in range(5)]
+
+
+# -- a client goes away while its import is under way
+
+
+def everything_held(a: InProcessEngine, b: InProcessEngine) -> dict[str, Any]:
+    """What an import of b's from a may hold: leases, the ticket, blocks, what b notes of it."""
+    importer, table = b.engine.connector._scheduler.importer, b.cache.table
+    noted = {name: kept for name, kept in vars(importer).items() if isinstance(kept, dict | set)}
+    del noted["attached"]
+    return {
+        "leases": [i for i, slot in enumerate(a.cache.table.slots()) if slot.leases],
+        "tickets": [i for i in range(NUM_TICKETS) if table._load(table._ticket(i))],
+        "blocks": BLOCKS - 1 - b.engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "noted": {name: kept for name, kept in noted.items() if kept},
+        "awaited": set(importer.at_once.withheld),
+        "under way": set(b.worker._worker._under_way),
+    }
+
+
+NOTHING = {name: [] for name in ("leases", "tickets")} | {
+    "blocks": 0, "noted": {}, "awaited": set(), "under way": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("moment", ["copy under way", "copied, not reported", "step waits for it"])
+def test_an_abort_during_an_import_gives_leases_ticket_and_blocks_back(
+    pair: list[InProcessEngine], monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    a, b = pair
+    chain = a.engine.add("first", prompt(5), max_tokens=1).block_hashes
+
+    def known() -> bool:
+        a.step()
+        plan = b.cache.probe(chain, 0, 5)
+        return plan is not None and plan.num_blocks == 5
+
+    b.until(known)
+    while b.under_way:
+        b.take_output()
+    copying, go_on = threading.Event(), threading.Event()
+
+    def hold(point: SyncPoint) -> None:
+        if point is SyncPoint.COPY_BEGINS:
+            copying.set()
+            assert go_on.wait(60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank_load, "sync_point", hold)
+        patch.setattr(before_prefill, "LINGER_SECONDS", 0.0)
+        if moment != "step waits for it":
+            patch.setattr(at_once.AtOnce, "accepts", lambda *_: False)
+        if moment != "copy under way":
+            go_on.set()
+        b.engine.add("leaves", prompt(5), max_tokens=4)
+        b.dispatch()
+        assert copying.wait(60)
+        held = everything_held(a, b)
+        assert held["blocks"] >= 5
+        if moment == "copy under way":
+            assert (len(held["leases"]), len(held["tickets"])) == (5, 1)
+            assert held["under way"] == {"leaves"}
+        b.engine.scheduler.finish_requests("leaves", RequestStatus.FINISHED_ABORTED)
+        go_on.set()
+        b.until(lambda: everything_held(a, b) == NOTHING)
+
+    b.engine.add("stays", prompt(5), max_tokens=4)
+    b.until(lambda: "stays" in b.computed_from)
+    assert b.computed_from["stays"] == 5 * BLOCK_SIZE

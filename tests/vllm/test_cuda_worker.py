@@ -27,10 +27,10 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm.config import Config
 from kvshm.errors import TransportError
-from kvshm.hooks import worker as worker_module
-from kvshm.hooks.layout import shared_kv_memory
-from kvshm.hooks.messages import StepMetadata
-from kvshm.hooks.worker import WorkerSide
+from kvshm.hooks.vllm import worker as worker_module
+from kvshm.hooks.vllm.layout import shared_kv_memory
+from kvshm.hooks.vllm.messages import StepMetadata
+from kvshm.hooks.vllm.worker import WorkerSide
 from kvshm.plans import Load, Piece
 from kvshm.records import BlockRecord, pack_records
 from kvshm.slots import SlotTable, TableSpec
@@ -101,7 +101,7 @@ def make(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         monkeypatch.setattr(cuda_transport, "current_driver", lambda: driver)
         planned = cache_config(config, "LBNHC", BLOCKS, LAYERS)
         side = WorkerSide(Config(namespace=namespace), run_dir, config, planned)
-        assert side.memory_context() is None  # the cache stays where vLLM puts it
+        assert side.allocation is None  # the cache stays where vLLM puts it
         with shared_kv_memory(lambda n: DeviceBuffer(driver, driver.make(n), n)):
             caches = allocate_kv_cache(planned, torch.device("cpu"), KVCacheLayout.LBNHC, [32])
         side.register(caches)

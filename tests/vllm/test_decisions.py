@@ -14,10 +14,10 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvshm import counters as c
-from kvshm.hooks import step_times
-from kvshm.hooks.before_prefill import LATE_SECONDS, MATCHES_IN_VAIN, TWIN_WAIT_SECONDS
-from kvshm.hooks.messages import RankReport
-from kvshm.hooks.pool_room import PoolRoom
+from kvshm.hooks.vllm import step_times
+from kvshm.hooks.vllm.before_prefill import LATE_SECONDS, MATCHES_IN_VAIN, TWIN_WAIT_SECONDS
+from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.pool_room import PoolRoom
 from kvshm.plans import (
     NO_TICKET,
     Load,

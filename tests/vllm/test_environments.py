@@ -34,7 +34,7 @@ from sharing_node import BLOCK_SIZE
 from vllm import plugins
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from kvshm.hooks.connector import KvshmConnector
+from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.rundir import SOCKET_PATH_BYTES, list_sockets
 
 from ..unit.few_descriptors import descriptors

@@ -24,8 +24,14 @@ from vllm.v1.core import kv_cache_utils
 
 from kvshm import fingerprint as names
 from kvshm.fingerprint import FIELDS, differences, fingerprint
-from kvshm.hooks import identity, weights
-from kvshm.hooks.identity import find_model, model_owners, none_hash, rank_fields, scheduler_fields
+from kvshm.hooks.vllm import identity, weights
+from kvshm.hooks.vllm.callers import callers_with
+from kvshm.hooks.vllm.identity import (
+    find_model,
+    rank_fields,
+    scheduler_fields,
+    with_none_hash,
+)
 
 from .tiny_config import cache_config, engine_config, spec
 
@@ -269,7 +275,7 @@ def test_another_process_reads_the_same_fields(tmp_path: Path) -> None:
         f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "from pathlib import Path\n"
         "from tiny_config import cache_config, engine_config, spec\n"
-        "from kvshm.hooks.identity import scheduler_fields\n"
+        "from kvshm.hooks.vllm.identity import scheduler_fields\n"
         "Fields = dict\n"
         f"{inspect.getsource(some_fields)}\n"
         f"print(some_fields(Path({str(tmp_path / 'm')!r})))"
@@ -282,11 +288,12 @@ def test_another_process_reads_the_same_fields(tmp_path: Path) -> None:
 
 def test_the_none_hash_is_known_once_vllm_has_chosen_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(kv_cache_utils, "NONE_HASH", raising=False)
-    assert none_hash() is None
+    assert with_none_hash({"dtype": "d"}) is None
     kv_cache_utils.init_none_hash(sha256)
-    found = none_hash()
+    found = with_none_hash({"dtype": "d"})
     assert found is not None
-    assert found.hex().startswith("066b1e89")
+    assert set(found) == {"dtype", names.NONE_HASH}
+    assert found[names.NONE_HASH].startswith("066b1e89")
 
 
 class Runner:
@@ -304,7 +311,8 @@ class Runner:
 
 class Connector:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> torch.nn.Module | None:
-        return (lambda: find_model(model_owners()))()  # one frame more, and it has no self
+        owners = (lambda: callers_with("get_model"))()  # one frame more, and it has no self
+        return find_model(owners)
 
 
 def test_the_model_is_found_at_the_caller() -> None:
@@ -314,7 +322,7 @@ def test_the_model_is_found_at_the_caller() -> None:
 
 def test_no_model_is_none() -> None:
     assert Runner("no module").initialize_kv_cache() is None
-    assert model_owners(depth=1) == []
+    assert callers_with("get_model", depth=1) == []
 
 
 def test_vllms_runners_still_have_get_model() -> None:

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm.errors import TransportError
-from kvshm.hooks.layout import Placement, regions_of, shared_kv_memory
+from kvshm.hooks.vllm.layout import Placement, regions_of, shared_kv_memory
 from kvshm.interfaces import load_transport
 
 from .tiny_config import cache_config, engine_config, spec

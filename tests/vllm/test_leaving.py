@@ -5,7 +5,6 @@ That a stopped server leaves is shown by test_lifecycle.py; here is when nothing
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,8 +16,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import utils
 
-from kvshm.hooks import leaving
-from kvshm.hooks.leaving import LEAVE_SECONDS, TOUCHPOINT, let_engines_leave, when_told_to_end
+from kvshm.hooks.vllm import leaving
+from kvshm.hooks.vllm.leaving import LEAVE_SECONDS, TOUCHPOINT, let_engines_leave, when_told_to_end
 
 
 @pytest.fixture
@@ -75,8 +74,7 @@ def test_signals_of_another_process_are_not_watched() -> None:
 
 CORE = """
 import multiprocessing, os, signal, sys, threading, time
-sys.path[:0] = [sys.argv[1]]
-from kvshm.hooks.leaving import when_told_to_end
+from kvshm.hooks.vllm.leaving import when_told_to_end
 multiprocessing.current_process().name = "EngineCore_DP1"
 left, handled = threading.Event(), []
 signal.signal(signal.SIGTERM, lambda *_: handled.append(left.wait(100)))
@@ -92,8 +90,7 @@ print(handled)
 
 FORKING = """
 import multiprocessing, os, signal, sys, threading
-sys.path[:0] = [sys.argv[1]]
-from kvshm.hooks.leaving import when_told_to_end
+from kvshm.hooks.vllm.leaving import when_told_to_end
 multiprocessing.current_process().name = "EngineCore_DP1"
 left = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: None)
@@ -117,12 +114,12 @@ print(left.wait(100))
 
 def test_a_child_that_is_told_to_end_is_not_its_parent() -> None:
     """A child has the parent's handlers and descriptors."""
-    command = [sys.executable, "-c", FORKING, os.getcwd()]
+    command = [sys.executable, "-c", FORKING]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert said.splitlines() == ["False", "True"]
 
 
 def test_an_engine_core_leaves_while_its_main_thread_handles_the_signal() -> None:
-    command = [sys.executable, "-c", CORE, os.getcwd()]
+    command = [sys.executable, "-c", CORE]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert said.splitlines() == ["False", "[True]"]

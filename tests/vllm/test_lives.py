@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvshm.errors import SegmentTooSmall
-from kvshm.hooks.messages import RankReport
+from kvshm.hooks.vllm.messages import RankReport
 from kvshm.plans import LoadReport
 from kvshm.slots import SlotTable
 

@@ -23,9 +23,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.messages import RankReport
-from kvshm.hooks.metrics import METRICS, LoadStats
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.metrics import METRICS, LoadStats
 from kvshm.plans import LoadReport
 
 from .scheduling import BLOCK_SIZE, Make, prompt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import subprocess
@@ -19,8 +20,9 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.example_connector import ExampleConnector
 
 from kvshm.errors import ConfigError
-from kvshm.hooks import plugin
-from kvshm.hooks.refusals import version_refusal, version_warning
+from kvshm.hooks.vllm import plugin
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.refusals import version_refusal, version_warning
 
 from .conftest import Lines
 from .tiny_config import GEMMA, engine_config
@@ -75,7 +77,7 @@ def test_disabled_it_touches_nothing(monkeypatch: pytest.MonkeyPatch, value: str
 
 def test_disabled_it_imports_nothing() -> None:
     code = (
-        "import sys; from kvshm.hooks.plugin import activate; before = set(sys.modules);"
+        "import sys; from kvshm.hooks.vllm.plugin import activate; before = set(sys.modules);"
         "activate(); print(*set(sys.modules) - before);"
         "print(*{'vllm', 'torch', 'msgspec', 'kvshm.config'} & set(sys.modules))"
     )
@@ -122,6 +124,13 @@ def test_only_who_imports_is_a_consumer_to_vllm(
     transfer = make_config().kv_transfer_config
     assert transfer is not None
     assert transfer.kv_role == vllms
+
+
+def test_the_connector_is_found_where_users_name_it() -> None:
+    """``kv_connector_module_path``, in everybody's scripts: it must never move."""
+    module = importlib.import_module("kvshm.hooks.connector")
+    assert module.__name__ == plugin.CONNECTOR_MODULE
+    assert module.KvshmConnector is KvshmConnector
 
 
 @pytest.mark.usefixtures("enabled")
@@ -278,7 +287,7 @@ def test_a_name_that_vllm_changed_declines(
 ) -> None:
     """Not only what an import misses: the connector's class body uses a member of an enum."""
     monkeypatch.setattr("vllm.v1.metrics.cache_hit_source.CacheHitSource", object())
-    monkeypatch.delitem(sys.modules, "kvshm.hooks.connector", raising=False)
+    monkeypatch.delitem(sys.modules, "kvshm.hooks.vllm.connector", raising=False)
     for _ in range(2):
         assert make_config().kv_transfer_config is None
     reason = "this vLLM is not as kvshm knows it: AttributeError: 'object' object has no"

@@ -1,7 +1,7 @@
 """What kvshm relies on in vLLM beyond its documented interface: one test per fact.
 
 docs/vllm-facts.md lists them by the names of these tests.  One that fails on a later vLLM says
-what has to be looked at before that version is called tested (hooks/refusals.py).
+what has to be looked at before that version is called tested (hooks/vllm/refusals.py).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvshm.hooks import leaving, plugin
-from kvshm.hooks.pool_watch import block_tables
-from kvshm.hooks.refusals import is_tested
+from kvshm.hooks.vllm import leaving, plugin
+from kvshm.hooks.vllm.pool_watch import block_tables
+from kvshm.hooks.vllm.refusals import is_tested
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 
@@ -315,7 +315,7 @@ def test_a_policy_of_recomputing_is_read_once(engine: Make) -> None:
 
 
 def test_a_load_that_failed_leaves_its_request_as_new(engine: Make) -> None:
-    """What hooks/vllm_scheduler.py does with it, by vLLM's own methods."""
+    """What hooks/vllm/vllm_scheduler.py does with it, by vLLM's own methods."""
     e = engine()
     e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE
     request = e.add("a", prompt(3))

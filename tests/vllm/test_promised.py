@@ -8,8 +8,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.after_prefill import Exporter, Loaded
-from kvshm.hooks.messages import QuietReport
+from kvshm.hooks.vllm.after_prefill import Exporter, Loaded
+from kvshm.hooks.vllm.messages import QuietReport
 from kvshm.terms import BlockId
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, prompt

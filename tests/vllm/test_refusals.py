@@ -16,13 +16,9 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.refusals import (
-    cache_refusal,
-    config_refusal,
-    layers_refusal,
-    touchpoint_refusal,
-)
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.plugin import touchpoint_refusal
+from kvshm.hooks.vllm.refusals import cache_refusal, config_refusal, layers_refusal
 
 from .tiny_config import GEMMA, cache_config, engine_config, spec
 
@@ -172,5 +168,5 @@ def test_a_connector_interface_that_has_changed_is_named(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(KvshmConnector, "__abstractmethods__", frozenset({"new_duty"}))
         assert touchpoint_refusal() == "this vLLM wants connectors to have new_duty"
-    monkeypatch.setitem(sys.modules, "kvshm.hooks.connector", None)
+    monkeypatch.setitem(sys.modules, "kvshm.hooks.vllm.connector", None)
     assert str(touchpoint_refusal()).startswith("this vLLM is not as kvshm knows it: ")

@@ -14,11 +14,11 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks import worker
-from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.messages import RankReport
-from kvshm.hooks.ranks import Ranks
-from kvshm.hooks.worker import WorkerSide
+from kvshm.hooks.vllm import worker
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.ranks import Ranks
+from kvshm.hooks.vllm.worker import WorkerSide
 from kvshm.plans import Load, LoadReport
 from kvshm.terms import Epoch
 

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.messages import RankReport
+from kvshm.hooks.vllm.messages import RankReport
 from kvshm.plans import LoadReport
 from kvshm.records import BlockRecord, SlotState, pack_records, unpack_records
 from kvshm.slots import SlotTable

@@ -23,7 +23,7 @@ from local_node import wait_until
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from kvshm import miss_report
-from kvshm.hooks import plugin, pool_watch
+from kvshm.hooks.vllm import plugin, pool_watch
 from kvshm.log import set_level
 from kvshm.peers import QUARANTINE_FAILURES
 from kvshm.plans import LoadFailure, LoadReport, PieceFailure
@@ -77,24 +77,6 @@ def engine(model: Path, namespace: str, monkeypatch: pytest.MonkeyPatch) -> Iter
         one.close()
 
 
-@pytest.fixture
-def lines() -> Iterator[list[str]]:
-    """What kvshm logs, by a filter: vLLM removes handlers whenever it configures logging."""
-    said: list[str] = []
-
-    def hear(record: logging.LogRecord) -> bool:
-        said.append(record.getMessage())
-        return True
-
-    rooms = ["kvshm", "kvshm.member", "kvshm.hooks.connector", "kvshm.hooks.scheduler"]
-    loggers = [logging.getLogger(f"vllm.{room}") for room in rooms]
-    for one in loggers:
-        one.addFilter(hear)
-    yield said
-    for one in loggers:
-        one.removeFilter(hear)
-
-
 def compute(engine: DrivenEngine, prompt: list[int] = PROMPT, **extra: Any) -> set[int]:
     """Have the engine compute a prompt; returns what others may read afterwards."""
     engine.add(f"computed-{prompt[0]}", prompt, max_tokens=1, **extra)
@@ -128,7 +110,6 @@ def counted(engine: DrivenEngine) -> dict[str, int]:
         ({}, 3),
         ({"KVSHM_ROLE": "consumer"}, 3),
         ({"KVSHM_ROLE": "producer"}, 0),
-        ({"KVSHM_SHARE": "none"}, 0),
         ({"KVSHM_SHARE": "salted-only"}, 0),
         ({"KVSHM_MAX_IMPORT_BLOCKS": "2"}, 2),
         ({"KVSHM_MIN_PREFIX_TOKENS": str(3 * BLOCK_SIZE)}, 3),
@@ -152,7 +133,6 @@ def test_what_an_engine_imports(engine: Make, settings: dict[str, str], blocks: 
     [
         ({"KVSHM_ROLE": "producer"}, 3),
         ({"KVSHM_ROLE": "consumer"}, 0),
-        ({"KVSHM_SHARE": "none"}, 0),
         ({"KVSHM_SHARE": "salted-only"}, 0),
     ],
     ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,

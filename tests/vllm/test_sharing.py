@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +13,10 @@ from local_node import Engine, EngineSpec, wait_until
 from sharing_node import BLOCK_SIZE, observe
 from tiny_model import write_model
 
+from kvshm import _native
+
 from .conftest import Pair
-from .engines import PATIENCE_S
+from .engines import PATIENCE_S, has_loaded, lines_naming_kvshm
 from .oracle import Prompt, ask_both, assert_bit_equal, prompts, random_prompt, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -282,9 +283,9 @@ def test_vllm_without_the_switch_is_untouched(pair: Pair, apart: Apart) -> None:
         assert plain.complete(prompt) == computed
         assert plain.complete(prompt) == pair.a.complete(prompt)
     assert plain.prompt_tokens().imported == 0
-    # Warnings name files below the environment, which may lie in a folder of this name.
-    said = plain.log().replace(sys.prefix, "").splitlines()
-    assert not [line for line in said if "kvshm" in line and "plugins" not in line]
+    assert not [line for line in lines_naming_kvshm(plain.log()) if "plugins" not in line]
+    assert any(has_loaded(pid, _native.__file__) for pid in pair.a.processes())
+    assert not any(has_loaded(pid, _native.__file__) for pid in plain.processes())
     assert not pair.node.owned(plain)
     owned = set().union(*map(pair.node.owned, pair.node.engines))
     assert set(pair.node.sockets()) == owned

@@ -21,7 +21,7 @@ from vllm.v1.request import RequestStatus
 
 from kvshm import rank
 from kvshm.counters import ESTIMATED_US, IMPORTED_BLOCKS, LOADS_AT_ONCE, LOADS_TOO_LATE, MEASURED_US
-from kvshm.hooks import at_once, before_prefill
+from kvshm.hooks.vllm import at_once, before_prefill
 
 from ..doubles.cuda_fake import NotYet
 from .scheduling import BLOCK_SIZE

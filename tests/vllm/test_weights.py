@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 
 import torch
 
-from kvshm.hooks import weights
-from kvshm.hooks.weights import WeightsUnknown, weights_digest
+from kvshm.hooks.vllm import weights
+from kvshm.hooks.vllm.weights import WeightsUnknown, weights_digest
 
 MODEL = """
 import torch
@@ -78,7 +78,7 @@ def test_every_change_shows(change: str) -> None:
 
 def test_another_process_computes_the_same() -> None:
     code = (
-        f"{MODEL}\nfrom kvshm.hooks.weights import weights_digest\n"
+        f"{MODEL}\nfrom kvshm.hooks.vllm.weights import weights_digest\n"
         "torch.set_num_threads(1)\nprint(weights_digest(model))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

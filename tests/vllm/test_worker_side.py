@@ -17,10 +17,10 @@ pytest.importorskip("vllm")
 from torch.nn import Module
 
 from kvshm.errors import TransportError
-from kvshm.hooks import worker
-from kvshm.hooks.connector import KvshmConnector
-from kvshm.hooks.messages import QuietReport, QuietStep, RankReport, StepMetadata
-from kvshm.hooks.worker import WorkerSide
+from kvshm.hooks.vllm import worker
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.messages import QuietReport, QuietStep, RankReport, StepMetadata
+from kvshm.hooks.vllm.worker import WorkerSide
 from kvshm.plans import NO_TICKET, Load
 from kvshm.rank import RankCache
 from kvshm.slots import SlotTable

@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,8 @@ from kvshm.rank import POLL_SECONDS, RankCache
 from kvshm.rundir import rank_socket
 from kvshm.terms import BlockId, Epoch, Rank
 
-from .identity import find_model, model_owners, rank_fields
+from .callers import callers_with
+from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
 from .weights import WeightsUnknown, watch_weights
@@ -53,7 +53,8 @@ class WorkerSide:
         self._transport_type = load_transport(TRANSPORTS[device])
         # On a GPU the cache stays where vLLM puts it.
         allocate = getattr(self._transport_type, "allocate", None)
-        self._allocation = shared_kv_memory(allocate) if allocate is not None else None
+        self.allocation = shared_kv_memory(allocate) if allocate is not None else None
+        """Goes around vLLM's allocation of the KV cache: places it in memory that can be shared."""
         self._refusal = "the KV cache was not registered"
         self._model: torch.nn.Module | None = None
         self._described = True
@@ -74,17 +75,14 @@ class WorkerSide:
 
     # -- start
 
-    def memory_context(self) -> AbstractContextManager[Any] | None:
-        """Around vLLM's allocation of the KV cache: places it in memory that can be shared."""
-        return self._allocation
-
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """The KV cache exists: find its regions and make ready to export and fill them."""
         placement = regions_of(self._kv_cache_config, kv_caches)
         if isinstance(placement, str):
             self._refusal = placement
             return
-        owners = model_owners()
+        # vLLM hands the model to no connector, but its model runner, which has it, is the caller.
+        owners = callers_with("get_model")
         self._model = find_model(owners)
         if self._model is not None:
             watch_weights([self._model, *owners], self._weights_change)
@@ -132,13 +130,13 @@ class WorkerSide:
 
     def _memory(self, placement: Placement) -> Any:
         """The memory the cache lies in.  Raises TransportError if it cannot be shared."""
-        if self._allocation is None:
+        if self.allocation is None:
             return self._transport_type.adopt(
                 placement.address, placement.nbytes, placement.storage
             )
-        if (memory := self._allocation.memory_of(placement)) is not None:
+        if (memory := self.allocation.memory_of(placement)) is not None:
             return memory
-        raise TransportError(self._allocation.failure)
+        raise TransportError(self.allocation.failure)
 
     def describe(self) -> RankDescription:
         """What the engine has to know of this rank to join.  Digests the weights: blocks for

@@ -14,14 +14,14 @@ import os
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
+from .registration import CONNECTOR, CONNECTOR_MODULE, ensure_recompute, register
+
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
     from kvshm.config import Config
     from kvshm.log import Logger
 
-CONNECTOR = "KvshmConnector"
-CONNECTOR_MODULE = "kvshm.hooks.connector"
 OURS: dict[str, Any] = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": CONNECTOR_MODULE,
@@ -46,7 +46,7 @@ def activate() -> None:
         return
     import vllm
 
-    from kvshm.config import Config, Share
+    from kvshm.config import Config
     from kvshm.log import set_level
 
     from .refusals import version_refusal
@@ -57,8 +57,7 @@ def activate() -> None:
     set_level(config.log_level)
     try:
         reason = version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
-        if reason is None and config.share is Share.NONE:
-            reason = "KVSHM_SHARE=none"
+        reason = reason or config.decide_role().refusal
         if reason is None:
             register()
             _wrap(config)
@@ -66,35 +65,6 @@ def activate() -> None:
         reason = _unexpected(exc)
     if reason is not None:
         _decline(reason)
-
-
-def ensure_recompute(transfer: KVTransferConfig) -> str | None:
-    """Make failed loads be recomputed instead of failing their request; returns what to log
-    if that was not so.
-
-    vLLM's default is "fail"; with kvshm a block may vanish between match and copy, which is
-    a cache miss.  To be called before vLLM's Scheduler reads the policy: here, and in the
-    connector's constructor for engines started without the plugin.
-    """
-    given = transfer.kv_load_failure_policy
-    if given == "recompute":
-        return None
-    transfer.kv_load_failure_policy = "recompute"
-    return (
-        f"kv_load_failure_policy={given} overridden with recompute: a block that is lost to "
-        "reuse is a miss, no error"
-    )
-
-
-def register() -> None:
-    """Make the connector known by name (MultiConnector looks its children up by name)."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    try:
-        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
-    except ValueError:
-        # Registered already: a forked child inherits the registry, plugins run again.
-        return
 
 
 def _wrap(config: Config) -> None:
@@ -148,7 +118,7 @@ def _offer(vllm_config: VllmConfig, config: Config) -> None:
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
     """Why this engine gets no connector, or None."""
     from .beside import beside_refusal
-    from .refusals import config_refusal, layers_refusal, touchpoint_refusal
+    from .refusals import config_refusal, layers_refusal
 
     if other is not None and not beside:
         return f"kv_transfer_config names {other.kv_connector}; KVSHM_BESIDE=1 shares beside it"
@@ -160,17 +130,30 @@ def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bo
     )
 
 
+def touchpoint_refusal() -> str | None:
+    """Return what of vLLM's interface for connectors is not as kvshm knows it, or None.
+
+    Imports the connector; another error than ImportError comes through and is as good a
+    reason.  It is not asked where vLLM was told to use the connector: then vLLM's own error
+    says so.
+    """
+    try:
+        from .connector import KvshmConnector
+    except ImportError as exc:
+        return f"this vLLM is not as kvshm knows it: {exc}"
+    unknown = ", ".join(sorted(getattr(KvshmConnector, "__abstractmethods__", ())))
+    return f"this vLLM wants connectors to have {unknown}" if unknown else None
+
+
 def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     from vllm.config import KVTransferConfig
-
-    from kvshm.config import Role
 
     from .beside import combined
 
     if other is None:
         # For who may import vLLM holds freed blocks back, which nobody else need pay for.
-        exports = {"kv_role": "kv_producer"} if config.role is Role.PRODUCER else {}
-        return KVTransferConfig(**OURS | exports)
+        exports_only = {} if config.imports else {"kv_role": "kv_producer"}
+        return KVTransferConfig(**OURS | exports_only)
     _say_once(
         f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )

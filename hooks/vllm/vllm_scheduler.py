@@ -10,7 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvshm.log import logger
+
 from .callers import callers_with
+
+log = logger(__name__)
 
 
 class VllmScheduler:
@@ -34,20 +38,22 @@ class VllmScheduler:
         found = callers_with("recompute_kv_load_failures")
         return cls(found[0], connector) if found else None
 
-    def recompute(self) -> bool:
-        """Have failed loads be recomputed; whether that was not so.  The policy of a
-        MultiConnector counts, not that of the connectors in it."""
-        given = bool(self.scheduler.recompute_kv_load_failures)
+    def recompute(self) -> None:
+        """Have failed loads be recomputed.  The policy of a MultiConnector counts, not that of
+        the connectors in it."""
+        if not self.scheduler.recompute_kv_load_failures:
+            log.info("kv_load_failure_policy=fail overridden with recompute for all connectors")
         self.scheduler.recompute_kv_load_failures = True
-        return not given
 
-    def import_refusal(self) -> str | None:
-        """Return why nothing may be imported, or None.  vLLM holds freed blocks back from late
-        writers only if the outermost connector's role is to import."""
+    @property
+    def transfer(self) -> Any:
+        """The outermost connector's configuration."""
+        return self.scheduler.vllm_config.kv_transfer_config
+
+    def keeps_late_writers_out(self) -> bool:
+        """Whether no freed block is handed out while a step under way writes to it."""
         one_at_a_time = self.scheduler.vllm_config.max_concurrent_batches <= 1
-        if self.scheduler.defer_block_free or one_at_a_time:
-            return None
-        return "kv_role=kv_producer of the engine lets blocks be freed while they are written"
+        return bool(self.scheduler.defer_block_free or one_at_a_time)
 
     def may_import(self) -> bool:
         """Whether free blocks are free of writers: not while steps are in flight that began

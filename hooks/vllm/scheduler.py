@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from kvshm.counters import LOADS_AT_ONCE
 from kvshm.life import EngineSpec
 from kvshm.log import logger
 from kvshm.marks import blocks_of
+from kvshm.roles import Decision, Limit
 from kvshm.terms import BlockId
 
 from .after_prefill import Completed, Exporter
 from .before_prefill import Importer
-from .identity import none_hash, scheduler_fields
+from .identity import scheduler_fields, with_none_hash
 from .leaving import when_told_to_end
+from .limits import say_role, scheduler_limits
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
 from .pool_room import PoolRoom
@@ -87,36 +90,39 @@ class SchedulerSide:
 
     # -- start and epochs
 
-    def bind(self, manager: Any, listener: PoolListener, scheduler: VllmScheduler | None) -> None:
-        """Have ``listener`` watch vLLM's block pool; what cannot be watched is not exported.
-        Raises PoolChanged if nothing may be shared at all."""
+    def bind(
+        self, manager: Any, listener: PoolListener, scheduler: VllmScheduler | None
+    ) -> str | None:
+        """Have ``listener`` watch vLLM's block pool, and decide what this engine does by what is
+        found of vLLM; returns why that is nothing, or None."""
         self._vllm = scheduler
-        self._bind_scheduler(scheduler)
-        pool = manager.block_pool
-        watch_resets(pool, listener)
+        limits = [*scheduler_limits(scheduler)]
+        limits += self._watch(manager, listener, self._config.decide_role(*limits))
+        role = self._config.decide_role(*limits)
+        if role.refusal is not None:
+            return role.refusal
+        say_role(role, self._config)
+        self._importing = not role.no_imports
+        if self._importing and scheduler is not None:
+            scheduler.recompute()
         self.importer.room = PoolRoom(manager, self._requests, self._block_size)
-        if not self._config.exports:
-            return
-        delay, wants = 1 if self._vllm_config.speculative_config else 0, self.importer.wants
-        try:
-            exporter = Exporter(self.cache, manager, self._block_size, wants, delay)
-            watch_blocks(pool, listener)
-            self.exporter = exporter
-        except PoolChanged as exc:
-            log.warning("importing only: %s", exc)
+        return None
 
-    def _bind_scheduler(self, scheduler: VllmScheduler | None) -> None:
-        """Import only if a failed load is a miss, and no late writer meets a copy."""
-        if not self._config.imports:
-            return
-        if scheduler is None:
-            log.warning("exporting only: vLLM's scheduler was not found")
-        elif (reason := scheduler.import_refusal()) is not None:
-            log.warning("exporting only: %s", reason)
-        else:
-            self._importing = True
-            if scheduler.recompute():
-                log.info("kv_load_failure_policy=fail overridden with recompute for all connectors")
+    def _watch(self, manager: Any, listener: PoolListener, role: Decision) -> Iterator[Limit]:
+        """Watch the block pool, as far as ``role`` needs that; yields what cannot be done because
+        it cannot be watched."""
+        resets_are_seen = False
+        try:
+            watch_resets(manager.block_pool, listener)
+            resets_are_seen = True
+            if not role.no_exports:
+                delay = 1 if self._vllm_config.speculative_config else 0
+                wants = self.importer.wants
+                exporter = Exporter(self.cache, manager, self._block_size, wants, delay)
+                watch_blocks(manager.block_pool, listener)
+                self.exporter = exporter
+        except PoolChanged as exc:
+            yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)
 
     def may_import(self) -> bool:
         """Whether imports may begin now."""
@@ -201,15 +207,10 @@ class SchedulerSide:
             log.warning("not sharing the prefix cache: %s", refusals[0])
             self.withdraw()
             return
-        fields = scheduler_fields(
-            self._vllm_config, self._kv_cache_config, [d.fields for d in ordered]
-        )
-
-        def with_none_hash() -> dict[str, str] | None:
-            digest = none_hash()
-            return None if digest is None else {**fields, "none_hash": digest.hex()}
-
-        self.cache.open_epoch([d.info for d in ordered if d.info], with_none_hash)
+        of_ranks = [d.fields for d in ordered]
+        fields = scheduler_fields(self._vllm_config, self._kv_cache_config, of_ranks)
+        infos = [d.info for d in ordered if d.info]
+        self.cache.open_epoch(infos, partial(with_none_hash, fields))
 
     # -- requests
 

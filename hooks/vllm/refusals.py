@@ -99,21 +99,6 @@ def layers_refusal(vllm_config: VllmConfig) -> str | None:
     return None
 
 
-def touchpoint_refusal() -> str | None:
-    """Return what of vLLM's interface for connectors is not as kvshm knows it, or None.
-
-    Imports the connector; another error than ImportError comes through and is as good a
-    reason.  It is not asked where vLLM was told to use the connector: then vLLM's own error
-    says so.
-    """
-    try:
-        from .connector import KvshmConnector
-    except ImportError as exc:
-        return f"this vLLM is not as kvshm knows it: {exc}"
-    unknown = ", ".join(sorted(getattr(KvshmConnector, "__abstractmethods__", ())))
-    return f"this vLLM wants connectors to have {unknown}" if unknown else None
-
-
 def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
     """Return why a KV cache of this shape cannot be shared, or None.
 

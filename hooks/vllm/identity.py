@@ -23,7 +23,6 @@ from kvshm import fingerprint as names
 from kvshm.protocol import PROTOCOL_VERSION
 from kvshm.records import LAYOUT_VERSION
 
-from .callers import FRAMES, callers_with
 from .weights import weights_digest
 
 if TYPE_CHECKING:
@@ -34,23 +33,13 @@ _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype
 """What a Hugging Face configuration says beside the model; the type is a field of its own."""
 
 
-def none_hash() -> bytes | None:
-    """Return the hash that stands before the first block, or None while vLLM has not chosen
-    it.  EngineCore process; vLLM does so after it has made the connectors."""
+def with_none_hash(fields: dict[str, str]) -> dict[str, str] | None:
+    """Return ``fields`` and NONE_HASH, the hash that stands before the first block; None while
+    vLLM has not chosen it.  EngineCore process; vLLM does so after it has made the connectors."""
     from vllm.v1.core import kv_cache_utils
 
     chosen = getattr(kv_cache_utils, "NONE_HASH", None)
-    return None if chosen is None else bytes(chosen)
-
-
-def model_owners(depth: int = FRAMES) -> list[Any]:
-    """Return vLLM's model runner and worker, innermost first: whoever of the callers has a
-    ``get_model``.
-
-    Worker only, from within ``register_kv_caches``: vLLM hands the model to no connector,
-    but the model runner that has it is the one that calls.
-    """
-    return callers_with("get_model", depth + 1)
+    return None if chosen is None else {**fields, names.NONE_HASH: bytes(chosen).hex()}
 
 
 def find_model(owners: Iterable[Any]) -> torch.nn.Module | None:

@@ -7,15 +7,23 @@ an engine: a MultiConnector gives the first answer it gets to every one of them.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol, runtime_checkable
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from .callers import callers_with
 from .messages import RankDescription
 
-if TYPE_CHECKING:
-    from .connector import KvshmConnector
+
+@runtime_checkable
+class AskedRank(Protocol):
+    """A worker's connector, as far as it is asked here: kvshm's, and no other."""
+
+    def describe(self) -> RankDescription | None: ...
+
+    def wait_for_end(self, load_ids: list[str]) -> set[str]: ...
+
+    def forget_loads(self, load_ids: list[str]) -> None: ...
 
 
 class Ranks:
@@ -67,11 +75,9 @@ def _forget(_: object, load_ids: list[str]) -> None:
         own.forget_loads(load_ids)
 
 
-def _own_connector() -> KvshmConnector | None:
-    from .connector import KvshmConnector  # which imports this module
-
+def _own_connector() -> AskedRank | None:
     if not has_kv_transfer_group():
         return None
     group: Any = get_kv_transfer_group()
     connectors = (group, *getattr(group, "sub_connectors", ()))
-    return next((c for c in connectors if isinstance(c, KvshmConnector)), None)
+    return next((c for c in connectors if isinstance(c, AskedRank)), None)

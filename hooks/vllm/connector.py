@@ -1,0 +1,393 @@
+"""KvshmConnector: what vLLM sees of kvshm (KVConnectorBase_V1, vLLM 0.32).
+
+vLLM makes one instance in the scheduler's process and one in every worker; each delegates
+to its side.  Order of the calls: docs/architecture.md.  A request with nothing to import
+takes none of these paths but ``match``; an engine without peers publishes into its own
+table and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+
+from kvshm.config import Config
+from kvshm.counters import HOOK_ERRORS
+from kvshm.errors import ConfigError, KvshmError
+from kvshm.log import logger, set_level
+from kvshm.rundir import open_run_directory, require_room
+from kvshm.terms import BlockId
+
+from .boundary import guarded, report
+from .leaving import let_engines_leave
+from .limits import kv_role_limit
+from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
+from .metrics import LoadMetrics, LoadStats
+from .ranks import Ranks, is_beside_others
+from .refusals import (
+    cache_refusal,
+    config_refusal,
+    version_refusal,
+    version_warning,
+)
+from .registration import ensure_recompute, register
+from .scheduler import SchedulerSide
+from .vllm_scheduler import VllmScheduler
+from .worker import WorkerSide
+
+log = logger(__name__)
+
+# vLLM imports this module when it is told to use it, while it makes its configuration: here a
+# bad setting stops the start with its reason, before a model is loaded.
+Config.from_env(os.environ)
+let_engines_leave()
+
+
+_NOBODY: frozenset[str] = frozenset()
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
+    """Shares this engine's prefix cache with the other engines of the node."""
+
+    _cache_hit_source = CacheHitSource.P2P
+    _quiet = False
+    """Worker: whether the step under way neither asks for anything nor has anything to tell.  A
+    hook of such a step, the most frequent thing there is, does nothing but look here."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        # Workers see the same reasons; what is to be said is said once per engine.
+        scheduler = role is KVConnectorRole.SCHEDULER
+        level = logging.WARNING if scheduler else logging.DEBUG
+        config = Config.from_env(os.environ)
+        set_level(config.log_level)
+        # Only the scheduler reads the policy.
+        if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
+            log.info("%s", overridden)
+        for warning in () if config.enable else config.warnings:  # else the plugin has said it
+            log.log(level, "%s", warning)
+        self.strict = config.strict
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        config = dataclasses.replace(config, limits=(kv_role_limit(self._kv_transfer_config),))
+        refusal = (
+            version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
+            or config_refusal(vllm_config, os.environ)
+            or cache_refusal(kv_cache_config)
+            or config.decide_role().refusal
+        )
+        if refusal is not None:
+            log.log(level, "not sharing the prefix cache: %s", refusal)
+            return
+        if (untested := version_warning(vllm.__version_tuple__)) is not None:
+            log.log(level, "%s", untested)
+        try:
+            run_dir = open_run_directory(config.run_dir, os.environ)
+            require_room(run_dir, config.namespace)
+            if role is KVConnectorRole.SCHEDULER:
+                self._scheduler = SchedulerSide(config, run_dir, vllm_config, kv_cache_config)
+            else:
+                self._worker = WorkerSide(config, run_dir, vllm_config, kv_cache_config)
+        except ConfigError:
+            raise  # stops the start
+        except (KvshmError, OSError, RuntimeError) as exc:  # no descriptors or threads, for one
+            log.log(level, "not sharing the prefix cache: %s", exc)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache, no hand-off: what is not delivered is a miss."""
+        return False
+
+    def hook_failed(self, hook: str, exc: Exception) -> None:
+        """Fail closed: withdraw everything, so that nobody reads what we no longer guard."""
+        if self._scheduler is not None:
+            self._scheduler.exporter = None
+            self._scheduler.cache.count(HOOK_ERRORS)
+            self._scheduler.cache.log_error(f"{hook}: {exc}")
+            self._scheduler.cache.end_epoch()
+        if self._worker is not None:
+            bound = self._connector_metadata
+            self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)
+
+    # -- worker
+
+    @guarded(_nothing)
+    def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
+        return self._worker.allocation if self._worker else None
+
+    @guarded(_nothing)
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._worker:
+            self._worker.register(kv_caches)
+
+    @guarded(_nothing)
+    def get_handshake_metadata(self) -> RankDescription | None:
+        # A MultiConnector would hand it to the connectors beside this one, as theirs.
+        return None if is_beside_others(self) else self.describe()
+
+    @guarded(_nothing)
+    def describe(self) -> RankDescription | None:
+        """This rank, for the scheduler (ranks.Ranks)."""
+        return self._worker.describe() if self._worker else None
+
+    @guarded(lambda self, load_ids: set())
+    def wait_for_end(self, load_ids: list[str]) -> set[str]:
+        """Which of the loads have ended without a report, waiting a little (ranks.Ranks)."""
+        return self._worker.wait_for_end(load_ids) if self._worker else set()
+
+    @guarded(_nothing)
+    def forget_loads(self, load_ids: list[str]) -> None:
+        """Report nothing of these loads (ranks.Ranks)."""
+        if self._worker:
+            self._worker.forget(load_ids)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        self._connector_metadata = connector_metadata
+        self._quiet = False
+        if (worker := self._worker) is None:
+            return
+        # ``isinstance`` takes a microsecond for a class of vLLM's, which are abstract.
+        if type(connector_metadata) is QuietStep and worker.is_quiet():
+            self._quiet = True
+        elif isinstance(connector_metadata, StepMetadata):
+            self._begin(connector_metadata)
+
+    @guarded(_nothing)
+    def _begin(self, metadata: StepMetadata) -> None:
+        if self._worker:
+            self._worker.step(metadata)
+            self._worker.begin_loads(metadata)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if not self._quiet:
+            self._load_at_once()
+
+    @guarded(_nothing)
+    def _load_at_once(self) -> None:
+        metadata = self._connector_metadata
+        if self._worker and isinstance(metadata, StepMetadata):
+            self._worker.load_at_once(metadata)
+
+    def has_connector_metadata(self) -> bool:
+        """False, so that vLLM leaves out the two calls below for every layer of every step; it
+        asks for nothing else."""
+        return False
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Whoever runs in a step has all of its blocks before the step begins."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing is copied at export."""
+
+    def wait_for_save(self) -> None:
+        if not self._quiet:
+            self._write_checksums()
+
+    @guarded(_nothing)
+    def _write_checksums(self) -> None:
+        metadata = self._connector_metadata
+        if self._worker and isinstance(metadata, StepMetadata):
+            self._worker.write_checksums(metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return KVConnectorTransferResults() if self._quiet else self._collect()
+
+    @guarded(lambda self: KVConnectorTransferResults())
+    def _collect(self) -> KVConnectorTransferResults:
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        bound = self._connector_metadata
+        self._worker.collect(bound.linger if isinstance(bound, StepMetadata) else 0.0)
+        return KVConnectorTransferResults(finished_recving=self._worker.take_finished())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set(self._worker.take_bad()) if self._worker and not self._quiet else set()
+
+    def build_connector_worker_meta(self) -> RankReport | None:
+        bound: Any = self._connector_metadata
+        if self._quiet and bound is not None:
+            return QuietReport(bound.step)
+        return self._worker.take_report() if self._worker else None
+
+    # -- scheduler
+
+    @guarded(_nothing)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
+        if self._scheduler is None:
+            return
+        given = dict(enumerate(metadata[key] for key in sorted(metadata)))
+        own = bool(given) and all(isinstance(d, RankDescription) for d in given.values())
+        self._scheduler.started(given if own else None, Ranks.of_caller())
+
+    @guarded(_nothing)
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        if self._scheduler is None:
+            return
+        refusal = self._scheduler.bind(kv_cache_manager, self, VllmScheduler.of_caller(self))
+        if refusal is None:
+            self._scheduler.let_steps_wait(self.before_output)
+            return
+        log.warning("not sharing the prefix cache: %s", refusal)
+        self._scheduler.close()
+        self._scheduler = None
+
+    @guarded(_nothing)
+    def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
+        """Blocks are about to get new contents (pool_watch.PoolListener)."""
+        if self._scheduler and self._scheduler.exporter:
+            self._scheduler.exporter.blocks_handed_out(blocks)
+
+    @guarded(_nothing)
+    def block_changes(self, block: BlockId) -> None:
+        """A block loses its hash (pool_watch.PoolListener)."""
+        if self._scheduler and self._scheduler.exporter:
+            self._scheduler.exporter.blocks_change([block])
+
+    @guarded(_nothing)
+    def pool_will_reset(self) -> None:
+        """vLLM is about to drop its prefix cache, if all blocks are free."""
+        if self._scheduler:
+            self._scheduler.make_way_for_reset()
+
+    @guarded(_nothing)
+    def pool_reset(self) -> None:
+        """vLLM dropped its prefix cache, perhaps because the weights changed."""
+        if self._scheduler:
+            self._scheduler.reset()
+
+    @guarded(_nothing)
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler:
+            self._scheduler.new_request(request)
+
+    @guarded(lambda self, request, computed: (0, False))
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.match(request, num_computed_tokens)
+
+    @guarded(lambda self, *allocated: self.allocation_failed(*allocated))
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler:
+            ids = [block.block_id for block in blocks.blocks[0]] if num_external_tokens else []
+            self._scheduler.importer.allocated(request, ids, num_external_tokens)
+
+    def allocation_failed(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Whatever failed, the request waits for a load that has to be reported: as lost."""
+        if self._scheduler and num_external_tokens > 0:
+            ids = [block.block_id for block in blocks.blocks[0]]
+            self._scheduler.importer.lost(request, ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._scheduler is None:
+            return StepMetadata(step=0)
+        try:
+            return self._scheduler.build(scheduler_output)
+        except Exception as exc:  # any, as ``guarded``: but loads must be told of
+            if self.strict:
+                raise
+            report(self, "build_connector_meta", exc)
+            return self._scheduler.emergency(scheduler_output)
+
+    # Whatever fails here: better to compute anew what was right.
+    @guarded(lambda self, *_: self._scheduler.importer.at_once.undo_all())
+    def before_output(self, output: Any, result: Any) -> None:
+        """vLLM is about to take in a step's output: nothing of it may be delivered that was
+        computed from blocks which did not arrive."""
+        if self._scheduler:
+            self._scheduler.before_output(output, result)
+
+    @guarded(_nothing)
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is None:
+            return
+        said: Any = connector_output.kv_connector_worker_meta
+        if type(said) is not QuietReport and not isinstance(said, RankReport):
+            said = None  # another connector's, or none
+        finished = connector_output.finished_recving or _NOBODY
+        self._scheduler.output(finished, said, connector_output.invalid_block_ids)
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        side = self._scheduler
+        return self._take_stats() if side is not None and side.cache.any_ended else None
+
+    @guarded(_nothing)
+    def _take_stats(self) -> KVConnectorStats | None:
+        return self._scheduler.stats() if self._scheduler else None
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        return LoadStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics | None:
+        register()  # a MultiConnector looks whose stats these are up by name
+        return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @guarded(lambda self, request, ids: (False, None))
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        if self._scheduler:
+            self._scheduler.request_finished(request)
+        return False, None
+
+    request_finished_all_groups = request_finished
+
+    @guarded(lambda self: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.must_step()
+
+    @guarded(lambda self: True)
+    def reset_cache(self) -> bool | None:
+        if self._scheduler:
+            self._scheduler.reset()
+        return True
+
+    def shutdown(self) -> None:
+        try:
+            for side in (self._worker, self._scheduler):
+                if side is not None:
+                    side.close()
+        except Exception as exc:  # any, as ``guarded``, also under tests: vLLM ends all the same
+            report(self, "shutdown", exc)

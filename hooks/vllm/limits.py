@@ -1,0 +1,49 @@
+"""What vLLM takes away of an engine's role, by its configuration and where it has changed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from kvshm.config import Config
+from kvshm.log import logger
+from kvshm.roles import Decision, Limit
+
+from .vllm_scheduler import VllmScheduler
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+log = logger(__name__)
+
+
+def kv_role_limit(transfer: KVTransferConfig, of: str = "") -> Limit:
+    """What a connector's kv_role takes away; ``of`` says of which connector."""
+    return Limit(
+        f"kv_role={transfer.kv_role}{of}",
+        no_exports=not transfer.is_kv_producer,
+        no_imports=not transfer.is_kv_consumer,
+    )
+
+
+def scheduler_limits(scheduler: VllmScheduler | None) -> Iterator[Limit]:
+    """Yield what vLLM's scheduler takes away: without it a failed load would be an error, and a
+    copy may meet a late writer."""
+    if scheduler is None:
+        yield Limit("vLLM's scheduler was not found", no_exports=False, no_imports=True)
+        return
+    yield kv_role_limit(scheduler.transfer, " of the engine")
+    late = not scheduler.keeps_late_writers_out()
+    yield Limit("this vLLM frees blocks while they are written", no_exports=False, no_imports=late)
+
+
+def say_role(role: Decision, config: Config) -> None:
+    """Log what the engine does, and what decided it: a warning unless its own settings did."""
+    level = logging.INFO if role == config.decide_role() else logging.WARNING
+    if role.no_imports:
+        log.log(level, "exporting only: %s", role.no_imports)
+    elif role.no_exports:
+        log.log(level, "importing only: %s", role.no_exports)
+    else:
+        log.info("exporting and importing")

@@ -1,0 +1,41 @@
+"""The connector's name and policy in vLLM, whoever asks for it: the plugin, or the connector itself
+in an engine that was started without the plugin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+CONNECTOR = "KvshmConnector"
+CONNECTOR_MODULE = "kvshm.hooks.connector"
+
+
+def register() -> None:
+    """Make the connector known by name (MultiConnector looks its children up by name)."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
+    except ValueError:
+        # Registered already: a forked child inherits the registry, plugins run again.
+        return
+
+
+def ensure_recompute(transfer: KVTransferConfig) -> str | None:
+    """Make failed loads be recomputed instead of failing their request; returns what to log
+    if that was not so.
+
+    vLLM's default is "fail"; with kvshm a block may vanish between match and copy, which is
+    a cache miss.  To be called before vLLM's Scheduler reads the policy: here, and in the
+    connector's constructor for engines started without the plugin.
+    """
+    given = transfer.kv_load_failure_policy
+    if given == "recompute":
+        return None
+    transfer.kv_load_failure_policy = "recompute"
+    return (
+        f"kv_load_failure_policy={given} overridden with recompute: a block that is lost to "
+        "reuse is a miss, no error"
+    )

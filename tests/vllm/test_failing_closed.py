@@ -1,0 +1,140 @@
+"""A hook of the scheduler's half fails: everything is withdrawn, the failure is counted and told of
+once, and the engine serves on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.v1.request import FinishReason
+
+from kvshm.counters import HOOK_ERRORS
+from kvshm.hooks.vllm import boundary
+from kvshm.hooks.vllm.messages import RankReport
+from kvshm.plans import LoadReport
+
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
+from .test_undoing import Failing
+
+FAILING: dict[str, Callable[[Any], tuple[Any, str]]] = {
+    "on_new_request": lambda side: (side, "new_request"),
+    "get_num_new_matched_tokens": lambda side: (side, "match"),
+    "update_state_after_alloc": lambda side: (side.importer, "allocated"),
+    "blocks_handed_out": lambda side: (side.exporter, "blocks_handed_out"),
+    "build_connector_meta": lambda side: (side, "build"),
+    "update_connector_output": lambda side: (side, "output"),
+    "request_finished": lambda side: (side, "request_finished"),
+    "pool_will_reset": lambda side: (side, "make_way_for_reset"),
+    "pool_reset": lambda side: (side, "reset"),
+    "has_pending_push_work": lambda side: (side, "must_step"),
+}
+"""Hook -> what it calls, by owner and name."""
+
+
+def broken(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a bug")
+
+
+@pytest.fixture
+def tracebacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The lines of kvshm that come with a traceback."""
+    monkeypatch.setattr(boundary, "_logged", set())
+    told: list[str] = []
+    make = logging.getLogRecordFactory()
+
+    def hear(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        if record.name.startswith("vllm.kvshm") and record.exc_info:
+            told.append(record.getMessage())
+        return record
+
+    logging.setLogRecordFactory(hear)
+    yield told
+    logging.setLogRecordFactory(make)
+
+
+def assert_off(e: DrivenEngine, hook: str, tracebacks: list[str]) -> None:
+    assert e.table.retired
+    assert e.ready() == set()
+    assert e.table.counters.read(HOOK_ERRORS) == 1
+    (error,) = e.table.errors()
+    assert (error.text, error.times) == (f"{hook}: a bug", 1)
+    assert tracebacks == [f"{hook} failed; kvshm is off for this engine, which serves on"]
+
+
+def finish(e: DrivenEngine, name: str) -> None:
+    request = e.scheduler.requests[name]
+    for _ in range(20):
+        if request.is_finished():
+            break
+        e.step()
+    assert request.get_finished_reason() is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("hook", list(FAILING))
+def test_the_engine_withdraws_everything_and_serves_on(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, tracebacks: list[str], hook: str
+) -> None:
+    e = engine()
+    e.add("shown", prompt(3), max_tokens=1)
+    e.step()
+    assert len(e.ready()) == 3
+    monkeypatch.setattr(e.connector, "strict", False)
+    monkeypatch.setattr(*FAILING[hook](e.connector._scheduler), broken)
+    e.add("first", prompt(3, first=500), max_tokens=4)
+    finish(e, "first")
+    e.connector.has_pending_push_work()
+    assert e.scheduler.reset_prefix_cache()
+    e.add("second", prompt(3, first=900), max_tokens=4)
+    finish(e, "second")
+    assert_off(e, hook, tracebacks)
+
+
+def test_a_load_is_told_of_by_the_very_step_whose_hook_fails(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, tracebacks: list[str]
+) -> None:
+    """Its request would wait for ever."""
+    e = engine()
+    side = e.connector._scheduler
+    monkeypatch.setattr(e.connector, "strict", False)
+    monkeypatch.setattr(side, "build", broken)
+    with monkeypatch.context() as patch:
+        patch.setattr(side.importer, "match", lambda *_: 2 * BLOCK_SIZE)
+        e.add("r", prompt(3), max_tokens=4)
+        sent = e.schedule()
+    (load,) = sent.metadata.loads
+    assert not e.schedule().metadata.loads  # once
+    lost = RankReport(0, loads=[LoadReport(load.load_id, load.lost)])
+    e.run(sent, lost, invalid_block_ids=set(load.lost))
+    finish(e, "r")
+    assert_off(e, "build_connector_meta", tracebacks)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("hook", ["build", "before_output"])
+def test_nothing_computed_on_blocks_that_may_not_have_come_is_delivered(
+    engine: Make,
+    monkeypatch: pytest.MonkeyPatch,
+    tracebacks: list[str],
+    asynchronous: bool,
+    hook: str,
+) -> None:
+    """A step waits for an import, none of which arrives, and one of its hooks fails."""
+    e = engine(asynchronous)
+    monkeypatch.setattr(e.connector, "strict", False)
+    node = Failing(e, monkeypatch)
+    monkeypatch.setattr(node.side, hook, broken)
+    request = node.ask()
+    node.schedule()
+    assert node.steps[-1][0].metadata.at_once
+    with monkeypatch.context() as patch:
+        patch.setattr(node.side.cache, "probe", lambda *_: None)  # ended with the epoch
+        node.go_on(request)
+    assert request.get_finished_reason() is FinishReason.LENGTH
+    assert len(node.delivered["r"]) == 5
+    assert_off(e, {"build": "build_connector_meta"}.get(hook, hook), tracebacks)

@@ -1,0 +1,209 @@
+"""What an engine does, exporting and importing: every cell of the table in
+docs/configuration.md, by the rule, and on real schedulers.
+
+The expectation is read from the page: a source takes away what its row denies, and the others'
+rows give nothing back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, get_args
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config.kv_transfer import KVRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+from kvshm.config import Config
+from kvshm.hooks.vllm import pool_watch
+from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.limits import kv_role_limit, scheduler_limits
+from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
+from kvshm.roles import Decision, Limit
+
+from .conftest import Lines
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, imagined_cache, prompt, vllm_config
+
+PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text("utf-8")
+
+
+class Row(NamedTuple):
+    """What the page says of one value of one source."""
+
+    source: str
+    value: str
+    exports: bool
+    imports: bool
+
+
+def rows() -> Iterator[Row]:
+    _, _, rest = PAGE.partition("<!-- roles -->\n")
+    table, _, _ = rest.partition("<!-- end of roles -->")
+    for line in table.splitlines()[2:]:
+        source, value, exports, imports = line.strip("| ").split(" | ")
+        yield Row(source.replace("`", ""), value, exports == "yes", imports == "yes")
+
+
+ROWS = tuple(rows())
+SOURCES = tuple(dict.fromkeys(row.source for row in ROWS))
+SHARE, ROLE, KV_ROLE, ENGINES_KV_ROLE, SCHEDULER, POOL = SOURCES
+CELLS = list(product(*([row for row in ROWS if row.source == source] for source in SOURCES)))
+
+
+def name(cell: tuple[Row, ...]) -> str:
+    return ", ".join(row.value for row in cell)
+
+
+def transfer(role: str) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector="KvshmConnector", kv_role=role)
+
+
+def scheduler(engines_kv_role: str, state: str) -> VllmScheduler | None:
+    """vLLM's scheduler, as far as it is looked at."""
+    if state == "not found":
+        return None
+    writes = state == "frees blocks while they are written"
+    config = SimpleNamespace(
+        kv_transfer_config=transfer(engines_kv_role), max_concurrent_batches=2 if writes else 1
+    )
+    seen = {"vllm_config": config, "defer_block_free": False, "connector": None}
+    return VllmScheduler(SimpleNamespace(**seen, reset_prefix_cache=None), None)
+
+
+def pool_limits(state: str) -> list[Limit]:
+    denied = {
+        "does not tell of blocks that change": Limit(state, True, False),
+        "does not tell of resets": Limit(state, True, True),
+    }
+    return [denied[state]] if state in denied else []
+
+
+def decided(cell: tuple[Row, ...]) -> tuple[Decision, dict[str, str]]:
+    """What the product decides, and what it calls the sources that may have decided it."""
+    value = {row.source: row.value for row in cell}
+    config = Config.from_env({"KVSHM_SHARE": value[SHARE], "KVSHM_ROLE": value[ROLE]})
+    own = kv_role_limit(transfer(value[KV_ROLE]))
+    found = list(scheduler_limits(scheduler(value[ENGINES_KV_ROLE], value[SCHEDULER])))
+    limits = [own, *found, *pool_limits(value[POOL])]
+    called = {
+        SHARE: f"KVSHM_SHARE={value[SHARE]}",
+        ROLE: f"KVSHM_ROLE={value[ROLE]}",
+        KV_ROLE: f"kv_role={value[KV_ROLE]}",
+        ENGINES_KV_ROLE: f"kv_role={value[ENGINES_KV_ROLE]} of the engine",
+        SCHEDULER: "vLLM's scheduler was not found"
+        if value[SCHEDULER] == "not found"
+        else "this vLLM frees blocks while they are written",
+        POOL: value[POOL],
+    }
+    return config.decide_role(*limits), called
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=name)
+def test_a_source_takes_away_and_none_gives_back(cell: tuple[Row, ...]) -> None:
+    decision, called = decided(cell)
+    unseen = {ENGINES_KV_ROLE} if cell[SOURCES.index(SCHEDULER)].value == "not found" else set()
+    against_exports = [row for row in cell if not row.exports and row.source not in unseen]
+    against_imports = [row for row in cell if not row.imports and row.source not in unseen]
+    assert decision.no_exports == (called[against_exports[0].source] if against_exports else "")
+    assert decision.no_imports == (called[against_imports[0].source] if against_imports else "")
+    nothing_left = bool(against_exports and against_imports)
+    assert (decision.refusal is not None) == nothing_left
+
+
+def test_the_page_has_every_source_and_every_value() -> None:
+    assert len(CELLS) == 3**6
+    assert {row.value for row in ROWS if row.source == SHARE} == {"all", "salted-only", "none"}
+    assert {row.value for row in ROWS if row.source == ROLE} == {"both", "producer", "consumer"}
+    for source in (KV_ROLE, ENGINES_KV_ROLE):
+        assert {row.value for row in ROWS if row.source == source} == set(get_args(KVRole))
+
+
+# -- on real schedulers: what others may read, and what is asked of the ranks
+
+Settings = dict[str, str]
+REAL = [
+    (share, role, kv_role, pool)
+    for share, role, kv_role, pool in product(
+        *([row for row in ROWS if row.source == one] for one in (SHARE, ROLE, KV_ROLE, POOL))
+    )
+    if share.value != "salted-only"
+    # One more source that denies all is enough of those that end like this one.
+    and (share.value != "none" or (role.value, pool.value) == ("both", "as kvshm knows it"))
+]
+
+
+def started(config: VllmConfig) -> DrivenEngine:
+    """The engine, joined unless it does not share."""
+    made = DrivenEngine(config, shares=False)
+    if made.connector._scheduler is not None:
+        made.wait_for_epoch()
+    return made
+
+
+def exports_and_imports(engine: DrivenEngine) -> tuple[bool, bool]:
+    side = engine.connector._scheduler
+    if side is None:
+        engine.add("alone", prompt(3))
+        assert engine.schedule().output.num_scheduled_tokens == {"alone": len(prompt(3))}
+        return False, False
+    engine.add("computed", prompt(3), max_tokens=1)
+    engine.step()
+    exports = bool(engine.ready())
+    side.importer.match = lambda *_: 2 * BLOCK_SIZE  # as if another engine had them
+    engine.add("imported", prompt(3, first=700), max_tokens=1)
+    return exports, bool(engine.schedule().metadata.loads)
+
+
+@pytest.mark.parametrize("cell", REAL, ids=name)
+def test_an_engine_does_what_the_page_says_and_says_so_once(
+    model: Path, engine: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch, cell: Any
+) -> None:
+    share, role, kv_role, pool = cell
+    monkeypatch.setenv("KVSHM_SHARE", share.value)
+    monkeypatch.setenv("KVSHM_ROLE", role.value)
+    if pool.value == "does not tell of resets":
+        monkeypatch.setattr(pool_watch, "FOR_SHARING", ("of_old",))
+    elif pool.value == "does not tell of blocks that change":
+        monkeypatch.setattr(pool_watch, "FOR_EXPORT", ("of_old",))
+    config = vllm_config(model)
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_role = kv_role.value
+    one = started(config)
+    exports, imports = all(row.exports for row in cell), all(row.imports for row in cell)
+    nothing = not exports and not imports
+    assert exports_and_imports(one) == (exports, imports)
+    one.close()
+    kinds = ("exporting and importing", "exporting only: ", "importing only: ", "not sharing")
+    (line,) = [line for line in lines if line.startswith(kinds)]
+    said = kinds[3 if nothing else 1 if not imports else 2 if not exports else 0]
+    assert line.startswith(said)
+    first_against = next((row for row in cell if not (row.exports and row.imports)), None)
+    if first_against is not None and first_against is not pool:
+        assert f"={first_against.value}" in line
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole))
+def test_settings_that_leave_nothing_are_seen_by_both_sides_before_anything_is_set_up(
+    model: Path, engine: Make, monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole
+) -> None:
+    """Neither half joins, and the KV cache stays in vLLM's own memory."""
+    monkeypatch.setenv("KVSHM_ROLE", "consumer")
+    config = vllm_config(model)
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_role = "kv_producer"
+    connector = KvshmConnector(config, role, imagined_cache(8))
+    assert connector._scheduler is connector._worker is connector.get_mem_pool_context() is None
+
+
+def test_priority_scheduling_is_no_source(model: Path, engine: Make) -> None:
+    assert exports_and_imports(started(vllm_config(model, scheduling_policy="priority"))) == (
+        True,
+        True,
+    )
