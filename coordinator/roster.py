@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvshm.protocol import AnyBroadcast, EngineInfo
+from kvshm.timing import TIMING, Timing
 
 from .actions import Action, Forget, Log, Peer, Publish
 from .lease_bits import LeaseBits
@@ -45,6 +46,7 @@ class State:
     epoch: int
     namespace: str
     uid: int
+    timing: Timing = TIMING
     bits: LeaseBits = field(default_factory=LeaseBits)
     engines: dict[int, Engine] = field(default_factory=dict)
     """The roster, by epoch."""

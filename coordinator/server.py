@@ -12,7 +12,6 @@ import zmq
 
 from kvshm.errors import KvshmError, ProtocolError
 from kvshm.protocol import (
-    HEARTBEAT_SECONDS,
     MAX_COMMAND_BYTES,
     decode_command,
     encode,
@@ -41,15 +40,12 @@ from .actions import (
 from .broadcasts import Broadcasts
 from .incoming import Incoming
 from .roster import State
-from .sockets import LOOK_SECONDS, Sockets
+from .sockets import Sockets
 from .state import decide
 from .tables import Tables
 
 MAX_RECEIVED = 2000
 """Parts of messages taken before deaths and the clock are looked after."""
-RETURN_SECONDS = 0.2
-"""Between two ticks while engines come back to a new coordinator: whoever missed that another one
-has joined learns it from the next tick."""
 
 
 class Server:
@@ -77,7 +73,7 @@ class Server:
         """Actions that failed and are said to have, with the number of the error."""
         self._sockets = Sockets(clock)
         self._incoming = Incoming()
-        self._broadcasts = Broadcasts(self._publish)
+        self._broadcasts = Broadcasts(self._publish, state.timing)
         self._poller = self._sockets.poller
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
@@ -93,16 +89,18 @@ class Server:
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until ``stopping`` says so.  Raises KvshmError when engines cannot find the
         sockets any more."""
-        next_clock = next_look = self._clock()
+        timing, next_clock = self._state.timing, self._clock()
+        next_look = next_clock
         while not stopping():
             if self._clock() >= next_clock:
-                pause = HEARTBEAT_SECONDS if self._state.settled else RETURN_SECONDS
+                settled = self._state.settled
+                pause = timing.heartbeat_seconds if settled else timing.return_tick_seconds
                 next_clock = self._clock() + pause
                 self._sockets.check()
                 self._look_at_lock()
                 self._handle(*self._tables.look(), Clock())
             if self._clock() >= next_look:
-                next_look = self._clock() + LOOK_SECONDS
+                next_look = self._clock() + timing.look_seconds
                 self._sockets.look()
                 logfmt.go_on()
             due = min(next_clock, next_look, self._broadcasts.next_due())

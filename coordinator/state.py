@@ -11,9 +11,7 @@ import logging
 import math
 
 from kvshm.protocol import (
-    HEARTBEAT_SECONDS,
     MAX_EVENTS_BYTES,
-    SUSPECT_AFTER_SECONDS,
     EngineEvents,
     EngineGone,
     EngineInfo,
@@ -48,13 +46,6 @@ from .actions import (
 )
 from .joining import admit, on_foreign, on_join, refuse, refuse_place
 from .roster import Engine, State
-
-GRACE_SECONDS = 3 * HEARTBEAT_SECONDS
-"""How long after the start bits that nobody has presented stay as they are."""
-LEFTOVERS_SECONDS = 30.0
-EXPLAIN_SECONDS = 1.0
-"""How long an engine whose worker has ended may take to say that it leaves.  Whoever stops all
-of its processes at once tells both at the same time; a later leave is what its death led to."""
 
 
 def decide(state: State, event: Event, now: float) -> list[Action]:
@@ -154,7 +145,7 @@ def _on_death(state: State, died: Died, now: float) -> list[Action]:
     engine = state.engines.get(died.epoch)
     if engine is not None:
         actions = _end_by_death(state, engine.info, died)
-        state.unexplained[died.epoch] = engine, now + EXPLAIN_SECONDS
+        state.unexplained[died.epoch] = engine, now + state.timing.explain_seconds
     if died.owner and died.epoch in state.unexplained:
         engine, _ = state.unexplained.pop(died.epoch)
         if died.retired:
@@ -209,7 +200,7 @@ def _on_clock(state: State, now: float) -> list[Action]:
     _forgive(state, now)
     actions: list[Action] = []
     for engine in state.engines.values():
-        if not engine.suspected and now - engine.last_heard > SUSPECT_AFTER_SECONDS:
+        if not engine.suspected and now - engine.last_heard > state.timing.suspect_seconds:
             actions += _suspect(state, engine, now)
     actions += _ticks(state)
     actions += _settle(state, now)
@@ -219,7 +210,7 @@ def _on_clock(state: State, now: float) -> list[Action]:
             reason = "a worker's process died"
             actions.append(_log_end(state, "death", engine.info, reason))
     if now >= state.next_leftovers:
-        state.next_leftovers = now + LEFTOVERS_SECONDS
+        state.next_leftovers = now + state.timing.leftovers_seconds
         state.forget_idle_topics()
         actions.append(SweepFiles())
     return actions
@@ -230,7 +221,7 @@ def _settle(state: State, now: float) -> list[Action]:
     of those that have not.  One that stood still and has lost leases so finds out when it checks
     its copies again."""
     if state.settled_at is None:
-        state.settled_at = now + GRACE_SECONDS
+        state.settled_at = now + state.timing.grace_seconds
     if state.settled or now < state.settled_at:
         return []
     state.settled = True
@@ -242,8 +233,12 @@ def _forgive(state: State, now: float) -> None:
     yet to be read.  After a long one every engine has its full time again."""
     since = 0.0 if state.last_clock is None else now - state.last_clock
     state.last_clock = now
-    if since > 2 * HEARTBEAT_SECONDS:
-        still = math.inf if since > SUSPECT_AFTER_SECONDS else since - HEARTBEAT_SECONDS
+    if since > 2 * state.timing.heartbeat_seconds:
+        still = (
+            math.inf
+            if since > state.timing.suspect_seconds
+            else since - state.timing.heartbeat_seconds
+        )
         for engine in state.engines.values():
             engine.last_heard = min(now, engine.last_heard + still)
 

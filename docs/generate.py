@@ -12,20 +12,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from kvshm import syncpoints, timing
 from kvshm.config import SETTINGS, Setting
 from kvshm.fingerprint import FIELDS
-from kvshm.syncpoints import VARIABLE
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
 HEAD = ("setting", "accepts", "default", "what it does")
 SYNC_POINT = (
-    f"`{VARIABLE}`",
+    f"`{syncpoints.VARIABLE}`",
     "`<name>:<stop or kill>[:<nth>]`",
     "unset",
     "Stop or kill the process at a sync point (`kvshm/syncpoints.py`).",
 )
-"""Read before there are settings, and by tests only."""
+TIME_SCALE = (
+    f"`{timing.VARIABLE}`",
+    "a number above 0",
+    "1",
+    "Multiply all times that coordinator and engines wait for each other (`kvshm/timing.py`).",
+)
+"""Both are read before there are settings, and set by tests only."""
 
 
 def configuration(page: str) -> str:
@@ -33,7 +39,7 @@ def configuration(page: str) -> str:
     everybody = [_cells(setting) for setting in SETTINGS if not setting.for_tests]
     tests = [_cells(setting) for setting in SETTINGS if setting.for_tests]
     page = replaced(page, "settings", _table(everybody))
-    return replaced(page, "settings for tests", _table([*tests, SYNC_POINT]))
+    return replaced(page, "settings for tests", _table([*tests, SYNC_POINT, TIME_SCALE]))
 
 
 def fingerprint(page: str) -> str:

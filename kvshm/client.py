@@ -25,6 +25,7 @@ from .log import logger
 from .protocol import MAX_EVENTS_BYTES
 from .records import RECORD_BYTES
 from .session import Session
+from .timing import TIMING, Timing
 
 __all__ = ["CoordinatorClient", "Member"]
 
@@ -33,13 +34,6 @@ MAX_QUEUED = 4096
 MAX_JOINED_BYTES = MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES
 """Batches that wait together are sent as one message of up to so many bytes, a longer batch as
 several."""
-BUG_PAUSE_SECONDS = 0.5
-LATER_US = 25_000
-"""Events wait so many microseconds: they are told with a step's output, and whoever tells them at
-once competes for cores and the GIL with who delivers the tokens.  The price: for so long others
-miss what is new, and ask in vain for leases on what has been withdrawn.  Longer than others'
-events wait in the coordinator: where there are many, they wake the thread first, and its own leave
-with them."""
 
 _log = logger(__name__)
 
@@ -59,8 +53,11 @@ class CoordinatorClient:
         *,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
+        timing: Timing = TIMING,
     ) -> None:
         """Raises KvshmError, leaving nothing open, if there are no descriptors or threads left."""
+        self._timing = timing
+        self._later_us = round(timing.send_later_seconds * 1e6)
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
         self._timers: list[weakref.finalize[..., CoordinatorClient]] = []
@@ -76,7 +73,7 @@ class CoordinatorClient:
         self._unheard = self._unheard_told = 0
         """Batches for which there was no engine to hear them, likewise."""
         self._bug_logged = False
-        self._session: Session | None = Session(run_dir, namespace, member, clock, jitter)
+        self._session: Session | None = Session(run_dir, namespace, member, clock, jitter, timing)
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, args=(self._session,), name="kvshm-client", daemon=True
         )
@@ -98,7 +95,7 @@ class CoordinatorClient:
         if len(self._outbox) >= MAX_QUEUED:
             self._overflows += 1
             return
-        self._put(records, LATER_US)
+        self._put(records, self._later_us)
 
     def rejoin(self) -> None:
         """The engine's cache has begun a new epoch: leave with the old one and join with
@@ -225,7 +222,7 @@ class CoordinatorClient:
         if not self._bug_logged:
             self._bug_logged = True
             _log.exception("client's thread failed (logged once; it goes on)")
-        self._closing.wait(BUG_PAUSE_SECONDS)
+        self._closing.wait(self._timing.bug_pause_seconds)
 
 
 def _neighbours(queued: deque[bytes | None], limit: int) -> list[bytes]:

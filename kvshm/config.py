@@ -21,7 +21,7 @@ PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
 """What is kept free in a socket's path for its name, beside the namespace."""
 
-_READ_ELSEWHERE = frozenset({"KVSHM_TEST_SYNC_POINT"})
+_READ_ELSEWHERE = frozenset({"KVSHM_TEST_SYNC_POINT", "KVSHM_TEST_TIME_SCALE"})
 # What Kubernetes injects into every pod beside a Service named "kvshm" or "kvshm-...".
 _KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
 

@@ -30,16 +30,12 @@ from .records import RECORD_BYTES, RowState
 from .rescans import Rescans
 from .slots import SlotTable
 from .terms import Epoch, LeaseBit
+from .timing import TIMING, Timing
 
 log = logger(__name__)
 
 INITIAL_CAPACITY = 1 << 16
 QUARANTINE_FAILURES = 3
-QUARANTINE_SECONDS = 30.0
-SILENT_SECONDS = 1.0
-ATTACHING_SECONDS = 5.0
-"""How long nothing is planned from a peer that could not be attached in time: as long as its
-socket may take to answer."""
 
 
 class _View(NamedTuple):
@@ -86,6 +82,7 @@ class Peers:
         handouts: Handouts,
         clock: Callable[[], float] = time.monotonic,
         listed: PeerList | None = None,
+        timing: Timing = TIMING,
     ) -> None:
         """Create the replica of engine ``engine`` in its own ``epoch``.
 
@@ -95,13 +92,14 @@ class Peers:
         self._epoch = epoch
         self._handouts = handouts
         self._clock = clock
+        self._timing = timing
         self.replica = Replica.create(namespace, engine, epoch, INITIAL_CAPACITY)
         self._closed = False
         self._peers: dict[int, Peer] = {}  # the client's thread only
         self._view = _NOBODY
         self._listed = listed
-        self._later = Later(clock)  # the client's thread only
-        self.rescans = Rescans(clock)  # likewise
+        self._later = Later(clock, timing)  # the client's thread only
+        self.rescans = Rescans(clock, timing)  # likewise
         self._silent_until = 0.0
         """The coordinator has just not answered: nobody is attached before, since who waits for it
         sends no heartbeats meanwhile."""
@@ -262,12 +260,12 @@ class Peers:
         if peer.failures < QUARANTINE_FAILURES:
             return False
         peer.failures = 0
-        peer.quarantined = True
-        peer.avoided_until = self._clock() + QUARANTINE_SECONDS
+        peer.quarantined, seconds = True, self._timing.quarantine_seconds
+        peer.avoided_until = self._clock() + seconds
         self._avoided[peer.row] = peer
         log.warning(
             "engine %s (pid %d) failed %d times, it is avoided for %.0f s",
-            peer.info.name, peer.info.pid, QUARANTINE_FAILURES, QUARANTINE_SECONDS,
+            peer.info.name, peer.info.pid, QUARANTINE_FAILURES, seconds,
         )  # fmt: skip
         return True
 
@@ -275,7 +273,7 @@ class Peers:
         """A rank could not attach a peer in time: plan nothing from it until that has ended."""
         peer = self._view.peers.get(epoch)
         if peer is not None:
-            until = self._clock() + ATTACHING_SECONDS
+            until = self._clock() + self._timing.attaching_seconds
             peer.avoided_until = max(peer.avoided_until, until)
             self._avoided[peer.row] = peer
 
@@ -362,7 +360,7 @@ class Peers:
             row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)
         except (KvshmError, OSError) as exc:
             if isinstance(exc, SegmentNotReady):
-                self._silent_until = self._clock() + SILENT_SECONDS
+                self._silent_until = self._clock() + self._timing.silent_seconds
             self._skip(info, exc)
             return False
         self._later.forget(info.epoch)

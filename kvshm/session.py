@@ -30,12 +30,10 @@ from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, EVENTS_UNHEARD
 from .errors import ProtocolError, VersionMismatch
 from .fds import require_descriptors
 from .protocol import (
-    HEARTBEAT_SECONDS,
     MAX_COMMAND_BYTES,
     MAX_RECEIVED_BYTES,
     PROTOCOL_VERSION,
     QUEUE_FRAMES,
-    SILENCE_SECONDS,
     AnyBroadcast,
     Events,
     Heartbeat,
@@ -55,16 +53,9 @@ from .receiving import received
 from .rundir import command_endpoint, event_endpoint
 from .sequences import Stream, Verdict
 from .terms import NO_LEASE_BIT
+from .timing import TIMING, Timing
 
-DESCRIBE_SECONDS = 0.05
-REPLY_SECONDS = 2.0
-BACK_OFF_SECONDS = (0.1, 2.0)
-REFUSED_SECONDS = 30.0
-MISSING_SECONDS = 10.0  # engines that have not joined a restarted coordinator by then are gone
-UNHEARD_SECONDS = 5.0
-"""After so long without a word from any the member is told that there is no coordinator."""
 LINGER_MS = 500
-RECONNECT_MS = 100, 200  # between two tries to connect: at first, at most
 DESCRIPTORS = 24  # more than a context with two sockets takes, and the tables that are then made
 
 
@@ -84,12 +75,14 @@ class Session:
         member: Member,
         clock: Callable[[], float],
         jitter: Callable[[], float],
+        timing: Timing = TIMING,
     ) -> None:
         self._endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
         self._member = member
         self._guard = Guarded(member)
         self._clock = clock
         self._jitter = jitter
+        self._timing = timing
         self._stream = Stream(self._guard)
         self._state = _State.WAITING
         self._topic, self._refusal = b"", ""
@@ -138,10 +131,11 @@ class Session:
     def _connect(self, wake_fds: Collection[int]) -> None:
         self._commands = self._context.socket(zmq.DEALER)
         self._events = self._context.socket(zmq.SUB)
+        shortest, longest = (max(1, round(1000 * time)) for time in self._timing.reconnect_seconds)
         for socket in (self._commands, self._events):
             socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
+            socket.setsockopt(zmq.RECONNECT_IVL, shortest)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, longest)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
             socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
         # Without a coordinator nothing is queued for it: sending fails instead.  Not for the other
@@ -211,7 +205,7 @@ class Session:
             self._next_try = self._next_beat = before
         # Time in which this process was stopped is not the coordinator's silence.
         stopped = self._clock() - before - timeout
-        if stopped > HEARTBEAT_SECONDS:
+        if stopped > self._timing.heartbeat_seconds:
             self._last_heard += stopped
         return self._readable
 
@@ -225,7 +219,7 @@ class Session:
             self._beat(now)
         if self._stream.missing and now >= self._missing_until:
             self._stream.give_up_missing()
-        if now - self._last_heard > SILENCE_SECONDS:
+        if now - self._last_heard > self._timing.silence_seconds:
             self._lose(now)
         if self._unheard_until is not None and now >= self._unheard_until:
             self._unheard_until = None
@@ -271,7 +265,7 @@ class Session:
         self._next_try = when
 
     def _back_off(self, now: float) -> None:
-        first, longest = BACK_OFF_SECONDS
+        first, longest = self._timing.back_off_seconds
         delay = min(longest, first * 2.0 ** min(self._attempts, 16))
         self._state = _State.WAITING
         self._attempts += 1
@@ -280,7 +274,7 @@ class Session:
     def _join(self, now: float) -> None:
         info = self._guard.call(self._member.describe)
         if info is None:
-            self._next_try = now + DESCRIBE_SECONDS
+            self._next_try = now + self._timing.describe_seconds
             return
         if info.epoch != self._epoch:
             self._hand_over()
@@ -290,13 +284,13 @@ class Session:
         self._early.clear()
         self._events_lost = False
         if self._unheard_until is not None:
-            self._unheard_until = min(self._unheard_until, now + UNHEARD_SECONDS)
+            self._unheard_until = min(self._unheard_until, now + self._timing.unheard_seconds)
         engine = msgspec.structs.replace(info, lease_bit=self._lease_bit)
         if not self._send(Join(protocol=PROTOCOL_VERSION, engine=engine, sequence=self._sequence)):
             self._back_off(now)
             return
         self._state = _State.JOINING
-        self._reply_due = now + REPLY_SECONDS
+        self._reply_due = now + self._timing.reply_seconds
 
     def _leave(self) -> None:
         """End the present epoch, also if its Join has not been answered yet."""
@@ -323,7 +317,7 @@ class Session:
     def _beat(self, now: float) -> None:
         """Once a second, and when there is a coordinator again, for it to hear of this engine."""
         if now >= self._member_due:
-            self._member_due = now + HEARTBEAT_SECONDS
+            self._member_due = now + self._timing.heartbeat_seconds
             self._guard.call(self._member.beat)
         if self.is_member:
             self._send(Heartbeat(epoch=self._epoch, sequence=self._sequence))
@@ -357,7 +351,7 @@ class Session:
         self._lease_bit = reply.lease_bit
         self._attempts = 0
         self._refusal = ""
-        self._missing_until = now + MISSING_SECONDS
+        self._missing_until = now + self._timing.missing_seconds
         self._guard.call(self._member.joined, reply)
         self._stream.begin(reply)
         early, self._early = self._early, []
@@ -370,7 +364,7 @@ class Session:
         if reply.retry:
             self._back_off(now)
         else:
-            self._join_at(now + REFUSED_SECONDS)
+            self._join_at(now + self._timing.refused_seconds)
         if reply.reason != self._refusal:
             self._refusal = reply.reason
             self._guard.call(self._member.refused, reply)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from .scripted import Script, scripted
+from .scripted import UNHURRIED, Script, scripted
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    with scripted(monkeypatch) as script:
+def script() -> Iterator[Script]:
+    with scripted(UNHURRIED) as script:
         yield script
 
 

@@ -6,13 +6,12 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import zmq
 
-from kvshm import session
 from kvshm.client import CoordinatorClient
 from kvshm.protocol import (
     PROTOCOL_VERSION,
@@ -28,8 +27,13 @@ from kvshm.protocol import (
     encode,
 )
 from kvshm.rundir import command_endpoint, event_endpoint
+from kvshm.timing import TIMING, Timing
 
 from .processes import PATIENCE_SECONDS
+
+UNHURRIED = replace(TIMING, reply_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS)
+"""Has the client neither ask again nor take the coordinator for lost because a script answers only
+when its test has come to that."""
 
 
 def engine_info(epoch: int, name: str = "x") -> EngineInfo:
@@ -83,14 +87,10 @@ class Recorder:
 
 
 @contextmanager
-def scripted(unhurried: pytest.MonkeyPatch | None = None) -> Iterator[Script]:
-    """A script and its client.  With ``unhurried`` the client neither asks again nor takes the
-    coordinator for lost because the script answers only when its test has come to that."""
-    if unhurried is not None:
-        unhurried.setattr(session, "REPLY_SECONDS", PATIENCE_SECONDS)
-        unhurried.setattr(session, "SILENCE_SECONDS", PATIENCE_SECONDS)
+def scripted(timing: Timing = TIMING) -> Iterator[Script]:
+    """A script and its client."""
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        script = Script(Path(directory))
+        script = Script(Path(directory), timing)
         yield script
         script.close()
 
@@ -98,7 +98,7 @@ def scripted(unhurried: pytest.MonkeyPatch | None = None) -> Iterator[Script]:
 class Script:
     """Both sockets of a coordinator, and a client under test."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, timing: Timing) -> None:
         self.member = Recorder()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -108,7 +108,9 @@ class Script:
         for socket in (self._router, self._publisher):
             socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_SECONDS * 1000))
         self._route = b""
-        self.client = CoordinatorClient(run_dir, "n", self.member, jitter=lambda: 1.0)
+        self.client = CoordinatorClient(
+            run_dir, "n", self.member, jitter=lambda: 1.0, timing=timing
+        )
         assert self._publisher.recv() == b"\1" + b"f" * 32  # subscribed
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from kvshm.protocol import (
     Refused,
     Tick,
 )
-from kvshm.session import REPLY_SECONDS
+from kvshm.timing import TIMING
 
 from .processes import PATIENCE_SECONDS
 from .scripted import Script, engine_info
@@ -219,9 +219,9 @@ def test_a_first_refusal_for_good_is_not_tried_again_soon(hasty_script: Script) 
     script.expect(Join)
     script.answer(Refused(engine_epoch=100, reason="r", remedy="do", retry=False))
     script.member.wait("refused", ANY)
-    quiet_until = time.monotonic() + 2 * REPLY_SECONDS
+    quiet_until = time.monotonic() + 2 * TIMING.reply_seconds
     while (left := quiet_until - time.monotonic()) > 0:
-        assert not script.is_told(left), "asks again before REFUSED_SECONDS are over"
+        assert not script.is_told(left), "asks again before ``refused_seconds`` are over"
 
 
 def test_a_rejoin_that_comes_after_the_join_does_not_leave_the_new_epoch(script: Script) -> None:

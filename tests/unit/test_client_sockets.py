@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from kvshm import _native
-from kvshm.client import LATER_US, CoordinatorClient
+from kvshm.client import CoordinatorClient
+from kvshm.timing import TIMING, Timing
 
 from .few_descriptors import descriptors
+
+LATER = round(TIMING.send_later_seconds * 1e6)
 
 
 class Silent:
@@ -76,17 +79,17 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
     client._session = session  # type: ignore[assignment]  # what of it is used
     for record in (b"a", b"b", b"c"):
         client.send_events(record)
-    assert woken == [LATER_US]
+    assert woken == [LATER]
     client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert session.sent == [b"abc"]
     client.send_events(b"d")
     client.rejoin()
     client.send_events(b"e")
-    assert woken == [LATER_US, LATER_US, 0]
+    assert woken == [LATER, LATER, 0]
     client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert (session.sent, session.rejoins) == ([b"abc", b"d", b"e"], 1)
     client.send_events(b"f")
-    assert woken == [LATER_US, LATER_US, 0, LATER_US]
+    assert woken == [LATER, LATER, 0, LATER]
     client.close()
 
 
@@ -102,9 +105,8 @@ def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
         urgent(client)
         wake(fd, microseconds)
 
-    monkeypatch.setattr("kvshm.client.LATER_US", 3_600_000_000)
     monkeypatch.setattr(CoordinatorClient, "_run", lambda self, session: None)
-    client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
+    client = CoordinatorClient(tmp_path, "ns", Silent(), timing=Timing(send_later_seconds=3600.0))  # type: ignore[arg-type]  # asked nothing
     session = Opened()
     client._session = session  # type: ignore[assignment]  # what of it is used
     assert client._opens(session)  # type: ignore[arg-type]  # the same
@@ -146,7 +148,7 @@ def test_who_leaves_wakes_the_thread_which_hands_over_what_is_queued_and_then_cl
     client._session = session  # type: ignore[assignment]  # what of it is used
     client.send_events(b"last")
     client.leave()
-    assert woken == [LATER_US, 0]
+    assert woken == [LATER, 0]
     run(client, session)  # type: ignore[arg-type]  # the same
     assert session.sent == [b"last", b"closed"]
 

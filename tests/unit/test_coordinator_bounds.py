@@ -14,8 +14,9 @@ from kvshm.coordinator.actions import (
 )
 from kvshm.coordinator.joining import MAX_OF_PROCESS, MAX_TABLES_OF_PROCESS
 from kvshm.coordinator.roster import MAX_ENDED
-from kvshm.coordinator.state import LEFTOVERS_SECONDS, decide
+from kvshm.coordinator.state import decide
 from kvshm.protocol import PROTOCOL_VERSION, ForeignEngine, ForeignJoin, Join, Leave, Refused
+from kvshm.timing import TIMING
 
 from .coordinators import engine, join, new_state, only, peer_of, say
 
@@ -39,11 +40,11 @@ def test_topics_without_engines_are_forgotten_after_a_while() -> None:
     join(state, going)
     numbers = dict(state.topics)
     say(state, going, Leave(epoch=2))
-    decide(state, Clock(), LEFTOVERS_SECONDS)
+    decide(state, Clock(), TIMING.leftovers_seconds)
     assert state.topics.keys() == numbers.keys(), "looked at once: it may have an engine again"
-    decide(state, Clock(), 2 * LEFTOVERS_SECONDS)
+    decide(state, Clock(), 2 * TIMING.leftovers_seconds)
     assert state.topics.keys() == {staying.fingerprint}
-    decide(state, Clock(), 3 * LEFTOVERS_SECONDS)
+    decide(state, Clock(), 3 * TIMING.leftovers_seconds)
     assert state.idle_topics == set()
     assert join(state, engine(3, fingerprint=going.fingerprint))[0].sequence == 1
 
@@ -52,10 +53,10 @@ def test_a_topic_that_has_an_engine_again_keeps_its_numbers() -> None:
     state = new_state()
     join(state, engine(1))
     say(state, engine(1), Leave(epoch=1))
-    decide(state, Clock(), LEFTOVERS_SECONDS)
+    decide(state, Clock(), TIMING.leftovers_seconds)
     again, _ = join(state, engine(2))
-    decide(state, Clock(), 2 * LEFTOVERS_SECONDS)
-    decide(state, Clock(), 3 * LEFTOVERS_SECONDS)
+    decide(state, Clock(), 2 * TIMING.leftovers_seconds)
+    decide(state, Clock(), 3 * TIMING.leftovers_seconds)
     assert state.topics == {engine(2).fingerprint: again.sequence}
 
 

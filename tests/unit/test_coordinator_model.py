@@ -28,9 +28,10 @@ from kvshm.coordinator.actions import (
     Send,
     SweepBits,
 )
-from kvshm.coordinator.state import GRACE_SECONDS, decide
+from kvshm.coordinator.state import decide
 from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Tick
 from kvshm.records import NUM_LEASE_BITS
+from kvshm.timing import TIMING
 
 from .coordinators import UID, engine, new_state
 
@@ -168,7 +169,7 @@ class Anything(RuleBasedStateMachine):
             if epoch in self.kept:
                 self.obey(decide(self.state, event, self.now))
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, GRACE_SECONDS]))
+    @rule(seconds=st.sampled_from([0.0, 1.0, TIMING.grace_seconds]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.obey(decide(self.state, Clock(), self.now))

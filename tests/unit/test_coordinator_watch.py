@@ -27,13 +27,13 @@ from kvshm.coordinator.actions import (
     Peer,
     SweepFiles,
 )
-from kvshm.coordinator.server import RETURN_SECONDS, Server
-from kvshm.coordinator.state import GRACE_SECONDS
+from kvshm.coordinator.server import Server
 from kvshm.coordinator.tables import Tables
 from kvshm.handout import Request
-from kvshm.protocol import HEARTBEAT_SECONDS, PROTOCOL_VERSION, Join
+from kvshm.protocol import PROTOCOL_VERSION, Join
 from kvshm.rundir import command_endpoint, event_endpoint
 from kvshm.segment import TABLE_KIND
+from kvshm.timing import TIMING
 
 from .coordinators import engine, new_state, peer_of
 from .exporters import Clock
@@ -237,11 +237,11 @@ def test_the_clock_is_looked_at_more_often_while_engines_come_back(
         clock.now += seconds
 
     monkeypatch.setattr(server, "_wait", wait)
-    server.run(lambda: clock.now - begin > GRACE_SECONDS + 10 * HEARTBEAT_SECONDS)
+    server.run(lambda: clock.now - begin > TIMING.grace_seconds + 10 * TIMING.heartbeat_seconds)
     server.close()
     os.close(wake)
     assert state.settled
     gaps = [b - a for a, b in pairwise(looks)]
-    before = [gap for gap, at in zip(gaps, looks, strict=False) if at < GRACE_SECONDS - 0.01]
-    assert max(before) == pytest.approx(RETURN_SECONDS)
-    assert min(gaps[len(before) + 1 :]) == pytest.approx(HEARTBEAT_SECONDS)
+    before = [gap for gap, at in zip(gaps, looks, strict=False) if at < TIMING.grace_seconds - 0.01]
+    assert max(before) == pytest.approx(TIMING.return_tick_seconds)
+    assert min(gaps[len(before) + 1 :]) == pytest.approx(TIMING.heartbeat_seconds)

@@ -16,7 +16,8 @@ import zmq
 from kvshm.member import Membership
 from kvshm.protocol import EngineInfo, Join, Refused, decode_command, encode
 from kvshm.rundir import command_endpoint, start_command
-from kvshm.session import UNHEARD_SECONDS, Session
+from kvshm.session import Session
+from kvshm.timing import TIMING
 from kvshm.tools import dump_index
 from kvshm.tools.check import check
 
@@ -80,11 +81,11 @@ def work_for(session: Session, clock: Clock, seconds: float) -> None:
 
 
 def test_a_coordinator_that_never_was_there_is_told_once(session: Session, clock: Clock) -> None:
-    work_for(session, clock, UNHEARD_SECONDS - 1)
+    work_for(session, clock, TIMING.unheard_seconds - 1)
     assert told(session) == 0
     work_for(session, clock, 2)
     assert told(session) == 1
-    work_for(session, clock, 10 * UNHEARD_SECONDS)
+    work_for(session, clock, 10 * TIMING.unheard_seconds)
     assert told(session) == 1
 
 
@@ -92,9 +93,9 @@ def test_the_time_begins_when_the_engine_is_ready(session: Session, clock: Clock
     member = session._member
     assert isinstance(member, Member)
     member.info = None  # a model takes minutes to load
-    work_for(session, clock, 3 * UNHEARD_SECONDS)
+    work_for(session, clock, 3 * TIMING.unheard_seconds)
     member.info = INFO
-    work_for(session, clock, UNHEARD_SECONDS - 1)
+    work_for(session, clock, TIMING.unheard_seconds - 1)
     assert told(session) == 0
     work_for(session, clock, 2)
     assert told(session) == 1
@@ -115,7 +116,7 @@ def test_one_that_refuses_is_there(session: Session, run_dir: Path, clock: Clock
         session._commands.poll(10_000)
         session.wait()
         session.work()
-    work_for(session, clock, 3 * UNHEARD_SECONDS)
+    work_for(session, clock, 3 * TIMING.unheard_seconds)
     assert told(session) == 0
 
 

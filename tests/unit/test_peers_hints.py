@@ -14,14 +14,13 @@ from kvshm.counters import (
 )
 from kvshm.index import Forgotten
 from kvshm.peers import (
-    ATTACHING_SECONDS,
     QUARANTINE_FAILURES,
-    QUARANTINE_SECONDS,
     Peers,
     PeersStats,
 )
 from kvshm.protocol import EngineInfo
 from kvshm.slots import SlotTable
+from kvshm.timing import TIMING
 
 from .exporters import HASHES, OWN_EPOCH, Clock, Make, offered
 from .pulsing import pulsing
@@ -196,7 +195,7 @@ def test_three_failures_in_a_row_mean_quarantine(
     assert peers.stats().usable == 1
     assert peers.why_missed(HASHES, 3) is MISS_QUARANTINED
     assert offered(peers, 1) == [(2, 1, 0)], "the other owner is offered meanwhile"
-    clock.now += QUARANTINE_SECONDS - 0.001
+    clock.now += TIMING.quarantine_seconds - 0.001
     assert peers.stats().usable == 1
     clock.now += 0.002
     assert peers.stats().usable == 2
@@ -254,7 +253,7 @@ def test_nothing_is_planned_from_a_peer_that_is_being_attached(
     assert peers.stats().usable == 2
     peers.not_attached(1)
     peers.not_attached(99)
-    clock.now += ATTACHING_SECONDS + 0.001
+    clock.now += TIMING.attaching_seconds + 0.001
     assert peers.stats().usable == 2
 
 
@@ -265,9 +264,9 @@ def test_an_attached_peer_stays_in_quarantine(peers: Peers, exporter: Make, cloc
         peers.fail(1)
     peers.not_attached(1)
     peers.attached({1})
-    clock.now += ATTACHING_SECONDS + 0.001
+    clock.now += TIMING.attaching_seconds + 0.001
     assert peers.stats().usable == 0
-    clock.now += QUARANTINE_SECONDS
+    clock.now += TIMING.quarantine_seconds
     assert peers.stats().usable == 1
 
 

@@ -12,9 +12,10 @@ from kvshm.counters import RESYNCS
 from kvshm.member import Membership
 from kvshm.peers import Peers
 from kvshm.protocol import PROTOCOL_VERSION, EngineEvents, Joined
-from kvshm.rescans import AT_ONCE, PAUSE_SECONDS, Rescans
+from kvshm.rescans import AT_ONCE, Rescans
 from kvshm.sequences import Stream, Verdict
 from kvshm.session import Session
+from kvshm.timing import TIMING
 
 from .exporters import Clock, Exporter, Make, offered
 
@@ -69,7 +70,7 @@ def test_any_number_of_gaps_is_mended_by_one_scan_and_after_some_by_none_for_a_s
         assert hearing.work_off() == 1, "and so are a few more"
     a.publish(2)
     a.reuse(10)
-    clock.now += PAUSE_SECONDS - 0.01
+    clock.now += TIMING.rescan_pause_seconds - 0.01
     for n in range(15, 20):
         hearing.hear(a.publish(n))
         assert hearing.work_off() == 0
@@ -89,7 +90,7 @@ def test_senseless_events_cost_no_more_scans_than_lost_ones(
     for scans in (*[1] * AT_ONCE, 0, 0):
         peers.events([(1, b"torn")] * 3)
         assert hearing.work_off() == scans
-    clock.now += PAUSE_SECONDS
+    clock.now += TIMING.rescan_pause_seconds
     assert hearing.work_off() == 1
 
 
@@ -107,7 +108,7 @@ def test_when_it_is_enough_the_others_are_first_the_next_time(clock: Clock) -> N
         for epoch in (1, 2, 3):
             rescans.ask(epoch)
         assert rescans.work_off(scanned.append, lambda: True) == 1
-        clock.now += PAUSE_SECONDS
+        clock.now += TIMING.rescan_pause_seconds
         assert len(scanned) == turn + 1
     assert sorted(scanned) == [1, 2, 3]
 
