@@ -21,8 +21,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .client import CoordinatorClient
 from .config import Config
+from .coordinator_client import CoordinatorClient
 from .costs import Costs
 from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED, LOOKUPS
 from .errors import KvshmError
@@ -35,11 +35,11 @@ from .leftovers import clear
 from .life import EngineSpec, Founding, Life
 from .log import logger
 from .marks import Marks, Run
-from .member import Membership
 from .peer_list import PeerList
 from .peers import Peers
 from .plans import Load, LoadReport, Plan
 from .protocol import RankInfo
+from .roster_handler import Membership
 from .rundir import engine_socket, peers_file, start_command
 from .slots import SlotTable
 from .terms import BlockHash, BlockId, Epoch

@@ -35,7 +35,7 @@ from typing import Any
 
 import zmq
 
-from kvshm.client import CoordinatorClient
+from kvshm.coordinator_client import CoordinatorClient
 from kvshm.protocol import (
     PROTOCOL_VERSION,
     EngineEvents,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshm.client import CoordinatorClient
+from kvshm.coordinator_client import CoordinatorClient
 from kvshm.handout import Handouts, HandoutServer, serve_epoch
 from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor

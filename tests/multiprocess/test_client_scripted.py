@@ -9,8 +9,8 @@ from unittest.mock import ANY
 
 import pytest
 
-from kvshm import client
-from kvshm.client import MAX_JOINED_BYTES
+from kvshm import coordinator_client
+from kvshm.coordinator_client import MAX_JOINED_BYTES
 from kvshm.counters import EVENTS_DROPPED
 from kvshm.protocol import (
     EngineGone,
@@ -104,7 +104,9 @@ def test_events_wait_for_the_place_in_the_roster(script: Script) -> None:
 def test_a_scheduler_that_never_rests_does_not_keep_it_from_listening(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "MAX_QUEUED", sys.maxsize)  # what is dropped makes it join again
+    monkeypatch.setattr(
+        coordinator_client, "MAX_QUEUED", sys.maxsize
+    )  # what is dropped makes it join again
     script.expect(Join)
     script.answer(script.joined(e7=0))
     script.member.wait("engine_joined", engine_info(7))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvshm import _native
-from kvshm.client import CoordinatorClient
+from kvshm.coordinator_client import CoordinatorClient
 from kvshm.timing import TIMING, Timing
 
 from .few_descriptors import descriptors

@@ -14,8 +14,8 @@ import pytest
 
 from kvshm import _native
 from kvshm.cache import SharedCache
-from kvshm.client import CoordinatorClient
 from kvshm.config import Config
+from kvshm.coordinator_client import CoordinatorClient
 from kvshm.errors import KvshmError, TransportError
 from kvshm.fd_server import FdServer
 from kvshm.handout import Handouts

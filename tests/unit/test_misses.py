@@ -10,14 +10,14 @@ import pytest
 
 from kvshm import counters as c
 from kvshm.error_log import TEXT_BYTES
+from kvshm.incompatible import FIELDS_NAMED, divide, notes, sentence
 from kvshm.life import Life
-from kvshm.member import NAMED, NOTES, Membership
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
 from kvshm.peer_list import PeerList
 from kvshm.peers import Peers
 from kvshm.protocol import Joined, Refused, Stranger
+from kvshm.roster_handler import NAMED, NOTES, Membership
 from kvshm.slots import SlotTable, TableSpec
-from kvshm.strangers import FIELDS_NAMED, divide, notes, sentence
 from kvshm.terms import Epoch, Fingerprint
 
 from .exporters import OWN_EPOCH, Clock

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import zmq
 
-from kvshm.member import Membership
+from kvshm.coordinator_session import Session
 from kvshm.protocol import EngineInfo, Join, Refused, decode_command, encode
+from kvshm.roster_handler import Membership
 from kvshm.rundir import command_endpoint, start_command
-from kvshm.session import Session
 from kvshm.timing import TIMING
 from kvshm.tools import dump_index
 from kvshm.tools.check import check

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvshm.callbacks import Guarded
+from kvshm.coordinator_session import Session
 from kvshm.counters import RESYNCS
-from kvshm.member import Membership
+from kvshm.event_order import Stream, Verdict
 from kvshm.peers import Peers
 from kvshm.protocol import PROTOCOL_VERSION, EngineEvents, Joined
 from kvshm.rescans import AT_ONCE, Rescans
-from kvshm.sequences import Stream, Verdict
-from kvshm.session import Session
+from kvshm.roster_handler import Membership
 from kvshm.timing import TIMING
 
 from .exporters import Clock, Exporter, Make, offered

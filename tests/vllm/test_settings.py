@@ -86,7 +86,7 @@ def lines() -> Iterator[list[str]]:
         said.append(record.getMessage())
         return True
 
-    rooms = ["kvshm", "kvshm.member", "kvshm.hooks.connector", "kvshm.hooks.scheduler"]
+    rooms = ["kvshm", "kvshm.roster_handler", "kvshm.hooks.connector", "kvshm.hooks.scheduler"]
     loggers = [logging.getLogger(f"vllm.{room}") for room in rooms]
     for one in loggers:
         one.addFilter(hear)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .counters import INDEX_FULL, REJOINS, RESYNCS
+from .incompatible import divide, notes, sentence
 from .life import Life
 from .log import logger
 from .miss_report import MissReport
 from .protocol import EngineInfo, Joined, Refused, Stranger
-from .strangers import divide, notes, sentence
 from .terms import Epoch, LeaseBit
 
 log = logger(__name__)

@@ -28,6 +28,7 @@ from msgspec import Raw
 from .callbacks import Guarded, Member
 from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, EVENTS_UNHEARD
 from .errors import ProtocolError, VersionMismatch
+from .event_order import Stream, Verdict
 from .fds import require_descriptors
 from .protocol import (
     MAX_COMMAND_BYTES,
@@ -51,7 +52,6 @@ from .protocol import (
 )
 from .receiving import received
 from .rundir import command_endpoint, event_endpoint
-from .sequences import Stream, Verdict
 from .terms import NO_LEASE_BIT
 from .timing import TIMING, Timing
 

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from . import _native, threads
 from .callbacks import Member
+from .coordinator_session import Session
 from .errors import KvshmError
 from .forks import guard_forks
 from .log import logger
 from .protocol import MAX_EVENTS_BYTES
 from .records import RECORD_BYTES
-from .session import Session
 from .timing import TIMING, Timing
 
 __all__ = ["CoordinatorClient", "Member"]

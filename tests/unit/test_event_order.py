@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from msgspec import Raw
 
+from kvshm.event_order import MAX_KEPT_BYTES, Stream, Verdict
 from kvshm.protocol import (
     PROTOCOL_VERSION,
     AnyBroadcast,
@@ -22,7 +23,6 @@ from kvshm.protocol import (
     Joined,
     Tick,
 )
-from kvshm.sequences import MAX_KEPT_BYTES, Stream, Verdict
 
 OWN = 1000
 
