@@ -232,8 +232,8 @@ class Busy:
 
         assert cache.life is not None
         self._peers = cache.life.peers
-        self._apply = self._peers.events
-        self._peers.events = self._count  # type: ignore[method-assign]  # the same, counted
+        self._apply = self._peers.apply_events
+        self._peers.apply_events = self._count  # type: ignore[method-assign]  # the same, counted
 
     def _count(self, batches: Sequence[tuple[int, bytes]]) -> None:
         self._heard += sum(len(records) for _, records in batches) // RECORD_BYTES

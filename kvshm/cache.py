@@ -39,7 +39,7 @@ from .peer_list import PeerList
 from .peers import Peers
 from .plans import Load, LoadReport, Plan
 from .protocol import RankInfo
-from .roster_handler import Membership
+from .roster_handler import RosterHandler
 from .rundir import engine_socket, peers_file, start_command
 from .slots import SlotTable
 from .terms import BlockHash, BlockId, Epoch
@@ -96,10 +96,10 @@ class SharedCache:
         self._lived: Epoch | None = None
         """The epoch in which all ranks have been seen alive last."""
         self._lame = Lame(self._tables_by_bit)
-        member = Membership(
+        handler = RosterHandler(
             self._open_when_ready, lambda: self.life, start_command(run_dir, config.namespace)
         )
-        self._client = CoordinatorClient(run_dir, config.namespace, member)
+        self._client = CoordinatorClient(run_dir, config.namespace, handler)
         guard_forks(self)
 
     # -- epochs

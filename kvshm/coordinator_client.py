@@ -2,7 +2,7 @@
 
 The scheduler's thread only puts batches of events into a queue; it never waits for the
 coordinator and never learns of its troubles.  What the coordinator says reaches the engine
-through a ``Member``, whose methods all run on the client's thread.
+through a ``NewsHandler``, whose methods all run on the client's thread.
 """
 
 from __future__ import annotations
@@ -18,16 +18,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from . import _native, threads
-from .callbacks import Member
-from .coordinator_session import Session
+from .coordinator_session import CoordinatorSession
+from .counters import EVENTS_DROPPED, EVENTS_UNHEARD
 from .errors import KvshmError
 from .forks import guard_forks
 from .log import logger
+from .news import NewsHandler
 from .protocol import MAX_EVENTS_BYTES
 from .records import RECORD_BYTES
 from .timing import TIMING, Timing
-
-__all__ = ["CoordinatorClient", "Member"]
 
 MAX_QUEUED = 4096
 """Batches of events that may wait for the client's thread; beyond that they are dropped."""
@@ -49,7 +48,7 @@ class CoordinatorClient:
         self,
         run_dir: Path,
         namespace: str,
-        member: Member,
+        handler: NewsHandler,
         *,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
@@ -73,7 +72,9 @@ class CoordinatorClient:
         self._unheard = self._unheard_told = 0
         """Batches for which there was no engine to hear them, likewise."""
         self._bug_logged = False
-        self._session: Session | None = Session(run_dir, namespace, member, clock, jitter, timing)
+        self._session: CoordinatorSession | None = CoordinatorSession(
+            run_dir, namespace, handler, clock, jitter, timing
+        )
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, args=(self._session,), name="kvshm-client", daemon=True
         )
@@ -119,7 +120,7 @@ class CoordinatorClient:
 
     @property
     def errors(self) -> int:
-        """How many callbacks and messages failed so far."""
+        """How many calls of the engine and messages failed so far."""
         return self._session.errors if self._session else 0
 
     @property
@@ -165,7 +166,7 @@ class CoordinatorClient:
 
     # -- on the client's thread
 
-    def _run(self, session: Session) -> None:
+    def _run(self, session: CoordinatorSession) -> None:
         if not self._opens(session):
             return
         while not self._closing.is_set():
@@ -178,7 +179,7 @@ class CoordinatorClient:
         self._hand_over(session)
         session.close()
 
-    def _opens(self, session: Session) -> bool:
+    def _opens(self, session: CoordinatorSession) -> bool:
         """Whether there are sockets; without (no descriptors are left) the engine serves on,
         unshared, and nothing is queued for a thread that has ended."""
         try:
@@ -189,7 +190,7 @@ class CoordinatorClient:
             _log.error("no sockets for the coordinator: %s (serving on, unshared)", exc)
         return self._usable
 
-    def _hand_over(self, session: Session, readable: Collection[object] = ()) -> None:
+    def _hand_over(self, session: CoordinatorSession, readable: Collection[object] = ()) -> None:
         """Pass on what the other threads have queued so far, in few messages: a scheduler that
         never rests takes the GIL at each, and must not keep this thread from listening.  Timers
         among ``readable`` have come."""
@@ -201,7 +202,7 @@ class CoordinatorClient:
         # First: what is sent after it must show the gap.
         if unheard := self._unheard - self._unheard_told:
             self._unheard_told += unheard
-            session.pass_over_events(unheard)
+            session.skip_events(unheard, EVENTS_UNHEARD)
         waiting = len(self._outbox)
         while waiting:
             batches = _neighbours(self._outbox, waiting)
@@ -215,7 +216,7 @@ class CoordinatorClient:
                 session.rejoin()
         if lost := self._overflows - self._overflows_told:
             self._overflows_told += lost
-            session.drop_events(lost)
+            session.skip_events(lost, EVENTS_DROPPED)
 
     def _unexpected(self) -> None:
         """A bug must not end the thread, nor fill the log, nor take a whole core."""

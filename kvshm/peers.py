@@ -138,7 +138,7 @@ class Peers:
         self._later.forget(epoch)
         self._complaints = {c for c in self._complaints if c[0] != epoch}
 
-    def events(self, batches: Sequence[tuple[int, bytes]]) -> None:
+    def apply_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
         """Apply events, each with its engine's epoch, in order; those of an epoch that is not
         attached are dropped."""
         find = self._view.peers.get

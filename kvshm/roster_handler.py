@@ -1,18 +1,31 @@
-"""What the coordinator's messages mean to an engine: the client's callbacks.
+"""What an engine does with the news of its client: it keeps the peers of its present epoch.
 
 All methods run on the client's thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from .counters import INDEX_FULL, REJOINS, RESYNCS
 from .incompatible import divide, notes, sentence
 from .life import Life
 from .log import logger
 from .miss_report import MissReport
-from .protocol import EngineInfo, Joined, Refused, Stranger
+from .news import Coordinator, EventBatches, EventsLost, News
+from .peers import Peers
+from .protocol import (
+    EngineGone,
+    EngineInfo,
+    EngineJoined,
+    EngineRecovered,
+    EngineSuspected,
+    Joined,
+    Refused,
+    Stranger,
+    StrangerJoined,
+    Tick,
+)
 from .terms import Epoch, LeaseBit
 
 log = logger(__name__)
@@ -26,10 +39,10 @@ NAMED = 256
 a second time."""
 
 
-class Membership:
-    """Keeps the peers of the present life as the coordinator tells; implements
-    ``client.Member``.  ``begin`` gives the present life, begun now if it is due; ``present``
-    only looks; ``start`` is the command that starts the coordinator this engine looks for."""
+class RosterHandler:
+    """Keeps the peers of the present life as the coordinator tells; a ``NewsHandler``.  ``begin``
+    gives the present life, begun now if it is due; ``present`` only looks; ``start`` is the
+    command that starts the coordinator this engine looks for."""
 
     def __init__(
         self,
@@ -48,9 +61,36 @@ class Membership:
         life = self._begin()
         return life.info if life else None
 
-    def joined(self, reply: Joined) -> None:
-        life = self._of(reply.engine_epoch)
-        if life is None:
+    def apply(self, news: News) -> None:
+        life = self._present()
+        match news:
+            case Coordinator.MISSING:
+                log.warning(
+                    "no coordinator: nothing is shared until one is started: %s", self._start
+                )
+            case Coordinator.LOST:
+                log.warning(
+                    "no coordinator: serving on with what is known, joining again when it is back"
+                )
+            case _ if life is None:
+                return
+            case Joined() | Refused():
+                if news.engine_epoch == life.table.epoch:  # else it has been reset meanwhile
+                    self._answered(life, news)
+            case StrangerJoined(stranger=stranger):
+                others = max(0, life.peers.strangers)  # this one is counted with the next tick
+                self._name(life, stranger, max(1, NOTES // (others + 1)))
+            case Tick(strangers=count):
+                life.peers.strangers = count
+            case _:
+                _apply_to_peers(life.peers, news)
+
+    def _answered(self, life: Life, reply: Joined | Refused) -> None:
+        if isinstance(reply, Refused):
+            text = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
+            if text != self._refusal:
+                self._refusal = text
+                log.warning("%s (serving on, unshared)", text)
             return
         self._refusal = ""
         life.table.lease_bit = LeaseBit(reply.lease_bit)
@@ -61,60 +101,10 @@ class Membership:
         peers = sum(info.epoch != life.table.epoch for info in reply.roster)
         log.info("joined with lease bit %d, %d engines to share with", reply.lease_bit, peers)
 
-    def engine_joined(self, info: EngineInfo) -> None:
-        if (life := self._present()) is not None and info.epoch != life.table.epoch:
-            life.peers.joined(info)
-            log.info("engine %s (pid %d) joined", info.name, info.pid)
-
-    def engine_suspected(self, epoch: int) -> None:
-        if (life := self._present()) is not None:
-            life.peers.suspected(Epoch(epoch))
-
-    def engine_recovered(self, epoch: int) -> None:
-        if (life := self._present()) is not None:
-            life.peers.recovered(Epoch(epoch))
-
-    def engine_gone(self, epoch: int, reason: str) -> None:
-        if (life := self._present()) is not None and epoch != life.table.epoch:
-            life.peers.gone(Epoch(epoch))
-            log.info("engine of epoch %016x is gone: %s", epoch, reason)
-
-    def engine_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
-        if (life := self._present()) is not None:
-            own = life.table.epoch
-            life.peers.events([batch for batch in batches if batch[0] != own])
-
-    def rescan(self, epoch: int) -> None:
-        if (life := self._present()) is not None and epoch != life.table.epoch:
-            life.peers.rescans.ask(Epoch(epoch))
-
     def scan_again(self, enough: Callable[[], bool]) -> None:
         if (life := self._present()) is not None:
             scans = life.peers.rescans.work_off(life.peers.rescan, enough)
             life.table.counters.add(RESYNCS, scans)
-
-    def stranger_joined(self, stranger: Stranger) -> None:
-        if (life := self._present()) is not None:
-            others = max(0, life.peers.strangers)  # this one is counted with the next tick
-            self._name(life, stranger, max(1, NOTES // (others + 1)))
-
-    def strangers_counted(self, count: int) -> None:
-        if (life := self._present()) is not None:
-            life.peers.strangers = count
-
-    def refused(self, message: Refused) -> None:
-        if self._of(message.engine_epoch) is None:
-            return  # reset meanwhile, table and all: it joins with its new epoch
-        text = f"the coordinator refuses this engine: {message.reason}; {message.remedy}"
-        if text != self._refusal:
-            self._refusal = text
-            log.warning("%s (serving on, unshared)", text)
-
-    def coordinator_missing(self) -> None:
-        log.warning("no coordinator: nothing is shared until one is started: %s", self._start)
-
-    def coordinator_lost(self) -> None:
-        log.warning("no coordinator: serving on with what is known, joining again when it is back")
 
     def beat(self) -> None:
         """About once a second: show life in the own table, and tell of misses now and then."""
@@ -123,7 +113,7 @@ class Membership:
             life.peers.look_for_deaths()
             life.peers.write_again()
             life.peers.attach_again()
-            counters, refused = life.table.counters, life.peers.stats().refused_entries
+            counters, refused = life.table.counters, life.peers.replica.refused
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
             if (line := self._misses.line(life.table)) is not None:
                 log.info("%s", line)
@@ -131,10 +121,6 @@ class Membership:
     def count(self, counter: int, amount: int = 1) -> None:
         if (life := self._present()) is not None:
             life.table.counters.add(counter, amount)
-
-    def _of(self, epoch: int) -> Life | None:
-        life = self._present()
-        return life if life is not None and life.table.epoch == epoch else None
 
     def _name(self, life: Life, stranger: Stranger, entries: int) -> None:
         """Say why an engine of this node cannot be shared with: once in the log, and in the
@@ -147,3 +133,21 @@ class Membership:
             log.warning("%s", line)
         if len(self._named) > NAMED:
             del self._named[next(iter(self._named))]
+
+
+def _apply_to_peers(peers: Peers, news: News) -> None:
+    match news:
+        case EventBatches(batches):
+            peers.apply_events(batches)
+        case EventsLost(epoch):
+            peers.rescans.ask(Epoch(epoch))
+        case EngineJoined(engine=info):
+            peers.joined(info)
+            log.info("engine %s (pid %d) joined", info.name, info.pid)
+        case EngineSuspected(epoch=epoch):
+            peers.suspected(Epoch(epoch))
+        case EngineRecovered(epoch=epoch):
+            peers.recovered(Epoch(epoch))
+        case EngineGone(epoch=epoch, reason=reason):
+            peers.gone(Epoch(epoch))
+            log.info("engine of epoch %016x is gone: %s", epoch, reason)

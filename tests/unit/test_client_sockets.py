@@ -6,20 +6,27 @@ import logging
 import select
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvshm import _native
 from kvshm.coordinator_client import CoordinatorClient
+from kvshm.coordinator_session import CoordinatorSession
+from kvshm.event_order import MAX_KEPT_BYTES
+from kvshm.news import EventBatches, News
+from kvshm.protocol import PROTOCOL_VERSION, EngineEvents, Joined
 from kvshm.timing import TIMING, Timing
 
+from .exporters import Clock
 from .few_descriptors import descriptors
+from .test_missing_coordinator import INFO
 
 LATER = round(TIMING.send_later_seconds * 1e6)
 
 
 class Silent:
-    """A member of which nothing is asked: it never comes to that."""
+    """An engine of which nothing is asked: it never comes to that."""
 
 
 @pytest.mark.parametrize("left", [2, 4, 6, 12])
@@ -169,3 +176,22 @@ class Leaving(Listened):
 
     def close(self) -> None:
         self.sent.append(b"closed")
+
+
+def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> None:
+    """Else whoever hears of very many keeps them all until it has read the last."""
+    heard: list[News] = []
+    handler = SimpleNamespace(apply=heard.append)
+    session = CoordinatorSession(tmp_path, "ns", handler, Clock(), lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
+    roster = Joined(
+        protocol=PROTOCOL_VERSION, coordinator_epoch=1, engine_epoch=1, lease_bit=0, sequence=0,
+        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], strangers=[],
+    )  # fmt: skip
+    session._on_joined(roster, 0.0)
+    heard.clear()
+    for number, size in enumerate((1, MAX_KEPT_BYTES, 1), start=1):
+        numbers = {"coordinator_epoch": 1, "sequence": number, "engine_sequence": number}
+        session._follow(EngineEvents(**numbers, epoch=INFO.epoch, records=bytes(size)))
+    assert [news.batches for news in heard if isinstance(news, EventBatches)] == [
+        [(INFO.epoch, bytes(1)), (INFO.epoch, bytes(MAX_KEPT_BYTES))]
+    ]

@@ -15,8 +15,8 @@ from kvshm.life import Life
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
 from kvshm.peer_list import PeerList
 from kvshm.peers import Peers
-from kvshm.protocol import Joined, Refused, Stranger
-from kvshm.roster_handler import NAMED, NOTES, Membership
+from kvshm.protocol import Joined, Refused, Stranger, StrangerJoined, Tick
+from kvshm.roster_handler import NAMED, NOTES, RosterHandler
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint
 
@@ -24,6 +24,10 @@ from .exporters import OWN_EPOCH, Clock
 
 WEIGHTS = "0123456789abcdef" * 2
 OTHER = Stranger("vllm-7", 7, {"dtype": ("bf16", "f16"), "weights": (WEIGHTS, WEIGHTS[::-1])})
+
+
+def new(stranger: Stranger) -> StrangerJoined:
+    return StrangerJoined(coordinator_epoch=1, sequence=1, stranger=stranger)
 
 
 @pytest.fixture
@@ -36,13 +40,13 @@ def table(namespace: str) -> Iterator[SlotTable]:
 
 @pytest.fixture
 def life(table: SlotTable, peers: Peers) -> Life:
-    """Of which a Membership uses the table and the peers only."""
+    """Of which a RosterHandler uses the table and the peers only."""
     return Life(table, None, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
 
 
 @pytest.fixture
-def member(life: Life) -> Membership:
-    return Membership(lambda: life, lambda: life)
+def handler(life: Life) -> RosterHandler:
+    return RosterHandler(lambda: life, lambda: life)
 
 
 def test_engines_with_lookups_and_no_hits_are_told_why(table: SlotTable, clock: Clock) -> None:
@@ -152,52 +156,52 @@ def test_engines_of_one_fingerprint_need_their_fields_noted_once(
 
 
 def test_both_sides_say_it_once_and_note_it(
-    table: SlotTable, peers: Peers, member: Membership, caplog: pytest.LogCaptureFixture
+    table: SlotTable, peers: Peers, handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
         roster=[], sequences={}, suspected=[], strangers=[OTHER],
     )  # fmt: skip
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
-        member.joined(reply)
-        member.joined(reply)
+        handler.apply(reply)
+        handler.apply(reply)
         late = Stranger("vllm-8", 8, {"block_size": ("16", "32")})
-        member.stranger_joined(late)
+        handler.apply(new(late))
     assert caplog.messages == [sentence(OTHER), sentence(late)]
     both = dict.fromkeys(notes(OTHER, 2), 2)
     assert len(both) == 2
     assert {e.text: e.times for e in table.errors()} == both | dict.fromkeys(notes(late, 1), 1)
     assert peers.strangers == 1
-    member.strangers_counted(2)
+    handler.apply(Tick(coordinator_epoch=1, sequence=1, sequences={}, strangers=2))
     assert peers.strangers == 2
 
 
 def test_of_very_many_strangers_the_latest_are_remembered_as_named(
-    member: Membership, caplog: pytest.LogCaptureFixture
+    handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(NAMED + 10)]
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
         for stranger in (*strangers, *strangers[-NAMED:]):
-            member.stranger_joined(stranger)
+            handler.apply(new(stranger))
     assert caplog.messages == [sentence(stranger) for stranger in strangers]
-    assert len(member._named) == NAMED
+    assert len(handler._named) == NAMED
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
 def test_strangers_leave_room_in_the_error_log(
-    table: SlotTable, peers: Peers, member: Membership, count: int
+    table: SlotTable, peers: Peers, handler: RosterHandler, count: int
 ) -> None:
     """However many there are and in however many fields they differ."""
     differing = dict.fromkeys("abcdefghij", ("1", "2"))
     peers.strangers = count  # whatever a coordinator says
-    member.stranger_joined(Stranger("late", 1, differing))
+    handler.apply(new(Stranger("late", 1, differing)))
     table.log_error("something else")
     strangers = [Stranger(f"e{i}", i, differing) for i in range(count)]
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
         roster=[], sequences={}, suspected=[], strangers=strangers,
     )  # fmt: skip
-    member.joined(reply)
+    handler.apply(reply)
     texts = [error.text for error in table.errors()]
     assert "something else" in texts
     named = {stranger.name for stranger in strangers[:NOTES]}
@@ -205,44 +209,44 @@ def test_strangers_leave_room_in_the_error_log(
 
 
 def test_what_the_replica_had_no_room_for_is_counted(
-    table: SlotTable, peers: Peers, member: Membership, monkeypatch: pytest.MonkeyPatch
+    table: SlotTable, peers: Peers, handler: RosterHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for refused in (2, 2, 5):
         monkeypatch.setattr(peers.replica, "_refused", refused)
-        member.beat()
+        handler.beat()
         assert table.counters.snapshot()["index_full"] == refused
 
 
 def test_a_list_of_peers_that_could_not_be_written_is_written_with_a_beat(
-    peers: Peers, member: Membership, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peers: Peers, handler: RosterHandler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "not yet" / "peers"
     listed = PeerList(path)
     listed.write([])
     monkeypatch.setattr(peers, "_listed", listed)
-    member.beat()
+    handler.beat()
     path.parent.mkdir()
     assert not path.exists()
-    member.beat()
+    handler.beat()
     assert path.exists()
 
 
 def test_a_refusal_is_told_of_the_present_epoch_only(
-    life: Life, member: Membership, caplog: pytest.LogCaptureFixture
+    life: Life, handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The table of one that has ended has gone: there is nothing to mend."""
     for epoch in (OWN_EPOCH + 1, OWN_EPOCH):
         assert caplog.text == ""
-        member.refused(Refused(engine_epoch=epoch, reason="r", remedy="do", retry=False))
+        handler.apply(Refused(engine_epoch=epoch, reason="r", remedy="do", retry=False))
     assert "refuses this engine: r; do" in caplog.text
 
 
 def test_the_client_counts_into_the_present_table(table: SlotTable, life: Life) -> None:
     present = [life]
-    member = Membership(lambda: None, lambda: present[0] if present else None)
-    member.count(c.EVENTS_SENT)
-    member.count(c.EVENTS_DROPPED, 3)
+    handler = RosterHandler(lambda: None, lambda: present[0] if present else None)
+    handler.count(c.EVENTS_SENT)
+    handler.count(c.EVENTS_DROPPED, 3)
     present.clear()
-    member.count(c.EVENTS_SENT)
+    handler.count(c.EVENTS_SENT)
     told = table.counters.snapshot()
     assert (told["events_sent"], told["events_dropped"]) == (1, 3)

@@ -8,14 +8,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
 
-from kvshm.coordinator_session import Session
+from kvshm.coordinator_session import CoordinatorSession as Session
+from kvshm.news import Coordinator, News
 from kvshm.protocol import EngineInfo, Join, Refused, decode_command, encode
-from kvshm.roster_handler import Membership
+from kvshm.roster_handler import RosterHandler
 from kvshm.rundir import command_endpoint, start_command
 from kvshm.timing import TIMING
 from kvshm.tools import dump_index
@@ -36,22 +36,24 @@ INFO = EngineInfo(
 )
 
 
-class Member:
+class Engine:
     """Remembers what it was told; ready to join from the moment that it has a description."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.told: list[News] = []
         self.info: EngineInfo | None = INFO
 
     def describe(self) -> EngineInfo | None:
         return self.info
 
-    def __getattr__(self, name: str) -> Any:
-        def record(*arguments: Any) -> None:
-            self.told.append(name)
+    def apply(self, news: News) -> None:
+        self.told.append(news)
 
-        record.__name__ = name
-        return record
+    def scan_again(self, enough: object) -> None: ...
+
+    def beat(self) -> None: ...
+
+    def count(self, counter: int, amount: int = 1) -> None: ...
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def run_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def session(run_dir: Path, clock: Clock) -> Iterator[Session]:
-    session = Session(run_dir, "n", Member(), clock, lambda: 1.0)
+    session = Session(run_dir, "n", Engine(), clock, lambda: 1.0)
     wake = os.eventfd(0)
     session.open([wake], lambda: None)
     yield session
@@ -71,7 +73,8 @@ def session(run_dir: Path, clock: Clock) -> Iterator[Session]:
 
 
 def told(session: Session) -> int:
-    return session._member.told.count("coordinator_missing")  # type: ignore[attr-defined]  # a Member of this file
+    assert isinstance(session._handler, Engine)
+    return session._handler.told.count(Coordinator.MISSING)
 
 
 def work_for(session: Session, clock: Clock, seconds: float) -> None:
@@ -90,11 +93,11 @@ def test_a_coordinator_that_never_was_there_is_told_once(session: Session, clock
 
 
 def test_the_time_begins_when_the_engine_is_ready(session: Session, clock: Clock) -> None:
-    member = session._member
-    assert isinstance(member, Member)
-    member.info = None  # a model takes minutes to load
+    engine = session._handler
+    assert isinstance(engine, Engine)
+    engine.info = None  # a model takes minutes to load
     work_for(session, clock, 3 * TIMING.unheard_seconds)
-    member.info = INFO
+    engine.info = INFO
     work_for(session, clock, TIMING.unheard_seconds - 1)
     assert told(session) == 0
     work_for(session, clock, 2)
@@ -140,7 +143,8 @@ def test_the_line_names_the_command(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    Membership(lambda: None, lambda: None, start_command(Path("/a b/c"), "n")).coordinator_missing()
+    start = start_command(Path("/a b/c"), "n")
+    RosterHandler(lambda: None, lambda: None, start).apply(Coordinator.MISSING)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().endswith(": kvshm-coordinator --run-dir '/a b/c' --namespace n")

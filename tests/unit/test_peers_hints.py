@@ -61,7 +61,7 @@ def test_a_retract_that_follows_a_scan_counts(racing: Peers, exporter: Make) -> 
     racing.joined(a.info)
     assert offered(racing, 1) == [(1, 1, 0)], "seen READY, not yet heard otherwise"
     for event in on_its_way:
-        racing.events([(1, event)])
+        racing.apply_events([(1, event)])
     assert offered(racing, 1) == []
 
 
@@ -71,7 +71,7 @@ def test_what_the_scan_saw_may_be_told_again(racing: Peers, exporter: Make) -> N
     RacingTable.before = staticmethod(lambda: on_its_way.append(a.publish(1)))
     racing.joined(a.info)
     for event in on_its_way:
-        racing.events([(1, event)])
+        racing.apply_events([(1, event)])
     assert offered(racing, 1) == [(1, 1, 0)]
     assert racing.replica.count == 1
 
@@ -81,7 +81,7 @@ def test_a_publish_heard_after_the_scan_passed_its_slot_stays(
 ) -> None:
     a = exporter()
     racing.joined(a.info)
-    RacingTable.after = staticmethod(lambda: racing.events([(1, a.publish(1))]))
+    RacingTable.after = staticmethod(lambda: racing.apply_events([(1, a.publish(1))]))
     racing.rescan(1)
     assert offered(racing, 1) == [(1, 1, 0)]
 
@@ -109,14 +109,14 @@ def test_a_reuse_during_a_scan_leaves_the_newest(racing: Peers, exporter: Make) 
     racing.rescan(1)
     assert (offered(racing, 1), offered(racing, 9)) == ([], [(1, 1, 1)])
     for event in [first, *events]:
-        racing.events([(1, event)])
+        racing.apply_events([(1, event)])
     assert (offered(racing, 1), offered(racing, 9)) == ([], [(1, 1, 1)])
 
 
 def test_a_rescan_sweeps_what_lost_retracts_left(peers: Peers, exporter: Make) -> None:
     a = exporter()
     peers.joined(a.info)
-    peers.events([(1, a.publish(1, 2, 3))])
+    peers.apply_events([(1, a.publish(1, 2, 3))])
     a.reuse(1, 3)
     peers.rescan(1)
     assert [offered(peers, n) for n in (1, 2, 3)] == [[], [(1, 2, 0)], []]
@@ -130,7 +130,7 @@ def test_after_a_lost_retract_the_next_owner_is_offered(peers: Peers, exporter: 
     a, b = exporter("a"), exporter("b")
     for one in (a, b):
         peers.joined(one.info)
-        peers.events([(one.info.epoch, one.publish(1))])
+        peers.apply_events([(one.info.epoch, one.publish(1))])
     [run] = peers.lookup(HASHES, 1, 2)
     stale = a if run.peer.info.epoch == 1 else b
     stale.reuse(1)
@@ -157,7 +157,7 @@ def test_suspected_means_do_not_use_but_keep(peers: Peers, exporter: Make) -> No
     a = exporter()
     peers.joined(a.info)
     peers.suspected(1)
-    peers.events([(1, a.publish(1))])
+    peers.apply_events([(1, a.publish(1))])
     assert offered(peers, 1) == []
     assert peers.stats().usable == 0
     peers.recovered(1)
@@ -243,10 +243,10 @@ def test_nothing_is_planned_from_a_peer_that_is_being_attached(
     a, b = exporter("a"), exporter("b")
     for one in (a, b):
         peers.joined(one.info)
-    peers.events([(1, a.publish(1))])
+    peers.apply_events([(1, a.publish(1))])
     peers.not_attached(1)
     assert offered(peers, 1) == []
-    peers.events([(2, b.publish(1))])
+    peers.apply_events([(2, b.publish(1))])
     assert offered(peers, 1) == [(2, 1, 0)]
     peers.attached({1})
     assert len(peers.lookup(HASHES, 1, 2)) == 1
