@@ -5,10 +5,11 @@ All methods run on the client's thread.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
+from . import incompatible
 from .counters import INDEX_FULL, REJOINS, RESYNCS
-from .incompatible import divide, notes, sentence
 from .life import Life
 from .log import logger
 from .miss_report import MissReport
@@ -30,13 +31,11 @@ from .terms import Epoch, LeaseBit
 
 log = logger(__name__)
 
-NOTES = 8
-"""What strangers may take of the slot table's error log, which holds 16 entries: of a join's the
-most alike are named; the fewer there are, the more fields of each."""
-
-NAMED = 256
-"""Strangers that are remembered as named in the log; of so many restarts the oldest may be named
-a second time."""
+MAX_NOTED = 8
+"""Incompatible engines that a join notes in the slot table's error log, which holds 16 entries:
+the most alike."""
+MAX_NAMED = 256
+"""Lines that are remembered as logged; of so many restarts the oldest may be named again."""
 
 
 class RosterHandler:
@@ -78,8 +77,8 @@ class RosterHandler:
                 if news.engine_epoch == life.table.epoch:  # else it has been reset meanwhile
                     self._answered(life, news)
             case StrangerJoined(stranger=stranger):
-                others = max(0, life.peers.strangers)  # this one is counted with the next tick
-                self._name(life, stranger, max(1, NOTES // (others + 1)))
+                life.table.log_error(incompatible.note(stranger))
+                self._name(stranger)
             case Tick(strangers=count):
                 life.peers.strangers = count
             case _:
@@ -96,8 +95,9 @@ class RosterHandler:
         life.table.lease_bit = LeaseBit(reply.lease_bit)
         life.table.counters.add(REJOINS, 1)
         life.peers.strangers = len(reply.strangers)
-        for stranger, entries in divide(reply.strangers, NOTES):
-            self._name(life, stranger, entries)
+        for stranger in reply.strangers[:MAX_NOTED]:
+            life.table.log_error(incompatible.note(stranger))
+            self._name(stranger)
         peers = sum(info.epoch != life.table.epoch for info in reply.roster)
         log.info("joined with lease bit %d, %d engines to share with", reply.lease_bit, peers)
 
@@ -122,16 +122,17 @@ class RosterHandler:
         if (life := self._present()) is not None:
             life.table.counters.add(counter, amount)
 
-    def _name(self, life: Life, stranger: Stranger, entries: int) -> None:
-        """Say why an engine of this node cannot be shared with: once in the log, and in the
-        own table for ``dump_index``."""
-        for note in notes(stranger, entries):
-            life.table.log_error(note)
-        line = sentence(stranger)
-        if line not in self._named:
-            self._named[line] = None
-            log.warning("%s", line)
-        if len(self._named) > NAMED:
+    def _name(self, stranger: Stranger) -> None:
+        """Say once in the log why an engine of this node cannot be shared with.  That another
+        model is served here, too, is said once of all engines that differ in the same."""
+        line, level = incompatible.line(stranger), logging.WARNING
+        named = line
+        if incompatible.has_another_model(stranger):
+            named, level = repr(stranger.differences), logging.INFO
+        if named not in self._named:
+            self._named[named] = None
+            log.log(level, "%s", line)
+        if len(self._named) > MAX_NAMED:
             del self._named[next(iter(self._named))]
 
 

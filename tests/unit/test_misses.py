@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from kvshm import counters as c
+from kvshm import incompatible
 from kvshm.error_log import TEXT_BYTES
-from kvshm.incompatible import FIELDS_NAMED, divide, notes, sentence
+from kvshm.fingerprint import FIELDS
 from kvshm.life import Life
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
 from kvshm.peer_list import PeerList
 from kvshm.peers import Peers
 from kvshm.protocol import Joined, Refused, Stranger, StrangerJoined, Tick
-from kvshm.roster_handler import NAMED, NOTES, RosterHandler
+from kvshm.roster_handler import MAX_NAMED, MAX_NOTED, RosterHandler
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint
 
@@ -94,65 +95,64 @@ def test_another_epochs_counters_begin_at_zero(
     assert "in 1 lookups of the last 60 s: no peer 1" in str(report.line(another))
 
 
-def test_a_stranger_is_named_with_both_values() -> None:
-    assert sentence(OTHER) == (
-        "engine vllm-7 (pid 7) cannot share with this one: dtype differs (bf16 here, f16 there), "
-        f"weights differs ({WEIGHTS} here, {WEIGHTS[::-1]} there)"
+def test_an_incompatible_engine_is_named_with_what_differs() -> None:
+    assert incompatible.line(OTHER) == (
+        "engine vllm-7 (pid 7) cannot share with this one: "
+        "dtype is bf16 here, f16 there; also weights"
+    )
+    assert incompatible.note(OTHER) == (
+        "cannot share with vllm-7: dtype is bf16 here, f16 there; also weights"
     )
 
 
 def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
-    many = Stranger("x", 1, {f"field{i}": ("1" * 999, "1" * 500 + "2") for i in range(23)})
-    line = sentence(many)
-    for i in range(23):
-        assert (f"field{i} differs (11" in line) == (i < FIELDS_NAMED)
-        assert f"field{i}" in line
-    assert len(line) < 2500
+    many = dict.fromkeys(FIELDS, ("1" * 999, "1" * 500 + "2"))
+    line = incompatible.line(Stranger("x", 1, many))
+    assert all(name in line for name in FIELDS)
+    assert len(line) < 700
     endless = Stranger("x", 1, {f"field{i}": ("1", "2") for i in range(10_000)})
-    assert len(sentence(endless)) < 2500
-    assert sentence(endless).endswith("...")
+    assert len(incompatible.line(endless)) < 700
+    assert incompatible.line(endless).endswith("...")
 
 
 @pytest.mark.parametrize("same", [0, 5, 90])
-def test_a_note_fits_the_error_log_and_shows_where_values_differ(same: int) -> None:
-    assert notes(OTHER, 1) == ["cannot share with vllm-7: dtype is bf16 here, f16 there"]
+@pytest.mark.parametrize("others", [0, 40])
+@pytest.mark.parametrize("name", ["vllm-4194304", "n" * 64])
+def test_a_note_fits_the_error_log_and_shows_where_values_differ(
+    name: str, others: int, same: int
+) -> None:
     ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
-    (text,) = notes(Stranger("vllm-4194304", 4194304, {"batch_invariant": (ours, theirs)}), 1)
+    differing = {"batch_invariant": (ours, theirs)}
+    differing |= {f"field{i}": ("1", "2") for i in range(others)}
+    text = incompatible.note(Stranger(name, 4194304, differing))
     assert len(text) <= TEXT_BYTES
-    assert "1 here, " in text
-    assert text.endswith("2 there")
+    if len(name) < 20:
+        assert "1 here, " in text
+        assert "2 there" in text
 
 
 @pytest.mark.parametrize(
-    ("room", "said"),
+    ("fields", "another"),
     [
-        (1, ["a is 1 here, 2 there"]),
-        (2, ["a is 1 here, 2 there", "also b c d"]),
-        (3, ["a is 1 here, 2 there", "b is 1 here, 2 there", "also c d"]),
-        (4, [f"{name} is 1 here, 2 there" for name in "abcd"]),
-        (8, [f"{name} is 1 here, 2 there" for name in "abcd"]),
+        ("model model_config weights dtype", True),
+        ("weights", True),
+        ("vllm_version weights", True),
+        ("model_config weights parallel", True),
+        ("dtype weights", False),
+        ("parallel weights", False),
+        ("quantization weights", False),
+        ("weights kv_dtype", False),
+        ("dtype parallel", False),
+        ("model_config", False),
+        ("none_hash block_size", False),
+        ("vllm_version", False),
     ],
 )
-def test_the_more_room_the_more_fields_are_noted_with_their_values(
-    room: int, said: list[str]
+def test_another_model_is_told_from_one_that_is_set_up_otherwise(
+    fields: str, another: bool
 ) -> None:
-    differing = Stranger("vllm-7", 7, dict.fromkeys("abcd", ("1", "2")))
-    assert notes(differing, room) == [f"cannot share with vllm-7: {text}" for text in said]
-    endless = Stranger("vllm-7", 7, {f"field{i}": ("1", "2") for i in range(10_000)})
-    assert len(notes(endless, room)) == room
-    assert max(map(len, notes(endless, room))) <= TEXT_BYTES
-
-
-@pytest.mark.parametrize(
-    ("kinds", "entries"),
-    [("", []), ("a", [8]), ("aa", [7, 1]), ("aab", [3, 1, 3]), ("ab", [4, 4]),
-     ("abcdefgh", [1] * 8), ("a" * 9, [1] * 8), ("abcab", [2, 2, 2, 1, 1])],
-)  # fmt: skip
-def test_engines_of_one_fingerprint_need_their_fields_noted_once(
-    kinds: str, entries: list[int]
-) -> None:
-    strangers = [Stranger(f"e{i}", i, {"dtype": (k, "")}) for i, k in enumerate(kinds)]
-    assert divide(strangers, 8) == list(zip(strangers, entries, strict=False))
+    differing = dict.fromkeys(fields.split(), ("1", "2"))
+    assert incompatible.has_another_model(Stranger("x", 1, differing)) == another
 
 
 def test_both_sides_say_it_once_and_note_it(
@@ -167,24 +167,36 @@ def test_both_sides_say_it_once_and_note_it(
         handler.apply(reply)
         late = Stranger("vllm-8", 8, {"block_size": ("16", "32")})
         handler.apply(new(late))
-    assert caplog.messages == [sentence(OTHER), sentence(late)]
-    both = dict.fromkeys(notes(OTHER, 2), 2)
-    assert len(both) == 2
-    assert {e.text: e.times for e in table.errors()} == both | dict.fromkeys(notes(late, 1), 1)
+    assert caplog.messages == [incompatible.line(OTHER), incompatible.line(late)]
+    noted = {incompatible.note(OTHER): 2, incompatible.note(late): 1}
+    assert {e.text: e.times for e in table.errors()} == noted
     assert peers.strangers == 1
     handler.apply(Tick(coordinator_epoch=1, sequence=1, sequences={}, strangers=2))
     assert peers.strangers == 2
 
 
+def test_engines_of_another_model_are_no_warning_and_told_once_for_all(
+    handler: RosterHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two models on one node are nothing to mend."""
+    models = [{"weights": (WEIGHTS, weights)} for weights in ("other", "third")]
+    strangers = [Stranger(f"e{i}", i, models[i % 2]) for i in range(20)]
+    with caplog.at_level(logging.INFO, "vllm.kvshm"):
+        for stranger in strangers:
+            handler.apply(new(stranger))
+    assert caplog.messages == [incompatible.line(stranger) for stranger in strangers[:2]]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
 def test_of_very_many_strangers_the_latest_are_remembered_as_named(
     handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(NAMED + 10)]
+    strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(MAX_NAMED + 10)]
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
-        for stranger in (*strangers, *strangers[-NAMED:]):
+        for stranger in (*strangers, *strangers[-MAX_NAMED:]):
             handler.apply(new(stranger))
-    assert caplog.messages == [sentence(stranger) for stranger in strangers]
-    assert len(handler._named) == NAMED
+    assert caplog.messages == [incompatible.line(stranger) for stranger in strangers]
+    assert len(handler._named) == MAX_NAMED
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
@@ -204,7 +216,7 @@ def test_strangers_leave_room_in_the_error_log(
     handler.apply(reply)
     texts = [error.text for error in table.errors()]
     assert "something else" in texts
-    named = {stranger.name for stranger in strangers[:NOTES]}
+    named = {stranger.name for stranger in strangers[:MAX_NOTED]}
     assert {n for n in named if any(f"with {n}: a is 1 here" in text for text in texts)} == named
 
 
@@ -239,6 +251,22 @@ def test_a_refusal_is_told_of_the_present_epoch_only(
         assert caplog.text == ""
         handler.apply(Refused(engine_epoch=epoch, reason="r", remedy="do", retry=False))
     assert "refuses this engine: r; do" in caplog.text
+
+
+def test_a_refusal_is_logged_once_until_it_is_another_or_the_engine_has_joined(
+    handler: RosterHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    joined = Joined(
+        protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
+        roster=[], sequences={}, suspected=[], strangers=[],
+    )  # fmt: skip
+    r, s = (
+        Refused(engine_epoch=OWN_EPOCH, reason=reason, remedy="do", retry=True) for reason in "rs"
+    )
+    with caplog.at_level(logging.WARNING, "vllm.kvshm"):
+        for reply in (r, r, s, s, joined, s):
+            handler.apply(reply)
+    assert [m.partition(": ")[2][0] for m in caplog.messages] == ["r", "s", "s"]
 
 
 def test_the_client_counts_into_the_present_table(table: SlotTable, life: Life) -> None:
