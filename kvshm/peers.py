@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED, Counter
@@ -52,19 +51,12 @@ class _View(NamedTuple):
 _NOBODY = _View({}, {}, 0)
 
 
-@dataclass(frozen=True)
-class PeersStats:
-    """What ``Peers`` has seen so far."""
+class PeersStats(NamedTuple):
+    """How many peers there are."""
 
     attached: int
     usable: int
     """Those of them that lookups may name at the moment."""
-    skipped: int
-    """How often an engine was left out: its table could not be used, or no row was free."""
-    strange_events: int
-    """Batches of epochs that are not attached, or of blocks an engine does not have."""
-    refused_entries: int
-    """Publishes for which the replica had no room."""
 
 
 class Peers:
@@ -103,10 +95,9 @@ class Peers:
         self._silent_until = 0.0
         """The coordinator has just not answered: nobody is attached before, since who waits for it
         sends no heartbeats meanwhile."""
-        self._avoided: dict[int, Peer] = {}  # in quarantine, by row; the scheduler's thread only
+        self._avoided_until = 0.0
+        """When the last peer that is avoided will be used again.  The scheduler's thread only."""
         self._complaints: set[tuple[int, str]] = set()
-        self._skipped = 0
-        self._strange_events = 0
         self.strangers = 0
         """Engines of other fingerprints on this node; set on the client's thread."""
 
@@ -143,18 +134,16 @@ class Peers:
         attached are dropped."""
         find = self._view.peers.get
         known = [(peer, records) for epoch, records in batches if (peer := find(epoch))]
-        self._strange_events += len(batches) - len(known)
         try:
             self.replica.apply_all([(peer.row, records) for peer, records in known])
         except (KvshmError, IndexError, ValueError):  # one of them: who sent it is found out
             for peer, records in known:
-                self._events_of(peer, records)
+                self._apply_events_of(peer, records)
 
-    def _events_of(self, peer: Peer, records: bytes) -> None:
+    def _apply_events_of(self, peer: Peer, records: bytes) -> None:
         try:
             self.replica.apply(peer.row, records)
         except (KvshmError, IndexError, ValueError) as exc:
-            self._strange_events += 1
             self._complain(peer.info, f"sent events that make no sense: {exc}")
             self.rescans.ask(Epoch(peer.info.epoch))
 
@@ -206,16 +195,12 @@ class Peers:
         """Return the counter of the reason why ``lookup`` found nobody for block ``start``."""
         if (reason := self.why_nobody()) is not None:
             return reason
-        if self._avoided and self._only_avoided(hashes, start):
-            return MISS_QUARANTINED
+        if (now := self._clock()) < self._avoided_until:
+            rows = self._view.rows.items()
+            mask = sum(1 << row for row, peer in rows if peer.avoided_until > now)
+            if mask and self.replica.lookup(hashes, start, start + 1, mask):
+                return MISS_QUARANTINED
         return MISS_NO_OWNER
-
-    def _only_avoided(self, hashes: Sequence[bytes], start: int) -> bool:
-        now, rows = self._clock(), self._view.rows
-        still = {row: p for row, p in self._avoided.items() if p.avoided_until > now}
-        self._avoided = still
-        mask = sum(1 << row for row, peer in still.items() if rows.get(row) is peer)
-        return bool(mask and self.replica.lookup(hashes, start, start + 1, mask))
 
     def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> list[PlannedRun]:
         """Return the longest prefix of ``hashes[start:stop]`` that usable peers seem to hold,
@@ -261,8 +246,7 @@ class Peers:
             return False
         peer.failures = 0
         peer.quarantined, seconds = True, self._timing.quarantine_seconds
-        peer.avoided_until = self._clock() + seconds
-        self._avoided[peer.row] = peer
+        self._avoid(peer, seconds)
         log.warning(
             "engine %s (pid %d) failed %d times, it is avoided for %.0f s",
             peer.info.name, peer.info.pid, QUARANTINE_FAILURES, seconds,
@@ -273,16 +257,17 @@ class Peers:
         """A rank could not attach a peer in time: plan nothing from it until that has ended."""
         peer = self._view.peers.get(epoch)
         if peer is not None:
-            until = self._clock() + self._timing.attaching_seconds
-            peer.avoided_until = max(peer.avoided_until, until)
-            self._avoided[peer.row] = peer
+            self._avoid(peer, self._timing.attaching_seconds)
+
+    def _avoid(self, peer: Peer, seconds: float) -> None:
+        peer.avoided_until = max(peer.avoided_until, self._clock() + seconds)
+        self._avoided_until = max(peer.avoided_until, self._avoided_until)
 
     def attached(self, epochs: Collection[int]) -> None:
         """All own ranks have attached these peers: whoever was avoided for that is not."""
-        for row, peer in list(self._avoided.items()):
-            if peer.info.epoch in epochs and not peer.quarantined:
+        for peer in map(self._view.peers.get, epochs):
+            if peer is not None and not peer.quarantined:
                 peer.avoided_until = 0.0
-                del self._avoided[row]
 
     def fine(self, epoch: Epoch) -> None:
         """A load from a peer went well: its failures are forgotten."""
@@ -298,9 +283,7 @@ class Peers:
     def stats(self) -> PeersStats:
         """Any thread."""
         view = self._view
-        usable = sum(map(self._usable, view.rows.values()))
-        refused = self.replica.refused
-        return PeersStats(len(view.peers), usable, self._skipped, self._strange_events, refused)
+        return PeersStats(len(view.peers), sum(map(self._usable, view.rows.values())))
 
     def close(self) -> None:
         """Forget everybody and the replica; later calls do nothing.  Idempotent."""
@@ -374,7 +357,6 @@ class Peers:
             self._listed.write(peer.info for peer in self._peers.values())
 
     def _skip(self, info: EngineInfo, reason: Exception) -> None:
-        self._skipped += 1
         if isinstance(reason, SegmentNotFound):  # it has left meanwhile, or begun anew
             self._later.forget(info.epoch)
             log.info("engine %s (pid %d) has ended its epoch: %s", info.name, info.pid, reason)

@@ -34,7 +34,7 @@ def test_an_engine_that_cannot_be_is_left_out(
     honest.publish(2)
     for info in (msgspec.structs.replace(liar.info, **lies), honest.info):
         peers.joined(info)
-    assert peers.stats().skipped == 1
+    assert peers.stats().attached == 1
     assert offered(peers, 1) == []
     assert len(offered(peers, 2)) == 1
 
