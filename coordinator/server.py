@@ -29,11 +29,11 @@ from .actions import (
     Forget,
     Garbled,
     Log,
-    Peer,
     Publish,
     Received,
     Refusal,
     Send,
+    Sender,
     SweepBits,
     SweepFiles,
 )
@@ -161,7 +161,7 @@ class Server:
             if isinstance(action, Examine):
                 remedy = "nothing: it is tried again"
                 refusal = Refusal(f"the coordinator cannot look at it: {exc}", remedy, retry=True)
-                self._events.append(Examined(action.peer, action.join, refusal))
+                self._events.append(Examined(action.sender, action.join, refusal))
 
     def _look_at_lock(self) -> None:
         try:
@@ -187,8 +187,8 @@ class Server:
                 self._send(route, encode(message))
             case Publish(topic, message):
                 self._broadcasts.add(topic, message, self._clock())
-            case Examine(peer, join):
-                if (answer := self._tables.examine(peer, join)) is not None:
+            case Examine(sender, join):
+                if (answer := self._tables.examine(sender, join)) is not None:
                     self._events.append(answer)
             case Forget(epoch):
                 self._tables.forget(epoch)
@@ -213,17 +213,17 @@ class Server:
 
 def _read(frames: list[zmq.Frame], num_parts: int) -> Event:
     """Return a message and its sender."""
-    peer = Peer(frames[0].bytes, *_credentials(frames[-1]))
+    sender = Sender(frames[0].bytes, *_credentials(frames[-1]))
     if num_parts != 2:
-        return Garbled(peer, f"message of {num_parts - 1} frames, wanted 1")
+        return Garbled(sender, f"message of {num_parts - 1} frames, wanted 1")
     if (size := len(frames[1])) > MAX_COMMAND_BYTES:
-        return Garbled(peer, f"message of {size} bytes, at most {MAX_COMMAND_BYTES} allowed")
+        return Garbled(sender, f"message of {size} bytes, at most {MAX_COMMAND_BYTES} allowed")
     frame = frames[1].bytes
     try:
-        return Received(peer, decode_command(frame))
+        return Received(sender, decode_command(frame))
     except ProtocolError as exc:
         foreign = foreign_join(frame)
-        return Garbled(peer, str(exc)) if foreign is None else Foreign(peer, foreign, str(exc))
+        return Garbled(sender, str(exc)) if foreign is None else Foreign(sender, foreign, str(exc))
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

@@ -37,10 +37,10 @@ from .actions import (
     Foreign,
     Garbled,
     Log,
-    Peer,
     Publish,
     Received,
     Send,
+    Sender,
     SweepBits,
     SweepFiles,
 )
@@ -53,14 +53,14 @@ def decide(state: State, event: Event, now: float) -> list[Action]:
     match event:
         case Received():
             if isinstance(event.message, Join):
-                return on_join(state, event.peer, event.message)
-            return _on_message(state, event.peer, event.message, now)
+                return on_join(state, event.sender, event.message)
+            return _on_message(state, event.sender, event.message, now)
         case Examined():
             return _on_examined(state, event, now)
         case Foreign():
-            return on_foreign(state, event.peer, event.join, event.error)
+            return on_foreign(state, event.sender, event.join, event.error)
         case Garbled():
-            return state.complain(event.peer, "garbled", event.error)
+            return state.complain(event.sender, "garbled", event.error)
         case Died():
             return _on_death(state, event, now)
         case Deserted():
@@ -73,31 +73,31 @@ def _on_examined(state: State, event: Examined, now: float) -> list[Action]:
     """Meanwhile the epoch may have ended, or others of its process have taken the places."""
     epoch = event.join.engine.epoch
     if event.refusal is not None:
-        return refuse(state, event.peer, event.join.engine, event.refusal)
+        return refuse(state, event.sender, event.join.engine, event.refusal)
     state.kept.add(epoch)
     if epoch in state.ended:
         return state.forget()
-    refusal = refuse_place(state, event.peer, event.join.engine)
+    refusal = refuse_place(state, event.sender, event.join.engine)
     if refusal is not None:
-        return [*refuse(state, event.peer, event.join.engine, refusal), *state.forget()]
-    return admit(state, event.peer, event.join, now)
+        return [*refuse(state, event.sender, event.join.engine, refusal), *state.forget()]
+    return admit(state, event.sender, event.join, now)
 
 
 # -- messages of engines in the roster
 
 
 def _on_message(
-    state: State, peer: Peer, message: Leave | Events | Heartbeat, now: float
+    state: State, sender: Sender, message: Leave | Events | Heartbeat, now: float
 ) -> list[Action]:
     engine = state.engines.get(message.epoch)
     if engine is None:
         # Events of an epoch that is not in the roster are dropped; a leave has come true.
         if isinstance(message, Leave):
-            return _explain(state, peer, message.epoch)
+            return _explain(state, sender, message.epoch)
         reply = JoinFirst(coordinator_epoch=state.epoch, engine_epoch=message.epoch)
-        return [Send(peer.route, reply)]
-    if (peer.uid, peer.pid) != (state.uid, engine.pid):
-        return state.complain(peer, "impostor", f"speaks for pid {engine.pid}")
+        return [Send(sender.route, reply)]
+    if (sender.uid, sender.pid) != (state.uid, engine.pid):
+        return state.complain(sender, "impostor", f"speaks for pid {engine.pid}")
     actions = _heard(state, engine, now)
     match message:
         case Leave():
@@ -107,7 +107,7 @@ def _on_message(
             # Higher than relayed: the engine had to drop some.  The next tick tells everybody.
             engine.sequence = max(engine.sequence, sequence)
         case Events():
-            actions += _relay(state, peer, engine, message)
+            actions += _relay(state, sender, engine, message)
     return actions
 
 
@@ -123,11 +123,11 @@ def _heard(state: State, engine: Engine, now: float) -> list[Action]:
     ]
 
 
-def _relay(state: State, peer: Peer, engine: Engine, events: Events) -> list[Action]:
+def _relay(state: State, sender: Sender, engine: Engine, events: Events) -> list[Action]:
     if (size := len(events.records)) % RECORD_BYTES or size > MAX_EVENTS_BYTES:
-        return state.complain(peer, "garbled", f"{size} bytes are no records of one message")
+        return state.complain(sender, "garbled", f"{size} bytes are no records of one message")
     if events.sequence <= engine.sequence:
-        return state.complain(peer, "repeated", f"events {events.sequence} came again")
+        return state.complain(sender, "repeated", f"events {events.sequence} came again")
     engine.sequence = events.sequence
     relayed = {"epoch": events.epoch, "engine_sequence": events.sequence}
     topic = engine.info.fingerprint
@@ -163,10 +163,10 @@ def _end_by_death(state: State, info: EngineInfo, died: Died) -> list[Action]:
     return _end(state, info, reason, info.lease_bit)
 
 
-def _explain(state: State, peer: Peer, epoch: int) -> list[Action]:
+def _explain(state: State, sender: Sender, epoch: int) -> list[Action]:
     """An engine says that it leaves after its worker has ended: that was no death."""
     engine, _ = state.unexplained.get(epoch, (None, 0.0))
-    if engine is None or (peer.uid, peer.pid) != (state.uid, engine.pid):
+    if engine is None or (sender.uid, sender.pid) != (state.uid, engine.pid):
         return []
     del state.unexplained[epoch]
     return [_log_end(state, "leave", engine.info, "left")]

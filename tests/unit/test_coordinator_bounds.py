@@ -18,7 +18,7 @@ from kvshm.coordinator.state import decide
 from kvshm.protocol import PROTOCOL_VERSION, ForeignEngine, ForeignJoin, Join, Leave, Refused
 from kvshm.timing import TIMING
 
-from .coordinators import engine, join, new_state, only, peer_of, say
+from .coordinators import engine, join, new_state, only, say, sender_of
 
 
 def test_only_the_last_ended_epochs_are_remembered_and_refused() -> None:
@@ -65,7 +65,9 @@ def test_a_process_does_not_take_more_places_by_joining_in_many_at_once() -> Non
     joins = [Join(protocol=PROTOCOL_VERSION, engine=info) for info in infos]
     for info, message in zip(infos, joins, strict=True):
         assert only(say(state, info, message), Examine), "as long as none of them is there"
-    actions = [decide(state, Examined(peer_of(engine(1)), message, None), 0.0) for message in joins]
+    actions = [
+        decide(state, Examined(sender_of(engine(1)), message, None), 0.0) for message in joins
+    ]
     assert len(state.engines) == MAX_OF_PROCESS
     for epoch, late in enumerate(actions[MAX_OF_PROCESS:], MAX_OF_PROCESS + 1):
         [send], [forget] = only(late, Send), only(late, Forget)
@@ -94,7 +96,7 @@ def test_what_a_complaint_keeps_of_its_senders_words_is_bounded() -> None:
     state = new_state()
     for n in range(1000):
         join = ForeignJoin(99, ForeignEngine(n + 1, "e", "9" * 10_000))
-        decide(state, Foreign(peer_of(engine(5)), join, "undecodable"), 0.0)
+        decide(state, Foreign(sender_of(engine(5)), join, "undecodable"), 0.0)
     assert max(len(about) for _, about in state.complaints) < 300
     assert list(state.complaints.values()) == [1000]
 

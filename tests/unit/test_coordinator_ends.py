@@ -36,9 +36,9 @@ from .coordinators import (
     join,
     new_state,
     only,
-    peer_of,
     published,
     say,
+    sender_of,
 )
 
 # -- suspicion
@@ -272,7 +272,7 @@ def test_a_workers_end_is_a_death_if_its_engine_does_not_leave() -> None:
 
 def test_a_workers_end_is_a_death_if_its_engine_dies() -> None:
     state, info, _ = with_workers()
-    impostor = peer_of(engine(6))
+    impostor = sender_of(engine(6))
     assert logged(decide(state, Received(impostor, Leave(epoch=info.epoch)), 1.5)) == []
     assert logged(decide(state, Died(5, owner=True), 1.6)) == [("death", "process 5 died")]
     assert logged(decide(state, Clock(), 100.0)) == []

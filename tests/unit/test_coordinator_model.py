@@ -22,10 +22,10 @@ from kvshm.coordinator.actions import (
     Died,
     Examined,
     Forget,
-    Peer,
     Publish,
     Received,
     Send,
+    Sender,
     SweepBits,
 )
 from kvshm.coordinator.state import decide
@@ -115,7 +115,7 @@ class Anything(RuleBasedStateMachine):
             process.tables.add(info.epoch)
         else:
             info = known[0]
-        sender = Peer(b"route%d" % number, UID, process.told)
+        sender = Sender(b"route%d" % number, UID, process.told)
         join = Join(protocol=PROTOCOL_VERSION, engine=info)
         actions = decide(self.state, Examined(sender, join, None), self.now)
         self.kept.add(info.epoch)
@@ -135,7 +135,7 @@ class Anything(RuleBasedStateMachine):
     @rule(data=st.data())
     def engine_leaves(self, data: st.DataObject) -> None:
         number, info = self.infos[data.draw(st.sampled_from(sorted(self.state.engines)))]
-        sender = Peer(b"", UID, self.processes[number].told)
+        sender = Sender(b"", UID, self.processes[number].told)
         self.obey(decide(self.state, Received(sender, Leave(epoch=info.epoch)), self.now))
 
     @precondition(lambda self: any(p.tables for p in self.processes.values()))

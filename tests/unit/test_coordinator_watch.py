@@ -24,7 +24,7 @@ from kvshm.coordinator.actions import (
     Examined,
     Forget,
     Garbled,
-    Peer,
+    Sender,
     SweepFiles,
 )
 from kvshm.coordinator.server import Server
@@ -35,7 +35,7 @@ from kvshm.rundir import command_endpoint, event_endpoint
 from kvshm.segment import TABLE_KIND
 from kvshm.timing import TIMING
 
-from .coordinators import engine, new_state, peer_of
+from .coordinators import engine, new_state, sender_of
 from .exporters import Clock
 from .served import ServedNode
 
@@ -93,8 +93,8 @@ class Watched:
 
     def join(self) -> None:
         info = engine(EPOCH, pid=1, ranks=(2, 3), fingerprint=bytes(32))
-        peer = Peer(b"r", os.geteuid(), self._pid)
-        assert self.tables.examine(peer, Join(protocol=PROTOCOL_VERSION, engine=info)) is None
+        sender = Sender(b"r", os.geteuid(), self._pid)
+        assert self.tables.examine(sender, Join(protocol=PROTOCOL_VERSION, engine=info)) is None
         [answer] = self.hear()
         assert isinstance(answer, Examined)
         assert answer.refusal is None
@@ -194,7 +194,7 @@ def test_what_the_machine_refuses_costs_the_action_and_one_line_in_the_log(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             server._perform(SweepFiles())
-        server._perform(Examine(peer_of(engine(1)), message))
+        server._perform(Examine(sender_of(engine(1)), message))
         server._perform(Forget(1))
     assert [r.getMessage().partition(" reason")[0] for r in caplog.records] == [
         "event=failed what=SweepFiles",
