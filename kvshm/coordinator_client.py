@@ -71,7 +71,6 @@ class CoordinatorClient:
         """Batches dropped here: by the thread that sends, and as the client's thread knows."""
         self._unheard = self._unheard_told = 0
         """Batches for which there was no engine to hear them, likewise."""
-        self._bug_logged = False
         self._session: CoordinatorSession | None = CoordinatorSession(
             run_dir, namespace, handler, clock, jitter, timing
         )
@@ -174,8 +173,9 @@ class CoordinatorClient:
                 readable = session.wait()
                 self._hand_over(session, readable)
                 session.work()
-            except Exception:
-                self._unexpected()
+            except Exception:  # a bug must not end the thread, nor take a whole core
+                session.guard.failed("client's thread", exc_info=True)
+                self._closing.wait(self._timing.bug_pause_seconds)
         self._hand_over(session)
         session.close()
 
@@ -217,13 +217,6 @@ class CoordinatorClient:
         if lost := self._overflows - self._overflows_told:
             self._overflows_told += lost
             session.skip_events(lost, EVENTS_DROPPED)
-
-    def _unexpected(self) -> None:
-        """A bug must not end the thread, nor fill the log, nor take a whole core."""
-        if not self._bug_logged:
-            self._bug_logged = True
-            _log.exception("client's thread failed (logged once; it goes on)")
-        self._closing.wait(self._timing.bug_pause_seconds)
 
 
 def _neighbours(queued: deque[bytes | None], limit: int) -> list[bytes]:

@@ -84,7 +84,7 @@ class CoordinatorSession:
         self._jitter = jitter
         self._timing = timing
         self._order = EventOrder()
-        self._guard = Guard()
+        self.guard = Guard()
         self._state = _State.WAITING
         self._topic = b""
         self._attempts = self._epoch = self._sequence = 0
@@ -103,7 +103,7 @@ class CoordinatorSession:
     @property
     def errors(self) -> int:
         """How many calls of the engine and messages failed so far."""
-        return self._guard.errors
+        return self.guard.errors
 
     @property
     def is_member(self) -> bool:
@@ -164,7 +164,7 @@ class CoordinatorSession:
         self._sequence += 1
         events = Events(epoch=self._epoch, sequence=self._sequence, records=records)
         sent = self.is_member and self._send(events)
-        self._guard.call(self._handler.count, EVENTS_SENT if sent else EVENTS_DROPPED)
+        self.guard.call(self._handler.count, EVENTS_SENT if sent else EVENTS_DROPPED)
         self._events_lost = self._events_lost or not sent
 
     def skip_events(self, batches: int, why: Counter) -> None:
@@ -172,7 +172,7 @@ class CoordinatorSession:
         EVENTS_UNHEARD, there is nobody.  Whoever has joined unnoticed meanwhile, and scanned before
         them, learns by the number used up here that it has to scan again."""
         self._sequence += 1
-        self._guard.call(self._handler.count, why, batches)
+        self.guard.call(self._handler.count, why, batches)
         self._events_lost = self._events_lost or why is EVENTS_DROPPED
 
     def rejoin(self) -> None:
@@ -181,7 +181,7 @@ class CoordinatorSession:
         Never leaves the epoch that is described now: ``work`` may have found and joined with
         it before this was asked for, and an epoch that was left is over for good.
         """
-        info = self._guard.call(self._handler.describe)
+        info = self.guard.call(self._handler.describe)
         present = info is not None and info.epoch == self._epoch
         if not present:
             self._leave()
@@ -213,7 +213,7 @@ class CoordinatorSession:
         if self._order.missing and self._clock() >= self._missing_until:
             self._order.give_up_missing()
         self._tell()
-        self._guard.call(self._handler.scan_again, lambda: self._clock() >= self._next_beat)
+        self.guard.call(self._handler.scan_again, lambda: self._clock() >= self._next_beat)
         now = self._clock()
         if now >= self._next_beat:
             self._beat(now)
@@ -240,13 +240,13 @@ class CoordinatorSession:
             handle(message)
         except (ProtocolError, VersionMismatch) as exc:
             what = "joining" if isinstance(exc, VersionMismatch) else "decoding"
-            self._guard.failed(f"{what}: {exc}")
-            self._guard.call(self._handler.count, BAD_MESSAGES)
+            self.guard.failed(f"{what}: {exc}")
+            self.guard.call(self._handler.count, BAD_MESSAGES)
 
     def _send(self, message: Message) -> bool:
         frame = encode(message)
         if len(frame) > MAX_COMMAND_BYTES:
-            self._guard.failed(f"sending: message of {len(frame)} bytes, {MAX_COMMAND_BYTES} fit")
+            self.guard.failed(f"sending: message of {len(frame)} bytes, {MAX_COMMAND_BYTES} fit")
             return False
         try:
             self._commands.send(frame, zmq.NOBLOCK)
@@ -260,7 +260,7 @@ class CoordinatorSession:
     def _tell(self, *news: News) -> None:
         """Pass on what the broadcasts brought, then ``news``."""
         for item in (*self._order.take_news(), *news):
-            self._guard.call(self._handler.apply, item, what=f"applying {type(item).__name__}")
+            self.guard.call(self._handler.apply, item, what=f"applying {type(item).__name__}")
 
     # -- joining
 
@@ -277,7 +277,7 @@ class CoordinatorSession:
         self._next_try = now + delay * (0.5 + 0.5 * self._jitter())
 
     def _join(self, now: float) -> None:
-        info = self._guard.call(self._handler.describe)
+        info = self.guard.call(self._handler.describe)
         if info is None:
             self._next_try = now + self._timing.describe_seconds
             return
@@ -323,7 +323,7 @@ class CoordinatorSession:
         """Once a second, and when there is a coordinator again, for it to hear of this engine."""
         if now >= self._member_due:
             self._member_due = now + self._timing.heartbeat_seconds
-            self._guard.call(self._handler.beat)
+            self.guard.call(self._handler.beat)
         if self.is_member:
             self._send(Heartbeat(epoch=self._epoch, sequence=self._sequence))
         self._next_beat = self._member_due

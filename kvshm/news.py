@@ -23,17 +23,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple, Protocol
 
-from .protocol import (
-    EngineGone,
-    EngineInfo,
-    EngineJoined,
-    EngineRecovered,
-    EngineSuspected,
-    Joined,
-    Refused,
-    StrangerJoined,
-    Tick,
-)
+from .protocol import AnyBroadcast, EngineInfo, Joined, Refused
 
 
 class EventBatches(NamedTuple):
@@ -60,19 +50,8 @@ class Coordinator(Enum):
     What is known of the others stays."""
 
 
-News = (
-    Joined
-    | Refused
-    | EngineJoined
-    | EngineSuspected
-    | EngineRecovered
-    | EngineGone
-    | StrangerJoined
-    | Tick
-    | EventBatches
-    | EventsLost
-    | Coordinator
-)
+News = Joined | Refused | AnyBroadcast | EventBatches | EventsLost | Coordinator
+"""Broadcasts but for EngineEvents, which come as EventBatches."""
 
 
 class NewsHandler(Protocol):

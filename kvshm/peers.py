@@ -149,8 +149,7 @@ class Peers:
 
     def rescan(self, epoch: Epoch) -> None:
         """Bring the replica in line with the engine's table, now (``rescans`` when it is due)."""
-        peer = self._find(epoch)
-        if peer is None:
+        if (peer := self._find(epoch)) is None:
             return
         try:
             # The order matters: what is known before the scan begins was READY before.
@@ -231,15 +230,13 @@ class Peers:
     def forget(self, epoch: Epoch, records: bytes) -> None:
         """Drop packed records that could not be leased or copied: a hint was stale.  From here
         on no lookup names them."""
-        peer = self._view.peers.get(epoch)
-        if peer is not None:
+        if (peer := self._find(epoch)) is not None:
             self.replica.forget(peer.row, epoch, records)
 
     def fail(self, epoch: Epoch) -> bool:
         """Count a failed load from a peer; the third in a row puts it in quarantine, which
         is what is returned."""
-        peer = self._view.peers.get(epoch)
-        if peer is None:
+        if (peer := self._find(epoch)) is None:
             return False
         peer.failures += 1
         if peer.failures < QUARANTINE_FAILURES:
@@ -255,8 +252,7 @@ class Peers:
 
     def not_attached(self, epoch: Epoch) -> None:
         """A rank could not attach a peer in time: plan nothing from it until that has ended."""
-        peer = self._view.peers.get(epoch)
-        if peer is not None:
+        if (peer := self._find(epoch)) is not None:
             self._avoid(peer, self._timing.attaching_seconds)
 
     def _avoid(self, peer: Peer, seconds: float) -> None:
@@ -271,8 +267,7 @@ class Peers:
 
     def fine(self, epoch: Epoch) -> None:
         """A load from a peer went well: its failures are forgotten."""
-        peer = self._view.peers.get(epoch)
-        if peer is not None:
+        if (peer := self._find(epoch)) is not None:
             peer.failures, peer.quarantined = 0, False
 
     def tables_by_bit(self) -> dict[int, SlotTable]:
@@ -310,8 +305,7 @@ class Peers:
             self._view = _NOBODY
 
     def _drop(self, epoch: int) -> None:
-        peer = self._peers.pop(epoch, None)
-        if peer is not None:
+        if (peer := self._peers.pop(epoch, None)) is not None:
             self._show()  # before its row is another's
             self.rescans.forget(Epoch(epoch))
             self.replica.drop_row(peer.row)
@@ -324,8 +318,7 @@ class Peers:
 
     def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
         self._later.suspect(epoch, suspected)
-        peer = self._find(epoch)
-        if peer is not None:
+        if (peer := self._find(epoch)) is not None:
             peer.suspected = suspected
             self._show()
             self.replica.set_row_state(peer.row, state)
