@@ -52,7 +52,7 @@ class RosterHandler:
         self._begin = begin
         self._present = present
         self._start = start
-        self._named: dict[str, None] = {}  # in the order of naming
+        self._named: dict[int, None] = {}  # in the order of naming
         self._refusal = ""
         self._misses = MissReport()
 
@@ -126,9 +126,9 @@ class RosterHandler:
         """Say once in the log why an engine of this node cannot be shared with.  That another
         model is served here, too, is said once of all engines that differ in the same."""
         line, level = incompatible.line(stranger), logging.WARNING
-        named = line
+        named = hash(line)
         if incompatible.has_another_model(stranger):
-            named, level = repr(stranger.differences), logging.INFO
+            named, level = hash(tuple(stranger.differences.items())), logging.INFO
         if named not in self._named:
             self._named[named] = None
             log.log(level, "%s", line)
