@@ -260,7 +260,7 @@ class CoordinatorSession:
     def _tell(self, *news: News) -> None:
         """Pass on what the broadcasts brought, then ``news``."""
         for item in (*self._order.take_news(), *news):
-            self.guard.call(self._handler.apply, item, what=f"applying {type(item).__name__}")
+            self.guard.call(self._handler.apply, item)
 
     # -- joining
 

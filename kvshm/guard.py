@@ -18,12 +18,14 @@ class Guard:
         self.errors = 0
         self._logged: set[str] = set()
 
-    def call(self, method: Callable[..., T], *args: object, what: str = "") -> T | None:
-        """Return what ``method`` returns, None if it raises.  ``what`` is done: for the log."""
+    def call(self, method: Callable[..., T], *args: object) -> T | None:
+        """Return what ``method`` returns, None if it raises.  Failures of one method are of one
+        kind if its arguments are."""
         try:
             return method(*args)
         except Exception:
-            self.failed(what or f"calling {method.__name__}", exc_info=True)
+            kinds = (type(arg).__name__ for arg in args)
+            self.failed(" ".join([method.__name__, *kinds]), exc_info=True)
             return None
 
     def failed(self, what: str, *, exc_info: bool = False) -> None:

@@ -21,18 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Protocol
+
+import msgspec
 
 from .protocol import AnyBroadcast, EngineInfo, Joined, Refused
 
 
-class EventBatches(NamedTuple):
+class EventBatches(msgspec.Struct, frozen=True):
     """Apply packed block records, each with the epoch of their engine, in their order."""
 
     batches: list[tuple[int, bytes]]
 
 
-class EventsLost(NamedTuple):
+class EventsLost(msgspec.Struct, frozen=True):
     """Events of this engine were lost: its slot table has to be scanned again.  Events that are
     told before it is are as good as ever."""
 

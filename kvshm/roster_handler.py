@@ -63,6 +63,8 @@ class RosterHandler:
     def apply(self, news: News) -> None:
         life = self._present()
         match news:
+            case EventBatches(batches) if life is not None:  # first: what comes most
+                life.peers.apply_events(batches)
             case Coordinator.MISSING:
                 log.warning(
                     "no coordinator: nothing is shared until one is started: %s", self._start
@@ -138,8 +140,6 @@ class RosterHandler:
 
 def _apply_to_peers(peers: Peers, news: News) -> None:
     match news:
-        case EventBatches(batches):
-            peers.apply_events(batches)
         case EventsLost(epoch):
             peers.rescans.ask(Epoch(epoch))
         case EngineJoined(engine=info):

@@ -159,7 +159,7 @@ def test_an_engine_that_raises_does_not_end_the_client(node: Node) -> None:
     a.do("fail", news="EngineJoined")
     b = FakeEngine(node, "b")
     b.heard("engine_joined", name="a")
-    a.process.wait_err("applying EngineJoined failed")
+    a.process.wait_err("apply EngineJoined failed")
     assert a.do("errors")["count"] == 1
     hear_everything(node, b)
     a.do("publish", blocks=[1])
