@@ -120,7 +120,7 @@ class CoordinatorClient:
     @property
     def errors(self) -> int:
         """How many calls of the engine and messages failed so far."""
-        return self._session.errors if self._session else 0
+        return self._session.guard.errors if self._session else 0
 
     @property
     def is_member(self) -> bool:

@@ -101,11 +101,6 @@ class CoordinatorSession:
         """When to say that no coordinator was ever heard of; None: one was, or it is said."""
 
     @property
-    def errors(self) -> int:
-        """How many calls of the engine and messages failed so far."""
-        return self.guard.errors
-
-    @property
     def is_member(self) -> bool:
         return self._coordinator_epoch != 0
 

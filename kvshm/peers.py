@@ -98,7 +98,7 @@ class Peers:
         self._avoided_until = 0.0
         """When the last peer that is avoided will be used again.  The scheduler's thread only."""
         self._complaints: set[tuple[int, str]] = set()
-        self.strangers = 0
+        self.num_incompatible = 0
         """Engines of other fingerprints on this node; set on the client's thread."""
 
     # -- the client's thread
@@ -188,7 +188,7 @@ class Peers:
         there is somebody."""
         if self._view.mask:
             return None
-        return MISS_FINGERPRINT if self.strangers else MISS_NO_PEER
+        return MISS_FINGERPRINT if self.num_incompatible else MISS_NO_PEER
 
     def why_missed(self, hashes: Sequence[bytes], start: int) -> Counter:
         """Return the counter of the reason why ``lookup`` found nobody for block ``start``."""

@@ -82,7 +82,7 @@ class RosterHandler:
                 life.table.log_error(incompatible.note(stranger))
                 self._name(stranger)
             case Tick(strangers=count):
-                life.peers.strangers = count
+                life.peers.num_incompatible = count
             case _:
                 _apply_to_peers(life.peers, news)
 
@@ -96,7 +96,7 @@ class RosterHandler:
         self._refusal = ""
         life.table.lease_bit = LeaseBit(reply.lease_bit)
         life.table.counters.add(REJOINS, 1)
-        life.peers.strangers = len(reply.strangers)
+        life.peers.num_incompatible = len(reply.strangers)
         for stranger in reply.strangers[:MAX_NOTED]:
             life.table.log_error(incompatible.note(stranger))
             self._name(stranger)

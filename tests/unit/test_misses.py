@@ -170,9 +170,9 @@ def test_both_sides_say_it_once_and_note_it(
     assert caplog.messages == [incompatible.line(OTHER), incompatible.line(late)]
     noted = {incompatible.note(OTHER): 2, incompatible.note(late): 1}
     assert {e.text: e.times for e in table.errors()} == noted
-    assert peers.strangers == 1
+    assert peers.num_incompatible == 1
     handler.apply(Tick(coordinator_epoch=1, sequence=1, sequences={}, strangers=2))
-    assert peers.strangers == 2
+    assert peers.num_incompatible == 2
 
 
 def test_engines_of_another_model_are_no_warning_and_told_once_for_all(
@@ -205,7 +205,7 @@ def test_strangers_leave_room_in_the_error_log(
 ) -> None:
     """However many there are and in however many fields they differ."""
     differing = dict.fromkeys("abcdefghij", ("1", "2"))
-    peers.strangers = count  # whatever a coordinator says
+    peers.num_incompatible = count  # whatever a coordinator says
     handler.apply(new(Stranger("late", 1, differing)))
     table.log_error("something else")
     strangers = [Stranger(f"e{i}", i, differing) for i in range(count)]

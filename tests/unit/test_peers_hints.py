@@ -227,7 +227,7 @@ def test_an_engine_that_only_imports_is_watched_but_not_asked(peers: Peers, expo
 
 def test_a_miss_has_a_reason(peers: Peers, exporter: Make) -> None:
     assert peers.why_missed(HASHES, 1) is MISS_NO_PEER
-    peers.strangers = 1
+    peers.num_incompatible = 1
     assert peers.why_missed(HASHES, 1) is MISS_FINGERPRINT
     a = exporter()
     peers.joined(a.info)
