@@ -17,7 +17,7 @@ from kvshm.news import Coordinator, News
 from kvshm.protocol import EngineInfo, Join, Refused, decode_command, encode
 from kvshm.roster_handler import RosterHandler
 from kvshm.rundir import command_endpoint, start_command
-from kvshm.timing import TIMING
+from kvshm.timing import TIMING, Timing
 from kvshm.tools import dump_index
 from kvshm.tools.check import check
 
@@ -62,9 +62,14 @@ def run_dir() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.fixture(params=[1.0, 0.5], ids=["product", "half"])
+def timing(request: pytest.FixtureRequest) -> Timing:
+    return TIMING.scaled(request.param)
+
+
 @pytest.fixture
-def session(run_dir: Path, clock: Clock) -> Iterator[Session]:
-    session = Session(run_dir, "n", Engine(), clock, lambda: 1.0)
+def session(run_dir: Path, clock: Clock, timing: Timing) -> Iterator[Session]:
+    session = Session(run_dir, "n", Engine(), clock, lambda: 1.0, timing)
     wake = os.eventfd(0)
     session.open([wake], lambda: None)
     yield session
@@ -83,28 +88,34 @@ def work_for(session: Session, clock: Clock, seconds: float) -> None:
         session.work()
 
 
-def test_a_coordinator_that_never_was_there_is_told_once(session: Session, clock: Clock) -> None:
-    work_for(session, clock, TIMING.unheard_seconds - 1)
+def test_a_coordinator_that_never_was_there_is_told_once(
+    session: Session, clock: Clock, timing: Timing
+) -> None:
+    work_for(session, clock, timing.unheard_seconds - 1)
     assert told(session) == 0
     work_for(session, clock, 2)
     assert told(session) == 1
-    work_for(session, clock, 10 * TIMING.unheard_seconds)
+    work_for(session, clock, 10 * timing.unheard_seconds)
     assert told(session) == 1
 
 
-def test_the_time_begins_when_the_engine_is_ready(session: Session, clock: Clock) -> None:
+def test_the_time_begins_when_the_engine_is_ready(
+    session: Session, clock: Clock, timing: Timing
+) -> None:
     engine = session._handler
     assert isinstance(engine, Engine)
     engine.info = None  # a model takes minutes to load
-    work_for(session, clock, 3 * TIMING.unheard_seconds)
+    work_for(session, clock, 3 * timing.unheard_seconds)
     engine.info = INFO
-    work_for(session, clock, TIMING.unheard_seconds - 1)
+    work_for(session, clock, timing.unheard_seconds - 1)
     assert told(session) == 0
     work_for(session, clock, 2)
     assert told(session) == 1
 
 
-def test_one_that_refuses_is_there(session: Session, run_dir: Path, clock: Clock) -> None:
+def test_one_that_refuses_is_there(
+    session: Session, run_dir: Path, clock: Clock, timing: Timing
+) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(command_endpoint(run_dir, "n"))
         clock.now += 0.1
@@ -119,7 +130,7 @@ def test_one_that_refuses_is_there(session: Session, run_dir: Path, clock: Clock
         session._commands.poll(10_000)
         session.wait()
         session.work()
-    work_for(session, clock, 3 * TIMING.unheard_seconds)
+    work_for(session, clock, 3 * timing.unheard_seconds)
     assert told(session) == 0
 
 
