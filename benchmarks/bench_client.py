@@ -43,7 +43,6 @@ import zmq
 from measurement import percentiles, report
 
 from kvshm.cache import SharedCache, join_cache
-from kvshm.client import LATER_US
 from kvshm.config import Config
 from kvshm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
 from kvshm.handout import serve_epoch
@@ -55,6 +54,7 @@ from kvshm.records import RECORD_BYTES, BlockRecord, pack_records, unpack_record
 from kvshm.rundir import command_endpoint, engine_socket
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
+from kvshm.timing import TIMING
 
 ENGINES = 8
 BLOCKS = 20_000
@@ -209,7 +209,7 @@ def send_for_all(fingerprint: bytes, hz: float, records: int) -> None:
     """The same as ``send`` for all engines in one process, which costs little."""
     os.sched_setaffinity(0, {1})
     crowd = [Deaf(f"e{number}", fingerprint, records) for number in range(ENGINES)]
-    turns, together = itertools.cycle(crowd), max(1, round(hz * LATER_US / 1e6))
+    turns, together = itertools.cycle(crowd), max(1, round(hz * TIMING.send_later_seconds))
     print("ready", flush=True)
     while True:
         if select.select([sys.stdin], [], [], 0.5)[0]:
@@ -232,8 +232,8 @@ class Busy:
 
         assert cache.life is not None
         self._peers = cache.life.peers
-        self._apply = self._peers.events
-        self._peers.events = self._count  # type: ignore[method-assign]  # the same, counted
+        self._apply = self._peers.apply_events
+        self._peers.apply_events = self._count  # type: ignore[method-assign]  # the same, counted
 
     def _count(self, batches: Sequence[tuple[int, bytes]]) -> None:
         self._heard += sum(len(records) for _, records in batches) // RECORD_BYTES

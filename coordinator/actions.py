@@ -10,7 +10,7 @@ from typing import NamedTuple
 from kvshm.protocol import AnyBroadcast, Command, ForeignJoin, Join, Reply
 
 
-class Peer(NamedTuple):
+class Sender(NamedTuple):
     """Who sent a message, as the socket tells: never taken from the payload."""
 
     route: bytes
@@ -34,21 +34,21 @@ class Refusal(NamedTuple):
 class Received(NamedTuple):
     """A message of the protocol arrived."""
 
-    peer: Peer
+    sender: Sender
     message: Command
 
 
 class Garbled(NamedTuple):
     """Something arrived that is no message."""
 
-    peer: Peer
+    sender: Sender
     error: str
 
 
 class Foreign(NamedTuple):
     """A Join arrived that could not be decoded: another version's, or malformed."""
 
-    peer: Peer
+    sender: Sender
     join: ForeignJoin
     error: str
 
@@ -56,7 +56,7 @@ class Foreign(NamedTuple):
 class Examined(NamedTuple):
     """The answer to ``Examine``: whether the engine is what it says."""
 
-    peer: Peer
+    sender: Sender
     join: Join
     refusal: Refusal | None
 
@@ -104,7 +104,7 @@ class Examine(NamedTuple):
     """Fetch the engine's slot table and look whether it is what the Join says; ``Examined``
     follows.  From then on the table is kept, and ``Died`` and ``Deserted`` tell its end."""
 
-    peer: Peer
+    sender: Sender
     join: Join
 
 

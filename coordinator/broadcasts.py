@@ -6,7 +6,7 @@
         |--------------|--------------|                          |--> time
         v                             v                          v
     at once: none                 at once, with B's before    at once again
-    left within RELAY_SECONDS     it: order is kept
+    left within relay_seconds     it: order is kept
 
 What engines hear costs each of them a wake-up of a thread beside its scheduler, so of many engines
 each is woken as often as by one.  Numbers are given by ``decide``; nothing here changes them.
@@ -25,9 +25,7 @@ from kvshm.protocol import (
     broadcast_frame,
     encode,
 )
-
-RELAY_SECONDS = 0.02
-"""Events wait so long after the last broadcast of their topic, all else leaves at once."""
+from kvshm.timing import TIMING, Timing
 
 
 @dataclass
@@ -41,8 +39,9 @@ class _Topic:
 class Broadcasts:
     """What waits to be broadcast, by topic.  Used by one thread."""
 
-    def __init__(self, send: Callable[[bytes], None]) -> None:
+    def __init__(self, send: Callable[[bytes], None], timing: Timing = TIMING) -> None:
         self._send = send
+        self._relay_seconds = timing.relay_seconds
         self._topics: dict[bytes, _Topic] = {}
 
     def add(self, topic: bytes, message: AnyBroadcast, now: float) -> None:
@@ -59,7 +58,7 @@ class Broadcasts:
     def send_due(self, now: float) -> None:
         """Send what has waited long enough."""
         for topic, waits in list(self._topics.items()):
-            if now >= waits.last + RELAY_SECONDS:
+            if now >= waits.last + self._relay_seconds:
                 if waits.waiting:
                     self._leave(topic, waits, now)
                 else:
@@ -68,7 +67,7 @@ class Broadcasts:
     def next_due(self) -> float:
         """When ``send_due`` has something to send; infinity if nothing waits."""
         waiting = [waits.last for waits in self._topics.values() if waits.waiting]
-        return min(waiting, default=math.inf) + RELAY_SECONDS
+        return min(waiting, default=math.inf) + self._relay_seconds
 
     def _leave(self, topic: bytes, waits: _Topic, now: float) -> None:
         if waits.waiting:

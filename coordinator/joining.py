@@ -26,7 +26,7 @@ from kvshm.protocol import (
 from kvshm.records import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
 from kvshm.terms import NO_LEASE_BIT
 
-from .actions import Action, Examine, Log, Peer, Refusal, Send, SweepBits
+from .actions import Action, Examine, Log, Refusal, Send, Sender, SweepBits
 from .roster import Engine, State
 from .versions import who_upgrades
 
@@ -41,35 +41,37 @@ _NEW_EPOCH = "begin a new epoch and join with that"
 _LEAVE = "leave with epochs that have ended; give more engines processes of their own"
 
 
-def on_join(state: State, peer: Peer, join: Join) -> list[Action]:
+def on_join(state: State, sender: Sender, join: Join) -> list[Action]:
     """Refuse what can be refused at once, let the shell look at the rest."""
     refusal = (
-        _refuse_speaker(state, peer)
+        _refuse_speaker(state, sender)
         or _refuse_protocol(join.protocol, join.engine)
         or _refuse_message(join.engine)
-        or refuse_place(state, peer, join.engine)
+        or refuse_place(state, sender, join.engine)
     )
-    return [Examine(peer, join)] if refusal is None else refuse(state, peer, join.engine, refusal)
+    if refusal is None:
+        return [Examine(sender, join)]
+    return refuse(state, sender, join.engine, refusal)
 
 
-def on_foreign(state: State, peer: Peer, join: ForeignJoin, error: str) -> list[Action]:
+def on_foreign(state: State, sender: Sender, join: ForeignJoin, error: str) -> list[Action]:
     """Refuse an engine whose protocol has another Join than ours, or whose Join is malformed."""
     refusal = (
-        _refuse_speaker(state, peer)
+        _refuse_speaker(state, sender)
         or _refuse_protocol(join.protocol, join.engine)
         or Refusal("the description of the engine is malformed", f"report this as a bug: {error}")
     )
-    return refuse(state, peer, join.engine, refusal)
+    return refuse(state, sender, join.engine, refusal)
 
 
-def _refuse_speaker(state: State, peer: Peer) -> Refusal | None:
-    if peer.pid < 0:
+def _refuse_speaker(state: State, sender: Sender) -> Refusal | None:
+    if sender.pid < 0:
         return Refusal(
             "the socket does not tell who is speaking", "install a libzmq with SO_PEERCRED support"
         )
-    if peer.uid != state.uid:
+    if sender.uid != state.uid:
         return Refusal(
-            f"the engine runs as uid {peer.uid}, the coordinator as uid {state.uid}",
+            f"the engine runs as uid {sender.uid}, the coordinator as uid {state.uid}",
             "run both as one user",
         )
     return None
@@ -96,14 +98,14 @@ def _refuse_message(engine: EngineInfo) -> Refusal | None:
     return None
 
 
-def refuse_place(state: State, peer: Peer, engine: EngineInfo) -> Refusal | None:
+def refuse_place(state: State, sender: Sender, engine: EngineInfo) -> Refusal | None:
     """Why this epoch gets no place; asked again when its table has been looked at."""
     if engine.epoch in state.ended:
         return Refusal("this epoch has ended", _NEW_EPOCH)
     known = state.engines.get(engine.epoch)
     if known is None:
-        return _refuse_one_more(state, peer.pid)
-    if known.pid != peer.pid or known.info.fingerprint != engine.fingerprint:
+        return _refuse_one_more(state, sender.pid)
+    if known.pid != sender.pid or known.info.fingerprint != engine.fingerprint:
         return Refusal("another engine has this epoch", _NEW_EPOCH)
     return None
 
@@ -120,7 +122,7 @@ def _refuse_one_more(state: State, pid: int) -> Refusal | None:
 
 
 def refuse(
-    state: State, peer: Peer, engine: EngineInfo | ForeignEngine, refusal: Refusal
+    state: State, sender: Sender, engine: EngineInfo | ForeignEngine, refusal: Refusal
 ) -> list[Action]:
     """Say why not; logged once for each sender and reason."""
     reply = Refused(
@@ -130,10 +132,10 @@ def refuse(
         retry=refusal.retry,
     )
     about = {"engine": engine.name, "remedy": refusal.remedy}
-    return [Send(peer.route, reply), *state.complain(peer, "refused", refusal.reason, **about)]
+    return [Send(sender.route, reply), *state.complain(sender, "refused", refusal.reason, **about)]
 
 
-def admit(state: State, peer: Peer, join: Join, now: float) -> list[Action]:
+def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:
     """The engine is what it says: it gets its lease bit and the roster.
 
     The others hear of it only if it is new to them or events of it were lost, so an engine
@@ -142,9 +144,11 @@ def admit(state: State, peer: Peer, join: Join, now: float) -> list[Action]:
     engine, known = join.engine, state.engines.get(join.engine.epoch)
     others = state.engines.keys() - {engine.epoch}
     last_first = not state.settled
-    bit = state.bits.grant(engine.epoch, peer.pid, engine.lease_bit, others, last_first=last_first)
+    bit = state.bits.grant(
+        engine.epoch, sender.pid, engine.lease_bit, others, last_first=last_first
+    )
     info = msgspec.structs.replace(engine, lease_bit=bit)
-    state.engines[engine.epoch] = Engine(info, peer.pid, join.sequence, now)
+    state.engines[engine.epoch] = Engine(info, sender.pid, join.sequence, now)
     actions = state.forget()
     if not state.settled and bit not in (engine.lease_bit, NO_LEASE_BIT):
         # Somebody who died before this coordinator began may have left leases with it.
@@ -157,7 +161,7 @@ def admit(state: State, peer: Peer, join: Join, now: float) -> list[Action]:
     if known is None:
         actions += _introduce(state, info)
     reply = _joined(state, info)
-    actions.append(Send(peer.route, reply))
+    actions.append(Send(sender.route, reply))
     if known is None:
         actions += _log_join(state, info, reply)
     return actions

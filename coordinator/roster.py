@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvshm.protocol import AnyBroadcast, EngineInfo
+from kvshm.timing import TIMING, Timing
 
-from .actions import Action, Forget, Log, Peer, Publish
+from .actions import Action, Forget, Log, Publish, Sender
 from .lease_bits import LeaseBits
 
 MAX_COMPLAINTS = 1000
@@ -45,6 +46,7 @@ class State:
     epoch: int
     namespace: str
     uid: int
+    timing: Timing = TIMING
     bits: LeaseBits = field(default_factory=LeaseBits)
     engines: dict[int, Engine] = field(default_factory=dict)
     """The roster, by epoch."""
@@ -98,15 +100,15 @@ class State:
         self.kept = needed
         return actions
 
-    def complain(self, peer: Peer, event: str, reason: str, **fields: object) -> list[Action]:
+    def complain(self, sender: Sender, event: str, reason: str, **fields: object) -> list[Action]:
         """Count a complaint about a sender; return a log line the first time."""
         self.num_complaints += 1
         reason = reason[:MAX_REASON]
-        key = (peer.pid, f"{event} {reason}" if fields else event)
+        key = (sender.pid, f"{event} {reason}" if fields else event)
         count = self.complaints.get(key, 0)
         if count or len(self.complaints) < MAX_COMPLAINTS:
             self.complaints[key] = count + 1
         if count or key not in self.complaints:
             return []
-        about = {"pid": peer.pid, "uid": peer.uid, "reason": reason, **fields}
+        about = {"pid": sender.pid, "uid": sender.uid, "reason": reason, **fields}
         return [Log(logging.WARNING, event, about)]

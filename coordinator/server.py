@@ -12,7 +12,6 @@ import zmq
 
 from kvshm.errors import KvshmError, ProtocolError
 from kvshm.protocol import (
-    HEARTBEAT_SECONDS,
     MAX_COMMAND_BYTES,
     decode_command,
     encode,
@@ -30,26 +29,23 @@ from .actions import (
     Forget,
     Garbled,
     Log,
-    Peer,
     Publish,
     Received,
     Refusal,
     Send,
+    Sender,
     SweepBits,
     SweepFiles,
 )
 from .broadcasts import Broadcasts
 from .incoming import Incoming
 from .roster import State
-from .sockets import LOOK_SECONDS, Sockets
+from .sockets import Sockets
 from .state import decide
 from .tables import Tables
 
 MAX_RECEIVED = 2000
 """Parts of messages taken before deaths and the clock are looked after."""
-RETURN_SECONDS = 0.2
-"""Between two ticks while engines come back to a new coordinator: whoever missed that another one
-has joined learns it from the next tick."""
 
 
 class Server:
@@ -77,7 +73,7 @@ class Server:
         """Actions that failed and are said to have, with the number of the error."""
         self._sockets = Sockets(clock)
         self._incoming = Incoming()
-        self._broadcasts = Broadcasts(self._publish)
+        self._broadcasts = Broadcasts(self._publish, state.timing)
         self._poller = self._sockets.poller
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
@@ -93,16 +89,18 @@ class Server:
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until ``stopping`` says so.  Raises KvshmError when engines cannot find the
         sockets any more."""
-        next_clock = next_look = self._clock()
+        timing, next_clock = self._state.timing, self._clock()
+        next_look = next_clock
         while not stopping():
             if self._clock() >= next_clock:
-                pause = HEARTBEAT_SECONDS if self._state.settled else RETURN_SECONDS
+                settled = self._state.settled
+                pause = timing.heartbeat_seconds if settled else timing.return_tick_seconds
                 next_clock = self._clock() + pause
                 self._sockets.check()
                 self._look_at_lock()
                 self._handle(*self._tables.look(), Clock())
             if self._clock() >= next_look:
-                next_look = self._clock() + LOOK_SECONDS
+                next_look = self._clock() + timing.look_seconds
                 self._sockets.look()
                 logfmt.go_on()
             due = min(next_clock, next_look, self._broadcasts.next_due())
@@ -163,7 +161,7 @@ class Server:
             if isinstance(action, Examine):
                 remedy = "nothing: it is tried again"
                 refusal = Refusal(f"the coordinator cannot look at it: {exc}", remedy, retry=True)
-                self._events.append(Examined(action.peer, action.join, refusal))
+                self._events.append(Examined(action.sender, action.join, refusal))
 
     def _look_at_lock(self) -> None:
         try:
@@ -189,8 +187,8 @@ class Server:
                 self._send(route, encode(message))
             case Publish(topic, message):
                 self._broadcasts.add(topic, message, self._clock())
-            case Examine(peer, join):
-                if (answer := self._tables.examine(peer, join)) is not None:
+            case Examine(sender, join):
+                if (answer := self._tables.examine(sender, join)) is not None:
                     self._events.append(answer)
             case Forget(epoch):
                 self._tables.forget(epoch)
@@ -215,17 +213,17 @@ class Server:
 
 def _read(frames: list[zmq.Frame], num_parts: int) -> Event:
     """Return a message and its sender."""
-    peer = Peer(frames[0].bytes, *_credentials(frames[-1]))
+    sender = Sender(frames[0].bytes, *_credentials(frames[-1]))
     if num_parts != 2:
-        return Garbled(peer, f"message of {num_parts - 1} frames, wanted 1")
+        return Garbled(sender, f"message of {num_parts - 1} frames, wanted 1")
     if (size := len(frames[1])) > MAX_COMMAND_BYTES:
-        return Garbled(peer, f"message of {size} bytes, at most {MAX_COMMAND_BYTES} allowed")
+        return Garbled(sender, f"message of {size} bytes, at most {MAX_COMMAND_BYTES} allowed")
     frame = frames[1].bytes
     try:
-        return Received(peer, decode_command(frame))
+        return Received(sender, decode_command(frame))
     except ProtocolError as exc:
         foreign = foreign_join(frame)
-        return Garbled(peer, str(exc)) if foreign is None else Foreign(peer, foreign, str(exc))
+        return Garbled(sender, str(exc)) if foreign is None else Foreign(sender, foreign, str(exc))
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

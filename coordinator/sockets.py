@@ -40,7 +40,6 @@ MAX_DESCRIPTORS = 2048
 MAX_MEMORY = 512 << 20
 """Bytes of the process's own memory, that which it shares with engines not counted."""
 MAX_SUBSCRIPTION_BYTES = 1024
-LOOK_SECONDS = 0.25
 FEW_DESCRIPTORS = 512
 """With fewer permitted, hundreds that connect within a millisecond get in before they are shut out.
 """
@@ -220,7 +219,7 @@ class Sockets:
         return any(monitor in ready for monitor in self._monitors)
 
     def look(self) -> None:
-        """Keep to the bounds: whenever somebody has connected, and every LOOK_SECONDS."""
+        """Keep to the bounds: whenever somebody has connected, and every ``look_seconds``."""
         used = open_descriptors()
         limit = self._max_descriptors
         # Once shut they stay so until some have left, or each that leaves would open them.

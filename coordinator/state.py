@@ -11,9 +11,7 @@ import logging
 import math
 
 from kvshm.protocol import (
-    HEARTBEAT_SECONDS,
     MAX_EVENTS_BYTES,
-    SUSPECT_AFTER_SECONDS,
     EngineEvents,
     EngineGone,
     EngineInfo,
@@ -39,22 +37,15 @@ from .actions import (
     Foreign,
     Garbled,
     Log,
-    Peer,
     Publish,
     Received,
     Send,
+    Sender,
     SweepBits,
     SweepFiles,
 )
 from .joining import admit, on_foreign, on_join, refuse, refuse_place
 from .roster import Engine, State
-
-GRACE_SECONDS = 3 * HEARTBEAT_SECONDS
-"""How long after the start bits that nobody has presented stay as they are."""
-LEFTOVERS_SECONDS = 30.0
-EXPLAIN_SECONDS = 1.0
-"""How long an engine whose worker has ended may take to say that it leaves.  Whoever stops all
-of its processes at once tells both at the same time; a later leave is what its death led to."""
 
 
 def decide(state: State, event: Event, now: float) -> list[Action]:
@@ -62,14 +53,14 @@ def decide(state: State, event: Event, now: float) -> list[Action]:
     match event:
         case Received():
             if isinstance(event.message, Join):
-                return on_join(state, event.peer, event.message)
-            return _on_message(state, event.peer, event.message, now)
+                return on_join(state, event.sender, event.message)
+            return _on_message(state, event.sender, event.message, now)
         case Examined():
             return _on_examined(state, event, now)
         case Foreign():
-            return on_foreign(state, event.peer, event.join, event.error)
+            return on_foreign(state, event.sender, event.join, event.error)
         case Garbled():
-            return state.complain(event.peer, "garbled", event.error)
+            return state.complain(event.sender, "garbled", event.error)
         case Died():
             return _on_death(state, event, now)
         case Deserted():
@@ -82,31 +73,31 @@ def _on_examined(state: State, event: Examined, now: float) -> list[Action]:
     """Meanwhile the epoch may have ended, or others of its process have taken the places."""
     epoch = event.join.engine.epoch
     if event.refusal is not None:
-        return refuse(state, event.peer, event.join.engine, event.refusal)
+        return refuse(state, event.sender, event.join.engine, event.refusal)
     state.kept.add(epoch)
     if epoch in state.ended:
         return state.forget()
-    refusal = refuse_place(state, event.peer, event.join.engine)
+    refusal = refuse_place(state, event.sender, event.join.engine)
     if refusal is not None:
-        return [*refuse(state, event.peer, event.join.engine, refusal), *state.forget()]
-    return admit(state, event.peer, event.join, now)
+        return [*refuse(state, event.sender, event.join.engine, refusal), *state.forget()]
+    return admit(state, event.sender, event.join, now)
 
 
 # -- messages of engines in the roster
 
 
 def _on_message(
-    state: State, peer: Peer, message: Leave | Events | Heartbeat, now: float
+    state: State, sender: Sender, message: Leave | Events | Heartbeat, now: float
 ) -> list[Action]:
     engine = state.engines.get(message.epoch)
     if engine is None:
         # Events of an epoch that is not in the roster are dropped; a leave has come true.
         if isinstance(message, Leave):
-            return _explain(state, peer, message.epoch)
+            return _explain(state, sender, message.epoch)
         reply = JoinFirst(coordinator_epoch=state.epoch, engine_epoch=message.epoch)
-        return [Send(peer.route, reply)]
-    if (peer.uid, peer.pid) != (state.uid, engine.pid):
-        return state.complain(peer, "impostor", f"speaks for pid {engine.pid}")
+        return [Send(sender.route, reply)]
+    if (sender.uid, sender.pid) != (state.uid, engine.pid):
+        return state.complain(sender, "impostor", f"speaks for pid {engine.pid}")
     actions = _heard(state, engine, now)
     match message:
         case Leave():
@@ -116,7 +107,7 @@ def _on_message(
             # Higher than relayed: the engine had to drop some.  The next tick tells everybody.
             engine.sequence = max(engine.sequence, sequence)
         case Events():
-            actions += _relay(state, peer, engine, message)
+            actions += _relay(state, sender, engine, message)
     return actions
 
 
@@ -132,11 +123,11 @@ def _heard(state: State, engine: Engine, now: float) -> list[Action]:
     ]
 
 
-def _relay(state: State, peer: Peer, engine: Engine, events: Events) -> list[Action]:
+def _relay(state: State, sender: Sender, engine: Engine, events: Events) -> list[Action]:
     if (size := len(events.records)) % RECORD_BYTES or size > MAX_EVENTS_BYTES:
-        return state.complain(peer, "garbled", f"{size} bytes are no records of one message")
+        return state.complain(sender, "garbled", f"{size} bytes are no records of one message")
     if events.sequence <= engine.sequence:
-        return state.complain(peer, "repeated", f"events {events.sequence} came again")
+        return state.complain(sender, "repeated", f"events {events.sequence} came again")
     engine.sequence = events.sequence
     relayed = {"epoch": events.epoch, "engine_sequence": events.sequence}
     topic = engine.info.fingerprint
@@ -154,7 +145,7 @@ def _on_death(state: State, died: Died, now: float) -> list[Action]:
     engine = state.engines.get(died.epoch)
     if engine is not None:
         actions = _end_by_death(state, engine.info, died)
-        state.unexplained[died.epoch] = engine, now + EXPLAIN_SECONDS
+        state.unexplained[died.epoch] = engine, now + state.timing.explain_seconds
     if died.owner and died.epoch in state.unexplained:
         engine, _ = state.unexplained.pop(died.epoch)
         if died.retired:
@@ -172,10 +163,10 @@ def _end_by_death(state: State, info: EngineInfo, died: Died) -> list[Action]:
     return _end(state, info, reason, info.lease_bit)
 
 
-def _explain(state: State, peer: Peer, epoch: int) -> list[Action]:
+def _explain(state: State, sender: Sender, epoch: int) -> list[Action]:
     """An engine says that it leaves after its worker has ended: that was no death."""
     engine, _ = state.unexplained.get(epoch, (None, 0.0))
-    if engine is None or (peer.uid, peer.pid) != (state.uid, engine.pid):
+    if engine is None or (sender.uid, sender.pid) != (state.uid, engine.pid):
         return []
     del state.unexplained[epoch]
     return [_log_end(state, "leave", engine.info, "left")]
@@ -209,7 +200,7 @@ def _on_clock(state: State, now: float) -> list[Action]:
     _forgive(state, now)
     actions: list[Action] = []
     for engine in state.engines.values():
-        if not engine.suspected and now - engine.last_heard > SUSPECT_AFTER_SECONDS:
+        if not engine.suspected and now - engine.last_heard > state.timing.suspect_seconds:
             actions += _suspect(state, engine, now)
     actions += _ticks(state)
     actions += _settle(state, now)
@@ -219,7 +210,7 @@ def _on_clock(state: State, now: float) -> list[Action]:
             reason = "a worker's process died"
             actions.append(_log_end(state, "death", engine.info, reason))
     if now >= state.next_leftovers:
-        state.next_leftovers = now + LEFTOVERS_SECONDS
+        state.next_leftovers = now + state.timing.leftovers_seconds
         state.forget_idle_topics()
         actions.append(SweepFiles())
     return actions
@@ -230,7 +221,7 @@ def _settle(state: State, now: float) -> list[Action]:
     of those that have not.  One that stood still and has lost leases so finds out when it checks
     its copies again."""
     if state.settled_at is None:
-        state.settled_at = now + GRACE_SECONDS
+        state.settled_at = now + state.timing.grace_seconds
     if state.settled or now < state.settled_at:
         return []
     state.settled = True
@@ -242,8 +233,12 @@ def _forgive(state: State, now: float) -> None:
     yet to be read.  After a long one every engine has its full time again."""
     since = 0.0 if state.last_clock is None else now - state.last_clock
     state.last_clock = now
-    if since > 2 * HEARTBEAT_SECONDS:
-        still = math.inf if since > SUSPECT_AFTER_SECONDS else since - HEARTBEAT_SECONDS
+    if since > 2 * state.timing.heartbeat_seconds:
+        still = (
+            math.inf
+            if since > state.timing.suspect_seconds
+            else since - state.timing.heartbeat_seconds
+        )
         for engine in state.engines.values():
             engine.last_heard = min(now, engine.last_heard + still)
 

@@ -34,7 +34,7 @@ from kvshm.segment import TABLE_KIND
 from kvshm.slots import SlotTable
 
 from . import logfmt
-from .actions import Deserted, Died, Event, Examined, Log, Peer, Refusal
+from .actions import Deserted, Died, Event, Examined, Log, Refusal, Sender
 from .versions import who_upgrades
 
 MAX_EXAMINED = 64
@@ -47,7 +47,7 @@ _AGAIN = "nothing: it is tried again"
 class _Examination:
     """A table that was asked for."""
 
-    peer: Peer
+    sender: Sender
     join: Join
     connection: socket.socket
     until: float
@@ -156,17 +156,17 @@ class Tables:
 
     # -- before a join
 
-    def examine(self, peer: Peer, join: Join) -> Event | None:
+    def examine(self, sender: Sender, join: Join) -> Event | None:
         """Ask the engine for its table; the answer, if it is known at once."""
         epoch = join.engine.epoch
         known = self._members.get(epoch)
-        if known is not None and known.pid == peer.pid and known.connection is not None:
-            return Examined(peer, join, _compare(known.table, join.engine))
+        if known is not None and known.pid == sender.pid and known.connection is not None:
+            return Examined(sender, join, _compare(known.table, join.engine))
         if len(self._examined) >= MAX_EXAMINED:
             reason = f"{MAX_EXAMINED} engines join at the same time"
-            return Examined(peer, join, Refusal(reason, _AGAIN, retry=True))
+            return Examined(sender, join, Refusal(reason, _AGAIN, retry=True))
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        examined = _Examination(peer, join, connection, self._clock() + FETCH_SECONDS)
+        examined = _Examination(sender, join, connection, self._clock() + FETCH_SECONDS)
         try:
             self._ask(examined)
         except (OSError, KvshmError) as exc:
@@ -179,7 +179,7 @@ class Tables:
         epoch = examined.join.engine.epoch
         examined.connection.connect(os.fspath(engine_socket(self._run_dir, self._namespace, epoch)))
         server = peer_credentials(examined.connection)
-        if (server.uid, server.pid) != (os.geteuid(), examined.peer.pid):
+        if (server.uid, server.pid) != (os.geteuid(), examined.sender.pid):
             raise SegmentError(f"its slot table is served by pid {server.pid}, uid {server.uid}")
         examined.connection.send(encode_request(TABLE_KIND, epoch, True))
 
@@ -197,14 +197,14 @@ class Tables:
             connection.close()
             return self._refused(examined, refusal)
         old = self._members.get(engine.epoch)
-        self._members[engine.epoch] = _Member(table, examined.peer.pid, connection)
+        self._members[engine.epoch] = _Member(table, examined.sender.pid, connection)
         if old is not None:  # not before: the server's thread hands out what is there
             old.close()
-        return Examined(examined.peer, examined.join, None)
+        return Examined(examined.sender, examined.join, None)
 
     @staticmethod
     def _refused(examined: _Examination, refusal: Refusal) -> Event:
-        return Examined(examined.peer, examined.join, refusal)
+        return Examined(examined.sender, examined.join, refusal)
 
     # -- after an end
 

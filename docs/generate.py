@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from kvshm import timing
 from kvshm.config import SETTINGS, TEST_SYNC_POINT, Setting
 from kvshm.fingerprint import FIELDS
 from kvshm.records import RecordKind, SlotState, digest, numbers
@@ -32,7 +33,13 @@ SYNC_POINT = (
     "unset",
     "Stop or kill the process at a sync point (`kvshm/syncpoints.py`).",
 )
-"""Read before there are settings, and by tests only."""
+TIME_SCALE = (
+    f"`{timing.VARIABLE}`",
+    "a number above 0",
+    "1",
+    "Multiply all times that coordinator and engines wait for each other (`kvshm/timing.py`).",
+)
+"""Both are read before there are settings, and set by tests only."""
 
 
 def configuration(page: str) -> str:
@@ -40,7 +47,7 @@ def configuration(page: str) -> str:
     everybody = [_cells(setting) for setting in SETTINGS if not setting.for_tests]
     tests = [_cells(setting) for setting in SETTINGS if setting.for_tests]
     page = replaced(page, "settings", _table(everybody))
-    return replaced(page, "settings for tests", _table([*tests, SYNC_POINT]))
+    return replaced(page, "settings for tests", _table([*tests, SYNC_POINT, TIME_SCALE]))
 
 
 def fingerprint(page: str) -> str:

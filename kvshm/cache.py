@@ -21,8 +21,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .client import CoordinatorClient
 from .config import Config
+from .coordinator_client import CoordinatorClient
 from .costs import Costs
 from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED, LOOKUPS
 from .errors import KvshmError
@@ -35,11 +35,11 @@ from .leftovers import clear
 from .life import EngineSpec, Founding, Life
 from .log import engine_name, logger
 from .marks import Marks, Run
-from .member import Membership
 from .peer_list import PeerList
 from .peers import Peers
 from .plans import Load, LoadReport, Plan
 from .protocol import RankInfo
+from .roster_handler import RosterHandler
 from .rundir import engine_socket, peers_file, start_command
 from .slots import SlotTable
 from .terms import BlockHash, BlockId, Epoch
@@ -96,10 +96,10 @@ class SharedCache:
         self._lived: Epoch | None = None
         """The epoch in which all ranks have been seen alive last."""
         self._lame = Lame(self._tables_by_bit)
-        member = Membership(
+        handler = RosterHandler(
             self._open_when_ready, lambda: self.life, start_command(run_dir, config.namespace)
         )
-        self._client = CoordinatorClient(run_dir, config.namespace, member)
+        self._client = CoordinatorClient(run_dir, config.namespace, handler)
         guard_forks(self)
 
     # -- epochs

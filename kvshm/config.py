@@ -25,6 +25,7 @@ SOCKET_NAME_BYTES = 32
 
 TEST_SYNC_POINT = "KVSHM_TEST_SYNC_POINT"
 """Read by kvshm/syncpoints.py when it is imported, before there are settings."""
+_READ_ELSEWHERE = frozenset({TEST_SYNC_POINT, "KVSHM_TEST_TIME_SCALE"})
 
 _SWITCH = {"0": False, "no": False, "false": False, "off": False}
 _SWITCH |= {"1": True, "yes": True, "true": True, "on": True}
@@ -325,7 +326,7 @@ def _left_out(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
 
 def _unknown(environ: Mapping[str, str]) -> tuple[str, ...]:
     """What to say of each name that looks like a setting's and is none."""
-    known = {TEST_SYNC_POINT, *(s.name for s in SETTINGS)}
+    known = {s.name for s in SETTINGS} | _READ_ELSEWHERE
     ours = (n for n in environ if n.startswith(PREFIX) and not _KUBERNETES.fullmatch(n))
     return tuple(
         f"{name} is no setting of kvshm and does nothing; {_remedy(name, known)}"

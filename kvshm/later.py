@@ -6,22 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .protocol import EngineInfo
-
-FIRST_SECONDS = 1.0
-LONGEST_SECONDS = 30.0
+from .timing import TIMING, Timing
 
 
 class Pause:
     """Between two tries: after each twice as long as the time before."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], timing: Timing = TIMING) -> None:
         self._clock = clock
+        self._first, self._longest = timing.try_again_seconds
         self._seconds = 0.0
         self._until: float | None = None
 
     def tried(self) -> None:
         """It is tried now, or was just now."""
-        self._seconds = min(LONGEST_SECONDS, 2 * self._seconds or FIRST_SECONDS)
+        self._seconds = min(self._longest, 2 * self._seconds or self._first)
         self._until = self._clock() + self._seconds
 
     @property
@@ -40,13 +39,14 @@ class _Waiting:
 class Later:
     """Engines that could not be attached, by epoch.  Used by one thread."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], timing: Timing = TIMING) -> None:
         self._clock = clock
+        self._timing = timing
         self._waiting: dict[int, _Waiting] = {}
 
     def put(self, info: EngineInfo) -> None:
         """Have an engine tried again."""
-        new = _Waiting(info, Pause(self._clock))
+        new = _Waiting(info, Pause(self._clock, self._timing))
         waiting = self._waiting.setdefault(info.epoch, new)
         waiting.info = info
         waiting.pause.tried()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED, Counter
@@ -30,16 +29,12 @@ from .records import RECORD_BYTES, RowState
 from .rescans import Rescans
 from .slots import SlotTable
 from .terms import Epoch, LeaseBit
+from .timing import TIMING, Timing
 
 log = logger(__name__)
 
 INITIAL_CAPACITY = 1 << 16
 QUARANTINE_FAILURES = 3
-QUARANTINE_SECONDS = 30.0
-SILENT_SECONDS = 1.0
-ATTACHING_SECONDS = 5.0
-"""How long nothing is planned from a peer that could not be attached in time: as long as its
-socket may take to answer."""
 
 
 class _View(NamedTuple):
@@ -56,19 +51,12 @@ class _View(NamedTuple):
 _NOBODY = _View({}, {}, 0)
 
 
-@dataclass(frozen=True)
-class PeersStats:
-    """What ``Peers`` has seen so far."""
+class PeersStats(NamedTuple):
+    """How many peers there are."""
 
     attached: int
     usable: int
     """Those of them that lookups may name at the moment."""
-    skipped: int
-    """How often an engine was left out: its table could not be used, or no row was free."""
-    strange_events: int
-    """Batches of epochs that are not attached, or of blocks an engine does not have."""
-    refused_entries: int
-    """Publishes for which the replica had no room."""
 
 
 class Peers:
@@ -86,6 +74,7 @@ class Peers:
         handouts: Handouts,
         clock: Callable[[], float] = time.monotonic,
         listed: PeerList | None = None,
+        timing: Timing = TIMING,
     ) -> None:
         """Create the replica of engine ``engine`` in its own ``epoch``.
 
@@ -95,21 +84,21 @@ class Peers:
         self._epoch = epoch
         self._handouts = handouts
         self._clock = clock
+        self._timing = timing
         self.replica = Replica.create(namespace, engine, epoch, INITIAL_CAPACITY)
         self._closed = False
         self._peers: dict[int, Peer] = {}  # the client's thread only
         self._view = _NOBODY
         self._listed = listed
-        self._later = Later(clock)  # the client's thread only
-        self.rescans = Rescans(clock)  # likewise
+        self._later = Later(clock, timing)  # the client's thread only
+        self.rescans = Rescans(clock, timing)  # likewise
         self._silent_until = 0.0
         """The coordinator has just not answered: nobody is attached before, since who waits for it
         sends no heartbeats meanwhile."""
-        self._avoided: dict[int, Peer] = {}  # in quarantine, by row; the scheduler's thread only
+        self._avoided_until = 0.0
+        """When the last peer that is avoided will be used again.  The scheduler's thread only."""
         self._complaints: set[tuple[int, str]] = set()
-        self._skipped = 0
-        self._strange_events = 0
-        self.strangers = 0
+        self.num_incompatible = 0
         """Engines of other fingerprints on this node; set on the client's thread."""
 
     # -- the client's thread
@@ -142,30 +131,27 @@ class Peers:
         self._complaints = {c for c in self._complaints if c[0] != epoch}
         return who
 
-    def events(self, batches: Sequence[tuple[int, bytes]]) -> None:
+    def apply_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
         """Apply events, each with its engine's epoch, in order; those of an epoch that is not
         attached are dropped."""
         find = self._view.peers.get
         known = [(peer, records) for epoch, records in batches if (peer := find(epoch))]
-        self._strange_events += len(batches) - len(known)
         try:
             self.replica.apply_all([(peer.row, records) for peer, records in known])
         except (KvshmError, IndexError, ValueError):  # one of them: who sent it is found out
             for peer, records in known:
-                self._events_of(peer, records)
+                self._apply_events_of(peer, records)
 
-    def _events_of(self, peer: Peer, records: bytes) -> None:
+    def _apply_events_of(self, peer: Peer, records: bytes) -> None:
         try:
             self.replica.apply(peer.row, records)
         except (KvshmError, IndexError, ValueError) as exc:
-            self._strange_events += 1
             self._complain(peer.info, f"sent events that make no sense: {exc}")
             self.rescans.ask(Epoch(peer.info.epoch))
 
     def rescan(self, epoch: Epoch) -> None:
         """Bring the replica in line with the engine's table, now (``rescans`` when it is due)."""
-        peer = self._find(epoch)
-        if peer is None:
+        if (peer := self._find(epoch)) is None:
             return
         try:
             # The order matters: what is known before the scan begins was READY before.
@@ -204,22 +190,18 @@ class Peers:
         there is somebody."""
         if self._view.mask:
             return None
-        return MISS_FINGERPRINT if self.strangers else MISS_NO_PEER
+        return MISS_FINGERPRINT if self.num_incompatible else MISS_NO_PEER
 
     def why_missed(self, hashes: Sequence[bytes], start: int) -> Counter:
         """Return the counter of the reason why ``lookup`` found nobody for block ``start``."""
         if (reason := self.why_nobody()) is not None:
             return reason
-        if self._avoided and self._only_avoided(hashes, start):
-            return MISS_QUARANTINED
+        if (now := self._clock()) < self._avoided_until:
+            rows = self._view.rows.items()
+            mask = sum(1 << row for row, peer in rows if peer.avoided_until > now)
+            if mask and self.replica.lookup(hashes, start, start + 1, mask):
+                return MISS_QUARANTINED
         return MISS_NO_OWNER
-
-    def _only_avoided(self, hashes: Sequence[bytes], start: int) -> bool:
-        now, rows = self._clock(), self._view.rows
-        still = {row: p for row, p in self._avoided.items() if p.avoided_until > now}
-        self._avoided = still
-        mask = sum(1 << row for row, peer in still.items() if rows.get(row) is peer)
-        return bool(mask and self.replica.lookup(hashes, start, start + 1, mask))
 
     def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> list[PlannedRun]:
         """Return the longest prefix of ``hashes[start:stop]`` that usable peers seem to hold,
@@ -250,46 +232,42 @@ class Peers:
     def forget(self, epoch: Epoch, records: bytes) -> None:
         """Drop packed records that could not be leased or copied: a hint was stale.  From here
         on no lookup names them."""
-        peer = self._view.peers.get(epoch)
-        if peer is not None:
+        if (peer := self._find(epoch)) is not None:
             self.replica.forget(peer.row, epoch, records)
 
     def fail(self, epoch: Epoch) -> bool:
         """Count a failed load from a peer; the third in a row puts it in quarantine, which
         is what is returned."""
-        peer = self._view.peers.get(epoch)
-        if peer is None:
+        if (peer := self._find(epoch)) is None:
             return False
         peer.failures += 1
         if peer.failures < QUARANTINE_FAILURES:
             return False
         peer.failures = 0
-        peer.quarantined = True
-        peer.avoided_until = self._clock() + QUARANTINE_SECONDS
-        self._avoided[peer.row] = peer
+        peer.quarantined, seconds = True, self._timing.quarantine_seconds
+        self._avoid(peer, seconds)
         who, times = peer.info.who, QUARANTINE_FAILURES
-        log.warning("engine %s failed %d times, avoided for %.0f s", who, times, QUARANTINE_SECONDS)
+        log.warning("engine %s failed %d times, avoided for %.0f s", who, times, seconds)
         return True
 
     def not_attached(self, epoch: Epoch) -> None:
         """A rank could not attach a peer in time: plan nothing from it until that has ended."""
-        peer = self._view.peers.get(epoch)
-        if peer is not None:
-            until = self._clock() + ATTACHING_SECONDS
-            peer.avoided_until = max(peer.avoided_until, until)
-            self._avoided[peer.row] = peer
+        if (peer := self._find(epoch)) is not None:
+            self._avoid(peer, self._timing.attaching_seconds)
+
+    def _avoid(self, peer: Peer, seconds: float) -> None:
+        peer.avoided_until = max(peer.avoided_until, self._clock() + seconds)
+        self._avoided_until = max(peer.avoided_until, self._avoided_until)
 
     def attached(self, epochs: Collection[int]) -> None:
         """All own ranks have attached these peers: whoever was avoided for that is not."""
-        for row, peer in list(self._avoided.items()):
-            if peer.info.epoch in epochs and not peer.quarantined:
+        for peer in map(self._view.peers.get, epochs):
+            if peer is not None and not peer.quarantined:
                 peer.avoided_until = 0.0
-                del self._avoided[row]
 
     def fine(self, epoch: Epoch) -> None:
         """A load from a peer went well: its failures are forgotten."""
-        peer = self._view.peers.get(epoch)
-        if peer is not None:
+        if (peer := self._find(epoch)) is not None:
             peer.failures, peer.quarantined = 0, False
 
     def tables_by_bit(self) -> dict[int, SlotTable]:
@@ -300,9 +278,7 @@ class Peers:
     def stats(self) -> PeersStats:
         """Any thread."""
         view = self._view
-        usable = sum(map(self._usable, view.rows.values()))
-        refused = self.replica.refused
-        return PeersStats(len(view.peers), usable, self._skipped, self._strange_events, refused)
+        return PeersStats(len(view.peers), sum(map(self._usable, view.rows.values())))
 
     def close(self) -> None:
         """Forget everybody and the replica; later calls do nothing.  Idempotent."""
@@ -329,8 +305,7 @@ class Peers:
             self._view = _NOBODY
 
     def _drop(self, epoch: int) -> None:
-        peer = self._peers.pop(epoch, None)
-        if peer is not None:
+        if (peer := self._peers.pop(epoch, None)) is not None:
             self._show()  # before its row is another's
             self.rescans.forget(Epoch(epoch))
             self.replica.drop_row(peer.row)
@@ -343,8 +318,7 @@ class Peers:
 
     def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
         self._later.suspect(epoch, suspected)
-        peer = self._find(epoch)
-        if peer is not None:
+        if (peer := self._find(epoch)) is not None:
             peer.suspected = suspected
             self._show()
             self.replica.set_row_state(peer.row, state)
@@ -362,7 +336,7 @@ class Peers:
             row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)
         except (KvshmError, OSError) as exc:
             if isinstance(exc, SegmentNotReady):
-                self._silent_until = self._clock() + SILENT_SECONDS
+                self._silent_until = self._clock() + self._timing.silent_seconds
             self._skip(info, exc)
             return False
         self._later.forget(info.epoch)
@@ -376,7 +350,6 @@ class Peers:
             self._listed.write(peer.info for peer in self._peers.values())
 
     def _skip(self, info: EngineInfo, reason: Exception) -> None:
-        self._skipped += 1
         if isinstance(reason, SegmentNotFound):  # it has left meanwhile, or begun anew
             self._later.forget(info.epoch)
             log.info("engine %s has ended its epoch: %s", info.who, reason)

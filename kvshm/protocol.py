@@ -40,13 +40,6 @@ MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
 """A message longer than allowed is received, to be counted and to say who sent it; one longer
 than this ends its sender's connection before any of it is kept."""
 
-HEARTBEAT_SECONDS = 1.0
-"""How often engines send Heartbeat and the coordinator sends Tick."""
-SUSPECT_AFTER_SECONDS = 3.0
-"""Silence of an engine after which the coordinator suspects it."""
-SILENCE_SECONDS = 5.0
-"""Silence of the coordinator after which engines take it for lost."""
-
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
     """Base of all messages; field ``type`` names the class.  Unknown fields are ignored, so a

@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from .terms import Epoch
+from .timing import TIMING, Timing
 
-PAUSE_SECONDS = 0.5
-"""Between two scans of one table, in the long run."""
 AT_ONCE = 8
-"""Scans of one table that need not wait for that: after a restart of the coordinator each engine
+"""Scans of one table that need not wait for a pause: after a restart of the coordinator each engine
 is met as it joins, having published more since."""
 
 
 class Rescans:
     """By epoch, in the order in which they were asked for.  Used by one thread."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], timing: Timing = TIMING) -> None:
         self._clock = clock
+        self._pause = timing.rescan_pause_seconds
         self._wanted: dict[Epoch, None] = {}
         self._paid_until: dict[Epoch, float] = {}
         """When all scans so far would have been due, one in each pause."""
@@ -42,10 +42,10 @@ class Rescans:
         now, scans = self._clock(), 0
         for epoch in list(self._wanted):
             paid_until = max(now, self._paid_until.get(epoch, now))
-            if paid_until > now + (AT_ONCE - 1) * PAUSE_SECONDS:
+            if paid_until > now + (AT_ONCE - 1) * self._pause:
                 continue
             del self._wanted[epoch]
-            self._paid_until[epoch] = paid_until + PAUSE_SECONDS
+            self._paid_until[epoch] = paid_until + self._pause
             scan(epoch)  # which forgets it if it fails
             scans += 1
             if enough():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from .processes import Node, fresh_node
-from .scripted import Script, scripted
+from .scripted import UNHURRIED, Script, scripted
 
 
 @pytest.fixture
@@ -18,8 +18,8 @@ def node() -> Iterator[Node]:
 
 
 @pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[Script]:
-    with scripted(monkeypatch) as script:
+def script() -> Iterator[Script]:
+    with scripted(UNHURRIED) as script:
         yield script
 
 

@@ -35,7 +35,8 @@ from typing import Any
 
 import zmq
 
-from kvshm.client import CoordinatorClient
+from kvshm.coordinator_client import CoordinatorClient
+from kvshm.news import EventBatches, News
 from kvshm.protocol import (
     PROTOCOL_VERSION,
     EngineEvents,
@@ -135,14 +136,15 @@ def node_rounds(rounds: int, seed: int) -> dict[str, Any]:
 
 
 class Slow:
-    """A member that is behind with what it hears."""
+    """An engine that is behind with what it hears."""
 
     def describe(self) -> Any:
         return engine_info(100, "own")
 
-    def engine_events(self, batches: list[tuple[int, bytes]]) -> None:
-        for _ in batches:
-            sum(range(SLOWLY))
+    def apply(self, news: News) -> None:
+        if isinstance(news, EventBatches):
+            for _ in news.batches:
+                sum(range(SLOWLY))
 
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: None

@@ -13,15 +13,27 @@ import secrets
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvshm.client import CoordinatorClient
+from kvshm.coordinator_client import CoordinatorClient
 from kvshm.handout import Handouts, HandoutServer, serve_epoch
 from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.protocol import EngineInfo, Joined, RankInfo, Refused, Stranger
+from kvshm.news import Coordinator, EventBatches, EventsLost, News
+from kvshm.protocol import (
+    EngineGone,
+    EngineInfo,
+    EngineJoined,
+    EngineRecovered,
+    EngineSuspected,
+    Joined,
+    RankInfo,
+    Refused,
+    StrangerJoined,
+    Tick,
+)
 from kvshm.records import BlockRecord, pack_records, unpack_records
 from kvshm.rundir import engine_socket
 from kvshm.slots import SlotTable, TableSpec
@@ -53,7 +65,7 @@ def block_hash(block: int, name: str) -> BlockHash:
 
 
 class Engine:
-    """A member that says what it is told, and keeps a toy replica by scanning tables."""
+    """An engine that says what it is told, and keeps a toy replica by scanning tables."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -63,6 +75,7 @@ class Engine:
         self.workers = [self._worker(rank) for rank in range(1, options.ranks)]
         self.bit = LeaseBit(-1)
         self.failing: set[str] = set()
+        self.strangers = 0
         self.begin_epoch()
 
     def _worker(self, rank: int) -> subprocess.Popen[bytes]:
@@ -115,7 +128,7 @@ class Engine:
     hears, deaf = threading.Event(), threading.Event()
     hears.set()
 
-    # -- Member
+    # -- NewsHandler
 
     def describe(self) -> EngineInfo:
         pids = [os.getpid(), *(worker.pid for worker in self.workers)]
@@ -133,74 +146,72 @@ class Engine:
             kvshm_version=__version__,
         )
 
-    def joined(self, reply: Joined) -> None:
-        self.bit = LeaseBit(reply.lease_bit)
-        self.table.lease_bit = self.bit
-        say(
-            "joined",
-            bit=reply.lease_bit,
-            epoch=self.epoch,
-            coordinator=reply.coordinator_epoch,
-            roster=sorted(info.name for info in reply.roster),
-            strangers=[[s.name, s.differences] for s in reply.strangers],
-        )
-
-    def engine_joined(self, info: EngineInfo) -> None:
-        if "engine_joined" in self.failing:
+    def apply(self, news: News) -> None:
+        if type(news).__name__ in self.failing:
             raise RuntimeError("told to fail")
-        self.peers[info.epoch] = self.handouts.table_of_member(
-            info.epoch, info.num_blocks, len(info.ranks)
-        )
-        self._scan(info.epoch)
-        say("engine_joined", name=info.name, epoch=info.epoch, blocks=self._held(info.epoch))
+        match news:
+            case EngineJoined(engine=info):
+                self._attach(info)
+                say(
+                    "engine_joined", name=info.name, epoch=info.epoch, blocks=self._held(info.epoch)
+                )
+            case EngineGone(epoch=epoch):
+                table = self.peers.pop(epoch, None)
+                usable = table is not None and any(map(table.is_alive, range(table.num_ranks)))
+                say("engine_gone", epoch=epoch, reason=news.reason, usable=usable)
+            case EventBatches(batches):
+                for epoch, records in batches:
+                    self.replica[epoch] |= {r.block_id for r in unpack_records(records)}
+                    say("engine_events", epoch=epoch, blocks=self._held(epoch))
+            case EventsLost(epoch):
+                self._scan(epoch)
+                say("rescan", epoch=epoch, blocks=self._held(epoch))
+            case _:
+                self._say(news)
 
-    def engine_suspected(self, epoch: int) -> None:
-        say("engine_suspected", epoch=epoch)
-
-    def engine_recovered(self, epoch: int) -> None:
-        say("engine_recovered", epoch=epoch)
-
-    def engine_gone(self, epoch: int, reason: str) -> None:
-        table = self.peers.pop(epoch, None)
-        usable = table is not None and any(map(table.is_alive, range(table.num_ranks)))
-        say("engine_gone", epoch=epoch, reason=reason, usable=usable)
-
-    def engine_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
-        for epoch, records in batches:
-            for record in unpack_records(records):
-                self.replica[epoch].add(record.block_id)
-            say("engine_events", epoch=epoch, blocks=self._held(epoch))
-
-    def rescan(self, epoch: int) -> None:
-        self._scan(epoch)
-        say("rescan", epoch=epoch, blocks=self._held(epoch))
+    def _say(self, news: News) -> None:
+        match news:
+            case Joined():
+                self.bit = LeaseBit(news.lease_bit)
+                self.table.lease_bit = self.bit
+                say(
+                    "joined",
+                    bit=news.lease_bit,
+                    epoch=self.epoch,
+                    coordinator=news.coordinator_epoch,
+                    roster=sorted(info.name for info in news.roster),
+                    strangers=[[s.name, s.differences] for s in news.strangers],
+                )
+            case Refused():
+                say("refused", reason=news.reason, remedy=news.remedy, retry=news.retry)
+            case StrangerJoined(stranger=stranger):
+                say("stranger_joined", name=stranger.name, differences=stranger.differences)
+            case Tick(strangers=count) if count != self.strangers:
+                self.strangers = count
+                say("strangers_counted", count=count)
+            case Coordinator():
+                say(f"coordinator_{news.value}")
+            case EngineSuspected(epoch=epoch):
+                say("engine_suspected", epoch=epoch)
+            case EngineRecovered(epoch=epoch):
+                say("engine_recovered", epoch=epoch)
 
     def scan_again(self, enough: Callable[[], bool]) -> None:
         """It has scanned when it was told."""
 
-    def stranger_joined(self, stranger: Stranger) -> None:
-        say("stranger_joined", name=stranger.name, differences=stranger.differences)
-
-    def strangers_counted(self, count: int) -> None:
-        say("strangers_counted", count=count)
-
     def count(self, counter: int, amount: int = 1) -> None:
         self.table.counters.add(counter, amount)
-
-    def refused(self, message: Refused) -> None:
-        say("refused", reason=message.reason, remedy=message.remedy, retry=message.retry)
-
-    def coordinator_missing(self) -> None:
-        say("coordinator_missing")
-
-    def coordinator_lost(self) -> None:
-        say("coordinator_lost")
 
     def beat(self) -> None:
         self.table.beat()
         if not self.hears.is_set():
             self.deaf.set()
             self.hears.wait()
+
+    def _attach(self, info: EngineInfo) -> None:
+        table = self.handouts.table_of_member(info.epoch, info.num_blocks, len(info.ranks))
+        self.peers[info.epoch] = table
+        self._scan(info.epoch)
 
     def _scan(self, epoch: int) -> None:
         table = self.peers[epoch]
@@ -250,7 +261,7 @@ class Engine:
             case "hear":
                 self.hears.set()
             case "fail":
-                self.failing.add(order["callback"])
+                self.failing.add(order["news"])
             case "errors":
                 say("errors", count=client.errors)
             case "fork":

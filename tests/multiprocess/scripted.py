@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import zmq
 
-from kvshm import session
-from kvshm.client import CoordinatorClient
+from kvshm.coordinator_client import CoordinatorClient
+from kvshm.news import EventBatches, News
 from kvshm.protocol import (
     PROTOCOL_VERSION,
     AnyBroadcast,
@@ -23,13 +23,20 @@ from kvshm.protocol import (
     Heartbeat,
     Joined,
     Message,
+    Tick,
     broadcast_frame,
     decode_command,
     encode,
 )
 from kvshm.rundir import command_endpoint, event_endpoint
+from kvshm.timing import TIMING, Timing
 
+from ..told import told
 from .processes import PATIENCE_SECONDS
+
+UNHURRIED = replace(TIMING, reply_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS)
+"""Has the client neither ask again nor take the coordinator for lost because a script answers only
+when its test has come to that."""
 
 
 def engine_info(epoch: int, name: str = "x") -> EngineInfo:
@@ -45,7 +52,7 @@ def engine_info(epoch: int, name: str = "x") -> EngineInfo:
 
 
 class Recorder:
-    """A member that remembers its calls."""
+    """An engine that remembers what it was told."""
 
     def __init__(self) -> None:
         self.epoch: int | None = 100
@@ -55,24 +62,33 @@ class Recorder:
     def describe(self) -> EngineInfo | None:
         return None if self.epoch is None else engine_info(self.epoch, "own")
 
-    def engine_events(self, batches: list[tuple[int, bytes]]) -> None:
-        for batch in batches:
-            self.__getattr__("engine_events")(*batch)
+    def apply(self, news: News) -> None:
+        match news:
+            case EventBatches(batches):
+                for batch in batches:
+                    self._note("engine_events", *batch)
+            case Tick():
+                pass  # it is told each second
+            case _:
+                self._note(*told(news))
 
-    def __getattr__(self, name: str) -> Any:
-        def record(*arguments: Any) -> None:
-            with self._changed:
-                self._calls.append((name, *arguments))
-                self._changed.notify_all()
+    def scan_again(self, enough: Callable[[], bool]) -> None: ...
 
-        record.__name__ = name
-        return record
+    def beat(self) -> None: ...
+
+    def count(self, counter: int, amount: int = 1) -> None:
+        self._note("count", counter, *([amount] if amount != 1 else []))
+
+    def _note(self, *call: Any) -> None:
+        with self._changed:
+            self._calls.append(call)
+            self._changed.notify_all()
 
     @property
     def calls(self) -> list[tuple[Any, ...]]:
-        """What was called so far, beats and the reply of ``joined`` aside."""
+        """What it was told so far, the reply of ``joined`` aside."""
         with self._changed:
-            calls = [call for call in self._calls if call[0] not in ("beat", "scan_again")]
+            calls = list(self._calls)
         return [call[:1] if call[0] == "joined" else call for call in calls]
 
     def wait(self, *call: Any) -> None:
@@ -83,14 +99,10 @@ class Recorder:
 
 
 @contextmanager
-def scripted(unhurried: pytest.MonkeyPatch | None = None) -> Iterator[Script]:
-    """A script and its client.  With ``unhurried`` the client neither asks again nor takes the
-    coordinator for lost because the script answers only when its test has come to that."""
-    if unhurried is not None:
-        unhurried.setattr(session, "REPLY_SECONDS", PATIENCE_SECONDS)
-        unhurried.setattr(session, "SILENCE_SECONDS", PATIENCE_SECONDS)
+def scripted(timing: Timing = TIMING) -> Iterator[Script]:
+    """A script and its client."""
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
-        script = Script(Path(directory))
+        script = Script(Path(directory), timing)
         yield script
         script.close()
 
@@ -98,8 +110,8 @@ def scripted(unhurried: pytest.MonkeyPatch | None = None) -> Iterator[Script]:
 class Script:
     """Both sockets of a coordinator, and a client under test."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self.member = Recorder()
+    def __init__(self, run_dir: Path, timing: Timing) -> None:
+        self.engine = Recorder()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._publisher = self._context.socket(zmq.XPUB)
@@ -108,7 +120,9 @@ class Script:
         for socket in (self._router, self._publisher):
             socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_SECONDS * 1000))
         self._route = b""
-        self.client = CoordinatorClient(run_dir, "n", self.member, jitter=lambda: 1.0)
+        self.client = CoordinatorClient(
+            run_dir, "n", self.engine, jitter=lambda: 1.0, timing=timing
+        )
         assert self._publisher.recv() == b"\1" + b"f" * 32  # subscribed
 
     def close(self) -> None:
@@ -149,12 +163,12 @@ class Script:
 
     def joined(self, sequence: int = 0, coordinator: int = 1, **engines: int) -> Joined:
         """A reply; ``engines`` gives the sequence of each engine e<epoch>."""
-        assert self.member.epoch is not None
+        assert self.engine.epoch is not None
         epochs = {int(name[1:]): heard for name, heard in engines.items()}
         return Joined(
             protocol=PROTOCOL_VERSION,
             coordinator_epoch=coordinator,
-            engine_epoch=self.member.epoch,
+            engine_epoch=self.engine.epoch,
             lease_bit=5,
             sequence=sequence,
             roster=[engine_info(epoch) for epoch in epochs],

@@ -20,7 +20,7 @@ def errors_logged(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def counted(script: Script) -> int:
-    return script.member.calls.count(("count", BAD_MESSAGES))
+    return script.engine.calls.count(("count", BAD_MESSAGES))
 
 
 def test_truncated_unknown_and_oversized_messages(
@@ -34,13 +34,13 @@ def test_truncated_unknown_and_oversized_messages(
     for frame in bad:
         script.send_raw([frame])
     script.answer(script.joined(e7=0))
-    script.member.wait("joined", script.joined(e7=0))
+    script.engine.wait("joined", script.joined(e7=0))
     worse = [broadcast[:cut] for cut in range(len(broadcast))]
     worse += [unknown, reply, bytes(MAX_MESSAGE_BYTES + 1)]
     for frame in worse:
         script.publish_raw(frame)
     script.publish(script.events(1, 1, b"1"))
-    script.member.wait("engine_events", 7, b"1")
+    script.engine.wait("engine_events", 7, b"1")
     assert script.client.errors == counted(script) == len(bad) + len(worse)
     (line,) = errors_logged(caplog)
     assert "decoding" in line
@@ -57,7 +57,7 @@ def test_a_reply_of_another_version_is_no_place_in_the_roster(
     script.expect(Join)  # it asks again
     assert not script.client.is_member
     script.answer(script.joined())
-    script.member.wait("joined", script.joined())
+    script.engine.wait("joined", script.joined())
     assert counted(script) == 3
     (line,) = errors_logged(caplog)
     assert "99" in line
@@ -73,9 +73,9 @@ def test_strange_numbers_end_nothing(script: Script) -> None:
         strange, lease_bit=-(1 << 63), suspected=[huge, -1], sequences={7: huge, -1: -1}
     )
     script.answer(strange)
-    script.member.wait("joined", strange)
+    script.engine.wait("joined", strange)
     script.publish(EngineGone(coordinator_epoch=1, sequence=1, epoch=-1, reason="\0"))
     script.publish(script.events(2, -5, b""))
     script.publish(EngineGone(coordinator_epoch=1, sequence=3, epoch=7, reason="x" * 100_000))
-    script.member.wait("engine_gone", 7, "x" * 100_000)
+    script.engine.wait("engine_gone", 7, "x" * 100_000)
     assert script.client.errors == 0

@@ -145,14 +145,14 @@ def test_new_epoch_keeps_the_bit_and_is_told(node: Node) -> None:
     assert a.heard("engine_joined", mark_a)["name"] == "b"  # a new epoch knows nobody yet
 
 
-def test_callback_that_raises_does_not_end_the_client(node: Node) -> None:
+def test_an_engine_that_raises_does_not_end_the_client(node: Node) -> None:
     node.coordinator()
     a = FakeEngine(node, "a")
     a.joined()
-    a.do("fail", callback="engine_joined")
+    a.do("fail", news="EngineJoined")
     b = FakeEngine(node, "b")
     b.heard("engine_joined", name="a")
-    a.process.wait_err("callback engine_joined failed")
+    a.process.wait_err("apply EngineJoined failed")
     assert a.do("errors")["count"] == 1
     hear_everything(node, b)
     a.do("publish", blocks=[1])

@@ -9,9 +9,10 @@ from unittest.mock import ANY
 
 import pytest
 
-from kvshm import client
-from kvshm.client import MAX_JOINED_BYTES
+from kvshm import coordinator_client
+from kvshm.coordinator_client import MAX_JOINED_BYTES
 from kvshm.counters import EVENTS_DROPPED
+from kvshm.news import EventBatches, News
 from kvshm.protocol import (
     EngineGone,
     EngineInfo,
@@ -24,7 +25,7 @@ from kvshm.protocol import (
     Refused,
     Tick,
 )
-from kvshm.session import REPLY_SECONDS
+from kvshm.timing import TIMING
 
 from .processes import PATIENCE_SECONDS
 from .scripted import Script, engine_info
@@ -37,30 +38,30 @@ def test_broadcasts_up_to_the_roster_are_dropped(script: Script) -> None:
     for sequence in (1, 2, 3):
         script.publish(script.events(sequence, sequence, b"%d" % sequence))
     script.answer(script.joined(sequence=2, e7=2))
-    script.member.wait("engine_events", 7, b"3")
-    names = [call[0] for call in script.member.calls]
+    script.engine.wait("engine_events", 7, b"3")
+    names = [call[0] for call in script.engine.calls]
     assert names == ["joined", "engine_joined", "engine_events"]
 
 
 def test_lost_broadcast_makes_it_join_again(script: Script) -> None:
     script.expect(Join)
     script.answer(script.joined(sequence=4, e7=1))
-    script.member.wait("engine_joined", engine_info(7))
+    script.engine.wait("engine_joined", engine_info(7))
     script.publish(script.events(6, 3, b"late"))
     join = script.expect(Join)
     assert join.engine.lease_bit == 5
     assert script.client.is_member
     script.answer(script.joined(sequence=6, e7=3, e8=0))
-    script.member.wait("rescan", 7)
-    script.member.wait("engine_joined", engine_info(8))
-    assert ("engine_events", 7, b"late") not in script.member.calls
-    assert ("coordinator_lost",) not in script.member.calls
+    script.engine.wait("rescan", 7)
+    script.engine.wait("engine_joined", engine_info(8))
+    assert ("engine_events", 7, b"late") not in script.engine.calls
+    assert ("coordinator_lost",) not in script.engine.calls
 
 
 def test_lost_tail_shows_in_a_tick(script: Script) -> None:
     script.expect(Join)
     script.answer(script.joined(sequence=4, e7=1))
-    script.member.wait("engine_joined", engine_info(7))
+    script.engine.wait("engine_joined", engine_info(7))
     script.publish(Tick(coordinator_epoch=1, sequence=5, sequences={7: 2}))
     script.expect(Join)
 
@@ -69,12 +70,12 @@ def test_events_an_engine_had_to_drop_make_one_rescan(script: Script) -> None:
     script.expect(Join)
     script.answer(script.joined(sequence=0, e7=1))
     script.publish(Tick(coordinator_epoch=1, sequence=0, sequences={7: 2}))
-    script.member.wait("rescan", 7)
+    script.engine.wait("rescan", 7)
     script.publish(script.events(1, 4, b"4"))
     script.publish(script.events(2, 4, b"again"))
     script.publish(script.events(3, 5, b"5"))
-    script.member.wait("engine_events", 7, b"5")
-    assert script.member.calls[2:] == [
+    script.engine.wait("engine_events", 7, b"5")
+    assert script.engine.calls[2:] == [
         ("rescan", 7),
         ("rescan", 7),
         ("engine_events", 7, b"4"),
@@ -85,12 +86,12 @@ def test_events_an_engine_had_to_drop_make_one_rescan(script: Script) -> None:
 def test_events_wait_for_the_place_in_the_roster(script: Script) -> None:
     join = script.expect(Join)
     script.answer(script.joined(e7=0))
-    script.member.wait("engine_joined", engine_info(7))
+    script.engine.wait("engine_joined", engine_info(7))
     script.answer(script.joined(e7=0, coordinator=2))
     script.publish(Tick(coordinator_epoch=2, sequence=0, sequences={}))  # another one: no place
-    script.member.wait("coordinator_lost")
+    script.engine.wait("coordinator_lost")
     script.client.send_events(b"dropped")
-    script.member.wait("count", EVENTS_DROPPED)
+    script.engine.wait("count", EVENTS_DROPPED)
     again = script.expect(Join)
     script.answer(script.joined(e7=0, coordinator=2))
     last = script.expect(Join)  # what was dropped has to be scanned by the others
@@ -104,18 +105,20 @@ def test_events_wait_for_the_place_in_the_roster(script: Script) -> None:
 def test_a_scheduler_that_never_rests_does_not_keep_it_from_listening(
     script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "MAX_QUEUED", sys.maxsize)  # what is dropped makes it join again
+    monkeypatch.setattr(
+        coordinator_client, "MAX_QUEUED", sys.maxsize
+    )  # what is dropped makes it join again
     script.expect(Join)
     script.answer(script.joined(e7=0))
-    script.member.wait("engine_joined", engine_info(7))
+    script.engine.wait("engine_joined", engine_info(7))
     script.client.send_events(b"busy")
     script.expect(Events)
     script.publish(script.events(1, 1, b"news"))
     news, deadline = ("engine_events", 7, b"news"), time.monotonic() + PATIENCE_SECONDS
-    while news not in script.member.calls and time.monotonic() < deadline:
+    while news not in script.engine.calls and time.monotonic() < deadline:
         for _ in range(1000):  # faster than they can be sent one by one
             script.client.send_events(b"busy")
-    calls = script.member.calls
+    calls = script.engine.calls
     assert news in calls
     sent = [call for call in calls[: calls.index(news)] if call[0] == "count"]
     assert len(sent) < 100  # messages; hundreds if each batch is one
@@ -126,11 +129,12 @@ def test_batches_that_wait_together_are_one_message(
 ) -> None:
     held, go_on = threading.Event(), threading.Event()
 
-    def engine_events(batches: object) -> None:
-        held.set()
-        go_on.wait(PATIENCE_SECONDS)
+    def apply(news: News) -> None:
+        if isinstance(news, EventBatches):
+            held.set()
+            go_on.wait(PATIENCE_SECONDS)
 
-    monkeypatch.setattr(script.member, "engine_events", engine_events, raising=False)
+    monkeypatch.setattr(script.engine, "apply", apply)
     script.expect(Join)
     script.answer(script.joined(e7=0))
     script.publish(script.events(1, 1, b"keeps the client's thread"))
@@ -153,9 +157,9 @@ def test_a_batch_that_cannot_be_sent_for_a_bug_does_not_keep_the_old_epoch(
 
     script.expect(Join)
     script.answer(script.joined())
-    script.member.wait("joined", script.joined())
+    script.engine.wait("joined", script.joined())
     monkeypatch.setattr(script.client._session, "send_events", send_events)
-    script.member.epoch = 101
+    script.engine.epoch = 101
     script.client._outbox.append(b"of epoch 100")  # so that both are there when it looks
     script.client.rejoin()
     for _ in range(20):  # at the next heartbeat, not when the coordinator counts as lost
@@ -175,8 +179,8 @@ def test_forgetful_coordinator_is_joined_again_once(script: Script) -> None:
     assert join.engine.lease_bit == 5
     script.answer(script.joined(coordinator=2))
     script.expect(Heartbeat)
-    assert script.member.calls.count(("coordinator_lost",)) == 1
-    assert ("engine_gone", 7, "no longer in the roster") not in script.member.calls
+    assert script.engine.calls.count(("coordinator_lost",)) == 1
+    assert ("engine_gone", 7, "no longer in the roster") not in script.engine.calls
 
 
 def test_gone_engine_and_its_late_events(script: Script) -> None:
@@ -186,29 +190,29 @@ def test_gone_engine_and_its_late_events(script: Script) -> None:
     script.publish(script.events(2, 1, b"ghost"))
     news = EngineJoined(coordinator_epoch=1, sequence=3, engine=engine_info(9), engine_sequence=0)
     script.publish(news)
-    script.member.wait("engine_joined", engine_info(9))
-    assert ("engine_gone", 7, "r") in script.member.calls
-    assert ("engine_events", 7, b"ghost") not in script.member.calls
+    script.engine.wait("engine_joined", engine_info(9))
+    assert ("engine_gone", 7, "r") in script.engine.calls
+    assert ("engine_events", 7, b"ghost") not in script.engine.calls
 
 
 def test_new_epoch_leaves_with_the_old_one_first(script: Script) -> None:
     script.expect(Join)  # not answered: the coordinator may have taken it in all the same
-    script.member.epoch = 101
+    script.engine.epoch = 101
     script.client.rejoin()
     assert script.expect(Leave).epoch == 100
     join = script.expect(Join)
     assert (join.engine.epoch, join.sequence) == (101, 0)
 
 
-def test_refusal_is_told_once_and_a_new_epoch_tries_at_once(script: Script) -> None:
+def test_each_refusal_is_told_and_a_new_epoch_tries_at_once(script: Script) -> None:
     refused = Refused(engine_epoch=100, reason="r", remedy="do", retry=True)
     for _ in range(2):
         script.expect(Join)
         script.answer(refused)
     script.expect(Join)
-    assert script.member.calls == [("refused", refused)]
+    assert script.engine.calls == [("refused", refused)] * 2
     script.answer(Refused(engine_epoch=100, reason="other", remedy="do", retry=False))
-    script.member.epoch = 102
+    script.engine.epoch = 102
     script.client.rejoin()
     script.expect(Leave)
     assert script.expect(Join).engine.epoch == 102
@@ -218,22 +222,22 @@ def test_a_first_refusal_for_good_is_not_tried_again_soon(hasty_script: Script) 
     script = hasty_script
     script.expect(Join)
     script.answer(Refused(engine_epoch=100, reason="r", remedy="do", retry=False))
-    script.member.wait("refused", ANY)
-    quiet_until = time.monotonic() + 2 * REPLY_SECONDS
+    script.engine.wait("refused", ANY)
+    quiet_until = time.monotonic() + 2 * TIMING.reply_seconds
     while (left := quiet_until - time.monotonic()) > 0:
-        assert not script.is_told(left), "asks again before REFUSED_SECONDS are over"
+        assert not script.is_told(left), "asks again before ``refused_seconds`` are over"
 
 
 def test_a_rejoin_that_comes_after_the_join_does_not_leave_the_new_epoch(script: Script) -> None:
     script.expect(Join)
     script.answer(script.joined())
-    script.member.epoch = 101  # found by a join for another reason, before rejoin is called
+    script.engine.epoch = 101  # found by a join for another reason, before rejoin is called
     script.publish(script.events(5, 1, b"a gap"))
     assert script.expect(Leave).epoch == 100
     assert script.expect(Join).engine.epoch == 101
     joined = script.joined(e7=0)
     script.answer(joined)
-    script.member.wait("engine_joined", engine_info(7))
+    script.engine.wait("engine_joined", engine_info(7))
     script.client.rejoin()
     script.client.send_events(b"after")
     assert script.expect(Events).epoch == 101
@@ -244,16 +248,16 @@ def test_events_of_the_old_epoch_are_never_sent_as_the_new_ones(
 ) -> None:
     script.expect(Join)
     script.answer(script.joined(e7=0))
-    script.member.wait("engine_joined", engine_info(7))
+    script.engine.wait("engine_joined", engine_info(7))
 
     def describe() -> EngineInfo:
-        if script.member.epoch == 100:  # the epoch ends while the client's thread is at work
+        if script.engine.epoch == 100:  # the epoch ends while the client's thread is at work
             script.client.send_events(b"old")
             script.client.rejoin()
-            script.member.epoch = 101
+            script.engine.epoch = 101
         return engine_info(101, "own")
 
-    monkeypatch.setattr(script.member, "describe", describe, raising=False)
+    monkeypatch.setattr(script.engine, "describe", describe)
     script.publish(script.events(5, 1, b"a gap"))
     events = script.expect(Events)
     assert (events.epoch, events.records) == (100, b"old")
@@ -265,10 +269,10 @@ def test_events_of_the_old_epoch_are_never_sent_as_the_new_ones(
 def test_an_ended_epoch_is_left_though_no_new_one_has_begun(script: Script) -> None:
     script.expect(Join)
     script.answer(script.joined())
-    script.member.epoch = None
+    script.engine.epoch = None
     script.client.rejoin()
     assert script.expect(Leave).epoch == 100
-    script.member.epoch = 101
+    script.engine.epoch = 101
     assert script.expect(Join).engine.epoch == 101
 
 
@@ -277,14 +281,14 @@ def test_undecodable_messages_are_counted(script: Script) -> None:
     script.send_raw([b"\xc1"], [b"\xc1"], [b"two", b"frames"])
     script.answer(script.joined(e7=0))
     script.publish(script.events(1, 1, b"1"))
-    script.member.wait("engine_events", 7, b"1")
+    script.engine.wait("engine_events", 7, b"1")
     assert script.client.errors == 3
 
 
 def test_close_leaves(script: Script) -> None:
     script.expect(Join)
     script.answer(script.joined(e7=0))
-    script.member.wait("engine_joined", engine_info(7))
+    script.engine.wait("engine_joined", engine_info(7))
     script.client.send_events(b"last")
     script.client.close()
     assert script.expect(Events).records == b"last"

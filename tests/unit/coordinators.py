@@ -8,10 +8,10 @@ from kvshm.coordinator.actions import (
     Action,
     Examine,
     Examined,
-    Peer,
     Publish,
     Received,
     Send,
+    Sender,
 )
 from kvshm.coordinator.roster import State
 from kvshm.coordinator.state import decide
@@ -53,12 +53,12 @@ def engine(epoch: int, *, pid: int = 0, ranks: tuple[int, ...] = (), **fields: A
     return EngineInfo(**{**described, **fields})
 
 
-def peer_of(info: EngineInfo) -> Peer:
-    return Peer(b"route%d" % info.pid, UID, info.pid)
+def sender_of(info: EngineInfo) -> Sender:
+    return Sender(b"route%d" % info.pid, UID, info.pid)
 
 
 def say(state: State, info: EngineInfo, message: Command, now: float = 0.0) -> list[Action]:
-    return decide(state, Received(peer_of(info), message), now)
+    return decide(state, Received(sender_of(info), message), now)
 
 
 def join(
@@ -66,8 +66,8 @@ def join(
 ) -> tuple[Joined, list[Action]]:
     """Join, with whatever the shell looks at found in order."""
     message = Join(protocol=PROTOCOL_VERSION, engine=info, sequence=sequence)
-    assert say(state, info, message, now) == [Examine(peer_of(info), message)]
-    actions = decide(state, Examined(peer_of(info), message, None), now)
+    assert say(state, info, message, now) == [Examine(sender_of(info), message)]
+    actions = decide(state, Examined(sender_of(info), message, None), now)
     (reply,) = [a.message for a in actions if isinstance(a, Send)]
     assert isinstance(reply, Joined)
     return reply, actions

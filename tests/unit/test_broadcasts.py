@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvshm.coordinator.broadcasts import RELAY_SECONDS, Broadcasts
+from kvshm.coordinator.broadcasts import Broadcasts
 from kvshm.protocol import (
     MAX_EVENTS_BYTES,
     AnyBroadcast,
@@ -10,6 +10,7 @@ from kvshm.protocol import (
     EngineGone,
     open_broadcast,
 )
+from kvshm.timing import TIMING
 
 TOPIC, OTHER = b"f" * 32, b"g" * 32
 
@@ -49,8 +50,8 @@ def test_after_a_pause_events_leave_at_once_and_then_what_comes_within_a_moment_
         sent.broadcasts.add(TOPIC, events(number), 100.0 + number / 1000)
         sent.broadcasts.send_due(100.0 + number / 1000)
     assert sent.since() == []
-    assert sent.broadcasts.next_due() == 100.0 + RELAY_SECONDS
-    sent.broadcasts.send_due(100.0 + RELAY_SECONDS)
+    assert sent.broadcasts.next_due() == 100.0 + TIMING.relay_seconds
+    sent.broadcasts.send_due(100.0 + TIMING.relay_seconds)
     assert sent.since() == [(TOPIC, [2, 3, 4, 5])]
 
 
@@ -77,6 +78,6 @@ def test_a_topic_of_which_nothing_waits_is_forgotten() -> None:
     sent = Sent()
     for number in range(1000):
         sent.broadcasts.add(b"%032d" % number, gone(1), 100.0)
-    sent.broadcasts.send_due(100.0 + RELAY_SECONDS)
+    sent.broadcasts.send_due(100.0 + TIMING.relay_seconds)
     assert sent.broadcasts._topics == {}
     assert sent.broadcasts.next_due() == float("inf")

@@ -6,17 +6,27 @@ import logging
 import select
 from collections.abc import Callable, Collection
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvshm import _native
-from kvshm.client import LATER_US, CoordinatorClient
+from kvshm.coordinator_client import CoordinatorClient
+from kvshm.coordinator_session import CoordinatorSession
+from kvshm.event_order import MAX_KEPT_BYTES
+from kvshm.news import EventBatches, News
+from kvshm.protocol import PROTOCOL_VERSION, EngineEvents, Joined
+from kvshm.timing import TIMING, Timing
 
+from .exporters import Clock
 from .few_descriptors import descriptors
+from .test_missing_coordinator import INFO
+
+LATER = round(TIMING.send_later_seconds * 1e6)
 
 
 class Silent:
-    """A member of which nothing is asked: it never comes to that."""
+    """An engine of which nothing is asked: it never comes to that."""
 
 
 @pytest.mark.parametrize("left", [2, 4, 6, 12])
@@ -76,17 +86,17 @@ def test_events_wait_for_a_moment_and_are_sent_together_and_a_rejoin_goes_at_onc
     client._session = session  # type: ignore[assignment]  # what of it is used
     for record in (b"a", b"b", b"c"):
         client.send_events(record)
-    assert woken == [LATER_US]
+    assert woken == [LATER]
     client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert session.sent == [b"abc"]
     client.send_events(b"d")
     client.rejoin()
     client.send_events(b"e")
-    assert woken == [LATER_US, LATER_US, 0]
+    assert woken == [LATER, LATER, 0]
     client._hand_over(session, timers_of(client))  # type: ignore[arg-type]  # the same
     assert (session.sent, session.rejoins) == ([b"abc", b"d", b"e"], 1)
     client.send_events(b"f")
-    assert woken == [LATER_US, LATER_US, 0, LATER_US]
+    assert woken == [LATER, LATER, 0, LATER]
     client.close()
 
 
@@ -102,9 +112,8 @@ def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
         urgent(client)
         wake(fd, microseconds)
 
-    monkeypatch.setattr("kvshm.client.LATER_US", 3_600_000_000)
     monkeypatch.setattr(CoordinatorClient, "_run", lambda self, session: None)
-    client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
+    client = CoordinatorClient(tmp_path, "ns", Silent(), timing=Timing(send_later_seconds=3600.0))  # type: ignore[arg-type]  # asked nothing
     session = Opened()
     client._session = session  # type: ignore[assignment]  # what of it is used
     assert client._opens(session)  # type: ignore[arg-type]  # the same
@@ -146,7 +155,7 @@ def test_who_leaves_wakes_the_thread_which_hands_over_what_is_queued_and_then_cl
     client._session = session  # type: ignore[assignment]  # what of it is used
     client.send_events(b"last")
     client.leave()
-    assert woken == [LATER_US, 0]
+    assert woken == [LATER, 0]
     run(client, session)  # type: ignore[arg-type]  # the same
     assert session.sent == [b"last", b"closed"]
 
@@ -167,3 +176,22 @@ class Leaving(Listened):
 
     def close(self) -> None:
         self.sent.append(b"closed")
+
+
+def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> None:
+    """Else whoever hears of very many keeps them all until it has read the last."""
+    heard: list[News] = []
+    handler = SimpleNamespace(apply=heard.append)
+    session = CoordinatorSession(tmp_path, "ns", handler, Clock(), lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
+    roster = Joined(
+        protocol=PROTOCOL_VERSION, coordinator_epoch=1, engine_epoch=1, lease_bit=0, sequence=0,
+        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], strangers=[],
+    )  # fmt: skip
+    session._on_joined(roster, 0.0)
+    heard.clear()
+    for number, size in enumerate((1, MAX_KEPT_BYTES, 1), start=1):
+        numbers = {"coordinator_epoch": 1, "sequence": number, "engine_sequence": number}
+        session._follow(EngineEvents(**numbers, epoch=INFO.epoch, records=bytes(size)))
+    assert [news.batches for news in heard if isinstance(news, EventBatches)] == [
+        [(INFO.epoch, bytes(1)), (INFO.epoch, bytes(MAX_KEPT_BYTES))]
+    ]

@@ -137,7 +137,8 @@ def test_table_and_fields_agree() -> None:
 
 
 def test_an_unknown_name_is_warned_about_with_the_nearest() -> None:
-    environ = {"KVSHM_NAMSPACE": "x", "KVSHM_TEST_SYNC_POINT": "LEASED:stop", "HOME": "/"}
+    read_elsewhere = {"KVSHM_TEST_SYNC_POINT": "LEASED:stop", "KVSHM_TEST_TIME_SCALE": "0.1"}
+    environ = {"KVSHM_NAMSPACE": "x", "HOME": "/", **read_elsewhere}
     (warning,) = Config.from_env(environ).warnings
     assert warning.startswith("KVSHM_NAMSPACE ")
     assert warning.endswith("KVSHM_NAMESPACE?")

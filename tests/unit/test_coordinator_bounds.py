@@ -14,10 +14,11 @@ from kvshm.coordinator.actions import (
 )
 from kvshm.coordinator.joining import MAX_OF_PROCESS, MAX_TABLES_OF_PROCESS
 from kvshm.coordinator.roster import MAX_ENDED
-from kvshm.coordinator.state import LEFTOVERS_SECONDS, decide
+from kvshm.coordinator.state import decide
 from kvshm.protocol import PROTOCOL_VERSION, ForeignEngine, ForeignJoin, Join, Leave, Refused
+from kvshm.timing import TIMING
 
-from .coordinators import engine, join, new_state, only, peer_of, say
+from .coordinators import engine, join, new_state, only, say, sender_of
 
 
 def test_only_the_last_ended_epochs_are_remembered_and_refused() -> None:
@@ -39,11 +40,11 @@ def test_topics_without_engines_are_forgotten_after_a_while() -> None:
     join(state, going)
     numbers = dict(state.topics)
     say(state, going, Leave(epoch=2))
-    decide(state, Clock(), LEFTOVERS_SECONDS)
+    decide(state, Clock(), TIMING.leftovers_seconds)
     assert state.topics.keys() == numbers.keys(), "looked at once: it may have an engine again"
-    decide(state, Clock(), 2 * LEFTOVERS_SECONDS)
+    decide(state, Clock(), 2 * TIMING.leftovers_seconds)
     assert state.topics.keys() == {staying.fingerprint}
-    decide(state, Clock(), 3 * LEFTOVERS_SECONDS)
+    decide(state, Clock(), 3 * TIMING.leftovers_seconds)
     assert state.idle_topics == set()
     assert join(state, engine(3, fingerprint=going.fingerprint))[0].sequence == 1
 
@@ -52,10 +53,10 @@ def test_a_topic_that_has_an_engine_again_keeps_its_numbers() -> None:
     state = new_state()
     join(state, engine(1))
     say(state, engine(1), Leave(epoch=1))
-    decide(state, Clock(), LEFTOVERS_SECONDS)
+    decide(state, Clock(), TIMING.leftovers_seconds)
     again, _ = join(state, engine(2))
-    decide(state, Clock(), 2 * LEFTOVERS_SECONDS)
-    decide(state, Clock(), 3 * LEFTOVERS_SECONDS)
+    decide(state, Clock(), 2 * TIMING.leftovers_seconds)
+    decide(state, Clock(), 3 * TIMING.leftovers_seconds)
     assert state.topics == {engine(2).fingerprint: again.sequence}
 
 
@@ -64,7 +65,9 @@ def test_a_process_does_not_take_more_places_by_joining_in_many_at_once() -> Non
     joins = [Join(protocol=PROTOCOL_VERSION, engine=info) for info in infos]
     for info, message in zip(infos, joins, strict=True):
         assert only(say(state, info, message), Examine), "as long as none of them is there"
-    actions = [decide(state, Examined(peer_of(engine(1)), message, None), 0.0) for message in joins]
+    actions = [
+        decide(state, Examined(sender_of(engine(1)), message, None), 0.0) for message in joins
+    ]
     assert len(state.engines) == MAX_OF_PROCESS
     for epoch, late in enumerate(actions[MAX_OF_PROCESS:], MAX_OF_PROCESS + 1):
         [send], [forget] = only(late, Send), only(late, Forget)
@@ -93,7 +96,7 @@ def test_what_a_complaint_keeps_of_its_senders_words_is_bounded() -> None:
     state = new_state()
     for n in range(1000):
         join = ForeignJoin(99, ForeignEngine(n + 1, "e", "9" * 10_000))
-        decide(state, Foreign(peer_of(engine(5)), join, "undecodable"), 0.0)
+        decide(state, Foreign(sender_of(engine(5)), join, "undecodable"), 0.0)
     assert max(len(about) for _, about in state.complaints) < 300
     assert list(state.complaints.values()) == [1000]
 

@@ -18,7 +18,7 @@ from kvshm.coordinator.actions import (
     SweepFiles,
 )
 from kvshm.coordinator.roster import State
-from kvshm.coordinator.state import GRACE_SECONDS, decide
+from kvshm.coordinator.state import decide
 from kvshm.protocol import (
     EngineGone,
     EngineInfo,
@@ -29,15 +29,16 @@ from kvshm.protocol import (
     Tick,
 )
 from kvshm.records import NUM_LEASE_BITS
+from kvshm.timing import TIMING
 
 from .coordinators import (
     engine,
     join,
     new_state,
     only,
-    peer_of,
     published,
     say,
+    sender_of,
 )
 
 # -- suspicion
@@ -212,8 +213,8 @@ def test_bits_of_nobody_are_swept_once_after_a_grace_period() -> None:
     decide(state, Clock(), 100.0)
     join(state, engine(5, lease_bit=0), now=100.0)
     join(state, engine(6), now=100.0)
-    assert not only(decide(state, Clock(), 100.0 + GRACE_SECONDS - 0.1), SweepBits)
-    actions = decide(state, Clock(), 100.0 + GRACE_SECONDS)
+    assert not only(decide(state, Clock(), 100.0 + TIMING.grace_seconds - 0.1), SweepBits)
+    actions = decide(state, Clock(), 100.0 + TIMING.grace_seconds)
     assert only(actions, SweepBits) == [SweepBits(ALL & ~1 & ~(1 << LAST))]
     assert not only(decide(state, Clock(), 200.0), SweepBits)
     reply, actions = join(state, engine(7), now=200.0)
@@ -271,7 +272,7 @@ def test_a_workers_end_is_a_death_if_its_engine_does_not_leave() -> None:
 
 def test_a_workers_end_is_a_death_if_its_engine_dies() -> None:
     state, info, _ = with_workers()
-    impostor = peer_of(engine(6))
+    impostor = sender_of(engine(6))
     assert logged(decide(state, Received(impostor, Leave(epoch=info.epoch)), 1.5)) == []
     assert logged(decide(state, Died(5, owner=True), 1.6)) == [("death", "process 5 died")]
     assert logged(decide(state, Clock(), 100.0)) == []

@@ -22,15 +22,16 @@ from kvshm.coordinator.actions import (
     Died,
     Examined,
     Forget,
-    Peer,
     Publish,
     Received,
     Send,
+    Sender,
     SweepBits,
 )
-from kvshm.coordinator.state import GRACE_SECONDS, decide
+from kvshm.coordinator.state import decide
 from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Tick
 from kvshm.records import NUM_LEASE_BITS
+from kvshm.timing import TIMING
 
 from .coordinators import UID, engine, new_state
 
@@ -114,7 +115,7 @@ class Anything(RuleBasedStateMachine):
             process.tables.add(info.epoch)
         else:
             info = known[0]
-        sender = Peer(b"route%d" % number, UID, process.told)
+        sender = Sender(b"route%d" % number, UID, process.told)
         join = Join(protocol=PROTOCOL_VERSION, engine=info)
         actions = decide(self.state, Examined(sender, join, None), self.now)
         self.kept.add(info.epoch)
@@ -134,7 +135,7 @@ class Anything(RuleBasedStateMachine):
     @rule(data=st.data())
     def engine_leaves(self, data: st.DataObject) -> None:
         number, info = self.infos[data.draw(st.sampled_from(sorted(self.state.engines)))]
-        sender = Peer(b"", UID, self.processes[number].told)
+        sender = Sender(b"", UID, self.processes[number].told)
         self.obey(decide(self.state, Received(sender, Leave(epoch=info.epoch)), self.now))
 
     @precondition(lambda self: any(p.tables for p in self.processes.values()))
@@ -168,7 +169,7 @@ class Anything(RuleBasedStateMachine):
             if epoch in self.kept:
                 self.obey(decide(self.state, event, self.now))
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, GRACE_SECONDS]))
+    @rule(seconds=st.sampled_from([0.0, 1.0, TIMING.grace_seconds]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.obey(decide(self.state, Clock(), self.now))

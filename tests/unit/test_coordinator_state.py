@@ -17,11 +17,11 @@ from kvshm.coordinator.actions import (
     Forget,
     Garbled,
     Log,
-    Peer,
     Publish,
     Received,
     Refusal,
     Send,
+    Sender,
 )
 from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS
 from kvshm.coordinator.state import decide
@@ -52,9 +52,9 @@ from .coordinators import (
     join,
     new_state,
     only,
-    peer_of,
     published,
     say,
+    sender_of,
 )
 
 # -- joining
@@ -131,10 +131,10 @@ def test_topics_are_numbered_apart_and_strangers_named_most_alike_first() -> Non
 
 
 @pytest.mark.parametrize(
-    ("peer", "change", "reason", "remedy"),
+    ("sender", "change", "reason", "remedy"),
     [
-        (Peer(b"r", UID + 1, 5), {}, "uid 1001", "one user"),
-        (Peer(b"r", -1, -1), {}, "does not tell", "libzmq"),
+        (Sender(b"r", UID + 1, 5), {}, "uid 1001", "one user"),
+        (Sender(b"r", -1, -1), {}, "does not tell", "libzmq"),
         (None, {"fingerprint": b"short"}, "malformed", "bug"),
         (None, {"ranks": []}, "malformed", "bug"),
         (None, {"num_blocks": 0}, "malformed", "bug"),
@@ -145,12 +145,12 @@ def test_topics_are_numbered_apart_and_strangers_named_most_alike_first() -> Non
     ],
 )
 def test_refused_at_once(
-    peer: Peer | None, change: dict[str, Any], reason: str, remedy: str
+    sender: Sender | None, change: dict[str, Any], reason: str, remedy: str
 ) -> None:
     state, info = new_state(), msgspec.structs.replace(engine(5), **change)
     message = Join(protocol=PROTOCOL_VERSION, engine=info)
     for times in range(2):
-        actions = decide(state, Received(peer or peer_of(info), message), 0.0)
+        actions = decide(state, Received(sender or sender_of(info), message), 0.0)
         (reply,) = [a.message for a in only(actions, Send)]
         assert isinstance(reply, Refused)
         assert reason in reply.reason
@@ -176,7 +176,7 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
         actions = say(state, info, Join(protocol=protocol, engine=info))
     else:
         join = ForeignJoin(protocol, ForeignEngine(5, "e5", "9.8"))
-        actions = decide(state, Foreign(peer_of(info), join, "undecodable"), 0.0)
+        actions = decide(state, Foreign(sender_of(info), join, "undecodable"), 0.0)
     (reply,) = [a.message for a in only(actions, Send)]
     assert isinstance(reply, Refused)
     assert reply.engine_epoch == 5
@@ -189,7 +189,7 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
 def test_refused_by_the_shells_findings() -> None:
     state, message = new_state(), Join(protocol=PROTOCOL_VERSION, engine=engine(5))
     refusal = Refusal("not to be had", "one run directory", retry=True)
-    actions = decide(state, Examined(peer_of(engine(5)), message, refusal), 0.0)
+    actions = decide(state, Examined(sender_of(engine(5)), message, refusal), 0.0)
     (reply,) = [a.message for a in only(actions, Send)]
     assert isinstance(reply, Refused)
     assert (reply.engine_epoch, reply.retry) == (5, True)
@@ -199,13 +199,13 @@ def test_refused_by_the_shells_findings() -> None:
 
 def test_what_an_engine_calls_itself_decides_nothing() -> None:
     """Its own pid is a number of its own pid namespace; who speaks is what the socket tells."""
-    state, info, sender = new_state(), engine(5, pid=1), Peer(b"r", UID, 4711)
+    state, info, sender = new_state(), engine(5, pid=1), Sender(b"r", UID, 4711)
     message = Join(protocol=PROTOCOL_VERSION, engine=info)
     assert decide(state, Received(sender, message), 0.0) == [Examine(sender, message)]
     decide(state, Examined(sender, message, None), 0.0)
     [member] = state.engines.values()
     assert (member.pid, member.info.pid) == (4711, 1)
-    actions = decide(state, Received(peer_of(info), Leave(epoch=5)), 0.0)
+    actions = decide(state, Received(sender_of(info), Leave(epoch=5)), 0.0)
     assert [line.event for line in only(actions, Log)] == ["impostor"]
     actions = decide(state, Received(sender, Leave(epoch=5)), 0.0)
     assert [line.event for line in only(actions, Log)] == ["leave"]
@@ -215,7 +215,7 @@ def test_engines_that_cannot_be_told_apart_by_their_pids_get_bits_apart() -> Non
     """In pid namespaces that cannot be seen from here, all of them are pid 0."""
     state = new_state()
     ended, present = (engine(epoch, pid=1) for epoch in (5, 6))
-    nobody = Peer(b"r", UID, 0)
+    nobody = Sender(b"r", UID, 0)
     replies = []
     for info in (ended, msgspec.structs.replace(present, lease_bit=0)):
         message = Join(protocol=PROTOCOL_VERSION, engine=info)
@@ -231,7 +231,7 @@ def test_an_examination_that_ends_after_its_epoch_lets_go_of_the_table() -> None
     say(state, engine(5), Leave(epoch=5))
     decide(state, Died(5, owner=True), 0.0)
     assert only(decide(state, Deserted(5), 0.0), Forget) == [Forget(5)]
-    late = Examined(peer_of(engine(5)), Join(protocol=PROTOCOL_VERSION, engine=engine(5)), None)
+    late = Examined(sender_of(engine(5)), Join(protocol=PROTOCOL_VERSION, engine=engine(5)), None)
     assert decide(state, late, 0.0) == [Forget(5)]
     assert not state.engines
 
@@ -328,11 +328,11 @@ def test_heartbeat_shows_dropped_events_in_the_next_tick() -> None:
 
 def test_garbage_is_logged_once_per_sender() -> None:
     state = new_state()
-    lines = [decide(state, Garbled(Peer(b"r", UID, 9), f"{i}"), 0.0) for i in range(3)]
+    lines = [decide(state, Garbled(Sender(b"r", UID, 9), f"{i}"), 0.0) for i in range(3)]
     assert [len(only(actions, Log)) for actions in lines] == [1, 0, 0]
     assert state.complaints == {(9, "garbled"): 3}
     for pid in range(5000):
-        decide(state, Garbled(Peer(b"r", UID, pid), "x"), 0.0)
+        decide(state, Garbled(Sender(b"r", UID, pid), "x"), 0.0)
     assert len(state.complaints) <= 1000
 
 
@@ -340,7 +340,7 @@ def test_who_sends_a_malformed_join_is_told_what_is_wrong_with_it() -> None:
     state, own = new_state(), ForeignJoin(PROTOCOL_VERSION, ForeignEngine(5, "e5"))
     lines = []
     for n in range(3):
-        actions = decide(state, Foreign(peer_of(engine(5)), own, f"of {n} bytes"), 0.0)
+        actions = decide(state, Foreign(sender_of(engine(5)), own, f"of {n} bytes"), 0.0)
         [send], lines = only(actions, Send), lines + only(actions, Log)
         assert isinstance(send.message, Refused)
         assert (send.message.engine_epoch, send.message.retry) == (5, False)

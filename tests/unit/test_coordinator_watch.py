@@ -24,18 +24,18 @@ from kvshm.coordinator.actions import (
     Examined,
     Forget,
     Garbled,
-    Peer,
+    Sender,
     SweepFiles,
 )
-from kvshm.coordinator.server import RETURN_SECONDS, Server
-from kvshm.coordinator.state import GRACE_SECONDS
+from kvshm.coordinator.server import Server
 from kvshm.coordinator.tables import Tables
 from kvshm.handout import Request
-from kvshm.protocol import HEARTBEAT_SECONDS, PROTOCOL_VERSION, Join
+from kvshm.protocol import PROTOCOL_VERSION, Join
 from kvshm.rundir import command_endpoint, event_endpoint
 from kvshm.segment import TABLE_KIND
+from kvshm.timing import TIMING, Timing
 
-from .coordinators import engine, new_state, peer_of
+from .coordinators import engine, new_state, sender_of
 from .exporters import Clock
 from .served import ServedNode
 
@@ -93,8 +93,8 @@ class Watched:
 
     def join(self) -> None:
         info = engine(EPOCH, pid=1, ranks=(2, 3), fingerprint=bytes(32))
-        peer = Peer(b"r", os.geteuid(), self._pid)
-        assert self.tables.examine(peer, Join(protocol=PROTOCOL_VERSION, engine=info)) is None
+        sender = Sender(b"r", os.geteuid(), self._pid)
+        assert self.tables.examine(sender, Join(protocol=PROTOCOL_VERSION, engine=info)) is None
         [answer] = self.hear()
         assert isinstance(answer, Examined)
         assert answer.refusal is None
@@ -194,7 +194,7 @@ def test_what_the_machine_refuses_costs_the_action_and_one_line_in_the_log(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             server._perform(SweepFiles())
-        server._perform(Examine(peer_of(engine(1)), message))
+        server._perform(Examine(sender_of(engine(1)), message))
         server._perform(Forget(1))
     assert [r.getMessage().partition(" reason")[0] for r in caplog.records] == [
         "event=failed what=SweepFiles",
@@ -222,12 +222,14 @@ def test_a_bug_costs_what_led_to_it_and_its_traceback_is_said_once(
     assert said == [("event=bug what=SweepFiles", True), ("event=bug what=Garbled", True)]
 
 
+@pytest.mark.parametrize("timing", [TIMING, TIMING.scaled(0.1)], ids=["product", "tenth"])
 def test_the_clock_is_looked_at_more_often_while_engines_come_back(
-    served: ServedNode, monkeypatch: pytest.MonkeyPatch
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch, timing: Timing
 ) -> None:
     """Each look sends a tick, from which whoever missed a join of the others learns of it."""
     clock, looks = Clock(), list[float]()
     state, begin = new_state(settled=False), clock.now
+    state.timing = timing
     tables = Tables(served.run_dir, served.namespace, clock)
     server = Server(state, tables, lambda: None, lambda: looks.append(clock.now - begin), clock)
     wake = os.eventfd(0)
@@ -237,11 +239,12 @@ def test_the_clock_is_looked_at_more_often_while_engines_come_back(
         clock.now += seconds
 
     monkeypatch.setattr(server, "_wait", wait)
-    server.run(lambda: clock.now - begin > GRACE_SECONDS + 10 * HEARTBEAT_SECONDS)
+    server.run(lambda: clock.now - begin > timing.grace_seconds + 10 * timing.heartbeat_seconds)
     server.close()
     os.close(wake)
     assert state.settled
     gaps = [b - a for a, b in pairwise(looks)]
-    before = [gap for gap, at in zip(gaps, looks, strict=False) if at < GRACE_SECONDS - 0.01]
-    assert max(before) == pytest.approx(RETURN_SECONDS)
-    assert min(gaps[len(before) + 1 :]) == pytest.approx(HEARTBEAT_SECONDS)
+    before = [gap for gap, at in zip(gaps, looks, strict=False) if at < 0.99 * timing.grace_seconds]
+    assert max(before) == pytest.approx(timing.return_tick_seconds)
+    # One gap more: the grace ends with the tick after it, or by rounding with the next.
+    assert min(gaps[len(before) + 2 :]) == pytest.approx(timing.heartbeat_seconds)

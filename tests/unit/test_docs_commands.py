@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from kvshm import syncpoints, timing
 from kvshm.config import SETTINGS
-from kvshm.syncpoints import VARIABLE
 
 from .pages import PAGES, ROOT, every_page, options, spans
 
-VARIABLES = {setting.name for setting in SETTINGS} | {VARIABLE}
+VARIABLES = {setting.name for setting in SETTINGS} | {syncpoints.VARIABLE, timing.VARIABLE}
 INJECTED = {"KVSHM_PORT", "KVSHM_SERVICE_HOST"}
 """By Kubernetes."""
 

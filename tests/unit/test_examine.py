@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvshm import _native
-from kvshm.coordinator.actions import Deserted, Died, Event, Examined, Peer, Refusal
+from kvshm.coordinator.actions import Deserted, Died, Event, Examined, Refusal, Sender
 from kvshm.coordinator.tables import MAX_EXAMINED, Tables
 from kvshm.fd_server import FdServer
 from kvshm.handout import FETCH_SECONDS, Answer, Handouts
@@ -32,7 +32,7 @@ from .exporters import Clock
 from .served import Served, ServedNode
 
 EPOCH = 0x77
-ME = Peer(b"route", os.geteuid(), os.getpid())
+ME = Sender(b"route", os.geteuid(), os.getpid())
 
 
 class Shell:
@@ -48,18 +48,18 @@ class Shell:
         readable, _, _ = select.select(connections, [], [], 60)
         return list(self.tables.news(set(readable)))
 
-    def examine(self, info: EngineInfo, peer: Peer = ME) -> Refusal | None:
+    def examine(self, info: EngineInfo, sender: Sender = ME) -> Refusal | None:
         join = Join(protocol=PROTOCOL_VERSION, engine=info)
-        answer = self.tables.examine(peer, join)
+        answer = self.tables.examine(sender, join)
         if answer is None:
             [answer] = self.wait()
         assert isinstance(answer, Examined)
-        assert (answer.peer, answer.join) == (peer, join)
+        assert (answer.sender, answer.join) == (sender, join)
         return answer.refusal
 
-    def refusal(self, info: EngineInfo, peer: Peer = ME) -> Refusal:
+    def refusal(self, info: EngineInfo, sender: Sender = ME) -> Refusal:
         """It is refused, and nothing of it is kept."""
-        refusal = self.examine(info, peer)
+        refusal = self.examine(info, sender)
         assert refusal is not None
         assert not list(self.tables.connections())
         assert not self.tables._members

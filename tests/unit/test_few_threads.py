@@ -13,17 +13,17 @@ import pytest
 
 from kvshm import _native
 from kvshm.cache import SharedCache
-from kvshm.client import CoordinatorClient
 from kvshm.config import Config
+from kvshm.coordinator_client import CoordinatorClient
 from kvshm.errors import KvshmError, TransportError
 from kvshm.fd_server import FdServer
 from kvshm.handout import Handouts
 from kvshm.interfaces import CopyState, MemoryDescriptor
-from kvshm.later import FIRST_SECONDS
 from kvshm.life import EngineSpec
 from kvshm.protocol import RankInfo
 from kvshm.rank import RankCache
 from kvshm.terms import Rank
+from kvshm.timing import TIMING
 from kvshm.transport.copier import Copier, CopyPlan
 
 from ..waiting import until
@@ -114,14 +114,14 @@ def test_an_epoch_that_could_not_begin_begins_when_the_shortage_is_over(
     with short():
         begin()
         until(lambda: cache.failed)
-        clock.now += FIRST_SECONDS
+        clock.now += TIMING.try_again_seconds[0]
         until(lambda: len(asked) == 2)
         with cache._lock:  # until it has been tried
             pass
-        clock.now += 2 * FIRST_SECONDS - 0.1
+        clock.now += 2 * TIMING.try_again_seconds[0] - 0.1
     assert os.listdir(place) == []
     assert cache._open_when_ready() is None, "as the client's thread asks, every 50 ms"
-    assert asked == [1000.0, 1000.0 + FIRST_SECONDS]
+    assert asked == [1000.0, 1000.0 + TIMING.try_again_seconds[0]]
     clock.now += 0.1
     until(lambda: cache.life)
     assert not cache.failed
@@ -142,7 +142,7 @@ def test_of_an_epoch_that_a_rank_cannot_open_there_is_another_after_a_pause(
     assert (cache.epoch, cache.failed, os.listdir(place)) == (None, True, [])
     assert not cache.not_opened(first)
     assert cache._open_when_ready() is None, "not before the pause is over"
-    clock.now += FIRST_SECONDS
+    clock.now += TIMING.try_again_seconds[0]
     until(lambda: cache.life)
     assert cache.epoch != first
     assert not cache.failed

@@ -9,21 +9,26 @@ from pathlib import Path
 import pytest
 
 from kvshm import counters as c
+from kvshm import incompatible
 from kvshm.error_log import TEXT_BYTES
+from kvshm.fingerprint import FIELDS
 from kvshm.life import Life
-from kvshm.member import NAMED, NOTES, Membership
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
 from kvshm.peer_list import PeerList
 from kvshm.peers import Peers
-from kvshm.protocol import Joined, Refused, Stranger
+from kvshm.protocol import Joined, Refused, Stranger, StrangerJoined, Tick
+from kvshm.roster_handler import MAX_NAMED, MAX_NOTED, RosterHandler
 from kvshm.slots import SlotTable, TableSpec
-from kvshm.strangers import FIELDS_NAMED, divide, notes, sentence
 from kvshm.terms import Epoch, Fingerprint
 
 from .exporters import OWN_EPOCH, Clock
 
 WEIGHTS = "0123456789abcdef" * 2
 OTHER = Stranger("vllm-7", 7, {"dtype": ("bf16", "f16"), "weights": (WEIGHTS, WEIGHTS[::-1])})
+
+
+def new(stranger: Stranger) -> StrangerJoined:
+    return StrangerJoined(coordinator_epoch=1, sequence=1, stranger=stranger)
 
 
 @pytest.fixture
@@ -36,13 +41,13 @@ def table(namespace: str) -> Iterator[SlotTable]:
 
 @pytest.fixture
 def life(table: SlotTable, peers: Peers) -> Life:
-    """Of which a Membership uses the table and the peers only."""
+    """Of which a RosterHandler uses the table and the peers only."""
     return Life(table, None, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
 
 
 @pytest.fixture
-def member(life: Life) -> Membership:
-    return Membership(lambda: life, lambda: life)
+def handler(life: Life) -> RosterHandler:
+    return RosterHandler(lambda: life, lambda: life)
 
 
 def test_each_minute_tells_of_hits_and_of_misses(table: SlotTable, clock: Clock) -> None:
@@ -119,169 +124,196 @@ def test_another_epochs_counters_begin_at_zero(
     another.close()
 
 
-def test_a_stranger_is_named_with_both_values() -> None:
-    assert sentence(OTHER) == (
-        "engine vllm-7 (pid 7) cannot share with this one: dtype differs (bf16 here, f16 there), "
-        f"weights differs ({WEIGHTS} here, {WEIGHTS[::-1]} there)"
+def test_an_incompatible_engine_is_named_with_what_differs() -> None:
+    assert incompatible.line(OTHER) == (
+        "engine vllm-7 (pid 7) cannot share with this one: "
+        "dtype is bf16 here, f16 there; also weights"
+    )
+    assert incompatible.note(OTHER) == (
+        "cannot share with vllm-7: dtype is bf16 here, f16 there; also weights"
     )
 
 
 def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
-    many = Stranger("x", 1, {f"field{i}": ("1" * 999, "1" * 500 + "2") for i in range(23)})
-    line = sentence(many)
-    for i in range(23):
-        assert (f"field{i} differs (11" in line) == (i < FIELDS_NAMED)
-        assert f"field{i}" in line
-    assert len(line) < 2500
+    many = dict.fromkeys(FIELDS, ("1" * 999, "1" * 500 + "2"))
+    line = incompatible.line(Stranger("x", 1, many))
+    assert all(name in line for name in FIELDS)
+    assert len(line) < 700
     endless = Stranger("x", 1, {f"field{i}": ("1", "2") for i in range(10_000)})
-    assert len(sentence(endless)) < 2500
-    assert sentence(endless).endswith("...")
+    assert len(incompatible.line(endless)) < 700
+    assert incompatible.line(endless).endswith("...")
 
 
 @pytest.mark.parametrize("same", [0, 5, 90])
-def test_a_note_fits_the_error_log_and_shows_where_values_differ(same: int) -> None:
-    assert notes(OTHER, 1) == ["cannot share with vllm-7: dtype is bf16 here, f16 there"]
+@pytest.mark.parametrize("others", [0, 40])
+@pytest.mark.parametrize("name", ["vllm-4194304", "n" * 64])
+def test_a_note_fits_the_error_log_and_shows_where_values_differ(
+    name: str, others: int, same: int
+) -> None:
     ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
-    (text,) = notes(Stranger("vllm-4194304", 4194304, {"batch_invariant": (ours, theirs)}), 1)
+    differing = {"batch_invariant": (ours, theirs)}
+    differing |= {f"field{i}": ("1", "2") for i in range(others)}
+    text = incompatible.note(Stranger(name, 4194304, differing))
     assert len(text) <= TEXT_BYTES
-    assert "1 here, " in text
-    assert text.endswith("2 there")
+    if len(name) < 20:
+        assert "1 here, " in text
+        assert "2 there" in text
 
 
 @pytest.mark.parametrize(
-    ("room", "said"),
+    ("fields", "another"),
     [
-        (1, ["a is 1 here, 2 there"]),
-        (2, ["a is 1 here, 2 there", "also b c d"]),
-        (3, ["a is 1 here, 2 there", "b is 1 here, 2 there", "also c d"]),
-        (4, [f"{name} is 1 here, 2 there" for name in "abcd"]),
-        (8, [f"{name} is 1 here, 2 there" for name in "abcd"]),
+        ("model model_config weights dtype", True),
+        ("weights", True),
+        ("vllm_version weights", True),
+        ("model_config weights parallel", True),
+        ("dtype weights", False),
+        ("parallel weights", False),
+        ("quantization weights", False),
+        ("weights kv_dtype", False),
+        ("dtype parallel", False),
+        ("model_config", False),
+        ("none_hash block_size", False),
+        ("vllm_version", False),
     ],
 )
-def test_the_more_room_the_more_fields_are_noted_with_their_values(
-    room: int, said: list[str]
+def test_another_model_is_told_from_one_that_is_set_up_otherwise(
+    fields: str, another: bool
 ) -> None:
-    differing = Stranger("vllm-7", 7, dict.fromkeys("abcd", ("1", "2")))
-    assert notes(differing, room) == [f"cannot share with vllm-7: {text}" for text in said]
-    endless = Stranger("vllm-7", 7, {f"field{i}": ("1", "2") for i in range(10_000)})
-    assert len(notes(endless, room)) == room
-    assert max(map(len, notes(endless, room))) <= TEXT_BYTES
+    differing = dict.fromkeys(fields.split(), ("1", "2"))
+    assert incompatible.has_another_model(Stranger("x", 1, differing)) == another
 
 
-@pytest.mark.parametrize(
-    ("kinds", "entries"),
-    [("", []), ("a", [8]), ("aa", [7, 1]), ("aab", [3, 1, 3]), ("ab", [4, 4]),
-     ("abcdefgh", [1] * 8), ("a" * 9, [1] * 8), ("abcab", [2, 2, 2, 1, 1])],
-)  # fmt: skip
-def test_engines_of_one_fingerprint_need_their_fields_noted_once(
-    kinds: str, entries: list[int]
-) -> None:
-    strangers = [Stranger(f"e{i}", i, {"dtype": (k, "")}) for i, k in enumerate(kinds)]
-    assert divide(strangers, 8) == list(zip(strangers, entries, strict=False))
-
-
-def test_the_first_join_of_an_epoch_is_no_rejoin(table: SlotTable, member: Membership) -> None:
+def test_the_first_join_of_an_epoch_is_no_rejoin(table: SlotTable, handler: RosterHandler) -> None:
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
         roster=[], sequences={}, suspected=[], strangers=[],
     )  # fmt: skip
     for joins in range(3):
-        member.joined(reply)
+        handler.apply(reply)
         assert table.counters.read(c.REJOINS) == joins
 
 
 def test_both_sides_say_it_once_and_note_it(
-    table: SlotTable, peers: Peers, member: Membership, caplog: pytest.LogCaptureFixture
+    table: SlotTable, peers: Peers, handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
         roster=[], sequences={}, suspected=[], strangers=[OTHER],
     )  # fmt: skip
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
-        member.joined(reply)
-        member.joined(reply)
+        handler.apply(reply)
+        handler.apply(reply)
         late = Stranger("vllm-8", 8, {"block_size": ("16", "32")})
-        member.stranger_joined(late)
-    assert caplog.messages == [f"kvshm: {sentence(one)}" for one in (OTHER, late)]
-    both = dict.fromkeys(notes(OTHER, 2), 2)
-    assert len(both) == 2
-    assert {e.text: e.times for e in table.errors()} == both | dict.fromkeys(notes(late, 1), 1)
-    assert peers.strangers == 1
-    member.strangers_counted(2)
-    assert peers.strangers == 2
+        handler.apply(new(late))
+    assert caplog.messages == [f"kvshm: {incompatible.line(one)}" for one in (OTHER, late)]
+    noted = {incompatible.note(OTHER): 2, incompatible.note(late): 1}
+    assert {e.text: e.times for e in table.errors()} == noted
+    assert peers.num_incompatible == 1
+    handler.apply(Tick(coordinator_epoch=1, sequence=1, sequences={}, strangers=2))
+    assert peers.num_incompatible == 2
+
+
+def test_engines_of_another_model_are_no_warning_and_told_once_for_all(
+    handler: RosterHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two models on one node are nothing to mend."""
+    models = [{"weights": (WEIGHTS, weights)} for weights in ("other", "third")]
+    strangers = [Stranger(f"e{i}", i, models[i % 2]) for i in range(20)]
+    with caplog.at_level(logging.INFO, "vllm.kvshm"):
+        for stranger in strangers:
+            handler.apply(new(stranger))
+    assert caplog.messages == [f"kvshm: {incompatible.line(one)}" for one in strangers[:2]]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
 def test_of_very_many_strangers_the_latest_are_remembered_as_named(
-    member: Membership, caplog: pytest.LogCaptureFixture
+    handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(NAMED + 10)]
+    strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(MAX_NAMED + 10)]
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
-        for stranger in (*strangers, *strangers[-NAMED:]):
-            member.stranger_joined(stranger)
-    assert caplog.messages == [f"kvshm: {sentence(stranger)}" for stranger in strangers]
-    assert len(member._named) == NAMED
+        for stranger in (*strangers, *strangers[-MAX_NAMED:]):
+            handler.apply(new(stranger))
+    assert caplog.messages == [f"kvshm: {incompatible.line(one)}" for one in strangers]
+    assert len(handler._named) == MAX_NAMED
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
 def test_strangers_leave_room_in_the_error_log(
-    table: SlotTable, peers: Peers, member: Membership, count: int
+    table: SlotTable, peers: Peers, handler: RosterHandler, count: int
 ) -> None:
     """However many there are and in however many fields they differ."""
     differing = dict.fromkeys("abcdefghij", ("1", "2"))
-    peers.strangers = count  # whatever a coordinator says
-    member.stranger_joined(Stranger("late", 1, differing))
+    peers.num_incompatible = count  # whatever a coordinator says
+    handler.apply(new(Stranger("late", 1, differing)))
     table.log_error("something else")
     strangers = [Stranger(f"e{i}", i, differing) for i in range(count)]
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
         roster=[], sequences={}, suspected=[], strangers=strangers,
     )  # fmt: skip
-    member.joined(reply)
+    handler.apply(reply)
     texts = [error.text for error in table.errors()]
     assert "something else" in texts
-    named = {stranger.name for stranger in strangers[:NOTES]}
+    named = {stranger.name for stranger in strangers[:MAX_NOTED]}
     assert {n for n in named if any(f"with {n}: a is 1 here" in text for text in texts)} == named
 
 
 def test_what_the_replica_had_no_room_for_is_counted(
-    table: SlotTable, peers: Peers, member: Membership, monkeypatch: pytest.MonkeyPatch
+    table: SlotTable, peers: Peers, handler: RosterHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for refused in (2, 2, 5):
         monkeypatch.setattr(peers.replica, "_refused", refused)
-        member.beat()
+        handler.beat()
         assert table.counters.snapshot()["index_full"] == refused
 
 
 def test_a_list_of_peers_that_could_not_be_written_is_written_with_a_beat(
-    peers: Peers, member: Membership, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    peers: Peers, handler: RosterHandler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "not yet" / "peers"
     listed = PeerList(path)
     listed.write([])
     monkeypatch.setattr(peers, "_listed", listed)
-    member.beat()
+    handler.beat()
     path.parent.mkdir()
     assert not path.exists()
-    member.beat()
+    handler.beat()
     assert path.exists()
 
 
 def test_a_refusal_is_told_of_the_present_epoch_only(
-    life: Life, member: Membership, caplog: pytest.LogCaptureFixture
+    life: Life, handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The table of one that has ended has gone: there is nothing to mend."""
     for epoch in (OWN_EPOCH + 1, OWN_EPOCH):
         assert caplog.text == ""
-        member.refused(Refused(engine_epoch=epoch, reason="r", remedy="do", retry=False))
+        handler.apply(Refused(engine_epoch=epoch, reason="r", remedy="do", retry=False))
     assert "refuses this engine: r; do" in caplog.text
+
+
+def test_a_refusal_is_logged_once_until_it_is_another_or_the_engine_has_joined(
+    handler: RosterHandler, caplog: pytest.LogCaptureFixture
+) -> None:
+    joined = Joined(
+        protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
+        roster=[], sequences={}, suspected=[], strangers=[],
+    )  # fmt: skip
+    r, s = (
+        Refused(engine_epoch=OWN_EPOCH, reason=reason, remedy="do", retry=True) for reason in "rs"
+    )
+    with caplog.at_level(logging.WARNING, "vllm.kvshm"):
+        for reply in (r, r, s, s, joined, s):
+            handler.apply(reply)
+    assert [m.partition("engine: ")[2][0] for m in caplog.messages] == ["r", "s", "s"]
 
 
 def test_the_client_counts_into_the_present_table(table: SlotTable, life: Life) -> None:
     present = [life]
-    member = Membership(lambda: None, lambda: present[0] if present else None)
-    member.count(c.EVENTS_SENT)
-    member.count(c.EVENTS_DROPPED, 3)
+    handler = RosterHandler(lambda: None, lambda: present[0] if present else None)
+    handler.count(c.EVENTS_SENT)
+    handler.count(c.EVENTS_DROPPED, 3)
     present.clear()
-    member.count(c.EVENTS_SENT)
+    handler.count(c.EVENTS_SENT)
     told = table.counters.snapshot()
     assert (told["events_sent"], told["events_dropped"]) == (1, 3)

@@ -8,15 +8,16 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import zmq
 
-from kvshm.member import Membership
+from kvshm.coordinator_session import CoordinatorSession as Session
+from kvshm.news import Coordinator, News
 from kvshm.protocol import EngineInfo, Join, Refused, decode_command, encode
+from kvshm.roster_handler import RosterHandler
 from kvshm.rundir import command_endpoint, start_command
-from kvshm.session import UNHEARD_SECONDS, Session
+from kvshm.timing import TIMING, Timing
 from kvshm.tools import dump_index
 from kvshm.tools.check import check
 
@@ -35,22 +36,24 @@ INFO = EngineInfo(
 )
 
 
-class Member:
+class Engine:
     """Remembers what it was told; ready to join from the moment that it has a description."""
 
     def __init__(self) -> None:
-        self.told: list[str] = []
+        self.told: list[News] = []
         self.info: EngineInfo | None = INFO
 
     def describe(self) -> EngineInfo | None:
         return self.info
 
-    def __getattr__(self, name: str) -> Any:
-        def record(*arguments: Any) -> None:
-            self.told.append(name)
+    def apply(self, news: News) -> None:
+        self.told.append(news)
 
-        record.__name__ = name
-        return record
+    def scan_again(self, enough: object) -> None: ...
+
+    def beat(self) -> None: ...
+
+    def count(self, counter: int, amount: int = 1) -> None: ...
 
 
 @pytest.fixture
@@ -59,9 +62,14 @@ def run_dir() -> Iterator[Path]:
         yield Path(directory)
 
 
+@pytest.fixture(params=[1.0, 0.5], ids=["product", "half"])
+def timing(request: pytest.FixtureRequest) -> Timing:
+    return TIMING.scaled(request.param)
+
+
 @pytest.fixture
-def session(run_dir: Path, clock: Clock) -> Iterator[Session]:
-    session = Session(run_dir, "n", Member(), clock, lambda: 1.0)
+def session(run_dir: Path, clock: Clock, timing: Timing) -> Iterator[Session]:
+    session = Session(run_dir, "n", Engine(), clock, lambda: 1.0, timing)
     wake = os.eventfd(0)
     session.open([wake], lambda: None)
     yield session
@@ -70,7 +78,8 @@ def session(run_dir: Path, clock: Clock) -> Iterator[Session]:
 
 
 def told(session: Session) -> int:
-    return session._member.told.count("coordinator_missing")  # type: ignore[attr-defined]  # a Member of this file
+    assert isinstance(session._handler, Engine)
+    return session._handler.told.count(Coordinator.MISSING)
 
 
 def work_for(session: Session, clock: Clock, seconds: float) -> None:
@@ -79,28 +88,34 @@ def work_for(session: Session, clock: Clock, seconds: float) -> None:
         session.work()
 
 
-def test_a_coordinator_that_never_was_there_is_told_once(session: Session, clock: Clock) -> None:
-    work_for(session, clock, UNHEARD_SECONDS - 1)
+def test_a_coordinator_that_never_was_there_is_told_once(
+    session: Session, clock: Clock, timing: Timing
+) -> None:
+    work_for(session, clock, timing.unheard_seconds - 1)
     assert told(session) == 0
     work_for(session, clock, 2)
     assert told(session) == 1
-    work_for(session, clock, 10 * UNHEARD_SECONDS)
+    work_for(session, clock, 10 * timing.unheard_seconds)
     assert told(session) == 1
 
 
-def test_the_time_begins_when_the_engine_is_ready(session: Session, clock: Clock) -> None:
-    member = session._member
-    assert isinstance(member, Member)
-    member.info = None  # a model takes minutes to load
-    work_for(session, clock, 3 * UNHEARD_SECONDS)
-    member.info = INFO
-    work_for(session, clock, UNHEARD_SECONDS - 1)
+def test_the_time_begins_when_the_engine_is_ready(
+    session: Session, clock: Clock, timing: Timing
+) -> None:
+    engine = session._handler
+    assert isinstance(engine, Engine)
+    engine.info = None  # a model takes minutes to load
+    work_for(session, clock, 3 * timing.unheard_seconds)
+    engine.info = INFO
+    work_for(session, clock, timing.unheard_seconds - 1)
     assert told(session) == 0
     work_for(session, clock, 2)
     assert told(session) == 1
 
 
-def test_one_that_refuses_is_there(session: Session, run_dir: Path, clock: Clock) -> None:
+def test_one_that_refuses_is_there(
+    session: Session, run_dir: Path, clock: Clock, timing: Timing
+) -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         router.bind(command_endpoint(run_dir, "n"))
         clock.now += 0.1
@@ -115,7 +130,7 @@ def test_one_that_refuses_is_there(session: Session, run_dir: Path, clock: Clock
         session._commands.poll(10_000)
         session.wait()
         session.work()
-    work_for(session, clock, 3 * UNHEARD_SECONDS)
+    work_for(session, clock, 3 * timing.unheard_seconds)
     assert told(session) == 0
 
 
@@ -139,7 +154,8 @@ def test_the_line_names_the_command(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
-    Membership(lambda: None, lambda: None, start_command(Path("/a b/c"), "n")).coordinator_missing()
+    start = start_command(Path("/a b/c"), "n")
+    RosterHandler(lambda: None, lambda: None, start).apply(Coordinator.MISSING)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert record.getMessage().endswith(": kvshm-coordinator --run-dir '/a b/c' --namespace n")

@@ -14,14 +14,13 @@ from kvshm.counters import (
 )
 from kvshm.index import Forgotten
 from kvshm.peers import (
-    ATTACHING_SECONDS,
     QUARANTINE_FAILURES,
-    QUARANTINE_SECONDS,
     Peers,
     PeersStats,
 )
 from kvshm.protocol import EngineInfo
 from kvshm.slots import SlotTable
+from kvshm.timing import TIMING
 
 from .exporters import HASHES, OWN_EPOCH, Clock, Make, offered
 from .pulsing import pulsing
@@ -62,7 +61,7 @@ def test_a_retract_that_follows_a_scan_counts(racing: Peers, exporter: Make) -> 
     racing.joined(a.info)
     assert offered(racing, 1) == [(1, 1, 0)], "seen READY, not yet heard otherwise"
     for event in on_its_way:
-        racing.events([(1, event)])
+        racing.apply_events([(1, event)])
     assert offered(racing, 1) == []
 
 
@@ -72,7 +71,7 @@ def test_what_the_scan_saw_may_be_told_again(racing: Peers, exporter: Make) -> N
     RacingTable.before = staticmethod(lambda: on_its_way.append(a.publish(1)))
     racing.joined(a.info)
     for event in on_its_way:
-        racing.events([(1, event)])
+        racing.apply_events([(1, event)])
     assert offered(racing, 1) == [(1, 1, 0)]
     assert racing.replica.count == 1
 
@@ -82,7 +81,7 @@ def test_a_publish_heard_after_the_scan_passed_its_slot_stays(
 ) -> None:
     a = exporter()
     racing.joined(a.info)
-    RacingTable.after = staticmethod(lambda: racing.events([(1, a.publish(1))]))
+    RacingTable.after = staticmethod(lambda: racing.apply_events([(1, a.publish(1))]))
     racing.rescan(1)
     assert offered(racing, 1) == [(1, 1, 0)]
 
@@ -110,14 +109,14 @@ def test_a_reuse_during_a_scan_leaves_the_newest(racing: Peers, exporter: Make) 
     racing.rescan(1)
     assert (offered(racing, 1), offered(racing, 9)) == ([], [(1, 1, 1)])
     for event in [first, *events]:
-        racing.events([(1, event)])
+        racing.apply_events([(1, event)])
     assert (offered(racing, 1), offered(racing, 9)) == ([], [(1, 1, 1)])
 
 
 def test_a_rescan_sweeps_what_lost_retracts_left(peers: Peers, exporter: Make) -> None:
     a = exporter()
     peers.joined(a.info)
-    peers.events([(1, a.publish(1, 2, 3))])
+    peers.apply_events([(1, a.publish(1, 2, 3))])
     a.reuse(1, 3)
     peers.rescan(1)
     assert [offered(peers, n) for n in (1, 2, 3)] == [[], [(1, 2, 0)], []]
@@ -131,7 +130,7 @@ def test_after_a_lost_retract_the_next_owner_is_offered(peers: Peers, exporter: 
     a, b = exporter("a"), exporter("b")
     for one in (a, b):
         peers.joined(one.info)
-        peers.events([(one.info.epoch, one.publish(1))])
+        peers.apply_events([(one.info.epoch, one.publish(1))])
     [run] = peers.lookup(HASHES, 1, 2)
     stale = a if run.peer.info.epoch == 1 else b
     stale.reuse(1)
@@ -158,7 +157,7 @@ def test_suspected_means_do_not_use_but_keep(peers: Peers, exporter: Make) -> No
     a = exporter()
     peers.joined(a.info)
     peers.suspected(1)
-    peers.events([(1, a.publish(1))])
+    peers.apply_events([(1, a.publish(1))])
     assert offered(peers, 1) == []
     assert peers.stats().usable == 0
     peers.recovered(1)
@@ -196,7 +195,7 @@ def test_three_failures_in_a_row_mean_quarantine(
     assert peers.stats().usable == 1
     assert peers.why_missed(HASHES, 3) is MISS_QUARANTINED
     assert offered(peers, 1) == [(2, 1, 0)], "the other owner is offered meanwhile"
-    clock.now += QUARANTINE_SECONDS - 0.001
+    clock.now += TIMING.quarantine_seconds - 0.001
     assert peers.stats().usable == 1
     clock.now += 0.002
     assert peers.stats().usable == 2
@@ -228,7 +227,7 @@ def test_an_engine_that_only_imports_is_watched_but_not_asked(peers: Peers, expo
 
 def test_a_miss_has_a_reason(peers: Peers, exporter: Make) -> None:
     assert peers.why_missed(HASHES, 1) is MISS_NO_PEER
-    peers.strangers = 1
+    peers.num_incompatible = 1
     assert peers.why_missed(HASHES, 1) is MISS_FINGERPRINT
     a = exporter()
     peers.joined(a.info)
@@ -244,17 +243,17 @@ def test_nothing_is_planned_from_a_peer_that_is_being_attached(
     a, b = exporter("a"), exporter("b")
     for one in (a, b):
         peers.joined(one.info)
-    peers.events([(1, a.publish(1))])
+    peers.apply_events([(1, a.publish(1))])
     peers.not_attached(1)
     assert offered(peers, 1) == []
-    peers.events([(2, b.publish(1))])
+    peers.apply_events([(2, b.publish(1))])
     assert offered(peers, 1) == [(2, 1, 0)]
     peers.attached({1})
     assert len(peers.lookup(HASHES, 1, 2)) == 1
     assert peers.stats().usable == 2
     peers.not_attached(1)
     peers.not_attached(99)
-    clock.now += ATTACHING_SECONDS + 0.001
+    clock.now += TIMING.attaching_seconds + 0.001
     assert peers.stats().usable == 2
 
 
@@ -265,9 +264,9 @@ def test_an_attached_peer_stays_in_quarantine(peers: Peers, exporter: Make, cloc
         peers.fail(1)
     peers.not_attached(1)
     peers.attached({1})
-    clock.now += ATTACHING_SECONDS + 0.001
+    clock.now += TIMING.attaching_seconds + 0.001
     assert peers.stats().usable == 0
-    clock.now += QUARANTINE_SECONDS
+    clock.now += TIMING.quarantine_seconds
     assert peers.stats().usable == 1
 
 
@@ -321,7 +320,7 @@ def test_a_table_that_has_gone_is_skipped_and_nobody_is_warned(
     a.end()
     with caplog.at_level("INFO", logger="vllm.kvshm"):
         peers.joined(a.info)
-    assert peers.stats() == PeersStats(0, 0, 1, 0, 0)
+    assert peers.stats() == PeersStats(0, 0)
     [said] = [record for record in caplog.records if "no such engine" in record.message]
     assert said.levelname == "INFO"
 

@@ -64,7 +64,7 @@ def test_an_engine_for_which_there_is_no_memory_is_left_out_until_there_is(
         peers.joined(b.info)
         peers.rescan(b.info.epoch)
     assert (offered(peers, 1), offered(peers, 2)) == ([(1, 1, 0)], [])
-    assert peers.stats() == PeersStats(1, 1, 1, 0, 0)
+    assert peers.stats() == PeersStats(1, 1)
     assert "engine b (epoch " in caplog.text
     assert ": 7 are available; free memory" in caplog.text
     clock.now += 60

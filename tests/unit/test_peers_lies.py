@@ -34,7 +34,7 @@ def test_an_engine_that_cannot_be_is_left_out(
     honest.publish(2)
     for info in (msgspec.structs.replace(liar.info, **lies), honest.info):
         peers.joined(info)
-    assert peers.stats().skipped == 1
+    assert peers.stats().attached == 1
     assert offered(peers, 1) == []
     assert len(offered(peers, 2)) == 1
 
@@ -46,7 +46,7 @@ def test_events_that_make_no_sense_cost_a_scan(
     a = exporter()
     a.publish(1)
     peers.joined(a.info)
-    peers.events([(a.info.epoch, records)])
+    peers.apply_events([(a.info.epoch, records)])
     assert len(offered(peers, 1)) == 1
-    peers.events([(HUGE, records)])
-    peers.events([(-1, records)])
+    peers.apply_events([(HUGE, records)])
+    peers.apply_events([(-1, records)])

@@ -7,14 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvshm.callbacks import Guarded
+from kvshm.coordinator_session import CoordinatorSession
 from kvshm.counters import RESYNCS
-from kvshm.member import Membership
+from kvshm.event_order import EventOrder, Verdict
 from kvshm.peers import Peers
 from kvshm.protocol import PROTOCOL_VERSION, EngineEvents, Joined
-from kvshm.rescans import AT_ONCE, PAUSE_SECONDS, Rescans
-from kvshm.sequences import Stream, Verdict
-from kvshm.session import Session
+from kvshm.rescans import AT_ONCE, Rescans
+from kvshm.roster_handler import RosterHandler
+from kvshm.timing import TIMING
 
 from .exporters import Clock, Exporter, Make, offered
 
@@ -25,7 +25,7 @@ class Hearing:
     def __init__(self, peers: Peers, own: Exporter, peer: Exporter) -> None:
         self._own, self._peer, self._peers = own, peer, peers
         life: Any = SimpleNamespace(table=own.table, peers=peers)
-        self._stream = Stream(Guarded(Membership(lambda: None, lambda: life)))
+        self._order, self._handler = EventOrder(), RosterHandler(lambda: None, lambda: life)
         roster = Joined(
             protocol=PROTOCOL_VERSION,
             coordinator_epoch=1,
@@ -37,7 +37,7 @@ class Hearing:
             suspected=[],
             strangers=[],
         )
-        self._stream.begin(roster)
+        self._order.begin(roster)
         self._heard = 0
 
     def hear(self, records: bytes) -> None:
@@ -45,12 +45,14 @@ class Hearing:
         epoch = self._peer.info.epoch
         numbers = {"coordinator_epoch": 1, "sequence": self._heard, "epoch": epoch}
         events = EngineEvents(**numbers, engine_sequence=2 * self._heard, records=records)
-        assert self._stream.take(events) is Verdict.MEMBER
+        assert self._order.receive(events) is Verdict.MEMBER
 
     def work_off(self) -> int:
         """Returns how many tables were scanned."""
         before = self._own.table.counters.read(RESYNCS)
-        self._stream.catch_up(lambda: False)
+        for news in self._order.take_news():
+            self._handler.apply(news)
+        self._handler.scan_again(lambda: False)
         return self._own.table.counters.read(RESYNCS) - before
 
 
@@ -69,7 +71,7 @@ def test_any_number_of_gaps_is_mended_by_one_scan_and_after_some_by_none_for_a_s
         assert hearing.work_off() == 1, "and so are a few more"
     a.publish(2)
     a.reuse(10)
-    clock.now += PAUSE_SECONDS - 0.01
+    clock.now += TIMING.rescan_pause_seconds - 0.01
     for n in range(15, 20):
         hearing.hear(a.publish(n))
         assert hearing.work_off() == 0
@@ -87,9 +89,9 @@ def test_senseless_events_cost_no_more_scans_than_lost_ones(
     hearing = Hearing(peers, exporter("me"), a)
     assert hearing.work_off() == 0
     for scans in (*[1] * AT_ONCE, 0, 0):
-        peers.events([(1, b"torn")] * 3)
+        peers.apply_events([(1, b"torn")] * 3)
         assert hearing.work_off() == scans
-    clock.now += PAUSE_SECONDS
+    clock.now += TIMING.rescan_pause_seconds
     assert hearing.work_off() == 1
 
 
@@ -107,7 +109,7 @@ def test_when_it_is_enough_the_others_are_first_the_next_time(clock: Clock) -> N
         for epoch in (1, 2, 3):
             rescans.ask(epoch)
         assert rescans.work_off(scanned.append, lambda: True) == 1
-        clock.now += PAUSE_SECONDS
+        clock.now += TIMING.rescan_pause_seconds
         assert len(scanned) == turn + 1
     assert sorted(scanned) == [1, 2, 3]
 
@@ -116,7 +118,7 @@ def test_scans_end_for_the_heartbeat(tmp_path: Path, clock: Clock) -> None:
     said: list[bool] = []
 
     class Scanning:
-        """A member each of whose scans takes half a second."""
+        """An engine each of whose scans takes half a second."""
 
         def scan_again(self, enough: Callable[[], bool]) -> None:
             for _ in range(3):
@@ -127,7 +129,7 @@ def test_scans_end_for_the_heartbeat(tmp_path: Path, clock: Clock) -> None:
 
         def describe(self) -> None: ...
 
-    session = Session(tmp_path, "ns", Scanning(), clock, lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
+    session = CoordinatorSession(tmp_path, "ns", Scanning(), clock, lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
     session.open((), lambda: None)
     try:
         session.work()

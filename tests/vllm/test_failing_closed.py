@@ -64,7 +64,7 @@ def assert_off(e: DrivenEngine, hook: str, tracebacks: list[str]) -> None:
     assert e.table.counters.read(HOOK_ERRORS) == 1
     (error,) = e.table.errors()
     assert (error.text, error.times) == (f"{hook}: a bug", 1)
-    assert tracebacks == [f"{hook} failed; kvshm is off for this engine, which serves on"]
+    assert tracebacks == [f"kvshm: {hook} failed; kvshm is off for this engine, which serves on"]
 
 
 def finish(e: DrivenEngine, name: str) -> None:

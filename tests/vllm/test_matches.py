@@ -198,7 +198,7 @@ def test_an_engine_without_peers_counts_a_match_and_looks_at_nothing(
     e = engine()
     side = e.connector._scheduler
     side.importer.room = SimpleNamespace()  # vLLM's pool: whatever it is asked is an error
-    side.cache.life.peers.strangers = strangers
+    side.cache.life.peers.num_incompatible = strangers
     e.add("r", prompt(4), max_tokens=1)
     e.step()
     counted = e.table.counters.snapshot()

@@ -264,7 +264,7 @@ def test_other_weights_are_refused_by_name(pair: Pair, apart: Apart) -> None:
     with pair.node.sharing(pair.a, shareable(prompt)):
         ours = pair.a.complete(prompt)
     for _ in wait_until("the stranger learns why it is alone", PATIENCE_S):
-        if "weights differs" in stranger.log():
+        if "cannot share with this one: weights is " in stranger.log():
             break
     with observe(pair.node, stranger) as seen:
         theirs = stranger.complete(prompt)

@@ -1,5 +1,5 @@
 """Engines that would compute other bytes, or find them under other keys, share nothing: both
-sides and the dump name every field that differs, with both values.
+sides and the dump name every field that differs, and both values of the first.
 
 Here for what can differ between two real engines on a CPU; the layout inside a block, of which
 vLLM's CPU backend knows one, on vLLM's configuration (test_identity.py).
@@ -39,15 +39,21 @@ USUAL = {
 """What the session's two engines say of themselves."""
 
 
+SAID = re.compile(r"cannot share with this one: (\w+) is (.*) here, (.*) there; also (.*)")
+
+
 def named(one: Engine, differing: dict[str, str], *, itself: bool) -> list[str]:
-    """Lines in which an engine names all these fields, its own value first."""
-    parts = [
-        f"{field} differs ({ours} here, {theirs} there)"
-        for field, other in differing.items()
-        for ours, theirs in [(other, USUAL[field]) if itself else (USUAL[field], other)]
-    ]
-    lines = [s for s in one.log().splitlines() if "cannot share with this one" in s]
-    return [line for line in lines if all(part in line for part in parts)]
+    """The first field of each line in which an engine names all these, with its own value first."""
+    lines = []
+    for text in one.log().splitlines():
+        if (said := SAID.search(text)) is None:
+            continue
+        first, *values, others = said.groups()
+        wanted = [differing.get(first, values[0]), USUAL.get(first, values[1])]
+        named = {first, *others.split()}
+        if differing.keys() <= named and values == (wanted if itself else wanted[::-1]):
+            lines.append(first)
+    return lines
 
 
 def assert_both_sides_name(pair: Pair, stranger: Engine, differing: dict[str, str]) -> None:
@@ -57,12 +63,11 @@ def assert_both_sides_name(pair: Pair, stranger: Engine, differing: dict[str, st
             if len(lines) >= times:
                 break
         assert len(lines) == times
-    dump = pair.node.dump()
-    for field, other in differing.items():
-        # Of values too long for the error log it shows the part in which they differ.
-        usual, other = (re.escape(value[:10]) for value in (USUAL[field], other))
-        assert re.search(rf"{field} is {usual}.* here, {other}.* there", dump), dump
-        assert re.search(rf"{field} is {other}.* here, {usual}.* there", dump), dump
+    dump, first = pair.node.dump(), lines[0]
+    # Of values too long for the error log it shows the part in which they differ.
+    usual, other = (re.escape(those.get(first, "")[:10]) for those in (USUAL, differing))
+    assert re.search(rf"{first} is {usual}.* here, {other}.* there", dump), dump
+    assert re.search(rf"{first} is {other}.* here, {usual}.* there", dump), dump
 
 
 def assert_shares_nothing(pair: Pair, stranger: Engine, seed: int) -> None:

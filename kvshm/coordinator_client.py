@@ -2,7 +2,7 @@
 
 The scheduler's thread only puts batches of events into a queue; it never waits for the
 coordinator and never learns of its troubles.  What the coordinator says reaches the engine
-through a ``Member``, whose methods all run on the client's thread.
+through a ``NewsHandler``, whose methods all run on the client's thread.
 """
 
 from __future__ import annotations
@@ -18,28 +18,21 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from . import _native, threads
-from .callbacks import Member
+from .coordinator_session import CoordinatorSession
+from .counters import EVENTS_DROPPED, EVENTS_UNHEARD
 from .errors import KvshmError
 from .forks import guard_forks
 from .log import logger
+from .news import NewsHandler
 from .protocol import MAX_EVENTS_BYTES
 from .records import RECORD_BYTES
-from .session import Session
-
-__all__ = ["CoordinatorClient", "Member"]
+from .timing import TIMING, Timing
 
 MAX_QUEUED = 4096
 """Batches of events that may wait for the client's thread; beyond that they are dropped."""
 MAX_JOINED_BYTES = MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES
 """Batches that wait together are sent as one message of up to so many bytes, a longer batch as
 several."""
-BUG_PAUSE_SECONDS = 0.5
-LATER_US = 25_000
-"""Events wait so many microseconds: they are told with a step's output, and whoever tells them at
-once competes for cores and the GIL with who delivers the tokens.  The price: for so long others
-miss what is new, and ask in vain for leases on what has been withdrawn.  Longer than others'
-events wait in the coordinator: where there are many, they wake the thread first, and its own leave
-with them."""
 
 _log = logger(__name__)
 
@@ -55,12 +48,15 @@ class CoordinatorClient:
         self,
         run_dir: Path,
         namespace: str,
-        member: Member,
+        handler: NewsHandler,
         *,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
+        timing: Timing = TIMING,
     ) -> None:
         """Raises KvshmError, leaving nothing open, if there are no descriptors or threads left."""
+        self._timing = timing
+        self._later_us = round(timing.send_later_seconds * 1e6)
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
         self._timers: list[weakref.finalize[..., CoordinatorClient]] = []
@@ -75,8 +71,9 @@ class CoordinatorClient:
         """Batches dropped here: by the thread that sends, and as the client's thread knows."""
         self._unheard = self._unheard_told = 0
         """Batches for which there was no engine to hear them, likewise."""
-        self._bug_logged = False
-        self._session: Session | None = Session(run_dir, namespace, member, clock, jitter)
+        self._session: CoordinatorSession | None = CoordinatorSession(
+            run_dir, namespace, handler, clock, jitter, timing
+        )
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, args=(self._session,), name="kvshm-client", daemon=True
         )
@@ -98,7 +95,7 @@ class CoordinatorClient:
         if len(self._outbox) >= MAX_QUEUED:
             self._overflows += 1
             return
-        self._put(records, LATER_US)
+        self._put(records, self._later_us)
 
     def rejoin(self) -> None:
         """The engine's cache has begun a new epoch: leave with the old one and join with
@@ -122,8 +119,8 @@ class CoordinatorClient:
 
     @property
     def errors(self) -> int:
-        """How many callbacks and messages failed so far."""
-        return self._session.errors if self._session else 0
+        """How many calls of the engine and messages failed so far."""
+        return self._session.guard.errors if self._session else 0
 
     @property
     def is_member(self) -> bool:
@@ -168,7 +165,7 @@ class CoordinatorClient:
 
     # -- on the client's thread
 
-    def _run(self, session: Session) -> None:
+    def _run(self, session: CoordinatorSession) -> None:
         if not self._opens(session):
             return
         while not self._closing.is_set():
@@ -176,12 +173,13 @@ class CoordinatorClient:
                 readable = session.wait()
                 self._hand_over(session, readable)
                 session.work()
-            except Exception:
-                self._unexpected()
+            except Exception:  # a bug must not end the thread, nor take a whole core
+                session.guard.failed("client's thread", exc_info=True)
+                self._closing.wait(self._timing.bug_pause_seconds)
         self._hand_over(session)
         session.close()
 
-    def _opens(self, session: Session) -> bool:
+    def _opens(self, session: CoordinatorSession) -> bool:
         """Whether there are sockets; without (no descriptors are left) the engine serves on,
         unshared, and nothing is queued for a thread that has ended."""
         try:
@@ -192,7 +190,7 @@ class CoordinatorClient:
             _log.error("no sockets for the coordinator: %s (serving on, unshared)", exc)
         return self._usable
 
-    def _hand_over(self, session: Session, readable: Collection[object] = ()) -> None:
+    def _hand_over(self, session: CoordinatorSession, readable: Collection[object] = ()) -> None:
         """Pass on what the other threads have queued so far, in few messages: a scheduler that
         never rests takes the GIL at each, and must not keep this thread from listening.  Timers
         among ``readable`` have come."""
@@ -204,7 +202,7 @@ class CoordinatorClient:
         # First: what is sent after it must show the gap.
         if unheard := self._unheard - self._unheard_told:
             self._unheard_told += unheard
-            session.pass_over_events(unheard)
+            session.skip_events(unheard, EVENTS_UNHEARD)
         waiting = len(self._outbox)
         while waiting:
             batches = _neighbours(self._outbox, waiting)
@@ -218,14 +216,7 @@ class CoordinatorClient:
                 session.rejoin()
         if lost := self._overflows - self._overflows_told:
             self._overflows_told += lost
-            session.drop_events(lost)
-
-    def _unexpected(self) -> None:
-        """A bug must not end the thread, nor fill the log, nor take a whole core."""
-        if not self._bug_logged:
-            self._bug_logged = True
-            _log.exception("client's thread failed (logged once; it goes on)")
-        self._closing.wait(BUG_PAUSE_SECONDS)
+            session.skip_events(lost, EVENTS_DROPPED)
 
 
 def _neighbours(queued: deque[bytes | None], limit: int) -> list[bytes]:

@@ -7,9 +7,11 @@ from typing import Any
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from msgspec import Raw
 
+from kvshm.event_order import MAX_KEPT_BYTES, EventOrder, Verdict
+from kvshm.news import EventBatches, EventsLost
 from kvshm.protocol import (
     PROTOCOL_VERSION,
     AnyBroadcast,
@@ -22,7 +24,8 @@ from kvshm.protocol import (
     Joined,
     Tick,
 )
-from kvshm.sequences import MAX_KEPT_BYTES, Stream, Verdict
+
+from ..told import all_told
 
 OWN = 1000
 
@@ -55,26 +58,15 @@ def joined(sequence: int, coordinator: int = 1, own: int = OWN, **engines: int) 
     )
 
 
-class Recorder:
-    """A listener that remembers its calls."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.calls.append((name, *arguments))
-
-    def drain(self) -> list[tuple[Any, ...]]:
-        calls, self.calls = self.calls, []
-        return calls
+def order_at(sequence: int, **engines: int) -> EventOrder:
+    order = EventOrder()
+    order.begin(joined(sequence, **engines))
+    order.take_news()
+    return order
 
 
-def stream_at(sequence: int, **engines: int) -> tuple[Stream, Recorder]:
-    recorder = Recorder()
-    stream = Stream(recorder)
-    stream.begin(joined(sequence, **engines))
-    recorder.drain()
-    return stream, recorder
+def news_of(order: EventOrder) -> list[tuple[Any, ...]]:
+    return all_told(order.take_news())
 
 
 def events(sequence: int, engine_sequence: int, epoch: int = 7) -> EngineEvents:
@@ -88,15 +80,15 @@ def events(sequence: int, engine_sequence: int, epoch: int = 7) -> EngineEvents:
 
 
 def test_first_roster_announces_everybody_but_oneself() -> None:
-    recorder = Recorder()
-    Stream(recorder).begin(joined(5, e7=1, e8=2, e1000=3))
-    assert recorder.calls == [("engine_joined", engine(7)), ("engine_joined", engine(8))]
+    order = EventOrder()
+    order.begin(joined(5, e7=1, e8=2, e1000=3))
+    assert news_of(order) == [("engine_joined", engine(7)), ("engine_joined", engine(8))]
 
 
 def test_next_roster_tells_differences_only() -> None:
-    stream, recorder = stream_at(5, e7=1, e8=2, e9=0)
-    stream.begin(joined(9, e7=1, e8=3, e10=0))
-    assert recorder.calls == [
+    order = order_at(5, e7=1, e8=2, e9=0)
+    order.begin(joined(9, e7=1, e8=3, e10=0))
+    assert news_of(order) == [
         ("engine_gone", 9, "no longer in the roster"),
         ("rescan", 8),
         ("engine_joined", engine(10)),
@@ -104,118 +96,118 @@ def test_next_roster_tells_differences_only() -> None:
 
 
 def test_own_new_epoch_begins_with_an_empty_picture() -> None:
-    stream, recorder = stream_at(5, e7=1)
-    stream.begin(joined(6, own=OWN + 1, e7=1))
-    assert recorder.calls == [("engine_joined", engine(7))]
+    order = order_at(5, e7=1)
+    order.begin(joined(6, own=OWN + 1, e7=1))
+    assert news_of(order) == [("engine_joined", engine(7))]
 
 
 def test_broadcasts_follow_each_other_or_tell_a_gap() -> None:
-    stream, recorder = stream_at(5, e7=1)
-    assert stream.take(events(5, 1)) is Verdict.MEMBER  # in the roster already
-    assert stream.take(events(6, 2)) is Verdict.MEMBER
-    assert stream.take(events(8, 4)) is Verdict.GAP
-    stream.flush()
-    assert recorder.calls == [("engine_events", [(7, b"2")])]
+    order = order_at(5, e7=1)
+    assert order.receive(events(5, 1)) is Verdict.MEMBER  # in the roster already
+    assert order.receive(events(6, 2)) is Verdict.MEMBER
+    assert order.receive(events(8, 4)) is Verdict.GAP
+    assert news_of(order) == [("engine_events", [(7, b"2")])]
 
 
-def test_gaps_of_one_engine_are_told_and_its_events_together_before_it_is_scanned() -> None:
-    stream, recorder = stream_at(5, e7=1)
-    assert stream.take(events(6, 3)) is Verdict.MEMBER
-    assert stream.take(events(7, 3)) is Verdict.MEMBER
-    assert stream.take(events(8, 5)) is Verdict.MEMBER
-    stream.catch_up(enough := lambda: True)
-    assert recorder.calls == [
+def test_gaps_of_one_engine_are_told_and_its_events_together() -> None:
+    order = order_at(5, e7=1)
+    assert order.receive(events(6, 3)) is Verdict.MEMBER
+    assert order.receive(events(7, 3)) is Verdict.MEMBER
+    assert order.receive(events(8, 5)) is Verdict.MEMBER
+    assert news_of(order) == [
         ("rescan", 7),
         ("rescan", 7),
         ("engine_events", [(7, b"3"), (7, b"5")]),
-        ("scan_again", enough),
     ]
 
 
 def test_events_are_passed_on_together_and_before_what_comes_after_them() -> None:
-    stream, recorder = stream_at(0, e7=0, e8=0)
+    order = order_at(0, e7=0, e8=0)
     gone = EngineGone(coordinator_epoch=1, sequence=4, epoch=7, reason="left")
     for broadcast in (events(1, 1), events(2, 1, 8), events(3, 2), gone, events(5, 2, 8)):
-        assert stream.take(broadcast) is Verdict.MEMBER
+        assert order.receive(broadcast) is Verdict.MEMBER
     together = ("engine_events", [(7, b"1"), (8, b"1"), (7, b"2")])
-    assert recorder.drain() == [together, ("engine_gone", 7, "left")]
-    stream.flush()
-    assert recorder.drain() == [("engine_events", [(8, b"2")])]
+    last = ("engine_events", [(8, b"2")])
+    assert news_of(order) == [together, ("engine_gone", 7, "left"), last]
+    assert news_of(order) == []
 
 
 def test_of_a_frame_what_is_not_the_next_is_left_to_take() -> None:
-    stream, recorder = stream_at(0, e7=0, e8=0)
+    order = order_at(0, e7=0, e8=0)
     whole = [events(1, 1), events(2, 1, 8), events(3, 2), events(4, 9, OWN)]
     tick = Tick(coordinator_epoch=1, sequence=2, sequences={})
     other = msgspec.structs.replace(events(1, 1), coordinator_epoch=2)
     for odd in (tick, events(4, 2), events(1, 1), events(3, 3), events(3, 1, 9), other, Raw()):
-        assert stream_at(0, e7=0, e8=0)[0].take_events([*whole[:2], odd, *whole[2:]]) == 2
-    assert stream.take_events(whole) == 4
-    assert stream.take(events(5, 3)) is Verdict.MEMBER
-    stream.flush()
-    assert recorder.drain() == [("engine_events", [(7, b"1"), (8, b"1"), (7, b"2"), (7, b"3")])]
-    assert stream.heard == {7: 3, 8: 1}
+        assert order_at(0, e7=0, e8=0).receive_events([*whole[:2], odd, *whole[2:]]) == 2
+    assert order.receive_events(whole) == 4
+    assert order.receive(events(5, 3)) is Verdict.MEMBER
+    assert news_of(order) == [("engine_events", [(7, b"1"), (8, b"1"), (7, b"2"), (7, b"3")])]
+    assert order.heard == {7: 3, 8: 1}
 
 
-def test_so_many_events_are_not_kept() -> None:
-    stream, recorder = stream_at(0, e7=0)
+def test_so_many_events_are_to_be_taken_before_more_arrive() -> None:
+    order = order_at(0, e7=0)
+    assert not order.full
     big = msgspec.structs.replace(events(1, 1), records=bytes(MAX_KEPT_BYTES + 1))
-    assert stream.take(big) is Verdict.MEMBER
-    assert recorder.drain() == [("engine_events", [(7, big.records)])]
+    assert order.receive_events([big, events(2, 2)]) == 1
+    assert order.full
+    assert news_of(order) == [("engine_events", [(7, big.records)])]
+    assert not order.full
+    assert order.receive_events([events(2, 2)]) == 1
 
 
 def test_events_of_an_unknown_epoch_are_dropped() -> None:
-    stream, recorder = stream_at(5)
-    assert stream.take(events(6, 1)) is Verdict.MEMBER
-    assert recorder.calls == []
-    assert stream.heard == {}
+    order = order_at(5)
+    assert order.receive(events(6, 1)) is Verdict.MEMBER
+    assert news_of(order) == []
+    assert order.heard == {}
 
 
 def test_tick_shows_a_lost_tail() -> None:
-    stream, recorder = stream_at(5, e7=1)
+    order = order_at(5, e7=1)
     tick = {"coordinator_epoch": 1, "sequences": {7: 2, OWN: 99}}
-    assert stream.take(Tick(sequence=4, **tick)) is Verdict.MEMBER
-    assert recorder.calls == []
-    assert stream.take(Tick(sequence=5, **tick)) is Verdict.MEMBER
-    assert stream.take(Tick(sequence=5, **tick)) is Verdict.MEMBER
-    assert recorder.calls == [("rescan", 7)]
-    assert stream.take(Tick(sequence=6, **tick)) is Verdict.GAP
+    assert order.receive(Tick(sequence=4, **tick)) is Verdict.MEMBER
+    assert news_of(order) == []
+    assert order.receive(Tick(sequence=5, **tick)) is Verdict.MEMBER
+    assert order.receive(Tick(sequence=5, **tick)) is Verdict.MEMBER
+    assert news_of(order) == [("rescan", 7)]
+    assert order.receive(Tick(sequence=6, **tick)) is Verdict.GAP
 
 
 def test_another_coordinator_or_own_end_expels() -> None:
-    stream, _ = stream_at(5)
-    assert stream.take(Tick(coordinator_epoch=2, sequence=5, sequences={})) is Verdict.EXPELLED
+    order = order_at(5)
+    assert order.receive(Tick(coordinator_epoch=2, sequence=5, sequences={})) is Verdict.EXPELLED
     own = EngineGone(coordinator_epoch=1, sequence=6, epoch=OWN, reason="r")
-    assert stream.take(own) is Verdict.EXPELLED
+    assert order.receive(own) is Verdict.EXPELLED
 
 
 def test_engines_may_be_missing_for_a_while_after_a_restart() -> None:
-    stream, recorder = stream_at(5, e7=3, e8=1, e9=0)
-    stream.begin(joined(0, coordinator=2, e8=1))
-    assert recorder.drain() == []
-    assert stream.missing == {7, 9}
+    order = order_at(5, e7=3, e8=1, e9=0)
+    order.begin(joined(0, coordinator=2, e8=1))
+    assert news_of(order) == []
+    assert order.missing == {7, 9}
     back = EngineJoined(coordinator_epoch=2, sequence=1, engine=engine(7), engine_sequence=3)
-    stream.take(back)
-    assert recorder.drain() == [("engine_joined", engine(7))]
-    stream.give_up_missing()
-    assert recorder.drain() == [("engine_gone", 9, "did not join the new coordinator")]
-    assert stream.heard == {8: 1, 7: 3}
+    order.receive(back)
+    assert news_of(order) == [("engine_joined", engine(7))]
+    order.give_up_missing()
+    assert news_of(order) == [("engine_gone", 9, "did not join the new coordinator")]
+    assert order.heard == {8: 1, 7: 3}
 
 
 def test_suspicion_ends_with_recovery_return_or_roster() -> None:
-    stream, recorder = stream_at(0, e7=0, e8=0)
+    order = order_at(0, e7=0, e8=0)
     numbered = {"coordinator_epoch": 1}
-    stream.take(EngineSuspected(**numbered, sequence=1, epoch=7))
-    stream.take(EngineSuspected(**numbered, sequence=2, epoch=8))
-    stream.take(EngineRecovered(**numbered, sequence=3, epoch=7))
-    stream.take(EngineRecovered(**numbered, sequence=4, epoch=7))
-    assert recorder.drain() == [
+    order.receive(EngineSuspected(**numbered, sequence=1, epoch=7))
+    order.receive(EngineSuspected(**numbered, sequence=2, epoch=8))
+    order.receive(EngineRecovered(**numbered, sequence=3, epoch=7))
+    order.receive(EngineRecovered(**numbered, sequence=4, epoch=7))
+    assert news_of(order) == [
         ("engine_suspected", 7),
         ("engine_suspected", 8),
         ("engine_recovered", 7),
     ]
-    stream.begin(joined(9, e7=0, e8=0))
-    assert recorder.drain() == [("engine_recovered", 8)]
+    order.begin(joined(9, e7=0, e8=0))
+    assert news_of(order) == [("engine_recovered", 8)]
 
 
 class Anything(RuleBasedStateMachine):
@@ -233,39 +225,32 @@ class Anything(RuleBasedStateMachine):
         self.replica: dict[int, set[int]] = {}
         self.lost: set[int] = set()
         """Of which the table is yet to be scanned."""
-        self.stream = Stream(self)
+        self.order = EventOrder()
         self.join()
 
-    # -- listener: a replica that scans the truth
+    # -- the engine: a replica that scans the truth
 
-    def engine_joined(self, info: EngineInfo) -> None:
-        self.replica[info.epoch] = set(self.truth.get(info.epoch, ()))
-
-    def engine_gone(self, epoch: int, reason: str) -> None:
-        del self.replica[epoch]
-        self.lost.discard(epoch)
-
-    def engine_events(self, batches: list[tuple[int, bytes]]) -> None:
-        for epoch, records in batches:
-            self.replica[epoch].add(int(records))
-
-    def rescan(self, epoch: int) -> None:
-        self.lost.add(epoch)
-
-    def scan_again(self, enough: Any) -> None:
-        for epoch in self.lost:
-            self.replica[epoch] = set(self.truth.get(epoch, ()))
-        self.lost.clear()
-
-    def engine_suspected(self, epoch: int) -> None: ...
-
-    def engine_recovered(self, epoch: int) -> None: ...
+    @rule()
+    def news_are_applied(self) -> None:
+        for news in self.order.take_news():
+            match news:
+                case EngineJoined(engine=info):
+                    self.replica[info.epoch] = set(self.truth.get(info.epoch, ()))
+                case EngineGone(epoch=epoch):
+                    del self.replica[epoch]
+                    self.lost.discard(epoch)
+                case EventBatches(batches):
+                    for epoch, records in batches:
+                        self.replica[epoch].add(int(records))
+                case EventsLost(epoch):
+                    self.lost.add(epoch)
+        assert self.replica.keys() == self.order.heard.keys(), "knows whom it keeps"
 
     # -- the world
 
     def join(self) -> None:
         engines = {f"e{epoch}": self.sent[epoch] for epoch in self.truth}
-        self.stream.begin(joined(self.sequence, self.coordinator, **engines))
+        self.order.begin(joined(self.sequence, self.coordinator, **engines))
 
     def broadcast(self, arrives: bool, make: Any, **fields: Any) -> None:
         self.sequence += 1
@@ -274,9 +259,9 @@ class Anything(RuleBasedStateMachine):
             self.deliver(make(**numbered, **fields))
 
     def deliver(self, broadcast: AnyBroadcast) -> None:
-        if self.stream.take_events([broadcast]):
+        if self.order.receive_events([broadcast]):
             return
-        if self.stream.take(broadcast) is not Verdict.MEMBER:
+        if self.order.receive(broadcast) is not Verdict.MEMBER:
             self.join()
 
     @rule(arrives=st.booleans())
@@ -309,11 +294,11 @@ class Anything(RuleBasedStateMachine):
         """Everybody joins the new one, this engine first."""
         self.coordinator += 1
         self.sequence = 0
-        self.stream.begin(joined(0, self.coordinator))
+        self.order.begin(joined(0, self.coordinator))
         for epoch in self.truth:
             fields = {"engine": engine(epoch), "engine_sequence": self.sent[epoch]}
             self.broadcast(True, EngineJoined, **fields)
-        self.stream.give_up_missing()
+        self.order.give_up_missing()
 
     @rule()
     def tick_arrives(self) -> None:
@@ -328,11 +313,10 @@ class Anything(RuleBasedStateMachine):
 
     @rule()
     def all_is_worked_off(self) -> None:
-        self.stream.catch_up(lambda: False)
-
-    @invariant()
-    def knows_whom_it_keeps(self) -> None:
-        assert self.replica.keys() == self.stream.heard.keys()
+        self.news_are_applied()
+        for epoch in self.lost:
+            self.replica[epoch] = set(self.truth.get(epoch, ()))
+        self.lost.clear()
 
 
 Anything.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -25,17 +25,17 @@ import msgspec
 import zmq
 from msgspec import Raw
 
-from .callbacks import Guarded, Member
-from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, EVENTS_UNHEARD
+from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
 from .errors import ProtocolError, VersionMismatch
+from .event_order import EventOrder, Verdict
 from .fds import require_descriptors
+from .guard import Guard
+from .news import Coordinator, News, NewsHandler
 from .protocol import (
-    HEARTBEAT_SECONDS,
     MAX_COMMAND_BYTES,
     MAX_RECEIVED_BYTES,
     PROTOCOL_VERSION,
     QUEUE_FRAMES,
-    SILENCE_SECONDS,
     AnyBroadcast,
     Events,
     Heartbeat,
@@ -53,18 +53,10 @@ from .protocol import (
 )
 from .receiving import received
 from .rundir import command_endpoint, event_endpoint
-from .sequences import Stream, Verdict
 from .terms import NO_LEASE_BIT
+from .timing import TIMING, Timing
 
-DESCRIBE_SECONDS = 0.05
-REPLY_SECONDS = 2.0
-BACK_OFF_SECONDS = (0.1, 2.0)
-REFUSED_SECONDS = 30.0
-MISSING_SECONDS = 10.0  # engines that have not joined a restarted coordinator by then are gone
-UNHEARD_SECONDS = 5.0
-"""After so long without a word from any the member is told that there is no coordinator."""
 LINGER_MS = 500
-RECONNECT_MS = 100, 200  # between two tries to connect: at first, at most
 DESCRIPTORS = 24  # more than a context with two sockets takes, and the tables that are then made
 
 
@@ -74,25 +66,27 @@ class _State(Enum):
     JOINED = "joined"
 
 
-class Session:
+class CoordinatorSession:
     """Everything the client's thread does.  After construction used by that thread only."""
 
     def __init__(
         self,
         run_dir: Path,
         namespace: str,
-        member: Member,
+        handler: NewsHandler,
         clock: Callable[[], float],
         jitter: Callable[[], float],
+        timing: Timing = TIMING,
     ) -> None:
         self._endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
-        self._member = member
-        self._guard = Guarded(member)
+        self._handler = handler
         self._clock = clock
         self._jitter = jitter
-        self._stream = Stream(self._guard)
+        self._timing = timing
+        self._order = EventOrder()
+        self.guard = Guard()
         self._state = _State.WAITING
-        self._topic, self._refusal = b"", ""
+        self._topic = b""
         self._attempts = self._epoch = self._sequence = 0
         self._coordinator_epoch = 0
         """Of the coordinator that has this engine in its roster; 0: none."""
@@ -107,17 +101,13 @@ class Session:
         """When to say that no coordinator was ever heard of; None: one was, or it is said."""
 
     @property
-    def errors(self) -> int:
-        return self._guard.errors
-
-    @property
     def is_member(self) -> bool:
         return self._coordinator_epoch != 0
 
     @property
     def listened(self) -> bool:
         """Whether there is an engine to send events to, as far as is known.  Any thread."""
-        return bool(self._stream.heard)
+        return bool(self._order.heard)
 
     def open(self, wake_fds: Collection[int], hand_over: Callable[[], None]) -> None:
         """Create and connect the sockets; what makes one of ``wake_fds`` readable ends a ``wait``.
@@ -137,11 +127,12 @@ class Session:
 
     def _connect(self, wake_fds: Collection[int]) -> None:
         self._commands = self._context.socket(zmq.DEALER)
-        self._events = self._context.socket(zmq.SUB)
-        for socket in (self._commands, self._events):
+        self._broadcasts = self._context.socket(zmq.SUB)
+        shortest, longest = (max(1, round(1000 * time)) for time in self._timing.reconnect_seconds)
+        for socket in (self._commands, self._broadcasts):
             socket.setsockopt(zmq.LINGER, LINGER_MS)
-            socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS[0])
-            socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS[1])
+            socket.setsockopt(zmq.RECONNECT_IVL, shortest)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, longest)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
             socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
         # Without a coordinator nothing is queued for it: sending fails instead.  Not for the other
@@ -149,16 +140,16 @@ class Session:
         # and abort in the middle of a message.
         self._commands.setsockopt(zmq.IMMEDIATE, 1)
         self._commands.connect(self._endpoints[0])
-        self._events.connect(self._endpoints[1])
+        self._broadcasts.connect(self._endpoints[1])
         self._poller = zmq.Poller()
-        for source in (self._commands, self._events, *wake_fds):
+        for source in (self._commands, self._broadcasts, *wake_fds):
             self._poller.register(source, zmq.POLLIN)
 
     def close(self) -> None:
         """Leave, bounded by LINGER, and close everything."""
         self._leave()
         self._commands.close()
-        self._events.close(linger=0)
+        self._broadcasts.close(linger=0)
         self._context.term()
 
     # -- what the engine wants
@@ -168,20 +159,16 @@ class Session:
         self._sequence += 1
         events = Events(epoch=self._epoch, sequence=self._sequence, records=records)
         sent = self.is_member and self._send(events)
-        self._guard.call(self._member.count, EVENTS_SENT if sent else EVENTS_DROPPED)
+        self.guard.call(self._handler.count, EVENTS_SENT if sent else EVENTS_DROPPED)
         self._events_lost = self._events_lost or not sent
 
-    def drop_events(self, batches: int) -> None:
-        """So many batches were dropped before they came here."""
+    def skip_events(self, batches: int, why: Counter) -> None:
+        """So many batches are not sent: EVENTS_DROPPED, the others have to scan the slot table, or
+        EVENTS_UNHEARD, there is nobody.  Whoever has joined unnoticed meanwhile, and scanned before
+        them, learns by the number used up here that it has to scan again."""
         self._sequence += 1
-        self._events_lost = True
-        self._guard.call(self._member.count, EVENTS_DROPPED, batches)
-
-    def pass_over_events(self, batches: int) -> None:
-        """So many batches went to nobody.  Whoever has joined unnoticed meanwhile, and scanned
-        before them, learns by the number used up here that it has to scan again."""
-        self._sequence += 1
-        self._guard.call(self._member.count, EVENTS_UNHEARD, batches)
+        self.guard.call(self._handler.count, why, batches)
+        self._events_lost = self._events_lost or why is EVENTS_DROPPED
 
     def rejoin(self) -> None:
         """Leave with the old epoch and join with a new description.
@@ -189,12 +176,11 @@ class Session:
         Never leaves the epoch that is described now: ``work`` may have found and joined with
         it before this was asked for, and an epoch that was left is over for good.
         """
-        info = self._guard.call(self._member.describe)
+        info = self.guard.call(self._handler.describe)
         present = info is not None and info.epoch == self._epoch
         if not present:
             self._leave()
         if self._state is _State.WAITING or not present:
-            self._refusal = ""
             self._join_at(self._clock())
 
     # -- the loop's two halves
@@ -211,25 +197,26 @@ class Session:
             self._next_try = self._next_beat = before
         # Time in which this process was stopped is not the coordinator's silence.
         stopped = self._clock() - before - timeout
-        if stopped > HEARTBEAT_SECONDS:
+        if stopped > self._timing.heartbeat_seconds:
             self._last_heard += stopped
         return self._readable
 
     def work(self) -> None:
         """Handle what has arrived and what is due."""
         self._receive(self._commands, self._on_reply)
-        self._receive(self._events, self._on_broadcast)
-        self._stream.catch_up(lambda: self._clock() >= self._next_beat)
+        self._receive(self._broadcasts, self._on_broadcast)
+        if self._order.missing and self._clock() >= self._missing_until:
+            self._order.give_up_missing()
+        self._tell()
+        self.guard.call(self._handler.scan_again, lambda: self._clock() >= self._next_beat)
         now = self._clock()
         if now >= self._next_beat:
             self._beat(now)
-        if self._stream.missing and now >= self._missing_until:
-            self._stream.give_up_missing()
-        if now - self._last_heard > SILENCE_SECONDS:
+        if now - self._last_heard > self._timing.silence_seconds:
             self._lose(now)
         if self._unheard_until is not None and now >= self._unheard_until:
             self._unheard_until = None
-            self._guard.call(self._member.coordinator_missing)
+            self._tell(Coordinator.MISSING)
         if self._state is _State.JOINED and self._events_lost:
             self._join_at(now)
         if self._state is _State.JOINING and now >= self._reply_due:
@@ -248,13 +235,13 @@ class Session:
             handle(message)
         except (ProtocolError, VersionMismatch) as exc:
             what = "joining" if isinstance(exc, VersionMismatch) else "decoding"
-            self._guard.failed(f"{what}: {exc}")
-            self._guard.call(self._member.count, BAD_MESSAGES)
+            self.guard.failed(f"{what}: {exc}")
+            self.guard.call(self._handler.count, BAD_MESSAGES)
 
     def _send(self, message: Message) -> bool:
         frame = encode(message)
         if len(frame) > MAX_COMMAND_BYTES:
-            self._guard.failed(f"sending: message of {len(frame)} bytes, {MAX_COMMAND_BYTES} fit")
+            self.guard.failed(f"sending: message of {len(frame)} bytes, {MAX_COMMAND_BYTES} fit")
             return False
         try:
             self._commands.send(frame, zmq.NOBLOCK)
@@ -262,6 +249,13 @@ class Session:
             self._poller.modify(self._commands, zmq.POLLIN | zmq.POLLOUT)
             return False
         return True
+
+    # -- what the engine is told
+
+    def _tell(self, *news: News) -> None:
+        """Pass on what the broadcasts brought, then ``news``."""
+        for item in (*self._order.take_news(), *news):
+            self.guard.call(self._handler.apply, item)
 
     # -- joining
 
@@ -271,16 +265,16 @@ class Session:
         self._next_try = when
 
     def _back_off(self, now: float) -> None:
-        first, longest = BACK_OFF_SECONDS
+        first, longest = self._timing.back_off_seconds
         delay = min(longest, first * 2.0 ** min(self._attempts, 16))
         self._state = _State.WAITING
         self._attempts += 1
         self._next_try = now + delay * (0.5 + 0.5 * self._jitter())
 
     def _join(self, now: float) -> None:
-        info = self._guard.call(self._member.describe)
+        info = self.guard.call(self._handler.describe)
         if info is None:
-            self._next_try = now + DESCRIBE_SECONDS
+            self._next_try = now + self._timing.describe_seconds
             return
         if info.epoch != self._epoch:
             self._hand_over()
@@ -290,13 +284,13 @@ class Session:
         self._early.clear()
         self._events_lost = False
         if self._unheard_until is not None:
-            self._unheard_until = min(self._unheard_until, now + UNHEARD_SECONDS)
+            self._unheard_until = min(self._unheard_until, now + self._timing.unheard_seconds)
         engine = msgspec.structs.replace(info, lease_bit=self._lease_bit)
         if not self._send(Join(protocol=PROTOCOL_VERSION, engine=engine, sequence=self._sequence)):
             self._back_off(now)
             return
         self._state = _State.JOINING
-        self._reply_due = now + REPLY_SECONDS
+        self._reply_due = now + self._timing.reply_seconds
 
     def _leave(self) -> None:
         """End the present epoch, also if its Join has not been answered yet."""
@@ -308,23 +302,23 @@ class Session:
         """Subscribe before the Join: what the roster does not hold must not be missed."""
         if topic == self._topic:
             return
-        self._events.setsockopt(zmq.SUBSCRIBE, topic)
+        self._broadcasts.setsockopt(zmq.SUBSCRIBE, topic)
         if self._topic:
-            self._events.setsockopt(zmq.UNSUBSCRIBE, self._topic)
+            self._broadcasts.setsockopt(zmq.UNSUBSCRIBE, self._topic)
         self._topic = topic
 
     def _lose(self, now: float) -> None:
         """This engine has lost its place in the roster; nothing happens without one."""
         if self.is_member:
             self._coordinator_epoch = 0
-            self._guard.call(self._member.coordinator_lost)
+            self._tell(Coordinator.LOST)
             self._join_at(now)
 
     def _beat(self, now: float) -> None:
         """Once a second, and when there is a coordinator again, for it to hear of this engine."""
         if now >= self._member_due:
-            self._member_due = now + HEARTBEAT_SECONDS
-            self._guard.call(self._member.beat)
+            self._member_due = now + self._timing.heartbeat_seconds
+            self.guard.call(self._handler.beat)
         if self.is_member:
             self._send(Heartbeat(epoch=self._epoch, sequence=self._sequence))
         self._next_beat = self._member_due
@@ -352,36 +346,32 @@ class Session:
     def _on_joined(self, reply: Joined, now: float) -> None:
         self._state = _State.JOINED
         if self.is_member and self._coordinator_epoch != reply.coordinator_epoch:
-            self._guard.call(self._member.coordinator_lost)  # it restarted before it was missed
+            self._tell(Coordinator.LOST)  # it restarted before it was missed
         self._coordinator_epoch = reply.coordinator_epoch
         self._lease_bit = reply.lease_bit
         self._attempts = 0
-        self._refusal = ""
-        self._missing_until = now + MISSING_SECONDS
-        self._guard.call(self._member.joined, reply)
-        self._stream.begin(reply)
+        self._missing_until = now + self._timing.missing_seconds
+        self._order.begin(reply)
         early, self._early = self._early, []
         for broadcast in early:
             if self._state is _State.JOINED:
-                self._take(broadcast)
+                self._follow(broadcast)
 
     def _on_refused(self, reply: Refused, now: float) -> None:
         self._lose(now)
         if reply.retry:
             self._back_off(now)
         else:
-            self._join_at(now + REFUSED_SECONDS)
-        if reply.reason != self._refusal:
-            self._refusal = reply.reason
-            self._guard.call(self._member.refused, reply)
+            self._join_at(now + self._timing.refused_seconds)
+        self._tell(reply)
 
     def _on_broadcast(self, frame: bytes) -> None:
         topic, messages = open_broadcast(frame)
         if topic != self._topic:
             return  # a topic left a moment ago
         self._last_heard = self._clock()
-        taken = self._stream.take_events(messages) if self._state is _State.JOINED else 0
-        for message in messages[taken:]:
+        joined = self._state is _State.JOINED
+        for message in messages[self._order.receive_events(messages) if joined else 0 :]:
             self._try(self._on_message, message)
 
     def _on_message(self, message: AnyBroadcast | Raw) -> None:
@@ -389,10 +379,12 @@ class Session:
         if self._state is _State.JOINING:
             self._early.append(broadcast)
         elif self._state is _State.JOINED:
-            self._take(broadcast)
+            self._follow(broadcast)
 
-    def _take(self, broadcast: AnyBroadcast) -> None:
-        verdict = self._stream.take(broadcast)
+    def _follow(self, broadcast: AnyBroadcast) -> None:
+        verdict = self._order.receive(broadcast)
+        if self._order.full:
+            self._tell()
         if verdict is Verdict.GAP:
             self._join_at(self._clock())
         elif verdict is Verdict.EXPELLED:

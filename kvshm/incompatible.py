@@ -1,0 +1,55 @@
+"""Why two engines of one node cannot share, in one line: for the log, and for the slot table.
+
+Both sides say it, each with its own value first.  Pure.
+"""
+
+from __future__ import annotations
+
+from .error_log import TEXT_BYTES
+from .fingerprint import DTYPE, KV_DTYPE, MODEL, MODEL_CONFIG, PARALLEL, QUANTIZATION, WEIGHTS
+from .log import engine_name
+from .protocol import Stranger
+
+LINE_CHARACTERS = 600
+"""Enough for the names of all fields of a fingerprint."""
+VALUE_CHARACTERS = 64
+_OF_ONE_MODEL = {DTYPE, KV_DTYPE, PARALLEL, QUANTIZATION}
+"""What gives the weights of one model another digest."""
+
+
+def line(stranger: Stranger) -> str:
+    """Return the log line about an engine: the first field that differs with both values, and the
+    names of the others."""
+    who = engine_name(name=stranger.name, pid=stranger.pid)
+    return f"engine {who} cannot share with this one: {reason(stranger, LINE_CHARACTERS)}"
+
+
+def note(stranger: Stranger) -> str:
+    """Return the same as an entry of the slot table's error log, which ``dump_index`` shows."""
+    head = f"cannot share with {stranger.name}: "
+    return head + reason(stranger, TEXT_BYTES - len(head))
+
+
+def reason(stranger: Stranger, size: int) -> str:
+    """Return what differs, in at most ``size`` characters.  Of long values it shows the part in
+    which they differ."""
+    (name, (ours, theirs)), *others = stranger.differences.items()
+    frame = f"{name} is  here,  there{'; also ...' if others else ''}"
+    room = max(1, min(VALUE_CHARACTERS, (size - len(frame)) // 2))
+    same = [a == b for a, b in zip(ours, theirs, strict=False)]
+    equal = same.index(False) if False in same else len(same)
+    begin = max(0, equal - room // 2) if max(len(ours), len(theirs)) > room else 0
+    ours, theirs = ours[begin : begin + room], theirs[begin : begin + room]
+    text = f"{name} is {ours} here, {theirs} there"
+    if others:
+        text += f"; also {' '.join(name for name, _ in others)}"
+    return text if len(text) <= size else f"{text[: size - 3]}..."
+
+
+def has_another_model(stranger: Stranger) -> bool:
+    """Whether the engine serves another model, as far as can be told: then it is not meant to
+    share."""
+    differing = stranger.differences.keys()
+    if MODEL in differing or WEIGHTS not in differing:
+        return MODEL in differing
+    return MODEL_CONFIG in differing or differing.isdisjoint(_OF_ONE_MODEL)

@@ -1,0 +1,55 @@
+"""How long coordinator and engines wait, and that tests can have all of it shortened at once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from itertools import pairwise
+
+import pytest
+
+from kvshm.errors import ConfigError
+from kvshm.timing import Timing, timing_in
+
+
+def test_every_time_is_scaled() -> None:
+    product, scaled = Timing(), Timing().scaled(0.5)
+    for field in fields(Timing):
+        assert field.name.endswith("_seconds")
+        before, after = getattr(product, field.name), getattr(scaled, field.name)
+        if isinstance(before, tuple):
+            before, after = before[1], after[1]
+        assert after == before / 2, field.name
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.1])
+def test_who_waits_for_whom_is_kept(factor: float) -> None:
+    """Each of these before the next, or engines and coordinator take each other for lost."""
+    timing = Timing().scaled(factor)
+    order = (
+        timing.relay_seconds,
+        timing.send_later_seconds,
+        timing.return_tick_seconds,
+        timing.heartbeat_seconds,
+        timing.suspect_seconds,
+        timing.silence_seconds,
+        timing.missing_seconds,
+    )
+    assert all(one < other for one, other in pairwise(order))
+    assert timing.grace_seconds >= 3 * timing.heartbeat_seconds
+
+
+def test_the_environment_of_a_process_scales_its_times() -> None:
+    program = "from kvshm.timing import TIMING; print(TIMING.suspect_seconds)"
+    for environ, seconds in (({}, 3.0), ({"KVSHM_TEST_TIME_SCALE": "0.5"}, 1.5)):
+        command = [sys.executable, "-c", program]
+        told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+        assert float(told.stdout) == seconds
+        assert timing_in(environ).suspect_seconds == seconds
+
+
+@pytest.mark.parametrize("text", ["", "fast", "0", "-1", "nan", "inf"])
+def test_a_scale_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="wanted a number above 0"):
+        timing_in({"KVSHM_TEST_TIME_SCALE": text})
