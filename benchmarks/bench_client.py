@@ -46,10 +46,10 @@ from kvshm.cache import SharedCache, join_cache
 from kvshm.client import LATER_US
 from kvshm.config import Config
 from kvshm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
+from kvshm.epoch_state import EngineSpec
 from kvshm.handout import serve_epoch
 from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.life import EngineSpec
 from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Events, Heartbeat, Join, RankInfo, encode
 from kvshm.records import RECORD_BYTES, BlockRecord, pack_records, unpack_records
 from kvshm.rundir import command_endpoint, engine_socket

@@ -20,9 +20,9 @@ from measurement import percentiles, report
 
 from kvshm.cache import SharedCache
 from kvshm.config import Config
+from kvshm.epoch_state import EngineSpec
 from kvshm.handout import HandoutServer
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.life import EngineSpec
 from kvshm.peers import Peers
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.records import BlockRecord, pack_records

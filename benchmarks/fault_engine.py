@@ -16,10 +16,10 @@ from typing import Any
 
 from kvshm.cache import join_cache
 from kvshm.config import Config
-from kvshm.exports import Publication
+from kvshm.epoch_state import EngineSpec
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.life import EngineSpec
 from kvshm.protocol import RankInfo
+from kvshm.publisher import Publication
 from kvshm.records import RECORD_BYTES
 from kvshm.slots import SlotTable
 from kvshm.terms import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash

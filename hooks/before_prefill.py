@@ -19,7 +19,7 @@ from typing import Any
 from kvshm.cache import SharedCache
 from kvshm.config import Config, Share
 from kvshm.counters import MISS_NO_ROOM
-from kvshm.plans import NO_TICKET, Load, LoadFailure, LoadReport, Plan
+from kvshm.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch
 
 from .after_prefill import Loaded

@@ -11,7 +11,7 @@ from typing import Any
 from kvshm.cache import SharedCache, join_cache
 from kvshm.config import Config
 from kvshm.counters import LOADS_AT_ONCE
-from kvshm.life import EngineSpec
+from kvshm.epoch_state import EngineSpec
 from kvshm.log import logger
 from kvshm.marks import blocks_of
 from kvshm.terms import BlockId

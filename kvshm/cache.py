@@ -25,21 +25,21 @@ from .client import CoordinatorClient
 from .config import Config
 from .costs import Costs
 from .counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED, LOOKUPS
+from .epoch_state import EngineSpec, Founding, Life
 from .errors import KvshmError
-from .exports import Exports, Lame, Publication
 from .forks import guard_forks
 from .handout import Handouts, serve_epoch
-from .imports import Imports
 from .later import Pause
 from .leftovers import clear
-from .life import EngineSpec, Founding, Life
+from .load_plan import Load, LoadReport, Plan
+from .load_planner import Imports
 from .log import logger
 from .marks import Marks, Run
 from .member import Membership
 from .peer_list import PeerList
 from .peers import Peers
-from .plans import Load, LoadReport, Plan
 from .protocol import RankInfo
+from .publisher import Exports, Lame, Publication
 from .rundir import engine_socket, peers_file, start_command
 from .slots import SlotTable
 from .terms import BlockHash, BlockId, Epoch

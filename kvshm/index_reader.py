@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from . import _native
 from .errors import CorruptSegment
-from .index_parts import Entry, Row, entries, live_mask, rows, violations
+from .index_layout import Entry, Row, entries, live_mask, rows, violations
 from .records import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,

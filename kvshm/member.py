@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .counters import INDEX_FULL, REJOINS, RESYNCS
-from .life import Life
+from .epoch_state import Life
 from .log import logger
 from .miss_report import MissReport
 from .protocol import EngineInfo, Joined, Refused, Stranger

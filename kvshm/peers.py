@@ -21,10 +21,10 @@ from .errors import KvshmError, SegmentNotFound, SegmentNotReady
 from .handout import Handouts
 from .index import Forgotten, Replica
 from .later import Later
+from .load_plan import PlannedRun
 from .log import logger
 from .peer import Peer, check_table
 from .peer_list import PeerList
-from .plans import PlannedRun
 from .protocol import EngineInfo
 from .records import RECORD_BYTES, RowState
 from .rescans import Rescans

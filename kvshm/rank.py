@@ -25,9 +25,9 @@ from .errors import MemoryInUse
 from .forks import guard_forks
 from .handout import Handouts
 from .interfaces import Transport
+from .load_plan import Load, LoadFailure, LoadReport
 from .log import logger
 from .peer_list import PeerListReader
-from .plans import Load, LoadFailure, LoadReport
 from .rank_load import RankLoad
 from .rank_peers import PeerBook
 from .slots import SlotTable

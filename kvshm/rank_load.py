@@ -22,8 +22,8 @@ from .counters import (
 )
 from .errors import KvshmError, StillAttaching
 from .interfaces import Copy, CopyState
+from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
 from .log import logger
-from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
 from .rank_peers import PeerBook, PeerMemory
 from .records import RECORD_BYTES, block_ids
 from .slots import SlotTable

@@ -21,9 +21,9 @@ from . import threads
 from .errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
 from .handout import Handouts
 from .interfaces import Attachment, MemoryDescriptor, Transport
+from .load_plan import Piece
 from .log import Seldom, logger
 from .peer_list import PeerListReader
-from .plans import Piece
 from .protocol import EngineInfo
 from .slots import SlotTable
 from .terms import Epoch, LeaseBit, Rank

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvshm.index_parts import Entry
+from kvshm.index_layout import Entry
 from kvshm.records import SlotState
 from kvshm.segment import SegmentName
 from kvshm.slots import Slot

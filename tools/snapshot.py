@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvshm.error_log import LoggedError
 from kvshm.errors import CorruptSegment, KvshmError
-from kvshm.index_parts import Entry, Row
+from kvshm.index_layout import Entry, Row
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import SlotState
 from kvshm.rundir import list_coordinators

@@ -27,9 +27,9 @@ from toy_engine import ToyEngine, ToyRank, chain_of
 
 from kvshm.cache import join_cache
 from kvshm.config import Config
+from kvshm.epoch_state import EngineSpec
 from kvshm.errors import KvshmError
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.life import EngineSpec
 from kvshm.protocol import RankInfo
 from kvshm.records import TABLE_HEADER_BYTES
 from kvshm.rundir import open_run_directory

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from kvshm.cache import join_cache
 from kvshm.config import Config
-from kvshm.exports import Publication
+from kvshm.epoch_state import EngineSpec
 from kvshm.handout import Handouts
 from kvshm.interfaces import Region, load_transport
-from kvshm.life import EngineSpec
-from kvshm.plans import LoadReport
+from kvshm.load_plan import LoadReport
 from kvshm.protocol import RankInfo
+from kvshm.publisher import Publication
 from kvshm.rank import RankCache
 from kvshm.rundir import rank_socket
 from kvshm.terms import BlockHash, BlockId, Epoch, Rank, block_hash

@@ -16,12 +16,12 @@ from kvshm import _native
 from kvshm.cache import SharedCache
 from kvshm.client import CoordinatorClient
 from kvshm.config import Config
+from kvshm.epoch_state import EngineSpec
 from kvshm.errors import KvshmError, TransportError
 from kvshm.fd_server import FdServer
 from kvshm.handout import Handouts
 from kvshm.interfaces import CopyState, MemoryDescriptor
 from kvshm.later import FIRST_SECONDS
-from kvshm.life import EngineSpec
 from kvshm.protocol import RankInfo
 from kvshm.rank import RankCache
 from kvshm.terms import Rank

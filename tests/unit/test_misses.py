@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvshm import counters as c
+from kvshm.epoch_state import Life
 from kvshm.error_log import TEXT_BYTES
-from kvshm.life import Life
 from kvshm.member import NAMED, NOTES, Membership
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
 from kvshm.peer_list import PeerList

@@ -16,7 +16,7 @@ import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState
-from kvshm.plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece
+from kvshm.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece
 from kvshm.rank import RankCache
 from kvshm.rank_load import RankLoad
 from kvshm.rank_peers import FAILED_SECONDS, PeerBook

@@ -11,7 +11,7 @@ import pytest
 from kvshm.counters import LOADS_TOO_LATE
 from kvshm.errors import CorruptSegment, MemoryInUse
 from kvshm.interfaces import CopyState
-from kvshm.plans import LoadFailure
+from kvshm.load_plan import LoadFailure
 from kvshm.rank import RankCache
 from kvshm.slots import SlotTable
 from kvshm.terms import Rank

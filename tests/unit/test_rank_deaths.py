@@ -14,9 +14,9 @@ import pytest
 
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
+from kvshm.load_plan import LoadFailure, LoadReport
 from kvshm.log import SAY_AGAIN_SECONDS, Seldom
 from kvshm.peer_list import PeerList, PeerListReader
-from kvshm.plans import LoadFailure, LoadReport
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.rank_load import RankLoad
 from kvshm.rank_peers import (

@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvshm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm.hooks.messages import RankReport
-from kvshm.plans import NO_TICKET, Load, LoadReport, Piece, Plan, PlannedRun
+from kvshm.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan, PlannedRun
 from kvshm.records import RECORD_BYTES, SlotState
 from kvshm.terms import NO_LEASE_BIT, Epoch
 

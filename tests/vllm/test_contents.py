@@ -21,7 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvshm.hooks.messages import RankReport
-from kvshm.plans import Load, LoadReport
+from kvshm.load_plan import Load, LoadReport
 from kvshm.records import SlotState
 from kvshm.slots import SlotTable
 

@@ -31,7 +31,7 @@ from kvshm.hooks import worker as worker_module
 from kvshm.hooks.layout import shared_kv_memory
 from kvshm.hooks.messages import StepMetadata
 from kvshm.hooks.worker import WorkerSide
-from kvshm.plans import Load, Piece
+from kvshm.load_plan import Load, Piece
 from kvshm.records import BlockRecord, pack_records
 from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation

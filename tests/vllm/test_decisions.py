@@ -18,7 +18,7 @@ from kvshm.hooks import step_times
 from kvshm.hooks.before_prefill import LATE_SECONDS, MATCHES_IN_VAIN, TWIN_WAIT_SECONDS
 from kvshm.hooks.messages import RankReport
 from kvshm.hooks.pool_room import PoolRoom
-from kvshm.plans import (
+from kvshm.load_plan import (
     NO_TICKET,
     Load,
     LoadFailure,

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from kvshm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
 from kvshm.hooks.messages import RankReport
-from kvshm.plans import NO_TICKET, Load, LoadReport, Plan, PlannedRun
+from kvshm.load_plan import NO_TICKET, Load, LoadReport, Plan, PlannedRun
 from kvshm.records import RECORD_BYTES
 from kvshm.terms import NO_LEASE_BIT
 

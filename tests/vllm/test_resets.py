@@ -19,7 +19,7 @@ from kvshm.hooks.connector import KvshmConnector
 from kvshm.hooks.messages import RankReport
 from kvshm.hooks.ranks import Ranks
 from kvshm.hooks.worker import WorkerSide
-from kvshm.plans import Load, LoadReport
+from kvshm.load_plan import Load, LoadReport
 from kvshm.terms import Epoch
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, prompt

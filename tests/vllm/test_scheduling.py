@@ -13,7 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvshm.hooks.messages import RankReport
-from kvshm.plans import LoadReport
+from kvshm.load_plan import LoadReport
 from kvshm.records import BlockRecord, SlotState, pack_records, unpack_records
 from kvshm.slots import SlotTable
 from kvshm.terms import BlockId, LeaseBit

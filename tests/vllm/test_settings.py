@@ -24,9 +24,9 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from kvshm import miss_report
 from kvshm.hooks import plugin, pool_watch
+from kvshm.load_plan import LoadFailure, LoadReport, PieceFailure
 from kvshm.log import set_level
 from kvshm.peers import QUARANTINE_FAILURES
-from kvshm.plans import LoadFailure, LoadReport, PieceFailure
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
 

@@ -21,7 +21,7 @@ from kvshm.hooks import worker
 from kvshm.hooks.connector import KvshmConnector
 from kvshm.hooks.messages import QuietReport, QuietStep, RankReport, StepMetadata
 from kvshm.hooks.worker import WorkerSide
-from kvshm.plans import NO_TICKET, Load
+from kvshm.load_plan import NO_TICKET, Load
 from kvshm.rank import RankCache
 from kvshm.slots import SlotTable
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank

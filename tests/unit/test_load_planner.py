@@ -14,10 +14,9 @@ from kvshm.cache import Ended, SharedCache
 from kvshm.config import Config
 from kvshm.costs import REFUSALS_PER_TRIAL
 from kvshm.counters import MEASURED_US, MISS_CHEAPER, TRIED
+from kvshm.epoch_state import EngineSpec
 from kvshm.interfaces import Region
-from kvshm.life import EngineSpec
-from kvshm.peer import Peer
-from kvshm.plans import (
+from kvshm.load_plan import (
     NO_TICKET,
     Load,
     LoadFailure,
@@ -27,6 +26,7 @@ from kvshm.plans import (
     Plan,
     PlannedRun,
 )
+from kvshm.peer import Peer
 from kvshm.protocol import RankInfo
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
 

@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from . import counters as c
 from .config import Auto, Config
 from .costs import Costs
+from .epoch_state import Life
 from .errors import KvshmError
-from .life import Life
-from .log import Seldom, logger
-from .plans import (
+from .load_plan import (
     NO_TICKET,
     Load,
     LoadFailure,
@@ -24,6 +23,7 @@ from .plans import (
     Plan,
     PlannedRun,
 )
+from .log import Seldom, logger
 from .records import RECORD_BYTES
 from .syncpoints import SyncPoint, sync_point
 from .terms import NO_LEASE_BIT, BlockId, Epoch, LeaseBit

@@ -1,9 +1,9 @@
-"""kvshm.exports: what is waited for, what is taken back, and how both are counted."""
+"""kvshm.publisher: what is waited for, what is taken back, and how both are counted."""
 
 from __future__ import annotations
 
 from kvshm.counters import DRAINED, FORCED
-from kvshm.exports import Exports, Lame, Publication
+from kvshm.publisher import Exports, Lame, Publication
 from kvshm.slots import SlotTable
 
 from .exporters import HASHES, Make

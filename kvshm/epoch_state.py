@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from .config import Config
-from .exports import Exports
 from .fingerprint import fingerprint
 from .handout import HandoutServer
 from .peers import Peers
 from .protocol import EngineInfo, RankInfo
+from .publisher import Exports
 from .slots import SlotTable, TableSpec
 from .terms import Epoch, Fingerprint
 from .version import __version__

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from kvshm.errors import SegmentTooSmall
 from kvshm.hooks.messages import RankReport
-from kvshm.plans import LoadReport
+from kvshm.load_plan import LoadReport
 from kvshm.slots import SlotTable
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, described, prompt
