@@ -1,4 +1,4 @@
-"""The parts of a mapped replica index: its rows, its entries, and what must hold of them.
+"""Where the rows and entries of a mapped replica index lie, and how they are read.
 
 Everything here reads a buffer, mapped or copied, and trusts no number in it.
 """
@@ -6,19 +6,15 @@ Everything here reads a buffer, mapped or copied, and trusts no number in it.
 from __future__ import annotations
 
 import struct
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from . import _native
 from .records import (
-    COUNT_OFFSET,
     ENTRY_BYTES,
     INDEX_HEADER_BYTES,
     NUM_ROWS,
     ROW_BYTES,
     ROWS_OFFSET,
-    SEQUENCE_OFFSET,
     RowState,
 )
 from .terms import BlockId, Epoch, Generation, LeaseBit
@@ -31,7 +27,6 @@ assert ENTRY_STRUCT.size == ENTRY_BYTES
 
 _ENTRIES_AT_ONCE = 4096
 _TAKEN = frozenset(RowState) - {RowState.FREE}
-_WORD = (1 << 64) - 1
 
 Fields = tuple[int, int, int, int, int]
 """Tag, block id, generation, row + 1 and depth of an entry, as they stand in memory."""
@@ -75,7 +70,8 @@ def live_mask(buffer: memoryview) -> int:
     return sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
 
 
-def _all_entries(buffer: memoryview) -> Iterator[Fields]:
+def all_entries(buffer: memoryview) -> Iterator[Fields]:
+    """Yield every entry in the order of their places, free ones too."""
     chunk = _ENTRIES_AT_ONCE * ENTRY_BYTES
     for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
         yield from ENTRY_STRUCT.iter_unpack(bytes(buffer[offset : offset + chunk]))
@@ -83,102 +79,15 @@ def _all_entries(buffer: memoryview) -> Iterator[Fields]:
 
 def used_entries(buffer: memoryview) -> Iterator[Fields]:
     """Yield the entries in use without a class: a large index has a million of them."""
-    return (fields for fields in _all_entries(buffer) if fields[3])
+    return (fields for fields in all_entries(buffer) if fields[3])
 
 
 def entries(buffer: memoryview) -> Iterator[Entry]:
     """Yield the entries in use."""
-    return map(_entry, used_entries(buffer))
+    return map(entry_of, used_entries(buffer))
 
 
-def _entry(fields: Fields) -> Entry:
+def entry_of(fields: Fields) -> Entry:
+    """The entry that these fields are, of one in use."""
     tag, block_id, generation, owner, depth = fields
     return Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)
-
-
-# -- what must hold whenever the writer is not at work
-
-
-def violations(buffer: memoryview) -> list[str]:
-    """Return what is wrong, as ``place: law`` each; nothing while the writer is quiet.
-
-    Each used entry is counted once in the header and once in its row; it names a block that
-    its row has, and no other entry names that block; probing for it from the home of its tag
-    meets no free entry before it.  No two rows are of one epoch.  The sequence is even.
-    """
-    used = {place: _entry(f) for place, f in enumerate(_all_entries(buffer)) if f[3]}
-    places, found = list(used), list(used.values())
-    taken = {row.row: row for row in rows(buffer)}
-    wrong = _miscounted(buffer, found, taken)
-    twice = Counter((entry.row, entry.block_id) for entry in found)
-    for place, entry in used.items():
-        if entry.row in taken and entry.block_id >= taken[entry.row].num_blocks:
-            blocks = taken[entry.row].num_blocks
-            wrong.append(f"entry {place}: names block {entry.block_id}, its row has {blocks}")
-    wrong += [
-        f"row {row}: {n} entries name block {block}" for (row, block), n in twice.items() if n > 1
-    ]
-    capacity = (buffer.nbytes - INDEX_HEADER_BYTES) // ENTRY_BYTES
-    return wrong + [
-        f"entry {place}: cannot be found by its tag" for place in _lost(places, found, capacity)
-    ]
-
-
-def _miscounted(buffer: memoryview, found: Sequence[Entry], taken: dict[int, Row]) -> list[str]:
-    count, sequence = (_native.load(buffer, at) for at in (COUNT_OFFSET, SEQUENCE_OFFSET))
-    wrong = [] if len(found) == count else [f"header: {count} entries counted, {len(found)} in use"]
-    if sequence % 2:
-        wrong.append(f"header: sequence {sequence} is odd, a write was never ended")
-    used = Counter(entry.row for entry in found)
-    for row in taken.values():
-        if used[row.row] != row.entries:
-            wrong.append(f"row {row.row}: {row.entries} entries counted, {used[row.row]} in use")
-    wrong += _strange_rows(buffer, taken)
-    return wrong + [
-        f"row {row}: {n} entries, but the row is free"
-        for row, n in used.items()
-        if row not in taken
-    ]
-
-
-def _strange_rows(buffer: memoryview, taken: dict[int, Row]) -> list[str]:
-    wrong, epochs = [], dict[int, int]()
-    for row in taken.values():
-        if epochs.setdefault(row.epoch, row.row) != row.row:
-            wrong.append(f"row {row.row}: of epoch {row.epoch:016x}, as row {epochs[row.epoch]} is")
-    for number in range(NUM_ROWS):
-        state = ROW_STRUCT.unpack_from(buffer, ROWS_OFFSET + number * ROW_BYTES)[1]
-        if state != RowState.FREE and number not in taken:
-            wrong.append(f"row {number}: there is no state {state}")
-    return wrong
-
-
-def _lost(places: Sequence[int], found: Sequence[Entry], capacity: int) -> Iterator[int]:
-    """Yield the places that probing cannot reach: a free one lies between home and place."""
-    if not places:
-        return
-    begin = places[0]
-    if begin == 0 and places[-1] == capacity - 1:  # the first run began before the end
-        begin = _begin_of_last_run(places) - capacity
-    for before, place, entry in zip([places[0] - 1, *places], places, found, strict=False):
-        if place != before + 1:
-            begin = place
-        if (place - _home(entry.tag, capacity)) % capacity > place - begin:
-            yield place
-
-
-def _begin_of_last_run(places: Sequence[int]) -> int:
-    begin = places[-1]
-    for place in reversed(places):
-        if begin - place > 1:
-            break
-        begin = place
-    return begin
-
-
-def _home(tag: int, capacity: int) -> int:
-    """Where the search for a tag begins: _core_index.h's home_of, stated a second time because
-    a check that asked the core would repeat its mistakes."""
-    tag = (tag ^ tag >> 33) * 0xFF51AFD7ED558CCD & _WORD
-    tag = (tag ^ tag >> 33) * 0xC4CEB9FE1A85EC53 & _WORD
-    return (tag ^ tag >> 33) % capacity

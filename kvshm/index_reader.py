@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from . import _native
 from .errors import CorruptSegment
-from .index_layout import Entry, Row, entries, live_mask, rows, violations
+from .index_check import violations
+from .index_layout import Entry, Row, entries, live_mask, rows
 from .records import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvshm import _native
 from kvshm.errors import KvshmError
-from kvshm.index_layout import violations
+from kvshm.index_check import violations
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import SEQUENCE_OFFSET
 from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
