@@ -32,7 +32,7 @@ static uint32_t block_of(const marks_view *marks, const mark *one)
 static bool change(mark *one, uint32_t keep)
 {
     bool shown = one->flags & SHOWN;
-    one->generation++;
+    one->version++;
     one->flags &= keep;
     return shown;
 }
@@ -146,7 +146,7 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
             shown[num_shown++] = block_of(&marks, one);
         if (one && i < complete) {
             one->flags = SOUND;
-            pairs[whole++] = (pair){block_of(&marks, one), one->generation};
+            pairs[whole++] = (pair){block_of(&marks, one), one->version};
         }
     }
     if (done)
