@@ -33,8 +33,8 @@ def retract(table: Buffer, blocks: Sequence[int], /) -> tuple[bytes, list[int]]:
     """READY -> EMPTY, or DRAINING where leased.  Returns RETRACT records of the slots that were
     READY, and the blocks that have to be waited for."""
 
-def drain(table: Buffer, blocks: Sequence[int], lame: int, /) -> list[int]:
-    """DRAINING -> EMPTY where only leases in the bit mask ``lame`` are left, in one pass.
+def drain(table: Buffer, blocks: Sequence[int], slow: int, /) -> list[int]:
+    """DRAINING -> EMPTY where only leases in the bit mask ``slow`` are left, in one pass.
     Returns the blocks that are still leased."""
 
 def force(table: Buffer, blocks: Sequence[int], /) -> tuple[int, int]:

@@ -110,15 +110,15 @@ static PyObject *native_drain(PyObject *module, PyObject *args)
 {
     Py_buffer table;
     PyObject *sequence, *result = NULL;
-    unsigned int lame;
-    if (!PyArg_ParseTuple(args, "w*OI:drain", &table, &sequence, &lame))
+    unsigned int slow;
+    if (!PyArg_ParseTuple(args, "w*OI:drain", &table, &sequence, &slow))
         return NULL;
     size_t count = 0;
     uint32_t *blocks = kvshm_copy_blocks_list(sequence, &count);
     if (blocks) {
         int64_t waiting;
         PyThreadState *saved = without_gil(count);
-        waiting = kvshm_drain(segment_of(&table), blocks, count, lame);
+        waiting = kvshm_drain(segment_of(&table), blocks, count, slow);
         with_gil(saved);
         result = waiting < 0 ? kvshm_raise(module, &table, waiting)
                              : kvshm_list_of_blocks(blocks, (size_t)waiting);

@@ -75,7 +75,7 @@ class SlotTable(TableHeader):
     def create(
         cls, spec: TableSpec, epoch: Epoch, pid: int | None = None, clock: Clock = time.time_ns
     ) -> SlotTable:
-        """Create the table of a new epoch: every slot EMPTY, every rank without life.
+        """Create the table of a new epoch: every slot EMPTY, every life word 0.
 
         ``pid``: its owner's, for people (default: this process).  Raises SegmentTooSmall.
         """
@@ -146,10 +146,10 @@ class SlotTable(TableHeader):
         counts them; marks of all of them are cleared.  Takes pool blocks too."""
         return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.place)
 
-    def drain(self, blocks: Sequence[BlockId], lame: int) -> list[BlockId]:
-        """Free retracted blocks that nobody leases any more; leases in the bit mask ``lame``
+    def drain(self, blocks: Sequence[BlockId], slow: int) -> list[BlockId]:
+        """Free retracted blocks that nobody leases any more; leases in the bit mask ``slow``
         do not count.  Returns those still leased; the rest may be reused."""
-        return [BlockId(block) for block in _native.drain(self._segment.buffer, blocks, lame)]
+        return [BlockId(block) for block in _native.drain(self._segment.buffer, blocks, slow)]
 
     def force(self, blocks: Sequence[BlockId]) -> tuple[int, int]:
         """Free retracted blocks whatever their leases; all may be reused afterwards.

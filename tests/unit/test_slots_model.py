@@ -116,18 +116,18 @@ class SlotsModel(RuleBasedStateMachine):
         assert {r.kind for r in got} <= {RecordKind.RETRACT}
         assert still == draining
 
-    @rule(wanted=blocks, lame=masks)
-    def drain(self, wanted: list[int], lame: int) -> None:
+    @rule(wanted=blocks, slow=masks)
+    def drain(self, wanted: list[int], slow: int) -> None:
         waiting = []
         for block in wanted:
             slot = self.slots[block]
             if slot.state is not SlotState.DRAINING:
                 continue
-            if any(not lame >> bit & 1 for bit in slot.leases):
+            if any(not slow >> bit & 1 for bit in slot.leases):
                 waiting.append(block)
             else:
                 slot.free()
-        assert self.table.drain([BlockId(b) for b in wanted], lame) == waiting
+        assert self.table.drain([BlockId(b) for b in wanted], slow) == waiting
 
     @rule(wanted=blocks)
     def force(self, wanted: list[int]) -> None:
