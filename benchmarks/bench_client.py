@@ -68,6 +68,12 @@ CHUNK = 200
 """Loop turns between two looks at the clock, about 10 us."""
 
 
+def num_peers(cache: SharedCache) -> int:
+    """Engines whose blocks may be used at present."""
+    state = cache.epoch_state
+    return state.peers.stats().usable if state else 0
+
+
 def engine(name: str, core: int, peers: int = ENGINES) -> SharedCache:
     """An engine in the roster, in this process."""
     os.sched_setaffinity(0, {core})
@@ -77,7 +83,7 @@ def engine(name: str, core: int, peers: int = ENGINES) -> SharedCache:
 
     rank = RankInfo(os.getpid(), MemoryDescriptor("none", 0, 0, []))
     cache.open_epoch([rank], lambda: {"weights": "none"})
-    while (table := cache.table) is None or cache.num_peers < peers:
+    while (table := cache.table) is None or num_peers(cache) < peers:
         time.sleep(0.01)  # before anything is measured; the client's thread tells nobody
         if table is not None:
             table.set_life(Rank(0))
@@ -230,8 +236,8 @@ class Busy:
         self._next_mark = self._heard = self._looks = 0
         self.known_ms: list[float] = []
 
-        assert cache.life is not None
-        self._peers = cache.life.peers
+        assert cache.epoch_state is not None
+        self._peers = cache.epoch_state.peers
         self._apply = self._peers.events
         self._peers.events = self._count  # type: ignore[method-assign]  # the same, counted
 
@@ -285,7 +291,7 @@ def measure(
     for sender in senders:
         assert sender.stdout is not None
         sender.stdout.readline()
-    while cache.num_peers < ENGINES:
+    while num_peers(cache) < ENGINES:
         time.sleep(0.01)  # before anything is measured
     busy = Busy(cache, options.hz, options.records)
     quiet: list[Turn] = []

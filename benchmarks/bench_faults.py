@@ -236,13 +236,13 @@ def importer_stopped(trials: int) -> Times:
             me.publish(2 * STEP)
             importer.ask("await_found", os.getpid(), begin, 2 * STEP)
             importer.ask("lease", me.table.epoch, 0, 1 << 30)
-            while table.heartbeat == beat:  # else it is not waited for: it has been lame before
+            while table.heartbeat == beat:  # else it is not waited for: it has been slow before
                 time.sleep(NAP_SECONDS)
             importer.process.send_signal(signal.SIGSTOP)
             for times, block in ((first, begin), (second, begin + STEP)):
-                me.cache.retract([BlockId(block + i) for i in range(STEP)])
+                me.cache.publisher.retract([BlockId(block + i) for i in range(STEP)])
                 at_ = time.monotonic()
-                me.cache.settle()
+                me.cache.publisher.drain_before_dispatch()
                 times.append(time.monotonic() - at_)
             me.publish(1)
             at_ = time.monotonic()

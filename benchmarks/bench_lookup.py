@@ -84,9 +84,9 @@ def opened(cache: SharedCache) -> Peers:
     """The cache's peers, once its epoch has begun."""
     memory = MemoryDescriptor("none", Epoch(0), 0, [])
     cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: {"weights": "w"})
-    while (life := cache.life) is None:
+    while (state := cache.epoch_state) is None:
         time.sleep(0.001)  # another thread begins it
-    return life.peers
+    return state.peers
 
 
 def measure(cache: SharedCache, peers: Peers, engines: int) -> dict[str, dict[str, float]]:
@@ -98,12 +98,12 @@ def measure(cache: SharedCache, peers: Peers, engines: int) -> dict[str, dict[st
         return peers.lookup(prompts[next(turn) % engines], 0, PROMPT)
 
     return {
-        "probe, nobody has it": timed(lambda: cache.probe(strange, 0, PROMPT), CALLS, warm),
+        "probe, nobody has it": timed(lambda: cache.planner.probe(strange, 0, PROMPT), CALLS, warm),
         "lookup, nobody has it": timed(lambda: peers.lookup(strange, 0, PROMPT), CALLS, warm),
         f"lookup of {PROMPT}, warm": timed(find, CALLS, warm),
         f"lookup of {PROMPT}, cold": timed(find, COLD_CALLS, cool),
         f"probe of {PROMPT}, cold": timed(
-            lambda: cache.probe(prompts[next(turn) % engines], 0, PROMPT), COLD_CALLS, cool
+            lambda: cache.planner.probe(prompts[next(turn) % engines], 0, PROMPT), COLD_CALLS, cool
         ),
     }
 
@@ -135,7 +135,7 @@ def run(engines: int, blocks: int) -> None:
             assert peers.stats().usable == engines
             for table in tables.values():
                 peers.gone(table.epoch)
-            nobody = timed(lambda: cache.probe([digest("x")], 0, 1), CALLS, warm)
+            nobody = timed(lambda: cache.planner.probe([digest("x")], 0, 1), CALLS, warm)
             report("lookup", unit="us", engines=engines, blocks=blocks,
                    **measured, **{"probe, no peer": nobody})  # fmt: skip
         finally:

@@ -60,15 +60,15 @@ class Engine:
         while self.published < end:
             begin, some = self.published, min(BATCH, end - self.published)
             hashes = chain(os.getpid(), begin, some)
-            self.cache.publish(
+            self.cache.publisher.publish(
                 [Publication(BlockId(begin + i), h, None, begin + i) for i, h in enumerate(hashes)]
             )
-            self.cache.flush()
+            self.cache.publisher.flush()
             self.published += some
 
     def found(self, pid: int, begin: int, count: int) -> int:
         """How many of a peer's blocks a lookup names."""
-        plan = self.cache.probe(chain(pid, begin, count), 0, count)
+        plan = self.cache.planner.probe(chain(pid, begin, count), 0, count)
         return plan.num_blocks if plan else 0
 
     def await_found(self, pid: int, begin: int, count: int) -> float:
@@ -79,17 +79,17 @@ class Engine:
 
     def await_entries(self, count: int) -> float:
         """When the own replica had so many entries."""
-        life = self.cache.life
-        assert life is not None
-        while life.peers.replica.count != count:
+        state = self.cache.epoch_state
+        assert state is not None
+        while state.peers.replica.count != count:
             time.sleep(NAP_SECONDS)
         return time.monotonic()
 
     def peer(self, epoch: int) -> SlotTable:
         """A peer's slot table, as this engine has it; waits until it has."""
         while True:
-            life = self.cache.life
-            tables = life.peers.tables_by_bit().values() if life else ()
+            state = self.cache.epoch_state
+            tables = state.peers.tables_by_bit().values() if state else ()
             for table in tables:
                 if table.epoch == epoch:
                     return table
@@ -100,7 +100,7 @@ class Engine:
         table = self.peer(epoch)
         records = table.scan()[begin * RECORD_BYTES : (begin + count) * RECORD_BYTES]
         count = table.lease(self.bit, records)[0]
-        self.table.leases_taken += count  # an exporter sees by it that this engine is not lame
+        self.table.leases_taken += count  # an exporter sees by it that this engine is not slow
         return count
 
     def facts(self) -> dict[str, Any]:

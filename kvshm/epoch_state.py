@@ -1,22 +1,25 @@
-"""One life of an engine's cache: everything that belongs to one epoch and ends with it."""
+"""One epoch of an engine's cache: everything that begins and ends with it."""
 
 from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
 from .config import Config
 from .fingerprint import fingerprint
-from .handout import HandoutServer
+from .handout import Handouts, HandoutServer, serve_epoch
+from .peer_list import PeerList
 from .peers import Peers
 from .protocol import EngineInfo, RankInfo
-from .publisher import Exports
+from .rundir import engine_socket, peers_file
 from .slots import SlotTable, TableSpec
-from .terms import Epoch, Fingerprint
+from .terms import BlockId, Epoch, Fingerprint
 from .version import __version__
 
 
@@ -33,73 +36,93 @@ class EngineSpec:
     """Whether the next step is scheduled while one runs, so that a wait can overlap."""
 
 
-@dataclass(frozen=True)
-class Life:
-    """Slot table, exports, peers and roster entry of one epoch.
+@dataclass
+class EpochState:
+    """Slot table, peers and roster entry of one epoch, and what its publisher has yet to do.
 
-    Begun on the client's thread and ended on the scheduler's; in between the scheduler uses
-    ``exports`` and looks up in ``peers``, the client's thread keeps ``peers`` up to date.
+    Begun on the client's thread and ended on the scheduler's; in between the scheduler's thread
+    publishes in ``table`` and looks up in ``peers``, and the client's thread keeps ``peers`` up to
+    date.
     """
 
     table: SlotTable
-    exports: Exports
     peers: Peers
     server: HandoutServer
     """Hands out the table and the replica."""
     info: EngineInfo
+    draining: list[BlockId] = field(default_factory=list)
+    """Retracted blocks whose leases the next dispatch waits for.  Scheduler's thread only."""
+    outbox: list[bytes] = field(default_factory=list)
+    """Events that the client does not have yet.  Scheduler's thread only."""
+    was_alive: bool = False
+    """Whether all ranks have been seen alive.  Scheduler's thread only."""
+
+    def was_ended(self) -> bool:
+        """Whether ranks have been alive and are not.  They are not yet before the first step of
+        an epoch, with which they open it, and may load.  Scheduler's thread."""
+        alive = self.table.alive
+        self.was_alive = self.was_alive or alive
+        return self.was_alive and not alive
 
     def end(self) -> None:
-        """Withdraw everything for good.  Who has the table mapped keeps it, and finds every slot
-        EMPTY and every life word 0."""
-        self.exports.end()
+        """Withdraw everything for good: every slot EMPTY, every life word 0.  Never waits: an
+        importer in the middle of a copy finds out at its re-check.  Who has the table mapped
+        keeps it."""
+        self.table.retire()
+        self.table.reset()
+        self.table.end_life(None)
         self.server.close()
         self.peers.close()
 
 
-@dataclass(frozen=True)
-class Founding:
-    """What an epoch is begun with."""
+Present = Callable[[], EpochState | None]
+"""Gives the present epoch, None without one.  Any thread; another call may give another epoch."""
 
-    config: Config
-    spec: EngineSpec
-    fields: Mapping[str, str]
-    """The fingerprint's ingredients."""
-    ranks: Sequence[RankInfo]
-    epoch: Epoch = field(default_factory=lambda: Epoch(secrets.randbits(64) | 1))
 
-    def table(self) -> SlotTable:
-        """Create the epoch's slot table, with this process's pulse.  Raises SegmentError."""
-        spec = TableSpec(
-            namespace=self.config.namespace,
-            engine=self.spec.name,
-            num_blocks=self.spec.num_blocks,
-            block_size=self.spec.block_size,
-            num_ranks=len(self.ranks),
-            fingerprint=fingerprint(self.fields),
-            model=self.spec.model,
-        )
-        table = SlotTable.create(spec, self.epoch)
-        try:
-            table.begin_pulse(None)
-        except BaseException:
-            table.close()
-            raise
-        return table
+def begin_epoch(
+    config: Config,
+    spec: EngineSpec,
+    fields: Mapping[str, str],
+    ranks: Sequence[RankInfo],
+    run_dir: Path,
+) -> EpochState:
+    """Begin an epoch of a random number: create its slot table, with this process's pulse, and its
+    replica, and hand them out.  ``fields``: the fingerprint's ingredients.  Raises KvshmError or
+    OSError, leaving nothing behind."""
+    epoch, space = Epoch(secrets.randbits(64) | 1), config.namespace
+    table_spec = TableSpec(
+        namespace=space,
+        engine=spec.name,
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        num_ranks=len(ranks),
+        fingerprint=fingerprint(fields),
+        model=spec.model,
+    )
+    with ExitStack() as undo:
+        table = SlotTable.create(table_spec, epoch)
+        undo.callback(table.close)
+        table.begin_pulse(None)
+        # Whoever does not import has nothing to attach.
+        listed = PeerList(peers_file(run_dir, space, epoch)) if config.imports else None
+        peers = Peers(space, spec.name, epoch, Handouts(run_dir, space), listed=listed)
+        undo.callback(peers.close)
+        server = serve_epoch(engine_socket(run_dir, space, epoch), table, peers.replica)
+        undo.pop_all()
+    info = EngineInfo(
+        epoch=epoch,
+        name=spec.name,
+        pid=os.getpid(),
+        fingerprint=Fingerprint(table.fingerprint),
+        fields=dict(fields),
+        num_blocks=spec.num_blocks,
+        ranks=[_of_epoch(rank, epoch) for rank in ranks],
+        imports_only=not config.exports,
+        kvshm_version=__version__,
+    )
+    return EpochState(table, peers, server, info)
 
-    def info(self, table: SlotTable) -> EngineInfo:
-        """The epoch's entry for the roster."""
-        return EngineInfo(
-            epoch=self.epoch,
-            name=self.spec.name,
-            pid=os.getpid(),
-            fingerprint=Fingerprint(table.fingerprint),
-            fields=dict(self.fields),
-            num_blocks=self.spec.num_blocks,
-            ranks=[self._of_this_epoch(rank) for rank in self.ranks],
-            imports_only=not self.config.exports,
-            kvshm_version=__version__,
-        )
 
-    def _of_this_epoch(self, rank: RankInfo) -> RankInfo:
-        memory = msgspec.structs.replace(rank.memory, epoch=self.epoch)
-        return msgspec.structs.replace(rank, memory=memory)
+def _of_epoch(rank: RankInfo, epoch: Epoch) -> RankInfo:
+    memory = msgspec.structs.replace(rank.memory, epoch=epoch)
+    return msgspec.structs.replace(rank, memory=memory)

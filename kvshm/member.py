@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from .counters import INDEX_FULL, REJOINS, RESYNCS
-from .epoch_state import Life
+from .epoch_state import EpochState
 from .log import logger
 from .miss_report import MissReport
 from .protocol import EngineInfo, Joined, Refused, Stranger
@@ -33,8 +33,8 @@ class Membership:
 
     def __init__(
         self,
-        begin: Callable[[], Life | None],
-        present: Callable[[], Life | None],
+        begin: Callable[[], EpochState | None],
+        present: Callable[[], EpochState | None],
         start: str = "kvshm-coordinator",
     ) -> None:
         self._begin = begin
@@ -132,11 +132,11 @@ class Membership:
         if (life := self._present()) is not None:
             life.table.counters.add(counter, amount)
 
-    def _of(self, epoch: int) -> Life | None:
+    def _of(self, epoch: int) -> EpochState | None:
         life = self._present()
         return life if life is not None and life.table.epoch == epoch else None
 
-    def _name(self, life: Life, stranger: Stranger, entries: int) -> None:
+    def _name(self, life: EpochState, stranger: Stranger, entries: int) -> None:
         """Say why an engine of this node cannot be shared with: once in the log, and in the
         own table for ``dump_index``."""
         for note in notes(stranger, entries):

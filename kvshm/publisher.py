@@ -8,16 +8,16 @@ and given up its leases before that step is dispatched.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .counters import DRAIN_WAIT_US, DRAINED, FORCED, PUBLISHED, RETRACTED
+from .epoch_state import EpochState, Present
 from .marks import Marks, Run
 from .records import (
     NUM_LEASE_BITS,
     RECORD_BYTES,
     BlockRecord,
-    SlotState,
     pack_records,
     unpack_records,
 )
@@ -38,154 +38,147 @@ class Publication(NamedTuple):
     """Blocks before it in its chain."""
 
 
-class Lame:
-    """Importers that let a drain budget lapse: not waited for until they show life again.
+class SlowImporters:
+    """Importers that a drain budget was spent on in vain: their leases are not waited for.
 
-    An importer is lame until it has both sent a heartbeat and taken a fresh lease since.
+    An importer is slow until it has both sent a heartbeat and taken a fresh lease since.
     """
 
-    def __init__(self, tables_by_bit: Callable[[], dict[int, SlotTable]]) -> None:
-        self._tables_by_bit = tables_by_bit
+    def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
 
-    def mask(self) -> int:
+    def mask(self, tables_by_bit: Callable[[], Mapping[int, SlotTable]]) -> int:
         """Lease bits that are not worth waiting for at present."""
         if self._seen:
-            tables = self._tables_by_bit()
-            for bit in [
-                b for b, seen in self._seen.items() if self._recovered(tables.get(b), seen)
-            ]:
-                del self._seen[bit]
+            tables = tables_by_bit()
+            self._seen = {
+                bit: seen
+                for bit, seen in self._seen.items()
+                if not _has_recovered(tables.get(bit), seen)
+            }
         return sum(1 << bit for bit in self._seen)
 
-    def lapsed(self, bits: int) -> None:
+    def timed_out(self, bits: int, tables: Mapping[int, SlotTable]) -> None:
         """These importers' leases were just overridden."""
-        tables = self._tables_by_bit()
         for bit in range(NUM_LEASE_BITS):
             if bits >> bit & 1:
                 table = tables.get(bit)
                 self._seen[bit] = (table.heartbeat, table.leases_taken) if table else (-1, -1)
 
-    @staticmethod
-    def _recovered(table: SlotTable | None, seen: tuple[int, int]) -> bool:
-        return table is not None and table.heartbeat != seen[0] and table.leases_taken != seen[1]
+
+def _has_recovered(table: SlotTable | None, seen: tuple[int, int]) -> bool:
+    return table is not None and table.heartbeat != seen[0] and table.leases_taken != seen[1]
 
 
-class Exports:
-    """The exporter's side of one epoch.  Single-threaded; blocks only in ``settle``."""
+class Publisher:
+    """The exporter's side, in whatever epoch is present; without one nothing is shown.
+
+    Single-threaded; blocks only in ``drain_before_dispatch``.
+    """
 
     def __init__(
         self,
-        table: SlotTable,
+        present: Present,
         send: Callable[[bytes], None],
-        lame: Lame,
         budget_seconds: float,
+        exports: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.table = table
+        """``send`` takes events and does not block.  ``exports``: whether to show anything."""
+        self._present = present
         self._send = send
-        self._lame = lame
         self._budget = budget_seconds
+        self._exports = exports
         self._clock = clock
-        self._draining: list[BlockId] = []
-        self._outbox: list[bytes] = []
+        self._slow = SlowImporters()
 
     def publish(self, blocks: Sequence[Publication]) -> set[BlockId]:
-        """Make blocks readable by others; the caller vouches that they are computed and
-        complete.  Returns those that are now READY (a slot still draining is left out)."""
-        if not blocks:
+        """Show computed blocks to the others.  The caller vouches that every byte of them is
+        written on every rank.  Returns those that are READY now (a slot still draining is left
+        out)."""
+        epoch = self._present()
+        if epoch is None or not self._exports:
             return set()
         records = pack_records(
             BlockRecord(b.block_hash, b.block_id, Generation(0), b.depth) for b in blocks
         )
         parents = b"".join((b.parent or bytes(8))[:8] for b in blocks)
-        published = self.table.publish(records, parents)
-        if published:
-            self._outbox.append(published)
+        published = epoch.table.publish(records, parents)
+        epoch.outbox.append(published)
         ids = {record.block_id for record in unpack_records(published)}
-        self.table.counters.add(PUBLISHED, len(ids))
+        epoch.table.counters.add(PUBLISHED, len(ids))
         return ids
 
     def publish_marked(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
-        """Make the runs' blocks readable by others as far as vLLM has hashed them; the caller
-        vouches that they are computed.  Sends the events.  Returns the runs that are not
-        through."""
-        published, left = self.table.publish_marked(marks.packed, pool, runs)
+        """The same for the runs' blocks, as far as vLLM has hashed them; and tell the others.
+        Returns the runs that are not through."""
+        epoch = self._present()
+        if epoch is None or not self._exports:
+            return runs
+        published, left = epoch.table.publish_marked(marks.packed, pool, runs)
         if published:
-            if self._outbox:  # what was withdrawn before is told first
+            if epoch.outbox:  # what was withdrawn before is told first
                 self.flush()
             self._send(published)
         return left
 
     def retract(self, blocks: Iterable[BlockId]) -> None:
-        """Withdraw blocks at once: no new lease succeeds from here on.  Leases still held
-        are waited for in ``settle``."""
-        ids = blocks if isinstance(blocks, list) else list(blocks)
-        records, draining = self.table.retract(ids)
-        if records:
-            self._outbox.append(records)
-            self._draining.extend(draining)
-            self.table.counters.add(RETRACTED, len(records) // RECORD_BYTES)
+        """Withdraw published blocks at once: no new lease succeeds from here on.  Leases still
+        held are waited for in ``drain_before_dispatch``."""
+        if (epoch := self._present()) is not None:
+            ids = blocks if isinstance(blocks, list) else list(blocks)
+            records, draining = epoch.table.retract(ids)
+            epoch.outbox.append(records)
+            epoch.draining.extend(draining)
+            epoch.table.counters.add(RETRACTED, len(records) // RECORD_BYTES)
 
     def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
-        """The same for pool blocks that get new contents, as far as they are published: nothing
-        is known of them from here on.  Whether some were."""
-        records, draining = self.table.retract_marked(marks.packed, blocks)
+        """Pool blocks get new contents: clears their marks, and withdraws those that are
+        published.  Whether some were."""
+        if (epoch := self._present()) is None:
+            marks.clear(blocks)
+            return False
+        records, draining = epoch.table.retract_marked(marks.packed, blocks)
         if not records:
             return False
-        self._outbox.append(records)
-        self._draining.extend(draining)
+        epoch.outbox.append(records)
+        epoch.draining.extend(draining)
         return True
 
-    def settle(self) -> None:
-        """Before every dispatch: wait for leases on retracted blocks within one budget, then
-        override the rest, and send the step's events."""
-        if self._draining:
-            self._drain()
-        if self._outbox:
+    def drain_before_dispatch(self) -> None:
+        """Call before every dispatch, after the last ``retract`` of its step: wait for leases on
+        retracted blocks within one budget, then override the rest, and send the step's events.
+        When it returns nobody holds a lease on a retracted block, and no copy of one will be
+        accepted."""
+        if (epoch := self._present()) is not None:
+            if epoch.draining:
+                self._drain(epoch)
             self.flush()
 
     def flush(self) -> None:
-        """Send the events collected so far; never blocks."""
-        batch, self._outbox = b"".join(self._outbox), []
-        if batch:
-            self._send(batch)
+        """Tell the others of what ``publish`` and ``retract`` changed; never blocks."""
+        if (epoch := self._present()) is not None and epoch.outbox:
+            batch, epoch.outbox = b"".join(epoch.outbox), []
+            if batch:
+                self._send(batch)
 
-    def _drain(self) -> None:
-        started = self._clock()
-        waiting, self._draining = self._draining, []
-        lame, drained, forced = self._lame.mask(), 0, 0
+    def _drain(self, epoch: EpochState) -> None:
+        started, table = self._clock(), epoch.table
+        waiting, epoch.draining = epoch.draining, []
+        slow, drained, forced = self._slow.mask(epoch.peers.tables_by_bit), 0, 0
         while True:
-            left = self.table.drain(waiting, 0)
+            left = table.drain(waiting, 0)
             drained += len(waiting) - len(left)
-            # Over the leases of the lame: taken back, not drained.
-            waiting = self.table.drain(left, lame) if left and lame else left
+            # Over the leases of slow importers: taken back, not drained.
+            waiting = table.drain(left, slow) if left and slow else left
             forced += len(left) - len(waiting)
             if not waiting or self._clock() - started >= self._budget:
                 break
             time.sleep(DRAIN_POLL_SECONDS)
         if waiting:
-            overridden, holders = self.table.force(waiting)
-            self._lame.lapsed(holders)
+            overridden, holders = table.force(waiting)
+            self._slow.timed_out(holders, epoch.peers.tables_by_bit())
             forced += overridden
-        self.table.counters.add(FORCED, forced)
-        self.table.counters.add(DRAINED, drained)
-        self.table.counters.add(DRAIN_WAIT_US, round((self._clock() - started) * 1e6))
-
-    def end(self) -> None:
-        """Withdraw everything for good: every slot EMPTY, every life word 0.  Never waits:
-        an importer in the middle of a copy finds out at its re-check."""
-        self._draining.clear()
-        self._outbox.clear()
-        self.table.retire()
-        self.table.reset()
-        self.table.end_life(None)
-
-    def check_integrity(self) -> list[str]:
-        """Conservation law: a slot that drains is one this object waits for."""
-        waiting = set(self._draining)
-        return self.table.check_integrity() + [
-            f"slot {i} drains, but nobody waits for it"
-            for i, slot in enumerate(self.table.slots())
-            if slot.state is SlotState.DRAINING and i not in waiting
-        ]
+        table.counters.add(FORCED, forced)
+        table.counters.add(DRAINED, drained)
+        table.counters.add(DRAIN_WAIT_US, round((self._clock() - started) * 1e6))

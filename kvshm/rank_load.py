@@ -128,9 +128,8 @@ class RankLoad:
     def lost(self) -> LoadReport:
         """What is reported of a load whose time was up: also how long it has lasted, so that
         more is expected of the next."""
-        targets = tuple(target for piece in self._load.pieces for target in piece.targets)
         failures = tuple(PieceFailure(p.peer, LoadFailure.TOO_LATE, b"") for p in self._load.pieces)
-        bad = targets + self._load.lost
+        bad = self._load.targets + self._load.lost
         return LoadReport(self._load.load_id, bad, failures, self._lasted())
 
     def _pending(self) -> bool:
@@ -182,8 +181,7 @@ class RankLoad:
         if self._spoilt:
             return
         self._spoilt = True
-        self._bad = [target for piece in self._load.pieces for target in piece.targets]
-        self._bad += self._load.lost
+        self._bad = [*self._load.targets, *self._load.lost]
         self._failures = [
             PieceFailure(piece.peer, LoadFailure.COPY_FAILED, b"") for piece in self._load.pieces
         ]

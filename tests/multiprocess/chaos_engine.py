@@ -162,7 +162,7 @@ class ChaosEngine(ToyEngine):
     def summary(self) -> dict[str, object]:
         return {
             **super().summary(),
-            "peers": self.cache.num_peers,
+            "peers": self.num_peers,
             "unshared": self.unshared,
             "contained": self.contained,
             "epoch": f"{self.cache.epoch or 0:016x}",

@@ -136,13 +136,13 @@ class ToyEngine:
         while local < len(chain) and chain[local] in self.by_hash:
             self.lru.move_to_end(self.by_hash[chain[local]])
             local += 1
-        plan = self.cache.probe(chain, local, len(chain))
+        plan = self.cache.planner.probe(chain, local, len(chain))
         blocks = self._allocate(len(chain) - local)
         good = 0
         if plan is not None:
             good = self._import(plan, blocks[: plan.num_blocks], chain[local:])
         else:
-            self.cache.settle()
+            self.cache.publisher.drain_before_dispatch()
         self._compute(blocks, chain, local, good)
 
     def _allocate(self, count: int) -> list[BlockId]:
@@ -153,13 +153,13 @@ class ToyEngine:
             owned, self.lru[block] = self.lru[block], None
             if owned is not None:
                 del self.by_hash[owned]
-        self.cache.retract(blocks)
+        self.cache.publisher.retract(blocks)
         return blocks
 
     def _import(self, plan: object, targets: list[BlockId], chain: list[BlockHash]) -> int:
         self.loads += 1
-        load = self.cache.begin_load(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
-        self.cache.settle()
+        load = self.cache.planner.begin(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
+        self.cache.publisher.drain_before_dispatch()
         for rank in self.ranks:
             rank.cache.begin_load(load)
         reports: list[LoadReport] = []
@@ -167,7 +167,7 @@ class ToyEngine:
             time.sleep(POLL_SECONDS)
             for rank in self.ranks:
                 reports += rank.cache.poll()
-        bad = self.cache.end_load(load, reports)
+        bad = self.cache.planner.end(load, reports)
         good = next((i for i, t in enumerate(targets) if t in bad), len(targets))
         for target, chain_hash in zip(targets[:good], chain, strict=False):
             self.wrong += sum(rank.wrong_bytes(target, chain_hash) for rank in self.ranks)
@@ -188,8 +188,8 @@ class ToyEngine:
             self.lru[block], self.by_hash[chain[index]] = chain[index], block
             parent = chain[index - 1] if index else None
             publications.append(Publication(block, chain[index], parent, index))
-        self.cache.publish(publications)
-        self.cache.flush()
+        self.cache.publisher.publish(publications)
+        self.cache.publisher.flush()
 
     def fork(self) -> None:
         """Have children inherit all of it: one ends at once, one ends it in order first."""
@@ -197,13 +197,19 @@ class ToyEngine:
             child = os.fork()
             if child == 0:
                 if closing:
-                    self.cache.retract(list(self.lru))
-                    self.cache.settle()
+                    self.cache.publisher.retract(list(self.lru))
+                    self.cache.publisher.drain_before_dispatch()
                     self.close()
                 sys.exit(0)
             print(
                 "child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True
             )
+
+    @property
+    def num_peers(self) -> int:
+        """Engines whose blocks may be used at present."""
+        state = self.cache.epoch_state
+        return state.peers.stats().usable if state else 0
 
     def counted(self, counter: str) -> int:
         """What one of the own counters has counted."""
@@ -250,7 +256,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         print("open", flush=True)
-        while engine.cache.num_peers < options.peers:
+        while engine.num_peers < options.peers:
             time.sleep(0.01)
         print("go", flush=True)
         blocks = options.imported if options.loads else 0

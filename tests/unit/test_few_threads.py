@@ -130,7 +130,7 @@ def test_an_epoch_that_could_not_begin_begins_when_the_shortage_is_over(
     assert cache._open_when_ready() is None, "as the client's thread asks, every 50 ms"
     assert asked == [1000.0, 1000.0 + FIRST_SECONDS]
     clock.now += 0.1
-    until(lambda: cache.life)
+    until(lambda: cache.epoch_state)
     assert not cache.failed
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert sum("not sharing the prefix cache" in line for line in told) == 1
@@ -141,7 +141,7 @@ def test_of_an_epoch_that_a_rank_cannot_open_there_is_another_after_a_pause(
 ) -> None:
     asked: list[float] = []
     opening(cache, asked, clock)()
-    until(lambda: cache.life)
+    until(lambda: cache.epoch_state)
     first = cache.epoch
     assert first is not None
     assert not cache.not_opened(first + 1)
@@ -150,7 +150,7 @@ def test_of_an_epoch_that_a_rank_cannot_open_there_is_another_after_a_pause(
     assert not cache.not_opened(first)
     assert cache._open_when_ready() is None, "not before the pause is over"
     clock.now += FIRST_SECONDS
-    until(lambda: cache.life)
+    until(lambda: cache.epoch_state)
     assert cache.epoch != first
     assert not cache.failed
     cache.end_epoch()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshm import counters as c
-from kvshm.epoch_state import Life
+from kvshm.epoch_state import EpochState
 from kvshm.error_log import TEXT_BYTES
 from kvshm.member import NAMED, NOTES, Membership
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
@@ -35,14 +35,14 @@ def table(namespace: str) -> Iterator[SlotTable]:
 
 
 @pytest.fixture
-def life(table: SlotTable, peers: Peers) -> Life:
+def state(table: SlotTable, peers: Peers) -> EpochState:
     """Of which a Membership uses the table and the peers only."""
-    return Life(table, None, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
+    return EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
 
 
 @pytest.fixture
-def member(life: Life) -> Membership:
-    return Membership(lambda: life, lambda: life)
+def member(state: EpochState) -> Membership:
+    return Membership(lambda: state, lambda: state)
 
 
 def test_engines_with_lookups_and_no_hits_are_told_why(table: SlotTable, clock: Clock) -> None:
@@ -228,7 +228,7 @@ def test_a_list_of_peers_that_could_not_be_written_is_written_with_a_beat(
 
 
 def test_a_refusal_is_told_of_the_present_epoch_only(
-    life: Life, member: Membership, caplog: pytest.LogCaptureFixture
+    state: EpochState, member: Membership, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The table of one that has ended has gone: there is nothing to mend."""
     for epoch in (OWN_EPOCH + 1, OWN_EPOCH):
@@ -237,8 +237,8 @@ def test_a_refusal_is_told_of_the_present_epoch_only(
     assert "refuses this engine: r; do" in caplog.text
 
 
-def test_the_client_counts_into_the_present_table(table: SlotTable, life: Life) -> None:
-    present = [life]
+def test_the_client_counts_into_the_present_table(table: SlotTable, state: EpochState) -> None:
+    present = [state]
     member = Membership(lambda: None, lambda: present[0] if present else None)
     member.count(c.EVENTS_SENT)
     member.count(c.EVENTS_DROPPED, 3)

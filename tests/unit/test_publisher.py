@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 from kvshm.counters import DRAINED, FORCED
-from kvshm.publisher import Exports, Lame, Publication
-from kvshm.slots import SlotTable
+from kvshm.epoch_state import EpochState
+from kvshm.peers import Peers
+from kvshm.publisher import Publication, Publisher
 
 from .exporters import HASHES, Make
 
 
-def test_blocks_taken_from_a_lame_importer_are_no_drained_ones(exporter: Make) -> None:
-    table: SlotTable = exporter().table
-    lame = Lame(dict)
+def test_blocks_taken_from_a_slow_importer_are_no_drained_ones(
+    exporter: Make, peers: Peers
+) -> None:
+    table = exporter().table
+    state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
     sent: list[bytes] = []
-    exports = Exports(table, sent.append, lame, budget_seconds=0.0)
+    publisher = Publisher(lambda: state, sent.append, budget_seconds=0.0)
 
     def reuse(count: int, leased: int) -> tuple[int, int]:
         blocks = list(range(count))
-        exports.publish([Publication(b, HASHES[b], None, 0) for b in blocks])
-        exports.flush()
+        publisher.publish([Publication(b, HASHES[b], None, 0) for b in blocks])
+        publisher.flush()
         records = sent[-1]
         taken = table.lease(3, records[: leased * (len(records) // count)])
         assert taken[0] == leased
-        exports.retract(blocks)
-        exports.settle()
+        publisher.retract(blocks)
+        publisher.drain_before_dispatch()
         return table.counters.read(DRAINED), table.counters.read(FORCED)
 
     _, forced = reuse(4, leased=4)
     assert forced == 4, "the budget was spent"
-    assert lame.mask() == 1 << 3
-    assert reuse(4, leased=2) == (0, 6), "over the leases of the lame"
+    assert publisher._slow.mask(peers.tables_by_bit) == 1 << 3
+    assert reuse(4, leased=2) == (0, 6), "over the leases of the slow importer"

@@ -203,7 +203,7 @@ def test_an_import_that_waits_for_room_behind_its_load_is_reset_too(
     running goes on before it."""
     e = engine(asynchronous, num_blocks=13)
     importer, cache = e.connector._scheduler.importer, e.connector._scheduler.cache
-    monkeypatch.setattr(cache, "end_load", lambda load, reports: set())
+    monkeypatch.setattr(cache.planner, "end", lambda load, reports: set())
     importer.match = lambda request, _: 3 * BLOCK_SIZE if request.request_id == "a" else 0
     e.add("fills", prompt(5, tail=15, first=500), max_tokens=80)
     e.step()

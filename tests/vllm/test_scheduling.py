@@ -52,8 +52,8 @@ def test_what_a_decode_shows_is_told_with_its_output(
     e.add("a", prompt(1), max_tokens=40)
     e.step()
     told: list[set[int]] = []
-    exports = e.connector._scheduler.cache.life.exports
-    monkeypatch.setattr(exports, "_send", lambda _: told.append(e.ready()))
+    publisher = e.connector._scheduler.cache.publisher
+    monkeypatch.setattr(publisher, "_send", lambda _: told.append(e.ready()))
     while len(e.ready()) < 2:
         assert e.step().metadata.quiet
     assert told[-1] == e.ready()
