@@ -50,10 +50,10 @@ from kvshm.epoch_state import EngineSpec
 from kvshm.handout import serve_epoch
 from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Events, Heartbeat, Join, RankInfo, encode
 from kvshm.records import RECORD_BYTES, BlockRecord, pack_records, unpack_records
 from kvshm.rundir import command_endpoint, engine_socket
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 
 ENGINES = 8
@@ -185,7 +185,7 @@ class Deaf:
         run_dir, space = Path(config.run_dir), config.namespace
         spec = TableSpec(space, name, BLOCKS, 16, 1, Fingerprint(fingerprint))
         self._epoch, self._sequence = Epoch(random.getrandbits(62)), 0
-        self._table = SlotTable.create(spec, self._epoch)
+        self._table = OwnSlotTable.create(spec, self._epoch)
         self._replica = Replica.create(space, name, self._epoch, 8)
         path = engine_socket(run_dir, space, self._epoch)
         self._server = serve_epoch(path, self._table, self._replica)

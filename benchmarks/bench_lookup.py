@@ -23,11 +23,11 @@ from kvshm.config import Config
 from kvshm.epoch_state import EngineSpec
 from kvshm.handout import HandoutServer
 from kvshm.interfaces import MemoryDescriptor
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.peers import Peers
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.records import BlockRecord, pack_records
 from kvshm.rundir import tables_socket
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 
 SIZES = (1, 50_000), (27, 20_000)
@@ -43,10 +43,10 @@ def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def engine(namespace: str, number: int, blocks: int) -> tuple[SlotTable, EngineInfo]:
+def engine(namespace: str, number: int, blocks: int) -> tuple[OwnSlotTable, EngineInfo]:
     """Another engine with all its blocks published; the prompts' come first."""
     spec = TableSpec(namespace, f"e{number}", blocks, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(100 + number))
+    table = OwnSlotTable.create(spec, Epoch(100 + number))
     records = (
         BlockRecord(BlockHash(digest(f"{number} {n}")), BlockId(n), Generation(0), n)
         for n in range(blocks)
@@ -116,7 +116,7 @@ def main() -> None:
 
 def run(engines: int, blocks: int) -> None:
     namespace = f"bench{os.getpid()}"
-    tables: dict[int, SlotTable] = {}
+    tables: dict[int, OwnSlotTable] = {}
     with tempfile.TemporaryDirectory() as directory:
         config = Config.from_env({"KVSHM_NAMESPACE": namespace})
         # In place of the coordinator, which hands the tables out.

@@ -21,7 +21,7 @@ from kvshm.interfaces import MemoryDescriptor
 from kvshm.protocol import RankInfo
 from kvshm.publisher import Publication
 from kvshm.records import RECORD_BYTES
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 
 BATCH = 512
@@ -85,7 +85,7 @@ class Engine:
             time.sleep(NAP_SECONDS)
         return time.monotonic()
 
-    def peer(self, epoch: int) -> SlotTable:
+    def peer(self, epoch: int) -> PeerSlotTable:
         """A peer's slot table, as this engine has it; waits until it has."""
         while True:
             state = self.cache.epoch_state
@@ -100,7 +100,7 @@ class Engine:
         table = self.peer(epoch)
         records = table.scan()[begin * RECORD_BYTES : (begin + count) * RECORD_BYTES]
         count = table.lease(self.bit, records)[0]
-        self.table.leases_taken += count  # an exporter sees by it that this engine is not slow
+        self.table.count_lease_batch()  # an exporter sees by it that this engine is not slow
         return count
 
     def facts(self) -> dict[str, Any]:

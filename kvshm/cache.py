@@ -28,10 +28,10 @@ from .leftovers import clear
 from .load_planner import LoadPlanner
 from .log import logger
 from .member import Membership
+from .own_slots import OwnSlotTable
 from .protocol import RankInfo
 from .publisher import Publisher
 from .rundir import start_command
-from .slots import SlotTable
 from .terms import Epoch
 
 log = logger(__name__)
@@ -93,7 +93,7 @@ class SharedCache:
         return state.table.epoch if state else None
 
     @property
-    def table(self) -> SlotTable | None:
+    def table(self) -> OwnSlotTable | None:
         """Own slot table of the present epoch.  Any thread."""
         state = self.epoch_state
         return state.table if state else None

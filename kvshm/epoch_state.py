@@ -14,11 +14,11 @@ import msgspec
 from .config import Config
 from .fingerprint import fingerprint
 from .handout import Handouts, HandoutServer, serve_epoch
+from .own_slots import OwnSlotTable, TableSpec
 from .peer_list import PeerList
 from .peers import Peers
 from .protocol import EngineInfo, RankInfo
 from .rundir import engine_socket, peers_file
-from .slots import SlotTable, TableSpec
 from .terms import BlockId, Epoch, Fingerprint
 from .version import __version__
 
@@ -45,7 +45,7 @@ class EpochState:
     date.
     """
 
-    table: SlotTable
+    table: OwnSlotTable
     peers: Peers
     server: HandoutServer
     """Hands out the table and the replica."""
@@ -100,7 +100,7 @@ def begin_epoch(
         model=spec.model,
     )
     with ExitStack() as undo:
-        table = SlotTable.create(table_spec, epoch)
+        table = OwnSlotTable.create(table_spec, epoch)
         undo.callback(table.close)
         table.begin_pulse(None)
         # Whoever does not import has nothing to attach.

@@ -180,7 +180,7 @@ class LoadPlanner:
                 leased, taken = 0, b""
             first_lost = leased * RECORD_BYTES
             if leased:
-                epoch.table.leases_taken += 1
+                epoch.table.count_lease_batch()
                 epoch.table.counters.add(c.LEASES_TAKEN, sum(taken))
                 yield Piece(
                     peer=Epoch(peer.info.epoch),

@@ -32,7 +32,7 @@ class Marks:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self.packed = bytearray(8 * num_blocks)
-        """All of them, for ``SlotTable``, which publishes and retracts by them."""
+        """All of them, for ``OwnSlotTable``, which publishes and retracts by them."""
         self._words = memoryview(self.packed).cast("I")
         self.sound: Callable[[Sequence[Any], int], int] = partial(_native.marks_sound, self.packed)
         """How many pool blocks of a table are sound from the first on, looking at so many."""

@@ -53,7 +53,7 @@ class Membership:
         if life is None:
             return
         self._refusal = ""
-        life.table.lease_bit = LeaseBit(reply.lease_bit)
+        life.table.set_lease_bit(LeaseBit(reply.lease_bit))
         life.table.counters.add(REJOINS, 1)
         life.peers.strangers = len(reply.strangers)
         for stranger, entries in divide(reply.strangers, NOTES):

@@ -28,7 +28,7 @@ from .peer_list import PeerList
 from .protocol import EngineInfo
 from .records import RECORD_BYTES, RowState
 from .rescans import Rescans
-from .slots import SlotTable
+from .slots import PeerSlotTable
 from .terms import Epoch, LeaseBit
 
 log = logger(__name__)
@@ -292,7 +292,7 @@ class Peers:
         if peer is not None:
             peer.failures, peer.quarantined = 0, False
 
-    def tables_by_bit(self) -> dict[int, SlotTable]:
+    def tables_by_bit(self) -> dict[int, PeerSlotTable]:
         """The peers' tables by the lease bit with which they import from this engine."""
         peers = self._view.peers.values()
         return {peer.info.lease_bit: peer.table for peer in peers if peer.info.lease_bit >= 0}

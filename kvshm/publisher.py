@@ -21,7 +21,7 @@ from .records import (
     pack_records,
     unpack_records,
 )
-from .slots import SlotTable
+from .slots import PeerSlotTable
 from .terms import BlockHash, BlockId, Generation
 
 DRAIN_POLL_SECONDS = 0.00005
@@ -47,7 +47,7 @@ class SlowImporters:
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
 
-    def mask(self, tables_by_bit: Callable[[], Mapping[int, SlotTable]]) -> int:
+    def mask(self, tables_by_bit: Callable[[], Mapping[int, PeerSlotTable]]) -> int:
         """Lease bits that are not worth waiting for at present."""
         if self._seen:
             tables = tables_by_bit()
@@ -58,7 +58,7 @@ class SlowImporters:
             }
         return sum(1 << bit for bit in self._seen)
 
-    def timed_out(self, bits: int, tables: Mapping[int, SlotTable]) -> None:
+    def timed_out(self, bits: int, tables: Mapping[int, PeerSlotTable]) -> None:
         """These importers' leases were just overridden."""
         for bit in range(NUM_LEASE_BITS):
             if bits >> bit & 1:
@@ -66,7 +66,7 @@ class SlowImporters:
                 self._seen[bit] = (table.heartbeat, table.leases_taken) if table else (-1, -1)
 
 
-def _has_recovered(table: SlotTable | None, seen: tuple[int, int]) -> bool:
+def _has_recovered(table: PeerSlotTable | None, seen: tuple[int, int]) -> bool:
     return table is not None and table.heartbeat != seen[0] and table.leases_taken != seen[1]
 
 

@@ -24,9 +24,9 @@ from .errors import KvshmError, StillAttaching
 from .interfaces import Copy, CopyState
 from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
 from .log import logger
+from .own_slots import RankSlotTable
 from .rank_peers import PeerBook, PeerMemory
 from .records import RECORD_BYTES, block_ids
-from .slots import SlotTable
 from .syncpoints import SyncPoint, sync_point
 from .terms import BlockId, LeaseBit
 
@@ -50,7 +50,7 @@ class RankLoad:
         self,
         load: Load,
         peers: PeerBook,
-        table: SlotTable | None,
+        table: RankSlotTable | None,
         *,
         verify: bool = False,
         until: float | None = None,

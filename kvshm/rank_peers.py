@@ -25,7 +25,7 @@ from .load_plan import Piece
 from .log import Seldom, logger
 from .peer_list import PeerListReader
 from .protocol import EngineInfo
-from .slots import SlotTable
+from .slots import PeerSlotTable
 from .terms import Epoch, LeaseBit, Rank
 
 log = logger(__name__)
@@ -58,7 +58,7 @@ class PeerMemory:
     generation in the table speaks of the bytes in the mapping.
     """
 
-    table: SlotTable
+    table: PeerSlotTable
     memory: Attachment
 
     def ended(self, rank: Rank) -> bool:
@@ -105,7 +105,7 @@ class PeerBook:
         self._pinned: list[Collection[Epoch]] = []
         self._followed = _Followed(None)
         self._tries: dict[Epoch, int] = {}
-        self._early: dict[Epoch, SlotTable] = {}
+        self._early: dict[Epoch, PeerSlotTable] = {}
         """Tables of peers whose rank does not serve its memory yet: an engine joins before its
         ranks do, which is with its first step."""
         self.seldom = Seldom(clock)
@@ -222,7 +222,7 @@ class PeerBook:
         with self._lock:
             table = self._early.pop(wanted.peer, None)
         if table is None:
-            table = self._handouts.table(wanted.peer)
+            table = self._handouts.table(PeerSlotTable, wanted.peer)
         try:
             if self.rank >= min(len(wanted.memory), table.num_ranks):
                 raise TransportError(f"peer {wanted.peer:016x} has no rank {self.rank}")
@@ -299,7 +299,7 @@ def _release(handouts: Handouts, piece: Piece, bit: LeaseBit) -> None:
     """On a thread of its own.  What fails here the exporter gets over: it waits for a lease within
     its budget, no longer."""
     try:
-        table = handouts.table(piece.peer)
+        table = handouts.table(PeerSlotTable, piece.peer)
     except SegmentNotFound:
         return
     except KvshmError as exc:

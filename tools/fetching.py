@@ -18,7 +18,7 @@ from kvshm.index_reader import ReplicaReader
 from kvshm.leftovers import is_served
 from kvshm.rundir import list_sockets, tables_socket
 from kvshm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.slots import SlotTable
+from kvshm.slots import SlotTableView
 from kvshm.terms import Epoch
 
 _AT_ONCE = 32
@@ -42,7 +42,7 @@ class Fetched:
     epoch: Epoch
     path: Path
     """The engine's socket."""
-    table: SlotTable | None = None
+    table: SlotTableView | None = None
     replica: ReplicaReader | None = None
     problems: list[Problem] = field(default_factory=list)
     ended: bool = False
@@ -80,7 +80,7 @@ def coordinator_runs(run_dir: Path, namespace: str) -> bool:
 def _fetch(engine: Fetched) -> None:
     handouts = Handouts(engine.path.parent, engine.namespace)
     try:
-        engine.table = handouts.table(engine.epoch, writable=False)
+        engine.table = handouts.table(SlotTableView, engine.epoch)
     except KvshmError as exc:
         if not is_served(engine.path):
             engine.ended = True

@@ -19,7 +19,7 @@ from kvshm.index_reader import ReplicaReader
 from kvshm.records import SlotState
 from kvshm.rundir import list_coordinators
 from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
-from kvshm.slots import Slot, SlotTable
+from kvshm.slots import Slot, SlotTableView
 from kvshm.terms import Epoch
 
 from .fetching import Fetched, coordinator_runs, fetch_all
@@ -151,7 +151,7 @@ def _read(taken: Snapshot, fetched: Fetched, with_entries: bool) -> None:
     )
 
 
-def read_table(namespace: str, table: SlotTable) -> TableSnapshot:
+def read_table(namespace: str, table: SlotTableView) -> TableSnapshot:
     """Read one slot table.  Raises SegmentError."""
     return TableSnapshot(
         name=SegmentName(namespace, TABLE_KIND, table.engine, table.epoch),
@@ -178,7 +178,7 @@ def read_table(namespace: str, table: SlotTable) -> TableSnapshot:
     )
 
 
-def _slots_in_use(table: SlotTable) -> Iterator[tuple[int, Slot]]:
+def _slots_in_use(table: SlotTableView) -> Iterator[tuple[int, Slot]]:
     for block_id in range(table.num_blocks):
         try:
             slot = table.slot(block_id)

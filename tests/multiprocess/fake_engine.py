@@ -21,10 +21,11 @@ from kvshm.client import CoordinatorClient
 from kvshm.handout import Handouts, HandoutServer, serve_epoch
 from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.protocol import EngineInfo, Joined, RankInfo, Refused, Stranger
 from kvshm.records import BlockRecord, pack_records, unpack_records
 from kvshm.rundir import engine_socket
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm.version import __version__
 
@@ -34,9 +35,10 @@ WORKER = """
 import sys
 from pathlib import Path
 from kvshm.handout import Handouts
+from kvshm.own_slots import RankSlotTable
 handouts, rank, table = Handouts(Path(sys.argv[1]), sys.argv[2]), int(sys.argv[3]), None
 for epoch in sys.stdin:
-    table = handouts.table(int(epoch))  # the one before goes
+    table = handouts.table(RankSlotTable, int(epoch))  # the one before goes
     table.begin_pulse(rank)
     table.set_life(rank)
     print(flush=True)
@@ -58,7 +60,7 @@ class Engine:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.handouts = Handouts(options.run_dir, options.namespace)
-        self.peers: dict[int, SlotTable] = {}
+        self.peers: dict[int, PeerSlotTable] = {}
         self.replica: dict[int, set[int]] = {}
         self.workers = [self._worker(rank) for rank in range(1, options.ranks)]
         self.bit = LeaseBit(-1)
@@ -83,7 +85,7 @@ class Engine:
             num_ranks=1 + len(self.workers),
             fingerprint=Fingerprint(options.fingerprint.encode().ljust(32, b"\0")),
         )
-        self.table = SlotTable.create(spec, self.epoch)
+        self.table = OwnSlotTable.create(spec, self.epoch)
         self.table.begin_pulse(None)
         self.table.set_life(Rank(0))
         index = Replica.create(options.namespace, options.name, self.epoch, NUM_BLOCKS)
@@ -107,7 +109,7 @@ class Engine:
         self._withdraw(self.table, self.server)
 
     @staticmethod
-    def _withdraw(table: SlotTable, server: HandoutServer) -> None:
+    def _withdraw(table: OwnSlotTable, server: HandoutServer) -> None:
         table.retire()
         table.end_life(None)
         server.close()
@@ -135,7 +137,7 @@ class Engine:
 
     def joined(self, reply: Joined) -> None:
         self.bit = LeaseBit(reply.lease_bit)
-        self.table.lease_bit = self.bit
+        self.table.set_lease_bit(self.bit)
         say(
             "joined",
             bit=reply.lease_bit,
@@ -220,7 +222,7 @@ class Engine:
 
     def lease(self, epoch: int) -> int:
         """Lease every READY block of a peer, for good."""
-        table = self.handouts.table(epoch)
+        table = self.handouts.table(PeerSlotTable, epoch)
         return table.lease(self.bit, table.scan())[0]
 
     @staticmethod

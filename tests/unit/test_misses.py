@@ -13,29 +13,30 @@ from kvshm.epoch_state import EpochState
 from kvshm.error_log import TEXT_BYTES
 from kvshm.member import NAMED, NOTES, Membership
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
+from kvshm.own_slots import TableSpec
 from kvshm.peer_list import PeerList
 from kvshm.peers import Peers
 from kvshm.protocol import Joined, Refused, Stranger
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.strangers import FIELDS_NAMED, divide, notes, sentence
 from kvshm.terms import Epoch, Fingerprint
 
 from .exporters import OWN_EPOCH, Clock
+from .roles import AnyTable
 
 WEIGHTS = "0123456789abcdef" * 2
 OTHER = Stranger("vllm-7", 7, {"dtype": ("bf16", "f16"), "weights": (WEIGHTS, WEIGHTS[::-1])})
 
 
 @pytest.fixture
-def table(namespace: str) -> Iterator[SlotTable]:
+def table(namespace: str) -> Iterator[AnyTable]:
     spec = TableSpec(namespace, "me", 8, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(OWN_EPOCH))
+    table = AnyTable.create(spec, Epoch(OWN_EPOCH))
     yield table
     table.close()
 
 
 @pytest.fixture
-def state(table: SlotTable, peers: Peers) -> EpochState:
+def state(table: AnyTable, peers: Peers) -> EpochState:
     """Of which a Membership uses the table and the peers only."""
     return EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
 
@@ -45,7 +46,7 @@ def member(state: EpochState) -> Membership:
     return Membership(lambda: state, lambda: state)
 
 
-def test_engines_with_lookups_and_no_hits_are_told_why(table: SlotTable, clock: Clock) -> None:
+def test_engines_with_lookups_and_no_hits_are_told_why(table: AnyTable, clock: Clock) -> None:
     report = MissReport(clock)
     count = table.counters.add
     clock.now += PERIOD_SECONDS + 1
@@ -75,7 +76,7 @@ def test_engines_with_lookups_and_no_hits_are_told_why(table: SlotTable, clock: 
 
 
 def test_another_epochs_counters_begin_at_zero(
-    table: SlotTable, namespace: str, clock: Clock
+    table: AnyTable, namespace: str, clock: Clock
 ) -> None:
     report = MissReport(clock)
     table.counters.add(c.LOOKUPS, 5)
@@ -83,7 +84,7 @@ def test_another_epochs_counters_begin_at_zero(
     clock.now += PERIOD_SECONDS
     assert "no peer 5" in str(report.line(table))
     spec = TableSpec(namespace, "me", 8, 16, 1, Fingerprint(bytes(32)))
-    another = SlotTable.create(spec, Epoch(OWN_EPOCH + 1))
+    another = AnyTable.create(spec, Epoch(OWN_EPOCH + 1))
     another.counters.add(c.LOOKUPS)
     another.counters.add(c.MISS_NO_PEER)
     clock.now += PERIOD_SECONDS
@@ -152,7 +153,7 @@ def test_engines_of_one_fingerprint_need_their_fields_noted_once(
 
 
 def test_both_sides_say_it_once_and_note_it(
-    table: SlotTable, peers: Peers, member: Membership, caplog: pytest.LogCaptureFixture
+    table: AnyTable, peers: Peers, member: Membership, caplog: pytest.LogCaptureFixture
 ) -> None:
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
@@ -185,7 +186,7 @@ def test_of_very_many_strangers_the_latest_are_remembered_as_named(
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
 def test_strangers_leave_room_in_the_error_log(
-    table: SlotTable, peers: Peers, member: Membership, count: int
+    table: AnyTable, peers: Peers, member: Membership, count: int
 ) -> None:
     """However many there are and in however many fields they differ."""
     differing = dict.fromkeys("abcdefghij", ("1", "2"))
@@ -205,7 +206,7 @@ def test_strangers_leave_room_in_the_error_log(
 
 
 def test_what_the_replica_had_no_room_for_is_counted(
-    table: SlotTable, peers: Peers, member: Membership, monkeypatch: pytest.MonkeyPatch
+    table: AnyTable, peers: Peers, member: Membership, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for refused in (2, 2, 5):
         monkeypatch.setattr(peers.replica, "_refused", refused)
@@ -237,7 +238,7 @@ def test_a_refusal_is_told_of_the_present_epoch_only(
     assert "refuses this engine: r; do" in caplog.text
 
 
-def test_the_client_counts_into_the_present_table(table: SlotTable, state: EpochState) -> None:
+def test_the_client_counts_into_the_present_table(table: AnyTable, state: EpochState) -> None:
     present = [state]
     member = Membership(lambda: None, lambda: present[0] if present else None)
     member.count(c.EVENTS_SENT)

@@ -32,8 +32,8 @@ from kvshm.hooks.layout import shared_kv_memory
 from kvshm.hooks.messages import StepMetadata
 from kvshm.hooks.worker import WorkerSide
 from kvshm.load_plan import Load, Piece
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.records import BlockRecord, pack_records
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm.transport import cuda_ipc
 from kvshm.transport.cuda_fake import FakeDriver, FakeMachine
@@ -77,7 +77,7 @@ class Played:
     caches: dict[str, torch.Tensor]
 
     @property
-    def table(self) -> SlotTable:
+    def table(self) -> OwnSlotTable:
         return self.served.table
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ def make(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         table_spec = TableSpec(
             namespace, f"e{epoch}", BLOCKS, 32, 1, Fingerprint(bytes(32)), "model"
         )
-        served = Served(run_dir, SlotTable.create(table_spec, Epoch(epoch)), namespace)
+        served = Served(run_dir, OwnSlotTable.create(table_spec, Epoch(epoch)), namespace)
         made.append(Played(side, driver, served, caches))
         return made[-1]
 

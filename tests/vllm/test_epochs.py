@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 from kvshm.errors import SegmentTooSmall
 from kvshm.hooks.messages import RankReport
 from kvshm.load_plan import LoadReport
-from kvshm.slots import SlotTable
+from kvshm.own_slots import OwnSlotTable
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, described, prompt
 
@@ -176,10 +176,10 @@ def test_an_epoch_that_cannot_begin_leaves_no_marks_behind(
     e = engine()
     side = e.connector._scheduler
 
-    def full(*_: Any, **__: Any) -> SlotTable:
+    def full(*_: Any, **__: Any) -> OwnSlotTable:
         raise SegmentTooSmall("no room")
 
-    monkeypatch.setattr(SlotTable, "create", full)
+    monkeypatch.setattr(OwnSlotTable, "create", full)
     assert e.scheduler.reset_prefix_cache()
     e.add("a", prompt(3), max_tokens=60)
     sent = e.schedule()

@@ -14,8 +14,9 @@ from vllm.v1.request import RequestStatus
 
 from kvshm.hooks.messages import RankReport
 from kvshm.load_plan import LoadReport
+from kvshm.own_slots import OwnSlotTable
 from kvshm.records import BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import BlockId, LeaseBit
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
@@ -106,7 +107,8 @@ def lease_all(e: DrivenEngine) -> set[int]:
     for block in sorted(e.ready()):
         slot = e.table.slot(BlockId(block))
         records.append(BlockRecord(slot.block_hash, BlockId(block), slot.generation, slot.depth))
-    assert e.table.lease(LeaseBit(0), pack_records(records))[0] == len(records)
+    importer = PeerSlotTable.of(e.table.name, e.table.descriptor(True))
+    assert importer.lease(LeaseBit(0), pack_records(records))[0] == len(records)
     return {record.block_id for record in records}
 
 
@@ -248,14 +250,14 @@ def test_a_session_that_goes_on_never_shows_the_token_it_dropped(
     e.run(under_way.pop(0))
     (block, *_) = e.blocks_of("s")
     e.continue_session("s", [4242, 1, 2, 3])
-    publish, shown = SlotTable.publish, []
+    publish, shown = OwnSlotTable.publish, []
 
-    def published(table: SlotTable, *args: Any) -> bytes:
+    def published(table: OwnSlotTable, *args: Any) -> bytes:
         records = publish(table, *args)
         shown.extend(record.block_id for record in unpack_records(records))
         return records
 
-    monkeypatch.setattr(SlotTable, "publish", published)
+    monkeypatch.setattr(OwnSlotTable, "publish", published)
     sent = e.schedule()
     assert block not in shown
     e.run(sent)
