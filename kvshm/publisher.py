@@ -9,33 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from .counters import DRAIN_WAIT_US, DRAINED, FORCED, PUBLISHED, RETRACTED
+from .counters import DRAIN_WAIT_US, DRAINED, FORCED, RETRACTED
 from .epoch_state import EpochState, Present
 from .marks import Marks, Run
-from .records import (
-    NUM_LEASE_BITS,
-    RECORD_BYTES,
-    BlockRecord,
-    pack_records,
-    unpack_records,
-)
+from .records import NUM_LEASE_BITS, RECORD_BYTES
 from .slots import PeerSlotTable
-from .terms import BlockHash, BlockId, Generation
+from .terms import BlockId
 
 DRAIN_POLL_SECONDS = 0.00005
-
-
-class Publication(NamedTuple):
-    """A block that is known computed, ready to be shown to others."""
-
-    block_id: BlockId
-    block_hash: BlockHash
-    parent: BlockHash | None
-    """Hash of the block before it in its chain; None for a first block."""
-    depth: int
-    """Blocks before it in its chain."""
 
 
 class SlowImporters:
@@ -92,26 +75,11 @@ class Publisher:
         self._clock = clock
         self._slow = SlowImporters()
 
-    def publish(self, blocks: Sequence[Publication]) -> set[BlockId]:
-        """Show computed blocks to the others.  The caller vouches that every byte of them is
-        written on every rank.  Returns those that are READY now (a slot still draining is left
-        out)."""
-        epoch = self._present()
-        if epoch is None or not self._exports:
-            return set()
-        records = pack_records(
-            BlockRecord(b.block_hash, b.block_id, Generation(0), b.depth) for b in blocks
-        )
-        parents = b"".join((b.parent or bytes(8))[:8] for b in blocks)
-        published = epoch.table.publish(records, parents)
-        epoch.outbox.append(published)
-        ids = {record.block_id for record in unpack_records(published)}
-        epoch.table.counters.add(PUBLISHED, len(ids))
-        return ids
-
     def publish_marked(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
-        """The same for the runs' blocks, as far as vLLM has hashed them; and tell the others.
-        Returns the runs that are not through."""
+        """Show computed blocks to the others, and tell them: those of the runs, as far as they
+        have hashes in ``pool``.  The caller vouches that every byte of them is written on every
+        rank.  Returns the runs that are not through: some block has no hash yet, or its slot still
+        drains."""
         epoch = self._present()
         if epoch is None or not self._exports:
             return runs
@@ -156,7 +124,7 @@ class Publisher:
             self.flush()
 
     def flush(self) -> None:
-        """Tell the others of what ``publish`` and ``retract`` changed; never blocks."""
+        """Tell the others of what was withdrawn; never blocks."""
         if (epoch := self._present()) is not None and epoch.outbox:
             batch, epoch.outbox = b"".join(epoch.outbox), []
             if batch:

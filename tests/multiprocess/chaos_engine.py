@@ -25,7 +25,7 @@ from typing import Any
 
 from toy_engine import ToyEngine, ToyRank, chain_of
 
-from kvshm.cache import join_cache
+from kvshm.cache import SharedCache
 from kvshm.config import Config
 from kvshm.epoch_state import EngineSpec
 from kvshm.errors import KvshmError
@@ -156,6 +156,7 @@ class ChaosEngine(ToyEngine):
             except Exception as exc:
                 print(f"an epoch did not end: {exc!r}", file=sys.stderr, flush=True)
         self.by_hash.clear()
+        self.marks.clear_all()
         self.lru.update(dict.fromkeys(self.lru))
         self.opened = self.opened or 0
 
@@ -217,7 +218,7 @@ def confused() -> None:
     """Join with a slot table of many blocks whose memory has been taken away again."""
     config = Config.from_env(os.environ)
     place = open_run_directory(config.run_dir, os.environ)
-    cache = join_cache(config, EngineSpec("confused", "toy", CONFUSED_BLOCKS, 16), place)
+    cache = SharedCache(config, EngineSpec("confused", "toy", CONFUSED_BLOCKS, 16), place)
     memory = MemoryDescriptor("none", Epoch(0), 0, [])
     cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: {"weights": "toy"})
     while (table := cache.table) is None:

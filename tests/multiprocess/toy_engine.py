@@ -18,16 +18,17 @@ import signal
 import sys
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm.cache import join_cache
+from kvshm.cache import SharedCache
 from kvshm.config import Config
 from kvshm.epoch_state import EngineSpec
 from kvshm.handout import Handouts
 from kvshm.interfaces import Region, load_transport
 from kvshm.load_plan import LoadReport
+from kvshm.marks import Marks
 from kvshm.protocol import RankInfo
-from kvshm.publisher import Publication
 from kvshm.rank import RankCache
 from kvshm.rundir import rank_socket
 from kvshm.terms import BlockHash, BlockId, Epoch, Rank, block_hash
@@ -35,6 +36,8 @@ from kvshm.terms import BlockHash, BlockId, Epoch, Rank, block_hash
 BLOCK_SIZE = 16
 REGIONS = 2
 POLL_SECONDS = 0.0002
+GROUP = bytes(4)
+"""What vLLM appends to a block's hash."""
 REST_SECONDS = 0.02
 """Between requests of who waits for imports.  Without a model a request takes 0.2 ms and the
 whole cache is overwritten within 2; news of a block take 40, so nobody would ever find one."""
@@ -95,18 +98,28 @@ class ToyRank:
         return wrong
 
 
+@dataclass
+class ToyBlock:
+    """What marks ask of a block of the pool."""
+
+    block_id: int
+    block_hash: bytes | None = None
+    ref_cnt: int = 1
+
+
 class ToyEngine:
     """Scheduler, block pool and ranks in one process."""
 
     def __init__(self, num_blocks: int, ranks: int, region_bytes: int, model: str = "toy") -> None:
         self.config, self.model = Config.from_env(os.environ), model
         spec = EngineSpec(f"toy-{os.getpid()}", model, num_blocks, BLOCK_SIZE, asynchronous=True)
-        self.cache = join_cache(self.config, spec, Path(self.config.run_dir))
+        self.cache = SharedCache(self.config, spec, Path(self.config.run_dir))
         self.ranks = [self.make_rank(r, num_blocks, region_bytes) for r in range(ranks)]
         self.lru: OrderedDict[BlockId, BlockHash | None] = OrderedDict.fromkeys(
             BlockId(b) for b in range(num_blocks)
         )
         self.by_hash: dict[BlockHash, BlockId] = {}
+        self.marks, self.pool = Marks(num_blocks), [ToyBlock(b) for b in range(num_blocks)]
         self.wrong = self.imported = self.requests = self.loads = 0
 
     def make_rank(self, rank: int, num_blocks: int, region_bytes: int) -> ToyRank:
@@ -153,7 +166,7 @@ class ToyEngine:
             owned, self.lru[block] = self.lru[block], None
             if owned is not None:
                 del self.by_hash[owned]
-        self.cache.publisher.retract(blocks)
+        self.cache.publisher.retract_marked(self.marks, blocks)
         return blocks
 
     def _import(self, plan: object, targets: list[BlockId], chain: list[BlockHash]) -> int:
@@ -180,15 +193,14 @@ class ToyEngine:
         for block, chain_hash in list(zip(blocks, chain[local:], strict=True))[good:]:
             for rank in self.ranks:
                 rank.compute(block, chain_hash)
-        publications = []
         for index, block in enumerate(blocks, start=local):
             if index - local >= good:
                 for rank in self.ranks:
                     rank.cache.write_checksums([block])
             self.lru[block], self.by_hash[chain[index]] = chain[index], block
-            parent = chain[index - 1] if index else None
-            publications.append(Publication(block, chain[index], parent, index))
-        self.cache.publisher.publish(publications)
+            self.pool[block].block_hash = chain[index] + GROUP
+        run = (chain, local, self.marks.tag(blocks))
+        self.cache.publisher.publish_marked(self.marks, self.pool, [run])
         self.cache.publisher.flush()
 
     def fork(self) -> None:

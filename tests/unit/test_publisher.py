@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 from kvshm.counters import DRAINED, FORCED
 from kvshm.epoch_state import EpochState
+from kvshm.marks import Marks
 from kvshm.peers import Peers
-from kvshm.publisher import Publication, Publisher
+from kvshm.publisher import Publisher
 
-from .exporters import HASHES, Make
+from .exporters import HASHES, NUM_BLOCKS, Make
 
 
 def test_blocks_taken_from_a_slow_importer_are_no_drained_ones(
     exporter: Make, peers: Peers
 ) -> None:
-    table = exporter().table
+    table, marks = exporter().table, Marks(NUM_BLOCKS)
     state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
     sent: list[bytes] = []
     publisher = Publisher(lambda: state, sent.append, budget_seconds=0.0)
 
     def reuse(count: int, leased: int) -> tuple[int, int]:
-        blocks = list(range(count))
-        publisher.publish([Publication(b, HASHES[b], None, 0) for b in blocks])
-        publisher.flush()
+        pool = [
+            SimpleNamespace(block_id=b, block_hash=HASHES[b] + bytes(4), ref_cnt=1)
+            for b in range(count)
+        ]
+        assert not publisher.publish_marked(marks, pool, [(HASHES, 0, marks.tag(range(count)))])
         records = sent[-1]
         taken = table.lease(3, records[: leased * (len(records) // count)])
         assert taken[0] == leased
-        publisher.retract(blocks)
+        publisher.retract(marks.withdraw(list(range(count))))
         publisher.drain_before_dispatch()
         return table.counters.read(DRAINED), table.counters.read(FORCED)
 
