@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import zmq
 from measurement import percentiles, report
 
-from kvshm.cache import SharedCache, join_cache
+from kvshm.cache import SharedCache
 from kvshm.client import LATER_US
 from kvshm.config import Config
 from kvshm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
@@ -79,7 +79,7 @@ def engine(name: str, core: int, peers: int = ENGINES) -> SharedCache:
     os.sched_setaffinity(0, {core})
     config = Config.from_env(os.environ)
     spec = EngineSpec(name, "none", BLOCKS, 16, asynchronous=True)
-    cache = join_cache(config, spec, Path(config.run_dir))
+    cache = SharedCache(config, spec, Path(config.run_dir))
 
     rank = RankInfo(os.getpid(), MemoryDescriptor("none", 0, 0, []))
     cache.open_epoch([rank], lambda: {"weights": "none"})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
-from kvshm.cache import SharedCache, join_cache
+from kvshm.cache import SharedCache
 from kvshm.config import Config
 from kvshm.counters import LOADS_AT_ONCE
 from kvshm.epoch_state import EngineSpec
@@ -60,7 +60,7 @@ class SchedulerSide:
             block_size=self._block_size,
             asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         )
-        self.cache: SharedCache = join_cache(config, spec, run_dir)
+        self.cache = SharedCache(config, spec, run_dir)
         when_told_to_end(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self.importer = Importer(

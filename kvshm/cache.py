@@ -1,6 +1,7 @@
 """The scheduler's half of a shared cache: the one face between an engine and kvshm.
 
-``join_cache`` gives a SharedCache.  By its ``publisher`` the engine's scheduler shows what it has
+A SharedCache joins the node in the background, now or whenever a coordinator appears, once
+``open_epoch`` was called.  By its ``publisher`` the engine's scheduler shows what it has
 computed and withdraws what it is about to overwrite; by its ``planner`` it probes for prefixes it
 lacks and begins loads, which the ranks' half (kvshm/rank.py) carries out.  Nothing here knows vLLM.
 
@@ -58,6 +59,9 @@ class SharedCache:
         run_dir: Path,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        log.info(
+            "engine %s (pid %d) shares its prefix cache by %s", spec.name, os.getpid(), run_dir
+        )
         self._config = config
         self._spec = spec
         self._place: Path | None = run_dir
@@ -185,10 +189,3 @@ class SharedCache:
         """Note an error where ``dump_index`` shows it.  Any thread."""
         if (state := self.epoch_state) is not None:
             state.table.log_error(text)
-
-
-def join_cache(config: Config, spec: EngineSpec, run_dir: Path) -> SharedCache:
-    """Return this engine's half of the node's cache; it joins in the background, now or
-    whenever a coordinator appears, once ``open_epoch`` was called."""
-    log.info("engine %s (pid %d) shares its prefix cache by %s", spec.name, os.getpid(), run_dir)
-    return SharedCache(config, spec, run_dir)
