@@ -15,7 +15,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -119,11 +119,8 @@ def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> HandoutSer
 # -- asking
 
 
-class Asked(NamedTuple):
-    """What came of asking: a descriptor and the connection, both the caller's to close."""
-
-    fd: int
-    connection: socket.socket
+Asked = tuple[int, socket.socket]
+"""A descriptor and the connection it came by, both the caller's to close."""
 
 
 def read_answer(reply: bytes, fds: list[int], what: str) -> int:
@@ -162,7 +159,7 @@ def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> As
     except TransportError as exc:
         raise _kind_of(exc.__cause__)(str(exc)) from exc
     try:
-        return Asked(read_answer(reply, fds, os.fspath(path)), connection)
+        return read_answer(reply, fds, os.fspath(path)), connection
     except BaseException:
         connection.close()
         raise

@@ -77,14 +77,9 @@ def all_entries(buffer: memoryview) -> Iterator[Fields]:
         yield from ENTRY_STRUCT.iter_unpack(bytes(buffer[offset : offset + chunk]))
 
 
-def used_entries(buffer: memoryview) -> Iterator[Fields]:
-    """Yield the entries in use without a class: a large index has a million of them."""
-    return (fields for fields in all_entries(buffer) if fields[3])
-
-
 def entries(buffer: memoryview) -> Iterator[Entry]:
     """Yield the entries in use."""
-    return map(entry_of, used_entries(buffer))
+    return (entry_of(fields) for fields in all_entries(buffer) if fields[3])
 
 
 def entry_of(fields: Fields) -> Entry:

@@ -28,7 +28,7 @@ from .own_slots import RankSlotTable
 from .rank_peers import PeerBook, PeerMemory
 from .records import RECORD_BYTES, block_ids
 from .syncpoints import SyncPoint, sync_point
-from .terms import BlockId, LeaseBit
+from .terms import BlockId
 
 log = logger(__name__)
 
@@ -252,17 +252,10 @@ class RankLoad:
             return
         for part in self._parts:
             try:
-                self._release_piece(part)
+                self._peers.release(part.piece, self._load.lease_bit)
             except Exception as exc:
                 self._note(f"leases could not be given back, their exporter will: {exc}", exc)
         sync_point(SyncPoint.RELEASED)
-
-    def _release_piece(self, part: _Part) -> None:
-        bit, piece = self._load.lease_bit, part.piece
-        if part.peer is None:
-            self._peers.release(piece, bit)
-        elif bit >= 0 and any(piece.taken):
-            part.peer.table.release(LeaseBit(bit), piece.records, piece.taken)
 
     def _is_last(self) -> bool:
         """Whether no other rank needs the leases.  A rank that has no table of the load's

@@ -289,7 +289,7 @@ import sys
 from pathlib import Path
 from kvshm.fds import has_hung_up
 from kvshm.handout import ask
-connection = ask(Path(sys.argv[1]), "slots", int(sys.argv[2]), False, 60).connection
+_, connection = ask(Path(sys.argv[1]), "slots", int(sys.argv[2]), False, 60)
 print(flush=True)
 input()
 print(has_hung_up(connection))
