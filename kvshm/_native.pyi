@@ -29,11 +29,11 @@ def publish(table: Buffer, records: Buffer, parents: Buffer, published_ms: int, 
     """EMPTY -> READY; returns the records published, with their generations and kind PUBLISH.
     ``parents`` holds one 8-byte parent tag per record.  Slots that are not EMPTY are skipped."""
 
-def retract(table: Buffer, blocks: Sequence[int], /) -> tuple[bytes, list[int]]:
+def retract(table: Buffer, blocks: Sequence[int], /) -> tuple[bytes, list[BlockId]]:
     """READY -> EMPTY, or DRAINING where leased.  Returns RETRACT records of the slots that were
     READY, and the blocks that have to be waited for."""
 
-def drain(table: Buffer, blocks: Sequence[int], slow: int, /) -> list[int]:
+def drain(table: Buffer, blocks: Sequence[int], slow: int, /) -> list[BlockId]:
     """DRAINING -> EMPTY where only leases in the bit mask ``slow`` are left, in one pass.
     Returns the blocks that are still leased."""
 

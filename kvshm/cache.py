@@ -33,7 +33,6 @@ from .own_slots import OwnSlotTable
 from .protocol import RankInfo
 from .publisher import Publisher
 from .rundir import start_command
-from .terms import Epoch
 
 log = logger(__name__)
 
@@ -91,12 +90,6 @@ class SharedCache:
     # -- epochs
 
     @property
-    def epoch(self) -> Epoch | None:
-        """The epoch of this cache; None before it is open and between two epochs."""
-        state = self.epoch_state
-        return state.table.epoch if state else None
-
-    @property
     def table(self) -> OwnSlotTable | None:
         """Own slot table of the present epoch.  Any thread."""
         state = self.epoch_state
@@ -104,7 +97,7 @@ class SharedCache:
 
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` gives the fingerprint's fields (it is asked on
-        the client's thread until then).  From there on ``epoch`` is set, and every rank has
+        the client's thread until then).  From there on ``epoch_state`` is set, and every rank has
         to open it (``RankCache.open_epoch``) before others can read its blocks.  Where that
         fails, for want of memory, descriptors or threads, it is tried again after a pause."""
         self.end_epoch()

@@ -192,8 +192,7 @@ class OwnSlotTable(RankSlotTable):
         Returns the event to send (RETRACT records of those that were READY) and the blocks
         that are still leased; the others may be reused at once.
         """
-        records, draining = _native.retract(self._segment.buffer, blocks)
-        return records, [BlockId(block) for block in draining]
+        return _native.retract(self._segment.buffer, blocks)
 
     def retract_marked(
         self, marks: bytearray, blocks: Sequence[Any]
@@ -205,7 +204,7 @@ class OwnSlotTable(RankSlotTable):
     def drain(self, blocks: Sequence[BlockId], slow: int) -> list[BlockId]:
         """Free retracted blocks that nobody leases any more; leases in the bit mask ``slow``
         do not count.  Returns those still leased; the rest may be reused."""
-        return [BlockId(block) for block in _native.drain(self._segment.buffer, blocks, slow)]
+        return _native.drain(self._segment.buffer, blocks, slow)
 
     def force(self, blocks: Sequence[BlockId]) -> tuple[int, int]:
         """Free retracted blocks whatever their leases; all may be reused afterwards.

@@ -166,7 +166,7 @@ class ChaosEngine(ToyEngine):
             "peers": self.num_peers,
             "unshared": self.unshared,
             "contained": self.contained,
-            "epoch": f"{self.cache.epoch or 0:016x}",
+            "epoch": f"{table.epoch if (table := self.cache.table) else 0:016x}",
         }
 
     def close(self) -> None:

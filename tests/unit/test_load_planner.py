@@ -53,16 +53,16 @@ def begin_epoch(cache: SharedCache) -> None:
     rank = RankInfo(pid=os.getpid(), memory=memory_of(0))
     cache.open_epoch([rank], lambda: {"weights": "w"})
     deadline = time.monotonic() + 100
-    while cache.epoch is None:
+    while cache.table is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 def load_in(cache: SharedCache) -> Load:
     """A load of two blocks, as it was begun in the present epoch."""
-    assert cache.epoch is not None
+    assert cache.table is not None
     piece = Piece(Epoch(1), (memory_of(1),), bytes(96), b"\0\0", TARGETS, 8)
-    return Load("load", cache.epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
+    return Load("load", cache.table.epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
 
 
 def test_a_load_that_all_ranks_found_good_may_be_used(cache: SharedCache) -> None:
@@ -153,11 +153,10 @@ def know_prefills_price(cache: SharedCache) -> None:
 def test_what_is_computed_sooner_is_declined_and_now_and_then_tried(cache: SharedCache) -> None:
     """1 ms to compute, or 5 s to copy; or next to nothing."""
     know_prefills_price(cache)
-    assert cache.epoch is not None
     assert cache.table is not None
     runs = (PlannedRun(cast(Peer, None), bytes(48 * 6)),)
-    dear = Plan(cache.epoch, 0, runs, time.monotonic(), nbytes=10**10)
-    cheap = Plan(cache.epoch, 0, runs, time.monotonic(), nbytes=1000)
+    dear = Plan(cache.table.epoch, 0, runs, time.monotonic(), nbytes=10**10)
+    cheap = Plan(cache.table.epoch, 0, runs, time.monotonic(), nbytes=1000)
     said = [cache.planner.worth(dear, 0.0) for _ in range(REFUSALS_PER_TRIAL)]
     assert said == [False] * (REFUSALS_PER_TRIAL - 1) + [True]
     assert cache.table.counters.read(MISS_CHEAPER) == REFUSALS_PER_TRIAL - 1
