@@ -3,7 +3,7 @@
     python benchmarks/bench_lookup.py
 
 No vLLM, no coordinator: one SharedCache and a few engines whose slot tables this process fills.
-``probe`` is the whole of ``SharedCache.probe``, with its counters and the reason of a miss.  Cold
+``probe`` is the whole of ``LoadPlanner.probe``, with its counters and the reason of a miss.  Cold
 means that the caches of the core have been filled with other data before each call.
 """
 

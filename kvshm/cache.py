@@ -73,18 +73,13 @@ class SharedCache:
         object sets it."""
         self.failed = False
         """Whether the present epoch could not begin, and is to be tried again."""
-
-        def present() -> EpochState | None:
-            return self.epoch_state
-
-        member = Membership(
-            self._open_when_ready, present, start_command(run_dir, config.namespace)
-        )
+        start = start_command(run_dir, config.namespace)
+        member = Membership(self._open_when_ready, lambda: self.epoch_state, start)
         self._client = CoordinatorClient(run_dir, config.namespace, member)
         budget = config.step_budget_ms(spec.asynchronous) / 1000
         send = self._client.send_events
-        self.publisher = Publisher(present, send, budget, config.exports, clock)
-        self.planner = LoadPlanner(config, present, clock)
+        self.publisher = Publisher(self, send, budget, config.exports, clock)
+        self.planner = LoadPlanner(config, self, clock)
         guard_forks(self)
 
     # -- epochs

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -75,8 +76,11 @@ class EpochState:
         self.peers.close()
 
 
-Present = Callable[[], EpochState | None]
-"""Gives the present epoch, None without one.  Any thread; another call may give another epoch."""
+class HasEpoch(Protocol):
+    """Who has the present epoch: a SharedCache."""
+
+    epoch_state: EpochState | None
+    """None without one.  Any thread may look; another look may find another epoch."""
 
 
 def begin_epoch(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from . import counters as c
 from .config import Auto, Config
 from .costs import Costs
-from .epoch_state import EpochState, Present
+from .epoch_state import EpochState, HasEpoch
 from .errors import KvshmError
 from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan
 from .log import Seldom, logger
@@ -51,10 +51,10 @@ class LoadPlanner:
     Single-threaded, but for ``leaving``; nothing blocks."""
 
     def __init__(
-        self, config: Config, present: Present, clock: Callable[[], float] = time.monotonic
+        self, config: Config, cache: HasEpoch, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._config = config
-        self._present = present
+        self._cache = cache
         self._clock = clock
         self._seldom = Seldom(clock)
         self.costs = Costs()
@@ -69,7 +69,7 @@ class LoadPlanner:
     def anybody(self) -> bool:
         """Whether there is another engine that ``probe`` could find; if not, that counts as a
         lookup that found nobody."""
-        epoch = self._present()
+        epoch = self._cache.epoch_state
         if epoch is None or (reason := epoch.peers.why_nobody()) is None:
             return epoch is not None
         epoch.table.counters.add_one_to_both(c.LOOKUPS, reason)
@@ -77,7 +77,7 @@ class LoadPlanner:
 
     def attached(self, epochs: Collection[int]) -> None:
         """All ranks can read these peers: whoever was avoided because one could not is not."""
-        if (epoch := self._present()) is not None:
+        if (epoch := self._cache.epoch_state) is not None:
             epoch.peers.attached(epochs)
 
     def probe(self, hashes: Sequence[BlockHash | bytes], start: int, stop: int) -> Plan | None:
@@ -85,7 +85,7 @@ class LoadPlanner:
         on that usable peers seem to hold.  A pure look at the own replica; None if nobody has
         the first one, and if no load can succeed: this engine leaves, or the coordinator has
         ended its epoch."""
-        epoch = self._present()
+        epoch = self._cache.epoch_state
         if epoch is None or self.leaving or not self._config.imports:
             return None
         plan = self._matched(epoch, hashes, start, stop)
@@ -117,7 +117,7 @@ class LoadPlanner:
         """Whether to import what the plan names rather than to compute it, where a setting does
         not decide that: whether it is faster, or is tried to see whether it still is not.
         ``waiting``: seconds the request loses beside the copy."""
-        epoch = self._present()
+        epoch = self._cache.epoch_state
         if epoch is None or self._config.min_prefix_tokens is not Auto.AUTO:
             return True
         tokens = plan.num_blocks * epoch.table.block_size
@@ -143,7 +143,7 @@ class LoadPlanner:
         ``targets`` are the own blocks to fill, one per block of the plan.  What cannot be
         leased any more is listed as lost; the load must be given to the ranks all the same.
         """
-        epoch = self._present()
+        epoch = self._cache.epoch_state
         nothing = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
         if epoch is None or epoch.table.epoch != plan.epoch:
             return nothing
@@ -203,7 +203,7 @@ class LoadPlanner:
         A load does not outlive its own epoch, which may have ended since its ranks looked:
         what was computed with the old weights must not be shown in the next epoch.
         """
-        epoch, reports, targets = self._present(), list(reports), load.targets
+        epoch, reports, targets = self._cache.epoch_state, list(reports), load.targets
         bad = {*load.lost, *(target for report in reports for target in report.bad)}
         if epoch is None or epoch.table.epoch != load.epoch:
             bad.update(targets)

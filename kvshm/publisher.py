@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .counters import DRAIN_WAIT_US, DRAINED, FORCED, RETRACTED
-from .epoch_state import EpochState, Present
+from .epoch_state import EpochState, HasEpoch
 from .marks import Marks, Run
 from .records import NUM_LEASE_BITS, RECORD_BYTES
 from .slots import PeerSlotTable
@@ -61,14 +61,14 @@ class Publisher:
 
     def __init__(
         self,
-        present: Present,
+        cache: HasEpoch,
         send: Callable[[bytes], None],
         budget_seconds: float,
         exports: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``send`` takes events and does not block.  ``exports``: whether to show anything."""
-        self._present = present
+        self._cache = cache
         self._send = send
         self._budget = budget_seconds
         self._exports = exports
@@ -80,7 +80,7 @@ class Publisher:
         have hashes in ``pool``.  The caller vouches that every byte of them is written on every
         rank.  Returns the runs that are not through: some block has no hash yet, or its slot still
         drains."""
-        epoch = self._present()
+        epoch = self._cache.epoch_state
         if epoch is None or not self._exports:
             return runs
         published, left = epoch.table.publish_marked(marks.packed, pool, runs)
@@ -93,7 +93,7 @@ class Publisher:
     def retract(self, blocks: Iterable[BlockId]) -> None:
         """Withdraw published blocks at once: no new lease succeeds from here on.  Leases still
         held are waited for in ``drain_before_dispatch``."""
-        if (epoch := self._present()) is not None:
+        if (epoch := self._cache.epoch_state) is not None:
             ids = blocks if isinstance(blocks, list) else list(blocks)
             records, draining = epoch.table.retract(ids)
             epoch.outbox.append(records)
@@ -103,7 +103,7 @@ class Publisher:
     def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
         """Pool blocks get new contents: clears their marks, and withdraws those that are
         published.  Whether some were."""
-        if (epoch := self._present()) is None:
+        if (epoch := self._cache.epoch_state) is None:
             marks.clear(blocks)
             return False
         records, draining = epoch.table.retract_marked(marks.packed, blocks)
@@ -118,14 +118,15 @@ class Publisher:
         retracted blocks within one budget, then override the rest, and send the step's events.
         When it returns nobody holds a lease on a retracted block, and no copy of one will be
         accepted."""
-        if (epoch := self._present()) is not None:
+        if (epoch := self._cache.epoch_state) is not None:
             if epoch.draining:
                 self._drain(epoch)
-            self.flush()
+            if epoch.outbox:
+                self.flush()
 
     def flush(self) -> None:
         """Tell the others of what was withdrawn; never blocks."""
-        if (epoch := self._present()) is not None and epoch.outbox:
+        if (epoch := self._cache.epoch_state) is not None and epoch.outbox:
             batch, epoch.outbox = b"".join(epoch.outbox), []
             if batch:
                 self._send(batch)

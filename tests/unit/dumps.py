@@ -22,8 +22,7 @@ from kvshm.tools.chains import tag_of
 from kvshm.tools.report import Filters, describe
 from kvshm.tools.snapshot import take
 
-from .roles import AnyTable
-from .served import Served, ServedNode
+from .served import AnyTable, Served, ServedNode
 
 DEAD_PID = 2**22 + 7  # above every pid_max
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from served import Served, ServedNode
+from served import AnyTable, Served, ServedNode
 
 from kvshm.index import Replica
 from kvshm.index_reader import LARGEST_INDEX, ReplicaReader
@@ -44,8 +44,6 @@ from kvshm.tools.check import look
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, describe
 from kvshm.tools.snapshot import take
-
-from .roles import AnyTable
 
 BLOCKS, RANKS = 20, 2  # a flipped bit of 20 makes it smaller, too
 EPOCH = Epoch(0x1122334455667788)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from .roles import AnyTable
+from .served import AnyTable
 
 SCRIPT = """
 import sys

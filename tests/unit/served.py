@@ -10,9 +10,13 @@ from kvshm.index import Replica
 from kvshm.index_reader import ReplicaReader
 from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.rundir import engine_socket, tables_socket
+from kvshm.slots import PeerSlotTable, RosterSlotTable
 from kvshm.terms import Epoch, Fingerprint
 
-from .roles import AnyTable
+
+class AnyTable(OwnSlotTable, PeerSlotTable, RosterSlotTable):
+    """A slot table for tests that play several processes on one mapping: it may do what its
+    engine, an importer and the coordinator may.  No process has it so."""
 
 
 class Served:
@@ -67,7 +71,7 @@ class ServedNode:
         model: str = "",
         pid: int | None = None,
     ) -> Served:
-        """Begin an engine's epoch: a table without life, and an empty replica."""
+        """Begin an engine's epoch: a table with every life word 0, and an empty replica."""
         spec = TableSpec(
             self.namespace, engine, num_blocks, 16, num_ranks, Fingerprint(fingerprint), model
         )

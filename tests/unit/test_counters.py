@@ -17,8 +17,7 @@ from kvshm.records import NUM_COUNTERS
 from kvshm.slots import SlotTableView
 from kvshm.terms import Epoch, Fingerprint
 
-from .roles import AnyTable
-from .served import again
+from .served import AnyTable, again
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from kvshm.segment import Segment
 from kvshm.terms import Epoch, Fingerprint
 
 from .dumps import coordinator_of, engine, handing_out, put, silent_engine
-from .roles import AnyTable
+from .served import AnyTable
 
 # -- the dead, and those that do not answer
 

@@ -28,8 +28,7 @@ from kvshm.terms import LeaseBit, Rank
 from kvshm.version import __version__
 
 from .exporters import Clock
-from .roles import AnyTable
-from .served import Served, ServedNode
+from .served import AnyTable, Served, ServedNode
 
 EPOCH = 0x77
 ME = Peer(b"route", os.geteuid(), os.getpid())

@@ -23,7 +23,7 @@ from kvshm.records import ENTRY_BYTES, INDEX_HEADER_BYTES, NUM_BLOCKS_OFFSET
 from kvshm.terms import Epoch, Fingerprint, LeaseBit
 
 from .replicas import found, packed
-from .roles import AnyTable
+from .served import AnyTable
 
 FUZZER = Path(__file__).with_name("segment_fuzzer.py")
 SEED = 20260725

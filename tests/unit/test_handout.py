@@ -37,8 +37,7 @@ from kvshm.terms import Epoch, LeaseBit
 
 from .few_descriptors import descriptors
 from .pages import ROOT
-from .roles import AnyTable
-from .served import Served, ServedNode
+from .served import AnyTable, Served, ServedNode
 from .test_rank import until
 
 EPOCH = Epoch(7)

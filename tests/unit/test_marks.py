@@ -13,7 +13,7 @@ from kvshm.own_slots import TableSpec
 from kvshm.records import SlotState, unpack_records
 from kvshm.terms import BlockId, Epoch, Fingerprint
 
-from .roles import AnyTable
+from .served import AnyTable
 
 GROUP = b"\0\0\0\0"
 CHAIN = [bytes([index]) * 32 for index in range(1, 6)]

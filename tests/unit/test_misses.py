@@ -21,7 +21,7 @@ from kvshm.strangers import FIELDS_NAMED, divide, notes, sentence
 from kvshm.terms import Epoch, Fingerprint
 
 from .exporters import OWN_EPOCH, Clock
-from .roles import AnyTable
+from .served import AnyTable
 
 WEIGHTS = "0123456789abcdef" * 2
 OTHER = Stranger("vllm-7", 7, {"dtype": ("bf16", "f16"), "weights": (WEIGHTS, WEIGHTS[::-1])})

@@ -19,7 +19,7 @@ def test_blocks_taken_from_a_slow_importer_are_no_drained_ones(
     table, marks = exporter().table, Marks(NUM_BLOCKS)
     state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
     sent: list[bytes] = []
-    publisher = Publisher(lambda: state, sent.append, budget_seconds=0.0)
+    publisher = Publisher(SimpleNamespace(epoch_state=state), sent.append, budget_seconds=0.0)
 
     def reuse(count: int, leased: int) -> tuple[int, int]:
         pool = [

@@ -26,8 +26,7 @@ from kvshm.slots import SlotTableView
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 
 from .pulsing import WAIT, pulsing
-from .roles import AnyTable
-from .served import again
+from .served import AnyTable, again
 from .test_rank import until
 
 pytestmark = pytest.mark.multiprocess

@@ -26,8 +26,7 @@ from kvshm.terms import BlockId, Epoch, LeaseBit, Rank
 
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
 from .played_transport import PlayedTransport, memory_of
-from .roles import AnyTable
-from .served import ServedNode
+from .served import AnyTable, ServedNode
 
 OWN = Epoch(0x5000)
 BIT = LeaseBit(3)

@@ -18,7 +18,7 @@ from kvshm.terms import Rank
 
 from .exporters import Clock, Make
 from .played_transport import PlayedCopy, PlayedMemory, PlayedTransport
-from .roles import AnyTable
+from .served import AnyTable
 from .test_rank import BIT, cache, load_of, own, piece_of, reports, transport, until
 
 __all__ = ["cache", "own", "transport"]

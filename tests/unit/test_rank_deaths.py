@@ -31,8 +31,7 @@ from kvshm.terms import Rank
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
 from .played_transport import PlayedTransport, memory_of
 from .pulsing import pulsing
-from .roles import AnyTable
-from .served import ServedNode
+from .served import AnyTable, ServedNode
 from .test_rank import OWN, load_of, piece_of, transport, until
 
 __all__ = ["transport"]

@@ -45,8 +45,7 @@ from kvshm.terms import (
     Rank,
 )
 
-from .roles import AnyTable
-from .served import again
+from .served import AnyTable, again
 
 EPOCH = Epoch(0xFEED_0000_0000_0001)
 HASH = BlockHash(b"h" * 32)

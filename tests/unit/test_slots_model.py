@@ -22,7 +22,7 @@ from kvshm.records import (
 from kvshm.segment import Header, Segment, write_header
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 
-from .roles import AnyTable
+from .served import AnyTable
 
 BLOCKS = 5
 RANKS = 2

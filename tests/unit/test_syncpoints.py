@@ -21,7 +21,7 @@ from kvshm.slots import Slot
 from kvshm.syncpoints import VARIABLE, SyncPoint, parse_arming, sync_point
 from kvshm.terms import BlockId, Epoch, Fingerprint, LeaseBit
 
-from .roles import AnyTable
+from .served import AnyTable
 
 ROUND = """
 import os, sys

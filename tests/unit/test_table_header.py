@@ -21,8 +21,7 @@ from kvshm.terms import (
     Rank,
 )
 
-from .roles import AnyTable
-from .served import again
+from .served import AnyTable, again
 
 EPOCH = Epoch(0xFEED_0000_0000_0001)
 

@@ -156,7 +156,7 @@ def test_a_description_covers_the_changes_before_it(
     connector: KvshmConnector, table: OwnSlotTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else an engine that was reset before its new weights came, as vLLM's ``pause`` does, would
-    begin one life more and never share what the first step computed."""
+    begin one epoch more and never share what the first step computed."""
     side = connector._worker
     assert side is not None
     monkeypatch.setattr(Unexportable, "export", lambda *_: None)
