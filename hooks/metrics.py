@@ -6,7 +6,7 @@ before it is known whether they arrive.  These count when a load has ended.
 ::
 
     scheduler's process                      API server
-    SharedCache.take_ended -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
+    LoadPlanner.take_ended -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
 """
 
 from __future__ import annotations
