@@ -42,17 +42,17 @@ from typing import Any, NamedTuple
 import zmq
 from measurement import percentiles, report
 
-from kvshm.cache import SharedCache, join_cache
+from kvshm.cache import SharedCache
 from kvshm.config import Config
 from kvshm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
+from kvshm.epoch_state import EngineSpec
 from kvshm.handout import serve_epoch
 from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.life import EngineSpec
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Events, Heartbeat, Join, RankInfo, encode
 from kvshm.records import RECORD_BYTES, BlockRecord, pack_records, unpack_records
 from kvshm.rundir import command_endpoint, engine_socket
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 from kvshm.timing import TIMING
 
@@ -68,16 +68,22 @@ CHUNK = 200
 """Loop turns between two looks at the clock, about 10 us."""
 
 
+def num_peers(cache: SharedCache) -> int:
+    """Engines whose blocks may be used at present."""
+    state = cache.epoch_state
+    return state.peers.stats().usable if state else 0
+
+
 def engine(name: str, core: int, peers: int = ENGINES) -> SharedCache:
     """An engine in the roster, in this process."""
     os.sched_setaffinity(0, {core})
     config = Config.from_env(os.environ)
     spec = EngineSpec(name, "none", BLOCKS, 16, asynchronous=True)
-    cache = join_cache(config, spec, Path(config.run_dir))
+    cache = SharedCache(config, spec, Path(config.run_dir))
 
     rank = RankInfo(os.getpid(), MemoryDescriptor("none", 0, 0, []))
     cache.open_epoch([rank], lambda: {"weights": "none"})
-    while (table := cache.table) is None or cache.num_peers < peers:
+    while (table := cache.table) is None or num_peers(cache) < peers:
         time.sleep(0.01)  # before anything is measured; the client's thread tells nobody
         if table is not None:
             table.set_life(Rank(0))
@@ -179,7 +185,7 @@ class Deaf:
         run_dir, space = Path(config.run_dir), config.namespace
         spec = TableSpec(space, name, BLOCKS, 16, 1, Fingerprint(fingerprint))
         self._epoch, self._sequence = Epoch(random.getrandbits(62)), 0
-        self._table = SlotTable.create(spec, self._epoch)
+        self._table = OwnSlotTable.create(spec, self._epoch)
         self._replica = Replica.create(space, name, self._epoch, 8)
         path = engine_socket(run_dir, space, self._epoch)
         self._server = serve_epoch(path, self._table, self._replica)
@@ -230,8 +236,8 @@ class Busy:
         self._next_mark = self._heard = self._looks = 0
         self.known_ms: list[float] = []
 
-        assert cache.life is not None
-        self._peers = cache.life.peers
+        assert cache.epoch_state is not None
+        self._peers = cache.epoch_state.peers
         self._apply = self._peers.apply_events
         self._peers.apply_events = self._count  # type: ignore[method-assign]  # the same, counted
 
@@ -285,7 +291,7 @@ def measure(
     for sender in senders:
         assert sender.stdout is not None
         sender.stdout.readline()
-    while cache.num_peers < ENGINES:
+    while num_peers(cache) < ENGINES:
         time.sleep(0.01)  # before anything is measured
     busy = Busy(cache, options.hz, options.records)
     quiet: list[Turn] = []

@@ -26,7 +26,7 @@ from fault_engine import NAP_SECONDS, Engine, Handle
 from measurement import percentiles, report
 
 from kvshm.records import RECORD_BYTES
-from kvshm.terms import BlockId, LeaseBit
+from kvshm.terms import BlockId
 
 SOME = 64
 LEASES = 100_000
@@ -132,7 +132,7 @@ def importer_killed(trials: int) -> Times:
     with place() as at:
         me = Engine(at.run_dir, at.namespace, LEASES)
         me.publish(LEASES)
-        records, last = me.table.scan(), LEASES - 1
+        last = LEASES - 1
         for _ in range(trials):
             importer = at.engine()
             count = importer.ask("lease", me.table.epoch, 0, LEASES)
@@ -141,7 +141,7 @@ def importer_killed(trials: int) -> Times:
             while me.table.slot(last).leases:  # freed in their order
                 pass
             times.append(time.monotonic() - begin)
-            left = me.table.release(LeaseBit(importer.bit), records)
+            left = sum(slot.leases != 0 for slot in me.table.slots())
             assert not left, f"{left} leases were left"
             at.handles.remove(importer)
             importer.end()
@@ -236,13 +236,13 @@ def importer_stopped(trials: int) -> Times:
             me.publish(2 * STEP)
             importer.ask("await_found", os.getpid(), begin, 2 * STEP)
             importer.ask("lease", me.table.epoch, 0, 1 << 30)
-            while table.heartbeat == beat:  # else it is not waited for: it has been lame before
+            while table.heartbeat == beat:  # else it is not waited for: it has been slow before
                 time.sleep(NAP_SECONDS)
             importer.process.send_signal(signal.SIGSTOP)
             for times, block in ((first, begin), (second, begin + STEP)):
-                me.cache.retract([BlockId(block + i) for i in range(STEP)])
+                me.cache.publisher.retract([BlockId(block + i) for i in range(STEP)])
                 at_ = time.monotonic()
-                me.cache.settle()
+                me.cache.publisher.drain_before_dispatch()
                 times.append(time.monotonic() - at_)
             me.publish(1)
             at_ = time.monotonic()

@@ -28,7 +28,7 @@ from tiny_model import write_model
 
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import RECORD_BYTES, unpack_records
-from kvshm.slots import SlotTable
+from kvshm.slots import SlotTableView
 
 BLOCKS = 2
 PATTERN = 8
@@ -44,7 +44,7 @@ DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3
 class Watch(threading.Thread):
     """Looks when an engine shows more blocks than before, and when another one knows of them."""
 
-    def __init__(self, table: SlotTable, replica: ReplicaReader) -> None:
+    def __init__(self, table: SlotTableView, replica: ReplicaReader) -> None:
         super().__init__(daemon=True)
         self._table, self._replica = table, replica
         self._before = self._shown()

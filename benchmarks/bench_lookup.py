@@ -3,7 +3,7 @@
     python benchmarks/bench_lookup.py
 
 No vLLM, no coordinator: one SharedCache and a few engines whose slot tables this process fills.
-``probe`` is the whole of ``SharedCache.probe``, with its counters and the reason of a miss.  Cold
+``probe`` is the whole of ``LoadPlanner.probe``, with its counters and the reason of a miss.  Cold
 means that the caches of the core have been filled with other data before each call.
 """
 
@@ -20,14 +20,14 @@ from measurement import percentiles, report
 
 from kvshm.cache import SharedCache
 from kvshm.config import Config
+from kvshm.epoch_state import EngineSpec
 from kvshm.handout import HandoutServer
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.life import EngineSpec
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.peers import Peers
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.records import BlockRecord, pack_records
 from kvshm.rundir import tables_socket
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 
 SIZES = (1, 50_000), (27, 20_000)
@@ -43,10 +43,10 @@ def digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
-def engine(namespace: str, number: int, blocks: int) -> tuple[SlotTable, EngineInfo]:
+def engine(namespace: str, number: int, blocks: int) -> tuple[OwnSlotTable, EngineInfo]:
     """Another engine with all its blocks published; the prompts' come first."""
     spec = TableSpec(namespace, f"e{number}", blocks, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(100 + number))
+    table = OwnSlotTable.create(spec, Epoch(100 + number))
     records = (
         BlockRecord(BlockHash(digest(f"{number} {n}")), BlockId(n), Generation(0), n)
         for n in range(blocks)
@@ -84,9 +84,9 @@ def opened(cache: SharedCache) -> Peers:
     """The cache's peers, once its epoch has begun."""
     memory = MemoryDescriptor("none", Epoch(0), 0, [])
     cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: {"weights": "w"})
-    while (life := cache.life) is None:
+    while (state := cache.epoch_state) is None:
         time.sleep(0.001)  # another thread begins it
-    return life.peers
+    return state.peers
 
 
 def measure(cache: SharedCache, peers: Peers, engines: int) -> dict[str, dict[str, float]]:
@@ -98,12 +98,12 @@ def measure(cache: SharedCache, peers: Peers, engines: int) -> dict[str, dict[st
         return peers.lookup(prompts[next(turn) % engines], 0, PROMPT)
 
     return {
-        "probe, nobody has it": timed(lambda: cache.probe(strange, 0, PROMPT), CALLS, warm),
+        "probe, nobody has it": timed(lambda: cache.planner.probe(strange, 0, PROMPT), CALLS, warm),
         "lookup, nobody has it": timed(lambda: peers.lookup(strange, 0, PROMPT), CALLS, warm),
         f"lookup of {PROMPT}, warm": timed(find, CALLS, warm),
         f"lookup of {PROMPT}, cold": timed(find, COLD_CALLS, cool),
         f"probe of {PROMPT}, cold": timed(
-            lambda: cache.probe(prompts[next(turn) % engines], 0, PROMPT), COLD_CALLS, cool
+            lambda: cache.planner.probe(prompts[next(turn) % engines], 0, PROMPT), COLD_CALLS, cool
         ),
     }
 
@@ -116,7 +116,7 @@ def main() -> None:
 
 def run(engines: int, blocks: int) -> None:
     namespace = f"bench{os.getpid()}"
-    tables: dict[int, SlotTable] = {}
+    tables: dict[int, OwnSlotTable] = {}
     with tempfile.TemporaryDirectory() as directory:
         config = Config.from_env({"KVSHM_NAMESPACE": namespace})
         # In place of the coordinator, which hands the tables out.
@@ -135,7 +135,7 @@ def run(engines: int, blocks: int) -> None:
             assert peers.stats().usable == engines
             for table in tables.values():
                 peers.gone(table.epoch)
-            nobody = timed(lambda: cache.probe([digest("x")], 0, 1), CALLS, warm)
+            nobody = timed(lambda: cache.planner.probe([digest("x")], 0, 1), CALLS, warm)
             report("lookup", unit="us", engines=engines, blocks=blocks,
                    **measured, **{"probe, no peer": nobody})  # fmt: skip
         finally:

@@ -11,20 +11,23 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm.cache import join_cache
+from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.exports import Publication
+from kvshm.epoch_state import EngineSpec
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.life import EngineSpec
+from kvshm.marks import Marks
 from kvshm.protocol import RankInfo
 from kvshm.records import RECORD_BYTES
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 
 BATCH = 512
+GROUP = bytes(4)
+"""What vLLM appends to a block's hash."""
 NAP_SECONDS = 0.0002
 """Between two looks at what another process does, of which nobody tells; the times are as exact."""
 
@@ -35,13 +38,22 @@ def chain(pid: int, begin: int, count: int) -> list[BlockHash]:
     return [block_hash(hashlib.sha256(b"%d/%d" % (pid, i)).digest()) for i in numbers]
 
 
+@dataclass
+class Block:
+    """What marks ask of a block of the pool."""
+
+    block_id: int
+    block_hash: bytes | None = None
+    ref_cnt: int = 1
+
+
 class Engine:
     """A member of the node: it publishes, looks up and leases."""
 
     def __init__(self, run_dir: str, namespace: str, blocks: int) -> None:
         config = Config.from_env({"KVSHM_RUN_DIR": run_dir, "KVSHM_NAMESPACE": namespace})
         spec = EngineSpec(f"bench-{os.getpid()}", "bench", blocks, 16, asynchronous=True)
-        self.cache = join_cache(config, spec, Path(run_dir))
+        self.cache = SharedCache(config, spec, Path(run_dir))
         memory = MemoryDescriptor("none", Epoch(0), 0, [])
         ranks = [RankInfo(os.getpid(), memory)]
         self.cache.open_epoch(ranks, lambda: {"weights": "bench"})
@@ -53,22 +65,25 @@ class Engine:
             time.sleep(NAP_SECONDS)
         self.bit = LeaseBit(table.lease_bit)
         self.published = 0
+        self.hashes: list[bytes] = []
+        self.marks, self.pool = Marks(blocks), [Block(block) for block in range(blocks)]
 
     def publish(self, count: int) -> None:
         """Show so many more blocks, as those of one prefix."""
         end = self.published + count
         while self.published < end:
             begin, some = self.published, min(BATCH, end - self.published)
-            hashes = chain(os.getpid(), begin, some)
-            self.cache.publish(
-                [Publication(BlockId(begin + i), h, None, begin + i) for i, h in enumerate(hashes)]
-            )
-            self.cache.flush()
+            self.hashes += chain(os.getpid(), begin, some)
+            blocks = [BlockId(block) for block in range(begin, begin + some)]
+            for block in blocks:
+                self.pool[block].block_hash = self.hashes[block] + GROUP
+            run = (self.hashes, begin, self.marks.tag(blocks))
+            self.cache.publisher.publish_marked(self.marks, self.pool, [run])
             self.published += some
 
     def found(self, pid: int, begin: int, count: int) -> int:
         """How many of a peer's blocks a lookup names."""
-        plan = self.cache.probe(chain(pid, begin, count), 0, count)
+        plan = self.cache.planner.probe(chain(pid, begin, count), 0, count)
         return plan.num_blocks if plan else 0
 
     def await_found(self, pid: int, begin: int, count: int) -> float:
@@ -79,17 +94,17 @@ class Engine:
 
     def await_entries(self, count: int) -> float:
         """When the own replica had so many entries."""
-        life = self.cache.life
-        assert life is not None
-        while life.peers.replica.count != count:
+        state = self.cache.epoch_state
+        assert state is not None
+        while state.peers.replica.count != count:
             time.sleep(NAP_SECONDS)
         return time.monotonic()
 
-    def peer(self, epoch: int) -> SlotTable:
+    def peer(self, epoch: int) -> PeerSlotTable:
         """A peer's slot table, as this engine has it; waits until it has."""
         while True:
-            life = self.cache.life
-            tables = life.peers.tables_by_bit().values() if life else ()
+            state = self.cache.epoch_state
+            tables = state.peers.tables_by_bit().values() if state else ()
             for table in tables:
                 if table.epoch == epoch:
                     return table
@@ -100,7 +115,7 @@ class Engine:
         table = self.peer(epoch)
         records = table.scan()[begin * RECORD_BYTES : (begin + count) * RECORD_BYTES]
         count = table.lease(self.bit, records)[0]
-        self.table.leases_taken += count  # an exporter sees by it that this engine is not lame
+        self.table.count_lease_batch()  # an exporter sees by it that this engine is not slow
         return count
 
     def facts(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from kvshm.protocol import EngineInfo, Join
 from kvshm.records import table_bytes
 from kvshm.rundir import engine_socket, tables_socket
 from kvshm.segment import TABLE_KIND
-from kvshm.slots import SlotTable
+from kvshm.slots import RosterSlotTable
 
 from . import logfmt
 from .actions import Deserted, Died, Event, Examined, Log, Refusal, Sender
@@ -57,7 +57,7 @@ class _Examination:
 class _Member:
     """A table that is kept."""
 
-    table: SlotTable
+    table: RosterSlotTable
     pid: int
     """As the socket tells."""
     connection: socket.socket | None
@@ -228,11 +228,11 @@ class Tables:
             logfmt.write(Log(logging.DEBUG, "swept", about))
 
 
-def _receive(connection: socket.socket, engine: EngineInfo) -> SlotTable:
+def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
     what = f"the slot table of epoch {engine.epoch:016x}"
     fd = read_answer(*receive(connection, what), what)
     largest = table_bytes(engine.num_blocks, len(engine.ranks))
-    return SlotTable.of(what, fd, largest=largest, keep=True)
+    return RosterSlotTable.of(what, fd, largest=largest, keep=True)
 
 
 def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
@@ -253,7 +253,7 @@ def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
     return Refusal(str(exc), "restart the engine")
 
 
-def _compare(table: SlotTable, info: EngineInfo) -> Refusal | None:
+def _compare(table: RosterSlotTable, info: EngineInfo) -> Refusal | None:
     """Check that the table is the one the engine describes."""
     said = (info.epoch, info.num_blocks, len(info.ranks), info.fingerprint)
     found = (table.epoch, table.num_blocks, table.num_ranks, table.fingerprint)

@@ -9,8 +9,9 @@ import tempfile
 from pathlib import Path
 
 from kvshm.handout import Handouts, HandoutServer
+from kvshm.own_slots import OwnSlotTable
 from kvshm.rundir import engine_socket
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import Epoch
 
 NAMESPACE = "gpu"
@@ -33,12 +34,12 @@ def own_socket() -> Path:
     return shared_directory() / f"{os.getpid()}.sock"
 
 
-def hand_out(table: SlotTable) -> HandoutServer:
+def hand_out(table: OwnSlotTable) -> HandoutServer:
     """Give a table to whoever asks, until the server is closed."""
     path = engine_socket(shared_directory(), NAMESPACE, table.epoch)
     return HandoutServer(path, lambda asked: table.descriptor(asked.writable))
 
 
-def table_of(epoch: Epoch) -> SlotTable:
+def table_of(epoch: Epoch) -> PeerSlotTable:
     """Map the table that a peer hands out; the caller closes it."""
-    return Handouts(shared_directory(), NAMESPACE).table(epoch)
+    return Handouts(shared_directory(), NAMESPACE).table(PeerSlotTable, epoch)

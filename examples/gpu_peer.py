@@ -245,11 +245,11 @@ class Cache:
 
     def publish_all(self, epoch: Epoch) -> None:
         """Create a slot table, publish all blocks and hand the table out (``table_of``)."""
-        from kvshm.slots import SlotTable, TableSpec
+        from kvshm.own_slots import OwnSlotTable, TableSpec
         from kvshm.terms import Fingerprint
 
         spec = TableSpec("gpu", "a", self.blocks, 16, 1, Fingerprint(b"f" * 32))
-        self.table = SlotTable.create(spec, epoch)
+        self.table = OwnSlotTable.create(spec, epoch)
         self.table.set_life(Rank(0))
         for block in block_ids(self.blocks):
             self._publish(block)

@@ -20,7 +20,7 @@ from kvshm.handout import Handouts
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import RowState, SlotState
 from kvshm.rundir import FoundSocket, list_sockets
-from kvshm.slots import SlotTable
+from kvshm.slots import SlotTableView
 from kvshm.terms import Epoch
 
 Place = tuple[int, int]
@@ -70,7 +70,7 @@ class SharingNode(Node):
         for found in list_sockets(self.run_dir, self.namespace):
             if found.epoch is not None:
                 with contextlib.suppress(SegmentError):
-                    table = self._handouts.table(found.epoch, writable=False)
+                    table = self._handouts.table(SlotTableView, found.epoch)
                     table.close()
                     if table.pid in pids:
                         served.append(found)
@@ -85,9 +85,9 @@ class SharingNode(Node):
     def _handouts(self) -> Handouts:
         return Handouts(self.run_dir, self.namespace)
 
-    def table(self, engine: Engine) -> SlotTable:
+    def table(self, engine: Engine) -> SlotTableView:
         """Map the engine's present slot table for reading; the caller closes it."""
-        return self._handouts.table(self.epoch(engine), writable=False)
+        return self._handouts.table(SlotTableView, self.epoch(engine))
 
     def replica(self, engine: Engine) -> ReplicaReader:
         """Map what the engine knows of the others for reading; the caller closes it."""

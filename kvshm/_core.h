@@ -53,11 +53,11 @@ int64_t kvshm_publish(kvshm_segment table, kvshm_record *records, const uint64_t
 int64_t kvshm_retract(kvshm_segment table, const uint32_t *blocks, size_t count,
                       kvshm_record *out, uint32_t *draining, size_t *num_draining);
 
-/* For blocks in DRAINING: those without leases other than `lame` become EMPTY at
+/* For blocks in DRAINING: those without leases other than `slow` become EMPTY at
  * generation + 1.  The others stay and are packed to the front of `blocks`.  Returns how many
  * stay; blocks that are not DRAINING do not.  One pass; the caller repeats it within its
  * budget. */
-int64_t kvshm_drain(kvshm_segment table, uint32_t *blocks, size_t count, uint32_t lame);
+int64_t kvshm_drain(kvshm_segment table, uint32_t *blocks, size_t count, uint32_t slow);
 
 /* Force DRAINING blocks to EMPTY at generation + 1 with no leases; *holders gets the union of
  * the lease bits that were overridden.  Returns slots forced. */

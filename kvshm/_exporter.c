@@ -99,11 +99,11 @@ int64_t kvshm_retract(kvshm_segment segment, const uint32_t *blocks, size_t coun
 }
 
 /* Whether a slot still has to be waited for; if not, it is not DRAINING any more. */
-static bool must_wait(uint8_t *slot, uint32_t lame)
+static bool must_wait(uint8_t *slot, uint32_t slow)
 {
     uint64_t word = get_acquire(slot);
     while (state_of(word) == KVSHM_DRAINING) {
-        if (word & LEASES & ~(uint64_t)lame)
+        if (word & LEASES & ~(uint64_t)slow)
             return true;
         if (vacate(slot, &word))
             break;
@@ -111,7 +111,7 @@ static bool must_wait(uint8_t *slot, uint32_t lame)
     return false;
 }
 
-int64_t kvshm_drain(kvshm_segment segment, uint32_t *blocks, size_t count, uint32_t lame)
+int64_t kvshm_drain(kvshm_segment segment, uint32_t *blocks, size_t count, uint32_t slow)
 {
     table_view table;
     int status = kvshm_open_for_blocks(segment, &table, blocks, count);
@@ -119,7 +119,7 @@ int64_t kvshm_drain(kvshm_segment segment, uint32_t *blocks, size_t count, uint3
         return status;
     int64_t waiting = 0;
     for (size_t i = 0; i < count; i++)
-        if (must_wait(slot_of(&table, blocks[i]), lame))
+        if (must_wait(slot_of(&table, blocks[i]), slow))
             blocks[waiting++] = blocks[i];
     fence_before_reuse();
     return waiting;

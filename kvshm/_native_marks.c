@@ -32,7 +32,7 @@ static uint32_t block_of(const marks_view *marks, const mark *one)
 static bool change(mark *one, uint32_t keep)
 {
     bool shown = one->flags & SHOWN;
-    one->generation++;
+    one->version++;
     one->flags &= keep;
     return shown;
 }
@@ -129,7 +129,7 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
             shown_at[num_shown++] = block_of(&marks, one);
         if (i < complete) {
             one->flags = SOUND;
-            pair_at[whole++] = (pair){block_of(&marks, one), one->generation};
+            pair_at[whole++] = (pair){block_of(&marks, one), one->version};
         }
     }
     return Py_BuildValue("(y#N)", pair_at, (Py_ssize_t)(whole * sizeof *pair_at),

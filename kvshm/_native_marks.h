@@ -10,11 +10,11 @@
 enum { SOUND = 1, SHOWN = 2 };
 
 typedef struct {
-    uint32_t generation, flags;
+    uint32_t version, flags;
 } mark;
 
 typedef struct {
-    uint32_t block, generation;
+    uint32_t block, version;
 } pair;
 
 typedef struct {

@@ -88,7 +88,7 @@ static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, p
     if (one.block >= b->marks->count)
         return PyErr_Format(PyExc_IndexError, "block %u has no mark", one.block) != NULL;
     const mark *now = &b->marks->of[one.block];
-    if (now->generation != one.generation || now->flags & SHOWN)
+    if (now->version != one.version || now->flags & SHOWN)
         return true;
     PyObject *block = kvshm_item(b->pool, one.block);
     PyObject *hash = block ? kvshm_get(b->places, block, KVSHM_BLOCK_HASH) : NULL;

@@ -87,12 +87,12 @@ static PyObject *native_drain(PyObject *module, PyObject *args)
 {
     BUFFER(table);
     ARRAY(blocks, uint32_t);
-    unsigned int lame;
-    if (!PyArg_ParseTuple(args, "w*O&I:drain", &table, kvshm_to_blocks, &blocks, &lame))
+    unsigned int slow;
+    if (!PyArg_ParseTuple(args, "w*O&I:drain", &table, kvshm_to_blocks, &blocks, &slow))
         return NULL;
     int64_t waiting;
     WITHOUT_GIL(blocks.count,
-                waiting = kvshm_drain(segment_of(&table), blocks.of, blocks.count, lame));
+                waiting = kvshm_drain(segment_of(&table), blocks.of, blocks.count, slow));
     return waiting < 0 ? kvshm_raise(module, &table, waiting)
                        : kvshm_list_of_blocks(blocks.of, (size_t)waiting);
 }

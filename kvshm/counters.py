@@ -97,11 +97,23 @@ SWEPT = Counter(60, "swept", "Leases of dead importers cleared from this table."
 HOOK_ERRORS = Counter(61, "hook_errors", "Exceptions turned into a miss at the hooks.")
 
 
-class Counters:
-    """The counters of one slot table.  Any process that has it mapped writable may add."""
+class CounterValues:
+    """The counters of one slot table, to read."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
+
+    def read(self, counter: int) -> int:
+        """The present value.  KeyError for an unknown counter."""
+        return _native.load(self._segment.buffer, REGISTRY[counter].place)
+
+    def snapshot(self) -> dict[str, int]:
+        """All values by label, in the order of their ids; each is read on its own."""
+        return {counter.label: self.read(counter) for counter in REGISTRY.values()}
+
+
+class Counters(CounterValues):
+    """The counters of one slot table, for a process that may add to them."""
 
     def add(self, counter: int, amount: int = 1) -> None:
         """Count ``amount`` (not negative) more; atomic.  KeyError for an unknown counter."""
@@ -115,11 +127,3 @@ class Counters:
         buffer = self._segment.buffer
         _native.add(buffer, counter.place, 1)
         _native.add(buffer, other.place, 1)
-
-    def read(self, counter: int) -> int:
-        """The present value.  KeyError for an unknown counter."""
-        return _native.load(self._segment.buffer, REGISTRY[counter].place)
-
-    def snapshot(self) -> dict[str, int]:
-        """All values by label, in the order of their ids; each is read on its own."""
-        return {counter.label: self.read(counter) for counter in REGISTRY.values()}

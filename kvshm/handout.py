@@ -15,7 +15,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeVar
 
 import msgspec
 
@@ -30,16 +30,20 @@ from .fd_server import FdServer
 from .fds import close_all, fetch_and_stay
 from .index import Replica
 from .index_reader import ReplicaReader
+from .own_slots import OwnSlotTable
 from .records import table_bytes
 from .rundir import engine_socket, peers_file, tables_socket
 from .segment import INDEX_KIND, TABLE_KIND
-from .slots import LARGEST_TABLE, SlotTable
+from .slots import LARGEST_TABLE, PeerSlotTable, SlotTableView
 from .terms import Epoch
 
 FETCH_SECONDS = 2.0
 """How long a server may take to answer; it is answered by a thread of its own."""
 MEMBER_SECONDS = 0.5
 """How long the coordinator may: who asks it has heartbeats to send."""
+
+
+Role = TypeVar("Role", bound=SlotTableView)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -99,7 +103,7 @@ class HandoutServer:
         self._forget_sent()
 
 
-def serve_epoch(path: Path, table: SlotTable, replica: Replica) -> HandoutServer:
+def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> HandoutServer:
     """Hand out an engine's own segments.  Raises TransportError."""
 
     def find(wanted: Request) -> int:
@@ -115,11 +119,8 @@ def serve_epoch(path: Path, table: SlotTable, replica: Replica) -> HandoutServer
 # -- asking
 
 
-class Asked(NamedTuple):
-    """What came of asking: a descriptor and the connection, both the caller's to close."""
-
-    fd: int
-    connection: socket.socket
+Asked = tuple[int, socket.socket]
+"""A descriptor and the connection it came by, both the caller's to close."""
 
 
 def read_answer(reply: bytes, fds: list[int], what: str) -> int:
@@ -158,7 +159,7 @@ def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> As
     except TransportError as exc:
         raise _kind_of(exc.__cause__)(str(exc)) from exc
     try:
-        return Asked(read_answer(reply, fds, os.fspath(path)), connection)
+        return read_answer(reply, fds, os.fspath(path)), connection
     except BaseException:
         connection.close()
         raise
@@ -173,26 +174,28 @@ class Handouts:
         self._namespace = namespace
         self._timeout = timeout
 
-    def table(self, epoch: Epoch | int, *, writable: bool = True) -> SlotTable:
-        """An engine's table, from the engine.  Raises SegmentNotFound if it has ended."""
-        return self._table(self._engine(epoch), epoch, writable, LARGEST_TABLE)
+    def table(self, role: type[Role], epoch: Epoch | int) -> Role:
+        """An engine's table, from the engine, for who has this role to it.  Raises
+        SegmentNotFound if the engine has ended."""
+        return self._table(role, self._engine(epoch), epoch)
 
-    def table_of_member(self, epoch: int, num_blocks: int, num_ranks: int) -> SlotTable:
+    def table_of_member(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
         """The table of an engine in the roster, from the coordinator: of the stated size.  Blocks
         for MEMBER_SECONDS at most; then SegmentNotReady."""
         path = tables_socket(self._run_dir, self._namespace)
         largest = table_bytes(num_blocks, num_ranks)
         try:
-            return self._table(path, epoch, True, largest, min(self._timeout, MEMBER_SECONDS))
+            seconds = min(self._timeout, MEMBER_SECONDS)
+            return self._table(PeerSlotTable, path, epoch, largest, seconds)
         except SegmentNotFound as exc:
             if exc.__cause__ is None:
                 raise
             raise SegmentError(str(exc)) from exc  # nobody to ask: the engine may well be there
 
-    def table_from_coordinator(self, epoch: Epoch | int) -> SlotTable:
+    def table_from_coordinator(self, epoch: Epoch | int) -> SlotTableView:
         """A table of the roster to read, from the coordinator: where its engine is silent."""
         path = tables_socket(self._run_dir, self._namespace)
-        return self._table(path, epoch, False, LARGEST_TABLE)
+        return self._table(SlotTableView, path, epoch)
 
     def peers_file(self, epoch: Epoch) -> Path:
         """Where the engine of an epoch names its peers to its ranks (kvshm/peer_list.py)."""
@@ -205,12 +208,16 @@ class Handouts:
         return ReplicaReader.of(self._called(INDEX_KIND, epoch), fd)
 
     def _table(
-        self, path: Path, epoch: int, writable: bool, largest: int, timeout: float | None = None
-    ) -> SlotTable:
-        fd, connection = ask(path, TABLE_KIND, epoch, writable, timeout or self._timeout)
+        self,
+        role: type[Role],
+        path: Path,
+        epoch: int,
+        largest: int = LARGEST_TABLE,
+        timeout: float | None = None,
+    ) -> Role:
+        fd, connection = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
         connection.close()
-        name = self._called(TABLE_KIND, epoch)
-        table = SlotTable.of(name, fd, writable=writable, largest=largest)
+        table = role.of(self._called(TABLE_KIND, epoch), fd, largest=largest)
         if table.epoch != epoch:
             table.close()
             raise ProtocolError(f"{path} handed out epoch {table.epoch:016x}, not {epoch:016x}")

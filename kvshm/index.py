@@ -23,7 +23,7 @@ from typing import NamedTuple
 from . import _native
 from .available import check_available
 from .errors import IndexFull, KvshmError, SegmentError
-from .index_parts import ROW_NAME_BYTES, ROW_STRUCT, Row
+from .index_layout import ROW_NAME_BYTES, ROW_STRUCT, Row
 from .index_reader import ReplicaReader
 from .log import logger
 from .records import (

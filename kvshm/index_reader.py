@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 from . import _native
 from .errors import CorruptSegment
-from .index_parts import Entry, Row, entries, live_mask, rows, violations
+from .index_check import violations
+from .index_layout import Entry, Row, entries, live_mask, rows
 from .records import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,
@@ -23,11 +24,6 @@ from .records import (
 from .segment import Header, Segment, check_header
 
 LARGEST_INDEX = index_bytes(2 * MAX_BLOCKS * NUM_ROWS)
-
-Run = tuple[int, bytes]
-"""Consecutive blocks of one prefix that one engine has: its row, and packed block records in the
-order of the prefix.  As the native module makes them: another class would cost a lookup more than
-all the rest of its Python."""
 
 
 class ReplicaReader:
@@ -79,9 +75,10 @@ class ReplicaReader:
 
     def lookup(
         self, hashes: Sequence[bytes], start: int, stop: int, rows_mask: int | None = None
-    ) -> list[Run]:
+    ) -> list[tuple[int, bytes]]:
         """Return the longest prefix of ``hashes[start:stop]`` that the rows in the mask have,
-        cut into as few owners as possible; an empty list if the first block is missing.
+        cut into as few owners as possible: each with its row, and packed block records in the
+        order of the prefix.  An empty list if the first block is missing.
 
         ``rows_mask`` None means all live rows.  Any process; does not mutate.
         """

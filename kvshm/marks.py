@@ -1,8 +1,8 @@
 """Marks: what an exporting engine knows of the contents of each of its own blocks.
 
-A block's generation counts its changes; a run names blocks with the generation they had, so
+A block's version counts its changes; a run names blocks with the version they had, so
 that whatever changed since drops out of it without being looked for.  Private memory, 8 bytes a
-block: generation u32, flags u32 (kvshm/_native_marks.c walks them, one call per request and
+block: version u32, flags u32 (kvshm/_native_marks.c walks them, one call per request and
 step).
 """
 
@@ -18,7 +18,7 @@ from .terms import BlockId
 
 Run: TypeAlias = tuple[list[bytes], int, bytes]
 """Consecutive blocks of a chain: its hashes, the index of the first, and the blocks, packed with
-their generations."""
+their versions."""
 
 SOUND = 1
 """The other flag, 2, is kept by the native module: the block is published."""
@@ -32,7 +32,7 @@ class Marks:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self.packed = bytearray(8 * num_blocks)
-        """All of them, for ``SlotTable``, which publishes and retracts by them."""
+        """All of them, for ``OwnSlotTable``, which publishes and retracts by them."""
         self._words = memoryview(self.packed).cast("I")
         self.sound: Callable[[Sequence[Any], int], int] = partial(_native.marks_sound, self.packed)
         """How many pool blocks of a table are sound from the first on, looking at so many."""
@@ -61,7 +61,7 @@ class Marks:
             self._words[2 * block + 1] |= SOUND
 
     def tag(self, blocks: Iterable[BlockId]) -> bytes:
-        """The blocks with their present generations, packed for a run."""
+        """The blocks with their present versions, packed for a run."""
         return b"".join(_PAIR.pack(b, self._words[2 * b]) for b in blocks)
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from . import counters as c
-from .slots import SlotTable
+from .slots import SlotTableView
 
 PERIOD_SECONDS = 60.0
 
@@ -32,7 +32,7 @@ class MissReport:
         self._epoch = 0
         self._before: dict[c.Counter, int] = {}
 
-    def line(self, table: SlotTable) -> str | None:
+    def line(self, table: SlotTableView) -> str | None:
         """Return what to log: once a period, and only if something was counted in it.  A new
         epoch's table counts from 0.  Reads shared memory, changes nothing there."""
         now = self._clock()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from .errors import CorruptSegment, ProtocolError, StaleAttachment
 from .protocol import EngineInfo
 from .records import NUM_LEASE_BITS
-from .slots import SlotTable
+from .slots import PeerSlotTable
 from .terms import NO_LEASE_BIT
 
 
@@ -21,7 +21,7 @@ class Peer:
     """
 
     info: EngineInfo
-    table: SlotTable
+    table: PeerSlotTable
     row: int
     suspected: bool = False
     dead: bool = False
@@ -43,7 +43,7 @@ class Peer:
         return not (self.suspected or self.dead or self.info.imports_only)
 
 
-def check_table(table: SlotTable, info: EngineInfo) -> None:
+def check_table(table: PeerSlotTable, info: EngineInfo) -> None:
     """Raise unless the table is the one that the roster speaks of."""
     if table.epoch != info.epoch:
         raise StaleAttachment(

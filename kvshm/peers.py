@@ -20,14 +20,14 @@ from .errors import KvshmError, SegmentNotFound, SegmentNotReady
 from .handout import Handouts
 from .index import Forgotten, Replica
 from .later import Later
+from .load_plan import PlannedRun
 from .log import engine_name, logger
 from .peer import Peer, check_table
 from .peer_list import PeerList
-from .plans import PlannedRun
 from .protocol import EngineInfo
 from .records import RECORD_BYTES, RowState
 from .rescans import Rescans
-from .slots import SlotTable
+from .slots import PeerSlotTable
 from .terms import Epoch, LeaseBit
 from .timing import TIMING, Timing
 
@@ -270,7 +270,7 @@ class Peers:
         if (peer := self._find(epoch)) is not None:
             peer.failures, peer.quarantined = 0, False
 
-    def tables_by_bit(self) -> dict[int, SlotTable]:
+    def tables_by_bit(self) -> dict[int, PeerSlotTable]:
         """The peers' tables by the lease bit with which they import from this engine."""
         peers = self._view.peers.values()
         return {peer.info.lease_bit: peer.table for peer in peers if peer.info.lease_bit >= 0}

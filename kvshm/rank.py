@@ -25,12 +25,12 @@ from .errors import MemoryInUse
 from .forks import guard_forks
 from .handout import Handouts
 from .interfaces import Transport
+from .load_plan import Load, LoadFailure, LoadReport
 from .log import logger
+from .own_slots import RankSlotTable
 from .peer_list import PeerListReader
-from .plans import Load, LoadFailure, LoadReport
 from .rank_load import RankLoad
 from .rank_peers import PeerBook
-from .slots import SlotTable
 from .terms import BlockId, Epoch, Rank
 
 log = logger(__name__)
@@ -69,7 +69,7 @@ class RankCache:
         self._clock = clock
         self.failed = ""
         """Why the rank exports nothing although it was told to; empty while all is well."""
-        self._table: SlotTable | None = None
+        self._table: RankSlotTable | None = None
         self._peers = PeerBook(transport, rank, handouts, clock)
         self._tidy_at = clock() + TIDY_SECONDS
         self._untidy = False
@@ -83,7 +83,7 @@ class RankCache:
         guard_forks(self)
 
     @property
-    def table(self) -> SlotTable | None:
+    def table(self) -> RankSlotTable | None:
         """The engine's own slot table, mapped by this rank; None outside an epoch."""
         return self._table
 
@@ -109,8 +109,8 @@ class RankCache:
         self.failed = ""
         self._peers.follow(PeerListReader(self._handouts.peers_file(epoch)))
 
-    def _export(self, epoch: Epoch) -> SlotTable:
-        table = self._handouts.table(epoch)
+    def _export(self, epoch: Epoch) -> RankSlotTable:
+        table = self._handouts.table(RankSlotTable, epoch)
         try:
             table.begin_pulse(self._rank)
             self._transport.export(epoch)

@@ -22,13 +22,13 @@ from .counters import (
 )
 from .errors import KvshmError, StillAttaching
 from .interfaces import Copy, CopyState
+from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
 from .log import logger
-from .plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
+from .own_slots import RankSlotTable
 from .rank_peers import PeerBook, PeerMemory
 from .records import RECORD_BYTES, block_ids
-from .slots import SlotTable
 from .syncpoints import SyncPoint, sync_point
-from .terms import BlockId, LeaseBit
+from .terms import BlockId
 
 log = logger(__name__)
 
@@ -50,7 +50,7 @@ class RankLoad:
         self,
         load: Load,
         peers: PeerBook,
-        table: SlotTable | None,
+        table: RankSlotTable | None,
         *,
         verify: bool = False,
         until: float | None = None,
@@ -128,9 +128,8 @@ class RankLoad:
     def lost(self) -> LoadReport:
         """What is reported of a load whose time was up: also how long it has lasted, so that
         more is expected of the next."""
-        targets = tuple(target for piece in self._load.pieces for target in piece.targets)
         failures = tuple(PieceFailure(p.peer, LoadFailure.TOO_LATE, b"") for p in self._load.pieces)
-        bad = targets + self._load.lost
+        bad = self._load.targets + self._load.lost
         return LoadReport(self._load.load_id, bad, failures, self._lasted())
 
     def _pending(self) -> bool:
@@ -187,8 +186,7 @@ class RankLoad:
         if self._spoilt:
             return
         self._spoilt = True
-        self._bad = [target for piece in self._load.pieces for target in piece.targets]
-        self._bad += self._load.lost
+        self._bad = [*self._load.targets, *self._load.lost]
         self._failures = [
             PieceFailure(piece.peer, LoadFailure.COPY_FAILED, b"") for piece in self._load.pieces
         ]
@@ -261,17 +259,10 @@ class RankLoad:
             return
         for part in self._parts:
             try:
-                self._release_piece(part)
+                self._peers.release(part.piece, self._load.lease_bit)
             except Exception as exc:
                 self._note(f"leases could not be given back, their exporter will: {exc}", exc)
         sync_point(SyncPoint.RELEASED)
-
-    def _release_piece(self, part: _Part) -> None:
-        bit, piece = self._load.lease_bit, part.piece
-        if part.peer is None:
-            self._peers.release(piece, bit)
-        elif bit >= 0 and any(piece.taken):
-            part.peer.table.release(LeaseBit(bit), piece.records, piece.taken)
 
     def _is_last(self) -> bool:
         """Whether no other rank needs the leases.  A rank that has no table of the load's

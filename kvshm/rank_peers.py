@@ -21,11 +21,11 @@ from . import threads
 from .errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
 from .handout import Handouts
 from .interfaces import Attachment, MemoryDescriptor, Transport
+from .load_plan import Piece
 from .log import Seldom, engine_name, logger
 from .peer_list import PeerListReader
-from .plans import Piece
 from .protocol import EngineInfo
-from .slots import SlotTable
+from .slots import PeerSlotTable
 from .terms import Epoch, LeaseBit, Rank
 
 log = logger(__name__)
@@ -41,15 +41,6 @@ MAX_TRIES = 3
 """How often a peer is tried before anybody needs it."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What is needed to attach a peer."""
-
-    peer: Epoch
-    memory: Sequence[MemoryDescriptor]
-    """By rank."""
-
-
 @dataclass
 class PeerMemory:
     """One epoch of a peer as this rank sees it: its slot table and the same rank's memory.
@@ -58,7 +49,7 @@ class PeerMemory:
     generation in the table speaks of the bytes in the mapping.
     """
 
-    table: SlotTable
+    table: PeerSlotTable
     memory: Attachment
 
     def ended(self, rank: Rank) -> bool:
@@ -105,7 +96,7 @@ class PeerBook:
         self._pinned: list[Collection[Epoch]] = []
         self._followed = _Followed(None)
         self._tries: dict[Epoch, int] = {}
-        self._early: dict[Epoch, SlotTable] = {}
+        self._early: dict[Epoch, PeerSlotTable] = {}
         """Tables of peers whose rank does not serve its memory yet: an engine joins before its
         ranks do, which is with its first step."""
         self.seldom = Seldom(clock)
@@ -144,7 +135,7 @@ class PeerBook:
             self._check_failed(piece.peer)
             since = self._attaching.get(piece.peer)
             if since is None:
-                self._begin_attach(Wanted(piece.peer, piece.memory))
+                self._begin_attach(piece.peer, piece.memory)
             elif self._clock() - since >= ATTACH_PATIENCE_SECONDS:
                 raise StillAttaching(f"no answer within {ATTACH_PATIENCE_SECONDS:g} s")
         return None
@@ -183,7 +174,7 @@ class PeerBook:
             self._tries[epoch] = self._tries.get(epoch, 0) + 1
             memory = [rank.memory for rank in info.ranks]
             with self._lock:
-                self._begin_attach(Wanted(epoch, memory))
+                self._begin_attach(epoch, memory)
 
     # -- attaching
 
@@ -192,53 +183,53 @@ class PeerBook:
         if self._clock() < until:
             raise TransportError(reason)
 
-    def _begin_attach(self, wanted: Wanted) -> None:
+    def _begin_attach(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> None:
         thread = threading.Thread(
-            target=self._attach, args=(wanted,), name="kvshm-attach", daemon=True
+            target=self._attach, args=(epoch, memory), name="kvshm-attach", daemon=True
         )
         threads.start(thread)
-        self._attaching[wanted.peer] = self._clock()
+        self._attaching[epoch] = self._clock()
 
-    def _attach(self, wanted: Wanted) -> None:
+    def _attach(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> None:
         """On a thread of its own."""
         peer, reason = None, ""
         try:
-            peer = self._open(wanted)
+            peer = self._open(epoch, memory)
         except Exception as exc:
             reason = f"{type(exc).__name__}: {exc}"
             if isinstance(exc, KvshmError):
                 reason = str(exc)
             elif not isinstance(exc, OSError):  # no descriptors, for one
-                log.exception("engine %s could not be attached", self.name_of(wanted.peer))
+                log.exception("engine %s could not be attached", self.name_of(epoch))
         with self._lock:
-            self._attaching.pop(wanted.peer, None)
+            self._attaching.pop(epoch, None)
             if reason:
-                self._failed[wanted.peer] = (self._clock() + FAILED_SECONDS, reason)
+                self._failed[epoch] = (self._clock() + FAILED_SECONDS, reason)
             elif peer is not None and not self._closed:
-                self._peers[wanted.peer] = peer
+                self._peers[epoch] = peer
                 self.attached = frozenset(self._peers)
                 return
         if peer is not None:
             peer.close()  # nobody waits for it any more
 
-    def _open(self, wanted: Wanted) -> PeerMemory | None:
+    def _open(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> PeerMemory | None:
         """Open the peer's table and memory; None if its rank does not serve that yet.  Blocks;
         raises KvshmError."""
         with self._lock:
-            table = self._early.pop(wanted.peer, None)
+            table = self._early.pop(epoch, None)
         if table is None:
-            table = self._handouts.table(wanted.peer)
+            table = self._handouts.table(PeerSlotTable, epoch)
         try:
-            if self.rank >= min(len(wanted.memory), table.num_ranks):
-                raise TransportError(f"peer {wanted.peer:016x} has no rank {self.rank}")
-            if table.life(self.rank) == wanted.peer:
-                return PeerMemory(table, self.transport.attach(wanted.memory[self.rank]))
+            if self.rank >= min(len(memory), table.num_ranks):
+                raise TransportError(f"peer {epoch:016x} has no rank {self.rank}")
+            if table.life(self.rank) == epoch:
+                return PeerMemory(table, self.transport.attach(memory[self.rank]))
         except BaseException:
             table.close()
             raise
         with self._lock:
-            self._early[wanted.peer] = table
-            self._tries.pop(wanted.peer, None)
+            self._early[epoch] = table
+            self._tries.pop(epoch, None)
         return None
 
     def _forget_early(self, listed: Collection[Epoch]) -> None:
@@ -304,7 +295,7 @@ def _release(handouts: Handouts, piece: Piece, bit: LeaseBit, who: str) -> None:
     """On a thread of its own.  What fails here the exporter gets over: it waits for a lease within
     its budget, no longer."""
     try:
-        table = handouts.table(piece.peer)
+        table = handouts.table(PeerSlotTable, piece.peer)
     except SegmentNotFound:
         return
     except KvshmError as exc:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from . import incompatible
 from .counters import INDEX_FULL, REJOINS, RESYNCS
-from .life import Life
+from .epoch_state import EpochState
 from .log import engine_name, logger
 from .miss_report import MissReport
 from .news import Coordinator, EventBatches, EventsLost, News
@@ -39,14 +39,14 @@ MAX_NAMED = 256
 
 
 class RosterHandler:
-    """Keeps the peers of the present life as the coordinator tells; a ``NewsHandler``.  ``begin``
-    gives the present life, begun now if it is due; ``present`` only looks; ``start`` is the
+    """Keeps the peers of the present epoch as the coordinator tells; a ``NewsHandler``.  ``begin``
+    gives the present epoch, begun now if it is due; ``present`` only looks; ``start`` is the
     command that starts the coordinator this engine looks for."""
 
     def __init__(
         self,
-        begin: Callable[[], Life | None],
-        present: Callable[[], Life | None],
+        begin: Callable[[], EpochState | None],
+        present: Callable[[], EpochState | None],
         start: str = "kvshm-coordinator",
     ) -> None:
         self._begin = begin
@@ -58,14 +58,14 @@ class RosterHandler:
         self._misses = MissReport()
 
     def describe(self) -> EngineInfo | None:
-        life = self._begin()
-        return life.info if life else None
+        state = self._begin()
+        return state.info if state else None
 
     def apply(self, news: News) -> None:
-        life = self._present()
+        state = self._present()
         match news:
-            case EventBatches(batches) if life is not None:  # first: what comes most
-                life.peers.apply_events(batches)
+            case EventBatches(batches) if state is not None:  # first: what comes most
+                state.peers.apply_events(batches)
             case Coordinator.MISSING:
                 log.warning(
                     "no coordinator: nothing is shared until one is started: %s", self._start
@@ -74,20 +74,20 @@ class RosterHandler:
                 log.warning(
                     "no coordinator: serving on with what is known, joining again when it is back"
                 )
-            case _ if life is None:
+            case _ if state is None:
                 return
             case Joined() | Refused():
-                if news.engine_epoch == life.table.epoch:  # else it has been reset meanwhile
-                    self._answered(life, news)
+                if news.engine_epoch == state.table.epoch:  # else it has been reset meanwhile
+                    self._answered(state, news)
             case StrangerJoined(stranger=stranger):
-                life.table.log_error(incompatible.note(stranger))
+                state.table.log_error(incompatible.note(stranger))
                 self._name(stranger)
             case Tick(strangers=count):
-                life.peers.num_incompatible = count
+                state.peers.num_incompatible = count
             case _:
-                _apply_to_peers(life.peers, news)
+                _apply_to_peers(state.peers, news)
 
-    def _answered(self, life: Life, reply: Joined | Refused) -> None:
+    def _answered(self, state: EpochState, reply: Joined | Refused) -> None:
         if isinstance(reply, Refused):
             text = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
             if text != self._refusal:
@@ -95,38 +95,38 @@ class RosterHandler:
                 log.warning("%s (serving on, unshared)", text)
             return
         self._refusal = ""
-        life.table.lease_bit = LeaseBit(reply.lease_bit)
-        if self._joined == life.table.epoch:
-            life.table.counters.add(REJOINS, 1)
-        self._joined = life.table.epoch
-        life.peers.num_incompatible = len(reply.strangers)
+        state.table.set_lease_bit(LeaseBit(reply.lease_bit))
+        if self._joined == state.table.epoch:
+            state.table.counters.add(REJOINS, 1)
+        self._joined = state.table.epoch
+        state.peers.num_incompatible = len(reply.strangers)
         for stranger in reply.strangers[:MAX_NOTED]:
-            life.table.log_error(incompatible.note(stranger))
+            state.table.log_error(incompatible.note(stranger))
             self._name(stranger)
-        peers = sum(info.epoch != life.table.epoch for info in reply.roster)
-        who = engine_name(life.table.epoch, life.table.engine, life.table.pid)
+        peers = sum(info.epoch != state.table.epoch for info in reply.roster)
+        who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
         log.info("joined as %s, lease bit %d, peers to share with: %d", who, reply.lease_bit, peers)
 
     def scan_again(self, enough: Callable[[], bool]) -> None:
-        if (life := self._present()) is not None:
-            scans = life.peers.rescans.work_off(life.peers.rescan, enough)
-            life.table.counters.add(RESYNCS, scans)
+        if (state := self._present()) is not None:
+            scans = state.peers.rescans.work_off(state.peers.rescan, enough)
+            state.table.counters.add(RESYNCS, scans)
 
     def beat(self) -> None:
-        """About once a second: show life in the own table, and tell of misses now and then."""
-        if (life := self._present()) is not None:
-            life.table.beat()
-            life.peers.look_for_deaths()
-            life.peers.write_again()
-            life.peers.attach_again()
-            counters, refused = life.table.counters, life.peers.replica.refused
+        """About once a second: beat in the own table, and tell of misses now and then."""
+        if (state := self._present()) is not None:
+            state.table.beat()
+            state.peers.look_for_deaths()
+            state.peers.write_again()
+            state.peers.attach_again()
+            counters, refused = state.table.counters, state.peers.replica.refused
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
-            if (line := self._misses.line(life.table)) is not None:
+            if (line := self._misses.line(state.table)) is not None:
                 log.info("%s", line)
 
     def count(self, counter: int, amount: int = 1) -> None:
-        if (life := self._present()) is not None:
-            life.table.counters.add(counter, amount)
+        if (state := self._present()) is not None:
+            state.table.counters.add(counter, amount)
 
     def _name(self, stranger: Stranger) -> None:
         """Say once in the log why an engine of this node cannot be shared with.  That another

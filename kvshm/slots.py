@@ -1,6 +1,7 @@
 """The slot table: one record per KV block of one engine, in one epoch, in shared memory.
 
-The exporter publishes and retracts; importers lease, re-check and release; tools only read.
+Each role has a type that can do what the role may: importers lease, re-check and release, the
+coordinator sweeps, tools only read; what the engine itself may is in kvshm/own_slots.py.
 Records and parents travel packed (kvshm/records.py).  The protocol is drawn in
 docs/protocol.md, its memory order in _core.c; this module checks arguments and keeps none of
 the table's state.
@@ -8,16 +9,14 @@ the table's state.
 
 from __future__ import annotations
 
-import os
 import struct
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple, Self
 
 from . import _native
 from . import syncpoints as syncpoints  # arms the core's sync points, if a test asked for it
-from .counters import PUBLISHED, RETRACTED
+from .counters import Counters
 from .errors import CorruptSegment
 from .records import (
     GENERATION_SHIFT,
@@ -32,15 +31,12 @@ from .records import (
     SlotState,
     table_bytes,
 )
-from .segment import Header, Segment, check_header, write_header
-from .table_header import Clock, TableHeader, TableSpec
-from .terms import BlockHash, BlockId, Epoch, Generation, LeaseBit, Rank
-
-__all__ = ["Slot", "SlotTable", "TableSpec"]
+from .segment import Header, Segment, check_header
+from .table_header import TableHeader
+from .terms import BlockHash, Generation, LeaseBit, Rank
 
 LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
 _SCAN_BATCH = 4096
-_MAX_MS = (1 << 32) - 1
 _STABLE_READS = 8
 _SLOT = struct.Struct("<Q32sQII8x")
 assert _SLOT.size == SLOT_BYTES
@@ -64,133 +60,31 @@ def _state_of(word: int) -> int:
     return word >> STATE_SHIFT & 0xF
 
 
-class SlotTable(TableHeader):
-    """One mapped slot table.  Lock-free between processes; no call blocks.
+class SlotTableView(TableHeader):
+    """A slot table, to read: what tools may do.  Lock-free between processes; no call blocks.
 
     All methods raise CorruptSegment if the table contradicts itself, IndexError for blocks,
     ranks and lease bits that do not exist, SegmentError once the table is closed.
     """
 
-    @classmethod
-    def create(
-        cls, spec: TableSpec, epoch: Epoch, pid: int | None = None, clock: Clock = time.time_ns
-    ) -> SlotTable:
-        """Create the table of a new epoch: every slot EMPTY, every rank without life.
-
-        ``pid``: its owner's, for people (default: this process).  Raises SegmentTooSmall.
-        """
-        segment = Segment.create(spec.segment_name(epoch), spec.nbytes)
-        spec.write(segment, clock())
-        owner = os.getpid() if pid is None else pid
-        header = Header(TABLE_MAGIC, TABLE_HEADER_BYTES, epoch, owner)
-        write_header(segment, header)
-        return cls(segment, header, clock)
+    WRITABLE: ClassVar[bool] = False
+    """Whether who has this role maps the table to write to it."""
 
     @classmethod
-    def of(
-        cls,
-        name: str,
-        fd: int,
-        *,
-        writable: bool = True,
-        largest: int = LARGEST_TABLE,
-        keep: bool = False,
-        clock: Clock = time.time_ns,
-    ) -> SlotTable:
+    def of(cls, name: str, fd: int, *, largest: int = LARGEST_TABLE, keep: bool = False) -> Self:
         """Map a table whose descriptor was handed on; ``fd`` is closed, or kept to be handed on
         again.  ``name`` is what to call it, ``largest`` of how many bytes it may be.
 
         Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
-        segment = Segment.of(name, fd, writable, largest)
+        segment = Segment.of(name, fd, cls.WRITABLE, largest)
         if not keep:
             segment.keep_no_descriptor()
         try:
-            return cls(segment, check_header(segment, TABLE_MAGIC), clock)
+            return cls(segment, check_header(segment, TABLE_MAGIC))
         except BaseException:
             segment.close()
             raise
-
-    # -- exporter's side: its scheduler only
-
-    def publish(self, records: bytes, parents: bytes) -> bytes:
-        """Make blocks readable by others.  ``parents`` holds 8 bytes of each parent's hash.
-
-        Returns the records of those that are READY now, with their generations: the event
-        to send.  A slot that is not EMPTY is left alone.
-        """
-        return _native.publish(self._segment.buffer, records, parents, self._age_ms())
-
-    def publish_marked(
-        self, marks: bytearray, pool: Sequence[Any], runs: list[tuple[list[bytes], int, bytes]]
-    ) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
-        """The same for blocks in runs (kvshm/marks.py), as far as ``pool`` has the hashes of their
-        places in the chain; counts them.  Returns the event to send, and the runs of which some
-        blocks have no hash yet, or a slot that still drains."""
-        buffer = self._segment.buffer
-        return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.place)
-
-    def retract(self, blocks: Sequence[BlockId]) -> tuple[bytes, list[BlockId]]:
-        """Withdraw blocks: none of them can be leased from here on.
-
-        Returns the event to send (RETRACT records of those that were READY) and the blocks
-        that are still leased; the others may be reused at once.
-        """
-        records, draining = _native.retract(self._segment.buffer, blocks)
-        return records, [BlockId(block) for block in draining]
-
-    def retract_marked(
-        self, marks: bytearray, blocks: Sequence[Any]
-    ) -> tuple[bytes, list[BlockId]]:
-        """The same for those of ``blocks`` that ``marks`` (kvshm/marks.py) has as published, and
-        counts them; marks of all of them are cleared.  Takes pool blocks too."""
-        return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.place)
-
-    def drain(self, blocks: Sequence[BlockId], lame: int) -> list[BlockId]:
-        """Free retracted blocks that nobody leases any more; leases in the bit mask ``lame``
-        do not count.  Returns those still leased; the rest may be reused."""
-        return [BlockId(block) for block in _native.drain(self._segment.buffer, blocks, lame)]
-
-    def force(self, blocks: Sequence[BlockId]) -> tuple[int, int]:
-        """Free retracted blocks whatever their leases; all may be reused afterwards.
-
-        Returns how many were still draining, and the bit mask of the holders overridden.
-        """
-        return _native.force(self._segment.buffer, blocks)
-
-    def reset(self) -> int:
-        """Withdraw and free every block whatever its leases.  Returns how many were in use."""
-        return _native.reset(self._segment.buffer)
-
-    # -- importer's side
-
-    def lease(self, bit: LeaseBit, records: bytes) -> tuple[int, bytes]:
-        """Lease the longest prefix of ``records`` that is still what the records say.
-
-        Returns its length, and one byte per record: 1 where this call took the lease, 0
-        where the bit was set already, or where nothing was leased.  With NO_LEASE_BIT
-        nothing is taken and the re-check alone protects the copy; the table may then be
-        mapped read-only.
-        """
-        return _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
-
-    def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
-        """Give back the leases that ``lease`` reported as taken (None: all of the records).
-
-        Returns how many were still held: the exporter may have overridden some.
-        """
-        return _native.release(self._segment.buffer, _bounded(bit), records, taken)
-
-    def recheck(self, rank: Rank, records: bytes) -> list[bool]:
-        """Whether each record's bytes, copied from ``rank`` before this call, count."""
-        good = _native.recheck(self._segment.buffer, self.epoch, rank, records)
-        return [flag == 1 for flag in good]
-
-    def sweep(self, bits: int) -> int:
-        """Clear the leases of importers whose death is confirmed.  Returns slots changed."""
-        return _native.sweep(self._segment.buffer, bits)
-
-    # -- everybody: reading
 
     def scan(self) -> bytes:
         """Records of all READY slots, each untorn.  Slots that change meanwhile may be
@@ -223,13 +117,14 @@ class SlotTable(TableHeader):
         """All slots in order of their block ids, each read when it is asked for."""
         return map(self.slot, range(self.num_blocks))
 
+    def recheck(self, rank: Rank, records: bytes) -> list[bool]:
+        """Whether each record's bytes, copied from ``rank`` before this call, count."""
+        good = _native.recheck(self._segment.buffer, self.epoch, rank, records)
+        return [flag == 1 for flag in good]
+
     def checksum(self, rank: Rank, block_id: int) -> int:
         """Checksum of the rank's bytes of a block (KVSHM_VERIFY); 0 if none was written."""
         return self._load(self._checksum_offset(rank, block_id))
-
-    def set_checksum(self, rank: Rank, block_id: int, checksum: int) -> None:
-        """Note the checksum, before the block is published; that rank only."""
-        self._store(self._checksum_offset(rank, block_id), checksum)
 
     def check_integrity(self) -> list[str]:
         """Return what is wrong with the table, in words; nothing on a sound one.
@@ -243,9 +138,6 @@ class SlotTable(TableHeader):
             for block in range(self.num_blocks)
             if (wrong := self._slot_violation(block))
         ]
-
-    def _age_ms(self) -> int:
-        return min(max((self._clock() - self.created_ns) // 1_000_000, 0), _MAX_MS)
 
     def _slot_violation(self, block_id: int) -> str:
         offset = self._slot_offset(block_id)
@@ -267,18 +159,13 @@ class SlotTable(TableHeader):
 
     def __repr__(self) -> str:
         if self._segment.closed:
-            return f"<SlotTable {self.name} [closed]>"
+            return f"<{type(self).__name__} {self.name} [closed]>"
         words = [self._load(self._slot_offset(block)) for block in range(self.num_blocks)]
         counts = Counter(map(_state_of, words))
         states = ", ".join(f"{counts[state]} {state.name.lower()}" for state in SlotState)
         leased = sum(bool(word & LEASE_MASK) for word in words)
         retired = ", retired" if self.retired else ""
-        return f"<SlotTable {self.name} [{states}, {leased} leased{retired}]>"
-
-
-def _bounded(bit: int) -> int:
-    """The bit, or one that does not exist but fits a C int: it may stem from a spoiled header."""
-    return min(bit, NUM_LEASE_BITS)
+        return f"<{type(self).__name__} {self.name} [{states}, {leased} leased{retired}]>"
 
 
 def _is_sound(word: int) -> bool:
@@ -286,3 +173,51 @@ def _is_sound(word: int) -> bool:
     if state == SlotState.EMPTY:
         return not word & LEASE_MASK
     return state in (SlotState.READY, SlotState.DRAINING)
+
+
+class PeerSlotTable(SlotTableView):
+    """Another engine's slot table: what an importer may do, its scheduler and its ranks."""
+
+    WRITABLE = True
+
+    def lease(self, bit: LeaseBit, records: bytes) -> tuple[int, bytes]:
+        """Lease the longest prefix of ``records`` that is still what the records say.
+
+        Returns its length, and one byte per record: 1 where this call took the lease, 0
+        where the bit was set already, or where nothing was leased.  With NO_LEASE_BIT
+        nothing is taken and the re-check alone protects the copy; the table may then be
+        mapped read-only.
+        """
+        return _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
+
+    def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
+        """Give back the leases that ``lease`` reported as taken (None: all of the records).
+
+        Returns how many were still held: the exporter may have overridden some.
+        """
+        return _native.release(self._segment.buffer, _bounded(bit), records, taken)
+
+
+class RosterSlotTable(SlotTableView):
+    """The slot table of an engine in the roster: what the coordinator may do."""
+
+    WRITABLE = True
+    counters: Counters
+
+    def __init__(self, segment: Segment, header: Header) -> None:
+        super().__init__(segment, header)
+        self.counters = Counters(segment)
+
+    def descriptor(self, writable: bool) -> int:
+        """A new descriptor of the table, to hand on; the caller's to close.  Only of a table that
+        was kept.  Any thread.  Raises SegmentError."""
+        return self._segment.descriptor(writable)
+
+    def sweep(self, bits: int) -> int:
+        """Clear the leases of importers whose death is confirmed.  Returns slots changed."""
+        return _native.sweep(self._segment.buffer, bits)
+
+
+def _bounded(bit: int) -> int:
+    """The bit, or one that does not exist but fits a C int: it may stem from a spoiled header."""
+    return min(bit, NUM_LEASE_BITS)

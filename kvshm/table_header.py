@@ -10,14 +10,11 @@ marks it when the process dies, before it frees any of its memory.
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from . import _native
-from .counters import Counters
+from .counters import CounterValues
 from .error_log import ErrorLog, LoggedError
-from .errors import CorruptSegment, SegmentError
+from .errors import CorruptSegment
 from .records import (
     CREATED_OFFSET,
     ENGINE_NAME_BYTES,
@@ -26,7 +23,6 @@ from .records import (
     HEARTBEAT_OFFSET,
     LEASES_TAKEN_OFFSET,
     LIFE_OFFSET,
-    MAX_BLOCKS,
     MAX_RANKS,
     MODEL_NAME_BYTES,
     MODEL_NAME_OFFSET,
@@ -42,59 +38,15 @@ from .records import (
     TICKETS_OFFSET,
     table_bytes,
 )
-from .segment import TABLE_KIND, Header, Segment, SegmentName
-from .terms import Epoch, Fingerprint, LeaseBit
+from .segment import Header, Segment
+from .terms import Fingerprint, LeaseBit
 
-Clock = Callable[[], int]
-"""Nanoseconds of CLOCK_REALTIME."""
-
-_FIXED = struct.Struct("<32sIII")
-_NAMES = struct.Struct(f"<{ENGINE_NAME_BYTES}s{MODEL_NAME_BYTES}s")
+FIXED = struct.Struct("<32sIII")
+NAMES = struct.Struct(f"<{ENGINE_NAME_BYTES}s{MODEL_NAME_BYTES}s")
 _TICKETS = struct.Struct(f"<{NUM_TICKETS}Q")
-assert FINGERPRINT_OFFSET + _FIXED.size == NUM_RANKS_OFFSET + 4
+assert FINGERPRINT_OFFSET + FIXED.size == NUM_RANKS_OFFSET + 4
 assert ENGINE_NAME_OFFSET + ENGINE_NAME_BYTES == MODEL_NAME_OFFSET
 assert NUM_BLOCKS_OFFSET == FINGERPRINT_OFFSET + 32
-
-
-@dataclass(frozen=True)
-class TableSpec:
-    """What a slot table is made for.  ValueError if no table can be like that."""
-
-    namespace: str
-    engine: str
-    num_blocks: int
-    block_size: int
-    """Tokens per block."""
-    num_ranks: int
-    fingerprint: Fingerprint
-    model: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0 < self.num_blocks <= MAX_BLOCKS or not 0 < self.block_size < 1 << 32:
-            raise ValueError(f"{self.num_blocks} blocks of {self.block_size} tokens")
-        if not 0 < self.num_ranks <= MAX_RANKS:
-            raise ValueError(f"{self.num_ranks} ranks, a slot table has 1 to {MAX_RANKS}")
-        if len(self.fingerprint) != 32:
-            raise ValueError(f"a fingerprint has 32 bytes, not {len(self.fingerprint)}")
-        if len(self.engine.encode()) > ENGINE_NAME_BYTES:
-            raise ValueError(f"engine name {self.engine!r} has over {ENGINE_NAME_BYTES} bytes")
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the segment."""
-        return table_bytes(self.num_blocks, self.num_ranks)
-
-    def segment_name(self, epoch: Epoch) -> str:
-        """What people call the segment in one epoch."""
-        return str(SegmentName(self.namespace, TABLE_KIND, self.engine, epoch))
-
-    def write(self, segment: Segment, created_ns: int) -> None:
-        """Fill the fixed fields of a new segment's header."""
-        buffer, model = segment.buffer, self.model.encode()[:MODEL_NAME_BYTES]
-        fixed = (self.fingerprint, self.num_blocks, self.block_size, self.num_ranks)
-        _FIXED.pack_into(buffer, FINGERPRINT_OFFSET, *fixed)
-        _NAMES.pack_into(buffer, ENGINE_NAME_OFFSET, self.engine.encode(), model)
-        _native.store(buffer, CREATED_OFFSET, created_ns)
 
 
 def _text(field: bytes) -> str:
@@ -102,22 +54,21 @@ def _text(field: bytes) -> str:
 
 
 class TableHeader:
-    """The header of one mapped table.  What never changes is read once; the rest at each
-    call.  Words may be written by any process that has the table mapped writable."""
+    """The header of one mapped table, to read.  What never changes is read once; the rest at each
+    call, since others write it."""
 
     num_blocks: int
     block_size: int
     num_ranks: int
 
-    def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
+    def __init__(self, segment: Segment, header: Header) -> None:
         """Take over a segment whose common header was checked.  Raises CorruptSegment."""
-        self._segment, self._clock = segment, clock
+        self._segment = segment
         self.name, self.epoch, self.pid = segment.name, header.epoch, header.pid
-        self._pulse: object = None
         buffer = segment.buffer
         if header.magic != TABLE_MAGIC or header.header_bytes != TABLE_HEADER_BYTES:
             raise CorruptSegment(f"{self.name} has a header of {header.header_bytes} bytes")
-        fingerprint, self.num_blocks, self.block_size, self.num_ranks = _FIXED.unpack_from(
+        fingerprint, self.num_blocks, self.block_size, self.num_ranks = FIXED.unpack_from(
             buffer, FINGERPRINT_OFFSET
         )
         if not self.num_blocks or not 0 < self.num_ranks <= MAX_RANKS:
@@ -129,11 +80,10 @@ class TableHeader:
                 f"{self.name}: {self.num_blocks} blocks exceed {buffer.nbytes} bytes"
             )
         self.fingerprint = Fingerprint(fingerprint)
-        engine, model = _NAMES.unpack_from(buffer, ENGINE_NAME_OFFSET)
+        engine, model = NAMES.unpack_from(buffer, ENGINE_NAME_OFFSET)
         self.engine, self.model = _text(engine), _text(model)
         self.created_ns = _native.load(buffer, CREATED_OFFSET)
-        self.counters = Counters(segment)
-        self._next_ticket = 0
+        self.counters = CounterValues(segment)
         self._errors = ErrorLog(segment)
 
     @property
@@ -144,10 +94,7 @@ class TableHeader:
     def _load(self, offset: int) -> int:
         return _native.load(self._segment.buffer, offset)
 
-    def _store(self, offset: int, value: int) -> None:
-        _native.store(self._segment.buffer, offset, value)
-
-    # -- life
+    # -- life words
 
     def _life_offset(self, rank: int) -> int:
         if not 0 <= rank < self.num_ranks:
@@ -167,20 +114,6 @@ class TableHeader:
                 return False
         return True
 
-    def set_life(self, rank: int) -> None:
-        """The rank's KV memory is exported and is what the table says; that rank only."""
-        self._store(self._life_offset(rank), self.epoch)
-
-    def end_life(self, rank: int | None) -> None:
-        """Before the rank's KV memory is freed or remapped (None: that of all ranks).  From
-        here on no lease succeeds and no re-check of that rank passes."""
-        for ended in range(self.num_ranks) if rank is None else (rank,):
-            self._store(self._life_offset(ended), 0)
-
-    def retire(self) -> None:
-        """No lease will ever succeed again.  For good."""
-        self._store(RETIRED_OFFSET, 1)
-
     @property
     def retired(self) -> bool:
         return _native.load(self._segment.buffer, RETIRED_OFFSET) != 0
@@ -192,21 +125,6 @@ class TableHeader:
         return alive and not _native.load(buffer, RETIRED_OFFSET) and not self.died
 
     # -- pulses: who of the engine's processes still has the table
-
-    def begin_pulse(self, rank: int | None) -> None:
-        """Let the kernel mark the end of this process, which is the rank's (None: the owner's).
-        It counts as ended, too, once this object is closed or gone.  Raises SegmentError where
-        the kernel or the process's limits do not allow that."""
-        try:
-            self._pulse = _native.pulse(self._segment.buffer, self._pulse_offset(rank))
-        except OSError as exc:
-            raise SegmentError(f"{self.name}: a death could not be told: {exc}") from exc
-
-    def _pulse_offset(self, rank: int | None) -> int:
-        if rank is None:
-            return PULSES_OFFSET
-        self._life_offset(rank)
-        return PULSES_OFFSET + 8 * (1 + rank)
 
     def _pulses(self) -> list[int]:
         buffer = self._segment.buffer
@@ -237,10 +155,6 @@ class TableHeader:
         """Whether a process of the engine still has the table, and may give leases back."""
         return any(pulse and not pulse & PULSE_DIED for pulse in self._pulses())
 
-    def beat(self) -> None:
-        """The owner is alive; about once a second."""
-        _native.add(self._segment.buffer, HEARTBEAT_OFFSET, 1)
-
     @property
     def heartbeat(self) -> int:
         """Counts the owner's beats."""
@@ -253,57 +167,12 @@ class TableHeader:
         """Counts the batches of leases the owner has taken on others' blocks."""
         return self._load(LEASES_TAKEN_OFFSET)
 
-    @leases_taken.setter
-    def leases_taken(self, count: int) -> None:
-        self._store(LEASES_TAKEN_OFFSET, count)
-
     @property
     def lease_bit(self) -> LeaseBit:
         """The owner's bit in others' slots; NO_LEASE_BIT if it has none."""
         return LeaseBit((self._load(NUM_RANKS_OFFSET) >> 32) - 1)
 
-    @lease_bit.setter
-    def lease_bit(self, bit: LeaseBit) -> None:
-        if not -1 <= bit < NUM_LEASE_BITS:
-            raise IndexError(f"there is no lease bit {bit}")
-        self._store(NUM_RANKS_OFFSET, (bit + 1) << 32 | self.num_ranks)
-
-    # -- load tickets: the last rank to finish a load releases its leases
-
-    def take_ticket(self, ranks: int) -> int | None:
-        """Begin a load that ``ranks`` ranks will finish; the owner's scheduler only.
-
-        Returns the ticket, None if all are in use.  Tickets are handed out in turn, so that
-        one is not used again at once.
-        """
-        if not 0 < ranks <= MAX_RANKS:
-            raise ValueError(f"a load of {ranks} ranks")
-        first = self._next_ticket
-        for ticket in (i % NUM_TICKETS for i in range(first, first + NUM_TICKETS)):
-            if _native.compare_exchange(self._segment.buffer, self._ticket(ticket), 0, ranks):
-                self._next_ticket = ticket + 1
-                return ticket
-        return None
-
-    def finish_ticket(self, ticket: int) -> bool:
-        """This rank has finished the load; once per rank.  True for the last one, who then
-        releases the leases.  IndexError for a ticket that does not exist."""
-        while left := self._load(self._ticket(ticket)):
-            if _native.compare_exchange(self._segment.buffer, self._ticket(ticket), left, left - 1):
-                return left == 1
-        return False
-
-    @staticmethod
-    def _ticket(ticket: int) -> int:
-        if not 0 <= ticket < NUM_TICKETS:
-            raise IndexError(f"there is no ticket {ticket}")
-        return TICKETS_OFFSET + 8 * ticket
-
     # -- error log
-
-    def log_error(self, text: str) -> None:
-        """Note an error where tools find it, also after this process has ended."""
-        self._errors.add(text, self._clock())
 
     def errors(self) -> list[LoggedError]:
         """The errors noted, most recent last."""
@@ -323,12 +192,6 @@ class TableHeader:
             found.append(f"lease bit is {self.lease_bit}")
         return found
 
-    def descriptor(self, writable: bool) -> int:
-        """A new descriptor of the table, to hand on; the caller's to close.  Only of a table that
-        was created, or kept.  Any thread.  Raises SegmentError."""
-        return self._segment.descriptor(writable)
-
     def close(self) -> None:
         """Unmap.  Idempotent."""
-        self._pulse = None
         self._segment.close()

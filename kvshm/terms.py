@@ -16,7 +16,7 @@ BlockId = NewType("BlockId", int)
 """Index of a block in an engine's paged KV cache; equal on all worker ranks of that engine."""
 
 Epoch = NewType("Epoch", int)
-"""Random non-zero 64-bit id of one life of an engine's cache, or of the coordinator."""
+"""Random non-zero 64-bit id of one epoch of an engine's cache, or of the coordinator."""
 
 Fingerprint = NewType("Fingerprint", bytes)
 """32-byte digest of everything that must be equal for two engines to exchange raw blocks."""

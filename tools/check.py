@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvshm import _native
-from kvshm.index_parts import violations
+from kvshm.index_check import violations
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import SEQUENCE_OFFSET
 from kvshm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.slots import SlotTable
+from kvshm.slots import SlotTableView
 
 from .fetching import Fetched, coordinator_runs, fetch_all
 from .invariants import (
@@ -80,7 +80,7 @@ def look(run_dir: Path, namespace: str | None) -> Look:
 
 
 def _look_at_namespace(space: str, engines: list[Fetched], coordinated: bool, found: Look) -> None:
-    tables: dict[str, SlotTable] = {}
+    tables: dict[str, SlotTableView] = {}
     for engine in engines:
         if engine.table is not None:
             with engine.noting(TABLE_KIND):

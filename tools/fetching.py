@@ -21,7 +21,7 @@ from kvshm.leftovers import is_served
 from kvshm.records import SlotState
 from kvshm.rundir import list_sockets, tables_socket
 from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
-from kvshm.slots import Slot, SlotTable
+from kvshm.slots import Slot, SlotTableView
 from kvshm.terms import Epoch
 
 _AT_ONCE = 32
@@ -45,7 +45,7 @@ class Fetched:
     epoch: Epoch
     path: Path
     """The engine's socket."""
-    table: SlotTable | None = None
+    table: SlotTableView | None = None
     replica: ReplicaReader | None = None
     problems: list[Problem] = field(default_factory=list)
     ended: bool = False
@@ -101,7 +101,7 @@ def coordinator_runs(run_dir: Path, namespace: str) -> bool:
 def _fetch(engine: Fetched) -> None:
     handouts = Handouts(engine.path.parent, engine.namespace)
     try:
-        engine.table = handouts.table(engine.epoch, writable=False)
+        engine.table = handouts.table(SlotTableView, engine.epoch)
     except KvshmError as exc:
         if not is_served(engine.path):
             engine.ended = True
@@ -124,7 +124,7 @@ def _ask_coordinator(engine: Fetched, handouts: Handouts, silence: KvshmError) -
     engine.problems.append(Problem(who, f"it does not answer: {silence}; {rest}", True))
 
 
-def slots_in_use(table: SlotTable) -> Iterator[tuple[int, Slot]]:
+def slots_in_use(table: SlotTableView) -> Iterator[tuple[int, Slot]]:
     """Yield the slots that are not EMPTY, by block id, each read when it is asked for.  One in no
     known state is left out: ``check_integrity`` names it."""
     for block in range(table.num_blocks):

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from kvshm.records import table_bytes
-from kvshm.slots import SlotTable
+from kvshm.slots import SlotTableView
 
 from .fetching import slots_in_use
 
@@ -44,7 +44,7 @@ def stated(segment: str, texts: list[str], patience: float = SOON) -> Iterator[V
 # -- slot tables
 
 
-def of_table(name: str, table: SlotTable) -> Iterator[Violation]:
+def of_table(name: str, table: SlotTableView) -> Iterator[Violation]:
     """What is wrong within one slot table: its slots and life words, and what it says it is."""
     yield from stated(name, table.check_integrity())
     needed = table_bytes(table.num_blocks, table.num_ranks)
@@ -56,7 +56,7 @@ def of_table(name: str, table: SlotTable) -> Iterator[Violation]:
 # -- what has to agree across tables
 
 
-def between(tables: Mapping[str, SlotTable], swept: bool) -> Iterator[Violation]:
+def between(tables: Mapping[str, SlotTableView], swept: bool) -> Iterator[Violation]:
     """What is wrong across one namespace, whose tables are given by name: a bit has one holder,
     and, where ``swept`` (a coordinator runs, and all tables are known), each lease has one."""
     claims = {name: table.lease_bit for name, table in tables.items() if table.lease_bit >= 0}
@@ -72,7 +72,7 @@ def between(tables: Mapping[str, SlotTable], swept: bool) -> Iterator[Violation]
             yield Violation(name, "header", found, AFTER_A_SWEEP)
 
 
-def _held_by_nobody(name: str, table: SlotTable, held: Collection[int]) -> Iterator[Violation]:
+def _held_by_nobody(name: str, table: SlotTableView, held: Collection[int]) -> Iterator[Violation]:
     for block, slot in slots_in_use(table):
         for bit in range(slot.leases.bit_length()):
             if slot.leases >> bit & 1 and bit not in held:
@@ -80,7 +80,7 @@ def _held_by_nobody(name: str, table: SlotTable, held: Collection[int]) -> Itera
                 yield Violation(name, f"slot {block}", found, AFTER_A_SWEEP)
 
 
-def without_coordinator(namespace: str, tables: Iterable[SlotTable]) -> Iterator[str]:
+def without_coordinator(namespace: str, tables: Iterable[SlotTableView]) -> Iterator[str]:
     """What to say of a namespace without a coordinator, if engines wait for one: no invariant is
     broken, but they learn of nobody new."""
     if living := sum(not table.owner_died and not table.retired for table in tables):

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm.index_parts import Entry
+from kvshm.index_layout import Entry
 from kvshm.index_reader import ReplicaReader
 from kvshm.records import SlotState
 from kvshm.rundir import list_coordinators
 from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
-from kvshm.slots import Slot, SlotTable
+from kvshm.slots import Slot, SlotTableView
 
 from .chains import find_chains
 from .fetching import Fetched, coordinator_runs, fetch_all, slots_in_use
@@ -129,7 +129,7 @@ def _namespace(fetched: list[Fetched], filters: Filters) -> Json:
 # -- engines
 
 
-def _engine(name: SegmentName, table: SlotTable, slots: Mapping[int, Slot]) -> Json:
+def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) -> Json:
     """All that is said of one engine but its blocks and chains, which depend on the filters."""
     return {
         "engine": table.engine,

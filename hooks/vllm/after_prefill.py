@@ -7,8 +7,8 @@ proves anything.  Instead (kvshm/marks.py holds the marks):
 
     step k is built:     every block the step writes is withdrawn and loses its marks; those
                          whose last token it computes become SOUND if all blocks before them
-                         are, and are TAGGED with (step, generation)
-    output of k is in:   tags whose generation still holds are COMPUTED
+                         are, and are TAGGED with (step, version)
+    output of k is in:   tags whose version still holds are COMPUTED
     computed and hashed: the block is published
 
 SOUND: computed by this engine on top of sound blocks, or imported and checked, in this life.
@@ -76,6 +76,7 @@ class Exporter:
         decoding, whose drafter writes after the output it belongs to was handed over.  Raises
         PoolChanged if vLLM does not keep what has to be looked at."""
         self._cache = cache
+        self._publisher = cache.publisher
         self._tables = block_tables(manager)
         self._pool = manager.block_pool
         self._block_size = block_size
@@ -86,8 +87,8 @@ class Exporter:
         Without one, marks would only pile up."""
         self.unsettled = False
         """Whether blocks were withdrawn since this was last set to False, or some still have to
-        be shown: call ``publish_computed`` and the cache's ``settle`` before the next step is
-        dispatched."""
+        be shown: call ``publish_computed`` and the cache's ``publisher.drain_before_dispatch``
+        before the next step is dispatched."""
         self._marks = Marks(len(self._pool.blocks))
         self._life = 0
         self._requests: dict[str, _Followed] = {}
@@ -126,7 +127,7 @@ class Exporter:
         """These pool blocks are about to get new contents, whatever they held."""
         for block in blocks if self._promised else ():
             self._promised.pop(block.block_id, None)  # of a request that did not wait for it
-        if self._cache.retract_marked(self._marks, blocks):
+        if self._publisher.retract_marked(self._marks, blocks):
             self.unsettled = True
 
     def life_ends(self) -> None:
@@ -288,11 +289,11 @@ class Exporter:
         """Publish what is computed and hashed by now.  The rest keeps its mark: decoded and
         imported blocks get their hash a little later."""
         if self._computed:
-            self._computed = self._cache.publish_computed(
+            self._computed = self._publisher.publish_marked(
                 self._marks, self._pool.blocks, self._computed
             )
             self.unsettled |= bool(self._computed)
 
     def _retract(self, published: list[BlockId]) -> None:
         self.unsettled = True
-        self._cache.retract(published)
+        self._publisher.retract(published)

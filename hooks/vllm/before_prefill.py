@@ -19,7 +19,7 @@ from typing import Any
 from kvshm.cache import SharedCache
 from kvshm.config import Config, Share
 from kvshm.counters import MISS_NO_ROOM
-from kvshm.plans import NO_TICKET, Load, LoadFailure, LoadReport, Plan
+from kvshm.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch
 
 from .after_prefill import Loaded
@@ -78,7 +78,7 @@ class Importer:
         clock: Callable[[], float] = time.monotonic,
         num_ranks: int = 1,
     ) -> None:
-        self._cache = cache
+        self._cache, self._planner = cache, cache.planner
         self._config = config
         self._block_size = block_size
         self._clock = clock
@@ -119,7 +119,7 @@ class Importer:
         start = num_local_tokens // self._block_size
         stop = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         possible = start < stop
-        if not (self._plans or self.at_once.withheld or (possible and self._cache.anybody())):
+        if not (self._plans or self.at_once.withheld or (possible and self._planner.anybody())):
             return 0
         self.stirred = True
         self.at_once.forget(request_id)
@@ -140,15 +140,15 @@ class Importer:
             return None
         if not self._fits(request, start + 1, (True, False)):
             return 0
-        plan = self._cache.probe(chain, start, stop)
+        plan = self._planner.probe(chain, start, stop)
         if plan is None:
             return 0
-        seconds, costs = self._cache.costs.copying(plan.nbytes), self._cache.costs
+        seconds, costs = self._planner.costs.copying(plan.nbytes), self._planner.costs
         alone = self.room is not None and self.room.is_alone(request)
         awaited = self.at_once.can_undo(request) and self._may_await(plan, seconds, alone)
         waiting = 0.0 if awaited else STEPS_LOST * costs.step_seconds()
         fits = self._fits(request, plan.start + plan.num_blocks, (awaited,))
-        if not fits or not self._cache.worth(plan, waiting):
+        if not fits or not self._planner.worth(plan, waiting):
             return 0
         if awaited:
             price = costs.computing(plan.num_blocks * self._block_size)
@@ -187,7 +187,7 @@ class Importer:
         the other."""
         new = {load.load_id for load in self._new}
         begun = (self._imports[name].load for name in self.under_way() - new)
-        return sum(self._cache.copying(load) for load in begun)
+        return sum(self._planner.copying(load) for load in begun)
 
     def _fits(self, request: Any, blocks: int, awaited: tuple[bool, ...]) -> bool:
         """Whether vLLM would admit an import that occupies so many blocks, awaited or not.  One
@@ -233,7 +233,7 @@ class Importer:
         self._register(request, first, self._empty(load_id, targets), targets)
         if plan is not None and plan.num_blocks == count:
             awaited = self.at_once.expects(request.request_id)
-            load = self._cache.begin_load(plan, load_id, targets, attached=awaited)
+            load = self._planner.begin(plan, load_id, targets, attached=awaited)
             self._register(request, first, load, targets)
 
     def lost(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
@@ -277,7 +277,7 @@ class Importer:
     def linger(self, begun: Sequence[Load], busy: bool) -> float:
         """How long the end of the step being built may wait for loads under way: a little while
         where that saves a step, which nobody else waits for, or lasts longer than the copy."""
-        short = bool(begun) and all(self._cache.copying(load) <= LINGER_SECONDS for load in begun)
+        short = bool(begun) and all(self._planner.copying(load) <= LINGER_SECONDS for load in begun)
         return LINGER_SECONDS if short or (self._imports and not busy) else 0.0
 
     def handed_over(self) -> None:
@@ -335,7 +335,7 @@ class Importer:
         reports = self._reports.pop(load_id, [])
         if len(reports) < self._num_ranks:
             reports.append(LoadReport(load_id, done.targets))
-        bad = self._cache.end_load(done.load, reports)
+        bad = self._planner.end(done.load, reports)
         if bad:
             self._failed.add(request_id)
         self._end(request_id)

@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvshm.plans import Load, LoadReport
+from kvshm.load_plan import Load, LoadReport
 from kvshm.protocol import RankInfo
 from kvshm.terms import BlockId, Epoch
 

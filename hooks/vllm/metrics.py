@@ -6,7 +6,7 @@ before it is known whether they arrive.  These count when a load has ended.
 ::
 
     scheduler's process                      API server
-    SharedCache.take_ended -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
+    LoadPlanner.take_ended -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvshm.cache import Ended
+from kvshm.load_planner import Ended
 
 METRICS = {
     "imported_tokens": "Prompt tokens taken over from other engines; what did not arrive is none.",

@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvshm.cache import SharedCache, join_cache
+from kvshm.cache import SharedCache
 from kvshm.config import Config
 from kvshm.counters import LOADS_AT_ONCE
-from kvshm.life import EngineSpec
+from kvshm.epoch_state import EngineSpec
 from kvshm.log import logger
 from kvshm.marks import blocks_of
 from kvshm.roles import Decision, Limit
@@ -63,13 +63,13 @@ class SchedulerSide:
             block_size=self._block_size,
             asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         )
-        self.cache: SharedCache = join_cache(config, spec, run_dir)
+        self.cache = SharedCache(config, spec, run_dir)
         when_told_to_end(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self.importer = Importer(
             self.cache, config, self._block_size, clock, num_ranks=self._num_ranks
         )
-        self._times = StepTimes(self.cache.costs, clock, vllm_config.scheduler_config)
+        self._times = StepTimes(self.cache.planner.costs, clock, vllm_config.scheduler_config)
         self._requests: dict[str, Any] = {}
         self.exporter: Exporter | None = None
         self._vllm: VllmScheduler | None = None
@@ -243,7 +243,7 @@ class SchedulerSide:
         tokens = output.total_num_scheduled_tokens
         self._fences = 0 if tokens else self._fences + 1
         news = not tokens or self._describe or self.importer.stirred
-        quiet = not news and self.cache.life is self._told
+        quiet = not news and self.cache.epoch_state is self._told
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
             self._times.built(self._step, tokens, len(output.num_scheduled_tokens), quiet)
@@ -255,12 +255,12 @@ class SchedulerSide:
             if exporter.unsettled:
                 exporter.unsettled = False
                 exporter.publish_computed()
-                self.cache.settle()
+                self.cache.publisher.drain_before_dispatch()
         return QuietStep(self._step)  # the ranks have nothing to do but to compute
 
     def _build(self, output: Any) -> StepMetadata:
         busy = output.total_num_scheduled_tokens > 0
-        life = self.cache.life  # looked at first: it may be followed by another at any time
+        life = self.cache.epoch_state  # looked at first: another may follow at any time
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
         completes: Completed = []
         if (exporter := self.exporter) is not None:
@@ -271,7 +271,7 @@ class SchedulerSide:
             if busy:
                 completes = exporter.step_built(self._step, output.num_scheduled_tokens)
             exporter.publish_computed()
-        self.cache.settle()
+        self.cache.publisher.drain_before_dispatch()
         metadata = StepMetadata(
             step=self._step if busy else 0,
             open_epoch=self._newly_opened(),
@@ -360,12 +360,12 @@ class SchedulerSide:
         if self.exporter is not None:
             if report is not None and (report.step or report.fence):
                 self.exporter.step_done(report.step or report.fence, fenced=not report.step)
-            self.cache.flush()
+            self.cache.publisher.flush()
 
     def _follow(self, report: RankReport) -> None:
         """From epoch to epoch, and to new peers, by what the ranks say."""
         if report.attached:
-            self.cache.attached(self.importer.now_attached(report.attached))
+            self.cache.planner.attached(self.importer.now_attached(report.attached))
         if report.failed:
             self.withdraw()
         elif report.weights_changed:
@@ -388,7 +388,7 @@ class SchedulerSide:
 
     def stats(self) -> LoadStats:
         """What to add to vLLM's metrics."""
-        return LoadStats.of(self.cache.take_ended(), self._block_size)
+        return LoadStats.of(self.cache.planner.take_ended(), self._block_size)
 
     def must_step(self) -> bool:
         """Whether an engine without requests has to step on: the last blocks of a speculating

@@ -17,8 +17,8 @@ from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportErr
 from kvshm.fingerprint import KERNEL_BLOCKS
 from kvshm.handout import Handouts
 from kvshm.interfaces import Transport, load_transport
+from kvshm.load_plan import LoadReport
 from kvshm.log import logger
-from kvshm.plans import LoadReport
 from kvshm.protocol import RankInfo
 from kvshm.rank import POLL_SECONDS, RankCache
 from kvshm.rundir import rank_socket

@@ -25,11 +25,11 @@ from typing import Any
 
 from toy_engine import ToyEngine, ToyRank, chain_of
 
-from kvshm.cache import join_cache
+from kvshm.cache import SharedCache
 from kvshm.config import Config
+from kvshm.epoch_state import EngineSpec
 from kvshm.errors import KvshmError
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.life import EngineSpec
 from kvshm.protocol import RankInfo
 from kvshm.records import TABLE_HEADER_BYTES
 from kvshm.rundir import open_run_directory
@@ -156,16 +156,17 @@ class ChaosEngine(ToyEngine):
             except Exception as exc:
                 print(f"an epoch did not end: {exc!r}", file=sys.stderr, flush=True)
         self.by_hash.clear()
+        self.marks.clear_all()
         self.lru.update(dict.fromkeys(self.lru))
         self.opened = self.opened or 0
 
     def summary(self) -> dict[str, object]:
         return {
             **super().summary(),
-            "peers": self.cache.num_peers,
+            "peers": self.num_peers,
             "unshared": self.unshared,
             "contained": self.contained,
-            "epoch": f"{self.cache.epoch or 0:016x}",
+            "epoch": f"{table.epoch if (table := self.cache.table) else 0:016x}",
         }
 
     def close(self) -> None:
@@ -217,7 +218,7 @@ def confused() -> None:
     """Join with a slot table of many blocks whose memory has been taken away again."""
     config = Config.from_env(os.environ)
     place = open_run_directory(config.run_dir, os.environ)
-    cache = join_cache(config, EngineSpec("confused", "toy", CONFUSED_BLOCKS, 16), place)
+    cache = SharedCache(config, EngineSpec("confused", "toy", CONFUSED_BLOCKS, 16), place)
     memory = MemoryDescriptor("none", Epoch(0), 0, [])
     cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: {"weights": "toy"})
     while (table := cache.table) is None:

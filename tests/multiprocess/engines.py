@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshm.slots import SlotTable
+from kvshm.own_slots import RankSlotTable
 
 from .processes import Managed, Node
 
@@ -33,9 +33,9 @@ class FakeEngine:
         self._handouts = node.handouts
         self.started = self.heard("started")
 
-    def table(self) -> SlotTable:
+    def table(self) -> RankSlotTable:
         """Its slot table in its first epoch, from itself; the caller's to close."""
-        return self._handouts.table(self.started["epoch"])
+        return self._handouts.table(RankSlotTable, self.started["epoch"])
 
     def heard(self, event: str, since: int = 0, **fields: Any) -> dict[str, Any]:
         """Wait until the engine says ``event`` with these fields; return all it said."""

@@ -22,6 +22,7 @@ from kvshm.handout import Handouts, HandoutServer, serve_epoch
 from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.news import Coordinator, EventBatches, EventsLost, News
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.protocol import (
     EngineGone,
     EngineInfo,
@@ -36,7 +37,7 @@ from kvshm.protocol import (
 )
 from kvshm.records import BlockRecord, pack_records, unpack_records
 from kvshm.rundir import engine_socket
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm.version import __version__
 
@@ -46,9 +47,10 @@ WORKER = """
 import sys
 from pathlib import Path
 from kvshm.handout import Handouts
+from kvshm.own_slots import RankSlotTable
 handouts, rank, table = Handouts(Path(sys.argv[1]), sys.argv[2]), int(sys.argv[3]), None
 for epoch in sys.stdin:
-    table = handouts.table(int(epoch))  # the one before goes
+    table = handouts.table(RankSlotTable, int(epoch))  # the one before goes
     table.begin_pulse(rank)
     table.set_life(rank)
     print(flush=True)
@@ -70,7 +72,7 @@ class Engine:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.handouts = Handouts(options.run_dir, options.namespace)
-        self.peers: dict[int, SlotTable] = {}
+        self.peers: dict[int, PeerSlotTable] = {}
         self.replica: dict[int, set[int]] = {}
         self.workers = [self._worker(rank) for rank in range(1, options.ranks)]
         self.bit = LeaseBit(-1)
@@ -96,7 +98,7 @@ class Engine:
             num_ranks=1 + len(self.workers),
             fingerprint=Fingerprint(options.fingerprint.encode().ljust(32, b"\0")),
         )
-        self.table = SlotTable.create(spec, self.epoch)
+        self.table = OwnSlotTable.create(spec, self.epoch)
         self.table.begin_pulse(None)
         self.table.set_life(Rank(0))
         index = Replica.create(options.namespace, options.name, self.epoch, NUM_BLOCKS)
@@ -120,7 +122,7 @@ class Engine:
         self._withdraw(self.table, self.server)
 
     @staticmethod
-    def _withdraw(table: SlotTable, server: HandoutServer) -> None:
+    def _withdraw(table: OwnSlotTable, server: HandoutServer) -> None:
         table.retire()
         table.end_life(None)
         server.close()
@@ -231,7 +233,7 @@ class Engine:
 
     def lease(self, epoch: int) -> int:
         """Lease every READY block of a peer, for good."""
-        table = self.handouts.table(epoch)
+        table = self.handouts.table(PeerSlotTable, epoch)
         return table.lease(self.bit, table.scan())[0]
 
     @staticmethod

@@ -17,8 +17,9 @@ from collections import Counter
 from pathlib import Path
 
 from kvshm.counters import DRAINED
+from kvshm.own_slots import OwnSlotTable
 from kvshm.records import RECORD_BYTES, BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import BlockHash, BlockId, Generation, LeaseBit, Rank
 
 BLOCK_BYTES = 1 << 15
@@ -37,7 +38,7 @@ def open_data(path: str, blocks: int) -> mmap.mmap:
 class Exporter:
     """Fills, publishes and takes back one block after the other."""
 
-    def __init__(self, table: SlotTable, data: mmap.mmap, patient: bool) -> None:
+    def __init__(self, table: OwnSlotTable, data: mmap.mmap, patient: bool) -> None:
         self.table, self.data, self.patient = table, data, patient
         self.counts: Counter[str] = Counter()
 
@@ -68,7 +69,7 @@ class Exporter:
 class Importer:
     """Leases, copies, re-checks, compares and releases."""
 
-    def __init__(self, table: SlotTable, data: mmap.mmap, bit: LeaseBit) -> None:
+    def __init__(self, table: PeerSlotTable, data: mmap.mmap, bit: LeaseBit) -> None:
         self.table, self.data, self.bit = table, data, bit
         self.counts: Counter[str] = Counter()
 
@@ -100,14 +101,16 @@ def main(role: str, fd: str, path: str, how: str, amount: str, torn: str, met: s
     """``amount``: of blocks reused or delivered; an importer also goes on until it has met so
     many ``torn`` copies and the exporter so many leases, however seldom a busy machine lets that
     happen."""
-    table = SlotTable.of("the table", int(fd))
-    data = open_data(path, table.num_blocks)
     chance = random.Random(how)
     if role == "exporter":
-        exporter = Exporter(table, data, how == "patient")
-        while exporter.counts["reused"] < int(amount) and not table.retired:
-            exporter.reuse(BlockId(chance.randrange(table.num_blocks)))
+        own = OwnSlotTable.of("the table", int(fd))
+        data = open_data(path, own.num_blocks)
+        exporter = Exporter(own, data, how == "patient")
+        while exporter.counts["reused"] < int(amount) and not own.retired:
+            exporter.reuse(BlockId(chance.randrange(own.num_blocks)))
         return exporter.counts
+    table = PeerSlotTable.of("the table", int(fd))
+    data = open_data(path, table.num_blocks)
     importer = Importer(table, data, LeaseBit(int(how)))
     while (
         importer.counts["delivered"] < int(amount)

@@ -16,6 +16,7 @@ import zmq
 from kvshm.handout import serve_epoch
 from kvshm.index import Replica
 from kvshm.interfaces import MemoryDescriptor
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
@@ -33,7 +34,6 @@ from kvshm.protocol import (
     encode,
 )
 from kvshm.rundir import command_endpoint, engine_socket, event_endpoint
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint
 
 from .engines import FakeEngine
@@ -55,7 +55,7 @@ class Sender:
         self._socket.setsockopt(zmq.RCVTIMEO, int(PATIENCE_SECONDS * 1000))
         self._socket.connect(command_endpoint(node.run_dir, node.namespace))
         spec = TableSpec(node.namespace, "liar", 8, 16, 1, Fingerprint(b"f" * 32))
-        self.table = SlotTable.create(spec, EPOCH)
+        self.table = OwnSlotTable.create(spec, EPOCH)
         self._replica = Replica.create(node.namespace, "liar", EPOCH, 64)
         path = engine_socket(node.run_dir, node.namespace, EPOCH)
         self._server = serve_epoch(path, self.table, self._replica)

@@ -14,7 +14,7 @@ import pytest
 from kvshm.counters import LEASES_TAKEN, PUBLISHED, RETRACTED
 from kvshm.records import TICKETS_OFFSET
 from kvshm.segment import TABLE_KIND
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable, SlotTableView
 from kvshm.tools.check import check
 
 from .processes import Managed, Node, fresh_node, wait_until
@@ -42,12 +42,12 @@ def start(node: Node, seed: int) -> Managed:
     return node.processes.start(f"toy-{seed}", *argv, environ=environ)
 
 
-def totals(tables: list[SlotTable]) -> list[int]:
+def totals(tables: list[SlotTableView]) -> list[int]:
     """What the engines of these tables have published, retracted and leased so far."""
     return [sum(table.counters.read(counter) for table in tables) for counter in COUNTED]
 
 
-def sharing(node: Node) -> tuple[list[Managed], list[SlotTable]]:
+def sharing(node: Node) -> tuple[list[Managed], list[SlotTableView]]:
     """Three engines that publish, retract and lease, and their tables."""
     engines = [start(node, seed) for seed in (1, 2, 3)]
     tables = [table_of(node, engine) for engine in engines]
@@ -77,7 +77,7 @@ def test_a_hundred_checks_of_a_churn_give_no_false_alarm(node: Node) -> None:
 
 def test_in_a_churn_a_corruption_is_found_all_the_same(node: Node) -> None:
     _, tables = sharing(node)
-    with closing(node.handouts.table(tables[0].epoch)) as table:
+    with closing(node.handouts.table(PeerSlotTable, tables[0].epoch)) as table:
         table._segment.buffer[TICKETS_OFFSET + 8 * 255] = 0xFF  # loads have 64 ranks at most
         found = command_line(node)
         name = f"kvshm.{node.namespace}.slots.{table.engine}.{table.epoch:016x}"

@@ -13,7 +13,7 @@ import zmq
 from kvshm.counters import SWEPT
 from kvshm.protocol import MAX_MESSAGE_BYTES, Heartbeat, JoinFirst, decode_reply, encode
 from kvshm.rundir import command_endpoint, rank_socket, tables_socket
-from kvshm.slots import SlotTable
+from kvshm.slots import SlotTableView
 from kvshm.terms import Rank
 
 from .engines import FakeEngine, hear_everything, in_turn
@@ -22,7 +22,7 @@ from .processes import PATIENCE_SECONDS, Node, leave_socket, wait_until
 pytestmark = pytest.mark.multiprocess
 
 
-def leases(table: SlotTable) -> int:
+def leases(table: SlotTableView) -> int:
     """All lease bits set anywhere in a table."""
     held = 0
     for slot in table.slots():

@@ -30,12 +30,13 @@ from kvshm.handout import Handouts, serve_epoch
 from kvshm.index import Replica
 from kvshm.records import BlockRecord, pack_records
 from kvshm.rundir import engine_socket
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.own_slots import OwnSlotTable, TableSpec
+from kvshm.slots import PeerSlotTable
 
 run_dir, namespace, name, epoch, bit = Path(sys.argv[1]), *sys.argv[2:4], *map(int, sys.argv[4:])
-table = SlotTable.create(TableSpec(namespace, name, 64, 16, 1, bytes(32), "a-model"), epoch)
+table = OwnSlotTable.create(TableSpec(namespace, name, 64, 16, 1, bytes(32), "a-model"), epoch)
 table.begin_pulse(None)
-table.lease_bit = bit
+table.set_lease_bit(bit)
 table.set_life(0)
 replica = Replica.create(namespace, name, epoch, 64)
 server = serve_epoch(engine_socket(run_dir, namespace, epoch), table, replica)
@@ -43,7 +44,7 @@ records = pack_records(BlockRecord(bytes([65 + i]) * 32, i, 0, i) for i in range
 parents = b"".join(bytes([64 + i]) * 8 for i in range(4))
 print(len(table.publish(records, parents)) // 48, flush=True)
 for line in sys.stdin:
-    other = Handouts(run_dir, namespace).table(int(line))
+    other = Handouts(run_dir, namespace).table(PeerSlotTable, int(line))
     print(other.lease(bit, records[:96])[0], flush=True)
 """
 

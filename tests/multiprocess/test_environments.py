@@ -244,7 +244,7 @@ def test_namespaces_in_one_run_directory_know_nothing_of_each_other(node: Node) 
     assert left == {node.namespace}
 
 
-# -- lives of an engine
+# -- an engine from start to end
 
 
 def test_a_restarted_engine_shares_again_and_its_old_life_is_swept(node: Node) -> None:

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from kvshm.handout import Role
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.records import BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import PeerSlotTable, RosterSlotTable
 from kvshm.syncpoints import VARIABLE
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
 
@@ -35,11 +37,15 @@ class Race:
         spec = TableSpec(
             f"test-{uuid.uuid4().hex[:12]}", "e", BLOCKS, 16, 1, Fingerprint(bytes(32))
         )
-        self.table = SlotTable.create(spec, Epoch(1))
+        self.table = OwnSlotTable.create(spec, Epoch(1))
         self.table.set_life(0)
         self.data = folder / "data"
         self.data.write_bytes(bytes(BLOCKS * BLOCK_BYTES))
         self.processes: list[subprocess.Popen[bytes]] = []
+
+    def mapped(self, role: type[Role]) -> Role:
+        """The table as another process has it."""
+        return role.of(self.table.name, self.table.descriptor(True))
 
     def start(
         self, role: str, how: str, amount: int, arming: str = "", torn: int = 0, met: int = 0
@@ -132,7 +138,7 @@ def test_the_leases_of_a_killed_importer_are_swept(race: Race) -> None:
     doomed = race.start("importer", "13", FOREVER, "LEASED:kill:200")
     assert doomed.wait() == -signal.SIGKILL
     assert race.leases() & 1 << 13, "it died with a lease"
-    assert race.table.sweep(1 << 13) >= 1
+    assert race.mapped(RosterSlotTable).sweep(1 << 13) >= 1
     results = [counts(survivor) for survivor in survivors]
     exported = finish(race, exporter)
     for result in results:
@@ -140,7 +146,7 @@ def test_the_leases_of_a_killed_importer_are_swept(race: Race) -> None:
         assert result["wrong"] == result["torn"] == 0
     assert exported["forced"] == 0
     assert race.leases() == 0
-    assert race.table.sweep(2**28 - 1) == 0
+    assert race.mapped(RosterSlotTable).sweep(2**28 - 1) == 0
 
 
 def test_a_stopped_importer_holds_its_block_and_loses_it_by_force(race: Race) -> None:
@@ -154,7 +160,7 @@ def test_a_stopped_importer_holds_its_block_and_loses_it_by_force(race: Race) ->
     assert race.table.drain([BlockId(0)], 0) == [0]
     assert race.table.force([BlockId(0)]) == (1, 1 << 5)
     (again,) = unpack_records(race.table.publish(pack_records([record]), bytes(8)))
-    race.table.lease(LeaseBit(5), pack_records([again]))
+    race.mapped(PeerSlotTable).lease(LeaseBit(5), pack_records([again]))
     assert race.table.slot(0)[:3] == (1, SlotState.READY, 1 << 5)
     write_block(race.data, 0, 1)
     importer.send_signal(signal.SIGCONT)

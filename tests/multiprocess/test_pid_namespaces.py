@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.slots import SlotTable
+from kvshm.slots import SlotTableView
 from kvshm.terms import Rank
 
 from .engines import FakeEngine, hear_everything
@@ -35,7 +35,7 @@ def inside(outside: Managed) -> int:
     return int(children.split()[0])
 
 
-def leases(table: SlotTable) -> int:
+def leases(table: SlotTableView) -> int:
     held = 0
     for slot in table.slots():
         held |= slot.leases

@@ -18,15 +18,16 @@ import signal
 import sys
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm.cache import join_cache
+from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.exports import Publication
+from kvshm.epoch_state import EngineSpec
 from kvshm.handout import Handouts
 from kvshm.interfaces import Region, load_transport
-from kvshm.life import EngineSpec
-from kvshm.plans import LoadReport
+from kvshm.load_plan import LoadReport
+from kvshm.marks import Marks
 from kvshm.protocol import RankInfo
 from kvshm.rank import RankCache
 from kvshm.rundir import rank_socket
@@ -35,6 +36,8 @@ from kvshm.terms import BlockHash, BlockId, Epoch, Rank, block_hash
 BLOCK_SIZE = 16
 REGIONS = 2
 POLL_SECONDS = 0.0002
+GROUP = bytes(4)
+"""What vLLM appends to a block's hash."""
 REST_SECONDS = 0.02
 """Between requests of who waits for imports.  Without a model a request takes 0.2 ms and the
 whole cache is overwritten within 2; news of a block take 40, so nobody would ever find one."""
@@ -95,18 +98,28 @@ class ToyRank:
         return wrong
 
 
+@dataclass
+class ToyBlock:
+    """What marks ask of a block of the pool."""
+
+    block_id: int
+    block_hash: bytes | None = None
+    ref_cnt: int = 1
+
+
 class ToyEngine:
     """Scheduler, block pool and ranks in one process."""
 
     def __init__(self, num_blocks: int, ranks: int, region_bytes: int, model: str = "toy") -> None:
         self.config, self.model = Config.from_env(os.environ), model
         spec = EngineSpec(f"toy-{os.getpid()}", model, num_blocks, BLOCK_SIZE, asynchronous=True)
-        self.cache = join_cache(self.config, spec, Path(self.config.run_dir))
+        self.cache = SharedCache(self.config, spec, Path(self.config.run_dir))
         self.ranks = [self.make_rank(r, num_blocks, region_bytes) for r in range(ranks)]
         self.lru: OrderedDict[BlockId, BlockHash | None] = OrderedDict.fromkeys(
             BlockId(b) for b in range(num_blocks)
         )
         self.by_hash: dict[BlockHash, BlockId] = {}
+        self.marks, self.pool = Marks(num_blocks), [ToyBlock(b) for b in range(num_blocks)]
         self.wrong = self.imported = self.requests = self.loads = 0
 
     def make_rank(self, rank: int, num_blocks: int, region_bytes: int) -> ToyRank:
@@ -136,13 +149,13 @@ class ToyEngine:
         while local < len(chain) and chain[local] in self.by_hash:
             self.lru.move_to_end(self.by_hash[chain[local]])
             local += 1
-        plan = self.cache.probe(chain, local, len(chain))
+        plan = self.cache.planner.probe(chain, local, len(chain))
         blocks = self._allocate(len(chain) - local)
         good = 0
         if plan is not None:
             good = self._import(plan, blocks[: plan.num_blocks], chain[local:])
         else:
-            self.cache.settle()
+            self.cache.publisher.drain_before_dispatch()
         self._compute(blocks, chain, local, good)
 
     def _allocate(self, count: int) -> list[BlockId]:
@@ -153,13 +166,13 @@ class ToyEngine:
             owned, self.lru[block] = self.lru[block], None
             if owned is not None:
                 del self.by_hash[owned]
-        self.cache.retract(blocks)
+        self.cache.publisher.retract_marked(self.marks, blocks)
         return blocks
 
     def _import(self, plan: object, targets: list[BlockId], chain: list[BlockHash]) -> int:
         self.loads += 1
-        load = self.cache.begin_load(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
-        self.cache.settle()
+        load = self.cache.planner.begin(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
+        self.cache.publisher.drain_before_dispatch()
         for rank in self.ranks:
             rank.cache.begin_load(load)
         reports: list[LoadReport] = []
@@ -167,7 +180,7 @@ class ToyEngine:
             time.sleep(POLL_SECONDS)
             for rank in self.ranks:
                 reports += rank.cache.poll()
-        bad = self.cache.end_load(load, reports)
+        bad = self.cache.planner.end(load, reports)
         good = next((i for i, t in enumerate(targets) if t in bad), len(targets))
         for target, chain_hash in zip(targets[:good], chain, strict=False):
             self.wrong += sum(rank.wrong_bytes(target, chain_hash) for rank in self.ranks)
@@ -180,16 +193,15 @@ class ToyEngine:
         for block, chain_hash in list(zip(blocks, chain[local:], strict=True))[good:]:
             for rank in self.ranks:
                 rank.compute(block, chain_hash)
-        publications = []
         for index, block in enumerate(blocks, start=local):
             if index - local >= good:
                 for rank in self.ranks:
                     rank.cache.write_checksums([block])
             self.lru[block], self.by_hash[chain[index]] = chain[index], block
-            parent = chain[index - 1] if index else None
-            publications.append(Publication(block, chain[index], parent, index))
-        self.cache.publish(publications)
-        self.cache.flush()
+            self.pool[block].block_hash = chain[index] + GROUP
+        run = (chain, local, self.marks.tag(blocks))
+        self.cache.publisher.publish_marked(self.marks, self.pool, [run])
+        self.cache.publisher.flush()
 
     def fork(self) -> None:
         """Have children inherit all of it: one ends at once, one ends it in order first."""
@@ -197,13 +209,19 @@ class ToyEngine:
             child = os.fork()
             if child == 0:
                 if closing:
-                    self.cache.retract(list(self.lru))
-                    self.cache.settle()
+                    self.cache.publisher.retract(list(self.lru))
+                    self.cache.publisher.drain_before_dispatch()
                     self.close()
                 sys.exit(0)
             print(
                 "child ended with", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True
             )
+
+    @property
+    def num_peers(self) -> int:
+        """Engines whose blocks may be used at present."""
+        state = self.cache.epoch_state
+        return state.peers.stats().usable if state else 0
 
     def counted(self, counter: str) -> int:
         """What one of the own counters has counted."""
@@ -250,7 +268,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         print("open", flush=True)
-        while engine.cache.num_peers < options.peers:
+        while engine.num_peers < options.peers:
             time.sleep(0.01)
         print("go", flush=True)
         blocks = options.imported if options.loads else 0

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshm.errors import SegmentNotFound
-from kvshm.slots import SlotTable
+from kvshm.slots import SlotTableView
 
 from .processes import Managed, Node
 
@@ -65,12 +65,12 @@ def finish(engines: list[Managed]) -> list[dict[str, Any]]:
     return results
 
 
-def table_of(node: Node, engine: Managed) -> SlotTable:
+def table_of(node: Node, engine: Managed) -> SlotTableView:
     """The table that an engine hands out, to read."""
     engine.wait_out(lambda line: line == "open")
     for epoch in node.sockets():
         with suppress(SegmentNotFound):
-            table = node.handouts.table(epoch, writable=False)
+            table = node.handouts.table(SlotTableView, epoch)
             if table.pid == engine.pid:
                 return table
             table.close()

@@ -16,13 +16,12 @@ from kvshm.index import Replica
 from kvshm.records import BlockRecord, pack_records
 from kvshm.rundir import engine_socket, tables_socket
 from kvshm.segment import Segment
-from kvshm.slots import SlotTable
 from kvshm.terms import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm.tools import dump_index
 from kvshm.tools.chains import tag_of
 from kvshm.tools.report import Filters, describe
 
-from .served import Served, ServedNode
+from .served import AnyTable, Served, ServedNode
 
 DEAD_PID = 2**22 + 7  # above every pid_max
 
@@ -57,12 +56,12 @@ class Node(ServedNode):
         return dump_index.main(["--run-dir", str(self.run_dir), *arguments])
 
 
-def put(mapped: SlotTable | Replica | Segment, offset: int, value: int) -> None:
+def put(mapped: AnyTable | Replica | Segment, offset: int, value: int) -> None:
     memory = mapped.buffer if isinstance(mapped, Segment) else mapped._segment.buffer
     _native.store(memory, offset, value)
 
 
-def dies(table: SlotTable) -> None:
+def dies(table: AnyTable) -> None:
     """As the kernel has it when the process that made the table ends."""
     table.begin_pulse(None)
     table._pulse = None
@@ -77,7 +76,7 @@ def busy_node(node: Node) -> SimpleNamespace:
     crashed = node.engine("crashed", 0xC, DEAD_PID).table
     dies(crashed)
     for table, bit in (exporter, 0), (importer, 3), (crashed, 27):
-        table.lease_bit = LeaseBit(bit)
+        table.set_lease_bit(LeaseBit(bit))
     for rank in range(2):
         exporter.set_life(rank)
     importer.set_life(1)
@@ -102,7 +101,7 @@ def engine(report: dict, name: str) -> dict:
 
 
 @contextmanager
-def coordinator_of(node: ServedNode, *tables: SlotTable) -> Iterator[None]:
+def coordinator_of(node: ServedNode, *tables: AnyTable) -> Iterator[None]:
     """Who hands out the tables of a roster."""
     by_epoch = {table.epoch: table for table in tables}
 

@@ -10,10 +10,11 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from served import Served, ServedNode
+from served import AnyTable, Served, ServedNode
 
 from kvshm.index import Replica
 from kvshm.index_reader import LARGEST_INDEX, ReplicaReader
+from kvshm.own_slots import TableSpec
 from kvshm.records import (
     EPOCH_OFFSET,
     INDEX_HEADER_BYTES,
@@ -29,7 +30,6 @@ from kvshm.records import (
     pack_records,
 )
 from kvshm.segment import Segment
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import (
     NO_LEASE_BIT,
     BlockHash,
@@ -64,17 +64,17 @@ LEASABLE = 7
 SOME = [BlockId(block) for block in range(3)]
 
 
-def make_table(namespace: str) -> SlotTable:
+def make_table(namespace: str) -> AnyTable:
     """A table in use: READY, leased and DRAINING blocks, counts, an error, a ticket."""
     spec = TableSpec(namespace, "fuzzed", BLOCKS, 16, RANKS, Fingerprint(bytes(range(32))), "m")
-    table = SlotTable.create(spec, EPOCH)
+    table = AnyTable.create(spec, EPOCH)
     for rank in range(RANKS):
         table.set_life(Rank(rank))
     table.publish(PUBLISHED, bytes(8 * 8))
     table.lease(LeaseBit(3), PUBLISHED)
     table.release(LeaseBit(3), PUBLISHED[:240])
     table.retract([BlockId(7)])
-    table.lease_bit = LeaseBit(0)
+    table.set_lease_bit(LeaseBit(0))
     table.counters.add(0, 8)
     table.log_error("one error")
     table.take_ticket(RANKS)
@@ -119,18 +119,18 @@ class Table(Subject):
 
     def __init__(self, node: ServedNode) -> None:
         self._held = make_table(node.namespace)
-        self._opened: list[SlotTable] = []
+        self._opened: list[AnyTable] = []
         super().__init__(self._held._segment)
         node.engines.append(Served(node.run_dir, self._held, node.namespace))
         self._handouts = node.handouts
 
     def readers(self) -> Readers:
-        yield "fetched", lambda: self._opened.append(self._handouts.table(EPOCH))
+        yield "fetched", lambda: self._opened.append(self._handouts.table(AnyTable, EPOCH))
         for table in (self._held, *self._opened):
             yield from self._reading(table)
             yield from self._changing(table)
 
-    def _reading(self, table: SlotTable) -> Readers:
+    def _reading(self, table: AnyTable) -> Readers:
         ranks = [Rank(rank) for rank in range(min(table.num_ranks, 2 * RANKS))]
         blocks = range(min(table.num_blocks, 2 * BLOCKS))
         yield "scan", table.scan
@@ -147,7 +147,7 @@ class Table(Subject):
         yield "lease", lambda: self._lease(table, LeaseBit(5))
         yield "lease with own bit", lambda: self._lease(table, table.lease_bit)
 
-    def _lease(self, table: SlotTable, bit: int) -> None:
+    def _lease(self, table: AnyTable, bit: int) -> None:
         """What was spoiled must be missed: an epoch, a life word, a generation, a hash."""
         length, _ = table.lease(LeaseBit(bit), PUBLISHED)
         assert length <= self._leasable(), f"{length} blocks leased"
@@ -164,7 +164,7 @@ class Table(Subject):
         return block if 0 <= block < LEASABLE and within in generation_and_hash else LEASABLE
 
     @staticmethod
-    def _changing(table: SlotTable) -> Readers:
+    def _changing(table: AnyTable) -> Readers:
         yield "release", lambda: table.release(LeaseBit(3), PUBLISHED)
         yield "sweep", lambda: table.sweep(0xF)
         yield "publish", lambda: table.publish(UNPUBLISHED, bytes(8 * (BLOCKS - 8)))

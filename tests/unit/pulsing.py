@@ -8,12 +8,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvshm.slots import SlotTable
+from .served import AnyTable
 
 SCRIPT = """
 import sys
-from kvshm.slots import SlotTable
-table = SlotTable.of("its table", int(sys.argv[1]))
+from kvshm.own_slots import RankSlotTable
+table = RankSlotTable.of("its table", int(sys.argv[1]))
 table.begin_pulse(int(sys.argv[2]) if sys.argv[2] else None)
 """
 WAIT = "print(flush=True)\ninput()\n"
@@ -22,7 +22,7 @@ Child = subprocess.Popen[bytes]
 
 
 @contextmanager
-def pulsing(table: SlotTable, rank: int | None = None, then: str = WAIT) -> Iterator[Child]:
+def pulsing(table: AnyTable, rank: int | None = None, then: str = WAIT) -> Iterator[Child]:
     """A process that has the table, as its owner or one of its ranks, and goes on with ``then``.
     It has printed a line when this begins."""
     fd = table.descriptor(True)

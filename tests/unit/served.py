@@ -5,19 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvshm.errors import SegmentNotFound
-from kvshm.handout import Handouts, HandoutServer, Request, serve_epoch
+from kvshm.handout import Handouts, HandoutServer, Request, Role, serve_epoch
 from kvshm.index import Replica
 from kvshm.index_reader import ReplicaReader
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.rundir import engine_socket, tables_socket
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import PeerSlotTable, RosterSlotTable
 from kvshm.terms import Epoch, Fingerprint
+
+
+class AnyTable(OwnSlotTable, PeerSlotTable, RosterSlotTable):
+    """A slot table for tests that play several processes on one mapping: it may do what its
+    engine, an importer and the coordinator may.  No process has it so."""
 
 
 class Served:
     """One engine in one epoch: its table and replica, and the socket that hands them out."""
 
     def __init__(
-        self, run_dir: Path, table: SlotTable, namespace: str, replica: Replica | None = None
+        self, run_dir: Path, table: AnyTable, namespace: str, replica: Replica | None = None
     ) -> None:
         self.table = table
         self.replica = replica or Replica.create(namespace, table.engine, table.epoch, 64)
@@ -51,7 +57,7 @@ class ServedNode:
         self.run_dir, self.namespace = run_dir, namespace
         self.handouts = Handouts(run_dir, namespace)
         self.engines: list[Served] = []
-        self.roster: dict[int, SlotTable] = {}
+        self.roster: dict[int, AnyTable] = {}
         """Whose tables are to be had where the coordinator hands them out."""
         self._coordinator: HandoutServer | None = None
 
@@ -65,15 +71,15 @@ class ServedNode:
         model: str = "",
         pid: int | None = None,
     ) -> Served:
-        """Begin an engine's epoch: a table without life, and an empty replica."""
+        """Begin an engine's epoch: a table with every life word 0, and an empty replica."""
         spec = TableSpec(
             self.namespace, engine, num_blocks, 16, num_ranks, Fingerprint(fingerprint), model
         )
-        table = SlotTable.create(spec, Epoch(epoch), pid)
+        table = AnyTable.create(spec, Epoch(epoch), pid)
         self.engines.append(Served(self.run_dir, table, self.namespace))
         return self.engines[-1]
 
-    def enlist(self, table: SlotTable) -> None:
+    def enlist(self, table: AnyTable) -> None:
         """Put an engine into the roster, of which the coordinator hands out the tables."""
         self.roster[table.epoch] = table
         if self._coordinator is None:
@@ -92,9 +98,9 @@ class ServedNode:
             engine.close()
 
 
-def again(table: SlotTable, writable: bool = True) -> SlotTable:
-    """A second mapping of a table, as another process has it."""
-    return SlotTable.of(table.name, table.descriptor(writable), writable=writable)
+def again(table: OwnSlotTable, role: type[Role] = AnyTable) -> Role:
+    """A second mapping of a table, as another process in this role has it."""
+    return role.of(table.name, table.descriptor(role.WRITABLE))
 
 
 def read_again(replica: Replica) -> ReplicaReader:

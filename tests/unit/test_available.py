@@ -184,7 +184,7 @@ with open(sys.argv[1], "w") as procs:
 from kvshm.errors import KvshmError
 from kvshm.index import Replica
 from kvshm.records import BlockRecord, pack_records
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.transport.memory import KVMemory
 replica = Replica.create("limited", "e", 5, 1 << 10)
 spec = TableSpec("limited", "e", 4_000_000, 16, 1, bytes(32))
@@ -209,7 +209,7 @@ except KvshmError as exc:
     print(type(exc).__name__, exc)
 """
 TAKES = {
-    "a slot table": ("SlotTable.create(spec, 5)", "SegmentTooSmall kvshm.limited.slots.e."),
+    "a slot table": ("OwnSlotTable.create(spec, 5)", "SegmentTooSmall kvshm.limited.slots.e."),
     "KV memory": ("KVMemory.create(1 << 28)", "TransportError KV memory of 268435456 bytes: "),
     "an engine of many blocks": ('replica.add_row(7, "p", 1 << 24, 1)', "IndexFull kvshm.limited."),
     "a replica that grows": ("fill()", "KvshmError "),

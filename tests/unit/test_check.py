@@ -50,7 +50,7 @@ class Node(ServedNode):
         super().__init__(run_dir, namespace)
         self.exporter, self.importer = self.engine("exporter", 0xA), self.engine("importer", 0xB)
         for bit, engine in enumerate((self.exporter, self.importer)):
-            engine.table.lease_bit = LeaseBit(bit)
+            engine.table.set_lease_bit(LeaseBit(bit))
         self.table, self.index = self.exporter.table, self.importer.replica
         self.table.publish(RECORDS, bytes(80))
         self.table.lease(LeaseBit(1), RECORDS[:96])
@@ -204,7 +204,7 @@ def a_lease_nobody_holds(node: Node) -> str:
 
 @planted
 def two_owners_of_one_bit(node: Node) -> str:
-    node.engine("late", 0xD).table.lease_bit = LeaseBit(1)
+    node.engine("late", 0xD).table.set_lease_bit(LeaseBit(1))
     other = f"kvshm.{node.namespace}.slots.importer.000000000000000b"
     return f"slots.late.000000000000000d: header: claims lease bit 1, and so does {other}"
 

@@ -56,7 +56,8 @@ WORKER = f"""
 import sys
 from pathlib import Path
 from kvshm.handout import Handouts
-table = Handouts(Path(sys.argv[1]), sys.argv[2]).table({EPOCH})
+from kvshm.own_slots import RankSlotTable
+table = Handouts(Path(sys.argv[1]), sys.argv[2]).table(RankSlotTable, {EPOCH})
 table.begin_pulse(int(sys.argv[3]))
 print("has the table", flush=True)
 sys.stdin.read()

@@ -12,18 +12,19 @@ import pytest
 
 from kvshm import counters
 from kvshm.counters import PUBLISHED, REGISTRY, Counter
+from kvshm.own_slots import TableSpec
 from kvshm.records import NUM_COUNTERS
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import SlotTableView
 from kvshm.terms import Epoch, Fingerprint
 
-from .served import again
+from .served import AnyTable, again
 
 
 @pytest.fixture
-def table() -> Iterator[SlotTable]:
+def table() -> Iterator[AnyTable]:
     namespace = f"test-{uuid.uuid4().hex[:12]}"
     spec = TableSpec(namespace, "e", 1, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(1))
+    table = AnyTable.create(spec, Epoch(1))
     yield table
     table.close()
 
@@ -61,10 +62,10 @@ def test_an_id_is_given_once(number: int) -> None:
         Counter(number, "again", "Again.")
 
 
-def test_counters_are_read_by_label_from_another_mapping(table: SlotTable) -> None:
+def test_counters_are_read_by_label_from_another_mapping(table: AnyTable) -> None:
     table.counters.add(PUBLISHED)
     table.counters.add(counters.HOOK_ERRORS, 2**33)
-    reader = again(table, writable=False)
+    reader = again(table, SlotTableView)
     snapshot = reader.counters.snapshot()
     assert (snapshot["published"], snapshot["hook_errors"]) == (1, 2**33)
     assert sum(snapshot.values()) == 1 + 2**33
@@ -72,7 +73,7 @@ def test_counters_are_read_by_label_from_another_mapping(table: SlotTable) -> No
     reader.close()
 
 
-def test_only_known_counters_count_and_only_upwards(table: SlotTable) -> None:
+def test_only_known_counters_count_and_only_upwards(table: AnyTable) -> None:
     with pytest.raises(KeyError):
         table.counters.add(99)
     with pytest.raises(KeyError):
@@ -84,14 +85,14 @@ def test_only_known_counters_count_and_only_upwards(table: SlotTable) -> None:
 ADD = """
 import sys
 from kvshm.counters import PUBLISHED
-from kvshm.slots import SlotTable
-table = SlotTable.of("table", int(sys.argv[1]))
+from kvshm.own_slots import RankSlotTable
+table = RankSlotTable.of("table", int(sys.argv[1]))
 for _ in range(20_000):
     table.counters.add(PUBLISHED)
 """
 
 
-def test_processes_that_count_at_once_lose_nothing(table: SlotTable) -> None:
+def test_processes_that_count_at_once_lose_nothing(table: AnyTable) -> None:
     fd = table.descriptor(True)
     argv = [sys.executable, "-c", ADD, str(fd)]
     adding = [subprocess.Popen(argv, pass_fds=[fd]) for _ in range(3)]

@@ -11,12 +11,13 @@ from contextlib import ExitStack
 import pytest
 
 from kvshm.handout import FETCH_SECONDS
+from kvshm.own_slots import TableSpec
 from kvshm.records import VERSION_OFFSET
 from kvshm.segment import Segment
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint
 
 from .dumps import coordinator_of, engine, handing_out, put, silent_engine
+from .served import AnyTable
 
 # -- the dead, and those that do not answer
 
@@ -46,7 +47,7 @@ def test_with_nobody_alive_what_is_left_is_said_and_status_1(dumped, capsys):
 
 def test_of_one_that_stands_still_the_coordinator_gives_the_table(dumped, busy, capsys):
     spec = TableSpec(dumped.namespace, "still", 8, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(0xD))
+    table = AnyTable.create(spec, Epoch(0xD))
     with silent_engine(dumped, 0xD), coordinator_of(dumped, table):
         assert dumped.run() == 0
     text = capsys.readouterr().out

@@ -74,7 +74,7 @@ def test_leased_blocks_have_a_reference_count_and_holders_by_name(dumped, busy):
 def test_of_two_engines_with_one_bit_the_living_one_holds_it(dumped, busy):
     for name, epoch in ("before", 0x1), ("zombie", 0xE):
         table = dumped.engine(name, epoch).table
-        table.lease_bit = LeaseBit(3)
+        table.set_lease_bit(LeaseBit(3))
         dies(table)
     blocks = engine(dumped.report(), "exporter")["blocks"]
     assert blocks[0]["holders"][0]["engine"] == "importer"

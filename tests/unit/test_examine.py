@@ -24,12 +24,11 @@ from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Join, RankInfo
 from kvshm.records import LAYOUT_VERSION, TABLE_HEADER_BYTES, VERSION_OFFSET, table_bytes
 from kvshm.rundir import engine_socket
 from kvshm.segment import Segment
-from kvshm.slots import SlotTable
 from kvshm.terms import LeaseBit, Rank
 from kvshm.version import __version__
 
 from .exporters import Clock
-from .served import Served, ServedNode
+from .served import AnyTable, Served, ServedNode
 
 EPOCH = 0x77
 ME = Sender(b"route", os.geteuid(), os.getpid())
@@ -111,7 +110,7 @@ def test_an_engine_that_is_what_it_says_is_let_in_and_its_table_handed_on(
 ) -> None:
     shell.tables.serve()
     assert shell.examine(info) is None
-    engine.table.lease_bit = 3
+    engine.table.set_lease_bit(3)
     got = Handouts(served.run_dir, served.namespace).table_of_member(EPOCH, 8, 1)
     assert got.lease_bit == 3, "the same memory"
     got.close()
@@ -137,7 +136,7 @@ def test_a_table_is_kept_until_it_is_forgotten_though_nobody_serves_it_any_more(
     engine.table.set_life(Rank(0))
     engine.table.publish(bytes(48), bytes(8))
     assert engine.table.lease(LeaseBit(5), engine.table.scan())[0] == 1
-    worker = SlotTable.of("w", engine.table.descriptor(True))
+    worker = AnyTable.of("w", engine.table.descriptor(True))
     engine.table.begin_pulse(None)
     worker.begin_pulse(0)
     engine.table.retire()

@@ -15,11 +15,11 @@ from kvshm import _native
 from kvshm.cache import SharedCache
 from kvshm.config import Config
 from kvshm.coordinator_client import CoordinatorClient
+from kvshm.epoch_state import EngineSpec
 from kvshm.errors import KvshmError, TransportError
 from kvshm.fd_server import FdServer
 from kvshm.handout import Handouts
 from kvshm.interfaces import CopyState, MemoryDescriptor
-from kvshm.life import EngineSpec
 from kvshm.protocol import RankInfo
 from kvshm.rank import RankCache
 from kvshm.terms import Rank
@@ -123,7 +123,7 @@ def test_an_epoch_that_could_not_begin_begins_when_the_shortage_is_over(
     assert cache._open_when_ready() is None, "as the client's thread asks, every 50 ms"
     assert asked == [1000.0, 1000.0 + TIMING.try_again_seconds[0]]
     clock.now += 0.1
-    until(lambda: cache.life)
+    until(lambda: cache.epoch_state)
     assert not cache.failed
     told = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert sum("not sharing the prefix cache" in line for line in told) == 1
@@ -134,17 +134,17 @@ def test_of_an_epoch_that_a_rank_cannot_open_there_is_another_after_a_pause(
 ) -> None:
     asked: list[float] = []
     opening(cache, asked, clock)()
-    until(lambda: cache.life)
-    first = cache.epoch
-    assert first is not None
+    until(lambda: cache.epoch_state)
+    assert cache.table is not None
+    first = cache.table.epoch
     assert not cache.not_opened(first + 1)
     assert cache.not_opened(first)
-    assert (cache.epoch, cache.failed, os.listdir(place)) == (None, True, [])
+    assert (cache.table, cache.failed, os.listdir(place)) == (None, True, [])
     assert not cache.not_opened(first)
     assert cache._open_when_ready() is None, "not before the pause is over"
     clock.now += TIMING.try_again_seconds[0]
-    until(lambda: cache.life)
-    assert cache.epoch != first
+    until(lambda: cache.epoch_state)
+    assert cache.table.epoch != first
     assert not cache.failed
     cache.end_epoch()
     clock.now += 100

@@ -18,11 +18,12 @@ import pytest
 
 from kvshm.errors import CorruptSegment
 from kvshm.index import Replica
+from kvshm.own_slots import TableSpec
 from kvshm.records import ENTRY_BYTES, INDEX_HEADER_BYTES, NUM_BLOCKS_OFFSET
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint, LeaseBit
 
 from .replicas import found, packed
+from .served import AnyTable
 
 FUZZER = Path(__file__).with_name("segment_fuzzer.py")
 SEED = 20260725
@@ -79,7 +80,7 @@ def test_every_flipped_byte_is_an_exception_or_a_miss(
 
 def test_a_scan_ends_though_the_table_lost_blocks(namespace: str) -> None:
     spec = TableSpec(namespace, "a", 64, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(1))
+    table = AnyTable.create(spec, Epoch(1))
     try:
         table._segment.buffer[NUM_BLOCKS_OFFSET] = 8
         with pytest.raises(CorruptSegment, match="64 blocks, now only 8"):

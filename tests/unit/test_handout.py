@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 import pytest
 
+from kvshm import _native
 from kvshm.errors import (
     CorruptSegment,
     ProtocolError,
@@ -28,16 +29,16 @@ from kvshm.errors import (
 )
 from kvshm.fds import has_hung_up
 from kvshm.handout import Answer, Handouts, HandoutServer, ask, serve_epoch
-from kvshm.records import table_bytes
+from kvshm.records import RETIRED_OFFSET, table_bytes
 from kvshm.rundir import engine_socket, tables_socket
 from kvshm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import Epoch, LeaseBit
 
 from ..waiting import until
 from .few_descriptors import descriptors
 from .pages import ROOT
-from .served import Served, ServedNode
+from .served import AnyTable, Served, ServedNode
 
 EPOCH = Epoch(7)
 
@@ -59,8 +60,8 @@ def opened() -> int:
 def test_an_engines_table_is_to_be_had_to_write_and_its_replica_to_read(
     served: ServedNode, engine: Served
 ) -> None:
-    table = served.handouts.table(EPOCH)
-    table.lease_bit = LeaseBit(3)
+    table = served.handouts.table(AnyTable, EPOCH)
+    table.set_lease_bit(LeaseBit(3))
     assert engine.table.lease_bit == 3
     replica = served.handouts.replica(EPOCH)
     row = engine.replica.add_row(Epoch(9), "other", 4, LeaseBit(1))
@@ -98,7 +99,7 @@ def test_the_coordinator_hands_out_the_tables_of_the_roster(
     table.close()
     read = served.handouts.table_from_coordinator(EPOCH)
     with pytest.raises((ValueError, TypeError, BufferError)):
-        read.retire()
+        _native.store(read._segment.buffer, RETIRED_OFFSET, 1)
     read.close()
     with pytest.raises(SegmentNotFound, match="no such engine is in the roster"):
         served.handouts.table_of_member(8, 26, 1)
@@ -139,7 +140,7 @@ def test_what_was_handed_out_costs_the_server_no_descriptor(
 ) -> None:
     before = opened()
     for _ in range(20):
-        served.handouts.table(EPOCH).close()
+        served.handouts.table(PeerSlotTable, EPOCH).close()
     until(lambda: opened() <= before + 1)  # that of the last answer
 
 
@@ -148,10 +149,10 @@ def test_what_was_handed_out_costs_the_server_no_descriptor(
 
 def test_who_has_ended_is_not_found(served: ServedNode, engine: Served) -> None:
     with pytest.raises(SegmentNotFound, match="has gone"):
-        served.handouts.table(8)
+        served.handouts.table(PeerSlotTable, 8)
     engine.crash()
     with pytest.raises(SegmentNotFound, match="has died"):
-        served.handouts.table(EPOCH)
+        served.handouts.table(PeerSlotTable, EPOCH)
 
 
 def test_the_connection_ends_with_the_server(engine: Served) -> None:
@@ -179,11 +180,11 @@ def test_the_memory_outlives_who_made_it(served: ServedNode) -> None:
     with subprocess.Popen(argv, env=environ, **pipes) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        table = served.handouts.table(9)
+        table = served.handouts.table(PeerSlotTable, 9)
         child.kill()
     assert table.life(0) == 9
     with pytest.raises(SegmentNotFound, match="has died"):
-        served.handouts.table(9)
+        served.handouts.table(PeerSlotTable, 9)
     table.close()
 
 
@@ -240,7 +241,7 @@ def test_an_odd_answer_is_an_error_and_leaves_no_descriptor(
 ) -> None:
     before = opened()
     with answering(served, respond), pytest.raises(SegmentError, match=why):
-        served.handouts.table(EPOCH)
+        served.handouts.table(PeerSlotTable, EPOCH)
     assert opened() == before
 
 
@@ -249,7 +250,7 @@ def test_a_table_of_another_epoch_is_refused(served: ServedNode, engine: Served)
     server = HandoutServer(path, lambda _: engine.table.descriptor(True))
     before = opened()
     with pytest.raises(ProtocolError, match=f"epoch {EPOCH:016x}, not {8:016x}"):
-        served.handouts.table(8)
+        served.handouts.table(PeerSlotTable, 8)
     until(lambda: opened() <= before + 1)
     server.close()
 
@@ -266,7 +267,7 @@ def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine
     )
     quiet = Handouts(served.run_dir, served.namespace)
     with pytest.raises((CorruptSegment, SegmentError)):
-        quiet.table(8)
+        quiet.table(PeerSlotTable, 8)
     with pytest.raises(CorruptSegment):
         quiet.replica(8)
     server.close()
@@ -287,7 +288,7 @@ import sys
 from pathlib import Path
 from kvshm.fds import has_hung_up
 from kvshm.handout import ask
-connection = ask(Path(sys.argv[1]), "slots", int(sys.argv[2]), False, 60).connection
+_, connection = ask(Path(sys.argv[1]), "slots", int(sys.argv[2]), False, 60)
 print(flush=True)
 input()
 print(has_hung_up(connection))
@@ -321,8 +322,8 @@ def test_without_descriptors_asking_is_a_sentence(
     served: ServedNode, engine: Served, left: int
 ) -> None:
     with descriptors(left=left), pytest.raises(SegmentError, match=r"."):
-        served.handouts.table(EPOCH)
-    table = served.handouts.table(EPOCH)
+        served.handouts.table(PeerSlotTable, EPOCH)
+    table = served.handouts.table(PeerSlotTable, EPOCH)
     assert table.epoch == EPOCH
     table.close()
 
@@ -332,14 +333,14 @@ def test_an_engine_without_descriptors_is_not_taken_for_one_that_has_ended(
 ) -> None:
     """Who asks would forget it."""
     with monkeypatch.context() as short:
-        short.setattr(SlotTable, "descriptor", none_left)
+        short.setattr(AnyTable, "descriptor", none_left)
         with pytest.raises(SegmentError, match="without an answer") as caught:
-            served.handouts.table(EPOCH)
+            served.handouts.table(PeerSlotTable, EPOCH)
         assert not isinstance(caught.value, SegmentNotFound)
-    served.handouts.table(EPOCH).close()
+    served.handouts.table(PeerSlotTable, EPOCH).close()
 
 
-def none_left(table: SlotTable, writable: bool) -> int:
+def none_left(table: AnyTable, writable: bool) -> int:
     raise SegmentTooSmall(f"{table.name} cannot be handed on: Too many open files")
 
 
@@ -348,7 +349,7 @@ def test_a_socket_that_serves_cannot_be_served_by_another(
 ) -> None:
     with pytest.raises(TransportError, match="another process serves this socket"):
         serve_epoch(engine.path, engine.table, engine.replica)
-    served.handouts.table(EPOCH).close()
+    served.handouts.table(PeerSlotTable, EPOCH).close()
 
 
 def test_a_coordinator_whose_socket_is_gone_does_not_say_that_engines_have_ended(

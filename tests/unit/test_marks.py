@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import pytest
 
 from kvshm.marks import Marks, blocks_of, touching
+from kvshm.own_slots import TableSpec
 from kvshm.records import SlotState, unpack_records
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockId, Epoch, Fingerprint
+
+from .served import AnyTable
 
 GROUP = b"\0\0\0\0"
 CHAIN = [bytes([index]) * 32 for index in range(1, 6)]
@@ -76,10 +78,10 @@ Block = PoolBlock | Slotted
 
 
 @pytest.fixture
-def table() -> Iterator[SlotTable]:
+def table() -> Iterator[AnyTable]:
     name = "t" + uuid.uuid4().hex[:10]
     spec = TableSpec(name, "e", 8, 16, 1, Fingerprint(bytes(32)), "model")
-    table = SlotTable.create(spec, Epoch(7))
+    table = AnyTable.create(spec, Epoch(7))
     yield table
     table.close()
 
@@ -96,7 +98,7 @@ def hashed(pool: list[Block], *blocks: int) -> list[Block]:
     return [pool[block] for block in blocks]
 
 
-def ready(table: SlotTable) -> set[int]:
+def ready(table: AnyTable) -> set[int]:
     return {i for i, slot in enumerate(table.slots()) if slot.state is SlotState.READY}
 
 
@@ -112,7 +114,7 @@ def test_a_step_makes_sound_what_it_completes_and_nothing_else(pool: list[Block]
     assert marks.sound(blocks, 3) == 0
 
 
-def test_what_is_hashed_as_its_place_says_is_published(table: SlotTable, pool: list[Block]) -> None:
+def test_what_is_hashed_as_its_place_says_is_published(table: AnyTable, pool: list[Block]) -> None:
     marks = Marks(8)
     packed, _ = marks.write(hashed(pool, 3, 1, 4), 0, 3, 3)
     records, left = table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)])
@@ -128,7 +130,7 @@ def test_what_is_hashed_as_its_place_says_is_published(table: SlotTable, pool: l
 
 
 def test_a_block_without_a_hash_waits_while_somebody_may_give_it_one(
-    table: SlotTable, pool: list[Block]
+    table: AnyTable, pool: list[Block]
 ) -> None:
     marks = Marks(8)
     packed, _ = marks.write([pool[3], pool[1]], 0, 2, 2)
@@ -141,7 +143,7 @@ def test_a_block_without_a_hash_waits_while_somebody_may_give_it_one(
 
 
 def test_a_changed_block_and_another_hash_are_passed_over(
-    table: SlotTable, pool: list[Block]
+    table: AnyTable, pool: list[Block]
 ) -> None:
     marks = Marks(8)
     packed, _ = marks.write(hashed(pool, 3, 1, 4), 0, 3, 3)
@@ -154,7 +156,7 @@ def test_a_changed_block_and_another_hash_are_passed_over(
     assert marks.sound([pool[4]], 1) == 0
 
 
-def test_a_slot_that_still_drains_waits(table: SlotTable, pool: list[Block]) -> None:
+def test_a_slot_that_still_drains_waits(table: AnyTable, pool: list[Block]) -> None:
     marks = Marks(8)
     packed, _ = marks.write(hashed(pool, 3), 0, 1, 1)
     records, _ = table.publish_marked(marks.packed, pool, [(CHAIN, 0, packed)])
@@ -170,7 +172,7 @@ def test_a_slot_that_still_drains_waits(table: SlotTable, pool: list[Block]) -> 
 
 
 def test_a_twin_is_offered_too_and_stays_when_the_other_goes(
-    table: SlotTable, pool: list[Block]
+    table: AnyTable, pool: list[Block]
 ) -> None:
     marks = Marks(8)
     for block in (3, 6):
@@ -183,7 +185,7 @@ def test_a_twin_is_offered_too_and_stays_when_the_other_goes(
 
 
 def test_the_parent_is_the_chain_s_whatever_was_published_before(
-    table: SlotTable, pool: list[Block]
+    table: AnyTable, pool: list[Block]
 ) -> None:
     marks, other = Marks(8), [bytes([index]) * 32 for index in range(11, 15)]
     packed, _ = marks.write(hashed(pool, 3, 1, 4), 0, 3, 3)
@@ -198,7 +200,7 @@ def test_the_parent_is_the_chain_s_whatever_was_published_before(
 
 
 def test_what_is_cleared_is_retracted_as_far_as_it_is_published(
-    table: SlotTable, pool: list[Block]
+    table: AnyTable, pool: list[Block]
 ) -> None:
     marks = Marks(8)
     packed, _ = marks.write(hashed(pool, 3, 1), 0, 2, 2)
@@ -213,7 +215,7 @@ def test_what_is_cleared_is_retracted_as_far_as_it_is_published(
 
 
 @pytest.mark.parametrize("block", [8, -1, 1 << 40])
-def test_a_block_that_does_not_exist_is_an_error(table: SlotTable, block: int) -> None:
+def test_a_block_that_does_not_exist_is_an_error(table: AnyTable, block: int) -> None:
     marks = Marks(8)
     with pytest.raises(IndexError):
         marks.clear([PoolBlock(block)])
@@ -229,7 +231,7 @@ def test_a_block_that_does_not_exist_is_an_error(table: SlotTable, block: int) -
     assert marks.sound([PoolBlock(0)], 1) == 0
 
 
-def test_runs_that_change_while_they_are_published_harm_nobody(table: SlotTable) -> None:
+def test_runs_that_change_while_they_are_published_harm_nobody(table: AnyTable) -> None:
     """What a block says may be told by Python code, which may do anything."""
     marks = Marks(8)
     blocks = [PoolBlock(n) for n in range(3)]
@@ -249,7 +251,7 @@ def test_runs_that_change_while_they_are_published_harm_nobody(table: SlotTable)
     assert len(left) == 1
 
 
-def test_runs_of_other_shapes_are_refused(table: SlotTable, pool: list[Block]) -> None:
+def test_runs_of_other_shapes_are_refused(table: AnyTable, pool: list[Block]) -> None:
     marks = Marks(8)
     packed, _ = marks.write(hashed(pool, 3), 0, 1, 1)
     for run in ((CHAIN, 0), (CHAIN, 0, "text"), ([7], 0, packed), ([b""], 0, packed)):

@@ -10,18 +10,19 @@ import pytest
 
 from kvshm import counters as c
 from kvshm import incompatible
+from kvshm.epoch_state import EpochState
 from kvshm.error_log import TEXT_BYTES
 from kvshm.fingerprint import FIELDS
-from kvshm.life import Life
 from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
+from kvshm.own_slots import TableSpec
 from kvshm.peer_list import PeerList
 from kvshm.peers import Peers
 from kvshm.protocol import Joined, Refused, Stranger, StrangerJoined, Tick
 from kvshm.roster_handler import MAX_NAMED, MAX_NOTED, RosterHandler
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import Epoch, Fingerprint
 
 from .exporters import OWN_EPOCH, Clock
+from .served import AnyTable
 
 WEIGHTS = "0123456789abcdef" * 2
 OTHER = Stranger("vllm-7", 7, {"dtype": ("bf16", "f16"), "weights": (WEIGHTS, WEIGHTS[::-1])})
@@ -32,25 +33,25 @@ def new(stranger: Stranger) -> StrangerJoined:
 
 
 @pytest.fixture
-def table(namespace: str) -> Iterator[SlotTable]:
+def table(namespace: str) -> Iterator[AnyTable]:
     spec = TableSpec(namespace, "me", 8, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(OWN_EPOCH))
+    table = AnyTable.create(spec, Epoch(OWN_EPOCH))
     yield table
     table.close()
 
 
 @pytest.fixture
-def life(table: SlotTable, peers: Peers) -> Life:
+def state(table: AnyTable, peers: Peers) -> EpochState:
     """Of which a RosterHandler uses the table and the peers only."""
-    return Life(table, None, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
+    return EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
 
 
 @pytest.fixture
-def handler(life: Life) -> RosterHandler:
-    return RosterHandler(lambda: life, lambda: life)
+def handler(state: EpochState) -> RosterHandler:
+    return RosterHandler(lambda: state, lambda: state)
 
 
-def test_each_minute_tells_of_hits_and_of_misses(table: SlotTable, clock: Clock) -> None:
+def test_each_minute_tells_of_hits_and_of_misses(table: AnyTable, clock: Clock) -> None:
     report = MissReport(clock)
     count = table.counters.add
     clock.now += PERIOD_SECONDS + 1
@@ -76,7 +77,7 @@ def test_each_minute_tells_of_hits_and_of_misses(table: SlotTable, clock: Clock)
     assert report.line(table) == "last 90 s: 2 of 2 lookups found a prefix, 16 tokens imported"
 
 
-def test_each_reason_for_a_miss_is_told(table: SlotTable, clock: Clock) -> None:
+def test_each_reason_for_a_miss_is_told(table: AnyTable, clock: Clock) -> None:
     report = MissReport(clock)
     for number, reason in enumerate(REASONS, start=1):
         table.counters.add(c.LOOKUPS, number)
@@ -97,7 +98,7 @@ def test_each_reason_for_a_miss_is_told(table: SlotTable, clock: Clock) -> None:
     ],
 )
 def test_what_ends_in_a_minute_without_lookups_is_told(
-    table: SlotTable, clock: Clock, counter: c.Counter, line: str
+    table: AnyTable, clock: Clock, counter: c.Counter, line: str
 ) -> None:
     """A load takes until the next minute; without room nothing is looked up."""
     report = MissReport(clock)
@@ -107,7 +108,7 @@ def test_what_ends_in_a_minute_without_lookups_is_told(
 
 
 def test_another_epochs_counters_begin_at_zero(
-    table: SlotTable, namespace: str, clock: Clock
+    table: AnyTable, namespace: str, clock: Clock
 ) -> None:
     report = MissReport(clock)
     table.counters.add(c.LOOKUPS, 5)
@@ -115,7 +116,7 @@ def test_another_epochs_counters_begin_at_zero(
     clock.now += PERIOD_SECONDS
     assert "no peer 5" in str(report.line(table))
     spec = TableSpec(namespace, "me", 8, 16, 1, Fingerprint(bytes(32)))
-    another = SlotTable.create(spec, Epoch(OWN_EPOCH + 1))
+    another = AnyTable.create(spec, Epoch(OWN_EPOCH + 1))
     another.counters.add(c.LOOKUPS)
     another.counters.add(c.MISS_NO_PEER)
     clock.now += PERIOD_SECONDS
@@ -184,7 +185,7 @@ def test_another_model_is_told_from_one_that_is_set_up_otherwise(
     assert incompatible.has_another_model(Stranger("x", 1, differing)) == another
 
 
-def test_the_first_join_of_an_epoch_is_no_rejoin(table: SlotTable, handler: RosterHandler) -> None:
+def test_the_first_join_of_an_epoch_is_no_rejoin(table: AnyTable, handler: RosterHandler) -> None:
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
         roster=[], sequences={}, suspected=[], strangers=[],
@@ -195,7 +196,7 @@ def test_the_first_join_of_an_epoch_is_no_rejoin(table: SlotTable, handler: Rost
 
 
 def test_both_sides_say_it_once_and_note_it(
-    table: SlotTable, peers: Peers, handler: RosterHandler, caplog: pytest.LogCaptureFixture
+    table: AnyTable, peers: Peers, handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
@@ -240,7 +241,7 @@ def test_of_very_many_strangers_the_latest_are_remembered_as_named(
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
 def test_strangers_leave_room_in_the_error_log(
-    table: SlotTable, peers: Peers, handler: RosterHandler, count: int
+    table: AnyTable, peers: Peers, handler: RosterHandler, count: int
 ) -> None:
     """However many there are and in however many fields they differ."""
     differing = dict.fromkeys("abcdefghij", ("1", "2"))
@@ -260,7 +261,7 @@ def test_strangers_leave_room_in_the_error_log(
 
 
 def test_what_the_replica_had_no_room_for_is_counted(
-    table: SlotTable, peers: Peers, handler: RosterHandler, monkeypatch: pytest.MonkeyPatch
+    table: AnyTable, peers: Peers, handler: RosterHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for refused in (2, 2, 5):
         monkeypatch.setattr(peers.replica, "_refused", refused)
@@ -283,7 +284,7 @@ def test_a_list_of_peers_that_could_not_be_written_is_written_with_a_beat(
 
 
 def test_a_refusal_is_told_of_the_present_epoch_only(
-    life: Life, handler: RosterHandler, caplog: pytest.LogCaptureFixture
+    state: EpochState, handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The table of one that has ended has gone: there is nothing to mend."""
     for epoch in (OWN_EPOCH + 1, OWN_EPOCH):
@@ -308,8 +309,8 @@ def test_a_refusal_is_logged_once_until_it_is_another_or_the_engine_has_joined(
     assert [m.partition("engine: ")[2][0] for m in caplog.messages] == ["r", "s", "s"]
 
 
-def test_the_client_counts_into_the_present_table(table: SlotTable, life: Life) -> None:
-    present = [life]
+def test_the_client_counts_into_the_present_table(table: AnyTable, state: EpochState) -> None:
+    present = [state]
     handler = RosterHandler(lambda: None, lambda: present[0] if present else None)
     handler.count(c.EVENTS_SENT)
     handler.count(c.EVENTS_DROPPED, 3)

@@ -130,7 +130,7 @@ def test_a_leased_slot_drains_until_released(table: mmap.mmap) -> None:
     assert _native.recheck(table, EPOCH, 1, held) == b"\0\1"
 
 
-def test_a_lame_holder_is_not_waited_for(table: mmap.mmap) -> None:
+def test_a_slow_holder_is_not_waited_for(table: mmap.mmap) -> None:
     held = publish(table, 1)
     _native.lease(table, EPOCH, 5, held)
     _native.lease(table, EPOCH, 6, held)

@@ -19,7 +19,7 @@ from kvshm.peers import (
     PeersStats,
 )
 from kvshm.protocol import EngineInfo
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.timing import TIMING
 
 from .exporters import HASHES, OWN_EPOCH, Clock, Make, offered
@@ -29,7 +29,7 @@ from .served import ServedNode, read_again
 # -- scans that race with events
 
 
-class RacingTable(SlotTable):
+class RacingTable(PeerSlotTable):
     """A table whose engine goes on working while it is scanned."""
 
     before: Callable[[], object] = staticmethod(lambda: None)
@@ -44,7 +44,7 @@ class RacingTable(SlotTable):
 
 @pytest.fixture
 def racing(served: ServedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
-    monkeypatch.setattr("kvshm.handout.SlotTable", RacingTable)
+    monkeypatch.setattr("kvshm.handout.PeerSlotTable", RacingTable)
     peers = Peers(served.namespace, "racer", OWN_EPOCH, served.handouts)
     monkeypatch.setattr(RacingTable, "before", RacingTable.before)
     monkeypatch.setattr(RacingTable, "after", RacingTable.after)

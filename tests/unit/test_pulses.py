@@ -20,36 +20,37 @@ import pytest
 
 from kvshm import _native
 from kvshm.errors import SegmentError
+from kvshm.own_slots import TableSpec
 from kvshm.records import PULSES_OFFSET, BlockRecord, pack_records
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import SlotTableView
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 
 from ..waiting import until
 from .pulsing import WAIT, pulsing
-from .served import again
+from .served import AnyTable, again
 
 pytestmark = pytest.mark.multiprocess
 
 RANKS = 2
 
 
-def new_table() -> SlotTable:
+def new_table() -> AnyTable:
     spec = TableSpec("pulses", "e", 4, 16, RANKS, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(1))
+    table = AnyTable.create(spec, Epoch(1))
     for rank in range(RANKS):
         table.set_life(rank)
     return table
 
 
 @pytest.fixture
-def table() -> Iterator[SlotTable]:
+def table() -> Iterator[AnyTable]:
     table = new_table()
     yield table
     table.close()
 
 
 @pytest.fixture
-def held(table: SlotTable) -> bytes:
+def held(table: AnyTable) -> bytes:
     """The record of block 0, published."""
     record = BlockRecord(BlockHash(b"h" * 32), BlockId(0), Generation(0), 0)
     return table.publish(pack_records([record]), bytes(8))
@@ -84,7 +85,7 @@ ENDS = {
 
 @pytest.mark.parametrize("rank", [None, 1], ids=["owner", "rank"])
 @pytest.mark.parametrize("how", ENDS)
-def test_however_a_process_ends_it_is_marked(table: SlotTable, how: str, rank: int | None) -> None:
+def test_however_a_process_ends_it_is_marked(table: AnyTable, how: str, rank: int | None) -> None:
     go_on = "print(flush=True)\ninput()\n"
     with pulsing(table, rank, go_on + ENDS[how]) as child:
         assert (table.died, table.in_use) == (False, True)
@@ -98,7 +99,7 @@ def test_however_a_process_ends_it_is_marked(table: SlotTable, how: str, rank: i
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
 def test_nothing_is_leased_from_an_engine_of_which_a_process_has_died(
-    table: SlotTable, held: bytes, rank: int | None
+    table: AnyTable, held: bytes, rank: int | None
 ) -> None:
     """The life words are as they were, and nobody had to look for a death."""
     with pulsing(table, rank):
@@ -135,7 +136,7 @@ def test_who_is_killed_is_marked_also_where_its_memory_is_taken_at_once() -> Non
     for _ in range(100):
         table, ready = new_table(), fork.Event()
 
-        def live(table: SlotTable = table, ready: Event = ready) -> None:
+        def live(table: AnyTable = table, ready: Event = ready) -> None:
             table.begin_pulse(None)
             ready.set()
             signal.pause()
@@ -219,7 +220,7 @@ def test_the_mark_comes_while_gibibytes_have_yet_to_go() -> None:
 # -- who is not dead
 
 
-def test_who_stands_still_is_not_dead(table: SlotTable, held: bytes) -> None:
+def test_who_stands_still_is_not_dead(table: AnyTable, held: bytes) -> None:
     with pulsing(table) as child:
         child.send_signal(signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
@@ -227,7 +228,7 @@ def test_who_stands_still_is_not_dead(table: SlotTable, held: bytes) -> None:
         assert table.lease(LeaseBit(0), held)[0] == 1
 
 
-def test_the_end_of_another_thread_is_no_death(table: SlotTable) -> None:
+def test_the_end_of_another_thread_is_no_death(table: AnyTable) -> None:
     def begin() -> None:
         table.begin_pulse(None)
 
@@ -238,7 +239,7 @@ def test_the_end_of_another_thread_is_no_death(table: SlotTable) -> None:
 
 
 @pytest.mark.parametrize("how", ["_exit", "SIGKILL", "sys.exit"])
-def test_the_end_of_a_forked_child_is_not_its_parents(table: SlotTable, how: str) -> None:
+def test_the_end_of_a_forked_child_is_not_its_parents(table: AnyTable, how: str) -> None:
     table.begin_pulse(None)
 
     def end() -> None:
@@ -257,7 +258,7 @@ def test_the_end_of_a_forked_child_is_not_its_parents(table: SlotTable, how: str
 
 
 @pytest.mark.parametrize("child", ["input()", "table.close(); input()"])
-def test_a_child_that_lives_on_does_not_keep_its_parent_alive(table: SlotTable, child: str) -> None:
+def test_a_child_that_lives_on_does_not_keep_its_parent_alive(table: AnyTable, child: str) -> None:
     """A worker of an engine, forked, that nobody has killed yet."""
     then = f"import os\nif not os.fork(): {child}\n" + WAIT
     with pulsing(table, None, then) as parent:
@@ -266,7 +267,7 @@ def test_a_child_that_lives_on_does_not_keep_its_parent_alive(table: SlotTable, 
         assert table.owner_died
 
 
-def test_a_forked_child_has_nothing_to_spoil_its_parents_pulse_with(table: SlotTable) -> None:
+def test_a_forked_child_has_nothing_to_spoil_its_parents_pulse_with(table: AnyTable) -> None:
     """Where the kernel reads what it shall mark: a page of memory that is shared, but by nobody."""
     count = "print(open('/proc/self/maps').read().count('/dev/zero (deleted)'), flush=True)\n"
     then = f"import os\nprint(flush=True)\n{count}if os.fork(): os.wait()\n{count}input()"
@@ -276,7 +277,7 @@ def test_a_forked_child_has_nothing_to_spoil_its_parents_pulse_with(table: SlotT
     assert counts == [1, 0]
 
 
-def test_an_engine_is_in_use_until_its_last_process_has_gone(table: SlotTable) -> None:
+def test_an_engine_is_in_use_until_its_last_process_has_gone(table: AnyTable) -> None:
     assert (table.died, table.in_use) == (False, False), "nobody has begun"
     with pulsing(table, 1):
         with pulsing(table):
@@ -288,7 +289,7 @@ def test_an_engine_is_in_use_until_its_last_process_has_gone(table: SlotTable) -
 # -- beginning and ending
 
 
-def test_a_pulse_ends_with_the_table_and_leaves_no_thread(table: SlotTable) -> None:
+def test_a_pulse_ends_with_the_table_and_leaves_no_thread(table: AnyTable) -> None:
     before = threads()
     own = again(table)
     own.begin_pulse(0)
@@ -300,13 +301,13 @@ def test_a_pulse_ends_with_the_table_and_leaves_no_thread(table: SlotTable) -> N
     until(lambda: threads() == before)
 
 
-def test_where_no_thread_can_be_started_there_is_a_sentence(table: SlotTable) -> None:
+def test_where_no_thread_can_be_started_there_is_a_sentence(table: AnyTable) -> None:
     """In a process of its own: the limit is all its user's."""
     script = (
         "import os, resource, sys, threading\n"
-        "from kvshm.slots import SlotTable\n"
+        "from kvshm.own_slots import RankSlotTable\n"
         "from kvshm.errors import SegmentError\n"
-        "table = SlotTable.of('its table', int(sys.argv[1]))\n"
+        "table = RankSlotTable.of('its table', int(sys.argv[1]))\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (size + 1024, -1))\n"
         "try:\n    table.begin_pulse(None)\n"
@@ -323,22 +324,22 @@ def test_where_no_thread_can_be_started_there_is_a_sentence(table: SlotTable) ->
 
 
 @pytest.mark.parametrize("rank", [-1, RANKS])
-def test_there_is_no_such_rank(table: SlotTable, rank: int) -> None:
+def test_there_is_no_such_rank(table: AnyTable, rank: int) -> None:
     with pytest.raises(IndexError):
         table.begin_pulse(rank)
 
 
-def test_a_table_that_is_only_read_has_no_pulse(table: SlotTable) -> None:
-    reader = again(table, writable=False)
+def test_a_table_that_is_only_read_has_no_pulse(table: AnyTable) -> None:
+    reader = again(table, SlotTableView)
     with pytest.raises((ValueError, TypeError, BufferError)):
-        reader.begin_pulse(None)
+        _native.pulse(reader._segment.buffer, PULSES_OFFSET)
     reader.close()
 
 
 @pytest.mark.parametrize(
     "offset", [-8, 1, PULSES_OFFSET + 4, 1 << 40, (1 << 64) - 8, (1 << 64) - 1]
 )
-def test_a_word_that_is_none_is_refused(table: SlotTable, offset: int) -> None:
+def test_a_word_that_is_none_is_refused(table: AnyTable, offset: int) -> None:
     with pytest.raises((ValueError, IndexError, OverflowError)):
         _native.pulse(table._segment.buffer, offset & ((1 << 64) - 1))
 

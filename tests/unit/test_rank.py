@@ -15,17 +15,18 @@ import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState
-from kvshm.plans import NO_TICKET, Load, LoadFailure, LoadReport, Piece
+from kvshm.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece
 from kvshm.rank import RankCache
 from kvshm.rank_load import RankLoad
 from kvshm.rank_peers import FAILED_SECONDS, PeerBook
-from kvshm.slots import SlotTable
+from kvshm.records import TICKETS_OFFSET
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import BlockId, Epoch, LeaseBit, Rank
 
 from ..waiting import until
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
 from .played_transport import PlayedTransport, memory_of
-from .served import ServedNode
+from .served import AnyTable, ServedNode
 
 OWN = Epoch(0x5000)
 BIT = LeaseBit(3)
@@ -37,8 +38,7 @@ def piece_of(peer: Exporter, block: int, taken: bytes = b"\0") -> Piece:
     if any(taken):
         assert peer.table.lease(BIT, records) == (1, taken)
     memory = (memory_of(peer.info.epoch),)
-    target = (BlockId(block + 10),)
-    return Piece(Epoch(peer.info.epoch), memory, records, taken, target, 8)
+    return Piece(Epoch(peer.info.epoch), memory, records, taken, (BlockId(block + 10),), 8)
 
 
 def load_of(*pieces: Piece, ticket: int = NO_TICKET, name: str = "load") -> Load:
@@ -57,7 +57,7 @@ def reports(cache: RankCache, number: int) -> dict[str, LoadReport]:
 
 
 @pytest.fixture
-def own(served: ServedNode) -> SlotTable:
+def own(served: ServedNode) -> AnyTable:
     return served.serve("own", OWN, NUM_BLOCKS, 2, FINGERPRINT).table
 
 
@@ -79,15 +79,15 @@ def cache(transport: PlayedTransport, served: ServedNode, clock: Clock) -> Itera
 
 
 @pytest.fixture
-def opened(cache: RankCache, own: SlotTable) -> RankCache:
+def opened(cache: RankCache, own: AnyTable) -> RankCache:
     """The cache in its epoch."""
     cache.open_epoch(own.epoch)
     return cache
 
 
-def in_use(table: SlotTable, ticket: int) -> int:
+def in_use(table: AnyTable, ticket: int) -> int:
     """How many ranks a ticket still waits for."""
-    return table._load(table._ticket(ticket))
+    return table._load(TICKETS_OFFSET + 8 * ticket)
 
 
 # -- peers that hang or fail
@@ -191,7 +191,7 @@ def test_nothing_is_copied_into_memory_whose_epoch_ended_meanwhile(
 # -- leases of a rank without a table
 
 
-def leased(cache: RankCache, own: SlotTable, exporter: Make) -> tuple[Exporter, int]:
+def leased(cache: RankCache, own: AnyTable, exporter: Make) -> tuple[Exporter, int]:
     peer, ticket = exporter(), own.take_ticket(1)
     assert ticket is not None
     cache.begin_load(load_of(piece_of(peer, 1, b"\1"), ticket=ticket))
@@ -199,7 +199,7 @@ def leased(cache: RankCache, own: SlotTable, exporter: Make) -> tuple[Exporter, 
 
 
 def test_a_rank_with_a_table_counts_the_ticket_and_releases(
-    opened: RankCache, own: SlotTable, exporter: Make
+    opened: RankCache, own: AnyTable, exporter: Make
 ) -> None:
     peer, ticket = leased(opened, own, exporter)
     assert reports(opened, 1)["load"].bad == ()
@@ -208,7 +208,7 @@ def test_a_rank_with_a_table_counts_the_ticket_and_releases(
 
 
 def test_only_the_last_rank_of_a_load_gives_its_leases_back(
-    opened: RankCache, own: SlotTable, exporter: Make
+    opened: RankCache, own: AnyTable, exporter: Make
 ) -> None:
     peer, ticket = exporter(), own.take_ticket(2)
     assert ticket is not None
@@ -221,7 +221,7 @@ def test_only_the_last_rank_of_a_load_gives_its_leases_back(
 
 
 def test_a_rank_without_a_table_gives_its_leases_back(
-    cache: RankCache, own: SlotTable, exporter: Make
+    cache: RankCache, own: AnyTable, exporter: Make
 ) -> None:
     peer, _ = leased(cache, own, exporter)
     [failure] = reports(cache, 1)["load"].failures
@@ -230,7 +230,7 @@ def test_a_rank_without_a_table_gives_its_leases_back(
 
 
 def test_a_load_of_an_earlier_epoch_leaves_the_tickets_of_this_one_alone(
-    cache: RankCache, own: SlotTable, served: ServedNode, exporter: Make
+    cache: RankCache, own: AnyTable, served: ServedNode, exporter: Make
 ) -> None:
     table = served.serve("next", OWN + 1, NUM_BLOCKS, 1, FINGERPRINT).table
     cache.open_epoch(table.epoch)
@@ -244,7 +244,7 @@ def test_a_load_of_an_earlier_epoch_leaves_the_tickets_of_this_one_alone(
 
 
 def test_one_peer_that_has_gone_keeps_no_other_lease(
-    opened: RankCache, own: SlotTable, transport: PlayedTransport, exporter: Make
+    opened: RankCache, own: AnyTable, transport: PlayedTransport, exporter: Make
 ) -> None:
     gone, peer = exporter("gone"), exporter()
     ticket = own.take_ticket(1)
@@ -258,7 +258,7 @@ def test_one_peer_that_has_gone_keeps_no_other_lease(
 
 
 def test_why_a_rank_exports_nothing_is_said_until_it_does(
-    cache: RankCache, own: SlotTable, transport: PlayedTransport
+    cache: RankCache, own: AnyTable, transport: PlayedTransport
 ) -> None:
     assert cache.failed == ""
     transport.export_error = TransportError("no room for a socket")
@@ -294,7 +294,7 @@ def test_an_ended_peer_is_unmapped_by_a_rank_that_is_never_idle(
 
 
 def test_an_ended_peer_stays_mapped_while_a_load_has_yet_to_check_it(
-    opened: RankCache, own: SlotTable, transport: PlayedTransport, exporter: Make, clock: Clock
+    opened: RankCache, own: AnyTable, transport: PlayedTransport, exporter: Make, clock: Clock
 ) -> None:
     transport.state = CopyState.PENDING
     peer, _ = leased(opened, own, exporter)
@@ -343,7 +343,7 @@ def test_the_load_thread_outlives_what_cannot_be_unmapped(
 
 def test_a_spoilt_load_reports_all_its_targets_once_nothing_can_write(
     opened: RankCache,
-    own: SlotTable,
+    own: AnyTable,
     transport: PlayedTransport,
     exporter: Make,
     caplog: pytest.LogCaptureFixture,
@@ -372,12 +372,12 @@ def test_a_spoilt_load_reports_all_its_targets_once_nothing_can_write(
 
 
 def test_a_load_whose_check_fails_is_bad_and_gives_its_leases_back(
-    opened: RankCache, own: SlotTable, exporter: Make, monkeypatch: pytest.MonkeyPatch
+    opened: RankCache, own: AnyTable, exporter: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> list[bool]:
         raise StaleAttachment("recheck")
 
-    monkeypatch.setattr(SlotTable, "recheck", fail)
+    monkeypatch.setattr(PeerSlotTable, "recheck", fail)
     peer, ticket = leased(opened, own, exporter)
     assert reports(opened, 1)["load"].bad == (11,)
     assert peer.table.slot(1).leases == 0

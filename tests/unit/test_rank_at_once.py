@@ -11,21 +11,22 @@ import pytest
 from kvshm.counters import LOADS_TOO_LATE
 from kvshm.errors import CorruptSegment, MemoryInUse
 from kvshm.interfaces import CopyState
-from kvshm.plans import LoadFailure
+from kvshm.load_plan import LoadFailure
 from kvshm.rank import RankCache
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import Rank
 
 from ..waiting import until
 from .exporters import Clock, Make
 from .played_transport import PlayedCopy, PlayedMemory, PlayedTransport
+from .served import AnyTable
 from .test_rank import BIT, cache, load_of, own, piece_of, reports, transport
 
 __all__ = ["cache", "own", "transport"]
 
 
 @pytest.fixture
-def attached(cache: RankCache, own: SlotTable, exporter: Make) -> Make:
+def attached(cache: RankCache, own: AnyTable, exporter: Make) -> Make:
     """Makes exporters that the rank has attached."""
     cache.open_epoch(own.epoch)
 
@@ -47,7 +48,7 @@ def test_a_load_of_an_attached_peer_has_ended_when_the_call_returns(
     assert cache.poll() == []  # vLLM knows nothing of it
 
 
-def test_nobody_waits_for_an_attach(cache: RankCache, own: SlotTable, exporter: Make) -> None:
+def test_nobody_waits_for_an_attach(cache: RankCache, own: AnyTable, exporter: Make) -> None:
     cache.open_epoch(own.epoch)
     piece = piece_of(exporter(), 2)
     (report,) = cache.load_at_once([load_of(piece)], 1000.0)
@@ -57,7 +58,7 @@ def test_nobody_waits_for_an_attach(cache: RankCache, own: SlotTable, exporter: 
 
 
 def test_a_peer_that_was_let_go_is_not_attached_by_a_load_that_does_not_say_where_it_lies(
-    cache: RankCache, own: SlotTable, transport: PlayedTransport, exporter: Make
+    cache: RankCache, own: AnyTable, transport: PlayedTransport, exporter: Make
 ) -> None:
     """Else the attach would fail, and be remembered as the peer's failure."""
     cache.open_epoch(own.epoch)
@@ -71,7 +72,7 @@ def test_a_peer_that_was_let_go_is_not_attached_by_a_load_that_does_not_say_wher
 
 @pytest.mark.parametrize("fenced", [False, True])
 def test_a_copy_that_lasts_too_long_is_lost_and_harmless(
-    cache: RankCache, own: SlotTable, transport: PlayedTransport, attached: Make, clock: Clock,
+    cache: RankCache, own: AnyTable, transport: PlayedTransport, attached: Make, clock: Clock,
     fenced: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Where the model's stream can wait for the copy, nobody else does; where it cannot, the
@@ -110,7 +111,7 @@ def test_a_copy_that_lasts_too_long_is_lost_and_harmless(
 
 
 def test_who_copies_for_a_step_stops_when_its_time_is_up(
-    cache: RankCache, own: SlotTable, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankCache, own: AnyTable, attached: Make, transport: PlayedTransport, clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def copies(memory: PlayedMemory, source: object, target: object,
@@ -181,7 +182,7 @@ def test_a_step_goes_on_only_when_the_cancelled_copy_writes_no_more(
 
 
 def test_a_rank_does_not_wait_for_ever_for_a_copy_that_cannot_be_stopped(
-    cache: RankCache, own: SlotTable, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankCache, own: AnyTable, attached: Make, transport: PlayedTransport, clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It may write over what the model computes: the rank ends, and others read nothing of it."""
@@ -341,7 +342,7 @@ def test_a_load_that_cannot_be_checked_is_its_peers_fault(
         raise CorruptSegment("not what it was")
 
     peer = attached()
-    monkeypatch.setattr(SlotTable, "recheck", recheck)
+    monkeypatch.setattr(PeerSlotTable, "recheck", recheck)
     (report,) = cache.load_at_once([load_of(piece := piece_of(peer, 2))], 1.0)
     assert report.bad == piece.targets
     assert [(f.peer, f.reason) for f in report.failures] == [(piece.peer, LoadFailure.COPY_FAILED)]

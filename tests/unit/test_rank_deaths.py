@@ -14,9 +14,9 @@ import pytest
 
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
+from kvshm.load_plan import LoadFailure, LoadReport
 from kvshm.log import SAY_AGAIN_SECONDS, Seldom
 from kvshm.peer_list import PeerList, PeerListReader
-from kvshm.plans import LoadFailure, LoadReport
 from kvshm.protocol import EngineInfo, RankInfo
 from kvshm.rank_load import RankLoad
 from kvshm.rank_peers import (
@@ -26,14 +26,13 @@ from kvshm.rank_peers import (
     MAX_TRIES,
     PeerBook,
 )
-from kvshm.slots import SlotTable
 from kvshm.terms import Rank
 
 from ..waiting import until
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make
 from .played_transport import PlayedTransport, memory_of
 from .pulsing import pulsing
-from .served import ServedNode
+from .served import AnyTable, ServedNode
 from .test_rank import OWN, load_of, piece_of, transport
 
 __all__ = ["transport"]
@@ -42,7 +41,7 @@ RANK = Rank(0)
 
 
 @pytest.fixture
-def table(served: ServedNode) -> SlotTable:
+def table(served: ServedNode) -> AnyTable:
     table = served.serve("own", OWN, NUM_BLOCKS, 1, FINGERPRINT).table
     table.set_life(RANK)
     return table
@@ -149,7 +148,7 @@ def test_who_can_be_read_at_once_is_said(
 
 
 def test_one_load_waits_for_a_peer_that_hangs_those_after_it_not_and_the_attach_goes_on(
-    book: PeerBook, table: SlotTable, transport: PlayedTransport, exporter: Make, clock: Clock
+    book: PeerBook, table: AnyTable, transport: PlayedTransport, exporter: Make, clock: Clock
 ) -> None:
     hung = exporter()
     answers = transport.hung[hung.info.epoch] = threading.Event()
@@ -222,7 +221,7 @@ PROCESSES = pytest.mark.parametrize("who", [None, RANK], ids=["engine", "rank"])
 @PROCESSES
 def test_no_copy_from_a_dead_exporter_is_begun(
     book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
-    table: SlotTable, who: Rank | None,
+    table: AnyTable, who: Rank | None,
 ) -> None:  # fmt: skip
     """Its life word is as it was, and there is no coordinator."""
     peer = exporter()
@@ -244,7 +243,11 @@ def test_no_copy_from_a_dead_exporter_is_begun(
 
 @PROCESSES
 def test_what_was_copied_from_a_rank_that_died_meanwhile_does_not_count(
-    book: PeerBook, transport: PlayedTransport, exporter: Make, table: SlotTable, who: Rank | None
+    book: PeerBook,
+    transport: PlayedTransport,
+    exporter: Make,
+    table: AnyTable,
+    who: Rank | None,
 ) -> None:
     """Its memory may have gone.  That of a rank whose engine died has not."""
     transport.state = CopyState.PENDING
@@ -263,7 +266,7 @@ def test_what_was_copied_from_a_rank_that_died_meanwhile_does_not_count(
 
 @PROCESSES
 def test_who_stands_still_is_not_dead(
-    book: PeerBook, exporter: Make, table: SlotTable, clock: Clock, who: Rank | None
+    book: PeerBook, exporter: Make, table: AnyTable, clock: Clock, who: Rank | None
 ) -> None:
     """However long: its memory is what it was."""
     peer = exporter()
@@ -280,7 +283,7 @@ def test_who_stands_still_is_not_dead(
 
 
 def test_who_has_ended_its_export_is_let_go(
-    book: PeerBook, transport: PlayedTransport, exporter: Make, table: SlotTable
+    book: PeerBook, transport: PlayedTransport, exporter: Make, table: AnyTable
 ) -> None:
     peer = exporter()
     book.find(piece_of(peer, 1))
@@ -294,7 +297,7 @@ def test_who_has_ended_its_export_is_let_go(
 
 
 def test_a_peer_that_hangs_fails_many_loads_and_a_few_of_them_are_logged(
-    book: PeerBook, transport: PlayedTransport, exporter: Make, table: SlotTable,
+    book: PeerBook, transport: PlayedTransport, exporter: Make, table: AnyTable,
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)

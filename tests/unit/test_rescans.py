@@ -24,8 +24,8 @@ class Hearing:
 
     def __init__(self, peers: Peers, own: Exporter, peer: Exporter) -> None:
         self._own, self._peer, self._peers = own, peer, peers
-        life: Any = SimpleNamespace(table=own.table, peers=peers)
-        self._order, self._handler = EventOrder(), RosterHandler(lambda: None, lambda: life)
+        state: Any = SimpleNamespace(table=own.table, peers=peers)
+        self._order, self._handler = EventOrder(), RosterHandler(lambda: None, lambda: state)
         roster = Joined(
             protocol=PROTOCOL_VERSION,
             coordinator_epoch=1,

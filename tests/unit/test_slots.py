@@ -16,6 +16,7 @@ from kvshm.errors import (
     SegmentNotReady,
     VersionMismatch,
 )
+from kvshm.own_slots import TableSpec
 from kvshm.records import (
     MODEL_NAME_BYTES,
     NUM_BLOCKS_OFFSET,
@@ -32,7 +33,7 @@ from kvshm.records import (
     table_bytes,
     unpack_records,
 )
-from kvshm.slots import SlotTable, TableSpec
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import (
     NO_LEASE_BIT,
     BlockHash,
@@ -45,7 +46,7 @@ from kvshm.terms import (
 )
 
 from ..waiting import NanosecondClock as Clock
-from .served import again
+from .served import AnyTable, again
 
 EPOCH = Epoch(0xFEED_0000_0000_0001)
 HASH = BlockHash(b"h" * 32)
@@ -70,15 +71,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def table(clock: Clock) -> Iterator[SlotTable]:
-    table = SlotTable.create(spec_of(), EPOCH, clock=clock)
+def table(clock: Clock) -> Iterator[AnyTable]:
+    table = AnyTable.create(spec_of(), EPOCH, clock=clock)
     for rank in range(table.num_ranks):
         table.set_life(rank)
     yield table
     table.close()
 
 
-def publish(table: SlotTable, *blocks: int) -> bytes:
+def publish(table: AnyTable, *blocks: int) -> bytes:
     packed = pack_records(
         BlockRecord(HASH, BlockId(block), Generation(0), block) for block in blocks
     )
@@ -92,7 +93,7 @@ def block_ids(packed: bytes) -> list[int]:
 # -- creating and opening
 
 
-def test_what_a_table_was_made_for_is_read_back_by_another_mapping(table: SlotTable) -> None:
+def test_what_a_table_was_made_for_is_read_back_by_another_mapping(table: AnyTable) -> None:
     other = again(table)
     for name in (
         "name", "epoch", "pid", "num_blocks", "block_size", "num_ranks", "fingerprint",
@@ -122,18 +123,18 @@ def test_a_table_that_cannot_be_is_refused(changes: dict[str, object]) -> None:
 
 def test_a_long_model_name_is_cut_between_characters() -> None:
     spec = spec_of(model="x" + "é" * MODEL_NAME_BYTES)
-    table = SlotTable.create(spec, EPOCH)
+    table = AnyTable.create(spec, EPOCH)
     try:
         assert table.model == "x" + "é" * 127
     finally:
         table.close()
 
 
-def test_a_table_larger_than_it_may_be_is_not_mapped(table: SlotTable) -> None:
+def test_a_table_larger_than_it_may_be_is_not_mapped(table: AnyTable) -> None:
     """The roster says how large it is."""
     largest = table_bytes(5, 2)
     with pytest.raises(SegmentError, match=f"{table.nbytes} bytes, at most {largest} were"):
-        SlotTable.of(table.name, table.descriptor(True), largest=largest)
+        AnyTable.of(table.name, table.descriptor(True), largest=largest)
 
 
 @pytest.mark.parametrize(
@@ -149,20 +150,20 @@ def test_a_table_larger_than_it_may_be_is_not_mapped(table: SlotTable) -> None:
     ],
 )
 def test_a_damaged_table_cannot_be_opened(
-    table: SlotTable, offset: int, value: int, error: type[SegmentError]
+    table: AnyTable, offset: int, value: int, error: type[SegmentError]
 ) -> None:
     struct.pack_into("<I", table._segment.buffer, offset, value)
     with pytest.raises(error, match=table.name):
         again(table)
 
 
-def test_a_table_damaged_while_open_gives_an_exception(table: SlotTable) -> None:
+def test_a_table_damaged_while_open_gives_an_exception(table: AnyTable) -> None:
     struct.pack_into("<I", table._segment.buffer, NUM_BLOCKS_OFFSET, 2**31)
     with pytest.raises(CorruptSegment):
         table.scan()
 
 
-def test_a_closed_table_says_so(table: SlotTable) -> None:
+def test_a_closed_table_says_so(table: AnyTable) -> None:
     table.close()
     table.close()
     with pytest.raises(SegmentError, match="closed"):
@@ -173,7 +174,7 @@ def test_a_closed_table_says_so(table: SlotTable) -> None:
 # -- slots
 
 
-def test_a_published_slot_says_everything_about_its_block(table: SlotTable, clock: Clock) -> None:
+def test_a_published_slot_says_everything_about_its_block(table: AnyTable, clock: Clock) -> None:
     clock.now += 7_000_000
     publish(table, 3)
     slot = table.slot(3)
@@ -184,14 +185,14 @@ def test_a_published_slot_says_everything_about_its_block(table: SlotTable, cloc
 
 @pytest.mark.parametrize(("passed_ns", "wanted"), [(-5, 0), (10**18, 2**32 - 1)])
 def test_the_age_of_a_block_saturates(
-    table: SlotTable, clock: Clock, passed_ns: int, wanted: int
+    table: AnyTable, clock: Clock, passed_ns: int, wanted: int
 ) -> None:
     clock.now += passed_ns
     publish(table, 0)
     assert table.slot(0).published_ms == wanted
 
 
-def test_leases_show_as_bits(table: SlotTable) -> None:
+def test_leases_show_as_bits(table: AnyTable) -> None:
     held = publish(table, 0, 1)
     importer = again(table)
     assert importer.lease(LeaseBit(2), held) == (2, b"\1\1")
@@ -204,9 +205,15 @@ def test_leases_show_as_bits(table: SlotTable) -> None:
     importer.close()
 
 
-def test_a_reader_without_a_lease_bit_needs_no_write_access(table: SlotTable) -> None:
+class ReadingPeer(PeerSlotTable):
+    """An importer that has no lease bit."""
+
+    WRITABLE = False
+
+
+def test_a_reader_without_a_lease_bit_needs_no_write_access(table: AnyTable) -> None:
     held = publish(table, 0, 5)
-    reader = again(table, writable=False)
+    reader = again(table, ReadingPeer)
     assert reader.lease(NO_LEASE_BIT, held) == (2, b"\0\0")
     assert reader.recheck(Rank(0), held) == [True, True]
     assert reader.scan() == held
@@ -217,7 +224,7 @@ def test_a_reader_without_a_lease_bit_needs_no_write_access(table: SlotTable) ->
 
 
 def test_scan_finds_every_ready_slot_of_a_large_table() -> None:
-    table = SlotTable.create(spec_of(num_blocks=10_000), EPOCH)
+    table = AnyTable.create(spec_of(num_blocks=10_000), EPOCH)
     try:
         publish(table, *range(0, 10_000, 3))
         assert block_ids(table.scan()) == list(range(0, 10_000, 3))
@@ -225,7 +232,7 @@ def test_scan_finds_every_ready_slot_of_a_large_table() -> None:
         table.close()
 
 
-def test_reset_and_retire(table: SlotTable) -> None:
+def test_reset_and_retire(table: AnyTable) -> None:
     held = publish(table, 0, 1)
     table.lease(LeaseBit(2), held)
     assert not table.retired
@@ -236,7 +243,7 @@ def test_reset_and_retire(table: SlotTable) -> None:
     assert table.recheck(Rank(0), held) == [False, False]
 
 
-def test_checksums_belong_to_a_rank_and_a_block(table: SlotTable) -> None:
+def test_checksums_belong_to_a_rank_and_a_block(table: AnyTable) -> None:
     for rank in (0, 1):
         for block in range(6):
             assert table.checksum(Rank(rank), block) == 0
@@ -246,7 +253,7 @@ def test_checksums_belong_to_a_rank_and_a_block(table: SlotTable) -> None:
 
 
 @pytest.mark.parametrize("block", [-1, 6, 2**32])
-def test_there_is_no_such_block(table: SlotTable, block: int) -> None:
+def test_there_is_no_such_block(table: AnyTable, block: int) -> None:
     for call in (
         lambda: table.slot(block),
         lambda: table.checksum(Rank(0), block),
@@ -257,7 +264,7 @@ def test_there_is_no_such_block(table: SlotTable, block: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
-def test_there_is_no_such_rank(table: SlotTable, rank: int) -> None:
+def test_there_is_no_such_rank(table: AnyTable, rank: int) -> None:
     for call in (
         lambda: table.life(rank),
         lambda: table.set_life(rank),
@@ -272,7 +279,7 @@ def test_there_is_no_such_rank(table: SlotTable, rank: int) -> None:
 # -- integrity
 
 
-def test_a_sound_table_has_nothing_to_report(table: SlotTable) -> None:
+def test_a_sound_table_has_nothing_to_report(table: AnyTable) -> None:
     held = publish(table, 0, 1, 2)
     table.lease(LeaseBit(4), held)
     table.retract([BlockId(0)])
@@ -291,21 +298,21 @@ def test_a_sound_table_has_nothing_to_report(table: SlotTable) -> None:
         (PULSES_OFFSET + 8, PULSE_DIED + 1, "pulse 0 is 0x40000001"),
     ],
 )
-def test_what_is_wrong_is_reported(table: SlotTable, offset: int, value: int, report: str) -> None:
+def test_what_is_wrong_is_reported(table: AnyTable, offset: int, value: int, report: str) -> None:
     _native.store(table._segment.buffer, offset, value)
     (found,) = table.check_integrity()
     assert report in found
 
 
-def test_a_slot_in_no_legal_state_is_corrupt(table: SlotTable) -> None:
+def test_a_slot_in_no_legal_state_is_corrupt(table: AnyTable) -> None:
     _native.store(table._segment.buffer, TABLE_HEADER_BYTES, 9 << NUM_LEASE_BITS)
     with pytest.raises(CorruptSegment, match="slot 0"):
         table.slot(0)
 
 
-def test_repr_is_an_inspection(table: SlotTable) -> None:
+def test_repr_is_an_inspection(table: AnyTable) -> None:
     table.lease(LeaseBit(4), publish(table, 0, 1, 2)[:48])
     table.retract([BlockId(0), BlockId(1)])
     table.retire()
     states = "[4 empty, 1 ready, 1 draining, 1 leased, retired]"
-    assert repr(table) == f"<SlotTable {table.name} {states}>"
+    assert repr(table) == f"<AnyTable {table.name} {states}>"

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvshm.own_slots import TableSpec
 from kvshm.records import (
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,
@@ -19,8 +20,9 @@ from kvshm.records import (
     unpack_records,
 )
 from kvshm.segment import Header, Segment, write_header
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+
+from .served import AnyTable
 
 BLOCKS = 5
 RANKS = 2
@@ -32,14 +34,14 @@ ages = st.lists(st.integers(0, 8), max_size=4)
 masks = st.sets(bits).map(lambda chosen: sum(1 << bit for bit in chosen))
 
 
-def anonymous_table() -> SlotTable:
+def anonymous_table() -> AnyTable:
     """A table without a name: the same code over memory that nobody else sees."""
     spec = TableSpec("model", "e", BLOCKS, 16, RANKS, Fingerprint(bytes(32)))
     segment = Segment("anonymous", -1, mmap.mmap(-1, spec.nbytes))
     spec.write(segment, 0)
     header = Header(TABLE_MAGIC, TABLE_HEADER_BYTES, EPOCH, 1)
     write_header(segment, header)
-    return SlotTable(segment, header, lambda: 0)
+    return AnyTable(segment, header, lambda: 0)
 
 
 def digest(number: int) -> BlockHash:
@@ -116,18 +118,18 @@ class SlotsModel(RuleBasedStateMachine):
         assert {r.kind for r in got} <= {RecordKind.RETRACT}
         assert still == draining
 
-    @rule(wanted=blocks, lame=masks)
-    def drain(self, wanted: list[int], lame: int) -> None:
+    @rule(wanted=blocks, slow=masks)
+    def drain(self, wanted: list[int], slow: int) -> None:
         waiting = []
         for block in wanted:
             slot = self.slots[block]
             if slot.state is not SlotState.DRAINING:
                 continue
-            if any(not lame >> bit & 1 for bit in slot.leases):
+            if any(not slow >> bit & 1 for bit in slot.leases):
                 waiting.append(block)
             else:
                 slot.free()
-        assert self.table.drain([BlockId(b) for b in wanted], lame) == waiting
+        assert self.table.drain([BlockId(b) for b in wanted], slow) == waiting
 
     @rule(wanted=blocks)
     def force(self, wanted: list[int]) -> None:

@@ -15,21 +15,26 @@ import pytest
 
 from kvshm import _native
 from kvshm.errors import ConfigError
+from kvshm.own_slots import TableSpec
 from kvshm.records import SlotState, unpack_records
-from kvshm.slots import Slot, SlotTable, TableSpec
+from kvshm.slots import Slot
 from kvshm.syncpoints import VARIABLE, SyncPoint, parse_arming, sync_point
 from kvshm.terms import BlockId, Epoch, Fingerprint, LeaseBit
 
+from .served import AnyTable
+
 ROUND = """
-import sys
+import os, sys
 from kvshm.records import *
-from kvshm.slots import SlotTable
+from kvshm.own_slots import OwnSlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.syncpoints import SyncPoint, sync_point
 from kvshm.terms import BlockHash
-table = SlotTable.of("table", int(sys.argv[1]))
+peer = PeerSlotTable.of("table", os.dup(int(sys.argv[1])))
+table = OwnSlotTable.of("table", int(sys.argv[1]))
 record = BlockRecord(BlockHash(b"h" * 32), 0, 0, 0)
 held = table.publish(pack_records([record]), bytes(8))
-table.lease(3, held)
+peer.lease(3, held)
 table.retract([0])
 table.force([0])
 for point in list(SyncPoint)[6:]:
@@ -40,16 +45,16 @@ print("done")
 
 
 @pytest.fixture
-def table() -> Iterator[SlotTable]:
+def table() -> Iterator[AnyTable]:
     namespace = f"test-{uuid.uuid4().hex[:12]}"
     spec = TableSpec(namespace, "e", 2, 16, 1, Fingerprint(bytes(32)))
-    table = SlotTable.create(spec, Epoch(1))
+    table = AnyTable.create(spec, Epoch(1))
     table.set_life(0)
     yield table
     table.close()
 
 
-def start(table: SlotTable, arming: str) -> subprocess.Popen[bytes]:
+def start(table: AnyTable, arming: str) -> subprocess.Popen[bytes]:
     environ = {**os.environ, VARIABLE: arming}
     fd = table.descriptor(True)
     command = [sys.executable, "-c", ROUND, str(fd)]
@@ -82,7 +87,7 @@ def check_slot(point: SyncPoint, slot: Slot) -> None:
 
 
 @pytest.mark.parametrize("point", SyncPoint)
-def test_a_process_stops_there_and_goes_on(table: SlotTable, point: SyncPoint) -> None:
+def test_a_process_stops_there_and_goes_on(table: AnyTable, point: SyncPoint) -> None:
     process = start(table, f"{point.name}:stop")
     try:
         _, status = os.waitpid(process.pid, os.WUNTRACED)
@@ -96,7 +101,7 @@ def test_a_process_stops_there_and_goes_on(table: SlotTable, point: SyncPoint) -
 
 
 @pytest.mark.parametrize("point", SyncPoint)
-def test_a_process_dies_there(table: SlotTable, point: SyncPoint) -> None:
+def test_a_process_dies_there(table: AnyTable, point: SyncPoint) -> None:
     process = start(table, f"{point.name}:kill")
     assert process.communicate()[0] == b""
     assert process.returncode == -signal.SIGKILL
@@ -104,7 +109,7 @@ def test_a_process_dies_there(table: SlotTable, point: SyncPoint) -> None:
     assert table.check_integrity() == []
 
 
-def test_what_a_dead_exporter_had_filled_is_not_readable(table: SlotTable) -> None:
+def test_what_a_dead_exporter_had_filled_is_not_readable(table: AnyTable) -> None:
     """Killed between filling the slot and making it READY: nobody ever sees the block, and
     the slot can be used again."""
     start(table, "PUBLISH_FILLED:kill").communicate()
@@ -115,7 +120,7 @@ def test_what_a_dead_exporter_had_filled_is_not_readable(table: SlotTable) -> No
     assert record.generation == 0
 
 
-def test_a_lease_that_lost_its_race_is_not_taken(table: SlotTable) -> None:
+def test_a_lease_that_lost_its_race_is_not_taken(table: AnyTable) -> None:
     """Stopped between reading word and hash and setting the bit, while the block is reused:
     the CAS fails and the lease is refused."""
     process = start(table, "LEASE_LOADED:stop")
@@ -127,14 +132,14 @@ def test_a_lease_that_lost_its_race_is_not_taken(table: SlotTable) -> None:
     assert table.sweep(2**28 - 1) == 0
 
 
-def test_the_nth_visit_counts(table: SlotTable) -> None:
+def test_the_nth_visit_counts(table: AnyTable) -> None:
     process = start(table, "PUBLISHED:kill:2")
     assert process.communicate()[0] == b"done\n"
     process = start(table, "RELEASED:kill:2")
     assert process.communicate()[0] == b"done\n"
 
 
-def test_nothing_is_armed_by_default(table: SlotTable) -> None:
+def test_nothing_is_armed_by_default(table: AnyTable) -> None:
     for point in list(SyncPoint)[_native.NUM_SYNC_POINTS :]:
         sync_point(point)
     table.lease(LeaseBit(0), table.scan())
@@ -148,7 +153,7 @@ def test_a_setting_that_says_nothing_is_refused(text: str) -> None:
         parse_arming(text)
 
 
-def test_a_bad_setting_stops_the_start(table: SlotTable) -> None:
+def test_a_bad_setting_stops_the_start(table: AnyTable) -> None:
     process = start(table, "LEASED:never")
     assert process.communicate()[0] == b""
     assert process.returncode == 1

@@ -35,9 +35,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import QuietReport, RankDescription, RankReport
 from kvshm.interfaces import MemoryDescriptor
+from kvshm.own_slots import OwnSlotTable
 from kvshm.protocol import RankInfo
 from kvshm.records import SlotState
-from kvshm.slots import SlotTable
 
 BLOCK_SIZE = 16
 
@@ -83,7 +83,7 @@ class DrivenEngine:
     shares: bool = True
     """Whether an epoch is expected to begin."""
     scheduler: Any = field(init=False)
-    table: SlotTable = field(init=False)
+    table: OwnSlotTable = field(init=False)
     cache: KVCacheConfig | None = None
     """Of a cache that exists."""
     rank: RankDescription | None = None

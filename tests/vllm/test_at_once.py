@@ -24,7 +24,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvshm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.plans import NO_TICKET, Load, LoadReport, Piece, Plan, PlannedRun
+from kvshm.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan, PlannedRun
 from kvshm.records import RECORD_BYTES, SlotState
 from kvshm.terms import NO_LEASE_BIT, Epoch
 
@@ -237,9 +237,9 @@ def test_no_token_comes_of_a_block_that_did_not_arrive(
 ) -> None:
     e = engine(asynchronous=asynchronous, num_blocks=28, max_num_batched_tokens=72, max_num_seqs=8)
     node = Node(e, random.Random(seed))
-    monkeypatch.setattr(node.side.cache, "anybody", lambda: True)
-    monkeypatch.setattr(node.side.cache, "probe", node.probe)
-    monkeypatch.setattr(node.side.cache, "begin_load", node.begin_load)
+    monkeypatch.setattr(node.side.cache.planner, "anybody", lambda: True)
+    monkeypatch.setattr(node.side.cache.planner, "probe", node.probe)
+    monkeypatch.setattr(node.side.cache.planner, "begin", node.begin_load)
     monkeypatch.setattr(e.connector, "pool_reset", lambda: None)  # the weights stay, so may blocks
     for _ in range(800):
         kind = node.rnd.random()
@@ -276,9 +276,9 @@ def found(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         pieces = (replace(piece, targets=targets),)
         return Load(load_id, node.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
 
-    monkeypatch.setattr(node.side.cache, "anybody", lambda: True)
-    monkeypatch.setattr(node.side.cache, "probe", lambda *_: plan)
-    monkeypatch.setattr(node.side.cache, "begin_load", begin_load)
+    monkeypatch.setattr(node.side.cache.planner, "anybody", lambda: True)
+    monkeypatch.setattr(node.side.cache.planner, "probe", lambda *_: plan)
+    monkeypatch.setattr(node.side.cache.planner, "begin", begin_load)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -334,7 +334,7 @@ def test_a_load_shows_nothing_of_what_its_blocks_hold_by_then(
     node.schedule()
     before = e.blocks_of("r")
     e.scheduler.reset_prefix_cache(reset_running_requests=True)
-    monkeypatch.setattr(node.side.cache, "anybody", lambda: False)
+    monkeypatch.setattr(node.side.cache.planner, "anybody", lambda: False)
     node.schedule()
     assert e.blocks_of("r") == before[::-1]
     monkeypatch.setattr(node.rnd, "random", lambda: 0.9)  # the rank says that all is well

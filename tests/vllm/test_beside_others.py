@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.plans import LoadReport
+from kvshm.load_plan import LoadReport
 
 from .conftest import Lines
 from .scheduling import (

@@ -21,9 +21,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.plans import Load, LoadReport
+from kvshm.load_plan import Load, LoadReport
+from kvshm.own_slots import OwnSlotTable
 from kvshm.records import SlotState
-from kvshm.slots import SlotTable
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, description, prompt
 
@@ -283,7 +283,7 @@ class Node:
 
     # -- what must hold at any moment
 
-    def table(self) -> SlotTable | None:
+    def table(self) -> OwnSlotTable | None:
         """The table that others may read from at the moment."""
         table = self.side.cache.table
         alive = table is not None and not table.retired and table.life(0) == table.epoch

@@ -210,7 +210,7 @@ def test_a_prefix_travels_while_both_engines_run_ahead(pair: list[InProcessEngin
 
     def known() -> bool:
         a.step()
-        plan = b.cache.probe(chain, 0, 5)
+        plan = b.cache.planner.probe(chain, 0, 5)
         return plan is not None and plan.num_blocks == 5
 
     b.until(known)

@@ -31,9 +31,9 @@ from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.layout import shared_kv_memory
 from kvshm.hooks.vllm.messages import StepMetadata
 from kvshm.hooks.vllm.worker import WorkerSide
-from kvshm.plans import Load, Piece
+from kvshm.load_plan import Load, Piece
+from kvshm.own_slots import OwnSlotTable, TableSpec
 from kvshm.records import BlockRecord, pack_records
-from kvshm.slots import SlotTable, TableSpec
 from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm.transport.cuda import transport as cuda_transport
 
@@ -77,7 +77,7 @@ class Played:
     caches: dict[str, torch.Tensor]
 
     @property
-    def table(self) -> SlotTable:
+    def table(self) -> OwnSlotTable:
         return self.served.table
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ def make(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         table_spec = TableSpec(
             namespace, f"e{epoch}", BLOCKS, 32, 1, Fingerprint(bytes(32)), "model"
         )
-        served = Served(run_dir, SlotTable.create(table_spec, Epoch(epoch)), namespace)
+        served = Served(run_dir, OwnSlotTable.create(table_spec, Epoch(epoch)), namespace)
         made.append(Played(side, driver, served, caches))
         return made[-1]
 

@@ -18,7 +18,7 @@ from kvshm.hooks.vllm import step_times
 from kvshm.hooks.vllm.before_prefill import LATE_SECONDS, MATCHES_IN_VAIN, TWIN_WAIT_SECONDS
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.pool_room import PoolRoom
-from kvshm.plans import (
+from kvshm.load_plan import (
     NO_TICKET,
     Load,
     LoadFailure,
@@ -45,9 +45,9 @@ class Node:
         self.now = 1000.0
         self.lookups = 0
         self.side._times._clock = self.side.importer._clock = lambda: self.now
-        monkeypatch.setattr(self.side.cache, "anybody", lambda: True)
-        monkeypatch.setattr(self.side.cache, "probe", self.probe)
-        monkeypatch.setattr(self.side.cache, "begin_load", self.begin_load)
+        monkeypatch.setattr(self.side.cache.planner, "anybody", lambda: True)
+        monkeypatch.setattr(self.side.cache.planner, "probe", self.probe)
+        monkeypatch.setattr(self.side.cache.planner, "begin", self.begin_load)
 
     def attach(self) -> None:
         self.side.importer.attached[0] = frozenset({Epoch(77)})
@@ -109,7 +109,7 @@ def test_a_prefix_is_imported_where_that_is_faster(
     """80 tokens, and a copy of half a millisecond; one that no step waits for costs two steps."""
     n = node("auto")
     n.measure(per_token)
-    assert n.side.cache.costs.computing(100) == pytest.approx(100 * per_token, rel=0.05)
+    assert n.side.cache.planner.costs.computing(100) == pytest.approx(100 * per_token, rel=0.05)
     if attached:
         n.attach()
     n.e.add("wants", prompt(BLOCKS, first=2000))
@@ -127,7 +127,7 @@ def test_a_step_that_waited_for_a_copy_says_nothing_of_computing(
     n = node()
     n.attach()
     seen: list[int] = []
-    monkeypatch.setattr(n.side.cache.costs, "step", lambda tokens, _: seen.append(tokens))
+    monkeypatch.setattr(n.side.cache.planner.costs, "step", lambda tokens, _: seen.append(tokens))
     n.e.add("wants", prompt(BLOCKS), max_tokens=3)
     n.answer(n.e.schedule())
     assert seen == []
@@ -141,7 +141,7 @@ def test_of_steps_that_only_decode_a_few_are_timed(
     n = node()
     n.side._times._every = 4
     seen: list[int] = []
-    monkeypatch.setattr(n.side.cache.costs, "step", lambda tokens, _: seen.append(tokens))
+    monkeypatch.setattr(n.side.cache.planner.costs, "step", lambda tokens, _: seen.append(tokens))
     n.e.add("decodes", prompt(0), max_tokens=17)
     n.side.importer._failed.add("decodes")
     for _ in range(17):
@@ -157,7 +157,7 @@ def test_what_counts_as_a_prefill_is_no_longer_than_a_step_can_be(
     engine: Make, limit: int, threshold: int, least: int
 ) -> None:
     e = engine(max_num_batched_tokens=limit, long_prefill_token_threshold=threshold)
-    assert e.connector._scheduler.cache.costs.prefill_tokens == least
+    assert e.connector._scheduler.cache.planner.costs.prefill_tokens == least
 
 
 @pytest.mark.parametrize(("known", "timed"), [(True, 1 + 16 // 8), (False, 17)])
@@ -167,7 +167,7 @@ def test_of_prompts_that_nobody_may_have_a_few_are_timed(
 ) -> None:
     """However many steps a request takes; and the first, before the ranks know all."""
     e = engine()
-    costs, seen = e.connector._scheduler.cache.costs, []
+    costs, seen = e.connector._scheduler.cache.planner.costs, []
     costs.known = known
     monkeypatch.setattr(costs, "step", lambda tokens, _: seen.append(tokens))
     for number in range(17):
@@ -184,7 +184,7 @@ def test_a_step_lasts_from_when_it_had_the_device(
     """Neither the pause before it counts nor the step before it."""
     n = node(asynchronous=asynchronous)
     seen: list[float] = []
-    monkeypatch.setattr(n.side.cache.costs, "step", lambda _, seconds: seen.append(seconds))
+    monkeypatch.setattr(n.side.cache.planner.costs, "step", lambda _, seconds: seen.append(seconds))
     n.e.add("decodes", prompt(0), max_tokens=30)
     for _ in range(3):
         n.now += 100.0

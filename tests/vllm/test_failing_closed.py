@@ -16,7 +16,7 @@ from vllm.v1.request import FinishReason
 from kvshm.counters import HOOK_ERRORS
 from kvshm.hooks.vllm import boundary
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.plans import LoadReport
+from kvshm.load_plan import LoadReport
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 from .test_undoing import Failing

@@ -13,7 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from kvshm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.plans import NO_TICKET, Load, LoadReport, Plan, PlannedRun
+from kvshm.load_plan import NO_TICKET, Load, LoadReport, Plan, PlannedRun
 from kvshm.records import RECORD_BYTES
 from kvshm.terms import NO_LEASE_BIT
 
@@ -43,9 +43,9 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
             # With no pieces: so all that was promised stands in ``targets`` of the load.
             return Load(load_id, e.table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
 
-        monkeypatch.setattr(cache, "anybody", lambda: True)
-        monkeypatch.setattr(cache, "probe", probe)
-        monkeypatch.setattr(cache, "begin_load", begin_load)
+        monkeypatch.setattr(cache.planner, "anybody", lambda: True)
+        monkeypatch.setattr(cache.planner, "probe", probe)
+        monkeypatch.setattr(cache.planner, "begin", begin_load)
 
     return hold
 
@@ -198,7 +198,7 @@ def test_an_engine_without_peers_counts_a_match_and_looks_at_nothing(
     e = engine()
     side = e.connector._scheduler
     side.importer.room = SimpleNamespace()  # vLLM's pool: whatever it is asked is an error
-    side.cache.life.peers.num_incompatible = strangers
+    side.cache.epoch_state.peers.num_incompatible = strangers
     e.add("r", prompt(4), max_tokens=1)
     e.step()
     counted = e.table.counters.snapshot()

@@ -26,7 +26,7 @@ from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.metrics import METRICS, LoadStats
-from kvshm.plans import LoadReport
+from kvshm.load_plan import LoadReport
 
 from .scheduling import BLOCK_SIZE, Make, prompt
 

@@ -146,23 +146,22 @@ def test_a_decode_that_reuses_what_others_read_waits_for_them(
 ) -> None:
     """Also that of a request that shows nothing itself."""
     e = engine(num_blocks=8)
-    settled: list[int] = []
-    settle = e.connector._scheduler.cache.settle
+    drained: list[int] = []
+    publisher = e.connector._scheduler.cache.publisher
+    drain = publisher.drain_before_dispatch
     e.add("a", prompt(3, tail=1, first=100), max_tokens=1)
     e.step()
     e.step()
     b = e.add("b", prompt(2, tail=1, first=900), max_tokens=90)
     b.kv_transfer_params = {"kvshm": {"share": False}}
-    monkeypatch.setattr(
-        e.connector._scheduler.cache, "settle", lambda: (settled.append(1), settle())
-    )
+    monkeypatch.setattr(publisher, "drain_before_dispatch", lambda: (drained.append(1), drain()))
     lost = 0
     for _ in range(70):
         before = e.ready()
-        settled.clear()
+        drained.clear()
         sent = e.schedule()
         if before - e.ready():
             lost += sent.metadata.quiet
-            assert settled
+            assert drained
         e.run(sent)
     assert lost

@@ -19,7 +19,7 @@ from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.ranks import Ranks
 from kvshm.hooks.vllm.worker import WorkerSide
-from kvshm.plans import Load, LoadReport
+from kvshm.load_plan import Load, LoadReport
 from kvshm.terms import Epoch
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, prompt
@@ -203,7 +203,7 @@ def test_an_import_that_waits_for_room_behind_its_load_is_reset_too(
     running goes on before it."""
     e = engine(asynchronous, num_blocks=13)
     importer, cache = e.connector._scheduler.importer, e.connector._scheduler.cache
-    monkeypatch.setattr(cache, "end_load", lambda load, reports: set())
+    monkeypatch.setattr(cache.planner, "end", lambda load, reports: set())
     importer.match = lambda request, _: 3 * BLOCK_SIZE if request.request_id == "a" else 0
     e.add("fills", prompt(5, tail=15, first=500), max_tokens=80)
     e.step()

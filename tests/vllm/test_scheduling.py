@@ -13,9 +13,10 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.plans import LoadReport
+from kvshm.load_plan import LoadReport
+from kvshm.own_slots import OwnSlotTable
 from kvshm.records import BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.slots import SlotTable
+from kvshm.slots import PeerSlotTable
 from kvshm.terms import BlockId, LeaseBit
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
@@ -52,8 +53,8 @@ def test_what_a_decode_shows_is_told_with_its_output(
     e.add("a", prompt(1), max_tokens=40)
     e.step()
     told: list[set[int]] = []
-    exports = e.connector._scheduler.cache.life.exports
-    monkeypatch.setattr(exports, "_send", lambda _: told.append(e.ready()))
+    publisher = e.connector._scheduler.cache.publisher
+    monkeypatch.setattr(publisher, "_send", lambda _: told.append(e.ready()))
     while len(e.ready()) < 2:
         assert e.step().metadata.quiet
     assert told[-1] == e.ready()
@@ -106,7 +107,8 @@ def lease_all(e: DrivenEngine) -> set[int]:
     for block in sorted(e.ready()):
         slot = e.table.slot(BlockId(block))
         records.append(BlockRecord(slot.block_hash, BlockId(block), slot.generation, slot.depth))
-    assert e.table.lease(LeaseBit(0), pack_records(records))[0] == len(records)
+    importer = PeerSlotTable.of(e.table.name, e.table.descriptor(True))
+    assert importer.lease(LeaseBit(0), pack_records(records))[0] == len(records)
     return {record.block_id for record in records}
 
 
@@ -248,14 +250,14 @@ def test_a_session_that_goes_on_never_shows_the_token_it_dropped(
     e.run(under_way.pop(0))
     (block, *_) = e.blocks_of("s")
     e.continue_session("s", [4242, 1, 2, 3])
-    publish, shown = SlotTable.publish, []
+    publish, shown = OwnSlotTable.publish, []
 
-    def published(table: SlotTable, *args: Any) -> bytes:
+    def published(table: OwnSlotTable, *args: Any) -> bytes:
         records = publish(table, *args)
         shown.extend(record.block_id for record in unpack_records(records))
         return records
 
-    monkeypatch.setattr(SlotTable, "publish", published)
+    monkeypatch.setattr(OwnSlotTable, "publish", published)
     sent = e.schedule()
     assert block not in shown
     e.run(sent)

@@ -24,9 +24,9 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from kvshm import miss_report
 from kvshm.hooks.vllm import plugin, pool_watch
+from kvshm.load_plan import LoadFailure, LoadReport, PieceFailure
 from kvshm.log import set_level
 from kvshm.peers import QUARANTINE_FAILURES
-from kvshm.plans import LoadFailure, LoadReport, PieceFailure
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
 
@@ -95,8 +95,8 @@ def know(importer: DrivenEngine, exporter: DrivenEngine) -> None:
     """Wait until the importer's replica has what the exporter shows."""
     cache = importer.connector._scheduler.cache
     for _ in wait_until("the importer knows the exporter", 10):
-        stats = cache.life.peers.stats()
-        if stats.attached and cache.life.peers.replica.count >= len(exporter.ready()):
+        stats = cache.epoch_state.peers.stats()
+        if stats.attached and cache.epoch_state.peers.replica.count >= len(exporter.ready()):
             break
 
 
@@ -201,14 +201,14 @@ def test_misses_after_the_match_are_counted(engine: Make) -> None:
     know(importer, exporter)
     cache, chain = importer.connector._scheduler.cache, importer.add("r", PROMPT).block_hashes
     for attempt in range(QUARANTINE_FAILURES):
-        plan = cache.probe(chain, 0, 3)
-        load = cache.begin_load(plan, f"load-{attempt}", [1, 2, 3])
+        plan = cache.planner.probe(chain, 0, 3)
+        load = cache.planner.begin(plan, f"load-{attempt}", [1, 2, 3])
         failure = PieceFailure(load.pieces[0].peer, LoadFailure.UNREACHABLE, b"")
-        cache.end_load(load, [LoadReport(load.load_id, (1, 2, 3), (failure,))])
-    assert cache.probe(chain, 0, 3) is None
-    stale = exporter.connector._scheduler.cache
+        cache.planner.end(load, [LoadReport(load.load_id, (1, 2, 3), (failure,))])
+    assert cache.planner.probe(chain, 0, 3) is None
+    stale = exporter.connector._scheduler.cache.publisher
     stale.retract(exporter.ready())
-    cache.begin_load(plan, "late", [1, 2, 3])
+    cache.planner.begin(plan, "late", [1, 2, 3])
     told = counted(importer)
     assert (told["loads_failed"], told["quarantines"], told["miss_quarantined"]) == (3, 1, 1)
     assert (told["miss_lease_lost"], told["lease_lost"]) == (1, 3)

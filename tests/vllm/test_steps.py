@@ -53,7 +53,7 @@ class Importer:
         chain = self.a.engine.add(f"held{first}", tokens_of(first), max_tokens=1).block_hashes
 
         def known() -> bool:
-            plan = self.b.cache.probe(chain, 0, PREFIX_BLOCKS)
+            plan = self.b.cache.planner.probe(chain, 0, PREFIX_BLOCKS)
             return plan is not None and plan.num_blocks == PREFIX_BLOCKS
 
         self.a.until(known)  # this engine takes no step meanwhile, so its request does not grow
@@ -177,8 +177,9 @@ def test_copies_that_a_step_only_begins_are_bounded(
     b = importer.b
     importer.importer.at_once.available = False
     one, other = (b.engine.add(f"r{i}", tokens_of(i), max_tokens=1) for i in (2, 3))
-    nbytes = b.cache.probe(one.block_hashes, 0, 5).nbytes
-    monkeypatch.setattr(before_prefill, "SECONDS_BEGUN", 1.5 * b.cache.costs.copying(nbytes))
+    planner = b.cache.planner
+    nbytes = planner.probe(one.block_hashes, 0, 5).nbytes
+    monkeypatch.setattr(before_prefill, "SECONDS_BEGUN", 1.5 * planner.costs.copying(nbytes))
     b.step()
     assert one.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert other.status is RequestStatus.WAITING

@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.plans import Plan, PlannedRun
+from kvshm.load_plan import Plan, PlannedRun
 from kvshm.records import RECORD_BYTES
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
@@ -26,9 +26,9 @@ class Failing(Node):
         super().__init__(e, random.Random(1), failing=1.0)
         runs = (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),)
         plan = Plan(e.table.epoch, 0, runs, 0.0)
-        monkeypatch.setattr(self.side.cache, "anybody", lambda: True)
-        monkeypatch.setattr(self.side.cache, "probe", lambda *_: plan)
-        monkeypatch.setattr(self.side.cache, "begin_load", self.begin_load)
+        monkeypatch.setattr(self.side.cache.planner, "anybody", lambda: True)
+        monkeypatch.setattr(self.side.cache.planner, "probe", lambda *_: plan)
+        monkeypatch.setattr(self.side.cache.planner, "begin", self.begin_load)
         monkeypatch.setattr(self.rnd, "random", lambda: 0.2)  # below failing / 3, above silence
 
     def ask(self, seed: int | None = None, temperature: float = 0.0) -> Request:

@@ -21,9 +21,9 @@ from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep, RankReport, StepMetadata
 from kvshm.hooks.vllm.worker import WorkerSide
-from kvshm.plans import NO_TICKET, Load
+from kvshm.load_plan import NO_TICKET, Load
+from kvshm.own_slots import OwnSlotTable
 from kvshm.rank import RankCache
-from kvshm.slots import SlotTable
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
 
 from ..sessions import new_namespace
@@ -67,7 +67,7 @@ def connector(engines: ServedNode) -> Iterator[KvshmConnector]:
 
 
 @pytest.fixture
-def table(engines: ServedNode) -> SlotTable:
+def table(engines: ServedNode) -> OwnSlotTable:
     """The slot table of an epoch that has just begun."""
     return engines.serve("engine", 7, num_blocks=8).table
 
@@ -85,7 +85,7 @@ def step(connector: KvshmConnector, metadata: StepMetadata) -> tuple[set[str], s
 
 
 def test_loads_of_a_step_whose_epoch_cannot_be_opened_are_reported_once(
-    connector: KvshmConnector, table: SlotTable
+    connector: KvshmConnector, table: OwnSlotTable
 ) -> None:
     """vLLM asserts on a second report, and a load under way after the first may write into
     blocks that are somebody else's by then."""
@@ -135,7 +135,7 @@ def test_new_weights_end_the_epoch_and_are_reported(connector: KvshmConnector) -
 
 
 def test_a_table_for_weights_that_are_gone_is_not_opened(
-    connector: KvshmConnector, table: SlotTable, monkeypatch: pytest.MonkeyPatch
+    connector: KvshmConnector, table: OwnSlotTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine described itself, new weights came, and only then the table was announced:
     what it holds and what others hold of its fingerprint are different things."""
@@ -153,10 +153,10 @@ def test_a_table_for_weights_that_are_gone_is_not_opened(
 
 
 def test_a_description_covers_the_changes_before_it(
-    connector: KvshmConnector, table: SlotTable, monkeypatch: pytest.MonkeyPatch
+    connector: KvshmConnector, table: OwnSlotTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else an engine that was reset before its new weights came, as vLLM's ``pause`` does, would
-    begin one life more and never share what the first step computed."""
+    begin one epoch more and never share what the first step computed."""
     side = connector._worker
     assert side is not None
     monkeypatch.setattr(Unexportable, "export", lambda *_: None)

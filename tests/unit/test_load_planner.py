@@ -10,14 +10,13 @@ from typing import cast
 
 import pytest
 
-from kvshm.cache import Ended, SharedCache
+from kvshm.cache import SharedCache
 from kvshm.config import Config
 from kvshm.costs import REFUSALS_PER_TRIAL
 from kvshm.counters import MEASURED_US, MISS_CHEAPER, TRIED
+from kvshm.epoch_state import EngineSpec
 from kvshm.interfaces import Region
-from kvshm.life import EngineSpec
-from kvshm.peer import Peer
-from kvshm.plans import (
+from kvshm.load_plan import (
     NO_TICKET,
     Load,
     LoadFailure,
@@ -27,6 +26,8 @@ from kvshm.plans import (
     Plan,
     PlannedRun,
 )
+from kvshm.load_planner import Ended
+from kvshm.peer import Peer
 from kvshm.protocol import RankInfo
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
 
@@ -52,29 +53,29 @@ def begin_epoch(cache: SharedCache) -> None:
     rank = RankInfo(pid=os.getpid(), memory=memory_of(0))
     cache.open_epoch([rank], lambda: {"weights": "w"})
     deadline = time.monotonic() + 100
-    while cache.epoch is None:
+    while cache.table is None:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
 
 def load_in(cache: SharedCache) -> Load:
     """A load of two blocks, as it was begun in the present epoch."""
-    assert cache.epoch is not None
+    assert cache.table is not None
     piece = Piece(Epoch(1), (memory_of(1),), bytes(96), b"\0\0", TARGETS, 8)
-    return Load("load", cache.epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
+    return Load("load", cache.table.epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
 
 
 def test_a_load_that_all_ranks_found_good_may_be_used(cache: SharedCache) -> None:
-    assert cache.end_load(load_in(cache), GOOD) == set()
+    assert cache.planner.end(load_in(cache), GOOD) == set()
 
 
 def test_blocks_behind_a_gap_do_not_count_as_imported(cache: SharedCache) -> None:
     """They are copied well, but vLLM computes everything from the gap on."""
-    cache.end_load(load_in(cache), GOOD)
-    cache.end_load(load_in(cache), [LoadReport("load", TARGETS[1:])])
-    cache.end_load(load_in(cache), [LoadReport("load", TARGETS[:1])])
-    assert cache.take_ended() == [Ended(2, False), Ended(1, True), Ended(0, True)]
-    assert cache.take_ended() == []
+    cache.planner.end(load_in(cache), GOOD)
+    cache.planner.end(load_in(cache), [LoadReport("load", TARGETS[1:])])
+    cache.planner.end(load_in(cache), [LoadReport("load", TARGETS[:1])])
+    assert cache.planner.take_ended() == [Ended(2, False), Ended(1, True), Ended(0, True)]
+    assert cache.planner.take_ended() == []
 
 
 def test_who_has_left_or_was_ended_plans_no_load(
@@ -83,10 +84,10 @@ def test_who_has_left_or_was_ended_plans_no_load(
     """Its ranks would copy nothing: every match would end in blocks to compute after all."""
 
     def plan() -> Plan | None:
-        return cache.probe([b"hash"], 0, 1)
+        return cache.planner.probe([b"hash"], 0, 1)
 
     found = Plan(Epoch(1), 0, (), 0.0, 0)
-    monkeypatch.setattr(cache._imports, "probe", lambda *_: found)
+    monkeypatch.setattr(cache.planner, "_matched", lambda *_: found)
     assert plan() is found, "its ranks open the epoch with the first step"
     assert cache.table is not None
     cache.table.set_life(Rank(0))
@@ -106,8 +107,8 @@ def test_a_plan_says_how_much_each_rank_has_to_copy(cache: SharedCache, served: 
     for epoch, contents in ((1, (0, 1, 2)), (2, (3, 4))):
         peer = Exporter(served, epoch, f"e{epoch}", regions=regions)
         peer.publish(*contents)
-        cache.life.peers.joined(peer.info)
-    plan = cache.probe(HASHES, 0, 9)
+        cache.epoch_state.peers.joined(peer.info)
+    plan = cache.planner.probe(HASHES, 0, 9)
     assert plan is not None
     assert (len(plan.runs), plan.num_blocks, plan.nbytes) == (2, 5, 5 * 96)
 
@@ -118,9 +119,9 @@ def test_nothing_is_used_of_a_load_whose_own_epoch_ended_after_its_ranks_looked(
     """Else the blocks, computed with the old weights, would be shown in the next epoch."""
     load = load_in(cache)
     cache.end_epoch()
-    assert cache.end_load(load, GOOD) == set(TARGETS)
+    assert cache.planner.end(load, GOOD) == set(TARGETS)
     begin_epoch(cache)
-    assert cache.end_load(load, GOOD) == set(TARGETS)
+    assert cache.planner.end(load, GOOD) == set(TARGETS)
 
 
 @pytest.mark.parametrize("reason", LoadFailure)
@@ -129,11 +130,12 @@ def test_a_peer_is_judged_by_what_is_its_fault_alone(
 ) -> None:
     """Failures in a row mean quarantine: a peer that is slow to be opened has done nothing."""
     judged: list[str] = []
-    peers = cache.life.peers
+    peers = cache.epoch_state.peers
     monkeypatch.setattr(peers, "fail", lambda epoch: judged.append("failed"))
     monkeypatch.setattr(peers, "fine", lambda epoch: judged.append("fine"))
     failure = PieceFailure(Epoch(1), reason, b"")
-    assert cache.end_load(load_in(cache), [LoadReport("load", TARGETS, (failure,))]) == set(TARGETS)
+    reports = [LoadReport("load", TARGETS, (failure,))]
+    assert cache.planner.end(load_in(cache), reports) == set(TARGETS)
     own_fault = {
         LoadFailure.UNREACHABLE,
         LoadFailure.COPY_FAILED,
@@ -145,23 +147,22 @@ def test_a_peer_is_judged_by_what_is_its_fault_alone(
 def know_prefills_price(cache: SharedCache) -> None:
     for _ in range(20):
         for tokens in (1, 2000):
-            cache.costs.step(tokens, 0.005 + 1e-5 * tokens)
+            cache.planner.costs.step(tokens, 0.005 + 1e-5 * tokens)
 
 
 def test_what_is_computed_sooner_is_declined_and_now_and_then_tried(cache: SharedCache) -> None:
     """1 ms to compute, or 5 s to copy; or next to nothing."""
     know_prefills_price(cache)
-    assert cache.epoch is not None
     assert cache.table is not None
     runs = (PlannedRun(cast(Peer, None), bytes(48 * 6)),)
-    dear = Plan(cache.epoch, 0, runs, time.monotonic(), nbytes=10**10)
-    cheap = Plan(cache.epoch, 0, runs, time.monotonic(), nbytes=1000)
-    said = [cache.worth(dear, 0.0) for _ in range(REFUSALS_PER_TRIAL)]
+    dear = Plan(cache.table.epoch, 0, runs, time.monotonic(), nbytes=10**10)
+    cheap = Plan(cache.table.epoch, 0, runs, time.monotonic(), nbytes=1000)
+    said = [cache.planner.worth(dear, 0.0) for _ in range(REFUSALS_PER_TRIAL)]
     assert said == [False] * (REFUSALS_PER_TRIAL - 1) + [True]
     assert cache.table.counters.read(MISS_CHEAPER) == REFUSALS_PER_TRIAL - 1
     assert cache.table.counters.read(TRIED) == 1
-    assert cache.worth(cheap, 0.0)
-    assert not cache.worth(cheap, waiting=1.0)
+    assert cache.planner.worth(cheap, 0.0)
+    assert not cache.planner.worth(cheap, waiting=1.0)
 
 
 def test_what_loads_took_is_what_the_next_is_expected_to_take(cache: SharedCache) -> None:
@@ -169,8 +170,8 @@ def test_what_loads_took_is_what_the_next_is_expected_to_take(cache: SharedCache
     load = replace(load, pieces=(replace(load.pieces[0], block_bytes=10_000),))
     assert load.nbytes == 20_000
     for _ in range(100):
-        cache.end_load(load, [LoadReport("load", (), seconds=0.01), GOOD[0]])
-    assert cache.copying(load) == pytest.approx(0.01, rel=0.2)
+        cache.planner.end(load, [LoadReport("load", (), seconds=0.01), GOOD[0]])
+    assert cache.planner.copying(load) == pytest.approx(0.01, rel=0.2)
     assert cache.table is not None
     assert cache.table.counters.read(MEASURED_US) == 100 * 10_000
 
@@ -182,13 +183,13 @@ def test_a_load_that_copied_only_a_part_shows_no_more_than_that_it_takes_longer(
     load = load_in(cache)
     load = replace(load, pieces=(replace(load.pieces[0], block_bytes=10_000),))
     for _ in range(20):
-        cache.end_load(load, [LoadReport("load", (), seconds=0.01)])
-    expected = cache.copying(load)
+        cache.planner.end(load, [LoadReport("load", (), seconds=0.01)])
+    expected = cache.planner.copying(load)
     failures = (PieceFailure(Epoch(1), reason, b""),)
     for _ in range(20):
-        cache.end_load(load, [LoadReport("load", TARGETS, failures, seconds=50e-6)])
-    assert cache.copying(load) == expected
+        cache.planner.end(load, [LoadReport("load", TARGETS, failures, seconds=50e-6)])
+    assert cache.planner.copying(load) == expected
     assert cache.table is not None
     assert cache.table.counters.read(MEASURED_US) == 20 * 10_000
-    cache.end_load(load, [LoadReport("load", TARGETS, failures, seconds=0.02)])
-    assert cache.copying(load) > expected
+    cache.planner.end(load, [LoadReport("load", TARGETS, failures, seconds=0.02)])
+    assert cache.planner.copying(load) > expected

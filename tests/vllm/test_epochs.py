@@ -1,4 +1,4 @@
-"""What of one life of the cache reaches the next: nothing that may be of other weights.
+"""What of one epoch of the cache reaches the next: nothing that may be of other weights.
 
 vLLM may keep blocks over a change of weights: requests run on, and its own prefix cache stays
 as it is unless somebody resets it.  What it does with them is its own affair; the other
@@ -16,8 +16,8 @@ pytest.importorskip("vllm")
 
 from kvshm.errors import SegmentTooSmall
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.plans import LoadReport
-from kvshm.slots import SlotTable
+from kvshm.load_plan import LoadReport
+from kvshm.own_slots import OwnSlotTable
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, described, prompt
 
@@ -77,7 +77,7 @@ def test_a_description_from_before_the_latest_reset_opens_no_epoch(engine: Make)
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_step_without_news_tells_its_number_alone(engine: Make, asynchronous: bool) -> None:
-    """The ranks are told of each life once; most steps tell them nothing, and what they compute
+    """The ranks are told of each epoch once; most steps tell them nothing, and what they compute
     is shown all the same."""
     e = engine(asynchronous)
     e.add("a", prompt(1), max_tokens=40)
@@ -88,7 +88,7 @@ def test_a_step_without_news_tells_its_number_alone(engine: Make, asynchronous: 
     e.connector.reset_cache()
     sent = e.schedule()
     assert sent.metadata.describe
-    assert not sent.metadata.quiet, "no life is there yet"
+    assert not sent.metadata.quiet, "no epoch is there yet"
     e.run(sent, described(sent))
     e.wait_for_epoch()
     assert e.step().metadata.open_epoch == e.table.epoch
@@ -176,10 +176,10 @@ def test_an_epoch_that_cannot_begin_leaves_no_marks_behind(
     e = engine()
     side = e.connector._scheduler
 
-    def full(*_: Any, **__: Any) -> SlotTable:
+    def full(*_: Any, **__: Any) -> OwnSlotTable:
         raise SegmentTooSmall("no room")
 
-    monkeypatch.setattr(SlotTable, "create", full)
+    monkeypatch.setattr(OwnSlotTable, "create", full)
     assert e.scheduler.reset_prefix_cache()
     e.add("a", prompt(3), max_tokens=60)
     sent = e.schedule()

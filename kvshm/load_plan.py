@@ -79,6 +79,11 @@ class Load:
     """Targets that were matched but could not be leased: load errors from the start."""
 
     @property
+    def targets(self) -> tuple[BlockId, ...]:
+        """Own blocks that are to receive copies: those that could be leased."""
+        return tuple(target for piece in self.pieces for target in piece.targets)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that each rank has to copy."""
         return sum(piece.block_bytes * len(piece.targets) for piece in self.pieces)
@@ -87,7 +92,6 @@ class Load:
 class LoadFailure(StrEnum):
     """Why blocks of a load are not delivered."""
 
-    LEASE_LOST = "lease-lost"
     UNREACHABLE = "unreachable"
     NOT_ATTACHED = "not-attached"
     """The peer's memory was not open in time; it may be for the next load."""

@@ -1,16 +1,15 @@
-"""The parts of a mapped replica index: its rows, its entries, and what must hold of them.
+"""What must hold of a replica index whenever its writer is not at work.
 
 Everything here reads a buffer, mapped or copied, and trusts no number in it.
 """
 
 from __future__ import annotations
 
-import struct
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 from . import _native
+from .index_layout import ROW_STRUCT, Entry, Row, all_entries, entry_of, rows
 from .records import (
     COUNT_OFFSET,
     ENTRY_BYTES,
@@ -21,82 +20,8 @@ from .records import (
     SEQUENCE_OFFSET,
     RowState,
 )
-from .terms import BlockId, Epoch, Generation, LeaseBit
 
-ROW_NAME_BYTES = 32
-ROW_STRUCT = struct.Struct(f"<QIIQIxxxx{ROW_NAME_BYTES}s")
-ENTRY_STRUCT = struct.Struct("<QIIII")
-assert ROW_STRUCT.size == ROW_BYTES
-assert ENTRY_STRUCT.size == ENTRY_BYTES
-
-_ENTRIES_AT_ONCE = 4096
-_TAKEN = frozenset(RowState) - {RowState.FREE}
 _WORD = (1 << 64) - 1
-
-Fields = tuple[int, int, int, int, int]
-"""Tag, block id, generation, row + 1 and depth of an entry, as they stand in memory."""
-
-
-class Row(NamedTuple):
-    """One engine the replica knows."""
-
-    row: int
-    epoch: Epoch
-    state: RowState
-    num_blocks: int
-    entries: int
-    lease_bit: LeaseBit
-    name: str
-
-
-class Entry(NamedTuple):
-    """One block of one engine as the replica has it; ``tag`` is the hash's first 8 bytes."""
-
-    tag: int
-    row: int
-    block_id: BlockId
-    generation: Generation
-    depth: int
-
-
-def rows(buffer: memoryview) -> Iterator[Row]:
-    """Yield the rows that are taken.  One whose state is unknown is not."""
-    for row in range(NUM_ROWS):
-        epoch, state, num_blocks, count, bit, name = ROW_STRUCT.unpack_from(
-            buffer, ROWS_OFFSET + row * ROW_BYTES
-        )
-        if state in _TAKEN:
-            text = name.rstrip(b"\0").decode("utf-8", "replace")
-            yield Row(row, epoch, RowState(state), num_blocks, count, LeaseBit(bit - 1), text)
-
-
-def live_mask(buffer: memoryview) -> int:
-    """Bit mask of the rows that lookups may use."""
-    return sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
-
-
-def _all_entries(buffer: memoryview) -> Iterator[Fields]:
-    chunk = _ENTRIES_AT_ONCE * ENTRY_BYTES
-    for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
-        yield from ENTRY_STRUCT.iter_unpack(bytes(buffer[offset : offset + chunk]))
-
-
-def used_entries(buffer: memoryview) -> Iterator[Fields]:
-    """Yield the entries in use without a class: a large index has a million of them."""
-    return (fields for fields in _all_entries(buffer) if fields[3])
-
-
-def entries(buffer: memoryview) -> Iterator[Entry]:
-    """Yield the entries in use."""
-    return map(_entry, used_entries(buffer))
-
-
-def _entry(fields: Fields) -> Entry:
-    tag, block_id, generation, owner, depth = fields
-    return Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)
-
-
-# -- what must hold whenever the writer is not at work
 
 
 def violations(buffer: memoryview) -> list[str]:
@@ -106,7 +31,7 @@ def violations(buffer: memoryview) -> list[str]:
     its row has, and no other entry names that block; probing for it from the home of its tag
     meets no free entry before it.  No two rows are of one epoch.  The sequence is even.
     """
-    used = {place: _entry(f) for place, f in enumerate(_all_entries(buffer)) if f[3]}
+    used = {place: entry_of(f) for place, f in enumerate(all_entries(buffer)) if f[3]}
     places, found = list(used), list(used.values())
     taken = {row.row: row for row in rows(buffer)}
     wrong = _miscounted(buffer, found, taken)

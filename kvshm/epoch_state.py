@@ -1,0 +1,132 @@
+"""One epoch of an engine's cache: everything that begins and ends with it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from .config import Config
+from .fingerprint import fingerprint
+from .handout import Handouts, HandoutServer, serve_epoch
+from .own_slots import OwnSlotTable, TableSpec
+from .peer_list import PeerList
+from .peers import Peers
+from .protocol import EngineInfo, RankInfo
+from .rundir import engine_socket, peers_file
+from .terms import BlockId, Epoch, Fingerprint
+from .version import __version__
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What does not change while an engine runs."""
+
+    name: str
+    model: str
+    num_blocks: int
+    block_size: int
+    """Tokens per block."""
+    asynchronous: bool = False
+    """Whether the next step is scheduled while one runs, so that a wait can overlap."""
+
+
+@dataclass
+class EpochState:
+    """Slot table, peers and roster entry of one epoch, and what its publisher has yet to do.
+
+    Begun on the client's thread and ended on the scheduler's; in between the scheduler's thread
+    publishes in ``table`` and looks up in ``peers``, and the client's thread keeps ``peers`` up to
+    date.
+    """
+
+    table: OwnSlotTable
+    peers: Peers
+    server: HandoutServer
+    """Hands out the table and the replica."""
+    info: EngineInfo
+    draining: list[BlockId] = field(default_factory=list)
+    """Retracted blocks whose leases the next dispatch waits for.  Scheduler's thread only."""
+    outbox: list[bytes] = field(default_factory=list)
+    """Events that the client does not have yet.  Scheduler's thread only."""
+    was_alive: bool = False
+    """Whether all ranks have been seen alive.  Scheduler's thread only."""
+
+    def was_ended(self) -> bool:
+        """Whether ranks have been alive and are not.  They are not yet before the first step of
+        an epoch, with which they open it, and may load.  Scheduler's thread."""
+        alive = self.table.alive
+        self.was_alive = self.was_alive or alive
+        return self.was_alive and not alive
+
+    def end(self) -> None:
+        """Withdraw everything for good: every slot EMPTY, every life word 0.  Never waits: an
+        importer in the middle of a copy finds out at its re-check.  Who has the table mapped
+        keeps it."""
+        self.table.retire()
+        self.table.reset()
+        self.table.end_life(None)
+        self.server.close()
+        self.peers.close()
+
+
+class HasEpoch(Protocol):
+    """Who has the present epoch: a SharedCache."""
+
+    epoch_state: EpochState | None
+    """None without one.  Any thread may look; another look may find another epoch."""
+
+
+def begin_epoch(
+    config: Config,
+    spec: EngineSpec,
+    fields: Mapping[str, str],
+    ranks: Sequence[RankInfo],
+    run_dir: Path,
+) -> EpochState:
+    """Begin an epoch of a random number: create its slot table, with this process's pulse, and its
+    replica, and hand them out.  ``fields``: the fingerprint's ingredients.  Raises KvshmError or
+    OSError, leaving nothing behind."""
+    epoch, space = Epoch(secrets.randbits(64) | 1), config.namespace
+    table_spec = TableSpec(
+        namespace=space,
+        engine=spec.name,
+        num_blocks=spec.num_blocks,
+        block_size=spec.block_size,
+        num_ranks=len(ranks),
+        fingerprint=fingerprint(fields),
+        model=spec.model,
+    )
+    with ExitStack() as undo:
+        table = OwnSlotTable.create(table_spec, epoch)
+        undo.callback(table.close)
+        table.begin_pulse(None)
+        # Whoever does not import has nothing to attach.
+        listed = PeerList(peers_file(run_dir, space, epoch)) if config.imports else None
+        peers = Peers(space, spec.name, epoch, Handouts(run_dir, space), listed=listed)
+        undo.callback(peers.close)
+        server = serve_epoch(engine_socket(run_dir, space, epoch), table, peers.replica)
+        undo.pop_all()
+    info = EngineInfo(
+        epoch=epoch,
+        name=spec.name,
+        pid=os.getpid(),
+        fingerprint=Fingerprint(table.fingerprint),
+        fields=dict(fields),
+        num_blocks=spec.num_blocks,
+        ranks=[_of_epoch(rank, epoch) for rank in ranks],
+        imports_only=not config.exports,
+        kvshm_version=__version__,
+    )
+    return EpochState(table, peers, server, info)
+
+
+def _of_epoch(rank: RankInfo, epoch: Epoch) -> RankInfo:
+    memory = msgspec.structs.replace(rank.memory, epoch=epoch)
+    return msgspec.structs.replace(rank, memory=memory)

@@ -1,0 +1,88 @@
+"""Where the rows and entries of a mapped replica index lie, and how they are read.
+
+Everything here reads a buffer, mapped or copied, and trusts no number in it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .records import (
+    ENTRY_BYTES,
+    INDEX_HEADER_BYTES,
+    NUM_ROWS,
+    ROW_BYTES,
+    ROWS_OFFSET,
+    RowState,
+)
+from .terms import BlockId, Epoch, Generation, LeaseBit
+
+ROW_NAME_BYTES = 32
+ROW_STRUCT = struct.Struct(f"<QIIQIxxxx{ROW_NAME_BYTES}s")
+ENTRY_STRUCT = struct.Struct("<QIIII")
+assert ROW_STRUCT.size == ROW_BYTES
+assert ENTRY_STRUCT.size == ENTRY_BYTES
+
+_ENTRIES_AT_ONCE = 4096
+_TAKEN = frozenset(RowState) - {RowState.FREE}
+
+Fields = tuple[int, int, int, int, int]
+"""Tag, block id, generation, row + 1 and depth of an entry, as they stand in memory."""
+
+
+class Row(NamedTuple):
+    """One engine the replica knows."""
+
+    row: int
+    epoch: Epoch
+    state: RowState
+    num_blocks: int
+    entries: int
+    lease_bit: LeaseBit
+    name: str
+
+
+class Entry(NamedTuple):
+    """One block of one engine as the replica has it; ``tag`` is the hash's first 8 bytes."""
+
+    tag: int
+    row: int
+    block_id: BlockId
+    generation: Generation
+    depth: int
+
+
+def rows(buffer: memoryview) -> Iterator[Row]:
+    """Yield the rows that are taken.  One whose state is unknown is not."""
+    for row in range(NUM_ROWS):
+        epoch, state, num_blocks, count, bit, name = ROW_STRUCT.unpack_from(
+            buffer, ROWS_OFFSET + row * ROW_BYTES
+        )
+        if state in _TAKEN:
+            text = name.rstrip(b"\0").decode("utf-8", "replace")
+            yield Row(row, epoch, RowState(state), num_blocks, count, LeaseBit(bit - 1), text)
+
+
+def live_mask(buffer: memoryview) -> int:
+    """Bit mask of the rows that lookups may use."""
+    return sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
+
+
+def all_entries(buffer: memoryview) -> Iterator[Fields]:
+    """Yield every entry in the order of their places, free ones too."""
+    chunk = _ENTRIES_AT_ONCE * ENTRY_BYTES
+    for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
+        yield from ENTRY_STRUCT.iter_unpack(bytes(buffer[offset : offset + chunk]))
+
+
+def entries(buffer: memoryview) -> Iterator[Entry]:
+    """Yield the entries in use."""
+    return (entry_of(fields) for fields in all_entries(buffer) if fields[3])
+
+
+def entry_of(fields: Fields) -> Entry:
+    """The entry that these fields are, of one in use."""
+    tag, block_id, generation, owner, depth = fields
+    return Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)

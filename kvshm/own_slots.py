@@ -1,0 +1,267 @@
+"""An engine's own slot table: what its scheduler and its worker ranks may do with it.
+
+Each role has a type (kvshm/slots.py has those of others), so that a type checker refuses what a
+role may not do.  The protocol is drawn in docs/protocol.md, its memory order in _core.c.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from . import _native
+from .counters import PUBLISHED, RETRACTED, Counters
+from .errors import SegmentError
+from .records import (
+    CREATED_OFFSET,
+    ENGINE_NAME_BYTES,
+    ENGINE_NAME_OFFSET,
+    FINGERPRINT_OFFSET,
+    HEARTBEAT_OFFSET,
+    LEASES_TAKEN_OFFSET,
+    MAX_BLOCKS,
+    MAX_RANKS,
+    MODEL_NAME_BYTES,
+    NUM_LEASE_BITS,
+    NUM_RANKS_OFFSET,
+    NUM_TICKETS,
+    PULSES_OFFSET,
+    RETIRED_OFFSET,
+    TABLE_HEADER_BYTES,
+    TABLE_MAGIC,
+    TICKETS_OFFSET,
+    table_bytes,
+)
+from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
+from .slots import SlotTableView
+from .table_header import FIXED, NAMES
+from .terms import BlockId, Epoch, Fingerprint, LeaseBit, Rank
+
+Clock = Callable[[], int]
+"""Nanoseconds of CLOCK_REALTIME."""
+
+_MAX_MS = (1 << 32) - 1
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """What a slot table is made for.  ValueError if no table can be like that."""
+
+    namespace: str
+    engine: str
+    num_blocks: int
+    block_size: int
+    """Tokens per block."""
+    num_ranks: int
+    fingerprint: Fingerprint
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.num_blocks <= MAX_BLOCKS or not 0 < self.block_size < 1 << 32:
+            raise ValueError(f"{self.num_blocks} blocks of {self.block_size} tokens")
+        if not 0 < self.num_ranks <= MAX_RANKS:
+            raise ValueError(f"{self.num_ranks} ranks, a slot table has 1 to {MAX_RANKS}")
+        if len(self.fingerprint) != 32:
+            raise ValueError(f"a fingerprint has 32 bytes, not {len(self.fingerprint)}")
+        if len(self.engine.encode()) > ENGINE_NAME_BYTES:
+            raise ValueError(f"engine name {self.engine!r} has over {ENGINE_NAME_BYTES} bytes")
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the segment."""
+        return table_bytes(self.num_blocks, self.num_ranks)
+
+    def segment_name(self, epoch: Epoch) -> str:
+        """What people call the segment in one epoch."""
+        return str(SegmentName(self.namespace, TABLE_KIND, self.engine, epoch))
+
+    def write(self, segment: Segment, created_ns: int) -> None:
+        """Fill the fixed fields of a new segment's header."""
+        buffer, model = segment.buffer, self.model.encode()[:MODEL_NAME_BYTES]
+        fixed = (self.fingerprint, self.num_blocks, self.block_size, self.num_ranks)
+        FIXED.pack_into(buffer, FINGERPRINT_OFFSET, *fixed)
+        NAMES.pack_into(buffer, ENGINE_NAME_OFFSET, self.engine.encode(), model)
+        _native.store(buffer, CREATED_OFFSET, created_ns)
+
+
+class RankSlotTable(SlotTableView):
+    """The engine's own slot table, as each of its processes has it: what a worker rank may do."""
+
+    WRITABLE = True
+    counters: Counters
+
+    def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
+        super().__init__(segment, header)
+        self.counters = Counters(segment)
+        self._clock = clock
+        self._pulse: object = None
+
+    def begin_pulse(self, rank: int | None) -> None:
+        """Let the kernel mark the end of this process, which is the rank's (None: the owner's).
+        It counts as ended, too, once this object is closed or gone.  Raises SegmentError where
+        the kernel or the process's limits do not allow that."""
+        if rank is not None:
+            self._life_offset(rank)
+        offset = PULSES_OFFSET + 8 * (0 if rank is None else 1 + rank)
+        try:
+            self._pulse = _native.pulse(self._segment.buffer, offset)
+        except OSError as exc:
+            raise SegmentError(f"{self.name}: a death could not be told: {exc}") from exc
+
+    def set_life(self, rank: int) -> None:
+        """The rank's KV memory is exported and is what the table says; that rank only."""
+        self._store(self._life_offset(rank), self.epoch)
+
+    def end_life(self, rank: int | None) -> None:
+        """Before the rank's KV memory is freed or remapped (None: that of all ranks).  From
+        here on no lease succeeds and no re-check of that rank passes."""
+        for ended in range(self.num_ranks) if rank is None else (rank,):
+            self._store(self._life_offset(ended), 0)
+
+    def set_checksum(self, rank: Rank, block_id: int, checksum: int) -> None:
+        """Note the checksum, before the block is published; that rank only."""
+        self._store(self._checksum_offset(rank, block_id), checksum)
+
+    def finish_ticket(self, ticket: int) -> bool:
+        """This rank has finished the load; once per rank.  True for the last one, who then
+        releases the leases.  IndexError for a ticket that does not exist."""
+        while left := self._load(_ticket(ticket)):
+            if _native.compare_exchange(self._segment.buffer, _ticket(ticket), left, left - 1):
+                return left == 1
+        return False
+
+    def log_error(self, text: str) -> None:
+        """Note an error where tools find it, also after this process has ended."""
+        self._errors.add(text, self._clock())
+
+    def close(self) -> None:
+        self._pulse = None
+        super().close()
+
+    def _store(self, offset: int, value: int) -> None:
+        _native.store(self._segment.buffer, offset, value)
+
+
+class OwnSlotTable(RankSlotTable):
+    """The engine's own slot table, as its scheduler has it: what an exporter may do.
+
+    Single-threaded, but for what the client's thread says of the engine: ``beat``, counters,
+    errors and its lease bit.
+    """
+
+    _next_ticket = 0
+
+    @classmethod
+    def create(
+        cls, spec: TableSpec, epoch: Epoch, pid: int | None = None, clock: Clock = time.time_ns
+    ) -> Self:
+        """Create the table of a new epoch: every slot EMPTY, every life word 0.
+
+        ``pid``: its owner's, for people (default: this process).  Raises SegmentTooSmall.
+        """
+        segment = Segment.create(spec.segment_name(epoch), spec.nbytes)
+        spec.write(segment, clock())
+        owner = os.getpid() if pid is None else pid
+        header = Header(TABLE_MAGIC, TABLE_HEADER_BYTES, epoch, owner)
+        write_header(segment, header)
+        return cls(segment, header, clock)
+
+    def publish(self, records: bytes, parents: bytes) -> bytes:
+        """Make blocks readable by others.  ``parents`` holds 8 bytes of each parent's hash.
+
+        Returns the records of those that are READY now, with their generations: the event
+        to send.  A slot that is not EMPTY is left alone.
+        """
+        return _native.publish(self._segment.buffer, records, parents, self._age_ms())
+
+    def publish_marked(
+        self, marks: bytearray, pool: Sequence[Any], runs: list[tuple[list[bytes], int, bytes]]
+    ) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
+        """The same for blocks in runs (kvshm/marks.py), as far as ``pool`` has the hashes of their
+        places in the chain; counts them.  Returns the event to send, and the runs of which some
+        blocks have no hash yet, or a slot that still drains."""
+        buffer = self._segment.buffer
+        return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.place)
+
+    def retract(self, blocks: Sequence[BlockId]) -> tuple[bytes, list[BlockId]]:
+        """Withdraw blocks: none of them can be leased from here on.
+
+        Returns the event to send (RETRACT records of those that were READY) and the blocks
+        that are still leased; the others may be reused at once.
+        """
+        return _native.retract(self._segment.buffer, blocks)
+
+    def retract_marked(
+        self, marks: bytearray, blocks: Sequence[Any]
+    ) -> tuple[bytes, list[BlockId]]:
+        """The same for those of ``blocks`` that ``marks`` (kvshm/marks.py) has as published, and
+        counts them; marks of all of them are cleared.  Takes pool blocks too."""
+        return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.place)
+
+    def drain(self, blocks: Sequence[BlockId], slow: int) -> list[BlockId]:
+        """Free retracted blocks that nobody leases any more; leases in the bit mask ``slow``
+        do not count.  Returns those still leased; the rest may be reused."""
+        return _native.drain(self._segment.buffer, blocks, slow)
+
+    def force(self, blocks: Sequence[BlockId]) -> tuple[int, int]:
+        """Free retracted blocks whatever their leases; all may be reused afterwards.
+
+        Returns how many were still draining, and the bit mask of the holders overridden.
+        """
+        return _native.force(self._segment.buffer, blocks)
+
+    def reset(self) -> int:
+        """Withdraw and free every block whatever its leases.  Returns how many were in use."""
+        return _native.reset(self._segment.buffer)
+
+    def retire(self) -> None:
+        """No lease will ever succeed again.  For good."""
+        self._store(RETIRED_OFFSET, 1)
+
+    def beat(self) -> None:
+        """The owner is alive; about once a second."""
+        _native.add(self._segment.buffer, HEARTBEAT_OFFSET, 1)
+
+    def descriptor(self, writable: bool) -> int:
+        """A new descriptor of the table, to hand on; the caller's to close.  Any thread.  Raises
+        SegmentError, also where the table was not created here."""
+        return self._segment.descriptor(writable)
+
+    # -- the owner as an importer
+
+    def count_lease_batch(self) -> None:
+        """A batch of leases was taken on others' blocks: ``leases_taken`` grows."""
+        self._store(LEASES_TAKEN_OFFSET, self.leases_taken + 1)
+
+    def set_lease_bit(self, bit: LeaseBit) -> None:
+        """The owner's bit in others' slots; NO_LEASE_BIT if it has none."""
+        if not -1 <= bit < NUM_LEASE_BITS:
+            raise IndexError(f"there is no lease bit {bit}")
+        self._store(NUM_RANKS_OFFSET, (bit + 1) << 32 | self.num_ranks)
+
+    def take_ticket(self, ranks: int) -> int | None:
+        """Begin a load that ``ranks`` ranks will finish, the last of which releases its leases.
+
+        Returns the ticket, None if all are in use.  Tickets are handed out in turn, so that
+        one is not used again at once.
+        """
+        if not 0 < ranks <= MAX_RANKS:
+            raise ValueError(f"a load of {ranks} ranks")
+        first = self._next_ticket
+        for ticket in (i % NUM_TICKETS for i in range(first, first + NUM_TICKETS)):
+            if _native.compare_exchange(self._segment.buffer, _ticket(ticket), 0, ranks):
+                self._next_ticket = ticket + 1
+                return ticket
+        return None
+
+    def _age_ms(self) -> int:
+        return min(max((self._clock() - self.created_ns) // 1_000_000, 0), _MAX_MS)
+
+
+def _ticket(ticket: int) -> int:
+    if not 0 <= ticket < NUM_TICKETS:
+        raise IndexError(f"there is no ticket {ticket}")
+    return TICKETS_OFFSET + 8 * ticket

@@ -1,0 +1,153 @@
+"""What an engine shows the others: its slot table in one epoch, and the events about it.
+
+Runs on the scheduler's thread.  The order is the protocol: a slot's word changes before the
+event that tells of it is sent, and every slot whose bytes a step may change has left READY
+and given up its leases before that step is dispatched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from .counters import DRAIN_WAIT_US, DRAINED, FORCED, RETRACTED
+from .epoch_state import EpochState, HasEpoch
+from .marks import Marks, Run
+from .records import NUM_LEASE_BITS, RECORD_BYTES
+from .slots import PeerSlotTable
+from .terms import BlockId
+
+DRAIN_POLL_SECONDS = 0.00005
+
+
+class SlowImporters:
+    """Importers that a drain budget was spent on in vain: their leases are not waited for.
+
+    An importer is slow until it has both sent a heartbeat and taken a fresh lease since.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[int, int]] = {}
+
+    def mask(self, tables_by_bit: Callable[[], Mapping[int, PeerSlotTable]]) -> int:
+        """Lease bits that are not worth waiting for at present."""
+        if self._seen:
+            tables = tables_by_bit()
+            self._seen = {
+                bit: seen
+                for bit, seen in self._seen.items()
+                if not _has_recovered(tables.get(bit), seen)
+            }
+        return sum(1 << bit for bit in self._seen)
+
+    def timed_out(self, bits: int, tables: Mapping[int, PeerSlotTable]) -> None:
+        """These importers' leases were just overridden."""
+        for bit in range(NUM_LEASE_BITS):
+            if bits >> bit & 1:
+                table = tables.get(bit)
+                self._seen[bit] = (table.heartbeat, table.leases_taken) if table else (-1, -1)
+
+
+def _has_recovered(table: PeerSlotTable | None, seen: tuple[int, int]) -> bool:
+    return table is not None and table.heartbeat != seen[0] and table.leases_taken != seen[1]
+
+
+class Publisher:
+    """The exporter's side, in whatever epoch is present; without one nothing is shown.
+
+    Single-threaded; blocks only in ``drain_before_dispatch``.
+    """
+
+    def __init__(
+        self,
+        cache: HasEpoch,
+        send: Callable[[bytes], None],
+        budget_seconds: float,
+        exports: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``send`` takes events and does not block.  ``exports``: whether to show anything."""
+        self._cache = cache
+        self._send = send
+        self._budget = budget_seconds
+        self._exports = exports
+        self._clock = clock
+        self._slow = SlowImporters()
+
+    def publish_marked(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
+        """Show computed blocks to the others, and tell them: those of the runs, as far as they
+        have hashes in ``pool``.  The caller vouches that every byte of them is written on every
+        rank.  Returns the runs that are not through: some block has no hash yet, or its slot still
+        drains."""
+        epoch = self._cache.epoch_state
+        if epoch is None or not self._exports:
+            return runs
+        published, left = epoch.table.publish_marked(marks.packed, pool, runs)
+        if published:
+            if epoch.outbox:  # what was withdrawn before is told first
+                self.flush()
+            self._send(published)
+        return left
+
+    def retract(self, blocks: Iterable[BlockId]) -> None:
+        """Withdraw published blocks at once: no new lease succeeds from here on.  Leases still
+        held are waited for in ``drain_before_dispatch``."""
+        if (epoch := self._cache.epoch_state) is not None:
+            ids = blocks if isinstance(blocks, list) else list(blocks)
+            records, draining = epoch.table.retract(ids)
+            epoch.outbox.append(records)
+            epoch.draining.extend(draining)
+            epoch.table.counters.add(RETRACTED, len(records) // RECORD_BYTES)
+
+    def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
+        """Pool blocks get new contents: clears their marks, and withdraws those that are
+        published.  Whether some were."""
+        if (epoch := self._cache.epoch_state) is None:
+            marks.clear(blocks)
+            return False
+        records, draining = epoch.table.retract_marked(marks.packed, blocks)
+        if not records:
+            return False
+        epoch.outbox.append(records)
+        epoch.draining.extend(draining)
+        return True
+
+    def drain_before_dispatch(self) -> None:
+        """Call before every dispatch, after the last ``retract`` of its step: wait for leases on
+        retracted blocks within one budget, then override the rest, and send the step's events.
+        When it returns nobody holds a lease on a retracted block, and no copy of one will be
+        accepted."""
+        if (epoch := self._cache.epoch_state) is not None:
+            if epoch.draining:
+                self._drain(epoch)
+            if epoch.outbox:
+                self.flush()
+
+    def flush(self) -> None:
+        """Tell the others of what was withdrawn; never blocks."""
+        if (epoch := self._cache.epoch_state) is not None and epoch.outbox:
+            batch, epoch.outbox = b"".join(epoch.outbox), []
+            if batch:
+                self._send(batch)
+
+    def _drain(self, epoch: EpochState) -> None:
+        started, table = self._clock(), epoch.table
+        waiting, epoch.draining = epoch.draining, []
+        slow, drained, forced = self._slow.mask(epoch.peers.tables_by_bit), 0, 0
+        while True:
+            left = table.drain(waiting, 0)
+            drained += len(waiting) - len(left)
+            # Over the leases of slow importers: taken back, not drained.
+            waiting = table.drain(left, slow) if left and slow else left
+            forced += len(left) - len(waiting)
+            if not waiting or self._clock() - started >= self._budget:
+                break
+            time.sleep(DRAIN_POLL_SECONDS)
+        if waiting:
+            overridden, holders = table.force(waiting)
+            self._slow.timed_out(holders, epoch.peers.tables_by_bit())
+            forced += overridden
+        table.counters.add(FORCED, forced)
+        table.counters.add(DRAINED, drained)
+        table.counters.add(DRAIN_WAIT_US, round((self._clock() - started) * 1e6))
