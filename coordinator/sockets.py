@@ -27,8 +27,9 @@ import zmq
 from zmq.constants import Event
 
 from kvshm.errors import KvshmError, RunDirectoryError
-from kvshm.fds import FileId, file_at, remove_own, require_descriptors
+from kvshm.fds import FileId, file_at, remove_own
 from kvshm.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
+from kvshm.resources import require_descriptors
 from kvshm.rundir import set_aside
 
 from . import logfmt

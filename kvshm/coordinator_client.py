@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from . import _native, threads
+from . import _native
 from .coordinator_session import CoordinatorSession
 from .counters import EVENTS_DROPPED, EVENTS_UNHEARD
 from .errors import KvshmError
@@ -26,6 +26,7 @@ from .log import logger
 from .news import NewsHandler
 from .protocol import MAX_EVENTS_BYTES
 from .records import RECORD_BYTES
+from .resources import start_thread
 from .timing import TIMING, Timing
 
 MAX_QUEUED = 4096
@@ -79,7 +80,7 @@ class CoordinatorClient:
         )
         guard_forks(self)
         try:
-            threads.start(self._thread)
+            start_thread(self._thread)
         except KvshmError:
             self._close_timers()
             raise

@@ -28,7 +28,6 @@ from msgspec import Raw
 from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
 from .errors import ProtocolError, VersionMismatch
 from .event_order import EventOrder, Verdict
-from .fds import require_descriptors
 from .guard import Guard
 from .news import Coordinator, News, NewsHandler
 from .protocol import (
@@ -52,6 +51,7 @@ from .protocol import (
     open_broadcast,
 )
 from .receiving import received
+from .resources import require_descriptors
 from .rundir import command_endpoint, event_endpoint
 from .terms import NO_LEASE_BIT
 from .timing import TIMING, Timing

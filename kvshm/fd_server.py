@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from . import threads
 from .errors import TransportError
 from .fds import (
     MAX_REQUEST_BYTES,
@@ -27,6 +26,7 @@ from .fds import (
 )
 from .forks import guard_forks
 from .log import Seldom, logger
+from .resources import start_thread
 
 MAX_CLIENTS = 64
 MAX_KEPT = 1024
@@ -135,7 +135,7 @@ class FdServer:
         guard_forks(self)
         self._thread = threading.Thread(target=self._serve, name="kvshm-fds", daemon=True)
         try:
-            threads.start(self._thread)
+            start_thread(self._thread)
         except TransportError:
             self._remove_name()
             self._close_sockets()

@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import KvshmError, TransportError
+from .errors import TransportError
 from .rundir import too_long
 
 MAX_REQUEST_BYTES = 4096
@@ -104,22 +104,6 @@ def _received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
     return fds.tolist()
-
-
-def require_descriptors(count: int) -> None:
-    """Raise KvshmError unless this process may open so many descriptors more: libzmq, for one,
-    aborts the process that runs out of them (src/epoll.cpp)."""
-    opened: list[int] = []
-    try:
-        for _ in range(count):
-            opened.append(os.eventfd(0, os.EFD_CLOEXEC))
-    except OSError as exc:
-        raise KvshmError(
-            f"only {len(opened)} more files can be opened, {count} are needed ({exc.strerror}); "
-            "raise the limit of open files (ulimit -n)"
-        ) from exc
-    finally:
-        close_all(opened)
 
 
 def new_socket(path: str) -> socket.socket:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from .errors import KvshmError, TransportError
-from .fds import require_descriptors
+from .resources import require_descriptors
 from .terms import BlockId, Epoch
 
 ENTRY_POINT_GROUP = "kvshm.transports"

@@ -11,20 +11,11 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from .interfaces import MemoryDescriptor
-from .peer import Peer
+from .peer import PlannedRun
 from .records import RECORD_BYTES
 from .terms import BlockId, Epoch
 
 NO_TICKET = -1
-
-
-class PlannedRun(NamedTuple):
-    """Consecutive blocks of one prefix that one peer seems to hold.  Holds the peer itself, never
-    its number: a number may be handed on, an attachment stays what it is."""
-
-    peer: Peer
-    records: bytes
-    """Packed block records, in the order of the prefix."""
 
 
 class Plan(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .errors import CorruptSegment, ProtocolError, StaleAttachment
 from .protocol import EngineInfo
@@ -41,6 +42,15 @@ class Peer:
     def offers(self) -> bool:
         """Whether it has something to offer, as far as is known of it."""
         return not (self.suspected or self.dead or self.info.imports_only)
+
+
+class PlannedRun(NamedTuple):
+    """Consecutive blocks of one prefix that one peer seems to hold.  Holds the peer itself, never
+    its number: a number may be handed on, an attachment stays what it is."""
+
+    peer: Peer
+    records: bytes
+    """Packed block records, in the order of the prefix."""
 
 
 def check_table(table: PeerSlotTable, info: EngineInfo) -> None:

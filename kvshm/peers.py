@@ -20,9 +20,8 @@ from .errors import KvshmError, SegmentNotFound, SegmentNotReady
 from .handout import Handouts
 from .index import Forgotten, Replica
 from .later import Later
-from .load_plan import PlannedRun
 from .log import engine_name, logger
-from .peer import Peer, check_table
+from .peer import Peer, PlannedRun, check_table
 from .peer_list import PeerList
 from .protocol import EngineInfo
 from .records import RECORD_BYTES, RowState

@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from . import threads
 from .counters import LOADS_STARTED, LOADS_TOO_LATE
 from .errors import MemoryInUse
 from .forks import guard_forks
@@ -31,6 +30,7 @@ from .own_slots import RankSlotTable
 from .peer_list import PeerListReader
 from .rank_load import RankLoad
 from .rank_peers import PeerBook
+from .resources import start_thread
 from .terms import BlockId, Epoch, Rank
 
 log = logger(__name__)
@@ -79,7 +79,7 @@ class RankCache:
         """Loads whose report nobody has asked for yet."""
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
         self._inherited = False
-        threads.start(self._thread)
+        start_thread(self._thread)
         guard_forks(self)
 
     @property

@@ -17,7 +17,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
-from . import threads
 from .errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
 from .handout import Handouts
 from .interfaces import Attachment, MemoryDescriptor, Transport
@@ -25,6 +24,7 @@ from .load_plan import Piece
 from .log import Seldom, engine_name, logger
 from .peer_list import PeerListReader
 from .protocol import EngineInfo
+from .resources import start_thread
 from .slots import PeerSlotTable
 from .terms import Epoch, LeaseBit, Rank
 
@@ -187,7 +187,7 @@ class PeerBook:
         thread = threading.Thread(
             target=self._attach, args=(epoch, memory), name="kvshm-attach", daemon=True
         )
-        threads.start(thread)
+        start_thread(thread)
         self._attaching[epoch] = self._clock()
 
     def _attach(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> None:
@@ -252,7 +252,7 @@ class PeerBook:
                 peer.table.release(LeaseBit(bit), piece.records, piece.taken)
                 return
         args = self._handouts, piece, LeaseBit(bit), self.name_of(piece.peer)
-        threads.start(
+        start_thread(
             threading.Thread(target=_release, args=args, name="kvshm-release", daemon=True)
         )
 

@@ -6,9 +6,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-from kvshm import threads
 from kvshm.errors import TransportError
 from kvshm.log import logger
+from kvshm.resources import start_thread
 
 _log = logger(__name__)
 
@@ -33,7 +33,7 @@ class JobThread:
             self._check_open()
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                threads.start(thread)
+                start_thread(thread)
                 self._thread = thread
             self._jobs.put(job)
 

@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 
-from kvshm import threads
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 from kvshm.forks import guard_forks
 from kvshm.leftovers import clear
 from kvshm.log import logger
+from kvshm.resources import start_thread
 from kvshm.rundir import choose_run_directory, open_run_directory
 
 log = logger(__name__)
@@ -113,7 +113,7 @@ def _watch_signals(leave: Callable[[], None]) -> None:
         leave()
 
     try:
-        threads.start(threading.Thread(target=watch, name="kvshm-leaving", daemon=True))
+        start_thread(threading.Thread(target=watch, name="kvshm-leaving", daemon=True))
     except KvshmError:
         signal.set_wakeup_fd(-1)
         os.close(read)

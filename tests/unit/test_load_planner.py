@@ -24,10 +24,9 @@ from kvshm.load_plan import (
     Piece,
     PieceFailure,
     Plan,
-    PlannedRun,
 )
 from kvshm.load_planner import Ended
-from kvshm.peer import Peer
+from kvshm.peer import Peer, PlannedRun
 from kvshm.protocol import RankInfo
 from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
 

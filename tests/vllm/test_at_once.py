@@ -24,7 +24,8 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvshm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan, PlannedRun
+from kvshm.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan
+from kvshm.peer import PlannedRun
 from kvshm.records import RECORD_BYTES, SlotState
 from kvshm.terms import NO_LEASE_BIT, Epoch
 

@@ -26,8 +26,8 @@ from kvshm.load_plan import (
     Piece,
     PieceFailure,
     Plan,
-    PlannedRun,
 )
+from kvshm.peer import PlannedRun
 from kvshm.records import RECORD_BYTES
 from kvshm.terms import NO_LEASE_BIT, Epoch
 

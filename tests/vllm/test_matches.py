@@ -13,7 +13,8 @@ from vllm.v1.request import RequestStatus
 
 from kvshm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.load_plan import NO_TICKET, Load, LoadReport, Plan, PlannedRun
+from kvshm.load_plan import NO_TICKET, Load, LoadReport, Plan
+from kvshm.peer import PlannedRun
 from kvshm.records import RECORD_BYTES
 from kvshm.terms import NO_LEASE_BIT
 

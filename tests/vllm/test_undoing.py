@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.load_plan import Plan, PlannedRun
+from kvshm.load_plan import Plan
+from kvshm.peer import PlannedRun
 from kvshm.records import RECORD_BYTES
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt

@@ -1,0 +1,36 @@
+"""Threads and descriptors, of which there may be none to be had: errors that name the remedy."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from .errors import KvshmError, TransportError
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start it, or raise TransportError: this user, this container or this service has as many as
+    it may."""
+    try:
+        thread.start()
+    except RuntimeError as exc:
+        raise TransportError(
+            f"{thread.name}: {exc}; raise the limit of processes (ulimit -u, TasksMax, pids.max)"
+        ) from exc
+
+
+def require_descriptors(count: int) -> None:
+    """Raise KvshmError unless this process may open so many descriptors more: libzmq, for one,
+    aborts the process that runs out of them (src/epoll.cpp)."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.eventfd(0, os.EFD_CLOEXEC))
+    except OSError as exc:
+        raise KvshmError(
+            f"only {len(opened)} more files can be opened, {count} are needed ({exc.strerror}); "
+            "raise the limit of open files (ulimit -n)"
+        ) from exc
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
