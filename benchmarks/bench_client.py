@@ -42,18 +42,26 @@ from typing import Any, NamedTuple
 import zmq
 from measurement import percentiles, report
 
-from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
-from kvshm.epoch_state import EngineSpec
-from kvshm.handout import serve_epoch
-from kvshm.index import Replica
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.epoch_state import EngineSpec
+from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.own_slots import OwnSlotTable, TableSpec
-from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Events, Heartbeat, Join, RankInfo, encode
-from kvshm.records import RECORD_BYTES, BlockRecord, pack_records, unpack_records
+from kvshm.node.handout import serve_epoch
+from kvshm.node.protocol import (
+    PROTOCOL_VERSION,
+    EngineInfo,
+    Events,
+    Heartbeat,
+    Join,
+    RankInfo,
+    encode,
+)
+from kvshm.replica.index import Replica
 from kvshm.rundir import command_endpoint, engine_socket
-from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
+from kvshm.shm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
+from kvshm.shm.layout import RECORD_BYTES, BlockRecord, pack_records, unpack_records
+from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.timing import TIMING
 
 ENGINES = 8

@@ -22,7 +22,7 @@ from gpu_memory import gpu_count, no_gpu
 from gpu_peer import Cache, GpuPeer, block_ids
 from measurement import percentiles, report
 
-from kvshm.terms import BlockId
+from kvshm.ids import BlockId
 
 FRAGMENTS = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
 COUNTS = (1, 16, 256)

@@ -26,9 +26,9 @@ from measurement import percentiles, report
 from sharing_node import BLOCK_SIZE, SharingNode
 from tiny_model import write_model
 
-from kvshm.index_reader import ReplicaReader
-from kvshm.records import RECORD_BYTES, unpack_records
-from kvshm.slots import SlotTableView
+from kvshm.replica.index_reader import ReplicaReader
+from kvshm.shm.layout import RECORD_BYTES, unpack_records
+from kvshm.shm.slot_table import SlotTableView
 
 BLOCKS = 2
 PATTERN = 8

@@ -18,17 +18,17 @@ from pathlib import Path
 
 from measurement import percentiles, report
 
-from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.epoch_state import EngineSpec
-from kvshm.handout import HandoutServer
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.epoch_state import EngineSpec
+from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.own_slots import OwnSlotTable, TableSpec
-from kvshm.peers import Peers
-from kvshm.protocol import EngineInfo, RankInfo
-from kvshm.records import BlockRecord, pack_records
+from kvshm.node.handout import HandoutServer
+from kvshm.node.peers import Peers
+from kvshm.node.protocol import EngineInfo, RankInfo
 from kvshm.rundir import tables_socket
-from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
+from kvshm.shm.layout import BlockRecord, pack_records
+from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
 
 SIZES = (1, 50_000), (27, 20_000)
 """Other engines, and blocks of each."""

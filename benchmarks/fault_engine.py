@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.epoch_state import EngineSpec
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.epoch_state import EngineSpec
+from kvshm.engine.marks import Marks
+from kvshm.ids import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.marks import Marks
-from kvshm.protocol import RankInfo
-from kvshm.records import RECORD_BYTES
-from kvshm.slots import PeerSlotTable
-from kvshm.terms import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
+from kvshm.node.protocol import RankInfo
+from kvshm.shm.layout import RECORD_BYTES
+from kvshm.shm.slot_table import PeerSlotTable
 
 BATCH = 512
 GROUP = bytes(4)

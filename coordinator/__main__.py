@@ -16,8 +16,8 @@ from pathlib import Path
 
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
-from kvshm.leftovers import clear, left_by_engines, take_namespace
-from kvshm.locks import clearing, has_name, take_lock
+from kvshm.node.leftovers import clear, left_by_engines, take_namespace
+from kvshm.node.locks import clearing, has_name, take_lock
 from kvshm.resources import require_descriptors
 from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
 from kvshm.version import __version__

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvshm.protocol import AnyBroadcast, Command, ForeignJoin, Join, Reply
+from kvshm.node.protocol import AnyBroadcast, Command, ForeignJoin, Join, Reply
 
 
 class Sender(NamedTuple):

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvshm.protocol import (
+from kvshm.node.protocol import (
     MAX_EVENTS_BYTES,
     AnyBroadcast,
     EngineEvents,

@@ -8,7 +8,8 @@ import msgspec
 
 from kvshm.errors import VersionMismatch
 from kvshm.fingerprint import differences
-from kvshm.protocol import (
+from kvshm.ids import NO_LEASE_BIT
+from kvshm.node.protocol import (
     FINGERPRINT_BYTES,
     PROTOCOL_VERSION,
     EngineInfo,
@@ -23,8 +24,7 @@ from kvshm.protocol import (
     StrangerJoined,
     check_version,
 )
-from kvshm.records import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
-from kvshm.terms import NO_LEASE_BIT
+from kvshm.shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
 
 from .actions import Action, Examine, Log, Refusal, Send, Sender, SweepBits
 from .roster import Engine, State

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshm.protocol import AnyBroadcast, EngineInfo
+from kvshm.node.protocol import AnyBroadcast, EngineInfo
 from kvshm.timing import TIMING, Timing
 
 from .actions import Action, Forget, Log, Publish, Sender

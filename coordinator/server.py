@@ -11,12 +11,7 @@ from collections.abc import Callable
 import zmq
 
 from kvshm.errors import KvshmError, ProtocolError
-from kvshm.protocol import (
-    MAX_COMMAND_BYTES,
-    decode_command,
-    encode,
-    foreign_join,
-)
+from kvshm.node.protocol import MAX_COMMAND_BYTES, decode_command, encode, foreign_join
 
 from . import logfmt
 from .actions import (

@@ -27,10 +27,10 @@ import zmq
 from zmq.constants import Event
 
 from kvshm.errors import KvshmError, RunDirectoryError
-from kvshm.fds import FileId, file_at, remove_own
-from kvshm.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
+from kvshm.node.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
 from kvshm.resources import require_descriptors
 from kvshm.rundir import set_aside
+from kvshm.shm.fds import FileId, file_at, remove_own
 
 from . import logfmt
 from .actions import Log

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import math
 
-from kvshm.protocol import (
+from kvshm.ids import NO_LEASE_BIT
+from kvshm.node.protocol import (
     MAX_EVENTS_BYTES,
     EngineEvents,
     EngineGone,
@@ -24,8 +25,7 @@ from kvshm.protocol import (
     Leave,
     Tick,
 )
-from kvshm.records import RECORD_BYTES
-from kvshm.terms import NO_LEASE_BIT
+from kvshm.shm.layout import RECORD_BYTES
 
 from .actions import (
     Action,

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm.counters import SWEPT
 from kvshm.errors import (
     KvshmError,
     SegmentError,
@@ -25,13 +24,14 @@ from kvshm.errors import (
     TransportError,
     VersionMismatch,
 )
-from kvshm.fds import has_hung_up, peer_credentials, receive
-from kvshm.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_answer
-from kvshm.protocol import EngineInfo, Join
-from kvshm.records import table_bytes
+from kvshm.node.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_answer
+from kvshm.node.protocol import EngineInfo, Join
 from kvshm.rundir import engine_socket, tables_socket
-from kvshm.segment import TABLE_KIND
-from kvshm.slots import RosterSlotTable
+from kvshm.shm.counters import SWEPT
+from kvshm.shm.fds import has_hung_up, peer_credentials, receive
+from kvshm.shm.layout import table_bytes
+from kvshm.shm.segment import TABLE_KIND
+from kvshm.shm.slot_table import RosterSlotTable
 
 from . import logfmt
 from .actions import Deserted, Died, Event, Examined, Log, Refusal, Sender

@@ -1,6 +1,6 @@
 """Write what the code states where it has to be said again: the settings, from kvshm/config.py,
 the fingerprint's fields, from kvshm/fingerprint.py, and the numbers of the layout, from
-kvshm/records.py, which kvshm/_layout.h has for C.
+kvshm/shm/layout.py, which kvshm/native/layout.h has for C.
 
     make docs
 
@@ -19,12 +19,12 @@ from pathlib import Path
 from kvshm import timing
 from kvshm.config import SETTINGS, TEST_SYNC_POINT, Setting
 from kvshm.fingerprint import FIELDS
-from kvshm.records import RecordKind, SlotState, digest, numbers
+from kvshm.shm.layout import RecordKind, SlotState, digest, numbers
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
 LAYOUT = Path(__file__).with_name("layout.md")
-HEADER = Path(__file__).parents[1] / "kvshm" / "_layout.h"
+HEADER = Path(__file__).parents[1] / "kvshm" / "native" / "layout.h"
 ROW = re.compile(r"^\| \d+ (\|(?: \d+ \|)?) `([A-Z_]+)`", re.MULTILINE)
 HEAD = ("setting", "accepts", "default", "what it does")
 SYNC_POINT = (
@@ -68,7 +68,7 @@ def header(of: Mapping[str, int]) -> str:
     offsets = [name for name in of if name not in (*states, *kinds)]
     enums = {"": offsets, "kvshm_state ": states, "kvshm_kind ": kinds}
     lines = [
-        "/* The layout of shared memory, from kvshm/records.py: written by docs/generate.py. */",
+        "/* The layout of shared memory, from kvshm/shm/layout.py: written by docs/generate.py. */",
         "#ifndef KVSHM_LAYOUT_H",
         "#define KVSHM_LAYOUT_H",
         "",

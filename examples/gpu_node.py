@@ -8,11 +8,11 @@ import os
 import tempfile
 from pathlib import Path
 
-from kvshm.handout import Handouts, HandoutServer
-from kvshm.own_slots import OwnSlotTable
+from kvshm.ids import Epoch
+from kvshm.node.handout import Handouts, HandoutServer
 from kvshm.rundir import engine_socket
-from kvshm.slots import PeerSlotTable
-from kvshm.terms import Epoch
+from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.shm.slot_table import PeerSlotTable
 
 NAMESPACE = "gpu"
 

@@ -14,14 +14,14 @@ from itertools import permutations
 
 from local_node import Engine, Node, PromptTokens, wait_until
 
-from kvshm.counters import PUBLISHED
 from kvshm.errors import SegmentError
-from kvshm.handout import Handouts
-from kvshm.index_reader import ReplicaReader
-from kvshm.records import RowState, SlotState
+from kvshm.ids import Epoch
+from kvshm.node.handout import Handouts
+from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import FoundSocket, list_sockets
-from kvshm.slots import SlotTableView
-from kvshm.terms import Epoch
+from kvshm.shm.counters import PUBLISHED
+from kvshm.shm.layout import RowState, SlotState
+from kvshm.shm.slot_table import SlotTableView
 
 Place = tuple[int, int]
 """Block id and generation: one block of one engine, for as long as it is not reused."""

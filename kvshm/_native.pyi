@@ -1,10 +1,10 @@
 """Atomic operations on shared memory, in C.
 
-What the core has too is described there, in _core.h; what the core writes through a pointer is
+What the core has too is described there, in core.h; what the core writes through a pointer is
 returned here, behind the count or in its place.
 
 Every buffer is an mmap, bytearray, bytes or memoryview of contiguous bytes; a segment must be
-8-byte aligned and is given whole.  "records" are packed 48-byte records (kvshm/records.py).
+8-byte aligned and is given whole.  "records" are packed 48-byte records (kvshm/shm/layout.py).
 Large batches of records or blocks, scans and copies release the GIL.  All raise CorruptSegment
 if a header contradicts itself or the buffer's length, IndexError for a block, rank, bit, row or
 offset that does not exist, ValueError or TypeError for other bad arguments (BufferError or
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from .terms import BlockId
+from .ids import BlockId
 
 _Region: TypeAlias = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
@@ -32,7 +32,7 @@ def drain(table: Buffer, blocks: Sequence[int], slow: int, /) -> list[BlockId]: 
 def force(table: Buffer, blocks: Sequence[int], /) -> tuple[int, int]: ...
 def reset(table: Buffer, /) -> int: ...
 
-# -- marks of the exporter's own blocks (kvshm/marks.py): 8 bytes each, private memory
+# -- marks of the exporter's own blocks (kvshm/engine/marks.py): 8 bytes each, private memory
 
 def marks_change(marks: Buffer, blocks: Sequence[int], keep: int, /) -> list[int]:
     """The next generation, and no flags but those in ``keep``.  Returns those that were

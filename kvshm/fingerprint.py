@@ -10,7 +10,7 @@ import struct
 from collections.abc import Mapping
 from hashlib import sha256
 
-from .terms import Fingerprint
+from .ids import Fingerprint
 
 FIELDS: dict[str, str] = {}
 """Each field and the reason for it.  Causes before their consequences: the first field that

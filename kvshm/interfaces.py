@@ -17,8 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from .errors import KvshmError, TransportError
+from .ids import BlockId, Epoch
 from .resources import require_descriptors
-from .terms import BlockId, Epoch
 
 ENTRY_POINT_GROUP = "kvshm.transports"
 MAX_REGIONS = 4096

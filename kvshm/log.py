@@ -1,8 +1,8 @@
 """Loggers whose lines vLLM shows, and how a line names an engine.
 
 vLLM configures one logger, ``vllm``, and leaves the root logger at WARNING: a line logged
-as ``kvshm.peers`` would be lost in every engine.  So kvshm logs below ``vllm``.  vLLM shows the
-name of a line's file but not of its logger, so each line begins with ``kvshm:`` to be found.
+as ``kvshm.node.peers`` would be lost in every engine.  So kvshm logs below ``vllm``.  vLLM shows
+the name of a line's file but not of its logger, so each line begins with ``kvshm:`` to be found.
 """
 
 from __future__ import annotations

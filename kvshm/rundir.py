@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .errors import RunDirectoryError
-from .terms import Epoch
+from .ids import Epoch
 
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket (Linux, without the closing zero)."""
@@ -143,7 +143,7 @@ def rank_socket(run_dir: Path, namespace: str, process: str, rank: int) -> Path:
 
 
 def peers_file(run_dir: Path, namespace: str, epoch: int) -> Path:
-    """File in which an engine names its peers to its own ranks (kvshm/peer_list.py)."""
+    """File in which an engine names its peers to its own ranks (kvshm/node/peer_list.py)."""
     return run_dir / f"{namespace}.peers.{epoch:016x}"
 
 

@@ -23,7 +23,7 @@ VARIABLE = TEST_SYNC_POINT
 
 class SyncPoint(IntEnum):
     """A moment between two changes that others can see.  The first six are in the core and
-    have its numbers (_core.h)."""
+    have its numbers (core.h)."""
 
     PUBLISH_FILLED = 0
     """Slot filled, word not yet READY."""

@@ -6,8 +6,9 @@ module is imported, multiplies all of them in this process (tests only): all pro
 namespace need the same factor.
 
 Not here, because no factor makes the machine faster: how long a descriptor server may take to
-answer (kvshm/handout.py), how long files are cleared (kvshm/locks.py), and libzmq's linger, the
-longest that ``close`` waits until a last message is written: it passes only where nobody reads.
+answer (kvshm/node/handout.py), how long files are cleared (kvshm/node/locks.py), and libzmq's
+linger, the longest that ``close`` waits until a last message is written: it passes only where
+nobody reads.
 """
 
 from __future__ import annotations

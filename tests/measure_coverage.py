@@ -81,7 +81,7 @@ def build_native() -> None:
     (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
         "ext-modules"
     ]
-    for source in (ROOT / "kvshm").glob("*.[ch]"):
+    for source in (ROOT / "kvshm" / "native").glob("*.[ch]"):
         (ROOM / source.name).symlink_to(source)
     compiler = [os.environ.get("CC", "cc"), *extension["extra-compile-args"], *COUNTED]
     include = f"-I{sysconfig.get_paths()['include']}"
@@ -142,7 +142,7 @@ def c_files() -> list[Reached]:
     for report in map(json.loads, said.splitlines()):
         for file in report["files"]:
             path = Path(file["file"])
-            if path.suffix == ".c" and path.is_relative_to(ROOT / "kvshm"):
+            if path.suffix == ".c" and path.is_relative_to(ROOT / "kvshm" / "native"):
                 files.setdefault(f"kvshm/{path.name}", []).extend(file["lines"])
     return [
         Reached(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -94,3 +95,29 @@ def test_no_import_leads_back_to_where_it_came_from() -> None:
         TopologicalSorter(graph).prepare()
     except CycleError as exc:
         pytest.fail(" -> ".join(exc.args[1]))
+
+
+def parents(name: str) -> set[str]:
+    """``a`` and ``a.b`` of ``a.b.c``."""
+    parts = name.split(".")
+    return {".".join(parts[:length]) for length in range(1, len(parts))}
+
+
+def test_a_folder_of_the_core_imports_only_those_drawn_below_it() -> None:
+    """The floors are the folders of kvshm/, in the order in which docs/architecture.md draws
+    them; modules that lie in no folder are the ground, and stand on the C core only."""
+    folders = {path.parent.name for path in PRODUCT if path.parent.parent == ROOT / "kvshm"}
+    drawing = (ROOT / "docs/architecture.md").read_text().partition("\n kvshm/\n")[2]
+    floors = re.findall(r"^   (\w+)/ ", drawing.partition("```")[0], re.MULTILINE)
+    assert floors[-1] == "native"
+    assert sorted(floors[:-1]) == sorted(folders)
+    for path in PRODUCT:
+        if not path.is_relative_to(ROOT / "kvshm"):
+            continue
+        floor = path.parent.name if path.parent.name in folders else "native"
+        above = floors[: floors.index(floor)]
+        for level, name in imports(path):
+            full = f"kvshm.{name}" if level and floor == "native" else name
+            assert not {f"kvshm.{folder}" for folder in above} & {full, *parents(full)}, (
+                f"{name_of(path)} imports {full}, of a floor above"
+            )

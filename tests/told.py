@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvshm.news import Coordinator, EventBatches, EventsLost, News
-from kvshm.protocol import (
+from kvshm.node.news import Coordinator, EventBatches, EventsLost, News
+from kvshm.node.protocol import (
     EngineGone,
     EngineJoined,
     EngineRecovered,

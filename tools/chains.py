@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from kvshm.slots import Slot
+from kvshm.shm.slot_table import Slot
 
 _Place = tuple[int, int]
 """Tag of a block's hash, and its depth: what a successor says of it."""

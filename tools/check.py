@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvshm import _native
-from kvshm.index_check import violations
-from kvshm.index_reader import ReplicaReader
-from kvshm.records import SEQUENCE_OFFSET
-from kvshm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.slots import SlotTableView
+from kvshm.replica.index_check import violations
+from kvshm.replica.index_reader import ReplicaReader
+from kvshm.shm.layout import SEQUENCE_OFFSET
+from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
+from kvshm.shm.slot_table import SlotTableView
 
 from .fetching import Fetched, coordinator_runs, fetch_all
 from .invariants import (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
-from kvshm.leftovers import clear
+from kvshm.node.leftovers import clear
 from kvshm.rundir import open_run_directory
 
 EXIT_CLEAN, EXIT_LEFT, EXIT_USAGE = range(3)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvshm.errors import CorruptSegment, KvshmError, TransportError
-from kvshm.handout import Handouts
-from kvshm.index_reader import ReplicaReader
-from kvshm.leftovers import is_served
-from kvshm.records import SlotState
+from kvshm.ids import Epoch
+from kvshm.node.handout import Handouts
+from kvshm.node.leftovers import is_served
+from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import list_sockets, tables_socket
-from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
-from kvshm.slots import Slot, SlotTableView
-from kvshm.terms import Epoch
+from kvshm.shm.layout import SlotState
+from kvshm.shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
+from kvshm.shm.slot_table import Slot, SlotTableView
 
 _AT_ONCE = 32
 """More engines than a namespace has lease bits for: nobody waits for one that stands still."""

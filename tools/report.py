@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm.index_layout import Entry
-from kvshm.index_reader import ReplicaReader
-from kvshm.records import SlotState
+from kvshm.replica.index_layout import Entry
+from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import list_coordinators
-from kvshm.segment import INDEX_KIND, TABLE_KIND, SegmentName
-from kvshm.slots import Slot, SlotTableView
+from kvshm.shm.layout import SlotState
+from kvshm.shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
+from kvshm.shm.slot_table import Slot, SlotTableView
 
 from .chains import find_chains
 from .fetching import Fetched, coordinator_runs, fetch_all, slots_in_use

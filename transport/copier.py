@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from kvshm import _native
 from kvshm.errors import TransportError
+from kvshm.ids import BlockId
 from kvshm.interfaces import CopyState
 from kvshm.log import logger
-from kvshm.terms import BlockId
 
 from .jobs import JobThread
 

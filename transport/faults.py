@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvshm.config import Fault
 from kvshm.errors import TransportError
-from kvshm.terms import BlockId
+from kvshm.ids import BlockId
 
 WRONG_BLOCK = Fault.WRONG_BLOCK
 """Each target gets the block meant for the first one, the first the second's (a plan of a single

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvshm.errors import StaleAttachment, TransportError
+from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region, unpack_details
-from kvshm.terms import BlockId, Epoch
 
 from .faults import ZERO, check_fault, misdirect
 from .regions import (

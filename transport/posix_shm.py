@@ -27,16 +27,10 @@ import msgspec
 
 from kvshm import _native
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.fd_server import FdServer
-from kvshm.fds import (
-    beside,
-    close_all,
-    fetch_and_stay,
-    has_hung_up,
-    socket_name,
-)
+from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
-from kvshm.terms import BlockId, Epoch
+from kvshm.shm.fd_server import FdServer
+from kvshm.shm.fds import beside, close_all, fetch_and_stay, has_hung_up, socket_name
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
 from .faults import ZERO, check_fault, misdirect

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from kvshm.errors import TransportError
+from kvshm.ids import BlockId
 from kvshm.interfaces import Region
-from kvshm.terms import BlockId
 
 
 def check_bounds(regions: Sequence[Region], sizes: Sequence[int]) -> None:

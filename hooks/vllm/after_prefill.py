@@ -3,7 +3,7 @@
 A block is published only if it is *known computed*, and computed from nothing but what this
 engine may vouch for.  vLLM gives a block its hash when it is scheduled, before a single byte is
 written, and other connectors fill blocks too; so neither the hash nor a request's hit on it
-proves anything.  Instead (kvshm/marks.py holds the marks):
+proves anything.  Instead (kvshm/engine/marks.py holds the marks):
 
     step k is built:     every block the step writes is withdrawn and loses its marks; those
                          whose last token it computes become SOUND if all blocks before them
@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from kvshm.cache import SharedCache
-from kvshm.marks import Marks, Run, blocks_of, touching
-from kvshm.terms import BlockId
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.marks import Marks, Run, blocks_of, touching
+from kvshm.ids import BlockId
 
 from .pool_watch import block_tables
 

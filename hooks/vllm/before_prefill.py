@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from typing import Any
 
-from kvshm.cache import SharedCache
 from kvshm.config import Config, Share
-from kvshm.counters import MISS_NO_ROOM
-from kvshm.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
-from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
+from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch
+from kvshm.shm.counters import MISS_NO_ROOM
 
 from .after_prefill import Loaded
 from .at_once import AtOnce

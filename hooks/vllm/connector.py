@@ -35,11 +35,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvshm.config import Config
-from kvshm.counters import HOOK_ERRORS
 from kvshm.errors import ConfigError, KvshmError
+from kvshm.ids import BlockId
 from kvshm.log import logger, set_level
 from kvshm.rundir import open_run_directory, require_room
-from kvshm.terms import BlockId
+from kvshm.shm.counters import HOOK_ERRORS
 
 from .boundary import guarded, report
 from .leaving import let_engines_leave

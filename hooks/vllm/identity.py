@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvshm import fingerprint as names
-from kvshm.protocol import PROTOCOL_VERSION
-from kvshm.records import LAYOUT_VERSION
+from kvshm.node.protocol import PROTOCOL_VERSION
+from kvshm.shm.layout import LAYOUT_VERSION
 
 from .weights import weights_digest
 

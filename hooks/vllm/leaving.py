@@ -18,8 +18,8 @@ from functools import wraps
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 from kvshm.forks import guard_forks
-from kvshm.leftovers import clear
 from kvshm.log import logger
+from kvshm.node.leftovers import clear
 from kvshm.resources import start_thread
 from kvshm.rundir import choose_run_directory, open_run_directory
 

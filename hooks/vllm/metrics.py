@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvshm.load_planner import Ended
+from kvshm.engine.load_planner import Ended
 
 METRICS = {
     "imported_tokens": "Prompt tokens taken over from other engines; what did not arrive is none.",

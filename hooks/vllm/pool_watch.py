@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvshm.errors import KvshmError
-from kvshm.terms import BlockId
+from kvshm.ids import BlockId
 
 FOR_SHARING = ("reset_prefix_cache",)
 """Without it new weights would go unnoticed: nothing may be shared in either direction."""

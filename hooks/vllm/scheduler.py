@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.counters import LOADS_AT_ONCE
-from kvshm.epoch_state import EngineSpec
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.epoch_state import EngineSpec
+from kvshm.engine.marks import blocks_of
+from kvshm.ids import BlockId
 from kvshm.log import logger
-from kvshm.marks import blocks_of
 from kvshm.roles import Decision, Limit
-from kvshm.terms import BlockId
+from kvshm.shm.counters import LOADS_AT_ONCE
 
 from .after_prefill import Completed, Exporter
 from .before_prefill import Importer

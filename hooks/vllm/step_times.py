@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from kvshm.costs import Costs
+from kvshm.engine.costs import Costs
 
 STEPS_PER_MEASURED = 8
 """Of so many steps that only decode the time of one is taken; and so it is, once prefill's price is

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from kvshm.config import Config
+from kvshm.engine.load_plan import LoadReport
 from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportError
 from kvshm.fingerprint import KERNEL_BLOCKS
-from kvshm.handout import Handouts
+from kvshm.ids import BlockId, Epoch, Rank
 from kvshm.interfaces import Transport, load_transport
-from kvshm.load_plan import LoadReport
 from kvshm.log import logger
-from kvshm.protocol import RankInfo
-from kvshm.rank import POLL_SECONDS, RankCache
+from kvshm.node.handout import Handouts
+from kvshm.node.protocol import RankInfo
+from kvshm.rank.rank_cache import POLL_SECONDS, RankCache
 from kvshm.rundir import rank_socket
-from kvshm.terms import BlockId, Epoch, Rank
 
 from .callers import callers_with
 from .identity import find_model, rank_fields

@@ -3,7 +3,8 @@
 A SharedCache joins the node in the background, now or whenever a coordinator appears, once
 ``open_epoch`` was called.  By its ``publisher`` the engine's scheduler shows what it has
 computed and withdraws what it is about to overwrite; by its ``planner`` it probes for prefixes it
-lacks and begins loads, which the ranks' half (kvshm/rank.py) carries out.  Nothing here knows vLLM.
+lacks and begins loads, which the ranks' half (kvshm/rank/rank_cache.py) carries out.  Nothing
+here knows vLLM.
 
 Methods run on the scheduler's thread unless their docstring says otherwise; none blocks
 except ``close``, and the publisher's ``drain_before_dispatch``, bounded by the drain budget.
@@ -19,20 +20,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import Config
-from .coordinator_client import CoordinatorClient
+from kvshm.config import Config
+from kvshm.errors import KvshmError
+from kvshm.forks import guard_forks
+from kvshm.log import engine_name, logger
+from kvshm.node.coordinator_client import CoordinatorClient
+from kvshm.node.leftovers import clear
+from kvshm.node.protocol import RankInfo
+from kvshm.node.retries import Pause
+from kvshm.rundir import start_command
+from kvshm.shm.own_slot_table import OwnSlotTable
+
 from .epoch_state import EngineSpec, EpochState, begin_epoch
-from .errors import KvshmError
-from .forks import guard_forks
-from .later import Pause
-from .leftovers import clear
 from .load_planner import LoadPlanner
-from .log import engine_name, logger
-from .own_slots import OwnSlotTable
-from .protocol import RankInfo
 from .publisher import Publisher
 from .roster_handler import RosterHandler
-from .rundir import start_command
 
 log = logger(__name__)
 

@@ -12,16 +12,16 @@ from typing import Protocol
 
 import msgspec
 
-from .config import Config
-from .fingerprint import fingerprint
-from .handout import Handouts, HandoutServer, serve_epoch
-from .own_slots import OwnSlotTable, TableSpec
-from .peer_list import PeerList
-from .peers import Peers
-from .protocol import EngineInfo, RankInfo
-from .rundir import engine_socket, peers_file
-from .terms import BlockId, Epoch, Fingerprint
-from .version import __version__
+from kvshm.config import Config
+from kvshm.fingerprint import fingerprint
+from kvshm.ids import BlockId, Epoch, Fingerprint
+from kvshm.node.handout import Handouts, HandoutServer, serve_epoch
+from kvshm.node.peer_list import PeerList
+from kvshm.node.peers import Peers
+from kvshm.node.protocol import EngineInfo, RankInfo
+from kvshm.rundir import engine_socket, peers_file
+from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.version import __version__
 
 
 @dataclass(frozen=True)

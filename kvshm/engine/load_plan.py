@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from .interfaces import MemoryDescriptor
-from .peer import PlannedRun
-from .records import RECORD_BYTES
-from .terms import BlockId, Epoch
+from kvshm.ids import BlockId, Epoch
+from kvshm.interfaces import MemoryDescriptor
+from kvshm.node.peer import PlannedRun
+from kvshm.shm.layout import RECORD_BYTES
 
 NO_TICKET = -1
 

@@ -1,7 +1,7 @@
 """The importer's side: from a probe of the replica to the end of a load.
 
 Runs on the scheduler's thread.  A probe is a pure look; leases are taken when blocks have
-been allocated, and given back by the ranks (kvshm/rank_load.py).
+been allocated, and given back by the ranks (kvshm/rank/rank_load.py).
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from . import counters as c
-from .config import Auto, Config
+from kvshm.config import Auto, Config
+from kvshm.errors import KvshmError
+from kvshm.ids import NO_LEASE_BIT, BlockHash, BlockId, Epoch, LeaseBit
+from kvshm.log import Seldom, logger
+from kvshm.shm import counters as c
+from kvshm.shm.layout import RECORD_BYTES
+from kvshm.syncpoints import SyncPoint, sync_point
+
 from .costs import Costs
 from .epoch_state import EpochState, HasEpoch
-from .errors import KvshmError
 from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan
-from .log import Seldom, logger
-from .records import RECORD_BYTES
-from .syncpoints import SyncPoint, sync_point
-from .terms import NO_LEASE_BIT, BlockHash, BlockId, Epoch, LeaseBit
 
 log = logger(__name__)
 

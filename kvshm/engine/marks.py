@@ -2,7 +2,7 @@
 
 A block's version counts its changes; a run names blocks with the version they had, so
 that whatever changed since drops out of it without being looked for.  Private memory, 8 bytes a
-block: version u32, flags u32 (kvshm/_native_marks.c walks them, one call per request and
+block: version u32, flags u32 (kvshm/native/py_marks.c walks them, one call per request and
 step).
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast
 
-from . import _native
-from .terms import BlockId
+from kvshm import _native
+from kvshm.ids import BlockId
 
 Run: TypeAlias = tuple[list[bytes], int, bytes]
 """Consecutive blocks of a chain: its hashes, the index of the first, and the blocks, packed with

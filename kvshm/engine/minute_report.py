@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from . import counters as c
-from .slots import SlotTableView
+from kvshm.shm import counters as c
+from kvshm.shm.slot_table import SlotTableView
 
 PERIOD_SECONDS = 60.0
 

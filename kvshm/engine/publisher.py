@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from .counters import DRAIN_WAIT_US, DRAINED, FORCED, RETRACTED
+from kvshm.ids import BlockId
+from kvshm.shm.counters import DRAIN_WAIT_US, DRAINED, FORCED, RETRACTED
+from kvshm.shm.layout import NUM_LEASE_BITS, RECORD_BYTES
+from kvshm.shm.slot_table import PeerSlotTable
+
 from .epoch_state import EpochState, HasEpoch
 from .marks import Marks, Run
-from .records import NUM_LEASE_BITS, RECORD_BYTES
-from .slots import PeerSlotTable
-from .terms import BlockId
 
 DRAIN_POLL_SECONDS = 0.00005
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from . import incompatible
-from .counters import INDEX_FULL, REJOINS, RESYNCS
-from .epoch_state import EpochState
-from .log import engine_name, logger
-from .miss_report import MissReport
-from .news import Coordinator, EventBatches, EventsLost, News
-from .peers import Peers
-from .protocol import (
+from kvshm.ids import Epoch, LeaseBit
+from kvshm.log import engine_name, logger
+from kvshm.node import incompatible
+from kvshm.node.news import Coordinator, EventBatches, EventsLost, News
+from kvshm.node.peers import Peers
+from kvshm.node.protocol import (
     EngineGone,
     EngineInfo,
     EngineJoined,
@@ -27,7 +25,10 @@ from .protocol import (
     StrangerJoined,
     Tick,
 )
-from .terms import Epoch, LeaseBit
+from kvshm.shm.counters import INDEX_FULL, REJOINS, RESYNCS
+
+from .epoch_state import EpochState
+from .minute_report import MissReport
 
 log = logger(__name__)
 

@@ -1,19 +1,19 @@
-/* kvshm native core, see _core.h.
+/* kvshm native core, see core.h.
  *
  * Memory order
  * ============
  *
  * Every atomic operation of the core, and why it has its order; a test compares this with the
- * code.  get, put, get_acquire and swap (_core_words.h) stand as what they are.  CAS: order of
+ * code.  get, put, get_acquire and swap (core_words.h) stand as what they are.  CAS: order of
  * success/failure.  Checked under weak memory by tests/model/weak_memory.c (slots) and
  * weak_index.c.  Untested on aarch64.
  *
  *     function               operation            why
  *     ---------------------  -------------------  ------------------------------------------------
- *   _core_words.h
+ *   core_words.h
  *     read_fields            load relaxed         the caller orders it: read_ready's fences; in
  *                                                 retract nobody else writes
- *   _core.c
+ *   core.c
  *     kvshm_open_segment     load acquire         the version, see kvshm_mark_ready
  *     kvshm_open_segment     load relaxed         behind that acquire; these words never change
  *                                                 again
@@ -31,7 +31,7 @@
  *                                                 behind it when it releases their leases
  *     kvshm_mark_ready       store release        openers who see the version see the whole header
  *     kvshm_copy_blocks      load relaxed         a request to end early orders nothing
- *   _exporter.c
+ *   exporter.c
  *     publish_slot           load acquire         start of the CAS; more than needed, this thread
  *                                                 emptied the slot
  *     publish_slot           store relaxed        the fields: nobody trusts them before the CAS
@@ -48,7 +48,7 @@
  *     must_wait              load acquire         start of the CAS in vacate
  *     kvshm_force            load acquire         start of the CAS in vacate
  *     kvshm_reset            load acquire         start of the CAS in vacate
- *   _importer.c
+ *   importer.c
  *     same_hash              load relaxed         between the acquire before and the CAS after it
  *     alive                  load acquire         who finds a table alive finds its memory as it
  *                                                 was when that was said
@@ -69,11 +69,11 @@
  *     read_ready             fence acquire        ... and before it is read again: unchanged, hence
  *                                                 untorn
  *     read_ready             load relaxed         behind that fence
- *   _core_index.h
+ *   core_index.h
  *     open_index             load relaxed         the capacity never changes after kvshm_mark_ready
  *     entry_at               load relaxed         a reader: within its seq-lock; the writer: its
  *                                                 own words
- *   _replica.c
+ *   replica.c
  *     set_entry              store relaxed        between begin_write and end_write
  *     begin_write            load relaxed         one writer
  *     begin_write            store relaxed        odd: kept before the entries by the fence
@@ -87,15 +87,15 @@
  *                                                 kvshm_store does that
  *     is_sound               load relaxed         one writer
  *     kvshm_index_copy       load relaxed         one writer
- *   _lookup.c
+ *   lookup.c
  *     kvshm_index_lookup     load acquire         even: the entries are read after it
  *     kvshm_index_lookup     fence acquire        ... and before it is read again; after four tries
  *                                                 the reader takes what it has, a hint
  *     kvshm_index_lookup     load relaxed         behind that fence
- *   _native.c
+ *   py_module.c
  *     at_sync_point          sub seq_cst          tests only
  *     native_arm_sync_point  store seq_cst        tests only
- *   _native_pulse.c
+ *   py_pulse.c
  *     beat                   store release        who sees the pulse sees what was done before it;
  *                                                 the kernel's mark is a read-modify-write
  *     wait_while             load seq_cst         both sides of a futex of this process; rare
@@ -108,7 +108,7 @@
  * exporter's next one synchronises with all releases before it.  A CAS that fails starts again
  * with the value it found, and with all checks of that value; only publish gives up. */
 
-#include "_core_words.h"
+#include "core_words.h"
 
 _Static_assert(ATOMIC_LLONG_LOCK_FREE == 2, "64-bit atomics must be lock-free to be shared");
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the layout is little-endian");

@@ -1,6 +1,6 @@
 /* kvshm native core: everything that needs an atomic read-modify-write across processes, or
  * a loop over thousands of blocks.  Knows no Python, so that sanitizers and a plain C driver
- * can run it.  The layout and its box diagrams are in records.py, which _layout.h is made from.
+ * can run it.  The layout and its box diagrams are in layout.py, which layout.h is made from.
  *
  * Every function takes whole segments as (base, length) and checks each offset and count
  * against them: a corrupt segment gives KVSHM_CORRUPT, never a fault.  Segments must be
@@ -8,7 +8,7 @@
 #ifndef KVSHM_CORE_H
 #define KVSHM_CORE_H
 
-#include "_layout.h"
+#include "layout.h"
 
 #include <stddef.h>
 #include <stdint.h>

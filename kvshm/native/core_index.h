@@ -1,11 +1,11 @@
-/* How the replica index lies in memory, for its writer (_replica.c) and its readers (_lookup.c).
+/* How the replica index lies in memory, for its writer (replica.c) and its readers (lookup.c).
  *
  * Open addressing with linear probing over 24-byte entries: an entry lies between its home (tag
  * mixed, modulo capacity) and the first free entry after it. */
 #ifndef KVSHM_CORE_INDEX_H
 #define KVSHM_CORE_INDEX_H
 
-#include "_core_words.h"
+#include "core_words.h"
 
 typedef struct {
     uint8_t *base, *entries;

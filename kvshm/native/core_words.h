@@ -3,7 +3,7 @@
 #ifndef KVSHM_CORE_WORDS_H
 #define KVSHM_CORE_WORDS_H
 
-#include "_core.h"
+#include "core.h"
 
 #include <stdatomic.h>
 #include <stdbool.h>

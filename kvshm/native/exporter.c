@@ -1,6 +1,6 @@
-/* Slots, exporter's side: publish, retract, wait for leases, force.  Contracts: _core.h. */
+/* Slots, exporter's side: publish, retract, wait for leases, force.  Contracts: core.h. */
 
-#include "_core_words.h"
+#include "core_words.h"
 
 static bool publish_slot(uint8_t *slot, kvshm_record *record, uint64_t parent,
                          uint32_t published_ms)

@@ -1,6 +1,6 @@
-/* Slots, importer's side: lease, re-check, release; sweep and scan.  Contracts: _core.h. */
+/* Slots, importer's side: lease, re-check, release; sweep and scan.  Contracts: core.h. */
 
-#include "_core_words.h"
+#include "core_words.h"
 
 static bool same_hash(const uint8_t *slot, const kvshm_record *record)
 {

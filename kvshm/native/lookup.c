@@ -1,6 +1,6 @@
-/* Replica index: lookups, beside the writer and in any number of processes.  Contracts: _core.h. */
+/* Replica index: lookups, beside the writer and in any number of processes.  Contracts: core.h. */
 
-#include "_core_index.h"
+#include "core_index.h"
 
 /* How many hashes' places are fetched at once, before the first of them is looked at: at first, and
  * at most.  What an engine's other work has driven out of the caches, page tables included, then

@@ -1,6 +1,6 @@
 /* Glue between Python and the core: replica index and copies. */
 
-#include "_native.h"
+#include "py_module.h"
 
 #include <stdbool.h>
 #include <string.h>

@@ -1,7 +1,7 @@
-/* Glue between Python and the core: marks (kvshm/marks.py).  One call per request and step walks
+/* Glue between Python and the core: marks (kvshm/engine/marks.py).  One call per request and step walks
  * vLLM's own block objects; nothing here needs another process.  All calls keep the GIL. */
 
-#include "_native_marks.h"
+#include "py_marks.h"
 
 /* The mark of element `index` of a sequence: a number, or an object that has a block_id.  NULL
  * with an exception. */

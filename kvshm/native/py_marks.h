@@ -1,9 +1,9 @@
-/* Marks as C sees them (kvshm/marks.py): shared by what changes them and what publishes by them. */
+/* Marks as C sees them (kvshm/engine/marks.py): shared by what changes them and what publishes by them. */
 
 #ifndef KVSHM_NATIVE_MARKS_H
 #define KVSHM_NATIVE_MARKS_H
 
-#include "_native.h"
+#include "py_module.h"
 
 #include <stdbool.h>
 

@@ -3,7 +3,7 @@
  * Large batches of blocks run without the GIL; their buffers are held meanwhile.  What a
  * buffer must allow is stated by its format: w* is written, y* only read. */
 
-#include "_native.h"
+#include "py_module.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -214,10 +214,10 @@ static PyObject *native_arm_sync_point(PyObject *module, PyObject *args)
 
 /* -- module ---------------------------------------------------------------------------------- */
 
-/* Refuse to load unless records.py states the layout that this was built with. */
+/* Refuse to load unless layout.py states the layout that this was built with. */
 static int check_layout(void)
 {
-    PyObject *records = PyImport_ImportModule("kvshm.records");
+    PyObject *records = PyImport_ImportModule("kvshm.shm.layout");
     PyObject *result = records ? PyObject_CallMethod(records, "check_layout", "I",
                                                      (unsigned int)KVSHM_LAYOUT_DIGEST)
                                : NULL;

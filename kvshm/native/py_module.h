@@ -5,7 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "_core.h"
+#include "core.h"
 
 extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[],
     kvshm_pulse_methods[];
@@ -106,7 +106,7 @@ PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offse
             PyEval_RestoreThread(saved);                                               \
     } while (0)
 
-/* -- attributes of objects of one class (_native_places.c) ------------------------------------- */
+/* -- attributes of objects of one class (py_places.c) ------------------------------------- */
 
 enum { KVSHM_MAX_PLACES = 4 };
 

@@ -2,7 +2,7 @@
  * requests.  A class with __slots__ keeps an attribute at one place of all its objects.  Where,
  * is found by experiment, once per class; whatever is not such a class is asked as Python does. */
 
-#include "_native.h"
+#include "py_module.h"
 
 #include <stdbool.h>
 #include <string.h>

@@ -1,7 +1,7 @@
 /* Glue between Python and the core: publishing what marks tell of, as far as vLLM has hashed it.
  * Keeps the GIL but for a large batch. */
 
-#include "_native_marks.h"
+#include "py_marks.h"
 
 #include <string.h>
 

@@ -14,7 +14,7 @@
  * there (man 2 process_mrelease, which user space's OOM killers call). */
 
 #define _GNU_SOURCE
-#include "_native.h"
+#include "py_module.h"
 
 #include <errno.h>
 #include <limits.h>

@@ -1,7 +1,7 @@
 /* Glue between Python and the core: slots.  Each function checks its arguments, runs the core's
  * function of the same name without the GIL, and packs what it found. */
 
-#include "_native.h"
+#include "py_module.h"
 
 #include <string.h>
 

@@ -1,10 +1,10 @@
-/* Replica index: its one writer; _core_index.h has the layout, _lookup.c the readers.  Contracts:
- * _core.h.
+/* Replica index: its one writer; core_index.h has the layout, lookup.c the readers.  Contracts:
+ * core.h.
  *
  * Removal shifts later entries back instead of leaving marks, so that chains stay as short as
  * the fill allows, and the fill is kept at 7/8 or less, so that each chain ends. */
 
-#include "_core_index.h"
+#include "core_index.h"
 
 static void set_entry(const index_view *index, uint64_t position, entry value)
 {

@@ -17,17 +17,18 @@ from collections import deque
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from . import _native
+from kvshm import _native
+from kvshm.errors import KvshmError
+from kvshm.forks import guard_forks
+from kvshm.log import logger
+from kvshm.resources import start_thread
+from kvshm.shm.counters import EVENTS_DROPPED, EVENTS_UNHEARD
+from kvshm.shm.layout import RECORD_BYTES
+from kvshm.timing import TIMING, Timing
+
 from .coordinator_session import CoordinatorSession
-from .counters import EVENTS_DROPPED, EVENTS_UNHEARD
-from .errors import KvshmError
-from .forks import guard_forks
-from .log import logger
 from .news import NewsHandler
 from .protocol import MAX_EVENTS_BYTES
-from .records import RECORD_BYTES
-from .resources import start_thread
-from .timing import TIMING, Timing
 
 MAX_QUEUED = 4096
 """Batches of events that may wait for the client's thread; beyond that they are dropped."""

@@ -25,8 +25,13 @@ import msgspec
 import zmq
 from msgspec import Raw
 
-from .counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
-from .errors import ProtocolError, VersionMismatch
+from kvshm.errors import ProtocolError, VersionMismatch
+from kvshm.ids import NO_LEASE_BIT
+from kvshm.resources import require_descriptors
+from kvshm.rundir import command_endpoint, event_endpoint
+from kvshm.shm.counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
+from kvshm.timing import TIMING, Timing
+
 from .event_order import EventOrder, Verdict
 from .guard import Guard
 from .news import Coordinator, News, NewsHandler
@@ -51,10 +56,6 @@ from .protocol import (
     open_broadcast,
 )
 from .receiving import received
-from .resources import require_descriptors
-from .rundir import command_endpoint, event_endpoint
-from .terms import NO_LEASE_BIT
-from .timing import TIMING, Timing
 
 LINGER_MS = 500
 DESCRIPTORS = 24  # more than a context with two sockets takes, and the tables that are then made

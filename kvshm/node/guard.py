@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from .log import logger
+from kvshm.log import logger
 
 T = TypeVar("T")
 _log = logger(__name__)

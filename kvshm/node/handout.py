@@ -19,23 +19,23 @@ from typing import TypeVar
 
 import msgspec
 
-from .errors import (
+from kvshm.errors import (
     ProtocolError,
     SegmentError,
     SegmentNotFound,
     SegmentNotReady,
     TransportError,
 )
-from .fd_server import FdServer
-from .fds import close_all, fetch_and_stay
-from .index import Replica
-from .index_reader import ReplicaReader
-from .own_slots import OwnSlotTable
-from .records import table_bytes
-from .rundir import engine_socket, peers_file, tables_socket
-from .segment import INDEX_KIND, TABLE_KIND
-from .slots import LARGEST_TABLE, PeerSlotTable, SlotTableView
-from .terms import Epoch
+from kvshm.ids import Epoch
+from kvshm.replica.index import Replica
+from kvshm.replica.index_reader import ReplicaReader
+from kvshm.rundir import engine_socket, peers_file, tables_socket
+from kvshm.shm.fd_server import FdServer
+from kvshm.shm.fds import close_all, fetch_and_stay
+from kvshm.shm.layout import table_bytes
+from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
+from kvshm.shm.slot_table import LARGEST_TABLE, PeerSlotTable, SlotTableView
 
 FETCH_SECONDS = 2.0
 """How long a server may take to answer; it is answered by a thread of its own."""
@@ -198,7 +198,7 @@ class Handouts:
         return self._table(SlotTableView, path, epoch)
 
     def peers_file(self, epoch: Epoch) -> Path:
-        """Where the engine of an epoch names its peers to its ranks (kvshm/peer_list.py)."""
+        """Where the engine of an epoch names its peers to its ranks (kvshm/node/peer_list.py)."""
         return peers_file(self._run_dir, self._namespace, epoch)
 
     def replica(self, epoch: Epoch | int) -> ReplicaReader:

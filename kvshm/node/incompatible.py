@@ -5,9 +5,10 @@ Both sides say it, each with its own value first.  Pure.
 
 from __future__ import annotations
 
-from .error_log import TEXT_BYTES
-from .fingerprint import DTYPE, KV_DTYPE, MODEL, MODEL_CONFIG, PARALLEL, QUANTIZATION, WEIGHTS
-from .log import engine_name
+from kvshm.fingerprint import DTYPE, KV_DTYPE, MODEL, MODEL_CONFIG, PARALLEL, QUANTIZATION, WEIGHTS
+from kvshm.log import engine_name
+from kvshm.shm.error_log import TEXT_BYTES
+
 from .protocol import Stranger
 
 LINE_CHARACTERS = 600

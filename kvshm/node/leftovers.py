@@ -13,9 +13,8 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .errors import AlreadyRunning
-from .locks import CLEARING_SECONDS, clearing, take_lock
-from .rundir import (
+from kvshm.errors import AlreadyRunning
+from kvshm.rundir import (
     command_endpoint,
     event_endpoint,
     list_peers_files,
@@ -24,6 +23,8 @@ from .rundir import (
     set_aside,
     tables_socket,
 )
+
+from .locks import CLEARING_SECONDS, clearing, take_lock
 
 _UNSERVED = (errno.ECONNREFUSED, errno.ENOENT, errno.ELOOP)
 

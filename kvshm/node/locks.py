@@ -3,7 +3,7 @@
 A second bind on a live ``ipc://`` path succeeds and steals it, so the lock is taken before any
 socket is touched.  The kernel lets go of it when its holder ends, however it ends.
 
-Whoever clears up after the dead while there is no coordinator (kvshm/leftovers.py) holds it
+Whoever clears up after the dead while there is no coordinator (kvshm/node/leftovers.py) holds it
 meanwhile, and a second one, of the run directory, which a starting coordinator waits for.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import AlreadyRunning, RunDirectoryError
+from kvshm.errors import AlreadyRunning, RunDirectoryError
 
 CLEARING_SECONDS = 5.0
 """How long a starting coordinator waits for somebody who clears up; that takes milliseconds."""

@@ -1,6 +1,6 @@
 """What an engine hears from its client, and what the client needs of an engine.
 
-News are plain values.  Most are the coordinator's own messages (kvshm/protocol.py):
+News are plain values.  Most are the coordinator's own messages (kvshm/node/protocol.py):
 
 ======================== ======================================================================
 Joined                   The engine is in the roster, with this lease bit.  EngineJoined,
@@ -80,5 +80,5 @@ class NewsHandler(Protocol):
         ...
 
     def count(self, counter: int, amount: int = 1) -> None:
-        """Add to one of the engine's counters (kvshm/counters.py)."""
+        """Add to one of the engine's counters (kvshm/shm/counters.py)."""
         ...

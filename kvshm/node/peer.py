@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .errors import CorruptSegment, ProtocolError, StaleAttachment
+from kvshm.errors import CorruptSegment, ProtocolError, StaleAttachment
+from kvshm.ids import NO_LEASE_BIT
+from kvshm.shm.layout import NUM_LEASE_BITS
+from kvshm.shm.slot_table import PeerSlotTable
+
 from .protocol import EngineInfo
-from .records import NUM_LEASE_BITS
-from .slots import PeerSlotTable
-from .terms import NO_LEASE_BIT
 
 
 @dataclass(eq=False, slots=True)

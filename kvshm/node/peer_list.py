@@ -21,7 +21,8 @@ from pathlib import Path
 
 import msgspec
 
-from .log import logger
+from kvshm.log import logger
+
 from .protocol import EngineInfo
 
 log = logger(__name__)

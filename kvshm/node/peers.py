@@ -6,7 +6,7 @@ table cannot be used is left out, a peer that keeps failing is avoided for a whi
 here is an error of the serving path.
 
 The scheduler's thread waits for nobody: it reads a view that the client's thread replaces as a
-whole, and what it has to say to the replica the replica's writer does (kvshm/index.py).
+whole, and what it has to say to the replica the replica's writer does (kvshm/replica/index.py).
 """
 
 from __future__ import annotations
@@ -15,20 +15,27 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from .counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED, Counter
-from .errors import KvshmError, SegmentNotFound, SegmentNotReady
+from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady
+from kvshm.ids import Epoch, LeaseBit
+from kvshm.log import engine_name, logger
+from kvshm.replica.index import Forgotten, Replica
+from kvshm.shm.counters import (
+    MISS_FINGERPRINT,
+    MISS_NO_OWNER,
+    MISS_NO_PEER,
+    MISS_QUARANTINED,
+    Counter,
+)
+from kvshm.shm.layout import RECORD_BYTES, RowState
+from kvshm.shm.slot_table import PeerSlotTable
+from kvshm.timing import TIMING, Timing
+
 from .handout import Handouts
-from .index import Forgotten, Replica
-from .later import Later
-from .log import engine_name, logger
 from .peer import Peer, PlannedRun, check_table
 from .peer_list import PeerList
 from .protocol import EngineInfo
-from .records import RECORD_BYTES, RowState
 from .rescans import Rescans
-from .slots import PeerSlotTable
-from .terms import Epoch, LeaseBit
-from .timing import TIMING, Timing
+from .retries import Later
 
 log = logger(__name__)
 

@@ -2,7 +2,7 @@
 
 Commands travel over ROUTER/DEALER, one msgpack message per frame; broadcasts over PUB/SUB, those
 that come about together in one frame, which begins with the fingerprint as its topic, so that an
-engine hears only of engines it may share with.  Block records travel packed (kvshm/records.py),
+engine hears only of engines it may share with.  Block records travel packed (kvshm/shm/layout.py),
 one batch per step; batches that wait together are one message.
 
 Nothing travels in several frames: where its sender ends between two of them, libzmq can abort who
@@ -18,10 +18,10 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta, Raw
 
-from .errors import ProtocolError, VersionMismatch
-from .interfaces import MemoryDescriptor
-from .log import engine_name
-from .records import ENGINE_NAME_BYTES, MAX_RANKS
+from kvshm.errors import ProtocolError, VersionMismatch
+from kvshm.interfaces import MemoryDescriptor
+from kvshm.log import engine_name
+from kvshm.shm.layout import ENGINE_NAME_BYTES, MAX_RANKS
 
 PROTOCOL_VERSION = 2
 FINGERPRINT_BYTES = 32

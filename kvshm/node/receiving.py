@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from .errors import ProtocolError
+from kvshm.errors import ProtocolError
 
 READABLE = int(zmq.POLLIN)  # as an enum it takes longer to compare than to ask for
 MAX_RECEIVED = 1000

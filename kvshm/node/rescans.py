@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from .terms import Epoch
-from .timing import TIMING, Timing
+from kvshm.ids import Epoch
+from kvshm.timing import TIMING, Timing
 
 AT_ONCE = 8
 """Scans of one table that need not wait for a pause: after a restart of the coordinator each engine

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvshm.timing import TIMING, Timing
+
 from .protocol import EngineInfo
-from .timing import TIMING, Timing
 
 
 class Pause:

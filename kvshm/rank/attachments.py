@@ -2,8 +2,8 @@
 
 Attaching asks the peer's process and may hang with it.  So each attach has a thread of its
 own: loads from other peers go on meanwhile, and a failure is remembered for a while.  It takes
-many turns of threads in two busy processes, so it is done when a peer joins (kvshm/peer_list.py),
-and for a load only if that has not happened yet.
+many turns of threads in two busy processes, so it is done when a peer joins
+(kvshm/node/peer_list.py), and for a load only if that has not happened yet.
 
 Who is attached is watched, whether there is a coordinator or not: its processes by their pulses in
 the slot table, its export by the transport.
@@ -17,16 +17,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
-from .errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
-from .handout import Handouts
-from .interfaces import Attachment, MemoryDescriptor, Transport
-from .load_plan import Piece
-from .log import Seldom, engine_name, logger
-from .peer_list import PeerListReader
-from .protocol import EngineInfo
-from .resources import start_thread
-from .slots import PeerSlotTable
-from .terms import Epoch, LeaseBit, Rank
+from kvshm.engine.load_plan import Piece
+from kvshm.errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
+from kvshm.ids import Epoch, LeaseBit, Rank
+from kvshm.interfaces import Attachment, MemoryDescriptor, Transport
+from kvshm.log import Seldom, engine_name, logger
+from kvshm.node.handout import Handouts
+from kvshm.node.peer_list import PeerListReader
+from kvshm.node.protocol import EngineInfo
+from kvshm.resources import start_thread
+from kvshm.shm.slot_table import PeerSlotTable
 
 log = logger(__name__)
 

@@ -2,7 +2,7 @@
 
 A rank owns KV memory (behind a Transport) and one background thread.  The serving thread
 hands it loads and collects reports; neither blocks on a peer, which is attached on a thread
-of its own (kvshm/rank_peers.py).  Per load and rank:
+of its own (kvshm/rank/attachments.py).  Per load and rank:
 
     attach the peer's memory (once per epoch)  ->  copy  ->  RE-CHECK the slots  ->
     (KVSHM_VERIFY: compare checksums)  ->  last rank releases the leases  ->  report
@@ -19,19 +19,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from .counters import LOADS_STARTED, LOADS_TOO_LATE
-from .errors import MemoryInUse
-from .forks import guard_forks
-from .handout import Handouts
-from .interfaces import Transport
-from .load_plan import Load, LoadFailure, LoadReport
-from .log import logger
-from .own_slots import RankSlotTable
-from .peer_list import PeerListReader
+from kvshm.engine.load_plan import Load, LoadFailure, LoadReport
+from kvshm.errors import MemoryInUse
+from kvshm.forks import guard_forks
+from kvshm.ids import BlockId, Epoch, Rank
+from kvshm.interfaces import Transport
+from kvshm.log import logger
+from kvshm.node.handout import Handouts
+from kvshm.node.peer_list import PeerListReader
+from kvshm.resources import start_thread
+from kvshm.shm.counters import LOADS_STARTED, LOADS_TOO_LATE
+from kvshm.shm.own_slot_table import RankSlotTable
+
+from .attachments import PeerBook
 from .rank_load import RankLoad
-from .rank_peers import PeerBook
-from .resources import start_thread
-from .terms import BlockId, Epoch, Rank
 
 log = logger(__name__)
 

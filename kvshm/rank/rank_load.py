@@ -12,7 +12,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from .counters import (
+from kvshm.engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
+from kvshm.errors import KvshmError, StillAttaching
+from kvshm.ids import BlockId
+from kvshm.interfaces import Copy, CopyState
+from kvshm.log import logger
+from kvshm.shm.counters import (
     BLOCKS_COPIED,
     BYTES_COPIED,
     DISCARDED,
@@ -20,15 +25,11 @@ from .counters import (
     RECHECK_FAILED,
     VERIFIED,
 )
-from .errors import KvshmError, StillAttaching
-from .interfaces import Copy, CopyState
-from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
-from .log import logger
-from .own_slots import RankSlotTable
-from .rank_peers import PeerBook, PeerMemory
-from .records import RECORD_BYTES, block_ids
-from .syncpoints import SyncPoint, sync_point
-from .terms import BlockId
+from kvshm.shm.layout import RECORD_BYTES, block_ids
+from kvshm.shm.own_slot_table import RankSlotTable
+from kvshm.syncpoints import SyncPoint, sync_point
+
+from .attachments import PeerBook, PeerMemory
 
 log = logger(__name__)
 

@@ -1,7 +1,7 @@
 """The replica index of an engine: which blocks of which engines hold which prefix.
 
 One engine writes its replica, in its scheduler process; lookups there and in other
-processes (kvshm/index_reader.py) run beside the writer without a lock.  A thread that must
+processes (kvshm/replica/index_reader.py) run beside the writer without a lock.  A thread that must
 not wait has the writer do its work (``forget``, ``end``).  Events may be
 lost, repeated or out of order: a private tombstone per block of each engine remembers the
 highest generation heard of and whether it was retracted, so that nothing old comes back.
@@ -20,13 +20,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
-from . import _native
-from .available import check_available
-from .errors import IndexFull, KvshmError, SegmentError
-from .index_layout import ROW_NAME_BYTES, ROW_STRUCT, Row
-from .index_reader import ReplicaReader
-from .log import logger
-from .records import (
+from kvshm import _native
+from kvshm.errors import IndexFull, KvshmError, SegmentError
+from kvshm.ids import Epoch, Generation, LeaseBit
+from kvshm.log import logger
+from kvshm.shm.available_memory import check_available
+from kvshm.shm.layout import (
     CAPACITY_OFFSET,
     INDEX_HEADER_BYTES,
     INDEX_MAGIC,
@@ -42,8 +41,10 @@ from .records import (
     pack_records,
     unpack_records,
 )
-from .segment import INDEX_KIND, Header, Segment, SegmentName, write_header
-from .terms import Epoch, Generation, LeaseBit
+from kvshm.shm.segment import INDEX_KIND, Header, Segment, SegmentName, write_header
+
+from .index_layout import ROW_NAME_BYTES, ROW_STRUCT, Row
+from .index_reader import ReplicaReader
 
 log = logger(__name__)
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from . import _native
-from .index_layout import ROW_STRUCT, Entry, Row, all_entries, entry_of, rows
-from .records import (
+from kvshm import _native
+from kvshm.shm.layout import (
     COUNT_OFFSET,
     ENTRY_BYTES,
     INDEX_HEADER_BYTES,
@@ -20,6 +19,8 @@ from .records import (
     SEQUENCE_OFFSET,
     RowState,
 )
+
+from .index_layout import ROW_STRUCT, Entry, Row, all_entries, entry_of, rows
 
 _WORD = (1 << 64) - 1
 
@@ -102,7 +103,7 @@ def _begin_of_last_run(places: Sequence[int]) -> int:
 
 
 def _home(tag: int, capacity: int) -> int:
-    """Where the search for a tag begins: _core_index.h's home_of, stated a second time because
+    """Where the search for a tag begins: core_index.h's home_of, stated a second time because
     a check that asked the core would repeat its mistakes."""
     tag = (tag ^ tag >> 33) * 0xFF51AFD7ED558CCD & _WORD
     tag = (tag ^ tag >> 33) * 0xC4CEB9FE1A85EC53 & _WORD

@@ -9,7 +9,8 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .records import (
+from kvshm.ids import BlockId, Epoch, Generation, LeaseBit
+from kvshm.shm.layout import (
     ENTRY_BYTES,
     INDEX_HEADER_BYTES,
     NUM_ROWS,
@@ -17,7 +18,6 @@ from .records import (
     ROWS_OFFSET,
     RowState,
 )
-from .terms import BlockId, Epoch, Generation, LeaseBit
 
 ROW_NAME_BYTES = 32
 ROW_STRUCT = struct.Struct(f"<QIIQIxxxx{ROW_NAME_BYTES}s")

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from . import _native
-from .errors import CorruptSegment
-from .index_check import violations
-from .index_layout import Entry, Row, entries, live_mask, rows
-from .records import (
+from kvshm import _native
+from kvshm.errors import CorruptSegment
+from kvshm.shm.layout import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,
     INDEX_MAGIC,
@@ -21,7 +19,10 @@ from .records import (
     NUM_ROWS,
     index_bytes,
 )
-from .segment import Header, Segment, check_header
+from kvshm.shm.segment import Header, Segment, check_header
+
+from .index_check import violations
+from .index_layout import Entry, Row, entries, live_mask, rows
 
 LARGEST_INDEX = index_bytes(2 * MAX_BLOCKS * NUM_ROWS)
 

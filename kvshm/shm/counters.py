@@ -6,8 +6,9 @@ or a dead engine.  Ids are positions in shared memory: they are never reused or 
 
 from __future__ import annotations
 
-from . import _native
-from .records import COUNTERS_OFFSET, NUM_COUNTERS
+from kvshm import _native
+
+from .layout import COUNTERS_OFFSET, NUM_COUNTERS
 from .segment import Segment
 
 REGISTRY: dict[int, Counter] = {}

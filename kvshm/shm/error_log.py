@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from .records import ERROR_BYTES, ERRORS_OFFSET, NUM_ERRORS
+from .layout import ERROR_BYTES, ERRORS_OFFSET, NUM_ERRORS
 from .segment import Segment
 
 TEXT_BYTES = 104

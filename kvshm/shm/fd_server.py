@@ -1,4 +1,4 @@
-"""The owner's end of kvshm/fds.py: a thread that answers requests for file descriptors."""
+"""The owner's end of kvshm/shm/fds.py: a thread that answers requests for file descriptors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from .errors import TransportError
+from kvshm.errors import TransportError
+from kvshm.forks import guard_forks
+from kvshm.log import Seldom, logger
+from kvshm.resources import start_thread
+
 from .fds import (
     MAX_REQUEST_BYTES,
     FileId,
@@ -24,9 +28,6 @@ from .fds import (
     peer_uid,
     remove_own,
 )
-from .forks import guard_forks
-from .log import Seldom, logger
-from .resources import start_thread
 
 MAX_CLIENTS = 64
 MAX_KEPT = 1024

@@ -1,8 +1,8 @@
 """Hands file descriptors to peers of the same user: one request, one reply, over AF_UNIX.
 
 A rank that owns memory nobody can open by name (a memfd, CUDA VMM memory) runs an
-``FdServer`` (kvshm/fd_server.py); peers call ``fetch``.  Connections are SOCK_SEQPACKET, so that
-a message is one packet and a cut one is noticed::
+``FdServer`` (kvshm/shm/fd_server.py); peers call ``fetch``.  Connections are SOCK_SEQPACKET, so
+that a message is one packet and a cut one is noticed::
 
     peer                                owner
       | -- request, <= 4096 bytes ------> |   uid from SO_PEERCRED, else closed unanswered
@@ -23,8 +23,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from .errors import TransportError
-from .rundir import too_long
+from kvshm.errors import TransportError
+from kvshm.rundir import too_long
 
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 65536

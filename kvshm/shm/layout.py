@@ -1,6 +1,6 @@
 """Every byte offset of kvshm's shared memory, in one place.
 
-C has the same numbers in ``_layout.h``, and docs/layout.md in its tables: `make docs` writes both.
+C has the same numbers in ``layout.h``, and docs/layout.md in its tables: `make docs` writes both.
 ``kvshm._native`` refuses to load if it was built with other ones.
 All integers are little-endian (kvshm runs on x86-64 and aarch64 Linux only).
 
@@ -25,7 +25,7 @@ Slot table: one per exporting engine and epoch
     192   | life u64 x 64: epoch while that rank's KV memory is valid       |
     704   | engine name, 64 bytes of UTF-8, zero padded                     |
     768   | model name, 256 bytes of UTF-8, zero padded                     |
-    1024  | counters u64 x 128 (ids: kvshm/counters.py)                     |
+    1024  | counters u64 x 128 (ids: kvshm/shm/counters.py)                     |
     2048  | error log: 16 x (count u64, first_ns u64, last_ns u64, 104 text)|
     4096  | load tickets u64 x 256: ranks that have yet to finish a load    |
     6144  | pulses u64 x 65: of the owner, then of each rank (below)        |
@@ -39,7 +39,7 @@ Slot table: one per exporting engine and epoch
 
 Pulse: 0 until the process has the table, then the id of a thread that ends with the process; the
 kernel itself replaces that by PULSE_DIED (FUTEX_OWNER_DIED) when it does, however it ends, and
-before any of the process's memory or descriptors go (kvshm/_native_pulse.c).
+before any of the process's memory or descriptors go (kvshm/native/py_pulse.c).
 
 Slot::
 
@@ -87,7 +87,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import IntEnum
 from typing import NamedTuple, cast
 
-from .terms import HASH_BYTES, BlockHash, BlockId, Generation
+from kvshm.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
 LAYOUT_VERSION = 2
 
@@ -226,7 +226,7 @@ def index_bytes(capacity: int) -> int:
 
 
 def numbers() -> dict[str, int]:
-    """Every number of the layout by its name, as C knows it too (kvshm/_layout.h)."""
+    """Every number of the layout by its name, as C knows it too (kvshm/native/layout.h)."""
     own = {name: value for name, value in globals().items() if name[0].isupper()}
     own |= {member.name: member.value for enum in (SlotState, RecordKind) for member in enum}
     return {name: value for name, value in own.items() if type(value) is int and name.isupper()}

@@ -1,7 +1,7 @@
 """An engine's own slot table: what its scheduler and its worker ranks may do with it.
 
-Each role has a type (kvshm/slots.py has those of others), so that a type checker refuses what a
-role may not do.  The protocol is drawn in docs/protocol.md, its memory order in _core.c.
+Each role has a type (kvshm/shm/slot_table.py has those of others), so that a type checker refuses
+what a role may not do.  The protocol is drawn in docs/protocol.md, its memory order in core.c.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from . import _native
+from kvshm import _native
+from kvshm.errors import SegmentError
+from kvshm.ids import BlockId, Epoch, Fingerprint, LeaseBit, Rank
+
 from .counters import PUBLISHED, RETRACTED, Counters
-from .errors import SegmentError
-from .records import (
+from .layout import (
     CREATED_OFFSET,
     ENGINE_NAME_BYTES,
     ENGINE_NAME_OFFSET,
@@ -36,9 +38,8 @@ from .records import (
     table_bytes,
 )
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
-from .slots import SlotTableView
+from .slot_table import SlotTableView
 from .table_header import FIXED, NAMES
-from .terms import BlockId, Epoch, Fingerprint, LeaseBit, Rank
 
 Clock = Callable[[], int]
 """Nanoseconds of CLOCK_REALTIME."""
@@ -180,9 +181,9 @@ class OwnSlotTable(RankSlotTable):
     def publish_marked(
         self, marks: bytearray, pool: Sequence[Any], runs: list[tuple[list[bytes], int, bytes]]
     ) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
-        """The same for blocks in runs (kvshm/marks.py), as far as ``pool`` has the hashes of their
-        places in the chain; counts them.  Returns the event to send, and the runs of which some
-        blocks have no hash yet, or a slot that still drains."""
+        """The same for blocks in runs (``engine.marks.Run``), as far as ``pool`` has the hashes of
+        their places in the chain; counts them.  Returns the event to send, and the runs of which
+        some blocks have no hash yet, or a slot that still drains."""
         buffer = self._segment.buffer
         return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.place)
 
@@ -197,8 +198,8 @@ class OwnSlotTable(RankSlotTable):
     def retract_marked(
         self, marks: bytearray, blocks: Sequence[Any]
     ) -> tuple[bytes, list[BlockId]]:
-        """The same for those of ``blocks`` that ``marks`` (kvshm/marks.py) has as published, and
-        counts them; marks of all of them are cleared.  Takes pool blocks too."""
+        """The same for those of ``blocks`` that ``marks`` (``engine.marks.Marks``) has as
+        published, and counts them; marks of all of them are cleared.  Takes pool blocks too."""
         return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.place)
 
     def drain(self, blocks: Sequence[BlockId], slow: int) -> list[BlockId]:

@@ -2,7 +2,7 @@
 
 A segment is a memfd: it has no name that anybody could open, squat or remove, its pages go with
 the last process that has it, and its seals keep everybody, its owner included, from cutting it
-short.  Who gets its descriptor (kvshm/handout.py) can map it; nobody else can.
+short.  Who gets its descriptor (kvshm/node/handout.py) can map it; nobody else can.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import stat
 import struct
 from typing import NamedTuple
 
-from . import _native
-from .available import reserve
-from .errors import (
+from kvshm import _native
+from kvshm.errors import (
     CorruptSegment,
     SegmentError,
     SegmentNotReady,
     SegmentTooSmall,
     VersionMismatch,
 )
-from .records import LAYOUT_VERSION, PID_OFFSET, PREFIX_BYTES, VERSION_OFFSET
-from .terms import Epoch
+from kvshm.ids import Epoch
+
+from .available_memory import reserve
+from .layout import LAYOUT_VERSION, PID_OFFSET, PREFIX_BYTES, VERSION_OFFSET
 
 TABLE_KIND = "slots"
 INDEX_KIND = "index"

@@ -1,9 +1,9 @@
 """The slot table: one record per KV block of one engine, in one epoch, in shared memory.
 
 Each role has a type that can do what the role may: importers lease, re-check and release, the
-coordinator sweeps, tools only read; what the engine itself may is in kvshm/own_slots.py.
-Records and parents travel packed (kvshm/records.py).  The protocol is drawn in
-docs/protocol.md, its memory order in _core.c; this module checks arguments and keeps none of
+coordinator sweeps, tools only read; what the engine itself may is in kvshm/shm/own_slot_table.py.
+Records and parents travel packed (kvshm/shm/layout.py).  The protocol is drawn in
+docs/protocol.md, its memory order in core.c; this module checks arguments and keeps none of
 the table's state.
 """
 
@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple, Self
 
-from . import _native
-from . import syncpoints as syncpoints  # arms the core's sync points, if a test asked for it
+from kvshm import _native
+from kvshm import syncpoints as syncpoints  # arms the core's sync points, if a test asked for it
+from kvshm.errors import CorruptSegment
+from kvshm.ids import BlockHash, Generation, LeaseBit, Rank
+
 from .counters import Counters
-from .errors import CorruptSegment
-from .records import (
+from .layout import (
     GENERATION_SHIFT,
     LEASE_MASK,
     MAX_BLOCKS,
@@ -33,7 +35,6 @@ from .records import (
 )
 from .segment import Header, Segment, check_header
 from .table_header import TableHeader
-from .terms import BlockHash, Generation, LeaseBit, Rank
 
 LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
 _SCAN_BATCH = 4096

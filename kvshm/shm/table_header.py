@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import struct
 
-from . import _native
+from kvshm import _native
+from kvshm.errors import CorruptSegment
+from kvshm.ids import Fingerprint, LeaseBit
+
 from .counters import CounterValues
 from .error_log import ErrorLog, LoggedError
-from .errors import CorruptSegment
-from .records import (
+from .layout import (
     CREATED_OFFSET,
     ENGINE_NAME_BYTES,
     ENGINE_NAME_OFFSET,
@@ -39,7 +41,6 @@ from .records import (
     table_bytes,
 )
 from .segment import Header, Segment
-from .terms import Fingerprint, LeaseBit
 
 FIXED = struct.Struct("<32sIII")
 NAMES = struct.Struct(f"<{ENGINE_NAME_BYTES}s{MODEL_NAME_BYTES}s")

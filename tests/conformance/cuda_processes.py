@@ -18,8 +18,8 @@ import msgspec
 from gpu_peer import GpuPeer, PeerError
 
 from kvshm import errors
+from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
-from kvshm.terms import BlockId, Epoch
 
 PROGRAM = str(Path(__file__).with_name("cuda_rank.py"))
 _idle: list[tuple[tuple[str, bool], GpuPeer]] = []

@@ -14,8 +14,8 @@ from gpu_memory import held
 from gpu_node import own_socket
 from gpu_peer import answer_calls
 
+from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import Copy, MemoryDescriptor, Region
-from kvshm.terms import BlockId, Epoch
 from kvshm.transport.cuda.driver import write
 from kvshm.transport.cuda.export import DeviceMemory
 from kvshm.transport.cuda.nvidia import NvidiaDriver

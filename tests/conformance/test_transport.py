@@ -8,8 +8,8 @@ import xxhash
 from rigs import Layout, Peer, Rig
 
 from kvshm.errors import KvshmError, StaleAttachment, TransportError
+from kvshm.ids import Epoch
 from kvshm.interfaces import Copy, CopyState, Region, load_transport
-from kvshm.terms import Epoch
 
 DONE, FAILED, PENDING = CopyState.DONE, CopyState.FAILED, CopyState.PENDING
 EPOCH = Epoch(0x5EED)

@@ -2,7 +2,7 @@
 #ifndef CORE_DRIVER_H
 #define CORE_DRIVER_H
 
-#include "_core.h"
+#include "core.h"
 
 #include <stdio.h>
 #include <stdlib.h>

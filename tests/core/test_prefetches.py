@@ -32,7 +32,7 @@ def assembly(source: Path) -> str:
 
 
 def test_lookups_fetch_ahead() -> None:
-    assert {"_lookup.c", "_native_index.c"} <= {path.name for path in FETCHING}
+    assert {"lookup.c", "py_index.c"} <= {path.name for path in FETCHING}
 
 
 @pytest.mark.parametrize("source", FETCHING, ids=lambda path: path.name)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 SLOTS = (HERE / "weak_memory.c",)
 INDEX = ("-O1", HERE / "weak_index.c")
-CORE = HERE.parents[1] / "kvshm"
+CORE = HERE.parents[1] / "kvshm" / "native"
 MEMORY_MODELS = ("rc11", "imm")
 
 

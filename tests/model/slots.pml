@@ -1,4 +1,4 @@
-/* The slot protocol of kvshm (docs/protocol.md, kvshm/_core.c), for SPIN.
+/* The slot protocol of kvshm (docs/protocol.md, kvshm/native/core.c), for SPIN.
  *
  * What one statement does here, one atomic operation (or one plain access to KV memory) does
  * in the C core; everything between two statements can be interleaved.  A block's bytes are

@@ -1,4 +1,4 @@
-"""The table at the head of kvshm/_core.c names every atomic operation of the native code."""
+"""The table at the head of kvshm/native/core.c names every atomic operation of the native code."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CORE = Path(__file__).parents[2] / "kvshm"
+CORE = Path(__file__).parents[2] / "kvshm" / "native"
 FILES = sorted([*CORE.glob("*.c"), *CORE.glob("*.h")])
 KINDS = {
     "load": "load", "store": "store", "compare_exchange_strong": "CAS", "fetch_add": "add",
@@ -62,7 +62,7 @@ def texts() -> dict[str, str]:
 
 
 def rows(texts: dict[str, str]) -> set[Operation]:
-    return {(found[1], found[2]) for found in ROW.finditer(texts["_core.c"])}
+    return {(found[1], found[2]) for found in ROW.finditer(texts["core.c"])}
 
 
 def test_the_table_and_the_code_name_the_same_operations(texts: dict[str, str]) -> None:
@@ -80,12 +80,12 @@ def test_every_atomic_of_the_files_lies_in_a_function_that_is_looked_at(
 @pytest.mark.parametrize(
     ("file", "before", "after"),
     [
-        ("_importer.c", "atomic_thread_fence(memory_order_acquire);\n    table_view", "table_view"),
-        ("_importer.c", "uint64_t word = get_acquire(slot);", "uint64_t word = get(slot);"),
-        ("_importer.c", "memory_order_release, memory_order_relaxed", "memory_order_relaxed"),
-        ("_exporter.c", "(memory_order_seq_cst)", "(memory_order_release)"),
-        ("_lookup.c", "get_acquire(sequence)", "get(sequence)"),
-        ("_core.c", "return status;\n", "atomic_signal(); return status;\n"),
+        ("importer.c", "atomic_thread_fence(memory_order_acquire);\n    table_view", "table_view"),
+        ("importer.c", "uint64_t word = get_acquire(slot);", "uint64_t word = get(slot);"),
+        ("importer.c", "memory_order_release, memory_order_relaxed", "memory_order_relaxed"),
+        ("exporter.c", "(memory_order_seq_cst)", "(memory_order_release)"),
+        ("lookup.c", "get_acquire(sequence)", "get(sequence)"),
+        ("core.c", "return status;\n", "atomic_signal(); return status;\n"),
     ],
 )
 def test_a_changed_order_is_noticed(

@@ -18,8 +18,8 @@
 #define memset(to, value, bytes) (assert((bytes) == 1), *(to) = (uint8_t)(value))
 
 #pragma clang attribute push(__attribute__((internal_linkage)), apply_to = function)
-#include "_core.c"
-#include "_replica.c"
+#include "core.c"
+#include "replica.c"
 
 /* A reader's first try is all that counts: it may see whatever a later try may, which is the
  * first of a reader that begins later.  So where it is not accepted the thread ends, and a
@@ -35,7 +35,7 @@ static uint64_t begin_try(const uint8_t *sequence)
 }
 
 #define get_acquire(sequence) begin_try(sequence)
-#include "_lookup.c"
+#include "lookup.c"
 #pragma clang attribute pop
 
 enum {

@@ -16,9 +16,9 @@
 #define BIT 0
 #endif
 
-#include "_core.c"
-#include "_exporter.c"
-#include "_importer.c"
+#include "core.c"
+#include "exporter.c"
+#include "importer.c"
 
 enum { EPOCH = 7, TICKET = 4096, WORDS = (KVSHM_TABLE_HEADER_BYTES + KVSHM_SLOT_BYTES + 8) / 8 };
 

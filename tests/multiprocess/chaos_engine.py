@@ -25,15 +25,15 @@ from typing import Any
 
 from toy_engine import ToyEngine, ToyRank, chain_of
 
-from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.epoch_state import EngineSpec
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.epoch_state import EngineSpec
 from kvshm.errors import KvshmError
+from kvshm.ids import BlockHash, Epoch
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.protocol import RankInfo
-from kvshm.records import TABLE_HEADER_BYTES
+from kvshm.node.protocol import RankInfo
 from kvshm.rundir import open_run_directory
-from kvshm.terms import BlockHash, Epoch
+from kvshm.shm.layout import TABLE_HEADER_BYTES
 
 REPORT_SECONDS = 0.5
 AGAIN_SECONDS = 1.0

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvshm.protocol import Heartbeat, encode
+from kvshm.node.protocol import Heartbeat, encode
 from kvshm.rundir import command_endpoint
 
 from .processes import Managed, Node, Processes

@@ -35,9 +35,9 @@ from typing import Any
 
 import zmq
 
-from kvshm.coordinator_client import CoordinatorClient
-from kvshm.news import EventBatches, News
-from kvshm.protocol import (
+from kvshm.node.coordinator_client import CoordinatorClient
+from kvshm.node.news import EventBatches, News
+from kvshm.node.protocol import (
     PROTOCOL_VERSION,
     EngineEvents,
     Join,
@@ -46,8 +46,8 @@ from kvshm.protocol import (
     decode_command,
     encode,
 )
-from kvshm.records import RECORD_BYTES
 from kvshm.rundir import command_endpoint, event_endpoint
+from kvshm.shm.layout import RECORD_BYTES
 
 from . import toys
 from .processes import Managed, Node, Processes, fresh_node, real_processes

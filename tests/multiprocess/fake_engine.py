@@ -17,13 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvshm.coordinator_client import CoordinatorClient
-from kvshm.handout import Handouts, HandoutServer, serve_epoch
-from kvshm.index import Replica
+from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.news import Coordinator, EventBatches, EventsLost, News
-from kvshm.own_slots import OwnSlotTable, TableSpec
-from kvshm.protocol import (
+from kvshm.node.coordinator_client import CoordinatorClient
+from kvshm.node.handout import Handouts, HandoutServer, serve_epoch
+from kvshm.node.news import Coordinator, EventBatches, EventsLost, News
+from kvshm.node.protocol import (
     EngineGone,
     EngineInfo,
     EngineJoined,
@@ -35,10 +34,11 @@ from kvshm.protocol import (
     StrangerJoined,
     Tick,
 )
-from kvshm.records import BlockRecord, pack_records, unpack_records
+from kvshm.replica.index import Replica
 from kvshm.rundir import engine_socket
-from kvshm.slots import PeerSlotTable
-from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
+from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.shm.slot_table import PeerSlotTable
 from kvshm.version import __version__
 
 NUM_BLOCKS = 64

@@ -13,11 +13,11 @@ import signal
 import sys
 from pathlib import Path
 
-from kvshm import index
-from kvshm.handout import HandoutServer
-from kvshm.records import BlockRecord, RecordKind, pack_records
+from kvshm.ids import Epoch
+from kvshm.node.handout import HandoutServer
+from kvshm.replica import index
 from kvshm.rundir import engine_socket
-from kvshm.terms import Epoch
+from kvshm.shm.layout import BlockRecord, RecordKind, pack_records
 
 EPOCH = Epoch(7)
 CAPACITY = 64

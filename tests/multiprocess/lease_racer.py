@@ -16,11 +16,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from kvshm.counters import DRAINED
-from kvshm.own_slots import OwnSlotTable
-from kvshm.records import RECORD_BYTES, BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.slots import PeerSlotTable
-from kvshm.terms import BlockHash, BlockId, Generation, LeaseBit, Rank
+from kvshm.ids import BlockHash, BlockId, Generation, LeaseBit, Rank
+from kvshm.shm.counters import DRAINED
+from kvshm.shm.layout import RECORD_BYTES, BlockRecord, SlotState, pack_records, unpack_records
+from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.shm.slot_table import PeerSlotTable
 
 BLOCK_BYTES = 1 << 15
 RANK = Rank(0)

@@ -23,9 +23,9 @@ from copy import copy
 from pathlib import Path
 from typing import IO
 
-from kvshm.handout import Handouts
+from kvshm.ids import Epoch
+from kvshm.node.handout import Handouts
 from kvshm.rundir import list_sockets
-from kvshm.terms import Epoch
 
 from ..sessions import new_namespace
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import zmq
 
-from kvshm.coordinator_client import CoordinatorClient
-from kvshm.news import EventBatches, News
-from kvshm.protocol import (
+from kvshm.node.coordinator_client import CoordinatorClient
+from kvshm.node.news import EventBatches, News
+from kvshm.node.protocol import (
     PROTOCOL_VERSION,
     AnyBroadcast,
     Command,

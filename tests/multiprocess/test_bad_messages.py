@@ -13,11 +13,10 @@ import msgspec
 import pytest
 import zmq
 
-from kvshm.handout import serve_epoch
-from kvshm.index import Replica
+from kvshm.ids import Epoch, Fingerprint
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.own_slots import OwnSlotTable, TableSpec
-from kvshm.protocol import (
+from kvshm.node.handout import serve_epoch
+from kvshm.node.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
     Events,
@@ -33,8 +32,9 @@ from kvshm.protocol import (
     decode_reply,
     encode,
 )
+from kvshm.replica.index import Replica
 from kvshm.rundir import command_endpoint, engine_socket, event_endpoint
-from kvshm.terms import Epoch, Fingerprint
+from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
 
 from .engines import FakeEngine
 from .processes import PATIENCE_SECONDS, Managed, Node

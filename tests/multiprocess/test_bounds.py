@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.handout import encode_request
-from kvshm.protocol import Heartbeat, encode
+from kvshm.node.handout import encode_request
+from kvshm.node.protocol import Heartbeat, encode
 from kvshm.rundir import (
     command_endpoint,
     event_endpoint,
@@ -24,7 +24,7 @@ from kvshm.rundir import (
     rank_socket,
     tables_socket,
 )
-from kvshm.segment import TABLE_KIND
+from kvshm.shm.segment import TABLE_KIND
 
 from .engines import FakeEngine
 from .greedy import MORE, connect, frame

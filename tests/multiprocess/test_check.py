@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.counters import LEASES_TAKEN, PUBLISHED, RETRACTED
-from kvshm.records import TICKETS_OFFSET
-from kvshm.segment import TABLE_KIND
-from kvshm.slots import PeerSlotTable, SlotTableView
+from kvshm.shm.counters import LEASES_TAKEN, PUBLISHED, RETRACTED
+from kvshm.shm.layout import TICKETS_OFFSET
+from kvshm.shm.segment import TABLE_KIND
+from kvshm.shm.slot_table import PeerSlotTable, SlotTableView
 from kvshm.tools.check import check
 
 from .processes import Managed, Node, fresh_node, wait_until

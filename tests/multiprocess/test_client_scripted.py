@@ -9,11 +9,10 @@ from unittest.mock import ANY
 
 import pytest
 
-from kvshm import coordinator_client
-from kvshm.coordinator_client import MAX_JOINED_BYTES
-from kvshm.counters import EVENTS_DROPPED
-from kvshm.news import EventBatches, News
-from kvshm.protocol import (
+from kvshm.node import coordinator_client
+from kvshm.node.coordinator_client import MAX_JOINED_BYTES
+from kvshm.node.news import EventBatches, News
+from kvshm.node.protocol import (
     EngineGone,
     EngineInfo,
     EngineJoined,
@@ -25,6 +24,7 @@ from kvshm.protocol import (
     Refused,
     Tick,
 )
+from kvshm.shm.counters import EVENTS_DROPPED
 from kvshm.timing import TIMING
 
 from .processes import PATIENCE_SECONDS

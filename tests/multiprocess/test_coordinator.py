@@ -10,11 +10,11 @@ import msgspec
 import pytest
 import zmq
 
-from kvshm.counters import SWEPT
-from kvshm.protocol import MAX_MESSAGE_BYTES, Heartbeat, JoinFirst, decode_reply, encode
+from kvshm.ids import Rank
+from kvshm.node.protocol import MAX_MESSAGE_BYTES, Heartbeat, JoinFirst, decode_reply, encode
 from kvshm.rundir import command_endpoint, rank_socket, tables_socket
-from kvshm.slots import SlotTableView
-from kvshm.terms import Rank
+from kvshm.shm.counters import SWEPT
+from kvshm.shm.slot_table import SlotTableView
 
 from .engines import FakeEngine, hear_everything, in_turn
 from .processes import PATIENCE_SECONDS, Node, leave_socket, wait_until

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvshm.coordinator.__main__ import EXIT_RUN_DIRECTORY, EXIT_USAGE
-from kvshm.records import TOMBSTONE_BYTES, index_bytes, table_bytes
+from kvshm.shm.layout import TOMBSTONE_BYTES, index_bytes, table_bytes
 
 from .processes import PATIENCE_SECONDS, Managed, Node
 from .sandbox import fresh_tmpfs, skip_unless_permitted

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import pytest
 import zmq
 
-from kvshm.leftovers import is_served
-from kvshm.protocol import EngineEvents, open_broadcast
+from kvshm.ids import Rank
+from kvshm.node.leftovers import is_served
+from kvshm.node.protocol import EngineEvents, open_broadcast
 from kvshm.rundir import event_endpoint, list_sockets
-from kvshm.terms import Rank
 
 from . import toys
 from .engines import FakeEngine

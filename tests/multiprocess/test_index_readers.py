@@ -10,9 +10,9 @@ import pytest
 
 from kvshm import _native
 from kvshm.errors import SegmentNotFound
-from kvshm.handout import Handouts
-from kvshm.index_reader import ReplicaReader
-from kvshm.records import INDEX_HEADER_BYTES, BlockRecord, unpack_records
+from kvshm.node.handout import Handouts
+from kvshm.replica.index_reader import ReplicaReader
+from kvshm.shm.layout import INDEX_HEADER_BYTES, BlockRecord, unpack_records
 
 from .index_writer import CAPACITY, CHURNED, EPOCH, NUM_BLOCKS, content_hash
 from .processes import Managed, Node

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.handout import Role
-from kvshm.own_slots import OwnSlotTable, TableSpec
-from kvshm.records import BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.slots import PeerSlotTable, RosterSlotTable
+from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
+from kvshm.node.handout import Role
+from kvshm.shm.layout import BlockRecord, SlotState, pack_records, unpack_records
+from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable
 from kvshm.syncpoints import VARIABLE
-from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
 
 pytestmark = pytest.mark.multiprocess
 

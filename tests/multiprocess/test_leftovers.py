@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.leftovers import clear
-from kvshm.locks import clearing, take_lock
+from kvshm.node.leftovers import clear
+from kvshm.node.locks import clearing, take_lock
 from kvshm.rundir import command_endpoint, lock_path
 
 from .processes import Managed, Node, leave_socket, wait_until

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.slots import SlotTableView
-from kvshm.terms import Rank
+from kvshm.ids import Rank
+from kvshm.shm.slot_table import SlotTableView
 
 from .engines import FakeEngine, hear_everything
 from .processes import Managed, Node, fresh_node, wait_until

@@ -20,8 +20,8 @@ import msgspec
 import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.fds import fetch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
+from kvshm.shm.fds import fetch
 from kvshm.transport import posix_shm
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport

@@ -21,17 +21,17 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.epoch_state import EngineSpec
-from kvshm.handout import Handouts
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.epoch_state import EngineSpec
+from kvshm.engine.load_plan import LoadReport
+from kvshm.engine.marks import Marks
+from kvshm.ids import BlockHash, BlockId, Epoch, Rank, block_hash
 from kvshm.interfaces import Region, load_transport
-from kvshm.load_plan import LoadReport
-from kvshm.marks import Marks
-from kvshm.protocol import RankInfo
-from kvshm.rank import RankCache
+from kvshm.node.handout import Handouts
+from kvshm.node.protocol import RankInfo
+from kvshm.rank.rank_cache import RankCache
 from kvshm.rundir import rank_socket
-from kvshm.terms import BlockHash, BlockId, Epoch, Rank, block_hash
 
 BLOCK_SIZE = 16
 REGIONS = 2

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvshm.errors import SegmentNotFound
-from kvshm.slots import SlotTableView
+from kvshm.shm.slot_table import SlotTableView
 
 from .processes import Managed, Node
 

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from kvshm.protocol import PROTOCOL_VERSION
-from kvshm.records import LAYOUT_VERSION, digest, numbers
+from kvshm.node.protocol import PROTOCOL_VERSION
+from kvshm.shm.layout import LAYOUT_VERSION, digest, numbers
 from kvshm.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -30,29 +30,29 @@ _NEXT = (("kvshm/version.py", _VERSION, f'__version__ = "{NEXT_VERSION}"'),)
 _NEWER = (
     ("kvshm/version.py", _VERSION, f'__version__ = "{NEWER_VERSION}"'),
     (
-        "kvshm/protocol.py",
+        "kvshm/node/protocol.py",
         f"PROTOCOL_VERSION = {PROTOCOL_VERSION}\n",
         f"PROTOCOL_VERSION = {PROTOCOL_VERSION + 1}\n",
     ),
     (
-        "kvshm/protocol.py",
+        "kvshm/node/protocol.py",
         "class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):",
         "class EngineInfo(\n"
         '    msgspec.Struct, frozen=True, kw_only=True, rename={"num_blocks": "block_count"}\n'
         "):",
     ),
     (
-        "kvshm/records.py",
+        "kvshm/shm/layout.py",
         f"\nLAYOUT_VERSION = {LAYOUT_VERSION}\n",
         f"\nLAYOUT_VERSION = {LAYOUT_VERSION + 1}\n",
     ),
     (
-        "kvshm/_layout.h",
+        "kvshm/native/layout.h",
         f"KVSHM_LAYOUT_VERSION = {LAYOUT_VERSION},",
         f"KVSHM_LAYOUT_VERSION = {LAYOUT_VERSION + 1},",
     ),
     (
-        "kvshm/_layout.h",
+        "kvshm/native/layout.h",
         f"{digest(numbers()):#010x}u",
         f"{digest({**numbers(), 'LAYOUT_VERSION': LAYOUT_VERSION + 1}):#010x}u",
     ),

@@ -45,7 +45,7 @@ def test_wheel_installs_one_name(names: set[str]) -> None:
 
 
 def test_wheel_holds_every_module_and_no_c_source(names: set[str]) -> None:
-    expected = {f"kvshm/{path.name}" for path in (ROOT / "kvshm").glob("*.py")}
+    expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "kvshm").rglob("*.py")}
     for component in COMPONENTS:
         files = (ROOT / component).rglob("*.py")
         expected |= {f"kvshm/{path.relative_to(ROOT).as_posix()}" for path in files}

@@ -16,15 +16,8 @@ from kvshm.coordinator.actions import (
 from kvshm.coordinator.roster import State
 from kvshm.coordinator.state import decide
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.protocol import (
-    PROTOCOL_VERSION,
-    Command,
-    EngineInfo,
-    Join,
-    Joined,
-    RankInfo,
-)
-from kvshm.records import RECORD_BYTES
+from kvshm.node.protocol import PROTOCOL_VERSION, Command, EngineInfo, Join, Joined, RankInfo
+from kvshm.shm.layout import RECORD_BYTES
 
 UID = 1000
 RECORD = bytes(RECORD_BYTES)

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 from kvshm import _native
 from kvshm.errors import SegmentNotFound
-from kvshm.handout import HandoutServer, Request
-from kvshm.index import Replica
-from kvshm.records import BlockRecord, pack_records
+from kvshm.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm.node.handout import HandoutServer, Request
+from kvshm.replica.index import Replica
 from kvshm.rundir import engine_socket, tables_socket
-from kvshm.segment import Segment
-from kvshm.terms import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm.shm.layout import BlockRecord, pack_records
+from kvshm.shm.segment import Segment
 from kvshm.tools import dump_index
 from kvshm.tools.chains import tag_of
 from kvshm.tools.report import Filters, describe

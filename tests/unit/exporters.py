@@ -1,4 +1,4 @@
-"""Other engines, as far as tests of ``kvshm.peers`` need them: real slot tables, events by hand."""
+"""Other engines, as far as tests of peers need them: real slot tables, events by hand."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Callable, Sequence
 
 from kvshm.interfaces import MemoryDescriptor, Region
-from kvshm.peers import Peers
-from kvshm.protocol import EngineInfo, RankInfo
-from kvshm.records import BlockRecord, pack_records, unpack_records
+from kvshm.node.peers import Peers
+from kvshm.node.protocol import EngineInfo, RankInfo
+from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
 
 from .served import ServedNode
 

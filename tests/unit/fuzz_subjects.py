@@ -12,10 +12,19 @@ from pathlib import Path
 
 from served import AnyTable, Served, ServedNode
 
-from kvshm.index import Replica
-from kvshm.index_reader import LARGEST_INDEX, ReplicaReader
-from kvshm.own_slots import TableSpec
-from kvshm.records import (
+from kvshm.ids import (
+    NO_LEASE_BIT,
+    BlockHash,
+    BlockId,
+    Epoch,
+    Fingerprint,
+    Generation,
+    LeaseBit,
+    Rank,
+)
+from kvshm.replica.index import Replica
+from kvshm.replica.index_reader import LARGEST_INDEX, ReplicaReader
+from kvshm.shm.layout import (
     EPOCH_OFFSET,
     INDEX_HEADER_BYTES,
     LIFE_OFFSET,
@@ -29,17 +38,8 @@ from kvshm.records import (
     RowState,
     pack_records,
 )
-from kvshm.segment import Segment
-from kvshm.terms import (
-    NO_LEASE_BIT,
-    BlockHash,
-    BlockId,
-    Epoch,
-    Fingerprint,
-    Generation,
-    LeaseBit,
-    Rank,
-)
+from kvshm.shm.own_slot_table import TableSpec
+from kvshm.shm.segment import Segment
 from kvshm.tools.check import look
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, describe

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvshm.errors import TransportError
+from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor
-from kvshm.terms import BlockId, Epoch
 
 
 class PlayedCopy:

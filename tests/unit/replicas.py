@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from kvshm.index_reader import ReplicaReader
-from kvshm.records import BlockRecord, RecordKind, pack_records, unpack_records
-from kvshm.terms import BlockHash, BlockId, Epoch, Generation
+from kvshm.ids import BlockHash, BlockId, Epoch, Generation
+from kvshm.replica.index_reader import ReplicaReader
+from kvshm.shm.layout import BlockRecord, RecordKind, pack_records, unpack_records
 
 OWN_EPOCH = Epoch(0x1122334455667788)
 PUBLISH, RETRACT = RecordKind.PUBLISH, RecordKind.RETRACT

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvshm.errors import SegmentNotFound
-from kvshm.handout import Handouts, HandoutServer, Request, Role, serve_epoch
-from kvshm.index import Replica
-from kvshm.index_reader import ReplicaReader
-from kvshm.own_slots import OwnSlotTable, TableSpec
+from kvshm.ids import Epoch, Fingerprint
+from kvshm.node.handout import Handouts, HandoutServer, Request, Role, serve_epoch
+from kvshm.replica.index import Replica
+from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import engine_socket, tables_socket
-from kvshm.slots import PeerSlotTable, RosterSlotTable
-from kvshm.terms import Epoch, Fingerprint
+from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable
 
 
 class AnyTable(OwnSlotTable, PeerSlotTable, RosterSlotTable):

@@ -26,7 +26,7 @@ def classes() -> dict[str, set[str]]:
 
 def test_the_page_names_every_module_of_the_core() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
-    modules = {path.stem for path in (ROOT / "kvshm").glob("*.py")} - {"__init__"}
+    modules = {path.stem for path in (ROOT / "kvshm").rglob("*.py")} - {"__init__"}
     assert {name for name in modules if not re.search(rf"\b{name}\b", text)} == set()
 
 

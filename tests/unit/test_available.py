@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.available import available_bytes, check_available, reserve
+from kvshm.shm.available_memory import available_bytes, check_available, reserve
 
 MIB = 1 << 20
 MACHINE = 100 * MIB + 7 * MIB  # MemAvailable and SwapFree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvshm.coordinator.broadcasts import Broadcasts
-from kvshm.protocol import (
+from kvshm.node.protocol import (
     MAX_EVENTS_BYTES,
     AnyBroadcast,
     EngineEvents,

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvshm import _native
-from kvshm.index import Replica
-from kvshm.records import (
+from kvshm.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit, Rank
+from kvshm.replica.index import Replica
+from kvshm.shm.layout import (
     COUNT_OFFSET,
     ENTRY_BYTES,
     EPOCH_OFFSET,
@@ -28,8 +29,7 @@ from kvshm.records import (
     BlockRecord,
     pack_records,
 )
-from kvshm.segment import Segment
-from kvshm.terms import BlockHash, BlockId, Epoch, Generation, LeaseBit, Rank
+from kvshm.shm.segment import Segment
 from kvshm.tools import dump_index
 from kvshm.tools.check import check, look
 

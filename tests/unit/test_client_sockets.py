@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvshm import _native
-from kvshm.coordinator_client import CoordinatorClient
-from kvshm.coordinator_session import CoordinatorSession
-from kvshm.event_order import MAX_KEPT_BYTES
-from kvshm.news import EventBatches, News
-from kvshm.protocol import PROTOCOL_VERSION, EngineEvents, Joined
+from kvshm.node.coordinator_client import CoordinatorClient
+from kvshm.node.coordinator_session import CoordinatorSession
+from kvshm.node.event_order import MAX_KEPT_BYTES
+from kvshm.node.news import EventBatches, News
+from kvshm.node.protocol import PROTOCOL_VERSION, EngineEvents, Joined
 from kvshm.timing import TIMING, Timing
 
 from .exporters import Clock

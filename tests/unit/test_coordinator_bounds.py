@@ -15,7 +15,7 @@ from kvshm.coordinator.actions import (
 from kvshm.coordinator.joining import MAX_OF_PROCESS, MAX_TABLES_OF_PROCESS
 from kvshm.coordinator.roster import MAX_ENDED
 from kvshm.coordinator.state import decide
-from kvshm.protocol import PROTOCOL_VERSION, ForeignEngine, ForeignJoin, Join, Leave, Refused
+from kvshm.node.protocol import PROTOCOL_VERSION, ForeignEngine, ForeignJoin, Join, Leave, Refused
 from kvshm.timing import TIMING
 
 from .coordinators import engine, join, new_state, only, say, sender_of

@@ -19,7 +19,7 @@ from kvshm.coordinator.actions import (
 )
 from kvshm.coordinator.roster import State
 from kvshm.coordinator.state import decide
-from kvshm.protocol import (
+from kvshm.node.protocol import (
     EngineGone,
     EngineInfo,
     EngineRecovered,
@@ -28,7 +28,7 @@ from kvshm.protocol import (
     Leave,
     Tick,
 )
-from kvshm.records import NUM_LEASE_BITS
+from kvshm.shm.layout import NUM_LEASE_BITS
 from kvshm.timing import TIMING
 
 from .coordinators import (

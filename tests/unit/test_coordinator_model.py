@@ -29,8 +29,8 @@ from kvshm.coordinator.actions import (
     SweepBits,
 )
 from kvshm.coordinator.state import decide
-from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Tick
-from kvshm.records import NUM_LEASE_BITS
+from kvshm.node.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Tick
+from kvshm.shm.layout import NUM_LEASE_BITS
 from kvshm.timing import TIMING
 
 from .coordinators import UID, engine, new_state

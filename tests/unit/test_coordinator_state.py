@@ -25,7 +25,7 @@ from kvshm.coordinator.actions import (
 )
 from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS
 from kvshm.coordinator.state import decide
-from kvshm.protocol import (
+from kvshm.node.protocol import (
     PROTOCOL_VERSION,
     Command,
     EngineEvents,
@@ -42,7 +42,7 @@ from kvshm.protocol import (
     Stranger,
     Tick,
 )
-from kvshm.records import MAX_BLOCKS
+from kvshm.shm.layout import MAX_BLOCKS
 from kvshm.version import __version__
 
 from .coordinators import (

@@ -29,10 +29,10 @@ from kvshm.coordinator.actions import (
 )
 from kvshm.coordinator.server import Server
 from kvshm.coordinator.tables import Tables
-from kvshm.handout import Request
-from kvshm.protocol import PROTOCOL_VERSION, Join
+from kvshm.node.handout import Request
+from kvshm.node.protocol import PROTOCOL_VERSION, Join
 from kvshm.rundir import command_endpoint, event_endpoint
-from kvshm.segment import TABLE_KIND
+from kvshm.shm.segment import TABLE_KIND
 from kvshm.timing import TIMING, Timing
 
 from .coordinators import engine, new_state, sender_of

@@ -11,8 +11,8 @@ import pytest
 
 from kvshm import _native
 from kvshm.errors import TransportError
+from kvshm.ids import Epoch
 from kvshm.interfaces import CopyState, Region
-from kvshm.terms import Epoch
 from kvshm.transport import copier as copier_module
 from kvshm.transport.copier import BlockCopy, Copier, CopyPlan
 from kvshm.transport.posix_shm import PosixShmTransport

@@ -1,4 +1,4 @@
-"""kvshm.costs: what is imported and what computed, before and after something was measured."""
+"""engine.costs: what is imported and what computed, before and after something was measured."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshm.costs import REFUSALS_PER_TRIAL, UNMEASURED_TOKENS, WARM_UP_STEPS, Costs, Line
+from kvshm.engine.costs import REFUSALS_PER_TRIAL, UNMEASURED_TOKENS, WARM_UP_STEPS, Costs, Line
 
 MEGABYTE = 1_000_000
 

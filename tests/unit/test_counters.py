@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm import counters
-from kvshm.counters import PUBLISHED, REGISTRY, Counter
-from kvshm.own_slots import TableSpec
-from kvshm.records import NUM_COUNTERS
-from kvshm.slots import SlotTableView
-from kvshm.terms import Epoch, Fingerprint
+from kvshm.ids import Epoch, Fingerprint
+from kvshm.shm import counters
+from kvshm.shm.counters import PUBLISHED, REGISTRY, Counter
+from kvshm.shm.layout import NUM_COUNTERS
+from kvshm.shm.own_slot_table import TableSpec
+from kvshm.shm.slot_table import SlotTableView
 
 from .served import AnyTable, again
 

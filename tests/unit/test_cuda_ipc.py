@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
+from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor
-from kvshm.terms import BlockId, Epoch
 from kvshm.transport.cuda import checksum
 from kvshm.transport.cuda.driver import CudaError, Route
 from kvshm.transport.cuda.export import REMEDY, DeviceMemory

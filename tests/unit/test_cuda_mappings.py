@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.fd_server import FdServer
+from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState
-from kvshm.terms import BlockId, Epoch
+from kvshm.shm.fd_server import FdServer
 from kvshm.transport.cuda import vmm
 
 from .cuda_ranks import (

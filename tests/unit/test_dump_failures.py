@@ -10,11 +10,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvshm.handout import FETCH_SECONDS
-from kvshm.own_slots import TableSpec
-from kvshm.records import VERSION_OFFSET
-from kvshm.segment import Segment
-from kvshm.terms import Epoch, Fingerprint
+from kvshm.ids import Epoch, Fingerprint
+from kvshm.node.handout import FETCH_SECONDS
+from kvshm.shm.layout import VERSION_OFFSET
+from kvshm.shm.own_slot_table import TableSpec
+from kvshm.shm.segment import Segment
 
 from .dumps import coordinator_of, engine, handing_out, put, silent_engine
 from .served import AnyTable

@@ -9,7 +9,8 @@ import uuid
 
 import pytest
 
-from kvshm.counters import (
+from kvshm.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm.shm.counters import (
     BYTES_COPIED,
     IMPORTED_BLOCKS,
     LOADS_FAILED,
@@ -17,8 +18,7 @@ from kvshm.counters import (
     LOOKUP_HITS,
     LOOKUPS,
 )
-from kvshm.records import BlockRecord, pack_records
-from kvshm.terms import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm.shm.layout import BlockRecord, pack_records
 from kvshm.tools import dump_index
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, describe

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from msgspec import Raw
 
-from kvshm.event_order import MAX_KEPT_BYTES, EventOrder, Verdict
-from kvshm.news import EventBatches, EventsLost
-from kvshm.protocol import (
+from kvshm.node.event_order import MAX_KEPT_BYTES, EventOrder, Verdict
+from kvshm.node.news import EventBatches, EventsLost
+from kvshm.node.protocol import (
     PROTOCOL_VERSION,
     AnyBroadcast,
     EngineEvents,

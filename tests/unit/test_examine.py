@@ -17,14 +17,14 @@ import pytest
 from kvshm import _native
 from kvshm.coordinator.actions import Deserted, Died, Event, Examined, Refusal, Sender
 from kvshm.coordinator.tables import MAX_EXAMINED, Tables
-from kvshm.fd_server import FdServer
-from kvshm.handout import FETCH_SECONDS, Answer, Handouts
+from kvshm.ids import LeaseBit, Rank
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.protocol import PROTOCOL_VERSION, EngineInfo, Join, RankInfo
-from kvshm.records import LAYOUT_VERSION, TABLE_HEADER_BYTES, VERSION_OFFSET, table_bytes
+from kvshm.node.handout import FETCH_SECONDS, Answer, Handouts
+from kvshm.node.protocol import PROTOCOL_VERSION, EngineInfo, Join, RankInfo
 from kvshm.rundir import engine_socket
-from kvshm.segment import Segment
-from kvshm.terms import LeaseBit, Rank
+from kvshm.shm.fd_server import FdServer
+from kvshm.shm.layout import LAYOUT_VERSION, TABLE_HEADER_BYTES, VERSION_OFFSET, table_bytes
+from kvshm.shm.segment import Segment
 from kvshm.version import __version__
 
 from .exporters import Clock

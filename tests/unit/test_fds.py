@@ -14,17 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import fd_server
 from kvshm.errors import TransportError
-from kvshm.fd_server import MAX_CLIENTS, FdServer
-from kvshm.fds import (
-    MAX_FDS,
-    MAX_REPLY_BYTES,
-    close_all,
-    fetch,
-    fetch_and_stay,
-    has_hung_up,
-)
+from kvshm.shm import fd_server
+from kvshm.shm.fd_server import MAX_CLIENTS, FdServer
+from kvshm.shm.fds import MAX_FDS, MAX_REPLY_BYTES, close_all, fetch, fetch_and_stay, has_hung_up
 
 from ..waiting import PATIENCE, until
 
@@ -296,7 +289,7 @@ def test_the_end_of_an_open_connection_tells_of_the_owners(path, serve, memory):
 
 def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, monkeypatch):
     """Nor each other: the oldest is ended, and its peer may ask again."""
-    monkeypatch.setattr("kvshm.fd_server.MAX_KEPT", 3)
+    monkeypatch.setattr("kvshm.shm.fd_server.MAX_KEPT", 3)
     server = serve()
     kept = [fetch_and_stay(path, b"x", PATIENCE)[2] for _ in range(4)]
     until(lambda: has_hung_up(kept[0]))
@@ -338,7 +331,7 @@ signal.pause()
 
 def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
     """A cleaning script has no other effect; who was answered before stays connected."""
-    monkeypatch.setattr("kvshm.fd_server.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("kvshm.shm.fd_server.LOOK_SECONDS", 0.05)
     server = serve()
     connection = fetch_and_stay(path, b"x", PATIENCE)[2]
     os.unlink(path)

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from kvshm import _native
-from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.coordinator_client import CoordinatorClient
-from kvshm.epoch_state import EngineSpec
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.epoch_state import EngineSpec
 from kvshm.errors import KvshmError, TransportError
-from kvshm.fd_server import FdServer
-from kvshm.handout import Handouts
+from kvshm.ids import Rank
 from kvshm.interfaces import CopyState, MemoryDescriptor
-from kvshm.protocol import RankInfo
-from kvshm.rank import RankCache
-from kvshm.terms import Rank
+from kvshm.node.coordinator_client import CoordinatorClient
+from kvshm.node.handout import Handouts
+from kvshm.node.protocol import RankInfo
+from kvshm.rank.rank_cache import RankCache
+from kvshm.shm.fd_server import FdServer
 from kvshm.timing import TIMING
 from kvshm.transport.copier import Copier, CopyPlan
 

@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 
 from kvshm.errors import CorruptSegment
-from kvshm.index import Replica
-from kvshm.own_slots import TableSpec
-from kvshm.records import ENTRY_BYTES, INDEX_HEADER_BYTES, NUM_BLOCKS_OFFSET
-from kvshm.terms import Epoch, Fingerprint, LeaseBit
+from kvshm.ids import Epoch, Fingerprint, LeaseBit
+from kvshm.replica.index import Replica
+from kvshm.shm.layout import ENTRY_BYTES, INDEX_HEADER_BYTES, NUM_BLOCKS_OFFSET
+from kvshm.shm.own_slot_table import TableSpec
 
 from .replicas import found, packed
 from .served import AnyTable

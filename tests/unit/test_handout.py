@@ -1,4 +1,4 @@
-"""kvshm.handout: who gets which segment, to do what with it, and what odd servers bring."""
+"""kvshm.node.handout: who gets which segment, to do what with it, and what odd servers bring."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from kvshm.errors import (
     SegmentTooSmall,
     TransportError,
 )
-from kvshm.fds import has_hung_up
-from kvshm.handout import Answer, Handouts, HandoutServer, ask, serve_epoch
-from kvshm.records import RETIRED_OFFSET, table_bytes
+from kvshm.ids import Epoch, LeaseBit
+from kvshm.node.handout import Answer, Handouts, HandoutServer, ask, serve_epoch
 from kvshm.rundir import engine_socket, tables_socket
-from kvshm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.slots import PeerSlotTable
-from kvshm.terms import Epoch, LeaseBit
+from kvshm.shm.fds import has_hung_up
+from kvshm.shm.layout import RETIRED_OFFSET, table_bytes
+from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
+from kvshm.shm.slot_table import PeerSlotTable
 
 from ..waiting import until
 from .few_descriptors import descriptors

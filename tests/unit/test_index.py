@@ -1,18 +1,12 @@
-"""kvshm.index: rows, and events and scans in any order."""
+"""kvshm.replica.index: rows, and events and scans in any order."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvshm.errors import IndexFull
-from kvshm.index import Applied, Replica
-from kvshm.records import (
-    NUM_ROWS,
-    BlockRecord,
-    RowState,
-    pack_records,
-    unpack_records,
-)
+from kvshm.replica.index import Applied, Replica
+from kvshm.shm.layout import NUM_ROWS, BlockRecord, RowState, pack_records, unpack_records
 
 from .replicas import HASHES, RETRACT, found, packed, record
 

@@ -1,4 +1,4 @@
-"""kvshm.index: growth, refusal, readers beside it, and what is not trusted."""
+"""kvshm.replica.index: growth, refusal, readers beside it, and what is not trusted."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from pathlib import Path
 import pytest
 
 from kvshm import _native
-from kvshm import index as index_module
-from kvshm import segment as segments
 from kvshm.errors import CorruptSegment, SegmentError, SegmentTooSmall
-from kvshm.index import Applied, Replica
-from kvshm.index_reader import ReplicaReader
-from kvshm.records import (
-    CAPACITY_OFFSET,
-    ENTRY_BYTES,
-    INDEX_HEADER_BYTES,
-    INDEX_MAGIC,
-    RowState,
-)
-from kvshm.segment import Header
+from kvshm.replica import index as index_module
+from kvshm.replica.index import Applied, Replica
+from kvshm.replica.index_reader import ReplicaReader
+from kvshm.shm import segment as segments
+from kvshm.shm.layout import CAPACITY_OFFSET, ENTRY_BYTES, INDEX_HEADER_BYTES, INDEX_MAGIC, RowState
+from kvshm.shm.segment import Header
 
 from .replicas import HASHES, OWN_EPOCH, RETRACT, found, packed
 from .served import read_again

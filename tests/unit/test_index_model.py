@@ -17,14 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvshm.errors import IndexFull
-from kvshm.index import Replica, published
-from kvshm.records import (
-    BlockRecord,
-    RecordKind,
-    RowState,
-    pack_records,
-    unpack_records,
-)
+from kvshm.replica.index import Replica, published
+from kvshm.shm.layout import BlockRecord, RecordKind, RowState, pack_records, unpack_records
 
 from .served import read_again
 

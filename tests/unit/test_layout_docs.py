@@ -1,4 +1,4 @@
-"""docs/layout.md and _layout.h say what records.py says: every number, and every constant."""
+"""docs/layout.md and layout.h say what layout.py says: every number, and every constant."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import records
+from kvshm.shm import layout as records
 
 PAGE = Path(__file__).parents[2] / "docs" / "layout.md"
 ROW = re.compile(r"\| (\d+) \| (?:(\d+) \| )?`?([A-Z_]*)`? \| .* \|")

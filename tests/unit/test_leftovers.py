@@ -1,4 +1,4 @@
-"""kvshm.leftovers: what clearing up removes, what it leaves to the living, and odd entries."""
+"""kvshm.node.leftovers: what clearing up removes, what it leaves to the living, and odd entries."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvshm.errors import RunDirectoryError
-from kvshm.leftovers import clear, is_served, left_by_engines
-from kvshm.locks import take_lock
+from kvshm.node.leftovers import clear, is_served, left_by_engines
+from kvshm.node.locks import take_lock
 from kvshm.rundir import (
     MOST_FOUND,
     command_endpoint,

@@ -10,13 +10,11 @@ from typing import cast
 
 import pytest
 
-from kvshm.cache import SharedCache
 from kvshm.config import Config
-from kvshm.costs import REFUSALS_PER_TRIAL
-from kvshm.counters import MEASURED_US, MISS_CHEAPER, TRIED
-from kvshm.epoch_state import EngineSpec
-from kvshm.interfaces import Region
-from kvshm.load_plan import (
+from kvshm.engine.cache import SharedCache
+from kvshm.engine.costs import REFUSALS_PER_TRIAL
+from kvshm.engine.epoch_state import EngineSpec
+from kvshm.engine.load_plan import (
     NO_TICKET,
     Load,
     LoadFailure,
@@ -25,10 +23,12 @@ from kvshm.load_plan import (
     PieceFailure,
     Plan,
 )
-from kvshm.load_planner import Ended
-from kvshm.peer import Peer, PlannedRun
-from kvshm.protocol import RankInfo
-from kvshm.terms import NO_LEASE_BIT, BlockId, Epoch, Rank
+from kvshm.engine.load_planner import Ended
+from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
+from kvshm.interfaces import Region
+from kvshm.node.peer import Peer, PlannedRun
+from kvshm.node.protocol import RankInfo
+from kvshm.shm.counters import MEASURED_US, MISS_CHEAPER, TRIED
 
 from .exporters import HASHES, Exporter
 from .played_transport import memory_of

@@ -22,7 +22,7 @@ def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_each_line_begins_with_kvshm(caplog: pytest.LogCaptureFixture) -> None:
-    log = logger("kvshm.peers")
+    log = logger("kvshm.node.peers")
     log.info("%d engines", 2)
     log.warning("full")
     log.debug("not shown")
@@ -31,7 +31,7 @@ def test_each_line_begins_with_kvshm(caplog: pytest.LogCaptureFixture) -> None:
     except ValueError:
         log.exception("failed: %s", "why")
     assert caplog.messages == ["kvshm: 2 engines", "kvshm: full", "kvshm: failed: why"]
-    assert {record.name for record in caplog.records} == {"vllm.kvshm.peers"}
+    assert {record.name for record in caplog.records} == {"vllm.kvshm.node.peers"}
     assert {record.filename for record in caplog.records} == {"test_log.py"}
     assert "ValueError: no" in caplog.text
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvshm.marks import Marks, blocks_of, touching
-from kvshm.own_slots import TableSpec
-from kvshm.records import SlotState, unpack_records
-from kvshm.terms import BlockId, Epoch, Fingerprint
+from kvshm.engine.marks import Marks, blocks_of, touching
+from kvshm.ids import BlockId, Epoch, Fingerprint
+from kvshm.shm.layout import SlotState, unpack_records
+from kvshm.shm.own_slot_table import TableSpec
 
 from .served import AnyTable
 

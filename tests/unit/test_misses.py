@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import counters as c
-from kvshm import incompatible
-from kvshm.epoch_state import EpochState
-from kvshm.error_log import TEXT_BYTES
+from kvshm.engine.epoch_state import EpochState
+from kvshm.engine.minute_report import PERIOD_SECONDS, REASONS, MissReport
+from kvshm.engine.roster_handler import MAX_NAMED, MAX_NOTED, RosterHandler
 from kvshm.fingerprint import FIELDS
-from kvshm.miss_report import PERIOD_SECONDS, REASONS, MissReport
-from kvshm.own_slots import TableSpec
-from kvshm.peer_list import PeerList
-from kvshm.peers import Peers
-from kvshm.protocol import Joined, Refused, Stranger, StrangerJoined, Tick
-from kvshm.roster_handler import MAX_NAMED, MAX_NOTED, RosterHandler
-from kvshm.terms import Epoch, Fingerprint
+from kvshm.ids import Epoch, Fingerprint
+from kvshm.node import incompatible
+from kvshm.node.peer_list import PeerList
+from kvshm.node.peers import Peers
+from kvshm.node.protocol import Joined, Refused, Stranger, StrangerJoined, Tick
+from kvshm.shm import counters as c
+from kvshm.shm.error_log import TEXT_BYTES
+from kvshm.shm.own_slot_table import TableSpec
 
 from .exporters import OWN_EPOCH, Clock
 from .served import AnyTable

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvshm.coordinator_session import CoordinatorSession as Session
-from kvshm.news import Coordinator, News
-from kvshm.protocol import EngineInfo, Join, Refused, decode_command, encode
-from kvshm.roster_handler import RosterHandler
+from kvshm.engine.roster_handler import RosterHandler
+from kvshm.node.coordinator_session import CoordinatorSession as Session
+from kvshm.node.news import Coordinator, News
+from kvshm.node.protocol import EngineInfo, Join, Refused, decode_command, encode
 from kvshm.rundir import command_endpoint, start_command
 from kvshm.timing import TIMING, Timing
 from kvshm.tools import dump_index

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import _native, records
+from kvshm import _native
 from kvshm.errors import CorruptSegment
-from kvshm.records import (
+from kvshm.ids import BlockHash, BlockId, Generation
+from kvshm.shm import layout as records
+from kvshm.shm.layout import (
     EPOCH_OFFSET,
     HEADER_BYTES_OFFSET,
     LAYOUT_VERSION,
@@ -30,7 +32,6 @@ from kvshm.records import (
     table_bytes,
     unpack_records,
 )
-from kvshm.terms import BlockHash, BlockId, Generation
 
 EPOCH = 0x1234_5678_9ABC_DEF0
 BLOCKS = 8

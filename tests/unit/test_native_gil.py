@@ -17,7 +17,7 @@ from .test_native import make_table
 
 PATIENCE = 60.0
 LARGE_BATCH = 512
-"""KVSHM_LARGE_BATCH in _native.h."""
+"""KVSHM_LARGE_BATCH in py_module.h."""
 
 
 class Waiter:

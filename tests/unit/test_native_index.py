@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvshm import _native
 from kvshm.errors import CorruptSegment
-from kvshm.records import (
+from kvshm.ids import BlockHash, BlockId, Generation
+from kvshm.shm.layout import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,
     ENTRY_BYTES,
@@ -33,7 +34,6 @@ from kvshm.records import (
     pack_records,
     unpack_records,
 )
-from kvshm.terms import BlockHash, BlockId, Generation
 
 BLOCKS = 16
 ALL_ROWS = 2**64 - 1

@@ -1,4 +1,4 @@
-"""kvshm.peers: hints that are stale, raced by scans, or of peers that fail."""
+"""kvshm.node.peers: hints that are stale, raced by scans, or of peers that fail."""
 
 from __future__ import annotations
 
@@ -6,20 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvshm.counters import (
-    MISS_FINGERPRINT,
-    MISS_NO_OWNER,
-    MISS_NO_PEER,
-    MISS_QUARANTINED,
-)
-from kvshm.index import Forgotten
-from kvshm.peers import (
-    QUARANTINE_FAILURES,
-    Peers,
-    PeersStats,
-)
-from kvshm.protocol import EngineInfo
-from kvshm.slots import PeerSlotTable
+from kvshm.node.peers import QUARANTINE_FAILURES, Peers, PeersStats
+from kvshm.node.protocol import EngineInfo
+from kvshm.replica.index import Forgotten
+from kvshm.shm.counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED
+from kvshm.shm.slot_table import PeerSlotTable
 from kvshm.timing import TIMING
 
 from .exporters import HASHES, OWN_EPOCH, Clock, Make, offered
@@ -44,7 +35,7 @@ class RacingTable(PeerSlotTable):
 
 @pytest.fixture
 def racing(served: ServedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
-    monkeypatch.setattr("kvshm.handout.PeerSlotTable", RacingTable)
+    monkeypatch.setattr("kvshm.node.handout.PeerSlotTable", RacingTable)
     peers = Peers(served.namespace, "racer", OWN_EPOCH, served.handouts)
     monkeypatch.setattr(RacingTable, "before", RacingTable.before)
     monkeypatch.setattr(RacingTable, "after", RacingTable.after)

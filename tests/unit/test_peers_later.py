@@ -6,8 +6,8 @@ import errno
 
 import pytest
 
-from kvshm import index
-from kvshm.peers import Peers, PeersStats
+from kvshm.node.peers import Peers, PeersStats
+from kvshm.replica import index
 
 from .exporters import Clock, Make, offered
 from .few_descriptors import descriptors

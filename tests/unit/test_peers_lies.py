@@ -1,4 +1,4 @@
-"""kvshm.peers: a roster and events that cannot be true leave an engine out, and raise nothing."""
+"""node.peers: a roster and events that cannot be true leave an engine out, and raise nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvshm.peers import Peers
+from kvshm.node.peers import Peers
 
 from .exporters import Make, offered
 

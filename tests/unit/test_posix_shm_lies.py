@@ -13,9 +13,9 @@ import msgspec
 import pytest
 
 from kvshm.errors import TransportError
-from kvshm.fd_server import FdServer
-from kvshm.fds import close_all
 from kvshm.interfaces import MemoryDescriptor, Region
+from kvshm.shm.fd_server import FdServer
+from kvshm.shm.fds import close_all
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import Answer, PosixShmTransport
 

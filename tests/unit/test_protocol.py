@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshm import protocol
 from kvshm.errors import ProtocolError, VersionMismatch
 from kvshm.interfaces import MAX_DETAILS_BYTES, MAX_REGIONS, MemoryDescriptor, Region
-from kvshm.protocol import (
+from kvshm.node import protocol
+from kvshm.node.protocol import (
     MAX_COMMAND_BYTES,
     MAX_EVENTS_BYTES,
     MAX_JOIN_BYTES,

@@ -1,14 +1,14 @@
-"""kvshm.publisher: what is waited for, what is taken back, and how both are counted."""
+"""kvshm.engine.publisher: what is waited for, what is taken back, and how both are counted."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvshm.counters import DRAINED, FORCED
-from kvshm.epoch_state import EpochState
-from kvshm.marks import Marks
-from kvshm.peers import Peers
-from kvshm.publisher import Publisher
+from kvshm.engine.epoch_state import EpochState
+from kvshm.engine.marks import Marks
+from kvshm.engine.publisher import Publisher
+from kvshm.node.peers import Peers
+from kvshm.shm.counters import DRAINED, FORCED
 
 from .exporters import HASHES, NUM_BLOCKS, Make
 

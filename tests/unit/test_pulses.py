@@ -20,10 +20,10 @@ import pytest
 
 from kvshm import _native
 from kvshm.errors import SegmentError
-from kvshm.own_slots import TableSpec
-from kvshm.records import PULSES_OFFSET, BlockRecord, pack_records
-from kvshm.slots import SlotTableView
-from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm.shm.layout import PULSES_OFFSET, BlockRecord, pack_records
+from kvshm.shm.own_slot_table import TableSpec
+from kvshm.shm.slot_table import SlotTableView
 
 from ..waiting import until
 from .pulsing import WAIT, pulsing

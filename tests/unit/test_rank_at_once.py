@@ -1,4 +1,4 @@
-"""kvshm.rank: loads that a step waits for, and what becomes of those it cannot wait for."""
+"""rank.rank_cache: loads that a step waits for, and what becomes of those it cannot wait for."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvshm.counters import LOADS_TOO_LATE
+from kvshm.engine.load_plan import LoadFailure
 from kvshm.errors import CorruptSegment, MemoryInUse
+from kvshm.ids import Rank
 from kvshm.interfaces import CopyState
-from kvshm.load_plan import LoadFailure
-from kvshm.rank import RankCache
-from kvshm.slots import PeerSlotTable
-from kvshm.terms import Rank
+from kvshm.rank.rank_cache import RankCache
+from kvshm.shm.counters import LOADS_TOO_LATE
+from kvshm.shm.slot_table import PeerSlotTable
 
 from ..waiting import until
 from .exporters import Clock, Make

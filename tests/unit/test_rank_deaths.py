@@ -12,21 +12,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvshm.engine.load_plan import LoadFailure, LoadReport
 from kvshm.errors import TransportError
+from kvshm.ids import Rank
 from kvshm.interfaces import CopyState
-from kvshm.load_plan import LoadFailure, LoadReport
 from kvshm.log import SAY_AGAIN_SECONDS, Seldom
-from kvshm.peer_list import PeerList, PeerListReader
-from kvshm.protocol import EngineInfo, RankInfo
-from kvshm.rank_load import RankLoad
-from kvshm.rank_peers import (
+from kvshm.node.peer_list import PeerList, PeerListReader
+from kvshm.node.protocol import EngineInfo, RankInfo
+from kvshm.rank.attachments import (
     ATTACH_PATIENCE_SECONDS,
     FAILED_SECONDS,
     MAX_ATTACHING,
     MAX_TRIES,
     PeerBook,
 )
-from kvshm.terms import Rank
+from kvshm.rank.rank_load import RankLoad
 
 from ..waiting import until
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvshm.coordinator_session import CoordinatorSession
-from kvshm.counters import RESYNCS
-from kvshm.event_order import EventOrder, Verdict
-from kvshm.peers import Peers
-from kvshm.protocol import PROTOCOL_VERSION, EngineEvents, Joined
-from kvshm.rescans import AT_ONCE, Rescans
-from kvshm.roster_handler import RosterHandler
+from kvshm.engine.roster_handler import RosterHandler
+from kvshm.node.coordinator_session import CoordinatorSession
+from kvshm.node.event_order import EventOrder, Verdict
+from kvshm.node.peers import Peers
+from kvshm.node.protocol import PROTOCOL_VERSION, EngineEvents, Joined
+from kvshm.node.rescans import AT_ONCE, Rescans
+from kvshm.shm.counters import RESYNCS
 from kvshm.timing import TIMING
 
 from .exporters import Clock, Exporter, Make, offered

@@ -48,7 +48,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
         "from kvshm.counters import PUBLISHED\n"
         "from kvshm.own_slots import OwnSlotTable, RankSlotTable\n"
         "from kvshm.slots import PeerSlotTable, RosterSlotTable, SlotTableView\n"
-        "from kvshm.terms import LeaseBit, Rank\n"
+        "from kvshm.ids import LeaseBit, Rank\n"
     )
     bodies = [f"def f{i}(table: {role}) -> None: {what}\n" for i, (what, role) in enumerate(done)]
     program = tmp_path_factory.mktemp("roles") / "roles.py"

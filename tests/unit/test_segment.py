@@ -1,4 +1,4 @@
-"""kvshm.segment: sealed memory, who may do what with it, and what is not mapped."""
+"""kvshm.shm.segment: sealed memory, who may do what with it, and what is not mapped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import segment as segments
 from kvshm.errors import (
     CorruptSegment,
     SegmentError,
@@ -22,14 +21,15 @@ from kvshm.errors import (
     SegmentTooSmall,
     VersionMismatch,
 )
-from kvshm.records import (
+from kvshm.shm import segment as segments
+from kvshm.shm.layout import (
     LAYOUT_VERSION,
     PREFIX_BYTES,
     SEGMENT_BYTES_OFFSET,
     TABLE_MAGIC,
     VERSION_OFFSET,
 )
-from kvshm.segment import Header, Segment, SegmentName
+from kvshm.shm.segment import Header, Segment, SegmentName
 
 NBYTES = 16384
 EPOCH = 0xABCDEF0123456789

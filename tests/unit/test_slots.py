@@ -16,8 +16,17 @@ from kvshm.errors import (
     SegmentNotReady,
     VersionMismatch,
 )
-from kvshm.own_slots import TableSpec
-from kvshm.records import (
+from kvshm.ids import (
+    NO_LEASE_BIT,
+    BlockHash,
+    BlockId,
+    Epoch,
+    Fingerprint,
+    Generation,
+    LeaseBit,
+    Rank,
+)
+from kvshm.shm.layout import (
     MODEL_NAME_BYTES,
     NUM_BLOCKS_OFFSET,
     NUM_LEASE_BITS,
@@ -33,17 +42,8 @@ from kvshm.records import (
     table_bytes,
     unpack_records,
 )
-from kvshm.slots import PeerSlotTable
-from kvshm.terms import (
-    NO_LEASE_BIT,
-    BlockHash,
-    BlockId,
-    Epoch,
-    Fingerprint,
-    Generation,
-    LeaseBit,
-    Rank,
-)
+from kvshm.shm.own_slot_table import TableSpec
+from kvshm.shm.slot_table import PeerSlotTable
 
 from ..waiting import NanosecondClock as Clock
 from .served import AnyTable, again

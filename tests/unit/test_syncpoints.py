@@ -15,11 +15,11 @@ import pytest
 
 from kvshm import _native
 from kvshm.errors import ConfigError
-from kvshm.own_slots import TableSpec
-from kvshm.records import SlotState, unpack_records
-from kvshm.slots import Slot
+from kvshm.ids import BlockId, Epoch, Fingerprint, LeaseBit
+from kvshm.shm.layout import SlotState, unpack_records
+from kvshm.shm.own_slot_table import TableSpec
+from kvshm.shm.slot_table import Slot
 from kvshm.syncpoints import VARIABLE, SyncPoint, parse_arming, sync_point
-from kvshm.terms import BlockId, Epoch, Fingerprint, LeaseBit
 
 from .served import AnyTable
 
@@ -29,7 +29,7 @@ from kvshm.records import *
 from kvshm.own_slots import OwnSlotTable
 from kvshm.slots import PeerSlotTable
 from kvshm.syncpoints import SyncPoint, sync_point
-from kvshm.terms import BlockHash
+from kvshm.ids import BlockHash
 peer = PeerSlotTable.of("table", os.dup(int(sys.argv[1])))
 table = OwnSlotTable.of("table", int(sys.argv[1]))
 record = BlockRecord(BlockHash(b"h" * 32), 0, 0, 0)
@@ -65,7 +65,7 @@ def start(table: AnyTable, arming: str) -> subprocess.Popen[bytes]:
 
 
 def test_both_languages_number_the_points_alike() -> None:
-    header = (Path(_native.__file__).parent / "_core.h").read_text()
+    header = (Path(_native.__file__).parent / "core.h").read_text()
     names = re.findall(r"\bKVSHM_SYNC_([A-Z_]+)(?: = 0)?,", header)
     assert names == [SyncPoint(i).name for i in range(_native.NUM_SYNC_POINTS)]
 

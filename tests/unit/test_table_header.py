@@ -7,10 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm.own_slots import TableSpec
-from kvshm.records import NUM_ERRORS, NUM_TICKETS, BlockRecord, pack_records
-from kvshm.slots import SlotTableView
-from kvshm.terms import (
+from kvshm.ids import (
     NO_LEASE_BIT,
     BlockHash,
     BlockId,
@@ -20,6 +17,9 @@ from kvshm.terms import (
     LeaseBit,
     Rank,
 )
+from kvshm.shm.layout import NUM_ERRORS, NUM_TICKETS, BlockRecord, pack_records
+from kvshm.shm.own_slot_table import TableSpec
+from kvshm.shm.slot_table import SlotTableView
 
 from ..waiting import NanosecondClock as Clock
 from .served import AnyTable, again

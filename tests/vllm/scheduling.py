@@ -35,9 +35,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import QuietReport, RankDescription, RankReport
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.own_slots import OwnSlotTable
-from kvshm.protocol import RankInfo
-from kvshm.records import SlotState
+from kvshm.node.protocol import RankInfo
+from kvshm.shm.layout import SlotState
+from kvshm.shm.own_slot_table import OwnSlotTable
 
 BLOCK_SIZE = 16
 

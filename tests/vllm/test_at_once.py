@@ -22,12 +22,12 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
+from kvshm.engine.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan
-from kvshm.peer import PlannedRun
-from kvshm.records import RECORD_BYTES, SlotState
-from kvshm.terms import NO_LEASE_BIT, Epoch
+from kvshm.ids import NO_LEASE_BIT, Epoch
+from kvshm.node.peer import PlannedRun
+from kvshm.shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
+from kvshm.shm.layout import RECORD_BYTES, SlotState
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, prompt
 from .test_contents import GARBAGE, Kv, contents, kv_of

@@ -26,8 +26,8 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from kvshm.engine.load_plan import LoadReport
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.load_plan import LoadReport
 
 from .conftest import Lines
 from .scheduling import (

@@ -20,10 +20,10 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvshm.engine.load_plan import Load, LoadReport
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.load_plan import Load, LoadReport
-from kvshm.own_slots import OwnSlotTable
-from kvshm.records import SlotState
+from kvshm.shm.layout import SlotState
+from kvshm.shm.own_slot_table import OwnSlotTable
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, description, prompt
 

@@ -21,7 +21,7 @@ from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.records import SlotState
+from kvshm.shm.layout import SlotState
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, prompt
 from .test_contents import GARBAGE, Kv, contents, kv_of

@@ -31,12 +31,13 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvshm import rank_load, rank_peers
 from kvshm.hooks.vllm import at_once, before_prefill
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.layout import shared_kv_memory
-from kvshm.records import NUM_TICKETS
+from kvshm.rank import attachments as rank_peers
+from kvshm.rank import rank_load
+from kvshm.shm.layout import NUM_TICKETS
 from kvshm.syncpoints import SyncPoint
 from kvshm.transport.cuda import transport as cuda_transport
 

@@ -26,15 +26,15 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm.config import Config
+from kvshm.engine.load_plan import Load, Piece
 from kvshm.errors import TransportError
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.layout import shared_kv_memory
 from kvshm.hooks.vllm.messages import StepMetadata
 from kvshm.hooks.vllm.worker import WorkerSide
-from kvshm.load_plan import Load, Piece
-from kvshm.own_slots import OwnSlotTable, TableSpec
-from kvshm.records import BlockRecord, pack_records
-from kvshm.terms import BlockHash, BlockId, Epoch, Fingerprint, Generation
+from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
+from kvshm.shm.layout import BlockRecord, pack_records
+from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.transport.cuda import transport as cuda_transport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine

@@ -13,12 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvshm import counters as c
-from kvshm.hooks.vllm import step_times
-from kvshm.hooks.vllm.before_prefill import LATE_SECONDS, MATCHES_IN_VAIN, TWIN_WAIT_SECONDS
-from kvshm.hooks.vllm.messages import RankReport
-from kvshm.hooks.vllm.pool_room import PoolRoom
-from kvshm.load_plan import (
+from kvshm.engine.load_plan import (
     NO_TICKET,
     Load,
     LoadFailure,
@@ -27,9 +22,14 @@ from kvshm.load_plan import (
     PieceFailure,
     Plan,
 )
-from kvshm.peer import PlannedRun
-from kvshm.records import RECORD_BYTES
-from kvshm.terms import NO_LEASE_BIT, Epoch
+from kvshm.hooks.vllm import step_times
+from kvshm.hooks.vllm.before_prefill import LATE_SECONDS, MATCHES_IN_VAIN, TWIN_WAIT_SECONDS
+from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.pool_room import PoolRoom
+from kvshm.ids import NO_LEASE_BIT, Epoch
+from kvshm.node.peer import PlannedRun
+from kvshm.shm import counters as c
+from kvshm.shm.layout import RECORD_BYTES
 
 from .scheduling import DrivenEngine, Make, Sent, prompt
 

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from kvshm.engine.load_plan import LoadReport
 from kvshm.errors import SegmentTooSmall
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.load_plan import LoadReport
-from kvshm.own_slots import OwnSlotTable
+from kvshm.shm.own_slot_table import OwnSlotTable
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, described, prompt
 

@@ -13,10 +13,10 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import FinishReason
 
-from kvshm.counters import HOOK_ERRORS
+from kvshm.engine.load_plan import LoadReport
 from kvshm.hooks.vllm import boundary
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.load_plan import LoadReport
+from kvshm.shm.counters import HOOK_ERRORS
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 from .test_undoing import Failing

@@ -11,12 +11,12 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
+from kvshm.engine.load_plan import NO_TICKET, Load, LoadReport, Plan
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.load_plan import NO_TICKET, Load, LoadReport, Plan
-from kvshm.peer import PlannedRun
-from kvshm.records import RECORD_BYTES
-from kvshm.terms import NO_LEASE_BIT
+from kvshm.ids import NO_LEASE_BIT
+from kvshm.node.peer import PlannedRun
+from kvshm.shm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
+from kvshm.shm.layout import RECORD_BYTES
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 

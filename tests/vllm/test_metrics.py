@@ -23,10 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
+from kvshm.engine.load_plan import LoadReport
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.metrics import METRICS, LoadStats
-from kvshm.load_plan import LoadReport
 
 from .scheduling import BLOCK_SIZE, Make, prompt
 

@@ -10,7 +10,7 @@ from vllm.v1.request import RequestStatus
 
 from kvshm.hooks.vllm.after_prefill import Exporter, Loaded
 from kvshm.hooks.vllm.messages import QuietReport
-from kvshm.terms import BlockId
+from kvshm.ids import BlockId
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, prompt
 

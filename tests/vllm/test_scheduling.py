@@ -12,12 +12,12 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvshm.engine.load_plan import LoadReport
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.load_plan import LoadReport
-from kvshm.own_slots import OwnSlotTable
-from kvshm.records import BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.slots import PeerSlotTable
-from kvshm.terms import BlockId, LeaseBit
+from kvshm.ids import BlockId, LeaseBit
+from kvshm.shm.layout import BlockRecord, SlotState, pack_records, unpack_records
+from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.shm.slot_table import PeerSlotTable
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 

@@ -22,11 +22,11 @@ pytest.importorskip("vllm")
 from local_node import wait_until
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
-from kvshm import miss_report
+from kvshm.engine import minute_report as miss_report
+from kvshm.engine.load_plan import LoadFailure, LoadReport, PieceFailure
 from kvshm.hooks.vllm import plugin, pool_watch
-from kvshm.load_plan import LoadFailure, LoadReport, PieceFailure
 from kvshm.log import set_level
-from kvshm.peers import QUARANTINE_FAILURES
+from kvshm.node.peers import QUARANTINE_FAILURES
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
 

@@ -12,9 +12,9 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.load_plan import Plan
-from kvshm.peer import PlannedRun
-from kvshm.records import RECORD_BYTES
+from kvshm.engine.load_plan import Plan
+from kvshm.node.peer import PlannedRun
+from kvshm.shm.layout import RECORD_BYTES
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 from .test_at_once import PEER, Node

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import xxhash
 
+from kvshm.ids import BlockId
 from kvshm.interfaces import Region
-from kvshm.terms import BlockId
 
 from ..regions import spans
 from .driver import Driver, Stream

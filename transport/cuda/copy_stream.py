@@ -14,9 +14,9 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from kvshm.errors import TransportError
+from kvshm.ids import BlockId
 from kvshm.interfaces import CopyState
 from kvshm.log import logger
-from kvshm.terms import BlockId
 
 from .driver import CudaError, Driver, HostBuffer, RegionTable, Route, Stream
 

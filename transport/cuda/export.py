@@ -25,8 +25,8 @@ import msgspec
 import xxhash
 
 from kvshm.errors import TransportError
-from kvshm.fds import close_all
-from kvshm.terms import Epoch
+from kvshm.ids import Epoch
+from kvshm.shm.fds import close_all
 
 from .driver import CudaError, Driver, Stream, write
 

@@ -14,8 +14,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvshm.errors import TransportError
-from kvshm.fds import beside, close_all
 from kvshm.log import logger
+from kvshm.shm.fds import beside, close_all
 
 from .driver import CudaError, Driver
 from .export import FABRIC, FD, IPC, CudaDetails, SharedMemory

@@ -9,9 +9,9 @@ from array import array
 from collections.abc import Sequence
 
 from kvshm.errors import TransportError
+from kvshm.ids import BlockId
 from kvshm.interfaces import CopyState
 from kvshm.log import logger
-from kvshm.terms import BlockId
 
 from .copy_stream import CopyStream
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, Stream, write

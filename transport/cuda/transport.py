@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 
 from kvshm.errors import StaleAttachment, TransportError
+from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.log import logger
-from kvshm.terms import BlockId, Epoch
 
 from ..faults import ZERO, check_fault, misdirect
 from ..jobs import JobThread

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import msgspec
 
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.fd_server import FdServer
-from kvshm.fds import close_all, fetch
+from kvshm.shm.fd_server import FdServer
+from kvshm.shm.fds import close_all, fetch
 
 from .driver import Driver
 

@@ -1,0 +1,1 @@
+"""An engine's own copy of the node's prefix index."""
