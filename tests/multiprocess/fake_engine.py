@@ -175,7 +175,7 @@ class Engine:
         match news:
             case Joined():
                 self.bit = LeaseBit(news.lease_bit)
-                self.table.lease_bit = self.bit
+                self.table.set_lease_bit(self.bit)
                 say(
                     "joined",
                     bit=news.lease_bit,
