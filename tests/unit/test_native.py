@@ -89,8 +89,8 @@ def test_import_fails_if_the_layouts_differ(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_core_knows_no_python() -> None:
-    core = Path(_native.__file__).parent
-    files = {path for path in core.glob("_*.[ch]") if not path.name.startswith("_native")}
+    core = Path(_native.__file__).parent / "native"
+    files = {path for path in core.glob("*.[ch]") if not path.name.startswith("py_")}
     assert len(files) == 9
     assert not [path.name for path in files if "Python.h" in path.read_text()]
 
