@@ -42,7 +42,6 @@ from kvshm.rundir import open_run_directory, require_room
 from kvshm.shm.counters import HOOK_ERRORS
 
 from .boundary import guarded, report
-from .leaving import let_engines_leave
 from .limits import kv_role_limit
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
@@ -55,6 +54,7 @@ from .refusals import (
 )
 from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
+from .shutdown import wait_for_engine_cores
 from .vllm_scheduler import VllmScheduler
 from .worker import WorkerSide
 
@@ -63,7 +63,7 @@ log = logger(__name__)
 # vLLM imports this module when it is told to use it, while it makes its configuration: here a
 # bad setting stops the start with its reason, before a model is loaded.
 Config.from_env(os.environ)
-let_engines_leave()
+wait_for_engine_cores()
 
 
 _NOBODY: frozenset[str] = frozenset()

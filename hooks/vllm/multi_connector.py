@@ -16,7 +16,7 @@ MULTI = "MultiConnector"
 _TAKEN = "connectors"
 
 
-def beside_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
+def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
     """Return why the configured connectors cannot be combined with kvshm's, or None.  Imports
     them."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -35,7 +35,7 @@ def beside_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str |
     return None
 
 
-def combined(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTransferConfig:
+def combined_config(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTransferConfig:
     """Return the configuration of both.  Role, engine id and everything else are the user's;
     failed loads are recomputed, because with kvshm a block may vanish."""
     made = copy.copy(transfer)

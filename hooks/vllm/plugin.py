@@ -117,7 +117,7 @@ def _offer(vllm_config: VllmConfig, config: Config) -> None:
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
     """Why this engine gets no connector, or None."""
-    from .beside import beside_refusal
+    from .multi_connector import combination_refusal
     from .refusals import config_refusal, layers_refusal
 
     if other is not None and not beside:
@@ -126,7 +126,7 @@ def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bo
         config_refusal(vllm_config, os.environ)
         or layers_refusal(vllm_config)
         or touchpoint_refusal()
-        or (beside_refusal(vllm_config, other) if other is not None else None)
+        or (combination_refusal(vllm_config, other) if other is not None else None)
     )
 
 
@@ -148,7 +148,7 @@ def touchpoint_refusal() -> str | None:
 def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     from vllm.config import KVTransferConfig
 
-    from .beside import combined
+    from .multi_connector import combined_config
 
     if other is None:
         # For who may import vLLM holds freed blocks back, which nobody else need pay for.
@@ -157,7 +157,7 @@ def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     _say_once(
         f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )
-    return combined(other, OURS)
+    return combined_config(other, OURS)
 
 
 def _logger() -> Logger:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from .callers import callers_with
+from .call_stack import callers_with
 from .messages import RankDescription
 
 

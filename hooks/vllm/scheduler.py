@@ -21,13 +21,13 @@ from kvshm.shm.counters import LOADS_AT_ONCE
 from .after_prefill import Completed, Exporter
 from .before_prefill import Importer
 from .identity import scheduler_fields, with_none_hash
-from .leaving import when_told_to_end
 from .limits import say_role, scheduler_limits
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
 from .pool_room import PoolRoom
 from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
 from .ranks import Ranks
+from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
 from .vllm_scheduler import VllmScheduler
 
@@ -64,7 +64,7 @@ class SchedulerSide:
             asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         )
         self.cache = SharedCache(config, spec, run_dir)
-        when_told_to_end(self.cache.leave)
+        on_shutdown_signal(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self.importer = Importer(
             self.cache, config, self._block_size, clock, num_ranks=self._num_ranks

@@ -27,7 +27,7 @@ log = logger(__name__)
 
 LEAVE_SECONDS = 1.0
 """Far more than it takes an EngineCore to tell that it leaves; what it does not come to then is
-cleared up by the coordinator, or by ``clear_up``."""
+cleared up by the coordinator, or by ``clean_up``."""
 
 TOUCHPOINT = "get_engine_process_shutdown_timeout"
 _ENDING = {signal.SIGTERM, signal.SIGINT}
@@ -37,7 +37,7 @@ _started = threading.Event()
 # -- in the process that starts the EngineCores
 
 
-def let_engines_leave() -> None:
+def wait_for_engine_cores() -> None:
     """Have vLLM wait for its EngineCores for up to LEAVE_SECONDS where it would not wait at all,
     and clear up at this process's end if one of them could not, and no coordinator runs.
 
@@ -47,7 +47,7 @@ def let_engines_leave() -> None:
     if multiprocessing.parent_process() is not None or _started.is_set():
         return
     _started.set()
-    atexit.register(clear_up)
+    atexit.register(clean_up)
     try:
         from vllm.v1.engine import utils
     except ImportError:
@@ -66,7 +66,7 @@ def let_engines_leave() -> None:
     setattr(utils, TOUCHPOINT, timeout)
 
 
-def clear_up() -> None:
+def clean_up() -> None:
     """Remove what dead processes left, where no coordinator does it."""
     try:
         config = Config.from_env(os.environ)
@@ -80,7 +80,7 @@ def clear_up() -> None:
 # -- in the EngineCore
 
 
-def when_told_to_end(leave: Callable[[], None]) -> None:
+def on_shutdown_signal(leave: Callable[[], None]) -> None:
     """Have ``leave`` called, once and on a thread of its own, in the moment in which a signal
     tells this EngineCore to end: before its workers end, and whatever its main thread does.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from kvshm.log import logger
 
-from .callers import callers_with
+from .call_stack import callers_with
 
 log = logger(__name__)
 

@@ -24,7 +24,7 @@ from kvshm.node.protocol import RankInfo
 from kvshm.rank.rank_cache import POLL_SECONDS, RankCache
 from kvshm.rundir import rank_socket
 
-from .callers import callers_with
+from .call_stack import callers_with
 from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
