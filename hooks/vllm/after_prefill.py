@@ -11,7 +11,7 @@ proves anything.  Instead (kvshm/engine/marks.py holds the marks):
     output of k is in:   tags whose version still holds are COMPUTED
     computed and hashed: the block is published
 
-SOUND: computed by this engine on top of sound blocks, or imported and checked, in this life.
+SOUND: computed by this engine on top of sound blocks, or imported and checked, in this epoch.
 "Withdraw what the step may write" is also what makes a published block immutable: nothing
 else ever changes its bytes but the reuse that ``pool_watch`` reports.
 """
@@ -39,15 +39,15 @@ class Loaded(NamedTuple):
     blocks: Sequence[BlockId]
 
 
-class _Followed:
+class TrackedRequest:
     """A request, and what is known of its block table."""
 
-    __slots__ = ("complete", "life", "preemptions", "prompt", "request", "sound")
+    __slots__ = ("complete", "epochs", "preemptions", "prompt", "request", "sound")
 
     def __init__(self, request: Any) -> None:
         self.request = request
-        self.life = self.preemptions = -1
-        """When the table was looked at: a new life, and every preemption, make it another."""
+        self.epochs = self.preemptions = -1
+        """The tracker's epochs and the request's preemptions when its table was read last."""
         self.sound = False
         """Whether what its steps compute is sound."""
         self.prompt = 0
@@ -60,7 +60,7 @@ Completed: TypeAlias = list[tuple[bool, Run]]
 """What a step completes, and whether its request wants it shown."""
 
 
-class Exporter:
+class BlockTracker:
     """Follows every block from its computation to its reuse.  Scheduler's thread."""
 
     def __init__(
@@ -68,11 +68,11 @@ class Exporter:
         cache: SharedCache,
         manager: Any,
         block_size: int,
-        wants: Callable[[Any], bool],
+        may_share: Callable[[Any], bool],
         delay: int = 0,
     ) -> None:
-        """``manager`` is vLLM's KV cache manager; ``wants`` tells whether a request's blocks may
-        be shown.  ``delay`` holds marks back for so many further steps: 1 with speculative
+        """``manager`` is vLLM's KV cache manager; ``may_share`` tells whether a request may
+        share its blocks.  ``delay`` holds marks back for so many further steps: 1 with speculative
         decoding, whose drafter writes after the output it belongs to was handed over.  Raises
         PoolChanged if vLLM does not keep what has to be looked at."""
         self._cache = cache
@@ -80,18 +80,19 @@ class Exporter:
         self._tables = block_tables(manager)
         self._pool = manager.block_pool
         self._block_size = block_size
-        self._wants = wants
+        self._may_share = may_share
         self._delay = delay
         self.expecting = True
         """Whether an epoch is to begin, or has: what is computed until then is shown once it has.
         Without one, marks would only pile up."""
-        self.unsettled = False
+        self.pending_changes = False
         """Whether blocks were withdrawn since this was last set to False, or some still have to
         be shown: call ``publish_computed`` and the cache's ``publisher.drain_before_dispatch``
         before the next step is dispatched."""
         self._marks = Marks(len(self._pool.blocks))
-        self._life = 0
-        self._requests: dict[str, _Followed] = {}
+        self._epochs = 0
+        """How many epochs have ended."""
+        self._requests: dict[str, TrackedRequest] = {}
         self._steps: deque[tuple[int, Completed]] = deque()
         """Steps under way that complete something, by their numbers."""
         self._computed: list[Run] = []
@@ -103,18 +104,18 @@ class Exporter:
 
     # -- requests
 
-    def follow(self, request: Any) -> None:
+    def track(self, request: Any) -> None:
         """A request has arrived; its steps are looked at from now on."""
-        self._requests[request.request_id] = _Followed(request)
+        self._requests[request.request_id] = TrackedRequest(request)
 
-    def unfollow(self, request_id: str) -> None:
+    def untrack(self, request_id: str) -> None:
         """The request has ended.  What its steps computed stays."""
         self._requests.pop(request_id, None)
 
     def shares(self, request_id: str) -> bool:
         """Whether the request is there and its blocks may be shown."""
-        followed = self._requests.get(request_id)
-        return followed is not None and self._wants(followed.request)
+        tracked = self._requests.get(request_id)
+        return tracked is not None and self._may_share(tracked.request)
 
     # -- changes, before the step that makes them is dispatched
 
@@ -128,29 +129,29 @@ class Exporter:
         for block in blocks if self._promised else ():
             self._promised.pop(block.block_id, None)  # of a request that did not wait for it
         if self._publisher.retract_marked(self._marks, blocks):
-            self.unsettled = True
+            self.pending_changes = True
 
-    def life_ends(self) -> None:
+    def epoch_ended(self) -> None:
         """Nothing computed so far may be shown any more, nor what is computed from it: vLLM may
         have kept all of it, for requests that run on or as its own cache."""
-        self._life += 1
+        self._epochs += 1
         self._marks.clear_all()
         self._steps.clear()
         self._computed.clear()
         self._promised.clear()
         self._held.clear()
 
-    def expect_nothing(self) -> None:
+    def stop_expecting(self) -> None:
         """No epoch is to begin, for the time being."""
-        self.life_ends()
+        self.epoch_ended()
         self.expecting = False
 
-    def look_at(self, life: object | None) -> None:
-        """Before a step is built, with the cache's present life.  While an epoch cannot begin
-        nothing is expected; once one has after all, what is computed from then on is shown."""
-        if self.expecting and life is None and self._cache.failed:
-            self.expect_nothing()
-        elif life is not None:
+    def update_expecting(self, epoch_state: object | None) -> None:
+        """Call before a step is built, with the cache's ``epoch_state``.  If no epoch can begin,
+        stop expecting one; if one has begun after all, publish what is computed from now on."""
+        if self.expecting and epoch_state is None and self._cache.failed:
+            self.stop_expecting()
+        elif epoch_state is not None:
             self.expecting = True
 
     def step_built(self, number: int, scheduled: dict[str, int]) -> Completed:
@@ -159,44 +160,44 @@ class Exporter:
         runs: Completed = []
         if not self.expecting:
             return runs
-        size, life, drafts = self._block_size, self._life, self._delay > 0
-        for followed, first, end in touching(self._requests, scheduled, size, life, drafts):
-            if run := self._writes(number, followed, first, end):
-                runs.append((self._wants(followed.request), run))
+        size, epochs, drafts = self._block_size, self._epochs, self._delay > 0
+        for tracked, first, end in touching(self._requests, scheduled, size, epochs, drafts):
+            if run := self._writes(number, tracked, first, end):
+                runs.append((self._may_share(tracked.request), run))
         if runs:
             self._steps.append((number, runs))
         return runs
 
-    def _writes(self, number: int, followed: _Followed, first: int, end: int) -> Run | None:
+    def _writes(self, number: int, tracked: TrackedRequest, first: int, end: int) -> Run | None:
         """The step computes a request's tokens up to ``end``, from block ``first`` on.  Returns
         what that completes."""
-        request = followed.request
+        request = tracked.request
         table = self._tables.get(request.request_id, ())
-        if followed.life != self._life or followed.preemptions != request.num_preemptions:
-            self._begin(number, followed, table)
+        if tracked.epochs != self._epochs or tracked.preemptions != request.num_preemptions:
+            self._begin(number, tracked, table)
         # vLLM lets a streaming-input session go on behind accepted drafts that it has dropped
         # with the tokens after a stop token: their KV stays, under the next input's hash.
-        if self._delay and request.num_prompt_tokens > followed.prompt:
-            followed.sound = False
+        if self._delay and request.num_prompt_tokens > tracked.prompt:
+            tracked.sound = False
         # With asynchronous scheduling the last token's value is still on its way.
         known = request.num_tokens + request.num_output_placeholders
-        followed.complete = complete = min(end, known) // self._block_size
+        tracked.complete = complete = min(end, known) // self._block_size
         last = min(-(-end // self._block_size), len(table))
         packed, published = self._marks.write(
-            table, first, last, complete if followed.sound else first
+            table, first, last, complete if tracked.sound else first
         )
         if published:
             self._retract(published)
         return (request.block_hashes, first, packed) if packed else None
 
-    def _begin(self, number: int, followed: _Followed, table: Sequence[Any]) -> None:
-        """A request's first step, in its table or in this life: look what it builds upon."""
-        request = followed.request
-        followed.life, followed.preemptions = self._life, request.num_preemptions
+    def _begin(self, number: int, tracked: TrackedRequest, table: Sequence[Any]) -> None:
+        """A request's first step, in its table or in this epoch: check the blocks below it."""
+        request = tracked.request
+        tracked.epochs, tracked.preemptions = self._epochs, request.num_preemptions
         whole = -(-request.num_computed_tokens // self._block_size)
-        followed.prompt = request.num_prompt_tokens
-        followed.sound = not whole or self._marks.sound(table, whole) == whole
-        if self._promised and followed.sound:
+        tracked.prompt = request.num_prompt_tokens
+        tracked.sound = not whole or self._marks.sound(table, whole) == whole
+        if self._promised and tracked.sound:
             for block in table[:whole]:
                 if block.block_id in self._promised:
                     self._held.setdefault(block.block_id, number)
@@ -209,7 +210,7 @@ class Exporter:
         Call before ``step_built``.  The blocks count as sound while the load is under way, so
         the very step may compute on top of them; what it computes, and whatever is computed
         later, is shown only when each promised block it met was named to ``blocks_loaded`` or
-        ``blocks_failed``, or a new life has begun.
+        ``blocks_failed``, or a new epoch has begun.
         """
         if self.expecting:
             self._promised.update(dict.fromkeys(blocks, blocks))
@@ -218,7 +219,7 @@ class Exporter:
     def blocks_loaded(self, loaded: Loaded, shown: bool = True) -> None:
         """These blocks of a load were imported and checked on every rank; call before
         ``step_done`` of the same output, also if the request is gone or does not want them
-        ``shown``.  Those of a load that was begun in an earlier life are passed over."""
+        ``shown``.  Blocks of a load that began in an earlier epoch are ignored."""
         chain, first, blocks = loaded
         promised = [self._promised.pop(block, None) is not None for block in blocks]
         if self._held:
@@ -250,12 +251,12 @@ class Exporter:
         held = [self._held[block] for block in doubtful if block in self._held]
         while held and self._steps and self._steps[-1][0] >= min(held):
             doubtful.update(blocks_of(run for _, run in self._steps.pop()[1]))
-        for followed in self._requests.values():
-            table = self._tables.get(followed.request.request_id, ())
+        for tracked in self._requests.values():
+            table = self._tables.get(tracked.request.request_id, ())
             ids = [block.block_id for block in table]
             first = next((i for i, block in enumerate(ids) if block in doubtful), len(ids))
             if first < len(ids):
-                followed.sound = False
+                tracked.sound = False
                 doubtful.update(ids[first:])
         for block in doubtful:
             self._promised.pop(block, None)
@@ -292,8 +293,8 @@ class Exporter:
             self._computed = self._publisher.publish_marked(
                 self._marks, self._pool.blocks, self._computed
             )
-            self.unsettled |= bool(self._computed)
+            self.pending_changes |= bool(self._computed)
 
     def _retract(self, published: list[BlockId]) -> None:
-        self.unsettled = True
+        self.pending_changes = True
         self._publisher.retract(published)

@@ -63,7 +63,7 @@ class AtOnce:
         self.available = False
         self._scheduler: Any = None
         self.withheld: dict[str, _Withheld] = {}
-        """Requests for which ``expects`` holds.  Only this object changes it."""
+        """Requests for which ``withholds`` holds.  Only this object changes it."""
         self._estimated = self._price = 0.0
 
     def watch(self, scheduler: Any, before_output: Callable[[Any, Any], None]) -> None:
@@ -109,7 +109,7 @@ class AtOnce:
         longest = SECONDS_ALONE if alone else SECONDS_PER_STEP
         return self.available and self._estimated + seconds <= longest
 
-    def expect(self, request: Any, seconds: float, price: float | None) -> None:
+    def withhold_hashes(self, request: Any, seconds: float, price: float | None) -> None:
         """vLLM is being told that the step may have these blocks: give none of the request's
         a hash until ``arrived`` or ``failed``.  ``seconds``, estimated, the copy takes, and
         computing instead ``price``; None if that is not known yet."""
@@ -117,8 +117,8 @@ class AtOnce:
         self._price += PATIENCE_MOST if price is None else price
         self.withheld[request.request_id] = _Withheld(request)
 
-    def expects(self, request_id: str) -> bool:
-        """Whether the request was told of to ``expect``, and nothing has come of it yet."""
+    def withholds(self, request_id: str) -> bool:
+        """Whether hashes of the request's blocks are withheld now."""
         return request_id in self.withheld
 
     def begun(self, request_id: str, load_id: str) -> None:

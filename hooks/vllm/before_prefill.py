@@ -45,7 +45,7 @@ TWIN_WAIT_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class _Import:
+class PendingImport:
     """A load under way."""
 
     request_id: str
@@ -57,9 +57,8 @@ class _Import:
 
 
 @dataclass
-class Landed:
-    """What came of one request's import.  One that a step waited for has either ``good`` blocks
-    or bad ones, or neither: then it is as bad."""
+class ImportResult:
+    """What one import has brought.  If a step waited for it, no ``good`` blocks means failure."""
 
     load_id: str
     request_id: str
@@ -67,7 +66,7 @@ class Landed:
     bad: set[BlockId]
 
 
-class Importer:
+class RequestImporter:
     """Decides, plans and accounts for imports.  Scheduler's thread."""
 
     def __init__(
@@ -84,9 +83,9 @@ class Importer:
         self._clock = clock
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""
-        self.stirred = False
+        self.has_news = False
         """Whether there may be loads for the step being built, or something of its budgets is
-        used up: vLLM has asked for a match, or allocated blocks, since ``handed_over``."""
+        used up: vLLM has asked for a match, or allocated blocks, since ``step_dispatched``."""
         self.at_once = AtOnce()
         self.attached: dict[int, frozenset[Epoch]] = {}
         """What each rank has said it can read at once."""
@@ -96,7 +95,7 @@ class Importer:
         """Seconds of copies, estimated, that the step being built begins without waiting."""
         self._plans: dict[str, Plan] = {}
         self._new: list[Load] = []
-        self._imports: dict[str, _Import] = {}
+        self._imports: dict[str, PendingImport] = {}
         self._reports: dict[str, list[LoadReport]] = {}
         self._first_hashes: dict[bytes, str] = {}
         self._waiting_since: dict[str, float] = {}
@@ -108,7 +107,7 @@ class Importer:
         """How often a request was matched and not scheduled."""
         self._ended: set[str] = set()
         """Requests that ended while their load goes on."""
-        self.landed: set[str] = set()
+        self.unscheduled: set[str] = set()
         """Requests that vLLM has not scheduled since their load has ended."""
 
     def match(self, request: Any, num_local_tokens: int) -> int | None:
@@ -121,17 +120,17 @@ class Importer:
         possible = start < stop
         if not (self._plans or self.at_once.withheld or (possible and self._planner.anybody())):
             return 0
-        self.stirred = True
+        self.has_news = True
         self.at_once.forget(request_id)
         if self._plans.pop(request_id, None) is not None:
             self._in_vain[request_id] = times = self._in_vain.get(request_id, 0) + 1
             if self.room is None or times >= MATCHES_IN_VAIN:
                 self._failed.add(request_id)
-        if not possible or request_id in self._failed or not self.wants(request):
+        if not possible or request_id in self._failed or not self.may_share(request):
             return 0
-        return self._offer(request, start, stop)
+        return self._match_blocks(request, start, stop)
 
-    def _offer(self, request: Any, start: int, stop: int) -> int | None:
+    def _match_blocks(self, request: Any, start: int, stop: int) -> int | None:
         """``match`` for blocks ``start`` to ``stop`` of a request that may import."""
         request_id, chain = request.request_id, request.block_hashes
         if request.skip_reading_prefix_cache or (self.room and self.room.holds(chain[start])):
@@ -152,20 +151,20 @@ class Importer:
             return 0
         if awaited:
             price = costs.computing(plan.num_blocks * self._block_size)
-            self.at_once.expect(request, seconds, price)
-        elif not self._begins(seconds):
+            self.at_once.withhold_hashes(request, seconds, price)
+        elif not self._within_copy_budget(seconds):
             return None  # the next step may
         self._plans[request_id] = plan
         return plan.num_blocks * self._block_size
 
-    def _begins(self, seconds: float) -> bool:
+    def _within_copy_budget(self, seconds: float) -> bool:
         """Whether the step being built begins one copy more that it does not wait for."""
         if self._begun and self._begun + seconds > SECONDS_BEGUN:
             return False
         self._begun += seconds
         return True
 
-    def now_attached(self, by_rank: Mapping[int, frozenset[Epoch]]) -> frozenset[Epoch]:
+    def record_attached(self, by_rank: Mapping[int, frozenset[Epoch]]) -> frozenset[Epoch]:
         """What these ranks say they can read at once; returns what all ranks can."""
         self.attached.update(by_rank)
         if len(self.attached) < self._num_ranks:
@@ -178,11 +177,11 @@ class Importer:
         self._late_until = {e: until for e, until in self._late_until.items() if now < until}
         if not peers.isdisjoint(self._late_until):
             return False
-        if not peers <= self.now_attached({}):
+        if not peers <= self.record_attached({}):
             return False
-        return self.at_once.accepts(seconds + self._in_its_way(), alone)
+        return self.at_once.accepts(seconds + self._queued_seconds(), alone)
 
-    def _in_its_way(self) -> float:
+    def _queued_seconds(self) -> float:
         """Seconds, estimated, of the copies that earlier steps have begun: a rank makes one after
         the other."""
         new = {load.load_id for load in self._new}
@@ -205,7 +204,7 @@ class Importer:
         self._cache.count(MISS_NO_ROOM)
         return False
 
-    def wants(self, request: Any) -> bool:
+    def may_share(self, request: Any) -> bool:
         """Whether this request may share, in either direction."""
         if request.lora_request is not None:
             return False  # an adapter's name says nothing of its contents
@@ -219,7 +218,7 @@ class Importer:
     def allocated(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
         """Blocks were allocated: lease and plan the load of the external ones."""
         plan = self._plans.pop(request.request_id, None)
-        self.landed.discard(request.request_id)
+        self.unscheduled.discard(request.request_id)
         self._had_no_room.pop(request.request_id, None)
         self._in_vain.pop(request.request_id, None)
         if num_external <= 0:
@@ -232,14 +231,14 @@ class Importer:
         # Registered before anything can fail: from here on the request waits for a report.
         self._register(request, first, self._empty(load_id, targets), targets)
         if plan is not None and plan.num_blocks == count:
-            awaited = self.at_once.expects(request.request_id)
+            awaited = self.at_once.withholds(request.request_id)
             load = self._planner.begin(plan, load_id, targets, attached=awaited)
             self._register(request, first, load, targets)
 
-    def lost(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
+    def allocation_failed(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
         """``allocated`` failed: unless a load was registered by then, nothing will come."""
         request_id = request.request_id
-        if self.at_once.expects(request_id) or request_id in self._imports:
+        if self.at_once.withholds(request_id) or request_id in self._imports:
             return  # ``loads`` sees to the former
         first = len(block_ids) - num_external // self._block_size
         targets = tuple(block_ids[first:])
@@ -248,16 +247,16 @@ class Importer:
     def _load_id(self, request_id: str) -> str:
         """vLLM knows an asynchronous load by its request; of one that a step waits for it knows
         nothing, and a request may have had another that has not been answered."""
-        if not self.at_once.expects(request_id):
+        if not self.at_once.withholds(request_id):
             return request_id
         return f"{request_id}{SEPARATOR}{next(self._attempts)}"
 
     def _register(
         self, request: Any, first: int, load: Load, targets: tuple[BlockId, ...] = ()
     ) -> None:
-        self.stirred = True
+        self.has_news = True
         request_id, chain = request.request_id, request.block_hashes
-        self._imports[load.load_id] = _Import(request_id, load, targets, first, chain)
+        self._imports[load.load_id] = PendingImport(request_id, load, targets, first, chain)
         if first < len(chain):
             self._first_hashes[chain[first]] = request_id
         self._new = [other for other in self._new if other.load_id != load.load_id] + [load]
@@ -266,7 +265,7 @@ class Importer:
 
     def loads(self, scheduled: Container[str]) -> tuple[list[Load], list[Load]]:
         """What to hand to the ranks with the step being built, which computes these requests:
-        loads, and loads that it waits for.  They stay here until ``handed_over``."""
+        loads, and loads that it waits for.  They stay here until ``step_dispatched``."""
         if not (self._new or self.at_once.withheld):
             return [], []
         for request in self.at_once.without_load(scheduled):
@@ -280,13 +279,13 @@ class Importer:
         short = bool(begun) and all(self._planner.copying(load) <= LINGER_SECONDS for load in begun)
         return LINGER_SECONDS if short or (self._imports and not busy) else 0.0
 
-    def handed_over(self) -> None:
+    def step_dispatched(self) -> None:
         """The step with these loads is dispatched."""
-        self.stirred, self._new, self._begun = False, [], 0.0
+        self.has_news, self._new, self._begun = False, [], 0.0
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """All ranks have reported these requests.  What has not landed by now never will:
-        something failed before, and whoever wants the same prefix must not wait for it."""
+        """Forget imports of these requests that are still unfinished although all ranks have
+        reported: something failed, and requests for the same prefix must not wait for them."""
         for request_id in request_ids:
             self._reports.pop(request_id, None)
             if (done := self._imports.pop(request_id, None)) is not None:
@@ -294,25 +293,27 @@ class Importer:
                 self._failed.add(request_id)
                 self._end(request_id)
 
-    def land_awaited(self, loads: Iterable[Load], reports: Sequence[LoadReport]) -> list[Landed]:
+    def finish_awaited(
+        self, loads: Iterable[Load], reports: Sequence[LoadReport]
+    ) -> list[ImportResult]:
         """A step that waited for these loads has ended; ``reports`` is what its ranks said.  A
         load counts only as a whole: its request has computed on top of it."""
-        landed = []
+        results = []
         for load in loads:
             if load.load_id not in self._imports:
                 continue
             own = [report for report in reports if report.load_id == load.load_id]
-            self._note_late(own)
+            self._record_late(own)
             heard = len(own) == self._num_ranks and bool(load.pieces) and not load.lost
             if not heard or any(report.bad for report in own):
                 targets = tuple(t for piece in load.pieces for t in piece.targets)
                 own.append(LoadReport(load.load_id, targets))
                 self._failed.add(self._imports[load.load_id].request_id)
             self._reports[load.load_id] = own
-            landed.append(self._land(load.load_id))
-        return landed
+            results.append(self._finish(load.load_id))
+        return results
 
-    def _note_late(self, reports: Iterable[LoadReport]) -> None:
+    def _record_late(self, reports: Iterable[LoadReport]) -> None:
         for failure in (failure for report in reports for failure in report.failures):
             if failure.reason is LoadFailure.TOO_LATE:
                 self._late_until[failure.peer] = self._clock() + LATE_SECONDS
@@ -322,13 +323,13 @@ class Importer:
         for report in (r for r in reports if r.load_id in self._imports):
             self._reports.setdefault(report.load_id, []).append(report)
 
-    def land(self, request_ids: Iterable[str]) -> list[Landed]:
+    def finish(self, request_ids: Iterable[str]) -> list[ImportResult]:
         """All ranks have reported these requests: account for them."""
         ended = [request_id for request_id in request_ids if request_id in self._imports]
-        self.landed.update(set(ended) - self._ended)
-        return [self._land(request_id) for request_id in ended]
+        self.unscheduled.update(set(ended) - self._ended)
+        return [self._finish(request_id) for request_id in ended]
 
-    def _land(self, load_id: str) -> Landed:
+    def _finish(self, load_id: str) -> ImportResult:
         done = self._imports.pop(load_id)
         request_id = done.request_id
         self._forget_first(request_id, done)
@@ -341,7 +342,7 @@ class Importer:
         self._end(request_id)
         # A block counts only if everything before it does.
         good = tuple(takewhile(lambda t: t not in bad, done.targets)) if bad else done.targets
-        return Landed(load_id, request_id, Loaded(done.chain, done.first_index, good), bad)
+        return ImportResult(load_id, request_id, Loaded(done.chain, done.first_index, good), bad)
 
     def _end(self, request_id: str) -> None:
         """A load has ended; if its request had before, nothing more is known of it."""
@@ -353,22 +354,21 @@ class Importer:
         """Requests that vLLM holds back for loads which not every rank has reported."""
         return {one for one in self._imports if SEPARATOR not in one}
 
-    def given_up(self, request_ids: Iterable[str]) -> None:
+    def discard_loads(self, request_ids: Iterable[str]) -> None:
         """These loads have ended, brought nothing, and will not be reported."""
         for request_id in request_ids:
             self.reported([LoadReport(request_id, self._imports[request_id].targets)])
-            self._land(request_id)
+            self._finish(request_id)
 
-    def finished(self, request_id: str) -> None:
+    def request_finished(self, request_id: str) -> None:
         """The request has ended; a load under way goes on until its ranks report."""
         self._plans.pop(request_id, None)
         self._waiting_since.pop(request_id, None)
         self._had_no_room.pop(request_id, None)
         self._in_vain.pop(request_id, None)
         self._failed.discard(request_id)
-        self.landed.discard(request_id)
-        ours = self._imports and any(i.request_id == request_id for i in self._imports.values())
-        if ours:
+        self.unscheduled.discard(request_id)
+        if any(each.request_id == request_id for each in self._imports.values()):
             self._ended.add(request_id)
         else:
             self.at_once.forget(request_id)
@@ -382,7 +382,7 @@ class Importer:
         since = self._waiting_since.setdefault(request_id, self._clock())
         return self._clock() - since < TWIN_WAIT_SECONDS
 
-    def _forget_first(self, request_id: str, done: _Import) -> None:
+    def _forget_first(self, request_id: str, done: PendingImport) -> None:
         for first in done.chain[done.first_index : done.first_index + 1]:
             if self._first_hashes.get(first) == request_id:
                 del self._first_hashes[first]

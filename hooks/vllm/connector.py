@@ -130,7 +130,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Fail closed: withdraw everything, so that nobody reads what we no longer guard."""
         if self._scheduler is not None:
-            self._scheduler.exporter = None
+            self._scheduler.tracker = None
             self._scheduler.cache.count(HOOK_ERRORS)
             self._scheduler.cache.log_error(f"{hook}: {exc}")
             self._scheduler.cache.end_epoch()
@@ -257,7 +257,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             return
         refusal = self._scheduler.bind(kv_cache_manager, self, VllmScheduler.of_caller(self))
         if refusal is None:
-            self._scheduler.let_steps_wait(self.before_output)
+            self._scheduler.enable_loads_at_once(self.before_output)
             return
         log.warning("not sharing the prefix cache: %s", refusal)
         self._scheduler.close()
@@ -266,20 +266,20 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """Blocks are about to get new contents (pool_watch.PoolListener)."""
-        if self._scheduler and self._scheduler.exporter:
-            self._scheduler.exporter.blocks_handed_out(blocks)
+        if self._scheduler and self._scheduler.tracker:
+            self._scheduler.tracker.blocks_handed_out(blocks)
 
     @guarded(_nothing)
     def block_changes(self, block: BlockId) -> None:
         """A block loses its hash (pool_watch.PoolListener)."""
-        if self._scheduler and self._scheduler.exporter:
-            self._scheduler.exporter.blocks_change([block])
+        if self._scheduler and self._scheduler.tracker:
+            self._scheduler.tracker.blocks_change([block])
 
     @guarded(_nothing)
     def pool_will_reset(self) -> None:
         """vLLM is about to drop its prefix cache, if all blocks are free."""
         if self._scheduler:
-            self._scheduler.make_way_for_reset()
+            self._scheduler.prepare_pool_reset()
 
     @guarded(_nothing)
     def pool_reset(self) -> None:
@@ -310,7 +310,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         """Whatever failed, the request waits for a load that has to be reported: as lost."""
         if self._scheduler and num_external_tokens > 0:
             ids = [block.block_id for block in blocks.blocks[0]]
-            self._scheduler.importer.lost(request, ids, num_external_tokens)
+            self._scheduler.importer.allocation_failed(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
@@ -321,7 +321,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             if self.strict:
                 raise
             report(self, "build_connector_meta", exc)
-            return self._scheduler.emergency(scheduler_output)
+            return self._scheduler.build_after_failure(scheduler_output)
 
     # Whatever fails here: better to compute anew what was right.
     @guarded(lambda self, *_: self._scheduler.importer.at_once.undo_all())

@@ -34,11 +34,11 @@ def scheduler_limits(scheduler: VllmScheduler | None) -> Iterator[Limit]:
         yield Limit("vLLM's scheduler was not found", no_exports=False, no_imports=True)
         return
     yield kv_role_limit(scheduler.transfer, " of the engine")
-    late = not scheduler.keeps_late_writers_out()
+    late = not scheduler.holds_back_freed_blocks()
     yield Limit("this vLLM frees blocks while they are written", no_exports=False, no_imports=late)
 
 
-def say_role(role: Decision, config: Config) -> None:
+def log_role(role: Decision, config: Config) -> None:
     """Log what the engine does, and what decided it: a warning unless its own settings did."""
     level = logging.INFO if role == config.decide_role() else logging.WARNING
     if role.no_imports:

@@ -33,7 +33,7 @@ TOUCHPOINT = "_post_init_kv_transfer_config"
 _STARTED_BY_VLLM = ("EngineCore", "VllmWorker", "ApiServer")
 """Names of the processes that are given a configuration made before they were started."""
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def activate() -> None:
@@ -87,9 +87,9 @@ def _wrap(config: Config) -> None:
     def post_init(self: VllmConfig) -> None:
         original(self)
         for warning in config.warnings:
-            _say_once(warning, logging.WARNING)
+            _log_once(warning, logging.WARNING)
         try:
-            _offer(self, config)
+            _configure(self, config)
         except Exception as exc:  # any, as above: of a vLLM that has changed
             _decline(_unexpected(exc))
 
@@ -97,13 +97,13 @@ def _wrap(config: Config) -> None:
     setattr(VllmConfig, TOUCHPOINT, post_init)
 
 
-def _offer(vllm_config: VllmConfig, config: Config) -> None:
+def _configure(vllm_config: VllmConfig, config: Config) -> None:
     """Fill an empty kv_transfer_config; join or leave alone another's; correct our own.  What
     it changes it changes last."""
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.has_connector(CONNECTOR):
         if overridden := ensure_recompute(transfer):
-            _say_once(overridden)
+            _log_once(overridden)
         return
     if vllm_config.model_config is None:
         return  # no engine: vLLM builds such configurations for its own use
@@ -112,7 +112,7 @@ def _offer(vllm_config: VllmConfig, config: Config) -> None:
         _decline(reason)
         return
     vllm_config.kv_transfer_config = _transfer_config(other, config)
-    _say_once("connector installed: the engine shares its prefix cache if its KV cache allows it")
+    _log_once("connector installed: the engine shares its prefix cache if its KV cache allows it")
 
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
@@ -154,7 +154,7 @@ def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
         # For who may import vLLM holds freed blocks back, which nobody else need pay for.
         exports_only = {} if config.imports else {"kv_role": "kv_producer"}
         return KVTransferConfig(**OURS | exports_only)
-    _say_once(
+    _log_once(
         f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )
     return combined_config(other, OURS)
@@ -169,19 +169,19 @@ def _logger() -> Logger:
 def _unexpected(exc: Exception) -> str:
     """Log where it happened, once, and return the reason to decline with."""
     reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
-    if reason not in _said:
-        _said.add(reason)
+    if reason not in _logged:
+        _logged.add(reason)
         _logger().warning("vLLM's configuration is left alone", exc_info=exc)
     return reason
 
 
 def _decline(reason: str) -> None:
-    _say_once(f"not sharing the prefix cache: {reason}", logging.WARNING)
+    _log_once(f"not sharing the prefix cache: {reason}", logging.WARNING)
 
 
-def _say_once(text: str, level: int = logging.INFO) -> None:
+def _log_once(text: str, level: int = logging.INFO) -> None:
     """Log a line once per engine: vLLM builds its configuration several times, first of all
     in the process that starts the others."""
-    if text not in _said and not current_process().name.startswith(_STARTED_BY_VLLM):
-        _said.add(text)
+    if text not in _logged and not current_process().name.startswith(_STARTED_BY_VLLM):
+        _logged.add(text)
         _logger().log(level, text)

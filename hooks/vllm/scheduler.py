@@ -1,4 +1,4 @@
-"""The connector's half in the scheduler's process: ties exporter and importer to the cache."""
+"""The scheduler's half of the connector: one engine's block tracker, importer and shared cache."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvshm.log import logger
 from kvshm.roles import Decision, Limit
 from kvshm.shm.counters import LOADS_AT_ONCE
 
-from .after_prefill import Completed, Exporter
-from .before_prefill import Importer
+from .after_prefill import BlockTracker, Completed
+from .before_prefill import RequestImporter
 from .identity import scheduler_fields, with_none_hash
-from .limits import say_role, scheduler_limits
+from .limits import log_role, scheduler_limits
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
 from .pool_room import PoolRoom
@@ -37,8 +37,8 @@ MAX_FENCES = 1000
 """How often an engine that falls idle asks whether its last step is through; vLLM waits a
 millisecond in between."""
 
-UNTOLD = object()
-"""No life of the cache."""
+NOT_SYNCED = object()
+"""Stands for no state of the cache at all."""
 
 
 class SchedulerSide:
@@ -66,20 +66,20 @@ class SchedulerSide:
         self.cache = SharedCache(config, spec, run_dir)
         on_shutdown_signal(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
-        self.importer = Importer(
+        self.importer = RequestImporter(
             self.cache, config, self._block_size, clock, num_ranks=self._num_ranks
         )
         self._times = StepTimes(self.cache.planner.costs, clock, vllm_config.scheduler_config)
         self._requests: dict[str, Any] = {}
-        self.exporter: Exporter | None = None
+        self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
         self._importing = False
         self._ranks: Ranks | None = None
         self._step = 0
         self._fences = 0
         """Steps without a model since the last one with."""
-        self._told: object = UNTOLD
-        """The life of the cache of which the ranks know everything."""
+        self._synced_state: object = NOT_SYNCED
+        """The cache's ``epoch_state`` about which the ranks know everything."""
         self._announced: int | None = None
         self._resets = 0
         self._describe = False
@@ -101,7 +101,7 @@ class SchedulerSide:
         role = self._config.decide_role(*limits)
         if role.refusal is not None:
             return role.refusal
-        say_role(role, self._config)
+        log_role(role, self._config)
         self._importing = not role.no_imports
         if self._importing and scheduler is not None:
             scheduler.recompute()
@@ -117,10 +117,10 @@ class SchedulerSide:
             resets_are_seen = True
             if not role.no_exports:
                 delay = 1 if self._vllm_config.speculative_config else 0
-                wants = self.importer.wants
-                exporter = Exporter(self.cache, manager, self._block_size, wants, delay)
+                may_share = self.importer.may_share
+                tracker = BlockTracker(self.cache, manager, self._block_size, may_share, delay)
                 watch_blocks(manager.block_pool, listener)
-                self.exporter = exporter
+                self.tracker = tracker
         except PoolChanged as exc:
             yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)
 
@@ -128,22 +128,22 @@ class SchedulerSide:
         """Whether imports may begin now."""
         return self._importing and self._vllm is not None and self._vllm.may_import()
 
-    def make_way_for_reset(self) -> None:
+    def prepare_pool_reset(self) -> None:
         """vLLM is about to reset its cache, for which all blocks must be free."""
         if self._vllm is not None:
-            self._vllm.make_way(self._give_up_loads)
+            self._vllm.free_blocks_for_reset(self._give_up_loads)
 
     def _give_up_loads(self) -> set[str]:
         """End all loads under way, without a step; returns whose loads have or had ended."""
-        loads, landed = self.importer.under_way(), set(self.importer.landed)
+        loads, ended = self.importer.under_way(), set(self.importer.unscheduled)
         if not loads or self._ranks is None:
-            return landed
+            return ended
         self.reset()
-        ended = self._ranks.give_up(loads)
-        self.importer.given_up(ended)
-        return ended | landed
+        given_up = self._ranks.give_up(loads)
+        self.importer.discard_loads(given_up)
+        return given_up | ended
 
-    def let_steps_wait(self, before_output: Callable[[Any, Any], None]) -> None:
+    def enable_loads_at_once(self, before_output: Callable[[Any, Any], None]) -> None:
         """Let steps wait for short imports, where that waits for nothing else: with speculation
         a drafter on a GPU writes late, so that copies have to wait for the model.  Not beside
         other connectors, which may load into the same step."""
@@ -153,18 +153,18 @@ class SchedulerSide:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
     def reset(self) -> None:
-        """Begin another life: withdraw everything now, describe the ranks anew next step."""
+        """End the epoch: withdraw everything now, and have the ranks describe themselves again."""
         self.withdraw()
         self._resets += 1
         self._describe = True
-        if self.exporter is not None:
-            self.exporter.expecting = True
+        if self.tracker is not None:
+            self.tracker.expecting = True
 
     def withdraw(self) -> None:
         """Show nothing any more, and import nothing, until another epoch is begun."""
         self.cache.end_epoch()
-        if self.exporter is not None:
-            self.exporter.expect_nothing()
+        if self.tracker is not None:
+            self.tracker.stop_expecting()
         self._descriptions.clear()
         self._awaited = None
 
@@ -174,10 +174,10 @@ class SchedulerSide:
         self._ranks = ranks
         if given is None:
             given = ranks.describe() if ranks is not None else {}
-        self.described(given)
-        self._answers_are_in(0)
+        self.ranks_described(given)
+        self._check_descriptions(0)
 
-    def _answers_are_in(self, step: int) -> None:
+    def _check_descriptions(self, step: int) -> None:
         """Without a rank no epoch can begin: say so, and wait and keep marks for it no longer."""
         if self._awaited is None or step < self._awaited:
             return
@@ -190,11 +190,9 @@ class SchedulerSide:
         )
         self.withdraw()
 
-    def described(self, ranks: dict[int, RankDescription], answers: int = 0) -> None:
-        """Ranks have described themselves; with the last one the next epoch can begin.
-        Descriptions that answer an earlier reset are ignored: they left before the latest
-        one, and the weights may have changed since.
-        """
+    def ranks_described(self, ranks: dict[int, RankDescription], answers: int = 0) -> None:
+        """Ranks have described themselves; with the last description the next epoch can begin.
+        Ignores answers to an earlier reset: the weights may have changed since."""
         if answers != self._resets:
             return
         self._descriptions.update(ranks)
@@ -216,14 +214,14 @@ class SchedulerSide:
 
     def new_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
-        if self.exporter is not None:
-            self.exporter.follow(request)
+        if self.tracker is not None:
+            self.tracker.track(request)
 
     def request_finished(self, request: Any) -> None:
         self._requests.pop(request.request_id, None)
-        if self.exporter is not None:
-            self.exporter.unfollow(request.request_id)
-        self.importer.finished(request.request_id)
+        if self.tracker is not None:
+            self.tracker.untrack(request.request_id)
+        self.importer.request_finished(request.request_id)
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Tokens that another engine holds beyond the local hit, None for "ask again", and
@@ -232,7 +230,7 @@ class SchedulerSide:
             self.importer.at_once.forget(request.request_id)
             return 0, False
         found = self.importer.match(request, num_local_tokens)
-        return found, bool(found) and not self.importer.at_once.expects(request.request_id)
+        return found, bool(found) and not self.importer.at_once.withholds(request.request_id)
 
     # -- every step
 
@@ -242,35 +240,35 @@ class SchedulerSide:
         self._step += 1
         tokens = output.total_num_scheduled_tokens
         self._fences = 0 if tokens else self._fences + 1
-        news = not tokens or self._describe or self.importer.stirred
-        quiet = not news and self.cache.epoch_state is self._told
+        news = not tokens or self._describe or self.importer.has_news
+        quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
             self._times.built(self._step, tokens, len(output.num_scheduled_tokens), quiet)
         return metadata
 
     def _build_quiet(self, output: Any) -> StepMetadata:
-        if (exporter := self.exporter) is not None:
-            exporter.step_built(self._step, output.num_scheduled_tokens)
-            if exporter.unsettled:
-                exporter.unsettled = False
-                exporter.publish_computed()
+        if (tracker := self.tracker) is not None:
+            tracker.step_built(self._step, output.num_scheduled_tokens)
+            if tracker.pending_changes:
+                tracker.pending_changes = False
+                tracker.publish_computed()
                 self.cache.publisher.drain_before_dispatch()
         return QuietStep(self._step)  # the ranks have nothing to do but to compute
 
     def _build(self, output: Any) -> StepMetadata:
         busy = output.total_num_scheduled_tokens > 0
-        life = self.cache.epoch_state  # looked at first: another may follow at any time
+        epoch_state = self.cache.epoch_state  # read first: another may follow at any time
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
         completes: Completed = []
-        if (exporter := self.exporter) is not None:
-            exporter.look_at(life)
+        if (tracker := self.tracker) is not None:
+            tracker.update_expecting(epoch_state)
             for load in (*loads, *at_once):
-                exporter.blocks_promised([t for piece in load.pieces for t in piece.targets])
+                tracker.blocks_promised([t for piece in load.pieces for t in piece.targets])
             # First what the step rewrites: a block may have got its hash in this very schedule().
             if busy:
-                completes = exporter.step_built(self._step, output.num_scheduled_tokens)
-            exporter.publish_computed()
+                completes = tracker.step_built(self._step, output.num_scheduled_tokens)
+            tracker.publish_computed()
         self.cache.publisher.drain_before_dispatch()
         metadata = StepMetadata(
             step=self._step if busy else 0,
@@ -280,7 +278,7 @@ class SchedulerSide:
             at_once=at_once,
             patience=self.importer.at_once.step_built(),
             linger=self.importer.linger(loads, busy),
-            fence=0 if busy or exporter is None else exporter.fence,
+            fence=0 if busy or tracker is None else tracker.fence,
             checksums=blocks_of(run for _, run in completes) if self._config.verify else [],
         )
         if metadata.describe:
@@ -288,16 +286,16 @@ class SchedulerSide:
         # Weights are digested when the model runs with them: a step without a model may lie
         # between a reset and the change of weights that it was made for.
         self._describe = self._describe and not busy
-        waits = life is None and exporter is not None and exporter.expecting
-        self._told = UNTOLD if waits or self._config.verify else life
-        self.importer.handed_over()
+        waits = epoch_state is None and tracker is not None and tracker.expecting
+        self._synced_state = NOT_SYNCED if waits or self._config.verify else epoch_state
+        self.importer.step_dispatched()
         return metadata
 
-    def emergency(self, output: Any) -> StepMetadata:
+    def build_after_failure(self, output: Any) -> StepMetadata:
         """``build`` after something failed: nothing is shared, but loads must still be told
         of, or their requests would wait for ever."""
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
-        self.importer.handed_over()
+        self.importer.step_dispatched()
         patience = self.importer.at_once.step_built()
         return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
 
@@ -315,16 +313,16 @@ class SchedulerSide:
         said = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
         reports = said.loads if isinstance(said, RankReport) else []
         self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
-        at_once, exporter = self.importer.at_once, self.exporter
-        for landed in self.importer.land_awaited(metadata.at_once, reports):
-            if not landed.good.blocks:
-                if exporter is not None:  # first: it looks for them in the request's table
-                    exporter.blocks_failed(landed.bad)
-                at_once.failed(landed.request_id, landed.load_id)
+        at_once, tracker = self.importer.at_once, self.tracker
+        for done in self.importer.finish_awaited(metadata.at_once, reports):
+            if not done.good.blocks:
+                if tracker is not None:  # first: it looks for them in the request's table
+                    tracker.blocks_failed(done.bad)
+                at_once.failed(done.request_id, done.load_id)
                 continue
-            at_once.arrived(landed.request_id, landed.load_id)
-            if exporter is not None:
-                exporter.blocks_loaded(landed.good, exporter.shares(landed.request_id))
+            at_once.arrived(done.request_id, done.load_id)
+            if tracker is not None:
+                tracker.blocks_loaded(done.good, tracker.shares(done.request_id))
 
     def output(
         self, finished: Set[str], report: RankReport | None, invalid: Set[int] = frozenset()
@@ -335,56 +333,58 @@ class SchedulerSide:
             self._step_ended(report.step)
             return
         try:
-            self._take_in(finished, report, invalid)
+            self._handle_output(finished, report, invalid)
         finally:
             if finished:
                 self.importer.drop(finished)
 
-    def _take_in(self, finished: Set[str], report: RankReport | None, invalid: Set[int]) -> None:
+    def _handle_output(
+        self, finished: Set[str], report: RankReport | None, invalid: Set[int]
+    ) -> None:
         loads = report.loads if report is not None else ()
         if loads or invalid:  # most steps have none
             own = {block for load in loads for block in load.bad}
-            if self.exporter is not None:
-                self.exporter.blocks_failed(own.union(BlockId(b) for b in invalid))
+            if self.tracker is not None:
+                self.tracker.blocks_failed(own.union(BlockId(b) for b in invalid))
             self.importer.reported(loads)
         if report is not None:
             if report.step and self._times.measured:
                 self._times.ended(report.step)
-            self._follow(report)
-        elif self._times.unanswered() and self.exporter and self.exporter.expecting:
+            self._handle_report(report)
+        elif self._times.unanswered() and self.tracker and self.tracker.expecting:
             self._descriptions, self._awaited = {}, 0  # no rank has a worker's side
-            self._answers_are_in(0)
-        for landed in self.importer.land(finished) if finished else ():
-            if (exporter := self.exporter) is not None:
-                exporter.blocks_loaded(landed.good, exporter.shares(landed.request_id))
-        if self.exporter is not None:
+            self._check_descriptions(0)
+        for done in self.importer.finish(finished) if finished else ():
+            if (tracker := self.tracker) is not None:
+                tracker.blocks_loaded(done.good, tracker.shares(done.request_id))
+        if self.tracker is not None:
             if report is not None and (report.step or report.fence):
-                self.exporter.step_done(report.step or report.fence, fenced=not report.step)
+                self.tracker.step_done(report.step or report.fence, fenced=not report.step)
             self.cache.publisher.flush()
 
-    def _follow(self, report: RankReport) -> None:
+    def _handle_report(self, report: RankReport) -> None:
         """From epoch to epoch, and to new peers, by what the ranks say."""
         if report.attached:
-            self.cache.planner.attached(self.importer.now_attached(report.attached))
+            self.cache.planner.attached(self.importer.record_attached(report.attached))
         if report.failed:
             self.withdraw()
         elif report.weights_changed:
             self.reset()
-        elif report.not_opened and self.cache.not_opened(report.not_opened) and self.exporter:
-            self.exporter.expect_nothing()
+        elif report.not_opened and self.cache.not_opened(report.not_opened) and self.tracker:
+            self.tracker.stop_expecting()
         if report.descriptions:
-            self.described(report.descriptions, report.describes)
+            self.ranks_described(report.descriptions, report.describes)
         if report.step:
-            self._answers_are_in(report.step)
+            self._check_descriptions(report.step)
 
     def _step_ended(self, step: int) -> None:
         """All that the output of a step tells is that it has run."""
         if self._times.measured:
             self._times.ended(step)
         if self._awaited is not None:
-            self._answers_are_in(step)
-        if self.exporter is not None:
-            self.exporter.step_done(step)
+            self._check_descriptions(step)
+        if self.tracker is not None:
+            self.tracker.step_done(step)
 
     def stats(self) -> LoadStats:
         """What to add to vLLM's metrics."""
@@ -393,8 +393,8 @@ class SchedulerSide:
     def must_step(self) -> bool:
         """Whether an engine without requests has to step on: the last blocks of a speculating
         one are shown when the ranks are past a fence.  Not for ever: a rank may be stuck."""
-        exporter = self.exporter
-        return exporter is not None and exporter.fence > 0 and self._fences < MAX_FENCES
+        tracker = self.tracker
+        return tracker is not None and tracker.fence > 0 and self._fences < MAX_FENCES
 
     def close(self) -> None:
         self.cache.close()

@@ -50,7 +50,7 @@ class VllmScheduler:
         """The outermost connector's configuration."""
         return self.scheduler.vllm_config.kv_transfer_config
 
-    def keeps_late_writers_out(self) -> bool:
+    def holds_back_freed_blocks(self) -> bool:
         """Whether no freed block is handed out while a step under way writes to it."""
         one_at_a_time = self.scheduler.vllm_config.max_concurrent_batches <= 1
         return bool(self.scheduler.defer_block_free or one_at_a_time)
@@ -60,7 +60,7 @@ class VllmScheduler:
         before a reset."""
         return not self.fence or self.scheduler.processed_step_seq >= self.fence
 
-    def make_way(self, give_up: Callable[[], set[str]]) -> None:
+    def free_blocks_for_reset(self, give_up: Callable[[], set[str]]) -> None:
         """The pool is about to be reset, for which all blocks must be free.
 
         Deferred blocks become free now, as without a connector: whatever computes into them
@@ -73,7 +73,7 @@ class VllmScheduler:
             return  # another connector may import as well
         self._free_deferred()
         if self._preempts and not self.scheduler.running:
-            self._hand_back(give_up() | set(self.scheduler.finished_recving_kv_req_ids))
+            self._requeue(give_up() | set(self.scheduler.finished_recving_kv_req_ids))
 
     def _free_deferred(self) -> None:
         scheduler = self.scheduler
@@ -82,7 +82,7 @@ class VllmScheduler:
             self.fence = max(fence, self.fence)
             scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
-    def _hand_back(self, request_ids: set[str]) -> None:
+    def _requeue(self, request_ids: set[str]) -> None:
         """What vLLM does when a load has ended and all of it has failed, but at once: the requests
         wait, without blocks, in their order and behind those that were running."""
         scheduler = self.scheduler

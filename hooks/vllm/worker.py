@@ -119,7 +119,7 @@ class WorkerSide:
 
     def _weights_change(self) -> None:
         """New weights are about to be loaded: what this rank holds is of the old ones."""
-        self._say().weights_changed = True
+        self._next_report().weights_changed = True
         self._described = False
         if self._cache is None:
             return
@@ -169,7 +169,7 @@ class WorkerSide:
             return False
         return self._cache is None or self._cache.attached() is self._attached
 
-    def _say(self) -> RankReport:
+    def _next_report(self) -> RankReport:
         """The report of the present step, or of the next one."""
         if self._report is None:
             self._report = RankReport(step=0)
@@ -177,7 +177,7 @@ class WorkerSide:
 
     def step(self, metadata: StepMetadata) -> None:
         """Before the loads of a step: follow the engine from epoch to epoch."""
-        report = self._say()
+        report = self._next_report()
         report.step = metadata.step
         if metadata.fence and self._passes(metadata.fence):
             report.fence = metadata.fence
@@ -199,7 +199,7 @@ class WorkerSide:
             level = logging.DEBUG if self._could_not_open else logging.WARNING
             log.log(level, "%s (serving on, another epoch is tried)", cache.failed)
             self._could_not_open = True
-            self._say().not_opened = epoch
+            self._next_report().not_opened = epoch
 
     def _passes(self, fence: int) -> bool:
         """Whether all that the model's steps have written by now stands in memory.  They run on
@@ -234,7 +234,7 @@ class WorkerSide:
             return
         if self._cache is not None:
             found = self._cache.load_at_once(metadata.at_once, metadata.patience)
-            self._say().loads += found  # what is not reported has failed
+            self._next_report().loads += found  # what is not reported has failed
         self._begin(metadata)
 
     def write_checksums(self, metadata: StepMetadata) -> None:
@@ -250,13 +250,13 @@ class WorkerSide:
                 self._ended(report)
             known, self._attached = self._attached, self._cache.attached()
             if self._attached != known:
-                self._say().attached[self._rank] = self._attached
+                self._next_report().attached[self._rank] = self._attached
 
     def _ended(self, report: LoadReport) -> None:
         self._under_way.discard(report.load_id)
         self._finished.add(report.load_id)
         self._bad.update(report.bad)
-        self._say().loads.append(report)
+        self._next_report().loads.append(report)
 
     def wait_for_end(self, load_ids: Iterable[str]) -> set[str]:
         """Wait, boundedly, for loads whose epoch has ended; returns those that have ended and
@@ -270,7 +270,7 @@ class WorkerSide:
 
     def forget(self, load_ids: Iterable[str]) -> None:
         """Report nothing of these loads, which have ended."""
-        gone, report = set(load_ids), self._say()
+        gone, report = set(load_ids), self._next_report()
         bad = {block for r in report.loads if r.load_id in gone for block in r.bad}
         report.loads = [r for r in report.loads if r.load_id not in gone]
         self._finished -= gone
@@ -288,14 +288,14 @@ class WorkerSide:
 
     def take_report(self) -> RankReport:
         """What to tell the scheduler with this step's output."""
-        report, self._report = self._say(), None
+        report, self._report = self._next_report(), None
         return report
 
     def give_up(self, metadata: StepMetadata | None) -> None:
         """Something here failed: export nothing any more, and let no request wait for ever."""
         if self._cache is not None:
             self._cache.end_epoch()
-        self._say().failed = True
+        self._next_report().failed = True
         if metadata is not None:
             # Outside an epoch a load copies nothing, gives its leases back and is all bad.
             self._begin(metadata)

@@ -329,7 +329,7 @@ def test_a_request_that_is_matched_in_vain_again_and_again_is_computed(
     for _ in range(MATCHES_IN_VAIN + 2):
         found.append(importer.match(request, 0) or 0)
         importer.at_once.step_built()
-        importer.handed_over()
+        importer.step_dispatched()
     assert list(map(bool, found)) == [True] * MATCHES_IN_VAIN + [False] * 2
-    importer.finished("wants")
+    importer.request_finished("wants")
     assert importer._in_vain == {}

@@ -44,7 +44,7 @@ def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry = KVConnectorFactory._registry
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(registry))
     monkeypatch.setattr(VllmConfig, plugin.TOUCHPOINT, getattr(VllmConfig, plugin.TOUCHPOINT))
-    monkeypatch.setattr(plugin, "_said", set())
+    monkeypatch.setattr(plugin, "_logged", set())
     level = logging.getLogger("vllm.kvshm").level
     yield
     logging.getLogger("vllm.kvshm").setLevel(level)

@@ -162,7 +162,7 @@ def test_a_request_may_stay_out_in_both_directions(engine: Make) -> None:
 def test_an_engine_that_only_imports_follows_no_block(engine: Make) -> None:
     consumer = engine({"KVSHM_ROLE": "consumer"})
     compute(consumer)
-    assert consumer.connector._scheduler.exporter is None
+    assert consumer.connector._scheduler.tracker is None
 
 
 # -- who cannot share says so, on both sides and in the dump
