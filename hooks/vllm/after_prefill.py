@@ -29,7 +29,7 @@ from kvshm.ids import BlockId
 from .pool_watch import block_tables
 
 
-class Loaded(NamedTuple):
+class LoadedBlocks(NamedTuple):
     """Consecutive blocks of a request that a load has filled."""
 
     chain: list[bytes]
@@ -56,7 +56,7 @@ class TrackedRequest:
         """From this index on no block of the table has a mark."""
 
 
-Completed: TypeAlias = list[tuple[bool, Run]]
+CompletedRuns: TypeAlias = list[tuple[bool, Run]]
 """What a step completes, and whether its request wants it shown."""
 
 
@@ -93,7 +93,7 @@ class BlockTracker:
         self._epochs = 0
         """How many epochs have ended."""
         self._requests: dict[str, TrackedRequest] = {}
-        self._steps: deque[tuple[int, Completed]] = deque()
+        self._steps: deque[tuple[int, CompletedRuns]] = deque()
         """Steps under way that complete something, by their numbers."""
         self._computed: list[Run] = []
         """Runs of computed blocks some of which have no hash yet."""
@@ -154,27 +154,29 @@ class BlockTracker:
         elif epoch_state is not None:
             self.expecting = True
 
-    def step_built(self, number: int, scheduled: dict[str, int]) -> Completed:
+    def step_built(self, number: int, scheduled: dict[str, int]) -> CompletedRuns:
         """A step that computes so many tokens of each request is about to be dispatched.
         Returns what it completes."""
-        runs: Completed = []
+        runs: CompletedRuns = []
         if not self.expecting:
             return runs
         size, epochs, drafts = self._block_size, self._epochs, self._delay > 0
         for tracked, first, end in touching(self._requests, scheduled, size, epochs, drafts):
-            if run := self._writes(number, tracked, first, end):
+            if run := self._record_writes(number, tracked, first, end):
                 runs.append((self._may_share(tracked.request), run))
         if runs:
             self._steps.append((number, runs))
         return runs
 
-    def _writes(self, number: int, tracked: TrackedRequest, first: int, end: int) -> Run | None:
+    def _record_writes(
+        self, number: int, tracked: TrackedRequest, first: int, end: int
+    ) -> Run | None:
         """The step computes a request's tokens up to ``end``, from block ``first`` on.  Returns
         what that completes."""
         request = tracked.request
         table = self._tables.get(request.request_id, ())
         if tracked.epochs != self._epochs or tracked.preemptions != request.num_preemptions:
-            self._begin(number, tracked, table)
+            self._start(number, tracked, table)
         # vLLM lets a streaming-input session go on behind accepted drafts that it has dropped
         # with the tokens after a stop token: their KV stays, under the next input's hash.
         if self._delay and request.num_prompt_tokens > tracked.prompt:
@@ -190,7 +192,7 @@ class BlockTracker:
             self._retract(published)
         return (request.block_hashes, first, packed) if packed else None
 
-    def _begin(self, number: int, tracked: TrackedRequest, table: Sequence[Any]) -> None:
+    def _start(self, number: int, tracked: TrackedRequest, table: Sequence[Any]) -> None:
         """A request's first step, in its table or in this epoch: check the blocks below it."""
         request = tracked.request
         tracked.epochs, tracked.preemptions = self._epochs, request.num_preemptions
@@ -216,7 +218,7 @@ class BlockTracker:
             self._promised.update(dict.fromkeys(blocks, blocks))
             self._marks.make_sound(blocks)
 
-    def blocks_loaded(self, loaded: Loaded, shown: bool = True) -> None:
+    def blocks_loaded(self, loaded: LoadedBlocks, shown: bool = True) -> None:
         """These blocks of a load were imported and checked on every rank; call before
         ``step_done`` of the same output, also if the request is gone or does not want them
         ``shown``.  Blocks of a load that began in an earlier epoch are ignored."""

@@ -35,18 +35,18 @@ PATIENCE_SECONDS = 0.05
 would take to compute what is copied, which is what giving up costs, but no longer than ..."""
 PATIENCE_MOST = 0.25
 
-_OF_SCHEDULER = ("running", "requests", "_preempt_request", "update_from_output")
-_OF_REQUEST = (
+_NEEDED_OF_SCHEDULER = ("running", "requests", "_preempt_request", "update_from_output")
+_NEEDED_OF_REQUEST = (
     "drop_stale_output",
     "num_stale_output_tokens",
     "num_in_flight_tokens",
     "prefill_stats",
 )
-_OF_POOL = "cache_full_blocks"
+_NEEDED_OF_POOL = "cache_full_blocks"
 
 
 @dataclass
-class _Withheld:
+class _WithheldHashes:
     """A request whose blocks get no hash, and what would have given them theirs."""
 
     request: Any
@@ -62,7 +62,7 @@ class AtOnce:
     def __init__(self) -> None:
         self.available = False
         self._scheduler: Any = None
-        self.withheld: dict[str, _Withheld] = {}
+        self.withheld: dict[str, _WithheldHashes] = {}
         """Requests for which ``withholds`` holds.  Only this object changes it."""
         self._estimated = self._price = 0.0
 
@@ -70,12 +70,14 @@ class AtOnce:
         """Take the two in hand: ``before_output`` is called with what ``update_from_output`` is
         called with, before it.  Without all that is needed nothing is wrapped."""
         pool = scheduler.kv_cache_manager.block_pool
-        missing = [name for name in _OF_SCHEDULER if not hasattr(scheduler, name)]
+        missing = [name for name in _NEEDED_OF_SCHEDULER if not hasattr(scheduler, name)]
         preempt = getattr(scheduler, "_preempt_request", None)
         if preempt and "drop_stale_output" not in signature(preempt).parameters:
             missing.append("_preempt_request(drop_stale_output=...)")
-        if missing or not hasattr(pool, _OF_POOL):
-            log.info("imports are asynchronous: vLLM's scheduler has no %s", missing or _OF_POOL)
+        if missing or not hasattr(pool, _NEEDED_OF_POOL):
+            log.info(
+                "imports are asynchronous: vLLM's scheduler has no %s", missing or _NEEDED_OF_POOL
+            )
             return
         give_hashes, update = pool.cache_full_blocks, scheduler.update_from_output
 
@@ -101,7 +103,7 @@ class AtOnce:
         """Whether dropping a token of the request that was sampled leaves no trace.  Where a seed
         counts, a runner may keep the generator, which then is a draw ahead."""
         drawn = request.sampling_params.sampling_type.name == "RANDOM_SEED"
-        return not drawn and all(hasattr(request, name) for name in _OF_REQUEST)
+        return not drawn and all(hasattr(request, name) for name in _NEEDED_OF_REQUEST)
 
     def accepts(self, seconds: float, alone: bool) -> bool:
         """Whether the step being built may wait for one copy more, of so many seconds.
@@ -115,7 +117,7 @@ class AtOnce:
         computing instead ``price``; None if that is not known yet."""
         self._estimated += seconds
         self._price += PATIENCE_MOST if price is None else price
-        self.withheld[request.request_id] = _Withheld(request)
+        self.withheld[request.request_id] = _WithheldHashes(request)
 
     def withholds(self, request_id: str) -> bool:
         """Whether hashes of the request's blocks are withheld now."""
@@ -149,7 +151,7 @@ class AtOnce:
     def refused(self, request_id: str) -> None:
         """Blocks were allocated, but vLLM loads nothing into them."""
         if (held := self.withheld.pop(request_id, None)) is not None:
-            self._give(held)
+            self._replay(held)
 
     def arrived(self, request_id: str, load_id: str) -> None:
         """The load was right: give the hashes that were withheld, if the request has the blocks
@@ -158,9 +160,9 @@ class AtOnce:
         if held is not None and held.load_id == load_id:
             del self.withheld[request_id]
             if held.request.status.name == "RUNNING":
-                self._give(held)
+                self._replay(held)
 
-    def _give(self, held: _Withheld) -> None:
+    def _replay(self, held: _WithheldHashes) -> None:
         for args, kwargs in held.calls:
             self._give_hashes(*args, **kwargs)
 

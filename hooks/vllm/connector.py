@@ -184,7 +184,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def _begin(self, metadata: StepMetadata) -> None:
         if self._worker:
-            self._worker.step(metadata)
+            self._worker.begin_step(metadata)
             self._worker.begin_loads(metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

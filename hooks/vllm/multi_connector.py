@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
 MULTI = "MultiConnector"
-_TAKEN = "connectors"
+_CHILDREN = "connectors"
 
 
 def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
@@ -44,7 +44,7 @@ def combined_config(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTrans
     own = {**ours, "kv_role": transfer.kv_role}
     made.kv_connector_extra_config = {
         **transfer.kv_connector_extra_config,
-        _TAKEN: [*_children(transfer), own],
+        _CHILDREN: [*_children(transfer), own],
     }
     return made
 
@@ -53,9 +53,9 @@ def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:
     """The connectors as a MultiConnector lists them.  It hands them its own engine id."""
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == MULTI:
-        return list(extra.get(_TAKEN, ()))
+        return list(extra.get(_CHILDREN, ()))
     child = {f.name: getattr(transfer, f.name) for f in fields(transfer) if f.name != "engine_id"}
-    child["kv_connector_extra_config"] = {k: v for k, v in extra.items() if k != _TAKEN}
+    child["kv_connector_extra_config"] = {k: v for k, v in extra.items() if k != _CHILDREN}
     return [child]
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvshm.config import Config
     from kvshm.log import Logger
 
-OURS: dict[str, Any] = {
+OUR_CONNECTOR: dict[str, Any] = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": CONNECTOR_MODULE,
     "kv_role": "kv_both",
@@ -153,11 +153,11 @@ def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     if other is None:
         # For who may import vLLM holds freed blocks back, which nobody else need pay for.
         exports_only = {} if config.imports else {"kv_role": "kv_producer"}
-        return KVTransferConfig(**OURS | exports_only)
+        return KVTransferConfig(**OUR_CONNECTOR | exports_only)
     _log_once(
         f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )
-    return combined_config(other, OURS)
+    return combined_config(other, OUR_CONNECTOR)
 
 
 def _logger() -> Logger:

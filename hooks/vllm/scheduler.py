@@ -18,7 +18,7 @@ from kvshm.log import logger
 from kvshm.roles import Decision, Limit
 from kvshm.shm.counters import LOADS_AT_ONCE
 
-from .after_prefill import BlockTracker, Completed
+from .after_prefill import BlockTracker, CompletedRuns
 from .before_prefill import RequestImporter
 from .identity import scheduler_fields, with_none_hash
 from .limits import log_role, scheduler_limits
@@ -260,7 +260,7 @@ class SchedulerSide:
         busy = output.total_num_scheduled_tokens > 0
         epoch_state = self.cache.epoch_state  # read first: another may follow at any time
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
-        completes: Completed = []
+        completes: CompletedRuns = []
         if (tracker := self.tracker) is not None:
             tracker.update_expecting(epoch_state)
             for load in (*loads, *at_once):

@@ -175,11 +175,11 @@ class WorkerSide:
             self._report = RankReport(step=0)
         return self._report
 
-    def step(self, metadata: StepMetadata) -> None:
+    def begin_step(self, metadata: StepMetadata) -> None:
         """Before the loads of a step: follow the engine from epoch to epoch."""
         report = self._next_report()
         report.step = metadata.step
-        if metadata.fence and self._passes(metadata.fence):
+        if metadata.fence and self._fence_passed(metadata.fence):
             report.fence = metadata.fence
         if metadata.describe and self._cache is not None:
             self._cache.end_epoch()
@@ -201,7 +201,7 @@ class WorkerSide:
             self._could_not_open = True
             self._next_report().not_opened = epoch
 
-    def _passes(self, fence: int) -> bool:
+    def _fence_passed(self, fence: int) -> bool:
         """Whether all that the model's steps have written by now stands in memory.  They run on
         this thread; where they only launch work, the transport knows when that has ended.  The
         same fence may be asked for again and again."""

@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.vllm.after_prefill import BlockTracker, Loaded
+from kvshm.hooks.vllm.after_prefill import BlockTracker, LoadedBlocks
 from kvshm.hooks.vllm.messages import QuietReport
 from kvshm.ids import BlockId
 
@@ -47,7 +47,7 @@ class Promised:
 
     def loaded(self, count: int) -> None:
         chain = self.request.block_hashes
-        self.tracker.blocks_loaded(Loaded(chain, 0, self.blocks[:count]))  # type: ignore[arg-type]  # of bytes
+        self.tracker.blocks_loaded(LoadedBlocks(chain, 0, self.blocks[:count]))  # type: ignore[arg-type]  # of bytes
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
