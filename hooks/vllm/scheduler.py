@@ -34,11 +34,11 @@ from .vllm_scheduler import VllmScheduler
 log = logger(__name__)
 
 MAX_FENCES = 1000
-"""How often an engine that falls idle asks whether its last step is through; vLLM waits a
-millisecond in between."""
+"""How often an idle engine asks its ranks whether they have passed a fence, with a millisecond of
+vLLM's between two questions."""
 
 NOT_SYNCED = object()
-"""Stands for no state of the cache at all."""
+"""``_synced_state`` while the ranks lack something: equal to no state of the cache."""
 
 
 class SchedulerSide:
@@ -77,24 +77,24 @@ class SchedulerSide:
         self._ranks: Ranks | None = None
         self._step = 0
         self._fences = 0
-        """Steps without a model since the last one with."""
+        """Steps without a forward pass since the last step with one."""
         self._synced_state: object = NOT_SYNCED
-        """The cache's ``epoch_state`` about which the ranks know everything."""
+        """The cache's ``epoch_state`` if the ranks know everything about it."""
         self._announced: int | None = None
         self._resets = 0
         self._describe = False
         self._descriptions: dict[int, RankDescription] = {}
         self._awaited: int | None = 0
-        """The step whose output completes the descriptions (0: what the start brings does);
-        None while nothing is awaited, or not asked for yet."""
+        """The step whose output completes the ranks' descriptions (0: the start completes them);
+        None while no description has been asked for."""
 
     # -- start and epochs
 
     def bind(
         self, manager: Any, listener: PoolListener, scheduler: VllmScheduler | None
     ) -> str | None:
-        """Have ``listener`` watch vLLM's block pool, and decide what this engine does by what is
-        found of vLLM; returns why that is nothing, or None."""
+        """Have ``listener`` watch vLLM's block pool, and decide, from vLLM's objects, whether this
+        engine exports and imports; returns why it does neither, or None."""
         self._vllm = scheduler
         limits = [*scheduler_limits(scheduler)]
         limits += self._watch(manager, listener, self._config.decide_role(*limits))
@@ -109,8 +109,8 @@ class SchedulerSide:
         return None
 
     def _watch(self, manager: Any, listener: PoolListener, role: Decision) -> Iterator[Limit]:
-        """Watch the block pool, as far as ``role`` needs that; yields what cannot be done because
-        it cannot be watched."""
+        """Watch the block pool for what ``role`` needs; yields the limits that follow if the pool
+        cannot be watched."""
         resets_are_seen = False
         try:
             watch_resets(manager.block_pool, listener)
@@ -134,7 +134,7 @@ class SchedulerSide:
             self._vllm.free_blocks_for_reset(self._give_up_loads)
 
     def _give_up_loads(self) -> set[str]:
-        """End all loads under way, without a step; returns whose loads have or had ended."""
+        """End all loads under way, without a step; returns the requests whose loads have ended."""
         loads, ended = self.importer.under_way(), set(self.importer.unscheduled)
         if not loads or self._ranks is None:
             return ended
@@ -144,9 +144,9 @@ class SchedulerSide:
         return given_up | ended
 
     def enable_loads_at_once(self, before_output: Callable[[Any, Any], None]) -> None:
-        """Let steps wait for short imports, where that waits for nothing else: with speculation
-        a drafter on a GPU writes late, so that copies have to wait for the model.  Not beside
-        other connectors, which may load into the same step."""
+        """Let steps wait for short imports, unless these would wait for something else: on a GPU
+        a drafter writes late, so that copies have to wait for the model.  Another connector may
+        load into the same step, so that kvshm must be the only one."""
         device = self._vllm_config.device_config.device_type
         early = device == "cpu" or not self._vllm_config.speculative_config
         if self._importing and early and self._vllm is not None and self._vllm.alone:
@@ -161,7 +161,7 @@ class SchedulerSide:
             self.tracker.expecting = True
 
     def withdraw(self) -> None:
-        """Show nothing any more, and import nothing, until another epoch is begun."""
+        """Publish and import nothing until another epoch begins."""
         self.cache.end_epoch()
         if self.tracker is not None:
             self.tracker.stop_expecting()
@@ -169,8 +169,7 @@ class SchedulerSide:
         self._awaited = None
 
     def started(self, given: dict[int, RankDescription] | None, ranks: Ranks | None) -> None:
-        """The ranks are there.  ``given``: what they said of themselves, unless they are to be
-        asked."""
+        """The ranks have started.  ``given``: their descriptions; None: ask the ranks."""
         self._ranks = ranks
         if given is None:
             given = ranks.describe() if ranks is not None else {}
@@ -178,7 +177,8 @@ class SchedulerSide:
         self._check_descriptions(0)
 
     def _check_descriptions(self, step: int) -> None:
-        """Without a rank no epoch can begin: say so, and wait and keep marks for it no longer."""
+        """At the awaited ``step``: if a description is missing, no epoch can begin: log that, and
+        stop waiting and keeping marks."""
         if self._awaited is None or step < self._awaited:
             return
         silent = sorted(set(range(self._num_ranks)) - self._descriptions.keys())
@@ -224,8 +224,8 @@ class SchedulerSide:
         self.importer.request_finished(request.request_id)
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that another engine holds beyond the local hit, None for "ask again", and
-        whether vLLM is to hold the request back until they have arrived."""
+        """Return how many tokens beyond the local hit can be imported (None: ask again), and
+        whether vLLM must hold the request back until they have arrived."""
         if not self._importing or (self._vllm and self._vllm.fence and not self.may_import()):
             self.importer.at_once.forget(request.request_id)
             return 0, False
@@ -235,8 +235,8 @@ class SchedulerSide:
     # -- every step
 
     def build(self, output: Any) -> StepMetadata:
-        """The last thing before a step is dispatched: withdraw what it writes, wait for
-        leases within the budget, pack up what the ranks have to do: mostly nothing."""
+        """Runs last before a step is dispatched: retract the blocks that the step writes, wait for
+        leases within the drain budget, return the ranks' work for the step: mostly none."""
         self._step += 1
         tokens = output.total_num_scheduled_tokens
         self._fences = 0 if tokens else self._fences + 1
@@ -254,7 +254,7 @@ class SchedulerSide:
                 tracker.pending_changes = False
                 tracker.publish_computed()
                 self.cache.publisher.drain_before_dispatch()
-        return QuietStep(self._step)  # the ranks have nothing to do but to compute
+        return QuietStep(self._step)  # the ranks only compute
 
     def _build(self, output: Any) -> StepMetadata:
         busy = output.total_num_scheduled_tokens > 0
@@ -265,7 +265,7 @@ class SchedulerSide:
             tracker.update_expecting(epoch_state)
             for load in (*loads, *at_once):
                 tracker.blocks_promised([t for piece in load.pieces for t in piece.targets])
-            # First what the step rewrites: a block may have got its hash in this very schedule().
+            # Before publishing: this same schedule() may have hashed a block that the step writes.
             if busy:
                 completes = tracker.step_built(self._step, output.num_scheduled_tokens)
             tracker.publish_computed()
@@ -283,8 +283,8 @@ class SchedulerSide:
         )
         if metadata.describe:
             self._awaited = self._step
-        # Weights are digested when the model runs with them: a step without a model may lie
-        # between a reset and the change of weights that it was made for.
+        # The ranks digest their weights in a step that runs the model: an idle step may come
+        # between a reset and the change of weights for which the reset was made.
         self._describe = self._describe and not busy
         waits = epoch_state is None and tracker is not None and tracker.expecting
         self._synced_state = NOT_SYNCED if waits or self._config.verify else epoch_state
@@ -292,8 +292,8 @@ class SchedulerSide:
         return metadata
 
     def build_after_failure(self, output: Any) -> StepMetadata:
-        """``build`` after something failed: nothing is shared, but loads must still be told
-        of, or their requests would wait for ever."""
+        """Replace ``build`` after an error: share nothing, but hand over the loads, because their
+        requests would wait for ever otherwise."""
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
         self.importer.step_dispatched()
         patience = self.importer.at_once.step_built()
@@ -305,8 +305,8 @@ class SchedulerSide:
         return 0 if table is None or table.epoch == announced else table.epoch
 
     def before_output(self, output: Any, result: Any) -> None:
-        """vLLM is about to take in a step's output: what its imports that it waited for have
-        brought.  What they have not, it must not deliver."""
+        """vLLM is about to handle a step's output: finish the imports that the step waited for,
+        and undo requests whose import failed, so that vLLM delivers no token of theirs."""
         metadata = output.kv_connector_metadata
         if not isinstance(metadata, StepMetadata) or not metadata.at_once:
             return
@@ -316,7 +316,7 @@ class SchedulerSide:
         at_once, tracker = self.importer.at_once, self.tracker
         for done in self.importer.finish_awaited(metadata.at_once, reports):
             if not done.good.blocks:
-                if tracker is not None:  # first: it looks for them in the request's table
+                if tracker is not None:  # before ``failed`` empties the table
                     tracker.blocks_failed(done.bad)
                 at_once.failed(done.request_id, done.load_id)
                 continue
@@ -327,8 +327,8 @@ class SchedulerSide:
     def output(
         self, finished: Set[str], report: RankReport | None, invalid: Set[int] = frozenset()
     ) -> None:
-        """A step's output has arrived.  ``invalid``: blocks that loads failed to fill, those of
-        other connectors included (a MultiConnector holds several)."""
+        """A step's output has arrived.  ``invalid``: blocks that loads failed to fill, including
+        loads of other connectors (in a MultiConnector)."""
         if report is not None and report.quiet and not finished and not invalid:
             self._step_ended(report.step)
             return
@@ -352,7 +352,7 @@ class SchedulerSide:
                 self._times.ended(report.step)
             self._handle_report(report)
         elif self._times.unanswered() and self.tracker and self.tracker.expecting:
-            self._descriptions, self._awaited = {}, 0  # no rank has a worker's side
+            self._descriptions, self._awaited = {}, 0  # no worker runs kvshm's connector
             self._check_descriptions(0)
         for done in self.importer.finish(finished) if finished else ():
             if (tracker := self.tracker) is not None:
@@ -363,7 +363,7 @@ class SchedulerSide:
             self.cache.publisher.flush()
 
     def _handle_report(self, report: RankReport) -> None:
-        """From epoch to epoch, and to new peers, by what the ranks say."""
+        """Handle what the ranks report of epochs, weights and attached peers."""
         if report.attached:
             self.cache.planner.attached(self.importer.record_attached(report.attached))
         if report.failed:
@@ -378,7 +378,7 @@ class SchedulerSide:
             self._check_descriptions(report.step)
 
     def _step_ended(self, step: int) -> None:
-        """All that the output of a step tells is that it has run."""
+        """A step has ended, and its ranks report nothing else."""
         if self._times.measured:
             self._times.ended(step)
         if self._awaited is not None:
@@ -387,12 +387,12 @@ class SchedulerSide:
             self.tracker.step_done(step)
 
     def stats(self) -> LoadStats:
-        """What to add to vLLM's metrics."""
+        """Return what to add to vLLM's metrics."""
         return LoadStats.of(self.cache.planner.take_ended(), self._block_size)
 
     def must_step(self) -> bool:
-        """Whether an engine without requests has to step on: the last blocks of a speculating
-        one are shown when the ranks are past a fence.  Not for ever: a rank may be stuck."""
+        """Whether vLLM must step on without requests: with speculation the last blocks are
+        published when all ranks have passed a fence.  MAX_FENCES steps at most: a rank may hang."""
         tracker = self.tracker
         return tracker is not None and tracker.fence > 0 and self._fences < MAX_FENCES
 
