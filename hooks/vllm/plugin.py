@@ -1,10 +1,9 @@
 """Activation by environment variable: vLLM calls ``activate`` in each of its processes.
 
-With ``KVSHM_ENABLE`` unset or 0 nothing happens: nothing is imported, nothing touched.
-With 1 the connector becomes known to vLLM under its name, and every engine configuration
-that names no connector of its own gets it; with KVSHM_BESIDE=1 also those that name one.
-The official way, ``--kv-transfer-config`` with ``kv_connector_module_path``, needs none of
-this.
+With ``KVSHM_ENABLE`` unset or 0 kvshm imports and changes nothing.  With 1 kvshm registers its
+connector with vLLM, and every engine configuration that names no connector gets it; with
+KVSHM_BESIDE=1 a configuration that names one gets it too.  vLLM's own way,
+``--kv-transfer-config`` with ``kv_connector_module_path``, does not need this module.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ OUR_CONNECTOR: dict[str, Any] = {
 TOUCHPOINT = "_post_init_kv_transfer_config"
 
 _STARTED_BY_VLLM = ("EngineCore", "VllmWorker", "ApiServer")
-"""Names of the processes that are given a configuration made before they were started."""
+"""Names of processes that get a configuration which was made before they were started."""
 
 _logged: set[str] = set()
 
@@ -39,8 +38,8 @@ _logged: set[str] = set()
 def activate() -> None:
     """Entry point ``vllm.general_plugins``: offer kvshm to vLLM if KVSHM_ENABLE=1.
 
-    Any vLLM process, any number of times.  Raises ConfigError for a bad setting, which
-    stops vLLM's start: a cache that was asked for must not be missing silently.
+    Any vLLM process, any number of times.  Raises ConfigError for a bad setting, which stops
+    vLLM's start: an engine must not run silently without the cache that its user asked for.
     """
     if os.environ.get("KVSHM_ENABLE", "") in ("", "0"):
         return
@@ -61,7 +60,7 @@ def activate() -> None:
         if reason is None:
             register()
             _wrap(config)
-    except Exception as exc:  # any: a vLLM that has changed serves unshared
+    except Exception as exc:  # any: if vLLM has changed, the engine serves unshared
         reason = _unexpected(exc)
     if reason is not None:
         _decline(reason)
@@ -90,16 +89,16 @@ def _wrap(config: Config) -> None:
             _log_once(warning, logging.WARNING)
         try:
             _configure(self, config)
-        except Exception as exc:  # any, as above: of a vLLM that has changed
+        except Exception as exc:  # any, as above
             _decline(_unexpected(exc))
 
-    post_init.kvshm = True  # type: ignore[attr-defined]  # marks the wrapper as ours
+    post_init.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
     setattr(VllmConfig, TOUCHPOINT, post_init)
 
 
 def _configure(vllm_config: VllmConfig, config: Config) -> None:
-    """Fill an empty kv_transfer_config; join or leave alone another's; correct our own.  What
-    it changes it changes last."""
+    """Set an empty kv_transfer_config; combine another connector's with kvshm's, or leave it alone;
+    correct kvshm's own.  If this raises, nothing has changed."""
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.has_connector(CONNECTOR):
         if overridden := ensure_recompute(transfer):
@@ -116,7 +115,7 @@ def _configure(vllm_config: VllmConfig, config: Config) -> None:
 
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
-    """Why this engine gets no connector, or None."""
+    """Return why this engine gets no connector, or None."""
     from .multi_connector import combination_refusal
     from .refusals import config_refusal, layers_refusal
 
@@ -131,11 +130,10 @@ def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bo
 
 
 def touchpoint_refusal() -> str | None:
-    """Return what of vLLM's interface for connectors is not as kvshm knows it, or None.
+    """Return what kvshm does not know of vLLM's interface for connectors, or None.
 
-    Imports the connector; another error than ImportError comes through and is as good a
-    reason.  It is not asked where vLLM was told to use the connector: then vLLM's own error
-    says so.
+    Imports the connector; passes on errors other than ImportError, which the caller takes as the
+    reason.  Not called if the user configured the connector: then vLLM's own error says so.
     """
     try:
         from .connector import KvshmConnector
@@ -151,7 +149,7 @@ def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     from .multi_connector import combined_config
 
     if other is None:
-        # For who may import vLLM holds freed blocks back, which nobody else need pay for.
+        # If the engine may import, vLLM holds freed blocks back: an exporter need not pay for it.
         exports_only = {} if config.imports else {"kv_role": "kv_producer"}
         return KVTransferConfig(**OUR_CONNECTOR | exports_only)
     _log_once(
@@ -167,7 +165,7 @@ def _logger() -> Logger:
 
 
 def _unexpected(exc: Exception) -> str:
-    """Log where it happened, once, and return the reason to decline with."""
+    """Log the exception with its traceback, once; return the reason for ``_decline``."""
     reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
     if reason not in _logged:
         _logged.add(reason)
@@ -180,8 +178,8 @@ def _decline(reason: str) -> None:
 
 
 def _log_once(text: str, level: int = logging.INFO) -> None:
-    """Log a line once per engine: vLLM builds its configuration several times, first of all
-    in the process that starts the others."""
+    """Log a line once per engine: vLLM builds its configuration several times, and first in the
+    process that starts the others."""
     if text not in _logged and not current_process().name.startswith(_STARTED_BY_VLLM):
         _logged.add(text)
         _logger().log(level, text)
