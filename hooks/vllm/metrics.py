@@ -24,10 +24,10 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from kvshm.engine.load_planner import Ended
 
 METRICS = {
-    "imported_tokens": "Prompt tokens taken over from other engines; what did not arrive is none.",
-    "imported_blocks": "KV cache blocks taken over from other engines.",
-    "loads": "Imports that have ended, well or not.",
-    "failed_loads": "Imports of which at least one block did not arrive and was computed.",
+    "imported_tokens": "Prompt tokens imported from other engines, without those of lost blocks.",
+    "imported_blocks": "KV cache blocks imported from other engines.",
+    "loads": "Imports that have ended, successful or not.",
+    "failed_loads": "Imports that lost at least one block, which was then computed.",
 }
 """The counters; vLLM shows each as ``vllm:kvshm_<name>_total``."""
 
