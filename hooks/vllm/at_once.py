@@ -179,7 +179,7 @@ class AtOnce:
             try:
                 self._undo(request_id)
             except Exception:  # of vLLM's methods; the other requests must be undone too
-                log.exception("request %s could not be preempted, it is ended", request_id)
+                log.exception("request %s could not be preempted and was ended", request_id)
 
     def _undo(self, request_id: str) -> None:
         scheduler = self._scheduler

@@ -197,7 +197,7 @@ class RequestImporter:
         free, request_id = room.free(), request.request_id
         if free <= self._had_no_room.get(request_id, -1):
             return False
-        if any(free > blocks if way else room.lets_in(blocks, request) for way in awaited):
+        if any(free > blocks if way else room.admits(blocks, request) for way in awaited):
             return True
         self._had_no_room[request_id] = free
         self._cache.count(MISS_NO_ROOM)

@@ -24,7 +24,7 @@ class Bounded(Protocol):
     strict: bool
 
     def hook_failed(self, hook: str, exc: Exception) -> None:
-        """Record the failure and make the state safe: nobody guards the published blocks from
+        """Record the failure and make the state safe: nothing guards the published blocks from
         here on, so all of them must be withdrawn."""
         ...
 
@@ -61,4 +61,4 @@ def report(owner: Bounded, hook: str, exc: Exception) -> None:
     try:
         owner.hook_failed(hook, exc)
     except Exception:
-        log.exception("%s failed, and so did making that safe", hook)
+        log.exception("%s failed, and so did making its state safe", hook)

@@ -60,7 +60,7 @@ def regions_of(
     if any(tensor.host_resident for tensor in kv_cache_config.kv_cache_tensors):
         return "part of the KV cache lies in host memory of its own"
     if not all(isinstance(cache, torch.Tensor) for cache in kv_caches.values()):
-        return "the KV cache of some layer is no single tensor"
+        return "the KV cache of some layer is not a single tensor"
     if len({cache.untyped_storage().data_ptr() for cache in kv_caches.values()}) != 1:
         return f"the KV caches of {len(kv_caches)} layers do not lie in one allocation"
     splits = {cache.shape[0] / kv_cache_config.num_blocks for cache in kv_caches.values()}
@@ -81,7 +81,7 @@ def _place(
     for region in regions:
         end = region.offset + region.stride * (region.num_blocks - 1) + region.block_bytes
         if end > storage.numel():
-            return f"{region} ends behind the {storage.numel()} bytes of the KV cache"
+            return f"{region} ends beyond the {storage.numel()} bytes of the KV cache"
     return Placement(storage, list(regions), kernel_blocks)
 
 
@@ -107,7 +107,7 @@ def _contradiction(
     where the plan puts it, because a wrong address would share another layer's bytes."""
     span = num_blocks * tensor.block_stride
     if tensor.layer_stride >= span and tensor.layer_stride % span:
-        return f"layer stride {tensor.layer_stride} is no multiple of {num_blocks} blocks"
+        return f"layer stride {tensor.layer_stride} is not a multiple of {num_blocks} blocks"
     for index, name in enumerate(tensor.layers):
         if (cache := kv_caches.get(name)) is None:
             return f"the KV cache of layer {name} was not registered"

@@ -140,7 +140,7 @@ def touchpoint_refusal() -> str | None:
     except ImportError as exc:
         return f"this vLLM is not as kvshm knows it: {exc}"
     unknown = ", ".join(sorted(getattr(KvshmConnector, "__abstractmethods__", ())))
-    return f"this vLLM wants connectors to have {unknown}" if unknown else None
+    return f"this vLLM requires connectors to have {unknown}" if unknown else None
 
 
 def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:

@@ -33,7 +33,7 @@ class PoolRoom:
         """Return the number of blocks that vLLM can hand out."""
         return int(self._manager.block_pool.get_num_free_blocks())
 
-    def lets_in(self, num_blocks: int, request: Any) -> bool:
+    def admits(self, num_blocks: int, request: Any) -> bool:
         """Whether vLLM admits an asynchronous load of so many blocks, and will have room for the
         rest of the request's prompt after the load.  vLLM reserves the blocks that prefills under
         way still need, schedules no request behind one that it does not admit, and gives blocks

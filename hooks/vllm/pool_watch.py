@@ -78,7 +78,7 @@ def watch_blocks(pool: Any, listener: PoolListener) -> None:
 
     def get_new_blocks(*args: Any, **kwargs: Any) -> Any:
         # The listener gets all handed-out blocks in one call.  They may be thousands, so vLLM calls
-        # its own method for each, without the wrapper, unless other code has wrapped that again.
+        # its own method for each, without the wrapper, unless other code has wrapped that method.
         nonlocal handing_out
         handing_out = True
         if unwrapped := pool._remove_cached_block_hashes is remove:

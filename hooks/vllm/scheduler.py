@@ -183,8 +183,7 @@ class SchedulerSide:
             return
         silent = sorted(set(range(self._num_ranks)) - self._descriptions.keys())
         log.warning(
-            "not sharing the prefix cache: of %d ranks these have not said where their KV cache "
-            "lies: %s",
+            "not sharing the prefix cache: of %d ranks, these did not describe their KV cache: %s",
             self._num_ranks,
             ", ".join(map(str, silent)),
         )

@@ -76,7 +76,7 @@ def clean_up() -> None:
             run_dir = open_run_directory(config.run_dir, os.environ)
             clear(run_dir, config.namespace, patience=1.0)
     except (KvshmError, OSError) as exc:
-        log.debug("nothing cleared up: %s", exc)
+        log.debug("nothing cleaned up: %s", exc)
 
 
 # -- in the EngineCore
