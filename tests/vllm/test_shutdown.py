@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import utils
 
-from kvshm.hooks.vllm import leaving
+from kvshm.hooks.vllm import shutdown
 from kvshm.hooks.vllm.shutdown import (
     LEAVE_SECONDS,
     TOUCHPOINT,
@@ -28,7 +28,7 @@ from kvshm.hooks.vllm.shutdown import (
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which kvshm has not been asked for yet."""
-    monkeypatch.setattr(leaving, "_started", threading.Event())
+    monkeypatch.setattr(shutdown, "_started", threading.Event())
     monkeypatch.setattr(utils, TOUCHPOINT, _original())
     monkeypatch.setattr("atexit.register", lambda function: None)
 
