@@ -162,15 +162,13 @@ class BlockTracker:
             return runs
         size, epochs, drafts = self._block_size, self._epochs, self._delay > 0
         for tracked, first, end in touching(self._requests, scheduled, size, epochs, drafts):
-            if run := self._record_writes(number, tracked, first, end):
+            if run := self._writes(number, tracked, first, end):
                 runs.append((self._may_share(tracked.request), run))
         if runs:
             self._steps.append((number, runs))
         return runs
 
-    def _record_writes(
-        self, number: int, tracked: TrackedRequest, first: int, end: int
-    ) -> Run | None:
+    def _writes(self, number: int, tracked: TrackedRequest, first: int, end: int) -> Run | None:
         """The step computes a request's tokens up to ``end``, from block ``first`` on.  Returns
         the blocks that it completes."""
         request = tracked.request

@@ -35,14 +35,14 @@ PATIENCE_SECONDS = 0.05
 the cost of giving up, takes longer, the step waits so long, up to PATIENCE_MOST seconds."""
 PATIENCE_MOST = 0.25
 
-_NEEDED_OF_SCHEDULER = ("running", "requests", "_preempt_request", "update_from_output")
-_NEEDED_OF_REQUEST = (
+_OF_SCHEDULER = ("running", "requests", "_preempt_request", "update_from_output")
+_OF_REQUEST = (
     "drop_stale_output",
     "num_stale_output_tokens",
     "num_in_flight_tokens",
     "prefill_stats",
 )
-_NEEDED_OF_POOL = "cache_full_blocks"
+_OF_POOL = "cache_full_blocks"
 
 
 @dataclass
@@ -70,14 +70,12 @@ class AtOnce:
         """Wrap the two methods: ``before_output`` gets the arguments of ``update_from_output``
         before each call of it.  Wraps neither if this vLLM lacks a needed attribute."""
         pool = scheduler.kv_cache_manager.block_pool
-        missing = [name for name in _NEEDED_OF_SCHEDULER if not hasattr(scheduler, name)]
+        missing = [name for name in _OF_SCHEDULER if not hasattr(scheduler, name)]
         preempt = getattr(scheduler, "_preempt_request", None)
         if preempt and "drop_stale_output" not in signature(preempt).parameters:
             missing.append("_preempt_request(drop_stale_output=...)")
-        if missing or not hasattr(pool, _NEEDED_OF_POOL):
-            log.info(
-                "imports are asynchronous: vLLM's scheduler has no %s", missing or _NEEDED_OF_POOL
-            )
+        if missing or not hasattr(pool, _OF_POOL):
+            log.info("imports are asynchronous: vLLM's scheduler has no %s", missing or _OF_POOL)
             return
         give_hashes, update = pool.cache_full_blocks, scheduler.update_from_output
 
@@ -103,7 +101,7 @@ class AtOnce:
         """Whether dropping a sampled token of the request has no effect on later tokens.  With a
         seed it may: the model runner may keep a generator that is then one draw ahead."""
         drawn = request.sampling_params.sampling_type.name == "RANDOM_SEED"
-        return not drawn and all(hasattr(request, name) for name in _NEEDED_OF_REQUEST)
+        return not drawn and all(hasattr(request, name) for name in _OF_REQUEST)
 
     def accepts(self, seconds: float, alone: bool) -> bool:
         """Whether the step being built may wait for one more copy, of so many estimated seconds.

@@ -31,8 +31,7 @@ def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> 
         connector: Any = KVConnectorFactory.get_connector_class(_configuration(child))
         own = {n for n in unknown if getattr(connector, n) is not getattr(KVConnectorBase_V1, n)}
         if own:
-            hooks = ", ".join(sorted(own))
-            return f"{child['kv_connector']} cannot be combined because of its {hooks}"
+            return f"{child['kv_connector']} cannot be combined due to its {', '.join(sorted(own))}"
     return None
 
 

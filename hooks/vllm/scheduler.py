@@ -332,14 +332,12 @@ class SchedulerSide:
             self._step_ended(report.step)
             return
         try:
-            self._handle_output(finished, report, invalid)
+            self._process(finished, report, invalid)
         finally:
             if finished:
                 self.importer.drop(finished)
 
-    def _handle_output(
-        self, finished: Set[str], report: RankReport | None, invalid: Set[int]
-    ) -> None:
+    def _process(self, finished: Set[str], report: RankReport | None, invalid: Set[int]) -> None:
         loads = report.loads if report is not None else ()
         if loads or invalid:  # most steps have none
             own = {block for load in loads for block in load.bad}

@@ -70,9 +70,7 @@ def clean_up() -> None:
     """Remove what dead processes left behind, unless a coordinator runs and does so."""
     try:
         config = Config.from_env(os.environ)
-        if choose_run_directory(
-            config.run_dir, os.environ
-        ).is_dir():  # otherwise no engine ever ran
+        if choose_run_directory(config.run_dir, os.environ).is_dir():  # else no engine ever ran
             run_dir = open_run_directory(config.run_dir, os.environ)
             clear(run_dir, config.namespace, patience=1.0)
     except (KvshmError, OSError) as exc:

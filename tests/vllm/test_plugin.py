@@ -380,4 +380,4 @@ def test_what_cannot_be_combined_is_named(
     transfer = make_config(kv_transfer_config=given).kv_transfer_config
     assert transfer is not None
     assert transfer.kv_connector == "ExampleConnector"
-    assert f"ExampleConnector cannot be combined because of its {hook}" in lines[-1]
+    assert f"ExampleConnector cannot be combined due to its {hook}" in lines[-1]
