@@ -48,7 +48,7 @@ def namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("KVSHM_NAMESPACE", name)
     monkeypatch.setenv("KVSHM_STRICT", "1")
     monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", "0")
-    monkeypatch.setattr(plugin, "_said", set())
+    monkeypatch.setattr(plugin, "_logged", set())
     with subprocess.Popen([sys.executable, "-m", "kvshm.coordinator"]) as coordinator:
         yield name
         coordinator.terminate()
