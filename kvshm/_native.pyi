@@ -54,7 +54,7 @@ def marks_write(
     packed pairs of block and generation, and the blocks that were published."""
 
 def marks_step(
-    requests: dict[str, Any], scheduled: dict[str, int], size: int, life: int, drafts: int, /
+    requests: dict[str, Any], scheduled: dict[str, int], size: int, epochs: int, drafts: int, /
 ) -> list[tuple[Any, int, int]]:
     """What is followed of those of the step's requests that write a block with a mark, complete
     one, or have another table than before; each with the first block that the step writes and

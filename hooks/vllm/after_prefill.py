@@ -1,19 +1,19 @@
-"""The exporter's side: which blocks may be shown to others, and when no longer.
+"""The export of blocks: which blocks this engine publishes, and when it retracts them.
 
-A block is published only if it is *known computed*, and computed from nothing but what this
-engine may vouch for.  vLLM gives a block its hash when it is scheduled, before a single byte is
-written, and other connectors fill blocks too; so neither the hash nor a request's hit on it
-proves anything.  Instead (kvshm/engine/marks.py holds the marks):
+A block is published only if it is *known computed*, on top of sound blocks only.  vLLM gives a
+block its hash when it is scheduled, before a single byte is written, and other connectors fill
+blocks too; so neither the hash nor a request's hit on it proves that the block is computed.
+Instead (kvshm/engine/marks.py holds the marks):
 
-    step k is built:     every block the step writes is withdrawn and loses its marks; those
-                         whose last token it computes become SOUND if all blocks before them
-                         are, and are TAGGED with (step, version)
+    step k is built:     every block the step writes is retracted and loses its marks; a block
+                         whose last token the step computes becomes SOUND if all blocks before it
+                         are, and is TAGGED with (step, version)
     output of k is in:   tags whose version still holds are COMPUTED
     computed and hashed: the block is published
 
-SOUND: computed by this engine on top of sound blocks, or imported and checked, in this life.
-"Withdraw what the step may write" is also what makes a published block immutable: nothing
-else ever changes its bytes but the reuse that ``pool_watch`` reports.
+SOUND: computed by this engine on top of sound blocks, or imported and checked, in this epoch.
+Retracting what a step may write also makes a published block immutable: only a reuse, which
+``pool_watch`` reports, changes its bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvshm.ids import BlockId
 from .pool_watch import block_tables
 
 
-class Loaded(NamedTuple):
+class LoadedBlocks(NamedTuple):
     """Consecutive blocks of a request that a load has filled."""
 
     chain: list[bytes]
@@ -39,164 +39,165 @@ class Loaded(NamedTuple):
     blocks: Sequence[BlockId]
 
 
-class _Followed:
-    """A request, and what is known of its block table."""
+class TrackedRequest:
+    """A request and the state of its block table."""
 
-    __slots__ = ("complete", "life", "preemptions", "prompt", "request", "sound")
+    __slots__ = ("complete", "epochs", "preemptions", "prompt", "request", "sound")
 
     def __init__(self, request: Any) -> None:
         self.request = request
-        self.life = self.preemptions = -1
-        """When the table was looked at: a new life, and every preemption, make it another."""
+        self.epochs = self.preemptions = -1
+        """The tracker's epochs and the request's preemptions when its table was read last."""
         self.sound = False
-        """Whether what its steps compute is sound."""
+        """Whether the blocks that the request's steps compute are sound."""
         self.prompt = 0
-        """Its length, which grows as a session goes on."""
+        """Length of the prompt; grows with each input of a session."""
         self.complete = 0
-        """From this index on no block of the table has a mark."""
+        """No block of the table has a mark from this index on."""
 
 
-Completed: TypeAlias = list[tuple[bool, Run]]
-"""What a step completes, and whether its request wants it shown."""
+CompletedRuns: TypeAlias = list[tuple[bool, Run]]
+"""The blocks that a step completes, and whether their request may share them."""
 
 
-class Exporter:
-    """Follows every block from its computation to its reuse.  Scheduler's thread."""
+class BlockTracker:
+    """Tracks every block from its computation to its reuse.  Scheduler's thread."""
 
     def __init__(
         self,
         cache: SharedCache,
         manager: Any,
         block_size: int,
-        wants: Callable[[Any], bool],
+        may_share: Callable[[Any], bool],
         delay: int = 0,
     ) -> None:
-        """``manager`` is vLLM's KV cache manager; ``wants`` tells whether a request's blocks may
-        be shown.  ``delay`` holds marks back for so many further steps: 1 with speculative
-        decoding, whose drafter writes after the output it belongs to was handed over.  Raises
-        PoolChanged if vLLM does not keep what has to be looked at."""
+        """``manager`` is vLLM's KV cache manager; ``may_share`` tells whether a request may
+        share its blocks.  ``delay`` holds marks back for so many further steps: 1 with speculative
+        decoding, because the drafter still writes after its step's output has arrived.  Raises
+        PoolChanged if this vLLM keeps no block tables where they are read."""
         self._cache = cache
         self._publisher = cache.publisher
         self._tables = block_tables(manager)
         self._pool = manager.block_pool
         self._block_size = block_size
-        self._wants = wants
+        self._may_share = may_share
         self._delay = delay
         self.expecting = True
-        """Whether an epoch is to begin, or has: what is computed until then is shown once it has.
-        Without one, marks would only pile up."""
-        self.unsettled = False
-        """Whether blocks were withdrawn since this was last set to False, or some still have to
-        be shown: call ``publish_computed`` and the cache's ``publisher.drain_before_dispatch``
-        before the next step is dispatched."""
+        """Whether an epoch has begun or will: blocks computed before its begin are published
+        after it.  If none will begin, marks would only pile up."""
+        self.pending_changes = False
+        """Whether blocks were retracted since this was last set to False, or computed blocks are
+        not published yet: call ``publish_computed`` and the cache's
+        ``publisher.drain_before_dispatch`` before the next step is dispatched."""
         self._marks = Marks(len(self._pool.blocks))
-        self._life = 0
-        self._requests: dict[str, _Followed] = {}
-        self._steps: deque[tuple[int, Completed]] = deque()
-        """Steps under way that complete something, by their numbers."""
+        self._epochs = 0
+        """How many epochs have ended."""
+        self._requests: dict[str, TrackedRequest] = {}
+        self._steps: deque[tuple[int, CompletedRuns]] = deque()
+        """Steps under way that complete blocks, by their numbers."""
         self._computed: list[Run] = []
-        """Runs of computed blocks some of which have no hash yet."""
+        """Runs of computed blocks; some blocks of each have no hash yet."""
         self._promised: dict[BlockId, Sequence[BlockId]] = {}
-        """Block that a load under way is to fill -> all blocks of that load, in order."""
+        """Block that a load under way will fill -> all blocks of that load, in order."""
         self._held: dict[BlockId, int] = {}
         """Promised block -> the first step that computes on top of it."""
 
     # -- requests
 
-    def follow(self, request: Any) -> None:
-        """A request has arrived; its steps are looked at from now on."""
-        self._requests[request.request_id] = _Followed(request)
+    def track(self, request: Any) -> None:
+        """A request has arrived: track its steps from now on."""
+        self._requests[request.request_id] = TrackedRequest(request)
 
-    def unfollow(self, request_id: str) -> None:
-        """The request has ended.  What its steps computed stays."""
+    def untrack(self, request_id: str) -> None:
+        """The request has ended.  The blocks that its steps computed stay published."""
         self._requests.pop(request_id, None)
 
     def shares(self, request_id: str) -> bool:
-        """Whether the request is there and its blocks may be shown."""
-        followed = self._requests.get(request_id)
-        return followed is not None and self._wants(followed.request)
+        """Whether the request is running and may share its blocks."""
+        tracked = self._requests.get(request_id)
+        return tracked is not None and self._may_share(tracked.request)
 
     # -- changes, before the step that makes them is dispatched
 
     def blocks_change(self, blocks: Sequence[BlockId]) -> None:
-        """The blocks lose their hashes: show them no more."""
+        """The blocks lose their hashes: retract them."""
         if published := self._marks.withdraw(blocks):
             self._retract(published)
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
-        """These pool blocks are about to get new contents, whatever they held."""
+        """These pool blocks are about to get new contents: retract them."""
         for block in blocks if self._promised else ():
             self._promised.pop(block.block_id, None)  # of a request that did not wait for it
         if self._publisher.retract_marked(self._marks, blocks):
-            self.unsettled = True
+            self.pending_changes = True
 
-    def life_ends(self) -> None:
-        """Nothing computed so far may be shown any more, nor what is computed from it: vLLM may
-        have kept all of it, for requests that run on or as its own cache."""
-        self._life += 1
+    def epoch_ended(self) -> None:
+        """Forget all marks: no block computed so far may be published any more, nor any block
+        computed on top of it.  vLLM may keep such blocks, for running requests or as its cache."""
+        self._epochs += 1
         self._marks.clear_all()
         self._steps.clear()
         self._computed.clear()
         self._promised.clear()
         self._held.clear()
 
-    def expect_nothing(self) -> None:
-        """No epoch is to begin, for the time being."""
-        self.life_ends()
+    def stop_expecting(self) -> None:
+        """No epoch will begin for the time being."""
+        self.epoch_ended()
         self.expecting = False
 
-    def look_at(self, life: object | None) -> None:
-        """Before a step is built, with the cache's present life.  While an epoch cannot begin
-        nothing is expected; once one has after all, what is computed from then on is shown."""
-        if self.expecting and life is None and self._cache.failed:
-            self.expect_nothing()
-        elif life is not None:
+    def update_expecting(self, epoch_state: object | None) -> None:
+        """Call before a step is built, with the cache's ``epoch_state``.  If no epoch can begin,
+        stop expecting one; if one has begun after all, publish what is computed from now on."""
+        if self.expecting and epoch_state is None and self._cache.failed:
+            self.stop_expecting()
+        elif epoch_state is not None:
             self.expecting = True
 
-    def step_built(self, number: int, scheduled: dict[str, int]) -> Completed:
-        """A step that computes so many tokens of each request is about to be dispatched.
-        Returns what it completes."""
-        runs: Completed = []
+    def step_built(self, number: int, scheduled: dict[str, int]) -> CompletedRuns:
+        """A step that computes ``scheduled`` tokens of each request is about to be dispatched.
+        Returns the blocks that it completes."""
+        runs: CompletedRuns = []
         if not self.expecting:
             return runs
-        size, life, drafts = self._block_size, self._life, self._delay > 0
-        for followed, first, end in touching(self._requests, scheduled, size, life, drafts):
-            if run := self._writes(number, followed, first, end):
-                runs.append((self._wants(followed.request), run))
+        size, epochs, drafts = self._block_size, self._epochs, self._delay > 0
+        for tracked, first, end in touching(self._requests, scheduled, size, epochs, drafts):
+            if run := self._writes(number, tracked, first, end):
+                runs.append((self._may_share(tracked.request), run))
         if runs:
             self._steps.append((number, runs))
         return runs
 
-    def _writes(self, number: int, followed: _Followed, first: int, end: int) -> Run | None:
+    def _writes(self, number: int, tracked: TrackedRequest, first: int, end: int) -> Run | None:
         """The step computes a request's tokens up to ``end``, from block ``first`` on.  Returns
-        what that completes."""
-        request = followed.request
+        the blocks that it completes."""
+        request = tracked.request
         table = self._tables.get(request.request_id, ())
-        if followed.life != self._life or followed.preemptions != request.num_preemptions:
-            self._begin(number, followed, table)
-        # vLLM lets a streaming-input session go on behind accepted drafts that it has dropped
-        # with the tokens after a stop token: their KV stays, under the next input's hash.
-        if self._delay and request.num_prompt_tokens > followed.prompt:
-            followed.sound = False
-        # With asynchronous scheduling the last token's value is still on its way.
+        if tracked.epochs != self._epochs or tracked.preemptions != request.num_preemptions:
+            self._start(number, tracked, table)
+        # In a streaming-input session vLLM drops accepted drafts after a stop token and goes on:
+        # the KV of these drafts stays, under the hash of the next input.
+        if self._delay and request.num_prompt_tokens > tracked.prompt:
+            tracked.sound = False
+        # With asynchronous scheduling the last token's value is not known yet.
         known = request.num_tokens + request.num_output_placeholders
-        followed.complete = complete = min(end, known) // self._block_size
+        tracked.complete = complete = min(end, known) // self._block_size
         last = min(-(-end // self._block_size), len(table))
         packed, published = self._marks.write(
-            table, first, last, complete if followed.sound else first
+            table, first, last, complete if tracked.sound else first
         )
         if published:
             self._retract(published)
         return (request.block_hashes, first, packed) if packed else None
 
-    def _begin(self, number: int, followed: _Followed, table: Sequence[Any]) -> None:
-        """A request's first step, in its table or in this life: look what it builds upon."""
-        request = followed.request
-        followed.life, followed.preemptions = self._life, request.num_preemptions
+    def _start(self, number: int, tracked: TrackedRequest, table: Sequence[Any]) -> None:
+        """A request's first step, in its table or in this epoch: check the blocks below it."""
+        request = tracked.request
+        tracked.epochs, tracked.preemptions = self._epochs, request.num_preemptions
         whole = -(-request.num_computed_tokens // self._block_size)
-        followed.prompt = request.num_prompt_tokens
-        followed.sound = not whole or self._marks.sound(table, whole) == whole
-        if self._promised and followed.sound:
+        tracked.prompt = request.num_prompt_tokens
+        tracked.sound = not whole or self._marks.sound(table, whole) == whole
+        if self._promised and tracked.sound:
             for block in table[:whole]:
                 if block.block_id in self._promised:
                     self._held.setdefault(block.block_id, number)
@@ -204,21 +205,21 @@ class Exporter:
     # -- imports
 
     def blocks_promised(self, blocks: Sequence[BlockId]) -> None:
-        """A load that is to fill these blocks is handed to the ranks with the step being built.
+        """The step being built hands the ranks a load that will fill these blocks.
 
         Call before ``step_built``.  The blocks count as sound while the load is under way, so
-        the very step may compute on top of them; what it computes, and whatever is computed
-        later, is shown only when each promised block it met was named to ``blocks_loaded`` or
-        ``blocks_failed``, or a new life has begun.
+        the same step may compute on top of them.  The results of this step, and of all later
+        ones, are published only when each promised block below them was passed to
+        ``blocks_loaded`` or ``blocks_failed``, or a new epoch has begun.
         """
         if self.expecting:
             self._promised.update(dict.fromkeys(blocks, blocks))
             self._marks.make_sound(blocks)
 
-    def blocks_loaded(self, loaded: Loaded, shown: bool = True) -> None:
-        """These blocks of a load were imported and checked on every rank; call before
-        ``step_done`` of the same output, also if the request is gone or does not want them
-        ``shown``.  Those of a load that was begun in an earlier life are passed over."""
+    def blocks_loaded(self, loaded: LoadedBlocks, shown: bool = True) -> None:
+        """These blocks of a load were imported and checked on every rank.  Call before
+        ``step_done`` of the same output, also if the request has ended or its blocks are not to
+        be ``shown``.  Blocks of a load that began in an earlier epoch are ignored."""
         chain, first, blocks = loaded
         promised = [self._promised.pop(block, None) is not None for block in blocks]
         if self._held:
@@ -231,15 +232,15 @@ class Exporter:
             self._computed += [(chain, index, self._marks.tag([block])) for index, block in left]
 
     def blocks_failed(self, blocks: Iterable[BlockId]) -> None:
-        """Loads, kvshm's or another connector's, did not fill these blocks; call before
+        """Loads, kvshm's or another connector's, did not fill these blocks.  Call before
         ``blocks_loaded`` and ``step_done`` of the same output.
 
-        Everything from the first such block on, in every table that holds one, is withdrawn and
-        not sound, and so is what steps computed on top of it for requests that are gone.  Where
-        such a request runs already, vLLM drops tokens and computes again in place, with the
-        hashes left as they are; with asynchronous scheduling it then computes a token that it
-        has dropped before it was known.  So what that request computes until it is preempted is
-        not sound either.
+        In every block table, the first such block and all blocks behind it are retracted and no
+        longer sound; so are the blocks that steps computed on top of them for ended requests.
+        If such a request is running, vLLM drops tokens and computes them again in place, with
+        the hashes left as they are; with asynchronous scheduling vLLM may then compute a token
+        that it dropped before it knew the token.  So the blocks that this request computes until
+        it is preempted are not sound either.
         """
         doubtful = set(blocks)
         if not doubtful:
@@ -250,12 +251,12 @@ class Exporter:
         held = [self._held[block] for block in doubtful if block in self._held]
         while held and self._steps and self._steps[-1][0] >= min(held):
             doubtful.update(blocks_of(run for _, run in self._steps.pop()[1]))
-        for followed in self._requests.values():
-            table = self._tables.get(followed.request.request_id, ())
+        for tracked in self._requests.values():
+            table = self._tables.get(tracked.request.request_id, ())
             ids = [block.block_id for block in table]
             first = next((i for i, block in enumerate(ids) if block in doubtful), len(ids))
             if first < len(ids):
-                followed.sound = False
+                tracked.sound = False
                 doubtful.update(ids[first:])
         for block in doubtful:
             self._promised.pop(block, None)
@@ -267,14 +268,14 @@ class Exporter:
 
     @property
     def fence(self) -> int:
-        """The step of which marks are held back although nothing but a fence (``step_done``)
-        is waited for; 0: there is none."""
+        """The step whose marks are held back only until a fence has passed (``step_done``).  0:
+        there is none."""
         return self._steps[-1][0] if self._delay and self._steps and not self._held else 0
 
     def step_done(self, number: int, fenced: bool = False) -> None:
-        """The output of a step that ran the model has arrived, or every rank says that it is
-        past a fence behind that step: then everything the step wrote, and all steps before it,
-        stands in memory on every rank, the drafter's part included."""
+        """The output of a step that ran the model has arrived, or (``fenced``) every rank has
+        passed a fence behind that step: then memory holds on every rank everything that this step
+        and all earlier ones wrote, the drafter's part included."""
         done = number if fenced else number - self._delay
         if self._held:
             done = min(done, min(self._held.values()) - 1)
@@ -286,14 +287,14 @@ class Exporter:
             self.publish_computed()
 
     def publish_computed(self) -> None:
-        """Publish what is computed and hashed by now.  The rest keeps its mark: decoded and
-        imported blocks get their hash a little later."""
+        """Publish the blocks that are computed and hashed by now.  The others keep their marks:
+        decoded and imported blocks get their hash a little later."""
         if self._computed:
             self._computed = self._publisher.publish_marked(
                 self._marks, self._pool.blocks, self._computed
             )
-            self.unsettled |= bool(self._computed)
+            self.pending_changes |= bool(self._computed)
 
     def _retract(self, published: list[BlockId]) -> None:
-        self.unsettled = True
+        self.pending_changes = True
         self._publisher.retract(published)

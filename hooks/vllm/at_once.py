@@ -1,15 +1,15 @@
-"""Imports that the very step they are scheduled in waits for: as fast as a local hit.
+"""Loads at once: imports that the step they are scheduled in waits for, as fast as a local hit.
 
-vLLM's own way for a synchronous load that fails is not sound: with asynchronous scheduling the
-next step is under way, computed from the bad blocks, and its token would be delivered; and the
-bad blocks have their hashes, which others hit.  So two things of vLLM's are taken in hand::
+vLLM alone does not handle a failed synchronous load safely.  With asynchronous scheduling the
+next step is under way, computes from the bad blocks, and vLLM would deliver its token; and the
+bad blocks have hashes, which other requests hit.  So kvshm wraps two methods of vLLM::
 
-    matched         vLLM gives none of the request's blocks a hash: nobody else can build on them
-    output arrives  before vLLM looks at it: arrived, then the hashes are given now;
-                    failed, then the request is preempted with all its output under way dropped,
-                    as vLLM does to reset its cache, and computed like any other
+    matched         vLLM gives the request's blocks no hashes: no other request builds on them
+    output arrives  before vLLM handles the output: if the load arrived, the blocks get their
+                    hashes now; if it failed, the request is preempted with all its output under
+                    way dropped, as for a reset of vLLM's cache, and computed as usual
 
-Where this vLLM lacks what that takes, every import is asynchronous.
+If this vLLM lacks an attribute that this needs, every import is asynchronous.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvshm.log import logger
 log = logger(__name__)
 
 SECONDS_PER_STEP = 0.004
-"""Longest that all copies of one step may be estimated to take together: what the other
-requests of the step may wait."""
+"""Longest estimated time of all copies that one step waits for: the step's other requests wait as
+long."""
 SECONDS_ALONE = 0.05
-"""The same where the engine has no other request: those that arrive meanwhile wait for it."""
+"""The same if the engine has no other request; requests that arrive meanwhile wait as well."""
 PATIENCE = 4.0
 PATIENCE_SECONDS = 0.05
-"""A step waits at most so many times the estimate, and this; or, if that is more, as long as it
-would take to compute what is copied, which is what giving up costs, but no longer than ..."""
+"""A step waits at most PATIENCE times the estimate plus PATIENCE_SECONDS.  If computing the blocks,
+the cost of giving up, takes longer, the step waits so long, up to PATIENCE_MOST seconds."""
 PATIENCE_MOST = 0.25
 
 _OF_SCHEDULER = ("running", "requests", "_preempt_request", "update_from_output")
@@ -46,29 +46,29 @@ _OF_POOL = "cache_full_blocks"
 
 
 @dataclass
-class _Withheld:
-    """A request whose blocks get no hash, and what would have given them theirs."""
+class _WithheldHashes:
+    """A request whose blocks get no hashes, and vLLM's calls that would have set them."""
 
     request: Any
     load_id: str = ""
-    """Of the load that is to bring them; empty until blocks are allocated."""
+    """Id of the load that fills the blocks; empty until vLLM has allocated them."""
     calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
 
 class AtOnce:
-    """Which imports their step waits for, and what vLLM is kept from meanwhile.  Scheduler's
-    thread."""
+    """Knows the imports that their step waits for, and withholds hashes from their blocks until
+    they have arrived.  Scheduler's thread."""
 
     def __init__(self) -> None:
         self.available = False
         self._scheduler: Any = None
-        self.withheld: dict[str, _Withheld] = {}
-        """Requests for which ``expects`` holds.  Only this object changes it."""
+        self.withheld: dict[str, _WithheldHashes] = {}
+        """Requests for which ``withholds`` holds.  Only this object changes it."""
         self._estimated = self._price = 0.0
 
     def watch(self, scheduler: Any, before_output: Callable[[Any, Any], None]) -> None:
-        """Take the two in hand: ``before_output`` is called with what ``update_from_output`` is
-        called with, before it.  Without all that is needed nothing is wrapped."""
+        """Wrap the two methods: ``before_output`` gets the arguments of ``update_from_output``
+        before each call of it.  Wraps neither if this vLLM lacks a needed attribute."""
         pool = scheduler.kv_cache_manager.block_pool
         missing = [name for name in _OF_SCHEDULER if not hasattr(scheduler, name)]
         preempt = getattr(scheduler, "_preempt_request", None)
@@ -98,36 +98,36 @@ class AtOnce:
 
     @staticmethod
     def can_undo(request: Any) -> bool:
-        """Whether dropping a token of the request that was sampled leaves no trace.  Where a seed
-        counts, a runner may keep the generator, which then is a draw ahead."""
+        """Whether dropping a sampled token of the request has no effect on later tokens.  With a
+        seed it may: the model runner may keep a generator that is then one draw ahead."""
         drawn = request.sampling_params.sampling_type.name == "RANDOM_SEED"
         return not drawn and all(hasattr(request, name) for name in _OF_REQUEST)
 
     def accepts(self, seconds: float, alone: bool) -> bool:
-        """Whether the step being built may wait for one copy more, of so many seconds.
-        ``alone``: no other request is in it, or waits to be."""
+        """Whether the step being built may wait for one more copy, of so many estimated seconds.
+        ``alone``: the engine has no other request."""
         longest = SECONDS_ALONE if alone else SECONDS_PER_STEP
         return self.available and self._estimated + seconds <= longest
 
-    def expect(self, request: Any, seconds: float, price: float | None) -> None:
-        """vLLM is being told that the step may have these blocks: give none of the request's
-        a hash until ``arrived`` or ``failed``.  ``seconds``, estimated, the copy takes, and
-        computing instead ``price``; None if that is not known yet."""
+    def withhold_hashes(self, request: Any, seconds: float, price: float | None) -> None:
+        """vLLM learns now that the request has these blocks in this step: give the request's
+        blocks no hashes until ``arrived`` or ``failed``.  The copy takes an estimated ``seconds``,
+        computing instead ``price`` seconds; None if that is not known yet."""
         self._estimated += seconds
         self._price += PATIENCE_MOST if price is None else price
-        self.withheld[request.request_id] = _Withheld(request)
+        self.withheld[request.request_id] = _WithheldHashes(request)
 
-    def expects(self, request_id: str) -> bool:
-        """Whether the request was told of to ``expect``, and nothing has come of it yet."""
+    def withholds(self, request_id: str) -> bool:
+        """Whether hashes of the request's blocks are withheld now."""
         return request_id in self.withheld
 
     def begun(self, request_id: str, load_id: str) -> None:
-        """The blocks are allocated; this load is to fill them."""
+        """The blocks are allocated; this load will fill them."""
         self.withheld[request_id].load_id = load_id
 
     def without_load(self, scheduled: Container[str]) -> list[Any]:
-        """Requests in the step being built that are to have blocks which no load brings: a
-        failure of ours.  Those that are not in it were refused, and are forgotten."""
+        """Requests in the step being built whose blocks no load will fill: kvshm has failed.
+        Forgets requests that vLLM has left out of the step."""
         none = [held.request for held in self.withheld.values() if not held.load_id]
         for request in none:
             if request.request_id not in scheduled:
@@ -135,58 +135,57 @@ class AtOnce:
         return [request for request in none if request.request_id in scheduled]
 
     def step_built(self) -> float:
-        """A step is complete; how long it may wait for its copies, in seconds."""
+        """A step is complete; returns how many seconds it may wait for its copies."""
         seconds, price = self._estimated, self._price
         self._estimated = self._price = 0.0
         return max(PATIENCE_SECONDS + PATIENCE * seconds, min(price, PATIENCE_MOST))
 
-    # -- what came of it
+    # -- results
 
     def forget(self, request_id: str) -> None:
-        """No blocks were allocated, or they are gone."""
+        """vLLM has allocated no blocks for the request, or has freed them."""
         self.withheld.pop(request_id, None)
 
     def refused(self, request_id: str) -> None:
-        """Blocks were allocated, but vLLM loads nothing into them."""
+        """vLLM has allocated blocks, but wants nothing loaded: set the withheld hashes."""
         if (held := self.withheld.pop(request_id, None)) is not None:
-            self._give(held)
+            self._replay(held)
 
     def arrived(self, request_id: str, load_id: str) -> None:
-        """The load was right: give the hashes that were withheld, if the request has the blocks
-        still."""
+        """The load succeeded: set the withheld hashes if the request still has the blocks."""
         held = self.withheld.get(request_id)
         if held is not None and held.load_id == load_id:
             del self.withheld[request_id]
             if held.request.status.name == "RUNNING":
-                self._give(held)
+                self._replay(held)
 
-    def _give(self, held: _Withheld) -> None:
+    def _replay(self, held: _WithheldHashes) -> None:
         for args, kwargs in held.calls:
             self._give_hashes(*args, **kwargs)
 
     def failed(self, request_id: str, load_id: str) -> None:
-        """What the request has computed, and is computing in steps under way, is of blocks that
-        did not arrive: drop all of it and compute anew."""
+        """The load failed: drop everything that the request has computed on top of its blocks, in
+        steps under way too, and have vLLM compute the request again."""
         held = self.withheld.get(request_id)
         if held is not None and held.load_id == load_id:
             self._undo(request_id)
-        # Else it has been preempted since, with its output dropped, and matched anew.
+        # Otherwise the request was preempted since, with its output dropped, and matched again.
 
     def undo_all(self) -> None:
-        """``failed`` for all that steps under way wait for."""
+        """Treat every load that steps under way wait for as ``failed``."""
         for request_id in [r for r, held in self.withheld.items() if held.load_id]:
             try:
                 self._undo(request_id)
-            except Exception:  # of vLLM's methods; the others are to be undone all the same
-                log.exception("request %s could not be preempted, it is ended", request_id)
+            except Exception:  # of vLLM's methods; the other requests must be undone too
+                log.exception("request %s could not be preempted and was ended", request_id)
 
     def _undo(self, request_id: str) -> None:
         scheduler = self._scheduler
         request = scheduler.requests.get(request_id)
         if request is not None and not request.is_finished():
-            # First, so that nothing of it is delivered whatever happens below.
+            # Set first, so that vLLM delivers no token whatever happens below.
             request.drop_stale_output = True
-            if request.status.name == "RUNNING":  # else preempted meanwhile
+            if request.status.name == "RUNNING":  # otherwise preempted meanwhile
                 self._preempt(request)
         del self.withheld[request_id]
 
@@ -197,10 +196,10 @@ class AtOnce:
             scheduler.running.remove(request)
             scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
         except Exception:  # any of vLLM's; raised again
-            # It has computed from blocks that did not arrive, and would go on to.
+            # The request would go on computing from blocks that did not arrive.
             scheduler.finish_requests(request.request_id, type(request.status).FINISHED_ERROR)
             raise
-        # It goes on as a request that was not in the step before, as after vLLM's own reset.
+        # As after vLLM's own reset, the request must not count as part of the previous step.
         getattr(scheduler, "prev_step_scheduled_req_ids", set()).discard(request.request_id)
-        if stats is not None:  # what the client is told was cached
+        if stats is not None:  # the numbers of cached tokens that the client sees
             stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, 0)

@@ -1,4 +1,4 @@
-"""The border to vLLM: no exception of ours crosses it, but for MemoryInUse.
+"""The boundary to vLLM: no exception of kvshm crosses it, except MemoryInUse.
 
 In the serving path any failure is a cache miss and a counter.  The traceback is logged once
 per hook; KVSHM_STRICT=1 (tests) lets the exception through instead.
@@ -19,13 +19,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Bounded(Protocol):
-    """What a class needs for its methods to be guarded."""
+    """What a class must have so that its methods can be guarded."""
 
     strict: bool
 
     def hook_failed(self, hook: str, exc: Exception) -> None:
-        """Note the failure and make the state safe: afterwards nothing this engine has
-        published may be trusted to stay as it is."""
+        """Record the failure and make the state safe: nothing guards the published blocks from
+        here on, so all of them must be withdrawn."""
         ...
 
 
@@ -61,4 +61,4 @@ def report(owner: Bounded, hook: str, exc: Exception) -> None:
     try:
         owner.hook_failed(hook, exc)
     except Exception:
-        log.exception("%s failed, and so did making that safe", hook)
+        log.exception("%s failed, and so did making its state safe", hook)

@@ -1,9 +1,9 @@
 """KvshmConnector: what vLLM sees of kvshm (KVConnectorBase_V1, vLLM 0.32).
 
 vLLM makes one instance in the scheduler's process and one in every worker; each delegates
-to its side.  Order of the calls: docs/architecture.md.  A request with nothing to import
-takes none of these paths but ``match``; an engine without peers publishes into its own
-table and nothing else.
+to SchedulerSide or WorkerSide.  Order of the calls: docs/architecture.md.  For a request with
+nothing to import only ``match`` does work; an engine without peers only publishes into its own
+slot table.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from kvshm.rundir import open_run_directory, require_room
 from kvshm.shm.counters import HOOK_ERRORS
 
 from .boundary import guarded, report
-from .leaving import let_engines_leave
 from .limits import kv_role_limit
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
@@ -55,15 +54,16 @@ from .refusals import (
 )
 from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
+from .shutdown import wait_for_engine_cores
 from .vllm_scheduler import VllmScheduler
 from .worker import WorkerSide
 
 log = logger(__name__)
 
-# vLLM imports this module when it is told to use it, while it makes its configuration: here a
-# bad setting stops the start with its reason, before a model is loaded.
+# vLLM imports this module while it makes its configuration: a bad setting stops the start here,
+# with the reason and before a model is loaded.
 Config.from_env(os.environ)
-let_engines_leave()
+wait_for_engine_cores()
 
 
 _NOBODY: frozenset[str] = frozenset()
@@ -78,14 +78,14 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     _cache_hit_source = CacheHitSource.P2P
     _quiet = False
-    """Worker: whether the step under way neither asks for anything nor has anything to tell.  A
-    hook of such a step, the most frequent thing there is, does nothing but look here."""
+    """Worker: whether the step under way asks and reports nothing.  Most steps are
+    quiet, and their hooks only read this flag."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # Workers see the same reasons; what is to be said is said once per engine.
+        # Workers find the same reasons; the scheduler's process logs them, once per engine.
         scheduler = role is KVConnectorRole.SCHEDULER
         level = logging.WARNING if scheduler else logging.DEBUG
         config = Config.from_env(os.environ)
@@ -93,7 +93,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         # Only the scheduler reads the policy.
         if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
             log.info("%s", overridden)
-        for warning in () if config.enable else config.warnings:  # else the plugin has said it
+        for warning in () if config.enable else config.warnings:  # else the plugin has logged it
             log.log(level, "%s", warning)
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
@@ -119,18 +119,18 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
                 self._worker = WorkerSide(config, run_dir, vllm_config, kv_cache_config)
         except ConfigError:
             raise  # stops the start
-        except (KvshmError, OSError, RuntimeError) as exc:  # no descriptors or threads, for one
+        except (KvshmError, OSError, RuntimeError) as exc:  # for example no descriptors or threads
             log.log(level, "not sharing the prefix cache: %s", exc)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache, no hand-off: what is not delivered is a miss."""
+        """False: kvshm is a cache, and KV that is not delivered is a cache miss."""
         return False
 
     def hook_failed(self, hook: str, exc: Exception) -> None:
-        """Fail closed: withdraw everything, so that nobody reads what we no longer guard."""
+        """Fail closed: withdraw everything, so that no peer reads blocks that nothing guards."""
         if self._scheduler is not None:
-            self._scheduler.exporter = None
+            self._scheduler.tracker = None
             self._scheduler.cache.count(HOOK_ERRORS)
             self._scheduler.cache.log_error(f"{hook}: {exc}")
             self._scheduler.cache.end_epoch()
@@ -151,17 +151,18 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def get_handshake_metadata(self) -> RankDescription | None:
-        # A MultiConnector would hand it to the connectors beside this one, as theirs.
+        # A MultiConnector would give this answer to its other connectors as well.
         return None if is_beside_others(self) else self.describe()
 
     @guarded(_nothing)
     def describe(self) -> RankDescription | None:
-        """This rank, for the scheduler (ranks.Ranks)."""
+        """Describe this rank to the scheduler (ranks.Ranks)."""
         return self._worker.describe() if self._worker else None
 
     @guarded(lambda self, load_ids: set())
     def wait_for_end(self, load_ids: list[str]) -> set[str]:
-        """Which of the loads have ended without a report, waiting a little (ranks.Ranks)."""
+        """Wait for these loads, up to GIVE_UP_SECONDS; returns those that have ended without a
+        report (ranks.Ranks)."""
         return self._worker.wait_for_end(load_ids) if self._worker else set()
 
     @guarded(_nothing)
@@ -175,7 +176,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self._quiet = False
         if (worker := self._worker) is None:
             return
-        # ``isinstance`` takes a microsecond for a class of vLLM's, which are abstract.
+        # ``isinstance`` takes a microsecond with vLLM's classes, because they are abstract.
         if type(connector_metadata) is QuietStep and worker.is_quiet():
             self._quiet = True
         elif isinstance(connector_metadata, StepMetadata):
@@ -184,7 +185,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(_nothing)
     def _begin(self, metadata: StepMetadata) -> None:
         if self._worker:
-            self._worker.step(metadata)
+            self._worker.begin_step(metadata)
             self._worker.begin_loads(metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
@@ -198,12 +199,12 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.load_at_once(metadata)
 
     def has_connector_metadata(self) -> bool:
-        """False, so that vLLM leaves out the two calls below for every layer of every step; it
-        asks for nothing else."""
+        """False, so that vLLM does not call the two methods below for every layer of every step;
+        vLLM asks this for no other purpose."""
         return False
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Whoever runs in a step has all of its blocks before the step begins."""
+        """Nothing to wait for: a request has all its blocks before its step begins."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -257,7 +258,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             return
         refusal = self._scheduler.bind(kv_cache_manager, self, VllmScheduler.of_caller(self))
         if refusal is None:
-            self._scheduler.let_steps_wait(self.before_output)
+            self._scheduler.enable_loads_at_once(self.before_output)
             return
         log.warning("not sharing the prefix cache: %s", refusal)
         self._scheduler.close()
@@ -265,25 +266,25 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
-        """Blocks are about to get new contents (pool_watch.PoolListener)."""
-        if self._scheduler and self._scheduler.exporter:
-            self._scheduler.exporter.blocks_handed_out(blocks)
+        """These blocks are about to get new contents (pool_watch.PoolListener)."""
+        if self._scheduler and self._scheduler.tracker:
+            self._scheduler.tracker.blocks_handed_out(blocks)
 
     @guarded(_nothing)
     def block_changes(self, block: BlockId) -> None:
         """A block loses its hash (pool_watch.PoolListener)."""
-        if self._scheduler and self._scheduler.exporter:
-            self._scheduler.exporter.blocks_change([block])
+        if self._scheduler and self._scheduler.tracker:
+            self._scheduler.tracker.blocks_change([block])
 
     @guarded(_nothing)
     def pool_will_reset(self) -> None:
-        """vLLM is about to drop its prefix cache, if all blocks are free."""
+        """vLLM is about to drop its prefix cache if all blocks are free."""
         if self._scheduler:
-            self._scheduler.make_way_for_reset()
+            self._scheduler.prepare_pool_reset()
 
     @guarded(_nothing)
     def pool_reset(self) -> None:
-        """vLLM dropped its prefix cache, perhaps because the weights changed."""
+        """vLLM has dropped its prefix cache, perhaps because the weights changed."""
         if self._scheduler:
             self._scheduler.reset()
 
@@ -307,26 +308,26 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.importer.allocated(request, ids, num_external_tokens)
 
     def allocation_failed(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Whatever failed, the request waits for a load that has to be reported: as lost."""
+        """The request waits for a load: register one that will be reported as lost."""
         if self._scheduler and num_external_tokens > 0:
             ids = [block.block_id for block in blocks.blocks[0]]
-            self._scheduler.importer.lost(request, ids, num_external_tokens)
+            self._scheduler.importer.allocation_failed(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMetadata(step=0)
         try:
             return self._scheduler.build(scheduler_output)
-        except Exception as exc:  # any, as ``guarded``: but loads must be told of
+        except Exception as exc:  # any, as in ``guarded``; the loads must still be handed over
             if self.strict:
                 raise
             report(self, "build_connector_meta", exc)
-            return self._scheduler.emergency(scheduler_output)
+            return self._scheduler.build_after_failure(scheduler_output)
 
-    # Whatever fails here: better to compute anew what was right.
+    # After any error here, compute everything again, even blocks that were right.
     @guarded(lambda self, *_: self._scheduler.importer.at_once.undo_all())
     def before_output(self, output: Any, result: Any) -> None:
-        """vLLM is about to take in a step's output: nothing of it may be delivered that was
+        """vLLM is about to handle a step's output: prevent it from delivering tokens that were
         computed from blocks which did not arrive."""
         if self._scheduler:
             self._scheduler.before_output(output, result)
@@ -363,7 +364,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        register()  # a MultiConnector looks whose stats these are up by name
+        register()  # a MultiConnector looks up by name which connector's stats these are
         return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @guarded(lambda self, request, ids: (False, None))
@@ -389,5 +390,5 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             for side in (self._worker, self._scheduler):
                 if side is not None:
                     side.close()
-        except Exception as exc:  # any, as ``guarded``, also under tests: vLLM ends all the same
+        except Exception as exc:  # any, even with KVSHM_STRICT: vLLM must still end
             report(self, "shutdown", exc)

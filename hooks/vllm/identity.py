@@ -1,9 +1,9 @@
-"""The fingerprint's fields, read off vLLM: equal fields mean exchangeable block bytes.
+"""The fingerprint's fields, read from vLLM: engines with equal fields can exchange block bytes.
 
-Each rank contributes what only it knows (its weights, its layers, its kernels); the
-scheduler's process joins these in rank order with what the configuration says.  Not among
-the fields: the tokenizer (keys are token ids), the model's name and path (the weights
-themselves are compared), and how many blocks there are.
+Each rank contributes what only it knows (its weights, its layers, its kernels); the scheduler's
+process joins the ranks' fields in rank order and adds those of the configuration.  Not among the
+fields: the tokenizer (keys are token ids), the model's name and path (the weights themselves are
+compared), and the number of blocks.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
-"""What a Hugging Face configuration says beside the model; the type is a field of its own."""
+"""Entries of a Hugging Face configuration that do not describe the model, and its dtype, a field of
+its own."""
 
 
 def with_none_hash(fields: dict[str, str]) -> dict[str, str] | None:
-    """Return ``fields`` and NONE_HASH, the hash that stands before the first block; None while
-    vLLM has not chosen it.  EngineCore process; vLLM does so after it has made the connectors."""
+    """Return ``fields`` with NONE_HASH, the hash before the first block; None while vLLM has not
+    chosen that hash, which it does after it has made the connectors.  EngineCore process."""
     from vllm.v1.core import kv_cache_utils
 
     chosen = getattr(kv_cache_utils, "NONE_HASH", None)
@@ -43,7 +44,7 @@ def with_none_hash(fields: dict[str, str]) -> dict[str, str] | None:
 
 
 def find_model(owners: Iterable[Any]) -> torch.nn.Module | None:
-    """Return the worker's model, or None: what the first of its owners that has one gives."""
+    """Return the worker's model, from the first owner that has one, or None."""
     models = (owner.get_model() for owner in owners)
     return next((model for model in models if isinstance(model, torch.nn.Module)), None)
 
@@ -51,9 +52,9 @@ def find_model(owners: Iterable[Any]) -> torch.nn.Module | None:
 def rank_fields(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, model: torch.nn.Module
 ) -> dict[str, str]:
-    """Return what this rank adds to the fingerprint.
+    """Return this rank's fields of the fingerprint.
 
-    Worker only; reads all weights once and blocks as long.  Raises WeightsUnknown.
+    Worker only; blocks while it reads all weights once.  Raises WeightsUnknown.
     """
     return {
         names.WEIGHTS: weights_digest(model),
@@ -95,7 +96,7 @@ def scheduler_fields(
 
 
 def _joined(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
-    """One value per field of the ranks, in their order; weights become one digest."""
+    """One value per field, joined in rank order; weights become one digest."""
     fields = sorted({name for rank in ranks for name in rank})
     joined = {name: [rank.get(name, "") for rank in ranks] for name in fields}
     return {
@@ -113,7 +114,7 @@ def _vllm_version() -> str:
 
 
 def _model_config(model: Any) -> object:
-    """The configuration after all overrides, as the model was built from it."""
+    """The configuration after all overrides, from which the model was built."""
     config = model.hf_config.to_dict()
     return [
         {key: value for key, value in config.items() if key not in _NOT_THE_MODEL},
@@ -144,7 +145,7 @@ _SPELLINGS = {
 
 
 def _kv_dtype(cache: Any, model_dtype: str) -> str:
-    """One name for each format: "auto" is the model's own."""
+    """One name for each format; "auto" means the model's own dtype."""
     name = _SPELLINGS.get(cache.cache_dtype, str(cache.cache_dtype))
     name = "auto" if name == model_dtype else name
     skipped = list(cache.kv_cache_dtype_skip_layers)
@@ -155,8 +156,8 @@ _LENGTH_SCALED = ("dynamic", "longrope")
 
 
 def _max_model_len(config: Any, model: torch.nn.Module) -> str:
-    """The longest context where some code of the model reads it, or its positions are scaled by
-    it; else it decides only when a request must end.  Code that cannot be read may."""
+    """The longest context if the model's code reads it, or if it scales the positions; otherwise
+    "any", because it decides only when a request must end.  Unreadable code counts as reading."""
     rope = _rope(config.hf_text_config)
     if any(kind in rope for kind in _LENGTH_SCALED):
         return str(config.max_model_len)
@@ -186,13 +187,13 @@ def _speculative(config: Any) -> str:
 
 
 _GRAPH = "a graph replays the kernels that run without it; batches of any size occur anyway"
-_NOTES = "where something is kept or noted, not what is computed"
+_NOTES = "says where something is stored or recorded, not what is computed"
 _LAYERS = "the layers themselves, a field of their own"
 
 _LEFT_OUT = {
     "CompilationConfig": {
-        "mode": "said in words",
-        "custom_ops": "said in words, counted without a mode as well",
+        "mode": "stands in the field in words",
+        "custom_ops": "stand in the field in words, and count without a mode too",
         "inductor_compile_config": "counted without its functions, which inductor_passes names",
         "debug_dump_path": _NOTES,
         "cache_dir": _NOTES,
@@ -228,12 +229,12 @@ _LEFT_OUT = {
         "backend_per_kind": "what was chosen is a field of its own",
     },
 }
-"""What changes no block, and why, by configuration.  All else counts, also what is new in vLLM."""
+"""Values that change no block, and why, by configuration.  All others count, new ones too."""
 
 
 def _execution(vllm_config: VllmConfig) -> str:
-    """How the model's operators become kernels.  Not the sizes of graphs and batches: they round
-    as any other batch does."""
+    """How the model's operators become kernels.  Sizes of graphs and batches do not count: they
+    round as any other batch does."""
     compilation = vllm_config.compilation_config
     mode = str(getattr(compilation.mode, "name", compilation.mode)).lower()
     custom = sorted(set(compilation.custom_ops))
@@ -246,14 +247,14 @@ def _execution(vllm_config: VllmConfig) -> str:
 
 
 def _settings(config: Any) -> dict[str, object]:
-    """A configuration's values, without what is left out."""
+    """A configuration's values, without those in _LEFT_OUT."""
     left_out = _LEFT_OUT.get(type(config).__name__, {})
     return {n: getattr(config, n) for n in config.__dataclass_fields__ if n not in left_out}
 
 
 def _multimodal(model: Any) -> str:
-    """Keys of images and the like name the input, not how this model's files preprocess it:
-    here, and only here, the place of the model counts."""
+    """Hashes of images and other inputs do not cover the model's preprocessing files: for
+    multimodal models, and only for them, the model's path counts."""
     if not model.is_multimodal_model:
         return "none"
     return _short([str(model.model), str(model.revision), model.multimodal_config])
@@ -284,8 +285,8 @@ def _layers(kv_cache_config: KVCacheConfig) -> object:
 
 
 def _attention(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
-    """The kernels that write the blocks: on CPUs the instruction set decides how keys are
-    packed, so it counts as part of the backend."""
+    """The kernels that write the blocks.  On CPUs the instruction set decides how keys are packed,
+    so it counts as part of the backend."""
     layers = vllm_config.compilation_config.static_forward_context
     found = set()
     for group in kv_cache_config.kv_cache_groups:
@@ -310,8 +311,8 @@ def _canonical(value: object) -> str:
 
 
 def _plain(value: Any) -> object:
-    """Turn what JSON does not know into text that is equal in every process: never the
-    default repr, which holds an address."""
+    """Turn a value that JSON does not know into text that is equal in every process: never the
+    default repr, which contains an address."""
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     if hasattr(value, "__dataclass_fields__"):

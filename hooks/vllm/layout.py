@@ -1,15 +1,15 @@
-"""Where the KV blocks lie: vLLM's KV cache as regions, and in shared memory from the start.
+"""Where the KV blocks lie: describes vLLM's KV cache as regions, and places it in shared memory.
 
-vLLM allocates one buffer per worker and lays every layer over it.  The page of layer ``l``
-and block ``b`` starts at ``offset + l * layer_stride + b * block_stride``, which has two
+vLLM allocates one buffer per worker, and every layer is a view of it.  The page of layer ``l``
+and block ``b`` starts at ``offset + l * layer_stride + b * block_stride``.  There are two
 shapes::
 
     layer outermost (LBNHC ...)              block outermost (BLNHC ...)
     | l0: b0 b1 b2 .. | l1: b0 b1 b2 .. |    | b0: l0 l1 .. | b1: l0 l1 .. | ...
       one region per layer                     one region that holds all layers
 
-Addresses are taken from the storage, never from a layer's view: a view may be split into
-kernel blocks or have its axes swapped, the storage is the same for all.
+Addresses come from the storage, never from a layer's view: a view may be split into kernel blocks
+or have its axes swapped, but all layers share one storage.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Placement:
     """A worker's KV cache: one allocation and the regions in it.  Worker only."""
 
     storage: torch.Tensor
-    """The whole allocation as flat int8; holding it keeps the memory."""
+    """The whole allocation as flat int8; this reference keeps the memory alive."""
     regions: list[Region]
     kernel_blocks: int
-    """Into how many parts the attention kernels split a block (1: not at all)."""
+    """How many of the attention kernels' blocks one block has (1: it is not split)."""
 
     @property
     def address(self) -> int:
-        """First byte of the allocation, as it is now."""
+        """The current address of the allocation's first byte."""
         return int(self.storage.untyped_storage().data_ptr())
 
     @property
@@ -51,7 +51,7 @@ class Placement:
 def regions_of(
     kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
 ) -> Placement | str:
-    """Return where the blocks lie, or in one sentence why these cannot be shared.
+    """Return where the blocks lie, or one sentence why they cannot be shared.
 
     ``kv_caches`` is what vLLM hands to ``register_kv_caches``.  Touches no KV bytes.
     """
@@ -60,7 +60,7 @@ def regions_of(
     if any(tensor.host_resident for tensor in kv_cache_config.kv_cache_tensors):
         return "part of the KV cache lies in host memory of its own"
     if not all(isinstance(cache, torch.Tensor) for cache in kv_caches.values()):
-        return "the KV cache of some layer is no single tensor"
+        return "the KV cache of some layer is not a single tensor"
     if len({cache.untyped_storage().data_ptr() for cache in kv_caches.values()}) != 1:
         return f"the KV caches of {len(kv_caches)} layers do not lie in one allocation"
     splits = {cache.shape[0] / kv_cache_config.num_blocks for cache in kv_caches.values()}
@@ -81,7 +81,7 @@ def _place(
     for region in regions:
         end = region.offset + region.stride * (region.num_blocks - 1) + region.block_bytes
         if end > storage.numel():
-            return f"{region} ends behind the {storage.numel()} bytes of the KV cache"
+            return f"{region} ends beyond the {storage.numel()} bytes of the KV cache"
     return Placement(storage, list(regions), kernel_blocks)
 
 
@@ -90,8 +90,8 @@ def _flat(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _regions(tensor: KVCacheTensor, num_blocks: int) -> list[Region]:
-    """The regions of one set of layers.  Some layouts put heads before blocks and so have
-    several regions per layer; all of it is cut into runs of all blocks."""
+    """The regions of one set of layers.  Some layouts put heads before blocks and so have several
+    regions per layer; each region is one run of all blocks."""
     stride = tensor.block_stride
     span = num_blocks * stride
     if tensor.layer_stride < span:
@@ -103,11 +103,11 @@ def _regions(tensor: KVCacheTensor, num_blocks: int) -> list[Region]:
 def _contradiction(
     tensor: KVCacheTensor, num_blocks: int, kv_caches: Mapping[str, torch.Tensor]
 ) -> str | None:
-    """Compare the plan with the views that vLLM really made: a wrong address would share
-    another layer's bytes, so every layer's first block must be where the plan has it."""
+    """Compare the plan with the views that vLLM really made: every layer's first block must be
+    where the plan puts it, because a wrong address would share another layer's bytes."""
     span = num_blocks * tensor.block_stride
     if tensor.layer_stride >= span and tensor.layer_stride % span:
-        return f"layer stride {tensor.layer_stride} is no multiple of {num_blocks} blocks"
+        return f"layer stride {tensor.layer_stride} is not a multiple of {num_blocks} blocks"
     for index, name in enumerate(tensor.layers):
         if (cache := kv_caches.get(name)) is None:
             return f"the KV cache of layer {name} was not registered"
@@ -119,7 +119,7 @@ def _contradiction(
 
 
 class Memory(Protocol):
-    """Memory that can be shared (the transport ``posix_shm`` has such)."""
+    """Memory that can be shared, such as that of the transport ``posix_shm``."""
 
     @property
     def buffer(self) -> memoryview: ...
@@ -132,13 +132,13 @@ M = TypeVar("M", bound=Memory)
 
 
 class shared_kv_memory(Generic[M]):  # noqa: N801 - a context manager, used like a function
-    """Context in which vLLM's KV cache allocation lands in memory from ``create``.
+    """Context in which vLLM allocates its KV cache in memory from ``create``.
 
     For the connector's ``get_mem_pool_context``.  vLLM makes the cache of a CPU worker by
-    exactly one ``torch.zeros(nbytes, dtype=torch.int8, device=cpu)``; while the context is
+    exactly one ``torch.zeros(nbytes, dtype=torch.int8, device=cpu)``.  While the context is
     open, the first such call returns a tensor over ``create(nbytes).buffer``, which must be
-    zeroed, and every other call is torch's own.  Afterwards ``memory`` is what was created,
-    or None and ``failure`` says why: the cache then lies in ordinary memory.
+    zeroed; torch answers all other calls.  Afterwards ``memory`` is the created memory, or None:
+    then the cache lies in ordinary memory, and ``failure`` says why.
     """
 
     def __init__(self, create: Callable[[int], M]) -> None:

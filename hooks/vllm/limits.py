@@ -1,4 +1,4 @@
-"""What vLLM takes away of an engine's role, by its configuration and where it has changed."""
+"""Limits that vLLM's configuration, or a change in vLLM, sets to an engine's role."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logger(__name__)
 
 
 def kv_role_limit(transfer: KVTransferConfig, of: str = "") -> Limit:
-    """What a connector's kv_role takes away; ``of`` says of which connector."""
+    """Return the limit that a connector's kv_role sets; ``of`` names the connector."""
     return Limit(
         f"kv_role={transfer.kv_role}{of}",
         no_exports=not transfer.is_kv_producer,
@@ -28,18 +28,18 @@ def kv_role_limit(transfer: KVTransferConfig, of: str = "") -> Limit:
 
 
 def scheduler_limits(scheduler: VllmScheduler | None) -> Iterator[Limit]:
-    """Yield what vLLM's scheduler takes away: without it a failed load would be an error, and a
-    copy may meet a late writer."""
+    """Yield the limits that vLLM's scheduler sets: without the scheduler a failed load would be an
+    error, and a step under way may write to a block while an import fills it."""
     if scheduler is None:
         yield Limit("vLLM's scheduler was not found", no_exports=False, no_imports=True)
         return
     yield kv_role_limit(scheduler.transfer, " of the engine")
-    late = not scheduler.keeps_late_writers_out()
+    late = not scheduler.holds_back_freed_blocks()
     yield Limit("this vLLM frees blocks while they are written", no_exports=False, no_imports=late)
 
 
-def say_role(role: Decision, config: Config) -> None:
-    """Log what the engine does, and what decided it: a warning unless its own settings did."""
+def log_role(role: Decision, config: Config) -> None:
+    """Log the engine's role and its cause: a warning unless kvshm's own settings are the cause."""
     level = logging.INFO if role == config.decide_role() else logging.WARNING
     if role.no_imports:
         log.log(level, "exporting only: %s", role.no_imports)

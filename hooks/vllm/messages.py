@@ -1,4 +1,4 @@
-"""What the two halves of the connector tell each other through vLLM, step by step."""
+"""Messages between the two halves of the connector, which vLLM carries with every step."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ _NOBODY: Any = MappingProxyType({})
 
 @dataclass(frozen=True)
 class RankDescription(KVConnectorHandshakeMetadata):
-    """How one rank's KV memory is reached, and its share of the fingerprint."""
+    """One rank: how to reach its KV memory, and its fields of the fingerprint."""
 
     info: RankInfo | None
-    """None with a refusal."""
+    """None if there is a refusal."""
     fields: dict[str, str]
     refusal: str = ""
-    """Why this rank cannot share at all; empty if it can."""
+    """Why this rank cannot share; empty if it can."""
 
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Scheduler to ranks, with every step."""
+    """From the scheduler to the ranks, with every step."""
 
     quiet: ClassVar[bool] = False
     step: int
     open_epoch: int = 0
-    """A new epoch has begun: every rank has to open its slot table.  0: none has."""
+    """The new epoch, whose slot table every rank must open.  0: no new epoch."""
     describe: int = 0
-    """The old epoch has ended (weights may have changed): describe yourself again, in answer
-    to the reset of this number.  0: no need."""
+    """Number of the reset after which every rank must describe itself again, because the weights
+    may have changed.  0: no need."""
     loads: list[Load] = field(default_factory=list)
     fence: int = 0
-    """With a step without a model: say whether all that was written up to this step stands in
-    memory, the drafter's part included.  0: no need."""
+    """In a step without a forward pass: report whether memory holds everything that was written up
+    to this step, the drafter's part included.  0: no need."""
     at_once: list[Load] = field(default_factory=list)
-    """Loads whose blocks this step computes from: it waits for them."""
+    """Loads whose blocks this step computes from; the step waits for these loads."""
     patience: float = 0.0
-    """How long it may do so, in seconds."""
+    """How long the step may wait for them, in seconds."""
     linger: float = 0.0
-    """How long its end may wait for other loads under way, in seconds."""
+    """How long the end of the step may wait for other loads under way, in seconds."""
     checksums: list[BlockId] = field(default_factory=list)
     """KVSHM_VERIFY: blocks whose last token this step computes."""
 
 
 class QuietStep(StepMetadata):
-    """A step of which there is nothing to tell but its number, as of most: this one object takes
-    less to make, to pack and to unpack.  Its other values are those of the class."""
+    """A step with nothing but its number, as most steps are: cheaper to make, to pickle and to
+    unpickle.  All other values are those of the class."""
 
     quiet = True
     loads = at_once = checksums = _NONE
@@ -69,25 +69,25 @@ class QuietStep(StepMetadata):
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """Ranks to scheduler, with every step's output; merged over the ranks by vLLM."""
+    """From the ranks to the scheduler, with every step's output; vLLM merges the ranks' reports."""
 
     quiet: ClassVar[bool] = False
     step: int
     fence: int = 0
-    """The fence that was asked for, once it is passed."""
+    """The fence that the scheduler asked for, once the rank has passed it."""
     loads: list[LoadReport] = field(default_factory=list)
     descriptions: dict[int, RankDescription] = field(default_factory=dict)
     """New descriptions, by rank."""
     describes: int = 0
-    """The reset they answer; those of an earlier one are of weights that may be gone."""
+    """Number of the reset that the descriptions answer; those for an earlier reset are outdated."""
     weights_changed: bool = False
-    """The weights were loaded anew since the last report."""
+    """The weights were loaded again since the last report."""
     attached: dict[int, frozenset[Epoch]] = field(default_factory=dict)
-    """Peers that can be read at once, by rank; of ranks for which that has changed."""
+    """Attached peers by rank, for ranks where they have changed."""
     not_opened: int = 0
-    """The epoch that this rank could not open.  0: there is none."""
+    """The epoch that this rank could not open.  0: none."""
     failed: bool = False
-    """A hook failed on this rank: it neither exports nor imports any more."""
+    """A hook failed on this rank: the rank neither exports nor imports any more."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> RankReport:
         """Merge another rank's report of the same step."""
@@ -108,7 +108,7 @@ class RankReport(KVConnectorWorkerMetadata):
 
 
 class QuietReport(RankReport):
-    """The same for a report: the step has ended, and that is all."""
+    """A report that says only that the step has ended."""
 
     quiet = True
     loads = _NONE

@@ -1,7 +1,7 @@
-"""What was really loaded, in vLLM's metrics.
+"""kvshm's metrics in vLLM: how much was really loaded.
 
 vLLM's own ``vllm:external_prefix_cache_hits`` counts an import when its blocks are allocated,
-before it is known whether they arrive.  These count when a load has ended.
+before it is known whether they arrive.  The metrics here count a load when it has ended.
 
 ::
 
@@ -24,22 +24,22 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from kvshm.engine.load_planner import Ended
 
 METRICS = {
-    "imported_tokens": "Prompt tokens taken over from other engines; what did not arrive is none.",
-    "imported_blocks": "KV cache blocks taken over from other engines.",
-    "loads": "Imports that have ended, well or not.",
-    "failed_loads": "Imports of which at least one block did not arrive and was computed.",
+    "imported_tokens": "Prompt tokens imported from other engines, without those of lost blocks.",
+    "imported_blocks": "KV cache blocks imported from other engines.",
+    "loads": "Imports that have ended, successful or not.",
+    "failed_loads": "Imports that lost at least one block, which was then computed.",
 }
-"""Counters, ``vllm:kvshm_`` before and ``_total`` after each."""
+"""The counters; vLLM shows each as ``vllm:kvshm_<name>_total``."""
 
 
 @dataclass
 class LoadStats(KVConnectorStats):
-    """Sums over the loads that have ended since the last one was taken: a number for each of
-    METRICS.  ``data`` travels between processes, of any number of engines."""
+    """Sums over the loads that have ended since the last LoadStats: a number for each of METRICS.
+    vLLM sends ``data`` from its engines to its API servers."""
 
     @classmethod
     def of(cls, ended: Sequence[Ended], block_size: int) -> LoadStats:
-        """What has come of these loads."""
+        """Return the sums of these loads."""
         blocks = sum(load.num_blocks for load in ended)
         failed = sum(load.failed for load in ended)
         sums = {"imported_blocks": blocks, "loads": len(ended), "failed_loads": failed}
@@ -61,7 +61,7 @@ class LoadStats(KVConnectorStats):
 
 
 class LoadMetrics(KVConnectorPromMetrics):
-    """The counters of all engines that an API server speaks to, each with its labels."""
+    """The counters of all engines of an API server, each engine with its labels."""
 
     def __init__(
         self,

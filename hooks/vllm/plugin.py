@@ -1,10 +1,9 @@
 """Activation by environment variable: vLLM calls ``activate`` in each of its processes.
 
-With ``KVSHM_ENABLE`` unset or 0 nothing happens: nothing is imported, nothing touched.
-With 1 the connector becomes known to vLLM under its name, and every engine configuration
-that names no connector of its own gets it; with KVSHM_BESIDE=1 also those that name one.
-The official way, ``--kv-transfer-config`` with ``kv_connector_module_path``, needs none of
-this.
+With ``KVSHM_ENABLE`` unset or 0 kvshm imports and changes nothing.  With 1 kvshm registers its
+connector with vLLM, and every engine configuration that names no connector gets it; with
+KVSHM_BESIDE=1 a configuration that names one gets it too.  vLLM's own way,
+``--kv-transfer-config`` with ``kv_connector_module_path``, does not need this module.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from kvshm.config import Config
     from kvshm.log import Logger
 
-OURS: dict[str, Any] = {
+OUR_CONNECTOR: dict[str, Any] = {
     "kv_connector": CONNECTOR,
     "kv_connector_module_path": CONNECTOR_MODULE,
     "kv_role": "kv_both",
@@ -31,16 +30,16 @@ OURS: dict[str, Any] = {
 TOUCHPOINT = "_post_init_kv_transfer_config"
 
 _STARTED_BY_VLLM = ("EngineCore", "VllmWorker", "ApiServer")
-"""Names of the processes that are given a configuration made before they were started."""
+"""Names of processes that get a configuration which was made before they were started."""
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def activate() -> None:
     """Entry point ``vllm.general_plugins``: offer kvshm to vLLM if KVSHM_ENABLE=1.
 
-    Any vLLM process, any number of times.  Raises ConfigError for a bad setting, which
-    stops vLLM's start: a cache that was asked for must not be missing silently.
+    Any vLLM process, any number of times.  Raises ConfigError for a bad setting, which stops
+    vLLM's start: an engine must not run silently without the cache that its user asked for.
     """
     if os.environ.get("KVSHM_ENABLE", "") in ("", "0"):
         return
@@ -61,7 +60,7 @@ def activate() -> None:
         if reason is None:
             register()
             _wrap(config)
-    except Exception as exc:  # any: a vLLM that has changed serves unshared
+    except Exception as exc:  # any: if vLLM has changed, the engine serves unshared
         reason = _unexpected(exc)
     if reason is not None:
         _decline(reason)
@@ -87,23 +86,23 @@ def _wrap(config: Config) -> None:
     def post_init(self: VllmConfig) -> None:
         original(self)
         for warning in config.warnings:
-            _say_once(warning, logging.WARNING)
+            _log_once(warning, logging.WARNING)
         try:
-            _offer(self, config)
-        except Exception as exc:  # any, as above: of a vLLM that has changed
+            _configure(self, config)
+        except Exception as exc:  # any, as above
             _decline(_unexpected(exc))
 
-    post_init.kvshm = True  # type: ignore[attr-defined]  # marks the wrapper as ours
+    post_init.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
     setattr(VllmConfig, TOUCHPOINT, post_init)
 
 
-def _offer(vllm_config: VllmConfig, config: Config) -> None:
-    """Fill an empty kv_transfer_config; join or leave alone another's; correct our own.  What
-    it changes it changes last."""
+def _configure(vllm_config: VllmConfig, config: Config) -> None:
+    """Set an empty kv_transfer_config; combine another connector's with kvshm's, or leave it alone;
+    correct kvshm's own.  If this raises, nothing has changed."""
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.has_connector(CONNECTOR):
         if overridden := ensure_recompute(transfer):
-            _say_once(overridden)
+            _log_once(overridden)
         return
     if vllm_config.model_config is None:
         return  # no engine: vLLM builds such configurations for its own use
@@ -112,12 +111,12 @@ def _offer(vllm_config: VllmConfig, config: Config) -> None:
         _decline(reason)
         return
     vllm_config.kv_transfer_config = _transfer_config(other, config)
-    _say_once("connector installed: the engine shares its prefix cache if its KV cache allows it")
+    _log_once("connector installed: the engine shares its prefix cache if its KV cache allows it")
 
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
-    """Why this engine gets no connector, or None."""
-    from .beside import beside_refusal
+    """Return why this engine gets no connector, or None."""
+    from .multi_connector import combination_refusal
     from .refusals import config_refusal, layers_refusal
 
     if other is not None and not beside:
@@ -126,38 +125,37 @@ def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bo
         config_refusal(vllm_config, os.environ)
         or layers_refusal(vllm_config)
         or touchpoint_refusal()
-        or (beside_refusal(vllm_config, other) if other is not None else None)
+        or (combination_refusal(vllm_config, other) if other is not None else None)
     )
 
 
 def touchpoint_refusal() -> str | None:
-    """Return what of vLLM's interface for connectors is not as kvshm knows it, or None.
+    """Return what kvshm does not know of vLLM's interface for connectors, or None.
 
-    Imports the connector; another error than ImportError comes through and is as good a
-    reason.  It is not asked where vLLM was told to use the connector: then vLLM's own error
-    says so.
+    Imports the connector; passes on errors other than ImportError, which the caller takes as the
+    reason.  Not called if the user configured the connector: then vLLM's own error says so.
     """
     try:
         from .connector import KvshmConnector
     except ImportError as exc:
         return f"this vLLM is not as kvshm knows it: {exc}"
     unknown = ", ".join(sorted(getattr(KvshmConnector, "__abstractmethods__", ())))
-    return f"this vLLM wants connectors to have {unknown}" if unknown else None
+    return f"this vLLM requires connectors to have {unknown}" if unknown else None
 
 
 def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     from vllm.config import KVTransferConfig
 
-    from .beside import combined
+    from .multi_connector import combined_config
 
     if other is None:
-        # For who may import vLLM holds freed blocks back, which nobody else need pay for.
+        # If the engine may import, vLLM holds freed blocks back: an exporter need not pay for it.
         exports_only = {} if config.imports else {"kv_role": "kv_producer"}
-        return KVTransferConfig(**OURS | exports_only)
-    _say_once(
+        return KVTransferConfig(**OUR_CONNECTOR | exports_only)
+    _log_once(
         f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )
-    return combined(other, OURS)
+    return combined_config(other, OUR_CONNECTOR)
 
 
 def _logger() -> Logger:
@@ -167,21 +165,21 @@ def _logger() -> Logger:
 
 
 def _unexpected(exc: Exception) -> str:
-    """Log where it happened, once, and return the reason to decline with."""
+    """Log the exception with its traceback, once; return the reason for ``_decline``."""
     reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
-    if reason not in _said:
-        _said.add(reason)
+    if reason not in _logged:
+        _logged.add(reason)
         _logger().warning("vLLM's configuration is left alone", exc_info=exc)
     return reason
 
 
 def _decline(reason: str) -> None:
-    _say_once(f"not sharing the prefix cache: {reason}", logging.WARNING)
+    _log_once(f"not sharing the prefix cache: {reason}", logging.WARNING)
 
 
-def _say_once(text: str, level: int = logging.INFO) -> None:
-    """Log a line once per engine: vLLM builds its configuration several times, first of all
-    in the process that starts the others."""
-    if text not in _said and not current_process().name.startswith(_STARTED_BY_VLLM):
-        _said.add(text)
+def _log_once(text: str, level: int = logging.INFO) -> None:
+    """Log a line once per engine: vLLM builds its configuration several times, and first in the
+    process that starts the others."""
+    if text not in _logged and not current_process().name.startswith(_STARTED_BY_VLLM):
+        _logged.add(text)
         _logger().log(level, text)

@@ -1,4 +1,4 @@
-"""What an import may expect of vLLM's block pool: blocks it has itself, and room for others."""
+"""What vLLM's block pool already holds, and whether it has room for an import."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""
 SPARE = 8
-"""One of so many blocks of the pool has to stay free beside an asynchronous import, for who comes
-or decodes while it lasts: behind a request that waits for blocks vLLM looks at nobody."""
+"""One of so many blocks of the pool must stay free during an asynchronous import, for requests that
+arrive or decode meanwhile: vLLM schedules no request behind one that waits for blocks."""
 
 
 class PoolRoom:
-    """Looks at the pool of one engine; changes nothing.  Scheduler's thread."""
+    """Reads the pool of one engine; changes nothing.  Scheduler's thread."""
 
     def __init__(self, manager: Any, requests: Mapping[str, Any], block_size: int) -> None:
         self._manager = manager
@@ -25,19 +25,19 @@ class PoolRoom:
         return bool(self._manager.block_pool.get_cached_block(block_hash, [0]))
 
     def is_alone(self, request: Any) -> bool:
-        """Whether the engine has no other request: one that waits may come into the same step."""
+        """Whether the engine has no other request; a waiting one might join the same step."""
         others = (each for each in self._requests.values() if each is not request)
         return all(each.is_finished() for each in others)
 
     def free(self) -> int:
-        """Blocks that can be handed out."""
+        """Return the number of blocks that vLLM can hand out."""
         return int(self._manager.block_pool.get_num_free_blocks())
 
-    def lets_in(self, num_blocks: int, request: Any) -> bool:
-        """Whether vLLM admits an asynchronous load that occupies so many blocks, and has room
-        for the rest of the request's prompt when it has ended.  vLLM does the former only beside
-        what prefills under way still need, looks at nobody behind a request that it does not
-        admit, and meanwhile gives blocks to others."""
+    def admits(self, num_blocks: int, request: Any) -> bool:
+        """Whether vLLM admits an asynchronous load of so many blocks, and will have room for the
+        rest of the request's prompt after the load.  vLLM reserves the blocks that prefills under
+        way still need, schedules no request behind one that it does not admit, and gives blocks
+        to other requests during the load."""
         missing = sum(self._missing(each) for each in self._requests.values())
         left = self.free() - missing
         kept = int(getattr(self._manager, "watermark_blocks", 0))
@@ -45,12 +45,12 @@ class PoolRoom:
         return num_blocks + kept <= left and self._blocks(request) + spare <= left
 
     def _missing(self, request: Any) -> int:
-        """Blocks that a prefill under way has yet to be given."""
+        """Blocks that a prefill under way still needs."""
         if request.status.name not in PREFILLING:
             return 0
         held = len(self._manager.get_blocks(request.request_id).blocks[0])
         return max(self._blocks(request) - held, 0)
 
     def _blocks(self, request: Any) -> int:
-        """Blocks that a request's tokens fill, one of them perhaps in part."""
+        """Blocks that a request's tokens fill, counting a partly filled one."""
         return -(-int(request.num_tokens) // self._block_size)

@@ -1,4 +1,4 @@
-"""Watches vLLM's block pool: tells when a block's bytes or its hash are about to change.
+"""Watches vLLM's block pool: reports when a block's bytes or its hash are about to change.
 
 The pool has no callback for every such change (a reuse watcher misses evictions and moves of
 hashes), so four methods of the pool *instance* are wrapped.  All of them run in the
@@ -14,16 +14,16 @@ from kvshm.errors import KvshmError
 from kvshm.ids import BlockId
 
 FOR_SHARING = ("reset_prefix_cache",)
-"""Without it new weights would go unnoticed: nothing may be shared in either direction."""
+"""Without this method new weights would go unnoticed: the engine may neither export nor import."""
 FOR_EXPORT = ("get_new_blocks", "_remove_cached_block_hashes", "blocks")
 TABLES = "req_to_blocks"
 
 
 class PoolListener(Protocol):
-    """Who wants to know."""
+    """Receives the changes of the pool."""
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
-        """The pool has handed these of its blocks out for new contents."""
+        """The pool has handed out these blocks for new contents."""
         ...
 
     def block_changes(self, block: BlockId) -> None:
@@ -31,21 +31,21 @@ class PoolListener(Protocol):
         ...
 
     def pool_will_reset(self) -> None:
-        """Every hash is about to be dropped, if all blocks are free."""
+        """The pool is about to drop every hash if all blocks are free."""
         ...
 
     def pool_reset(self) -> None:
-        """Every hash was dropped: the contents may be of other weights from here on."""
+        """The pool has dropped every hash: new contents may come from other weights."""
         ...
 
 
 class PoolChanged(KvshmError):
-    """vLLM's block pool lacks something kvshm relies on; names it."""
+    """vLLM's block pool lacks something that kvshm relies on; the message names it."""
 
 
 def block_tables(manager: Any) -> Mapping[str, Sequence[Any]]:
-    """The block tables by request, as vLLM's block manager keeps them: asking its ``get_blocks``
-    costs seven calls.  Raises PoolChanged if they are not where they are looked for."""
+    """Return the block tables by request, as vLLM's block manager keeps them: its ``get_blocks``
+    would cost seven calls.  Raises PoolChanged if this vLLM keeps them elsewhere."""
     groups = getattr(getattr(manager, "coordinator", None), "single_type_managers", None)
     tables = getattr(groups[0], TABLES, None) if groups else None
     if not isinstance(tables, dict):
@@ -54,8 +54,8 @@ def block_tables(manager: Any) -> Mapping[str, Sequence[Any]]:
 
 
 def watch_resets(pool: Any, listener: PoolListener) -> None:
-    """Have the listener told when all hashes are dropped.  Raises PoolChanged if that cannot
-    be: then nothing was wrapped, and nothing may be shared."""
+    """Tell the listener when the pool drops all hashes.  Raises PoolChanged if that is impossible:
+    then nothing was wrapped, and the engine may neither export nor import."""
     _require(pool, FOR_SHARING)
     reset = pool.reset_prefix_cache
 
@@ -69,16 +69,16 @@ def watch_resets(pool: Any, listener: PoolListener) -> None:
 
 
 def watch_blocks(pool: Any, listener: PoolListener) -> None:
-    """Have the listener told of every single block's change.  Raises PoolChanged if that
-    cannot be: then nothing was wrapped, and nothing may be exported."""
+    """Tell the listener of every change of a single block.  Raises PoolChanged if that is
+    impossible: then nothing was wrapped, and the engine may not export."""
     _require(pool, FOR_EXPORT)
     hand_out, remove_hashes = pool.get_new_blocks, pool._remove_cached_block_hashes
 
     handing_out = False
 
     def get_new_blocks(*args: Any, **kwargs: Any) -> Any:
-        # Blocks that are handed out are told of all at once: they may be thousands, so vLLM is
-        # spared our wrapper for each, unless somebody else has wrapped that in turn.
+        # The listener gets all handed-out blocks in one call.  They may be thousands, so vLLM calls
+        # its own method for each, without the wrapper, unless other code has wrapped that method.
         nonlocal handing_out
         handing_out = True
         if unwrapped := pool._remove_cached_block_hashes is remove:

@@ -1,7 +1,7 @@
-"""The ranks, asked directly over vLLM's executor, between steps and while none is to come.
+"""Asks the ranks directly over vLLM's executor: between steps, or when no step will come.
 
-vLLM's own way to ask at the start, the handshake of connectors, is one for all connectors of
-an engine: a MultiConnector gives the first answer it gets to every one of them.
+vLLM's own question at the start, the handshake of connectors, is one for all connectors of an
+engine: a MultiConnector gives the first answer that it gets to all its connectors.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
-from .callers import callers_with
+from .call_stack import callers_with
 from .messages import RankDescription
 
 
 @runtime_checkable
 class AskedRank(Protocol):
-    """A worker's connector, as far as it is asked here: kvshm's, and no other."""
+    """The methods that a rank is asked for; only kvshm's connector has them."""
 
     def describe(self) -> RankDescription | None: ...
 
@@ -35,18 +35,18 @@ class Ranks:
 
     @classmethod
     def of_caller(cls) -> Ranks | None:
-        """The ranks of the vLLM core that is calling, or None."""
+        """Return the ranks of the calling EngineCore, or None."""
         cores = callers_with("model_executor")
         return cls(cores[0].model_executor) if cores else None
 
     def describe(self) -> dict[int, RankDescription]:
-        """What they say of themselves, by rank; blocks for as long as they digest weights."""
+        """Return the ranks' descriptions, by rank; blocks while the ranks digest their weights."""
         answers = self._executor.collective_rpc(_describe)
         return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
 
     def give_up(self, load_ids: Iterable[str]) -> set[str]:
-        """End loads of an epoch that has ended; returns those of which no rank copies or will
-        report anything any more.  The rest is reported with a step, as always."""
+        """End loads of an epoch that has ended; returns the loads that no rank copies or will
+        report any more.  The ranks report the other loads with a step, as always."""
         answers = self._executor.collective_rpc(_ended, args=(sorted(load_ids),))
         ended: set[str] = set.intersection(*map(set, answers)) if answers else set()
         if ended:
@@ -55,7 +55,7 @@ class Ranks:
 
 
 def is_beside_others(connector: object) -> bool:
-    """Whether this worker's connector is one of several.  Worker only."""
+    """Whether this worker has other connectors too (a MultiConnector).  Worker only."""
     return has_kv_transfer_group() and get_kv_transfer_group() is not connector
 
 

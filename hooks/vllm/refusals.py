@@ -1,7 +1,7 @@
-"""Why kvshm stays out of an engine: one sentence per reason, for the log.
+"""Why an engine cannot share its cache: one sentence per reason, for the log.
 
-These are the reasons that show in vLLM's configuration; what shows only in the cache and the
-model themselves (several allocations, unknown weights) is refused where it is seen.
+This module knows the reasons that vLLM's configuration shows.  Other modules refuse what only
+the cache and the model show (several allocations, unknown weights).
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 TESTED_VLLM = ((0, 32),)
-"""Major and minor versions.  kvshm rests on private behaviour of vLLM (docs/vllm-facts.md): names
-that are missing are noticed, a changed meaning is not."""
+"""Major and minor versions.  kvshm relies on private behaviour of vLLM (docs/vllm-facts.md): kvshm
+notices a missing name, but not a changed meaning."""
 SHAREABLE_DEVICES = ("cpu", "cuda")
 """vLLM's device types for which there is a transport."""
 
 
 def version_refusal(version: tuple[int | str, ...], allowed: bool) -> str | None:
-    """Return why this vLLM version cannot be used, or None.  ``allowed``: whether versions that
-    are not tested may be (KVSHM_ALLOW_UNTESTED_VLLM); that includes development trees, which
-    call themselves (0, 0, "dev")."""
+    """Return why this vLLM version cannot be used, or None.  ``allowed``: whether untested versions
+    may be used (KVSHM_ALLOW_UNTESTED_VLLM), including development trees, whose version is
+    (0, 0, "dev")."""
     if version[:2] != (0, 0) and version[:2] < TESTED_VLLM[0]:
         return f"vLLM {_dotted(version)} is too old, kvshm needs {_tested()}"
     if allowed or is_tested(version):
@@ -60,8 +60,8 @@ def _dotted(version: tuple[int | str, ...]) -> str:
 def config_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
     """Return why an engine of this configuration cannot share its prefix cache, or None.
 
-    Any process; reads only.  With a reason, a connector that vLLM was told to use anyway
-    must neither publish nor import.
+    Any process; reads only.  If there is a reason, a connector that the user configured must
+    neither publish nor import.
     """
     if vllm_config.model_config is None:
         return "there is no model"
@@ -73,11 +73,11 @@ def config_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str |
 
 
 def layers_refusal(vllm_config: VllmConfig) -> str | None:
-    """Return why the KV cache of this model will not be one that ``cache_refusal`` accepts, as
-    far as its configuration shows that, or None.
+    """Return why ``cache_refusal`` would refuse the KV cache of this model, or None; knows only
+    what the model's configuration shows.
 
-    For who decides before there is a cache: an engine that is refused only then has paid for
-    a connector that does nothing.
+    The plugin asks this before there is a cache: an engine that is refused later pays for a
+    connector that does nothing.
     """
     model = vllm_config.model_config
     try:
@@ -136,13 +136,13 @@ def _platform() -> Any:
     return current_platform
 
 
-# The kind of model comes before what vLLM makes of it: without being told to, it turns prefix
-# caching off for encoder-decoders and for some pooling models.
+# The kind of model comes before prefix caching: vLLM itself turns prefix caching off for
+# encoder-decoders and for some pooling models, and the log must name the model as the reason.
 _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "there is no transport for KV caches on this device": lambda c: (
         c.device_config.device_type not in SHAREABLE_DEVICES
     ),
-    # vLLM's device type is "cuda" there as well.
+    # On ROCm too vLLM's device type is "cuda".
     "there is no transport for KV caches on AMD GPUs (ROCm)": lambda _: _platform().is_rocm(),
     "Ray runs the workers, perhaps on other machines (--distributed-executor-backend ray)": (
         lambda c: c.parallel_config.use_ray

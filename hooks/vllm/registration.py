@@ -1,5 +1,5 @@
-"""The connector's name and policy in vLLM, whoever asks for it: the plugin, or the connector itself
-in an engine that was started without the plugin."""
+"""The connector's name and policy in vLLM, for the plugin and (in engines started without the
+plugin) for the connector itself."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def register() -> None:
 
 
 def ensure_recompute(transfer: KVTransferConfig) -> str | None:
-    """Make failed loads be recomputed instead of failing their request; returns what to log
-    if that was not so.
+    """Make vLLM recompute failed loads instead of failing their request; returns what to log if
+    this changed the policy.
 
-    vLLM's default is "fail"; with kvshm a block may vanish between match and copy, which is
-    a cache miss.  To be called before vLLM's Scheduler reads the policy: here, and in the
+    vLLM's default is "fail"; with kvshm a block may vanish between match and copy, which is a
+    cache miss.  Call before vLLM's Scheduler reads the policy: in the plugin, and in the
     connector's constructor for engines started without the plugin.
     """
     given = transfer.kv_load_failure_policy

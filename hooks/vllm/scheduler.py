@@ -1,4 +1,4 @@
-"""The connector's half in the scheduler's process: ties exporter and importer to the cache."""
+"""The scheduler's half of the connector: one engine's block tracker, importer and shared cache."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from kvshm.log import logger
 from kvshm.roles import Decision, Limit
 from kvshm.shm.counters import LOADS_AT_ONCE
 
-from .after_prefill import Completed, Exporter
-from .before_prefill import Importer
+from .after_prefill import BlockTracker, CompletedRuns
+from .before_prefill import RequestImporter
 from .identity import scheduler_fields, with_none_hash
-from .leaving import when_told_to_end
-from .limits import say_role, scheduler_limits
+from .limits import log_role, scheduler_limits
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
 from .pool_room import PoolRoom
 from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
 from .ranks import Ranks
+from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
 from .vllm_scheduler import VllmScheduler
 
 log = logger(__name__)
 
 MAX_FENCES = 1000
-"""How often an engine that falls idle asks whether its last step is through; vLLM waits a
-millisecond in between."""
+"""How often an idle engine asks its ranks whether they have passed a fence, with a millisecond of
+vLLM's between two questions."""
 
-UNTOLD = object()
-"""No life of the cache."""
+NOT_SYNCED = object()
+"""``_synced_state`` while the ranks lack something: equal to no state of the cache."""
 
 
 class SchedulerSide:
@@ -64,44 +64,44 @@ class SchedulerSide:
             asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         )
         self.cache = SharedCache(config, spec, run_dir)
-        when_told_to_end(self.cache.leave)
+        on_shutdown_signal(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
-        self.importer = Importer(
+        self.importer = RequestImporter(
             self.cache, config, self._block_size, clock, num_ranks=self._num_ranks
         )
         self._times = StepTimes(self.cache.planner.costs, clock, vllm_config.scheduler_config)
         self._requests: dict[str, Any] = {}
-        self.exporter: Exporter | None = None
+        self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
         self._importing = False
         self._ranks: Ranks | None = None
         self._step = 0
         self._fences = 0
-        """Steps without a model since the last one with."""
-        self._told: object = UNTOLD
-        """The life of the cache of which the ranks know everything."""
+        """Steps without a forward pass since the last step with one."""
+        self._synced_state: object = NOT_SYNCED
+        """The cache's ``epoch_state`` if the ranks know everything about it."""
         self._announced: int | None = None
         self._resets = 0
         self._describe = False
         self._descriptions: dict[int, RankDescription] = {}
         self._awaited: int | None = 0
-        """The step whose output completes the descriptions (0: what the start brings does);
-        None while nothing is awaited, or not asked for yet."""
+        """The step whose output completes the ranks' descriptions (0: the start completes them);
+        None while no description has been asked for."""
 
     # -- start and epochs
 
     def bind(
         self, manager: Any, listener: PoolListener, scheduler: VllmScheduler | None
     ) -> str | None:
-        """Have ``listener`` watch vLLM's block pool, and decide what this engine does by what is
-        found of vLLM; returns why that is nothing, or None."""
+        """Have ``listener`` watch vLLM's block pool, and decide, from vLLM's objects, whether this
+        engine exports and imports; returns why it does neither, or None."""
         self._vllm = scheduler
         limits = [*scheduler_limits(scheduler)]
         limits += self._watch(manager, listener, self._config.decide_role(*limits))
         role = self._config.decide_role(*limits)
         if role.refusal is not None:
             return role.refusal
-        say_role(role, self._config)
+        log_role(role, self._config)
         self._importing = not role.no_imports
         if self._importing and scheduler is not None:
             scheduler.recompute()
@@ -109,18 +109,18 @@ class SchedulerSide:
         return None
 
     def _watch(self, manager: Any, listener: PoolListener, role: Decision) -> Iterator[Limit]:
-        """Watch the block pool, as far as ``role`` needs that; yields what cannot be done because
-        it cannot be watched."""
+        """Watch the block pool for what ``role`` needs; yields the limits that follow if the pool
+        cannot be watched."""
         resets_are_seen = False
         try:
             watch_resets(manager.block_pool, listener)
             resets_are_seen = True
             if not role.no_exports:
                 delay = 1 if self._vllm_config.speculative_config else 0
-                wants = self.importer.wants
-                exporter = Exporter(self.cache, manager, self._block_size, wants, delay)
+                may_share = self.importer.may_share
+                tracker = BlockTracker(self.cache, manager, self._block_size, may_share, delay)
                 watch_blocks(manager.block_pool, listener)
-                self.exporter = exporter
+                self.tracker = tracker
         except PoolChanged as exc:
             yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)
 
@@ -128,73 +128,70 @@ class SchedulerSide:
         """Whether imports may begin now."""
         return self._importing and self._vllm is not None and self._vllm.may_import()
 
-    def make_way_for_reset(self) -> None:
+    def prepare_pool_reset(self) -> None:
         """vLLM is about to reset its cache, for which all blocks must be free."""
         if self._vllm is not None:
-            self._vllm.make_way(self._give_up_loads)
+            self._vllm.free_blocks_for_reset(self._give_up_loads)
 
     def _give_up_loads(self) -> set[str]:
-        """End all loads under way, without a step; returns whose loads have or had ended."""
-        loads, landed = self.importer.under_way(), set(self.importer.landed)
+        """End all loads under way, without a step; returns the requests whose loads have ended."""
+        loads, ended = self.importer.under_way(), set(self.importer.unscheduled)
         if not loads or self._ranks is None:
-            return landed
+            return ended
         self.reset()
-        ended = self._ranks.give_up(loads)
-        self.importer.given_up(ended)
-        return ended | landed
+        given_up = self._ranks.give_up(loads)
+        self.importer.discard_loads(given_up)
+        return given_up | ended
 
-    def let_steps_wait(self, before_output: Callable[[Any, Any], None]) -> None:
-        """Let steps wait for short imports, where that waits for nothing else: with speculation
-        a drafter on a GPU writes late, so that copies have to wait for the model.  Not beside
-        other connectors, which may load into the same step."""
+    def enable_loads_at_once(self, before_output: Callable[[Any, Any], None]) -> None:
+        """Let steps wait for short imports, unless these would wait for something else: on a GPU
+        a drafter writes late, so that copies have to wait for the model.  Another connector may
+        load into the same step, so that kvshm must be the only one."""
         device = self._vllm_config.device_config.device_type
         early = device == "cpu" or not self._vllm_config.speculative_config
         if self._importing and early and self._vllm is not None and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
     def reset(self) -> None:
-        """Begin another life: withdraw everything now, describe the ranks anew next step."""
+        """End the epoch: withdraw everything now, and have the ranks describe themselves again."""
         self.withdraw()
         self._resets += 1
         self._describe = True
-        if self.exporter is not None:
-            self.exporter.expecting = True
+        if self.tracker is not None:
+            self.tracker.expecting = True
 
     def withdraw(self) -> None:
-        """Show nothing any more, and import nothing, until another epoch is begun."""
+        """Publish and import nothing until another epoch begins."""
         self.cache.end_epoch()
-        if self.exporter is not None:
-            self.exporter.expect_nothing()
+        if self.tracker is not None:
+            self.tracker.stop_expecting()
         self._descriptions.clear()
         self._awaited = None
 
     def started(self, given: dict[int, RankDescription] | None, ranks: Ranks | None) -> None:
-        """The ranks are there.  ``given``: what they said of themselves, unless they are to be
-        asked."""
+        """The ranks have started.  ``given``: their descriptions; None: ask the ranks."""
         self._ranks = ranks
         if given is None:
             given = ranks.describe() if ranks is not None else {}
-        self.described(given)
-        self._answers_are_in(0)
+        self.ranks_described(given)
+        self._check_descriptions(0)
 
-    def _answers_are_in(self, step: int) -> None:
-        """Without a rank no epoch can begin: say so, and wait and keep marks for it no longer."""
+    def _check_descriptions(self, step: int) -> None:
+        """At the awaited ``step``: if a description is missing, no epoch can begin: log that, and
+        stop waiting and keeping marks."""
         if self._awaited is None or step < self._awaited:
             return
         silent = sorted(set(range(self._num_ranks)) - self._descriptions.keys())
         log.warning(
-            "not sharing the prefix cache: of %d ranks these have not said where their KV cache "
-            "lies: %s",
+            "not sharing the prefix cache: of %d ranks, these did not describe their KV cache: %s",
             self._num_ranks,
             ", ".join(map(str, silent)),
         )
         self.withdraw()
 
-    def described(self, ranks: dict[int, RankDescription], answers: int = 0) -> None:
-        """Ranks have described themselves; with the last one the next epoch can begin.
-        Descriptions that answer an earlier reset are ignored: they left before the latest
-        one, and the weights may have changed since.
-        """
+    def ranks_described(self, ranks: dict[int, RankDescription], answers: int = 0) -> None:
+        """Ranks have described themselves; with the last description the next epoch can begin.
+        Ignores answers to an earlier reset: the weights may have changed since."""
         if answers != self._resets:
             return
         self._descriptions.update(ranks)
@@ -216,61 +213,61 @@ class SchedulerSide:
 
     def new_request(self, request: Any) -> None:
         self._requests[request.request_id] = request
-        if self.exporter is not None:
-            self.exporter.follow(request)
+        if self.tracker is not None:
+            self.tracker.track(request)
 
     def request_finished(self, request: Any) -> None:
         self._requests.pop(request.request_id, None)
-        if self.exporter is not None:
-            self.exporter.unfollow(request.request_id)
-        self.importer.finished(request.request_id)
+        if self.tracker is not None:
+            self.tracker.untrack(request.request_id)
+        self.importer.request_finished(request.request_id)
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that another engine holds beyond the local hit, None for "ask again", and
-        whether vLLM is to hold the request back until they have arrived."""
+        """Return how many tokens beyond the local hit can be imported (None: ask again), and
+        whether vLLM must hold the request back until they have arrived."""
         if not self._importing or (self._vllm and self._vllm.fence and not self.may_import()):
             self.importer.at_once.forget(request.request_id)
             return 0, False
         found = self.importer.match(request, num_local_tokens)
-        return found, bool(found) and not self.importer.at_once.expects(request.request_id)
+        return found, bool(found) and not self.importer.at_once.withholds(request.request_id)
 
     # -- every step
 
     def build(self, output: Any) -> StepMetadata:
-        """The last thing before a step is dispatched: withdraw what it writes, wait for
-        leases within the budget, pack up what the ranks have to do: mostly nothing."""
+        """Runs last before a step is dispatched: retract the blocks that the step writes, wait for
+        leases within the drain budget, return the ranks' work for the step: mostly none."""
         self._step += 1
         tokens = output.total_num_scheduled_tokens
         self._fences = 0 if tokens else self._fences + 1
-        news = not tokens or self._describe or self.importer.stirred
-        quiet = not news and self.cache.epoch_state is self._told
+        news = not tokens or self._describe or self.importer.has_news
+        quiet = not news and self.cache.epoch_state is self._synced_state
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
             self._times.built(self._step, tokens, len(output.num_scheduled_tokens), quiet)
         return metadata
 
     def _build_quiet(self, output: Any) -> StepMetadata:
-        if (exporter := self.exporter) is not None:
-            exporter.step_built(self._step, output.num_scheduled_tokens)
-            if exporter.unsettled:
-                exporter.unsettled = False
-                exporter.publish_computed()
+        if (tracker := self.tracker) is not None:
+            tracker.step_built(self._step, output.num_scheduled_tokens)
+            if tracker.pending_changes:
+                tracker.pending_changes = False
+                tracker.publish_computed()
                 self.cache.publisher.drain_before_dispatch()
-        return QuietStep(self._step)  # the ranks have nothing to do but to compute
+        return QuietStep(self._step)  # the ranks only compute
 
     def _build(self, output: Any) -> StepMetadata:
         busy = output.total_num_scheduled_tokens > 0
-        life = self.cache.epoch_state  # looked at first: another may follow at any time
+        epoch_state = self.cache.epoch_state  # read first: another may follow at any time
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
-        completes: Completed = []
-        if (exporter := self.exporter) is not None:
-            exporter.look_at(life)
+        completes: CompletedRuns = []
+        if (tracker := self.tracker) is not None:
+            tracker.update_expecting(epoch_state)
             for load in (*loads, *at_once):
-                exporter.blocks_promised([t for piece in load.pieces for t in piece.targets])
-            # First what the step rewrites: a block may have got its hash in this very schedule().
+                tracker.blocks_promised([t for piece in load.pieces for t in piece.targets])
+            # Before publishing: this same schedule() may have hashed a block that the step writes.
             if busy:
-                completes = exporter.step_built(self._step, output.num_scheduled_tokens)
-            exporter.publish_computed()
+                completes = tracker.step_built(self._step, output.num_scheduled_tokens)
+            tracker.publish_computed()
         self.cache.publisher.drain_before_dispatch()
         metadata = StepMetadata(
             step=self._step if busy else 0,
@@ -280,24 +277,24 @@ class SchedulerSide:
             at_once=at_once,
             patience=self.importer.at_once.step_built(),
             linger=self.importer.linger(loads, busy),
-            fence=0 if busy or exporter is None else exporter.fence,
+            fence=0 if busy or tracker is None else tracker.fence,
             checksums=blocks_of(run for _, run in completes) if self._config.verify else [],
         )
         if metadata.describe:
             self._awaited = self._step
-        # Weights are digested when the model runs with them: a step without a model may lie
-        # between a reset and the change of weights that it was made for.
+        # The ranks digest their weights in a step that runs the model: an idle step may come
+        # between a reset and the change of weights for which the reset was made.
         self._describe = self._describe and not busy
-        waits = life is None and exporter is not None and exporter.expecting
-        self._told = UNTOLD if waits or self._config.verify else life
-        self.importer.handed_over()
+        waits = epoch_state is None and tracker is not None and tracker.expecting
+        self._synced_state = NOT_SYNCED if waits or self._config.verify else epoch_state
+        self.importer.step_dispatched()
         return metadata
 
-    def emergency(self, output: Any) -> StepMetadata:
-        """``build`` after something failed: nothing is shared, but loads must still be told
-        of, or their requests would wait for ever."""
+    def build_after_failure(self, output: Any) -> StepMetadata:
+        """Replace ``build`` after an error: share nothing, but hand over the loads, because their
+        requests would wait for ever otherwise."""
         loads, at_once = self.importer.loads(output.num_scheduled_tokens)
-        self.importer.handed_over()
+        self.importer.step_dispatched()
         patience = self.importer.at_once.step_built()
         return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
 
@@ -307,94 +304,94 @@ class SchedulerSide:
         return 0 if table is None or table.epoch == announced else table.epoch
 
     def before_output(self, output: Any, result: Any) -> None:
-        """vLLM is about to take in a step's output: what its imports that it waited for have
-        brought.  What they have not, it must not deliver."""
+        """vLLM is about to handle a step's output: finish the imports that the step waited for,
+        and undo requests whose import failed, so that vLLM delivers no token of theirs."""
         metadata = output.kv_connector_metadata
         if not isinstance(metadata, StepMetadata) or not metadata.at_once:
             return
         said = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
         reports = said.loads if isinstance(said, RankReport) else []
         self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
-        at_once, exporter = self.importer.at_once, self.exporter
-        for landed in self.importer.land_awaited(metadata.at_once, reports):
-            if not landed.good.blocks:
-                if exporter is not None:  # first: it looks for them in the request's table
-                    exporter.blocks_failed(landed.bad)
-                at_once.failed(landed.request_id, landed.load_id)
+        at_once, tracker = self.importer.at_once, self.tracker
+        for done in self.importer.finish_awaited(metadata.at_once, reports):
+            if not done.good.blocks:
+                if tracker is not None:  # before ``failed`` empties the table
+                    tracker.blocks_failed(done.bad)
+                at_once.failed(done.request_id, done.load_id)
                 continue
-            at_once.arrived(landed.request_id, landed.load_id)
-            if exporter is not None:
-                exporter.blocks_loaded(landed.good, exporter.shares(landed.request_id))
+            at_once.arrived(done.request_id, done.load_id)
+            if tracker is not None:
+                tracker.blocks_loaded(done.good, tracker.shares(done.request_id))
 
     def output(
         self, finished: Set[str], report: RankReport | None, invalid: Set[int] = frozenset()
     ) -> None:
-        """A step's output has arrived.  ``invalid``: blocks that loads failed to fill, those of
-        other connectors included (a MultiConnector holds several)."""
+        """A step's output has arrived.  ``invalid``: blocks that loads failed to fill, including
+        loads of other connectors (in a MultiConnector)."""
         if report is not None and report.quiet and not finished and not invalid:
             self._step_ended(report.step)
             return
         try:
-            self._take_in(finished, report, invalid)
+            self._process(finished, report, invalid)
         finally:
             if finished:
                 self.importer.drop(finished)
 
-    def _take_in(self, finished: Set[str], report: RankReport | None, invalid: Set[int]) -> None:
+    def _process(self, finished: Set[str], report: RankReport | None, invalid: Set[int]) -> None:
         loads = report.loads if report is not None else ()
         if loads or invalid:  # most steps have none
             own = {block for load in loads for block in load.bad}
-            if self.exporter is not None:
-                self.exporter.blocks_failed(own.union(BlockId(b) for b in invalid))
+            if self.tracker is not None:
+                self.tracker.blocks_failed(own.union(BlockId(b) for b in invalid))
             self.importer.reported(loads)
         if report is not None:
             if report.step and self._times.measured:
                 self._times.ended(report.step)
-            self._follow(report)
-        elif self._times.unanswered() and self.exporter and self.exporter.expecting:
-            self._descriptions, self._awaited = {}, 0  # no rank has a worker's side
-            self._answers_are_in(0)
-        for landed in self.importer.land(finished) if finished else ():
-            if (exporter := self.exporter) is not None:
-                exporter.blocks_loaded(landed.good, exporter.shares(landed.request_id))
-        if self.exporter is not None:
+            self._handle_report(report)
+        elif self._times.unanswered() and self.tracker and self.tracker.expecting:
+            self._descriptions, self._awaited = {}, 0  # no worker runs kvshm's connector
+            self._check_descriptions(0)
+        for done in self.importer.finish(finished) if finished else ():
+            if (tracker := self.tracker) is not None:
+                tracker.blocks_loaded(done.good, tracker.shares(done.request_id))
+        if self.tracker is not None:
             if report is not None and (report.step or report.fence):
-                self.exporter.step_done(report.step or report.fence, fenced=not report.step)
+                self.tracker.step_done(report.step or report.fence, fenced=not report.step)
             self.cache.publisher.flush()
 
-    def _follow(self, report: RankReport) -> None:
-        """From epoch to epoch, and to new peers, by what the ranks say."""
+    def _handle_report(self, report: RankReport) -> None:
+        """Handle what the ranks report of epochs, weights and attached peers."""
         if report.attached:
-            self.cache.planner.attached(self.importer.now_attached(report.attached))
+            self.cache.planner.attached(self.importer.record_attached(report.attached))
         if report.failed:
             self.withdraw()
         elif report.weights_changed:
             self.reset()
-        elif report.not_opened and self.cache.not_opened(report.not_opened) and self.exporter:
-            self.exporter.expect_nothing()
+        elif report.not_opened and self.cache.not_opened(report.not_opened) and self.tracker:
+            self.tracker.stop_expecting()
         if report.descriptions:
-            self.described(report.descriptions, report.describes)
+            self.ranks_described(report.descriptions, report.describes)
         if report.step:
-            self._answers_are_in(report.step)
+            self._check_descriptions(report.step)
 
     def _step_ended(self, step: int) -> None:
-        """All that the output of a step tells is that it has run."""
+        """A step has ended, and its ranks report nothing else."""
         if self._times.measured:
             self._times.ended(step)
         if self._awaited is not None:
-            self._answers_are_in(step)
-        if self.exporter is not None:
-            self.exporter.step_done(step)
+            self._check_descriptions(step)
+        if self.tracker is not None:
+            self.tracker.step_done(step)
 
     def stats(self) -> LoadStats:
-        """What to add to vLLM's metrics."""
+        """Return what to add to vLLM's metrics."""
         return LoadStats.of(self.cache.planner.take_ended(), self._block_size)
 
     def must_step(self) -> bool:
-        """Whether an engine without requests has to step on: the last blocks of a speculating
-        one are shown when the ranks are past a fence.  Not for ever: a rank may be stuck."""
-        exporter = self.exporter
-        return exporter is not None and exporter.fence > 0 and self._fences < MAX_FENCES
+        """Whether vLLM must step on without requests: with speculation the last blocks are
+        published when all ranks have passed a fence.  MAX_FENCES steps at most: a rank may hang."""
+        tracker = self.tracker
+        return tracker is not None and tracker.fence > 0 and self._fences < MAX_FENCES
 
     def close(self) -> None:
         self.cache.close()

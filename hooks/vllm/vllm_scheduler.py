@@ -1,7 +1,7 @@
-"""What kvshm does to vLLM's own Scheduler, which knows nothing of it: resets of the cache.
+"""Access to vLLM's own Scheduler: its settings, and resets of the prefix cache.
 
-As plain vLLM does, an engine with kvshm drops its cache when it is told to.  Two things stand
-against it.  Blocks of preempted requests wait for the steps in flight, because a connector that
+A reset must succeed with kvshm whenever it does in plain vLLM.  Two things prevent that.  vLLM
+frees the blocks of preempted requests only after the steps in flight, because a connector that
 imports might fill them while such a step still writes.  And a load under way holds blocks.
 """
 
@@ -12,34 +12,35 @@ from typing import Any
 
 from kvshm.log import logger
 
-from .callers import callers_with
+from .call_stack import callers_with
 
 log = logger(__name__)
 
 
 class VllmScheduler:
-    """vLLM's Scheduler.  EngineCore's main thread; by attributes that docs/vllm-facts.md lists."""
+    """vLLM's Scheduler, used through attributes that docs/vllm-facts.md lists.  EngineCore's main
+    thread."""
 
     def __init__(self, scheduler: Any, connector: object) -> None:
         self.scheduler = scheduler
         self.alone = scheduler.connector is connector
-        """Whether there is no connector beside."""
+        """Whether kvshm's connector is the engine's only one."""
         self.fence = 0
-        """The step that has to be over before anything may be imported; 0: none has."""
+        """The step that must have ended before anything may be imported; 0: none."""
         self._preempts = False
         self._ran: list[Any] = []
-        """The requests that this reset preempts, in their order."""
+        """The requests that the present reset preempts, in their order."""
         self._reset = scheduler.reset_prefix_cache
         scheduler.reset_prefix_cache = self._reset_prefix_cache
 
     @classmethod
     def of_caller(cls, connector: object) -> VllmScheduler | None:
-        """The scheduler that is calling, or None."""
+        """Return the scheduler among the callers, or None."""
         found = callers_with("recompute_kv_load_failures")
         return cls(found[0], connector) if found else None
 
     def recompute(self) -> None:
-        """Have failed loads be recomputed.  The policy of a MultiConnector counts, not that of
+        """Make vLLM recompute failed loads.  vLLM reads a MultiConnector's policy only, not that of
         the connectors in it."""
         if not self.scheduler.recompute_kv_load_failures:
             log.info("kv_load_failure_policy=fail overridden with recompute for all connectors")
@@ -50,30 +51,30 @@ class VllmScheduler:
         """The outermost connector's configuration."""
         return self.scheduler.vllm_config.kv_transfer_config
 
-    def keeps_late_writers_out(self) -> bool:
-        """Whether no freed block is handed out while a step under way writes to it."""
+    def holds_back_freed_blocks(self) -> bool:
+        """Whether vLLM hands out a freed block only when no step under way writes to it."""
         one_at_a_time = self.scheduler.vllm_config.max_concurrent_batches <= 1
         return bool(self.scheduler.defer_block_free or one_at_a_time)
 
     def may_import(self) -> bool:
-        """Whether free blocks are free of writers: not while steps are in flight that began
-        before a reset."""
+        """Whether no step writes to free blocks any more: all steps that were dispatched before the
+        last reset have ended."""
         return not self.fence or self.scheduler.processed_step_seq >= self.fence
 
-    def make_way(self, give_up: Callable[[], set[str]]) -> None:
+    def free_blocks_for_reset(self, give_up: Callable[[], set[str]]) -> None:
         """The pool is about to be reset, for which all blocks must be free.
 
-        Deferred blocks become free now, as without a connector: whatever computes into them
-        next is ordered behind the steps in flight.  An import is not, so there is none until
-        these are over.  ``give_up`` ends the loads under way and returns their requests, and those
-        that wait for room since theirs has ended; it is called only if the requests that run have
-        been preempted for this reset.
+        Frees deferred blocks now, as vLLM does without a connector: later computation into them
+        runs after the steps in flight.  An import does not, so ``may_import`` is false until these
+        steps have ended.  ``give_up`` ends the loads under way and returns their requests, and the
+        requests that wait for room after their load has ended; it is called only if the reset has
+        preempted the running requests.
         """
         if not self.alone:
             return  # another connector may import as well
         self._free_deferred()
         if self._preempts and not self.scheduler.running:
-            self._hand_back(give_up() | set(self.scheduler.finished_recving_kv_req_ids))
+            self._requeue(give_up() | set(self.scheduler.finished_recving_kv_req_ids))
 
     def _free_deferred(self) -> None:
         scheduler = self.scheduler
@@ -82,16 +83,16 @@ class VllmScheduler:
             self.fence = max(fence, self.fence)
             scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
-    def _hand_back(self, request_ids: set[str]) -> None:
-        """What vLLM does when a load has ended and all of it has failed, but at once: the requests
-        wait, without blocks, in their order and behind those that were running."""
+    def _requeue(self, request_ids: set[str]) -> None:
+        """Do now what vLLM does later when all blocks of a load have failed: the requests wait
+        without blocks, in their order and behind the requests that were running."""
         scheduler = self.scheduler
         for request in [scheduler.requests[name] for name in request_ids]:
             if request.is_finished():
                 scheduler._free_blocks(request)
         holding = [r for r in scheduler.kv_holding_waiting if r.request_id in request_ids]
         for request in holding:
-            request.status = type(request.status).WAITING_FOR_REMOTE_KVS  # it may be past that
+            request.status = type(request.status).WAITING_FOR_REMOTE_KVS  # its load may have ended
             scheduler._handle_failed_recving({request.request_id})
             scheduler.finished_recving_kv_req_ids.add(request.request_id)
             scheduler._handle_blocked_waiting_request(request)

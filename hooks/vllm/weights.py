@@ -1,8 +1,8 @@
-"""A digest of a model's weights as this process holds them, every word of them.
+"""A digest of all of a model's weights as this process holds them.
 
-Model names, paths and configurations do not tell whether two engines compute the same KV:
-weights may be random, fine-tuned or updated in place.  So the weights themselves are read,
-on the device where they lie, with integer arithmetic that wraps around like C's.
+Model names, paths and configurations do not show whether two engines compute the same KV:
+weights may be random, fine-tuned or updated in place.  So the digest reads the weights themselves,
+on their device, with integer arithmetic that wraps around as in C.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from kvshm.errors import KvshmError
 
 _CHUNK_WORDS = {"cpu": 3 << 13}
 _CHUNK_WORDS_ELSEWHERE = 1 << 21
-"""Words mixed at a time.  On a CPU what fits a core's cache and stays below the 32768 elements
-from which torch starts threads (waiting for them costs a hundredfold on a busy machine); else
-what fills a GPU with three buffers of 16 MB."""
+"""Words mixed at a time.  On a CPU they fit a core's cache and are fewer than 32768, from which on
+torch starts threads (a hundred times slower on a busy machine); elsewhere they fill a GPU, with
+three buffers of 16 MB."""
 
 _COPY_BYTES = 64 << 20
-"""Most that is copied at a time of tensors that do not lie in one piece."""
+"""Most bytes copied at a time of tensors that are not contiguous."""
 
 
 _WRITERS = (
@@ -39,16 +39,16 @@ _WRITERS = (
 
 
 class WeightsUnknown(KvshmError):
-    """Some weights cannot be read, so nothing can be said about two engines' equality."""
+    """Some weights cannot be read, so two engines' weights cannot be compared."""
 
 
 def watch_weights(owners: Iterable[Any], changing: Callable[[], None]) -> None:
-    """Have ``changing`` called before weights are written again, more than once perhaps.
+    """Call ``changing`` before weights are written again, perhaps more than once.
 
     Worker only.  ``owners``: the model, and vLLM's model runner and worker, which also write
     without the model's ``load_weights`` (weights in the kernels' format, transfers from a
-    trainer).  vLLM tells a connector of new weights only by a reset of the cache, which may
-    come later than the weights, or not at all.  What writes by none of these is not noticed.
+    trainer).  vLLM announces new weights to a connector only by a reset of the cache, which may
+    come after the weights, or not at all.  Writes by any other method go unnoticed.
     """
     for owner in owners:
         for name in _WRITERS:
@@ -69,8 +69,8 @@ def weights_digest(model: torch.nn.Module) -> str:
     """Return a digest (64 hex digits) of all parameters and buffers, with their names, shapes
     and types, and of the weights that vLLM's CPU kernels have packed away.
 
-    Worker only; blocks for as long as reading everything takes (above 1 GB/s on one core).
-    Changes nothing.  Equal in any two processes with equal weights on equal hardware.  Raises
+    Worker only; blocks while it reads all weights (above 1 GB/s on one core).  Changes nothing.
+    Any two processes with equal weights on equal hardware get equal digests.  Raises
     WeightsUnknown.
     """
     digest = sha256()
@@ -92,14 +92,14 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; one that several modules share counts once."""
+    """Parameters and buffers by name; a tensor that several modules share counts once."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {name: tensor.detach() for name, tensor in named.items()}
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor's bytes as flat uint8 tensors: as they lie in memory if they lie in
-    one piece, whatever the order of its dimensions; else copied, some rows at a time."""
+    """Yield the tensor's bytes as flat uint8 tensors: without a copy if the tensor is contiguous in
+    some order of its dimensions; otherwise copied, some rows at a time."""
     if tensor.is_meta or tensor.layout is not torch.strided:
         raise WeightsUnknown(f"a weight of layout {tensor.layout} on {tensor.device}")
     outermost_first = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
@@ -114,7 +114,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 class _Mixer:
-    """Mixes bytes that lie on one device; its buffers bound the extra memory."""
+    """Mixes bytes on one device; its buffers are all the extra memory."""
 
     def __init__(self, device: torch.device) -> None:
         size = _CHUNK_WORDS.get(device.type, _CHUNK_WORDS_ELSEWHERE)
@@ -129,8 +129,8 @@ class _Mixer:
         return struct.pack(f"<{len(found)}qQ", *found, piece.numel())
 
     def _sum(self, words: torch.Tensor) -> torch.Tensor:
-        """Combine each word with the key of its place, multiply it with its own upper half,
-        which keeps the sum from hiding a swap, and add up modulo 2**64."""
+        """Combine each word with the key of its place, multiply it by its own upper half, so that
+        swapped words change the sum, and add up modulo 2**64."""
         size = len(words)
         word, upper = self._word[:size], self._upper[:size]
         torch.bitwise_xor(words, self._keys[:size], out=word)
@@ -139,7 +139,7 @@ class _Mixer:
 
 
 def _chunks(piece: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """Yield the piece as chunks of ``size`` int64 words, the odd end padded with zeros."""
+    """Yield the piece as chunks of ``size`` int64 words; zeros pad the last word."""
     whole = piece.numel() // 8 * 8
     for start in range(0, whole, size * 8):
         chunk = piece[start : min(start + size * 8, whole)]
@@ -163,10 +163,10 @@ def _keys(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _packed_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the linear layers whose weight only vLLM's CPU kernels still have.
+    """Yield the linear layers whose weights only vLLM's CPU kernels still hold.
 
-    On CPUs vLLM hands weights to a kernel library in the library's own format and empties
-    the parameter.  Raises WeightsUnknown for one that cannot be asked for it.
+    On CPUs vLLM gives weights to a kernel library in the library's own format and empties the
+    parameter.  Raises WeightsUnknown for a layer whose kernel cannot be asked for its weight.
     """
     for name, module in sorted(model.named_modules()):
         for key, parameter in module._parameters.items():
@@ -178,14 +178,14 @@ def _packed_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _is_emptied(module: torch.nn.Module, key: str, parameter: torch.nn.Parameter | None) -> bool:
-    if parameter is None:  # what int8 kernels leave behind
+    if parameter is None:  # int8 kernels leave None behind
         return key == "weight" and hasattr(module, "quant_method")
     return bool(parameter.numel() == 0 and parameter.device.type == "cpu")
 
 
 def _products(name: str, layer: Any) -> Iterator[torch.Tensor]:
-    """Yield the weight of a packed layer, transposed, some rows at a time: the layer's
-    products with unit vectors are exact, every sum has but one term that is not zero."""
+    """Yield the weight of a packed layer, transposed, some rows at a time: as products with unit
+    vectors, which are exact, because each sum has only one term other than zero."""
     dtype = layer.weight.dtype
     width = getattr(layer, "input_size_per_partition", None) or layer.input_size
     rows = max(1, min(256, _COPY_BYTES // (width * dtype.itemsize)))

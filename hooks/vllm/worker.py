@@ -1,4 +1,4 @@
-"""The connector's half in each worker process: this rank's memory, its loads, its reports."""
+"""The worker's half of the connector: one rank's memory, loads and reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvshm.node.protocol import RankInfo
 from kvshm.rank.rank_cache import POLL_SECONDS, RankCache
 from kvshm.rundir import rank_socket
 
-from .callers import callers_with
+from .call_stack import callers_with
 from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
@@ -33,11 +33,11 @@ from .weights import WeightsUnknown, watch_weights
 log = logger(__name__)
 
 TRANSPORTS = {"cpu": "posix_shm", "cuda": "cuda_ipc"}
-"""By vLLM's name of the device that holds the KV cache (refusals.SHAREABLE_DEVICES)."""
+"""Transports by vLLM's name of the device that holds the KV cache (refusals.SHAREABLE_DEVICES)."""
 
 
 GIVE_UP_SECONDS = 1.0
-"""How long a reset waits for copies under way; they take milliseconds."""
+"""How long a reset waits for copies under way, which take milliseconds."""
 
 
 class WorkerSide:
@@ -54,11 +54,11 @@ class WorkerSide:
         # On a GPU the cache stays where vLLM puts it.
         allocate = getattr(self._transport_type, "allocate", None)
         self.allocation = shared_kv_memory(allocate) if allocate is not None else None
-        """Goes around vLLM's allocation of the KV cache: places it in memory that can be shared."""
+        """Context for vLLM's allocation of the KV cache: places it in memory that can be shared."""
         self._refusal = "the KV cache was not registered"
         self._model: torch.nn.Module | None = None
         self._described = True
-        """Whether the weights are still those of the last description."""
+        """Whether the last description still fits the weights."""
         self._could_not_open = False
         self._kernel_blocks = 1
         self._transport: Transport | None = None
@@ -67,21 +67,21 @@ class WorkerSide:
         self._finished: set[str] = set()
         self._bad: set[BlockId] = set()
         self._attached: frozenset[Epoch] = frozenset()
-        """The peers the scheduler knows this rank has attached."""
+        """The attached peers that this rank has reported to the scheduler."""
         self._report: RankReport | None = None
-        """What there is to tell with the next output, beside that it is there."""
+        """The report for the next output; None while there is nothing to report."""
         self._fence = 0
         self._passed: Callable[[], bool] | None = None
 
     # -- start
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """The KV cache exists: find its regions and make ready to export and fill them."""
+        """The KV cache exists: find its regions and prepare to export and fill them."""
         placement = regions_of(self._kv_cache_config, kv_caches)
         if isinstance(placement, str):
             self._refusal = placement
             return
-        # vLLM hands the model to no connector, but its model runner, which has it, is the caller.
+        # vLLM gives the model to no connector, but the caller is the model runner, which has it.
         owners = callers_with("get_model")
         self._model = find_model(owners)
         if self._model is not None:
@@ -103,8 +103,8 @@ class WorkerSide:
         except TransportError as exc:
             self._refuse(str(exc))
             return
-        # vLLM frees a block only when no step under way writes to it any more (an engine that may
-        # import defers that); but a drafter writes after its step's output was handed over.
+        # vLLM frees a block only when no step under way writes to it any more (in an engine that
+        # may import); but a drafter still writes after its step's output was handed over.
         self._transport.late_writers = self._vllm_config.speculative_config is not None
 
     def _rank_cache(self, transport: Transport) -> RankCache:
@@ -118,18 +118,18 @@ class WorkerSide:
             self._transport = None
 
     def _weights_change(self) -> None:
-        """New weights are about to be loaded: what this rank holds is of the old ones."""
-        self._say().weights_changed = True
+        """New weights are about to be loaded: end the epoch of the old ones."""
+        self._next_report().weights_changed = True
         self._described = False
         if self._cache is None:
             return
         try:
             self._cache.end_epoch()
-        except KvshmError as exc:  # then the scheduler ends it with the next step
+        except KvshmError as exc:  # the scheduler ends the epoch with the next step
             log.warning("cannot end the epoch before new weights: %s", exc)
 
     def _memory(self, placement: Placement) -> Any:
-        """The memory the cache lies in.  Raises TransportError if it cannot be shared."""
+        """Return the memory of the KV cache.  Raises TransportError if it cannot be shared."""
         if self.allocation is None:
             return self._transport_type.adopt(
                 placement.address, placement.nbytes, placement.storage
@@ -139,13 +139,13 @@ class WorkerSide:
         raise TransportError(self.allocation.failure)
 
     def describe(self) -> RankDescription:
-        """What the engine has to know of this rank to join.  Digests the weights: blocks for
-        as long as reading them once takes."""
+        """Return what the engine must know of this rank in order to join.  Digests the weights:
+        blocks for as long as one read of them takes."""
         if self._transport is None:
             return RankDescription(None, {}, self._refusal)
         if self._model is None:
             return RankDescription(None, {}, "the model was not found, its weights are unknown")
-        # Whoever gets the description learns all that changed before it.
+        # The description covers all changes of the weights before it.
         self._described = True
         if self._report is not None:
             self._report.weights_changed = False
@@ -155,7 +155,7 @@ class WorkerSide:
             return RankDescription(None, {}, str(exc))
         fields[KERNEL_BLOCKS] = str(self._kernel_blocks)  # decides the order within a block
         try:
-            memory = self._transport.export(Epoch(0))  # serves nothing until an epoch is opened
+            memory = self._transport.export(Epoch(0))  # serves no peer until an epoch is opened
         except TransportError as exc:
             return RankDescription(None, {}, str(exc))
         return RankDescription(RankInfo(os.getpid(), memory), fields)
@@ -163,30 +163,30 @@ class WorkerSide:
     # -- every step
 
     def is_quiet(self) -> bool:
-        """Whether there is nothing to tell and no load under way: a step that says nothing
-        either needs none of the methods below."""
+        """Whether there is nothing to report and no load under way: a quiet step then needs none
+        of the methods below."""
         if self._report is not None or self._under_way:
             return False
         return self._cache is None or self._cache.attached() is self._attached
 
-    def _say(self) -> RankReport:
-        """The report of the present step, or of the next one."""
+    def _next_report(self) -> RankReport:
+        """Return the report of the present step, or of the next one."""
         if self._report is None:
             self._report = RankReport(step=0)
         return self._report
 
-    def step(self, metadata: StepMetadata) -> None:
-        """Before the loads of a step: follow the engine from epoch to epoch."""
-        report = self._say()
+    def begin_step(self, metadata: StepMetadata) -> None:
+        """Call before the loads of a step: ends and opens epochs as the scheduler says."""
+        report = self._next_report()
         report.step = metadata.step
-        if metadata.fence and self._passes(metadata.fence):
+        if metadata.fence and self._fence_passed(metadata.fence):
             report.fence = metadata.fence
         if metadata.describe and self._cache is not None:
             self._cache.end_epoch()
             report.describes = metadata.describe
             report.descriptions[self._rank] = self.describe()
-        # A table made for weights that are gone stays closed: its loads all fail, and the
-        # scheduler, which is being told, begins another epoch.
+        # Do not open a table made for earlier weights: all its loads fail, and the scheduler,
+        # which gets a report of the change, begins another epoch.
         if metadata.open_epoch and self._cache is not None and self._described:
             self._open_epoch(self._cache, Epoch(metadata.open_epoch))
 
@@ -194,17 +194,17 @@ class WorkerSide:
         try:
             cache.open_epoch(epoch)
         except SegmentNotFound:
-            pass  # ended while the step was under way; told next
-        except (SegmentError, TransportError):  # no descriptors or threads left, for one
+            pass  # the epoch ended while the step was under way; the next step says so
+        except (SegmentError, TransportError):  # for example no descriptors or threads
             level = logging.DEBUG if self._could_not_open else logging.WARNING
             log.log(level, "%s (serving on, another epoch is tried)", cache.failed)
             self._could_not_open = True
-            self._say().not_opened = epoch
+            self._next_report().not_opened = epoch
 
-    def _passes(self, fence: int) -> bool:
-        """Whether all that the model's steps have written by now stands in memory.  They run on
-        this thread; where they only launch work, the transport knows when that has ended.  The
-        same fence may be asked for again and again."""
+    def _fence_passed(self, fence: int) -> bool:
+        """Whether memory holds everything that the model's steps have written by now.  Steps run
+        on this thread; if they only launch work, the transport knows when that work has ended.
+        The scheduler may ask for the same fence many times."""
         if fence != self._fence:
             self._fence = fence
             begin = getattr(self._transport, "fence", None)
@@ -212,8 +212,8 @@ class WorkerSide:
         return self._passed is None or self._passed()
 
     def begin_loads(self, metadata: StepMetadata) -> None:
-        """Start a step's loads; does not block.  Those of a step that waits for others begin when
-        it has waited: a rank makes one copy after the other."""
+        """Begin a step's asynchronous loads; does not block.  If the step also has loads at once,
+        ``load_at_once`` begins these after them: a rank makes one copy after the other."""
         if not metadata.at_once:
             self._begin(metadata)
 
@@ -226,40 +226,40 @@ class WorkerSide:
                 self._ended(LoadReport(load.load_id, targets + load.lost))
             else:
                 self._cache.begin_load(load)
-            metadata.loads.pop(0)  # only now: what fails before is reported by ``give_up``
+            metadata.loads.pop(0)  # only now: ``give_up`` reports a load that failed to begin
 
     def load_at_once(self, metadata: StepMetadata) -> None:
-        """Carry out the loads that this step computes from; waits for them, boundedly."""
+        """Carry out the loads that this step computes from; blocks, up to ``metadata.patience``."""
         if not metadata.at_once:
             return
         if self._cache is not None:
             found = self._cache.load_at_once(metadata.at_once, metadata.patience)
-            self._say().loads += found  # what is not reported has failed
+            self._next_report().loads += found  # a load without a report has failed
         self._begin(metadata)
 
     def write_checksums(self, metadata: StepMetadata) -> None:
-        """After the model ran, before its output is returned."""
+        """Call after the model ran, before its output is returned."""
         if metadata.checksums and self._cache is not None:
             self._cache.write_checksums(metadata.checksums)
 
     def collect(self, linger: float = 0.0) -> None:
-        """Take in the loads that have ended since the last step; waits for the others for
-        ``linger`` seconds at most."""
+        """Collect the loads that have ended since the last step; waits up to ``linger`` seconds
+        for the others."""
         if self._cache is not None:
             for report in self._cache.poll(linger):
                 self._ended(report)
             known, self._attached = self._attached, self._cache.attached()
             if self._attached != known:
-                self._say().attached[self._rank] = self._attached
+                self._next_report().attached[self._rank] = self._attached
 
     def _ended(self, report: LoadReport) -> None:
         self._under_way.discard(report.load_id)
         self._finished.add(report.load_id)
         self._bad.update(report.bad)
-        self._say().loads.append(report)
+        self._next_report().loads.append(report)
 
     def wait_for_end(self, load_ids: Iterable[str]) -> set[str]:
-        """Wait, boundedly, for loads whose epoch has ended; returns those that have ended and
+        """Wait up to GIVE_UP_SECONDS for loads whose epoch has ended; returns the ended loads that
         were not reported."""
         wanted, deadline = set(load_ids), time.monotonic() + GIVE_UP_SECONDS
         self.collect()
@@ -269,35 +269,35 @@ class WorkerSide:
         return wanted & self._finished
 
     def forget(self, load_ids: Iterable[str]) -> None:
-        """Report nothing of these loads, which have ended."""
-        gone, report = set(load_ids), self._say()
+        """Drop the reports of these loads, which have ended."""
+        gone, report = set(load_ids), self._next_report()
         bad = {block for r in report.loads if r.load_id in gone for block in r.bad}
         report.loads = [r for r in report.loads if r.load_id not in gone]
         self._finished -= gone
         self._bad -= bad
 
     def take_finished(self) -> set[str]:
-        """Requests whose loads have ended on this rank, good or bad."""
+        """Return the requests whose loads have ended on this rank, good or bad."""
         finished, self._finished = self._finished, set()
         return finished
 
     def take_bad(self) -> set[BlockId]:
-        """Blocks of these loads whose contents must not be used."""
+        """Return the blocks of ended loads whose contents must not be used."""
         bad, self._bad = self._bad, set()
         return bad
 
     def take_report(self) -> RankReport:
-        """What to tell the scheduler with this step's output."""
-        report, self._report = self._say(), None
+        """Return the report to the scheduler for this step's output."""
+        report, self._report = self._next_report(), None
         return report
 
     def give_up(self, metadata: StepMetadata | None) -> None:
-        """Something here failed: export nothing any more, and let no request wait for ever."""
+        """A hook failed: export nothing any more, and let no request wait for ever."""
         if self._cache is not None:
             self._cache.end_epoch()
-        self._say().failed = True
+        self._next_report().failed = True
         if metadata is not None:
-            # Outside an epoch a load copies nothing, gives its leases back and is all bad.
+            # Outside an epoch a load copies nothing, releases its leases, and reports all bad.
             self._begin(metadata)
 
     def close(self) -> None:

@@ -138,7 +138,7 @@ class SharedCache:
             try:
                 clear(self._place, self._config.namespace, patience=1.0)
             except (KvshmError, OSError) as exc:
-                log.debug("nothing cleared up: %s", exc)
+                log.debug("nothing cleaned up: %s", exc)
 
     def forget_in_child(self) -> None:
         """The epoch is the parent's: here there is none (kvshm/forks.py)."""

@@ -69,7 +69,7 @@ touching = _native.marks_step
 """Which requests of a step concern marks; most stay within a block that has none.
 
 ``requests``: by id, objects with ``request`` (vLLM's), ``complete`` (from this index on no
-block of its table has a mark), ``life`` and ``preemptions`` (when that was so).
+block of its table has a mark), ``epochs`` and ``preemptions`` (when that was so).
 ``scheduled``: tokens by request, of which ``drafts`` may be rejected later.  Returns the
 objects, each with the first block that is written and the token before which it ends."""
 

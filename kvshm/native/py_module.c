@@ -29,10 +29,10 @@ static const kvshm_places unknown[KVSHM_NUM_KEPT] = {
     [KVSHM_BLOCKS].names = {{"block_id", "block_id"},
                             {"block_hash", "_block_hash"},
                             {"ref_cnt", "ref_cnt"}},
-    [KVSHM_FOLLOWED].names = {{"request", "request"},
-                              {"complete", "complete"},
-                              {"life", "life"},
-                              {"preemptions", "preemptions"}},
+    [KVSHM_TRACKED].names = {{"request", "request"},
+                             {"complete", "complete"},
+                             {"epochs", "epochs"},
+                             {"preemptions", "preemptions"}},
 };
 
 kvshm_places *kvshm_places_of(PyObject *module, enum kvshm_kept which)

@@ -121,9 +121,9 @@ typedef struct {
     size_t at[KVSHM_MAX_PLACES];  /* in words */
 } kvshm_places;
 
-enum kvshm_kept { KVSHM_BLOCKS, KVSHM_FOLLOWED, KVSHM_NUM_KEPT };
+enum kvshm_kept { KVSHM_BLOCKS, KVSHM_TRACKED, KVSHM_NUM_KEPT };
 enum kvshm_of_block { KVSHM_BLOCK_ID, KVSHM_BLOCK_HASH, KVSHM_REF_CNT };
-enum kvshm_of_followed { KVSHM_REQUEST, KVSHM_COMPLETE, KVSHM_LIFE, KVSHM_PREEMPTIONS };
+enum kvshm_of_tracked { KVSHM_REQUEST, KVSHM_COMPLETE, KVSHM_EPOCHS, KVSHM_PREEMPTIONS };
 
 /* Names of attributes that requests have (vLLM's). */
 enum kvshm_of_request {

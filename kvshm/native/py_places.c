@@ -62,12 +62,12 @@ static long long number_of(PyObject *value)
 typedef struct {
     PyObject *const *names; /* of a request's attributes */
     kvshm_places *places;
-    long long size, life, drafts;
+    long long size, epochs, drafts;
 } walk;
 
 /* Whether the step leaves the block that it begins in without a mark, and makes none.  1, 0, or
  * -1 with an exception; sets the first block that it writes and where it ends. */
-static int must_look(const walk *w, PyObject *followed, PyObject *request, long long count,
+static int must_look(const walk *w, PyObject *tracked, PyObject *request, long long count,
                      long long *first, long long *end)
 {
     long long begin = number_of(PyObject_GetAttr(request, w->names[KVSHM_COMPUTED])), known = 0;
@@ -79,9 +79,9 @@ static int must_look(const walk *w, PyObject *followed, PyObject *request, long 
         begin = begin < known - 1 ? begin : known - 1;
     }
     *first = begin >= 0 ? begin / w->size : -1; /* a place before the table: the caller raises */
-    bool look = *first < number_of(kvshm_get(w->places, followed, KVSHM_COMPLETE)) ||
-                number_of(kvshm_get(w->places, followed, KVSHM_LIFE)) != w->life ||
-                number_of(kvshm_get(w->places, followed, KVSHM_PREEMPTIONS)) !=
+    bool look = *first < number_of(kvshm_get(w->places, tracked, KVSHM_COMPLETE)) ||
+                number_of(kvshm_get(w->places, tracked, KVSHM_EPOCHS)) != w->epochs ||
+                number_of(kvshm_get(w->places, tracked, KVSHM_PREEMPTIONS)) !=
                     number_of(PyObject_GetAttr(request, w->names[KVSHM_REQUEST_PREEMPTIONS]));
     if (!look && *end / w->size > *first) {
         look = true;
@@ -93,17 +93,17 @@ static int must_look(const walk *w, PyObject *followed, PyObject *request, long 
     return PyErr_Occurred() ? -1 : look;
 }
 
-static bool add_if_needed(const walk *w, PyObject *found, PyObject *followed, PyObject *count)
+static bool add_if_needed(const walk *w, PyObject *found, PyObject *tracked, PyObject *count)
 {
     long long first, end, tokens = PyLong_AsLongLong(count);
-    PyObject *request = kvshm_get(w->places, followed, KVSHM_REQUEST);
+    PyObject *request = kvshm_get(w->places, tracked, KVSHM_REQUEST);
     int look = request && !PyErr_Occurred()
-                   ? must_look(w, followed, request, tokens, &first, &end)
+                   ? must_look(w, tracked, request, tokens, &first, &end)
                    : -1;
     Py_XDECREF(request);
     if (look <= 0)
         return look == 0;
-    PyObject *one = Py_BuildValue("(OLL)", followed, first, end);
+    PyObject *one = Py_BuildValue("(OLL)", tracked, first, end);
     int status = one ? PyList_Append(found, one) : -1;
     Py_XDECREF(one);
     return status == 0;
@@ -112,10 +112,10 @@ static bool add_if_needed(const walk *w, PyObject *found, PyObject *followed, Py
 PyObject *kvshm_marks_step(PyObject *module, PyObject *args)
 {
     PyObject *requests, *scheduled, *found;
-    walk w = {.places = kvshm_places_of(module, KVSHM_FOLLOWED),
+    walk w = {.places = kvshm_places_of(module, KVSHM_TRACKED),
               .names = kvshm_request_names(module)};
     if (!PyArg_ParseTuple(args, "O!O!LLL:marks_step", &PyDict_Type, &requests, &PyDict_Type,
-                          &scheduled, &w.size, &w.life, &w.drafts))
+                          &scheduled, &w.size, &w.epochs, &w.drafts))
         return NULL;
     if (w.size < 1)
         return PyErr_Format(PyExc_ValueError, "a block has at least one token");
@@ -123,10 +123,10 @@ PyObject *kvshm_marks_step(PyObject *module, PyObject *args)
     PyObject *name, *count;
     Py_ssize_t at = 0;
     while (found && PyDict_Next(scheduled, &at, &name, &count)) {
-        PyObject *followed = Py_XNewRef(PyDict_GetItemWithError(requests, name));
-        if (followed ? !add_if_needed(&w, found, followed, count) : PyErr_Occurred() != NULL)
+        PyObject *tracked = Py_XNewRef(PyDict_GetItemWithError(requests, name));
+        if (tracked ? !add_if_needed(&w, found, tracked, count) : PyErr_Occurred() != NULL)
             Py_CLEAR(found);
-        Py_XDECREF(followed);
+        Py_XDECREF(tracked);
     }
     return found;
 }

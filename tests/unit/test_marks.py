@@ -270,21 +270,21 @@ class Request:
     num_preemptions: int = 0
 
 
-class Followed:
-    __slots__ = ("complete", "life", "preemptions", "request")
+class TrackedRequest:
+    __slots__ = ("complete", "epochs", "preemptions", "request")
 
-    def __init__(self, request: Request, complete: int, life: int = 3) -> None:
+    def __init__(self, request: Request, complete: int, epochs: int = 3) -> None:
         self.request, self.complete = request, complete
-        self.life, self.preemptions = life, 0
+        self.epochs, self.preemptions = epochs, 0
 
 
 def touches(
-    request: Request, complete: int, count: int, drafts: bool = False, life: int = 3
+    request: Request, complete: int, count: int, drafts: bool = False, epochs: int = 3
 ) -> tuple[int, int] | None:
     """The first block and the end of what a step with blocks of 16 tokens writes, if it matters."""
-    followed = Followed(request, complete, life)
-    found = touching({"r": followed}, {"r": count, "another": 5}, 16, 3, drafts)
-    assert all(one is followed for one, _, _ in found)
+    tracked = TrackedRequest(request, complete, epochs)
+    found = touching({"r": tracked}, {"r": count, "another": 5}, 16, 3, drafts)
+    assert all(one is tracked for one, _, _ in found)
     return found[0][1:] if found else None
 
 
@@ -293,7 +293,7 @@ def test_only_steps_that_complete_a_block_or_write_a_marked_one_matter() -> None
     assert touches(Request(31, 32), 1, 1) == (1, 32)  # completes block 1
     assert touches(Request(20, 40), 1, 20) == (1, 40)
     assert touches(Request(20, 21), 2, 1) == (1, 21)  # block 1 has a mark
-    assert touches(Request(20, 21), 1, 1, life=2) == (1, 21)
+    assert touches(Request(20, 21), 1, 1, epochs=2) == (1, 21)
     assert touches(Request(20, 21, num_preemptions=1), 1, 1) == (1, 21)
 
 

@@ -20,7 +20,7 @@ SEVERITY = {
     "_note": "Warnings",
     "_complain": "Warnings",
     "info": "Information",
-    "_say_once": "Information",
+    "_log_once": "Information",
     "debug": "Debug",
 }
 """By the function that logs."""

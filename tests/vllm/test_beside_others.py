@@ -153,7 +153,7 @@ def test_an_engine_whose_ranks_cannot_be_asked_says_so(
         alone.scheduler
     ).set_xfer_handshake_metadata_pp_aware({})
     DrivenEngine.__init__(alone, config_of(model, "NixlConnector", True), shares=False)
-    assert any("these have not said where their KV cache lies: 0" in line for line in lines)
+    assert any("these did not describe their KV cache: 0" in line for line in lines)
     alone.scheduler.connector.shutdown()
 
 

@@ -117,7 +117,7 @@ class Node:
         if kind < 0.53:
             self.others[request.request_id] = range(first, first + count)
             return count * BLOCK_SIZE, False
-        if kind < 0.55 or not self.side.importer.wants(request):
+        if kind < 0.55 or not self.side.importer.may_share(request):
             return (None if kind < 0.55 else 0), False
         return count * BLOCK_SIZE, True
 
@@ -202,7 +202,7 @@ class Node:
             request = self.e.scheduler.requests[load.load_id]
             self.imports.append(Import(load, request, self.epoch))
         invalid = set().union(*(self.compute(written) for written in step.writes))
-        invalid |= self.land(report)
+        invalid |= self.finish(report)
         self.answer(step, report, invalid)
         if metadata.describe and metadata.describe == self.side._resets:
             self.e.wait_for_epoch()
@@ -247,7 +247,7 @@ class Node:
             # The load was planned as lost; what counts from here on is the rank's report.
             object.__setattr__(one.load, "lost", ())
 
-    def land(self, report: RankReport) -> set[int]:
+    def finish(self, report: RankReport) -> set[int]:
         """Report the loads that have ended."""
         self.end_loads()
         ended = {one.load.load_id: one.bad for one in self.imports if one.bad is not None}

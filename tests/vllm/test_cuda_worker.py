@@ -124,7 +124,7 @@ def load_of(exporter: Played, importer: Played, source: int, target: int) -> Loa
     assert description.info is not None, description.refusal
     memory = msgspec.structs.replace(description.info.memory, epoch=exporter.table.epoch)
     for one in (exporter, importer):
-        one.side.step(StepMetadata(step=1, open_epoch=one.table.epoch))
+        one.side.begin_step(StepMetadata(step=1, open_epoch=one.table.epoch))
     record = BlockRecord(BlockHash(b"h" * 32), BlockId(source), Generation(0), 0)
     records = exporter.table.publish(pack_records([record]), bytes(8))
     piece = Piece(exporter.table.epoch, (memory,), records, b"\0", (BlockId(target),), 8)
@@ -153,7 +153,7 @@ def test_a_load_begun_behind_a_launched_forward_pass_ends_after_it(make: Make) -
         for cache in played.caches.values():
             cache.fill_(value)
     metadata = StepMetadata(step=2, loads=[load_of(exporter, importer, 1, 6)])
-    importer.side.step(metadata)
+    importer.side.begin_step(metadata)
     compute, target = importer.driver.compute_stream(), importer.caches["layer.0"][6]
     late = importer.driver.make(target.numel() * target.element_size())
     with importer.driver.hold(compute):
@@ -209,11 +209,11 @@ def test_a_fence_is_passed_when_all_that_was_launched_has_ended(make: Make) -> N
     asked = StepMetadata(step=0, fence=7)
     with played.driver.hold(played.driver.compute_stream()):
         for _ in range(3):
-            played.side.step(asked)
+            played.side.begin_step(asked)
             assert played.side.take_report().fence == 0
-    played.side.step(asked)
+    played.side.begin_step(asked)
     assert played.side.take_report().fence == 7
-    played.side.step(StepMetadata(step=8))
+    played.side.begin_step(StepMetadata(step=8))
     assert played.side.take_report().fence == 0
 
 

@@ -282,10 +282,10 @@ def test_an_asynchronous_load_is_let_in_beside_the_watermark(watermark: int) -> 
     pool = SimpleNamespace(get_num_free_blocks=lambda: 10, blocks=range(16))
     room = PoolRoom(SimpleNamespace(block_pool=pool, watermark_blocks=watermark), {}, 16)
     request = SimpleNamespace(num_tokens=8 * 16)
-    assert room.lets_in(10 - watermark, request)
-    assert not room.lets_in(11 - watermark, request)
+    assert room.admits(10 - watermark, request)
+    assert not room.admits(11 - watermark, request)
     request.num_tokens += 1  # the rest of its prompt, and one block in eight for others
-    assert not room.lets_in(1, request)
+    assert not room.admits(1, request)
 
 
 def test_who_is_left_out_of_a_step_for_the_tokens_it_may_compute_is_matched_again(
@@ -329,7 +329,7 @@ def test_a_request_that_is_matched_in_vain_again_and_again_is_computed(
     for _ in range(MATCHES_IN_VAIN + 2):
         found.append(importer.match(request, 0) or 0)
         importer.at_once.step_built()
-        importer.handed_over()
+        importer.step_dispatched()
     assert list(map(bool, found)) == [True] * MATCHES_IN_VAIN + [False] * 2
-    importer.finished("wants")
+    importer.request_finished("wants")
     assert importer._in_vain == {}

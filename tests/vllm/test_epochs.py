@@ -190,8 +190,8 @@ def test_an_epoch_that_cannot_begin_leaves_no_marks_behind(
         time.sleep(0.01)
     for _ in range(20):
         e.step()
-    assert not side.exporter.expecting
-    assert (len(side.exporter._steps), side.exporter._computed) == (0, [])
+    assert not side.tracker.expecting
+    assert (len(side.tracker._steps), side.tracker._computed) == (0, [])
     monkeypatch.undo()
     new_weights(e)
     e.add("b", prompt(2, first=300), max_tokens=3)

@@ -25,11 +25,11 @@ FAILING: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "on_new_request": lambda side: (side, "new_request"),
     "get_num_new_matched_tokens": lambda side: (side, "match"),
     "update_state_after_alloc": lambda side: (side.importer, "allocated"),
-    "blocks_handed_out": lambda side: (side.exporter, "blocks_handed_out"),
+    "blocks_handed_out": lambda side: (side.tracker, "blocks_handed_out"),
     "build_connector_meta": lambda side: (side, "build"),
     "update_connector_output": lambda side: (side, "output"),
     "request_finished": lambda side: (side, "request_finished"),
-    "pool_will_reset": lambda side: (side, "make_way_for_reset"),
+    "pool_will_reset": lambda side: (side, "prepare_pool_reset"),
     "pool_reset": lambda side: (side, "reset"),
     "has_pending_push_work": lambda side: (side, "must_step"),
 }

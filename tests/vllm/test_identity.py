@@ -25,7 +25,7 @@ from vllm.v1.core import kv_cache_utils
 from kvshm import fingerprint as names
 from kvshm.fingerprint import FIELDS, differences, fingerprint
 from kvshm.hooks.vllm import identity, weights
-from kvshm.hooks.vllm.callers import callers_with
+from kvshm.hooks.vllm.call_stack import callers_with
 from kvshm.hooks.vllm.identity import (
     find_model,
     rank_fields,

@@ -135,10 +135,10 @@ def odd_stride(plan: KVCacheConfig, caches: Caches) -> None:
         (own_allocation, "one allocation"),
         (moved, "layer.1 lies at byte"),
         (missing, "layer.1 was not registered"),
-        (no_tensor, "no single tensor"),
+        (no_tensor, "is not a single tensor"),
         (host_part, "host memory"),
-        (too_long, "ends behind"),
-        (odd_stride, "no multiple"),
+        (too_long, "ends beyond"),
+        (odd_stride, "is not a multiple"),
     ],
 )
 def test_a_cache_that_cannot_be_shared_is_refused_with_the_reason(

@@ -44,7 +44,7 @@ def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry = KVConnectorFactory._registry
     monkeypatch.setattr(KVConnectorFactory, "_registry", dict(registry))
     monkeypatch.setattr(VllmConfig, plugin.TOUCHPOINT, getattr(VllmConfig, plugin.TOUCHPOINT))
-    monkeypatch.setattr(plugin, "_said", set())
+    monkeypatch.setattr(plugin, "_logged", set())
     level = logging.getLogger("vllm.kvshm").level
     yield
     logging.getLogger("vllm.kvshm").setLevel(level)
@@ -380,4 +380,4 @@ def test_what_cannot_be_combined_is_named(
     transfer = make_config(kv_transfer_config=given).kv_transfer_config
     assert transfer is not None
     assert transfer.kv_connector == "ExampleConnector"
-    assert f"ExampleConnector cannot be combined for its {hook}" in lines[-1]
+    assert f"ExampleConnector cannot be combined due to its {hook}" in lines[-1]

@@ -36,7 +36,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
-from kvshm.hooks.vllm import leaving, plugin
+from kvshm.hooks.vllm import plugin, shutdown
 from kvshm.hooks.vllm.pool_watch import block_tables
 from kvshm.hooks.vllm.refusals import is_tested
 
@@ -356,8 +356,8 @@ def test_the_scheduler_binds_its_manager_itself(engine: Make) -> None:
 
 
 def test_who_ends_an_engine_asks_how_long_it_may_take() -> None:
-    in_order(engine_utils.CoreEngineProcManager.shutdown, f"{leaving.TOUCHPOINT}(")
-    assert callable(getattr(engine_utils, leaving.TOUCHPOINT))
+    in_order(engine_utils.CoreEngineProcManager.shutdown, f"{shutdown.TOUCHPOINT}(")
+    assert callable(getattr(engine_utils, shutdown.TOUCHPOINT))
 
 
 def test_the_core_hands_over_what_ranks_said_and_has_the_executor() -> None:

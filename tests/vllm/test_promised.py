@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.vllm.after_prefill import Exporter, Loaded
+from kvshm.hooks.vllm.after_prefill import BlockTracker, LoadedBlocks
 from kvshm.hooks.vllm.messages import QuietReport
 from kvshm.ids import BlockId
 
@@ -23,13 +23,13 @@ class Promised:
 
     def __init__(self, e: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.e = e
-        self.exporter: Exporter = e.connector._scheduler.exporter
+        self.tracker: BlockTracker = e.connector._scheduler.tracker
         found = (NUM_PROMISED * BLOCK_SIZE, False)
         with monkeypatch.context() as patch:
             patch.setattr(e.connector, "get_num_new_matched_tokens", lambda *_: found)
             patch.setattr(e.connector, "update_state_after_alloc", lambda *_: None)
             patch.setattr(e.connector._scheduler.importer, "loads", self._loads)
-            e.connector._scheduler.importer.stirred = True  # as by an allocation
+            e.connector._scheduler.importer.has_news = True  # as by an allocation
             self.request = e.add("a", prompt(5), max_tokens=40)
             self.under_way: list[Sent] = [e.schedule()]
         if e.asynchronous:
@@ -38,7 +38,7 @@ class Promised:
 
     def _loads(self, _: object) -> tuple[list[object], list[object]]:
         """As ``build`` does for the targets of each load."""
-        self.exporter.blocks_promised(self.e.blocks_of("a")[:NUM_PROMISED])  # type: ignore[arg-type]  # numbers
+        self.tracker.blocks_promised(self.e.blocks_of("a")[:NUM_PROMISED])  # type: ignore[arg-type]  # numbers
         return [], []
 
     def outputs(self) -> None:
@@ -47,7 +47,7 @@ class Promised:
 
     def loaded(self, count: int) -> None:
         chain = self.request.block_hashes
-        self.exporter.blocks_loaded(Loaded(chain, 0, self.blocks[:count]))  # type: ignore[arg-type]  # of bytes
+        self.tracker.blocks_loaded(LoadedBlocks(chain, 0, self.blocks[:count]))  # type: ignore[arg-type]  # of bytes
 
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
@@ -82,7 +82,7 @@ def test_what_is_built_upon_a_load_that_failed_is_never_shown(
     e = promised.e
     if gone:
         e.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
-    promised.exporter.blocks_failed([promised.blocks[1]])
+    promised.tracker.blocks_failed([promised.blocks[1]])
     promised.loaded(1)
     promised.outputs()
     assert e.ready() <= {promised.blocks[0]}
@@ -96,7 +96,7 @@ def test_what_is_built_upon_a_load_that_failed_is_never_shown(
 
 
 def test_an_import_of_an_earlier_life_is_not_shown(promised: Promised) -> None:
-    promised.exporter.life_ends()
+    promised.tracker.epoch_ended()
     promised.loaded(NUM_PROMISED)
     promised.outputs()
     for _ in range(4):

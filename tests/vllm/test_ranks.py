@@ -27,7 +27,7 @@ def lonely(model: Path, engine: Make) -> Iterator[DrivenEngine]:
 
 def marks(engine: DrivenEngine) -> int:
     """Blocks that are kept in mind for an epoch to come."""
-    return len(engine.connector._scheduler.exporter._computed)
+    return len(engine.connector._scheduler.tracker._computed)
 
 
 def test_ranks_that_do_not_describe_themselves_are_named(
@@ -35,7 +35,7 @@ def test_ranks_that_do_not_describe_themselves_are_named(
 ) -> None:
     """Such as ranks whose keys collide, or those of another launcher; by then vLLM has asked."""
     (line,) = [line for line in lines if "not sharing" in line]
-    assert line.endswith("of 2 ranks these have not said where their KV cache lies: 1")
+    assert line.endswith("of 2 ranks, these did not describe their KV cache: 1")
     lonely.add("a", prompt(3))
     for _ in range(3):
         lonely.step()
@@ -52,7 +52,7 @@ def test_ranks_that_do_not_describe_themselves_again_are_named(lines: Lines, eng
     assert not [line for line in lines if "not sharing" in line]
     running.run(sent)
     (line,) = [line for line in lines if "not sharing" in line]
-    assert line.endswith("of 1 ranks these have not said where their KV cache lies: 0")
+    assert line.endswith("of 1 ranks, these did not describe their KV cache: 0")
     running.step()
     assert marks(running) == 0
 
@@ -67,10 +67,10 @@ def test_ranks_that_never_say_that_a_step_has_ended_are_named_and_leave_nothing_
         running.add(f"r{i}", prompt(2, first=100 + 50 * i), max_tokens=1)
         running.answer(running.schedule(), KVConnectorOutput())
     (line,) = [line for line in lines if "not sharing" in line]
-    assert line.endswith("of 1 ranks these have not said where their KV cache lies: 0")
-    assert not side.exporter._steps
+    assert line.endswith("of 1 ranks, these did not describe their KV cache: 0")
+    assert not side.tracker._steps
     assert len(side._times.measured) <= 64
-    assert not side.exporter.expecting
+    assert not side.tracker.expecting
 
 
 def test_an_untested_vllm_is_refused_where_only_the_connector_was_asked_for(

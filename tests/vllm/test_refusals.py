@@ -167,6 +167,6 @@ def test_a_connector_interface_that_has_changed_is_named(monkeypatch: pytest.Mon
     assert touchpoint_refusal() is None
     with monkeypatch.context() as patch:
         patch.setattr(KvshmConnector, "__abstractmethods__", frozenset({"new_duty"}))
-        assert touchpoint_refusal() == "this vLLM wants connectors to have new_duty"
+        assert touchpoint_refusal() == "this vLLM requires connectors to have new_duty"
     monkeypatch.setitem(sys.modules, "kvshm.hooks.vllm.connector", None)
     assert str(touchpoint_refusal()).startswith("this vLLM is not as kvshm knows it: ")

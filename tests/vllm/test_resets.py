@@ -227,7 +227,7 @@ def test_an_import_that_waits_for_room_behind_its_load_is_reset_too(
     while "a" in e.scheduler.requests and request.status.name != "WAITING_FOR_STREAMING_REQ":
         e.step()
     assert request.num_tokens == len(prompt(4)) + 2
-    assert importer.landed == set()
+    assert importer.unscheduled == set()
 
 
 def test_a_load_that_has_ended_but_does_not_run_yet_is_reset_too(loading: Any) -> None:

@@ -48,7 +48,7 @@ def namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("KVSHM_NAMESPACE", name)
     monkeypatch.setenv("KVSHM_STRICT", "1")
     monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", "0")
-    monkeypatch.setattr(plugin, "_said", set())
+    monkeypatch.setattr(plugin, "_logged", set())
     with subprocess.Popen([sys.executable, "-m", "kvshm.coordinator"]) as coordinator:
         yield name
         coordinator.terminate()
@@ -162,7 +162,7 @@ def test_a_request_may_stay_out_in_both_directions(engine: Make) -> None:
 def test_an_engine_that_only_imports_follows_no_block(engine: Make) -> None:
     consumer = engine({"KVSHM_ROLE": "consumer"})
     compute(consumer)
-    assert consumer.connector._scheduler.exporter is None
+    assert consumer.connector._scheduler.tracker is None
 
 
 # -- who cannot share says so, on both sides and in the dump

@@ -1,8 +1,8 @@
-"""An engine that is stopped leaves: it tells so at once, has the time to, and leaves nothing.
+"""Shutdown: a stopped engine tells its peers at once, gets the time to do so, and cleans up.
 
-vLLM ends its workers before it shuts its connectors down, a second SIGTERM ends an EngineCore
-that is shutting down on the spot, and with ``--shutdown-timeout 0``, the default, its server
-sends SIGKILL right after SIGTERM.  To all others that looks like a crash.
+Without this, peers would take a shutdown for a crash: vLLM ends its workers before it shuts its
+connectors down, a second SIGTERM ends an EngineCore in the middle of its shutdown, and with
+``--shutdown-timeout 0``, the default, vLLM's server sends SIGKILL right after SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvshm.rundir import choose_run_directory, open_run_directory
 log = logger(__name__)
 
 LEAVE_SECONDS = 1.0
-"""Far more than it takes an EngineCore to tell that it leaves; what it does not come to then is
-cleared up by the coordinator, or by ``clear_up``."""
+"""Far more than an EngineCore needs to announce that it leaves; the coordinator or ``clean_up``
+removes what the EngineCore leaves behind."""
 
 TOUCHPOINT = "get_engine_process_shutdown_timeout"
 _ENDING = {signal.SIGTERM, signal.SIGINT}
@@ -37,17 +37,17 @@ _started = threading.Event()
 # -- in the process that starts the EngineCores
 
 
-def let_engines_leave() -> None:
-    """Have vLLM wait for its EngineCores for up to LEAVE_SECONDS where it would not wait at all,
-    and clear up at this process's end if one of them could not, and no coordinator runs.
+def wait_for_engine_cores() -> None:
+    """Make vLLM wait up to LEAVE_SECONDS for its EngineCores where it would not wait at all, and
+    call ``clean_up`` at the end of this process.
 
-    Any process, any number of times; nothing happens in those that vLLM has started.  Requests
-    are aborted as without it.  A vLLM without the function that decides this is left as it is.
+    Any process, any number of times; does nothing in processes that vLLM has started.  vLLM
+    aborts requests as before.  If this vLLM lacks the wrapped function, nothing is wrapped.
     """
     if multiprocessing.parent_process() is not None or _started.is_set():
         return
     _started.set()
-    atexit.register(clear_up)
+    atexit.register(clean_up)
     try:
         from vllm.v1.engine import utils
     except ImportError:
@@ -59,34 +59,34 @@ def let_engines_leave() -> None:
     @wraps(original)
     def timeout(request_timeout: float | None, process_timeout: float | None) -> float | None:
         chosen: float | None = original(request_timeout, process_timeout)
-        # With a time to drain, what is left of it is the user's word.
+        # With a time to drain, the user has decided how long to wait.
         drains = request_timeout is None or request_timeout > 0
         return chosen if drains or chosen is None else max(chosen, LEAVE_SECONDS)
 
     setattr(utils, TOUCHPOINT, timeout)
 
 
-def clear_up() -> None:
-    """Remove what dead processes left, where no coordinator does it."""
+def clean_up() -> None:
+    """Remove what dead processes left behind, unless a coordinator runs and does so."""
     try:
         config = Config.from_env(os.environ)
-        if choose_run_directory(config.run_dir, os.environ).is_dir():  # else nothing ever ran
+        if choose_run_directory(config.run_dir, os.environ).is_dir():  # else no engine ever ran
             run_dir = open_run_directory(config.run_dir, os.environ)
             clear(run_dir, config.namespace, patience=1.0)
     except (KvshmError, OSError) as exc:
-        log.debug("nothing cleared up: %s", exc)
+        log.debug("nothing cleaned up: %s", exc)
 
 
 # -- in the EngineCore
 
 
-def when_told_to_end(leave: Callable[[], None]) -> None:
-    """Have ``leave`` called, once and on a thread of its own, in the moment in which a signal
-    tells this EngineCore to end: before its workers end, and whatever its main thread does.
+def on_shutdown_signal(leave: Callable[[], None]) -> None:
+    """Call ``leave``, once and on a thread of its own, as soon as a signal tells this EngineCore
+    to end: before its workers end, and whatever its main thread is doing.
 
-    Main thread.  Nothing happens in a process that is no EngineCore, where a signal may mean
-    anything, or if somebody else watches its signals in this way.  Without descriptors or threads
-    it is not watched: that it ends looks like a crash then.
+    Main thread.  Does nothing outside an EngineCore, where a signal may mean anything, or if other
+    code uses Python's wakeup descriptor for signals.  If no descriptor or thread can be had,
+    nothing is watched: peers then take the end of this engine for a crash.
     """
     is_core = multiprocessing.current_process().name.startswith("EngineCore")
     if not is_core or threading.current_thread() is not threading.main_thread():
@@ -94,7 +94,7 @@ def when_told_to_end(leave: Callable[[], None]) -> None:
     try:
         _watch_signals(leave)
     except (KvshmError, OSError) as exc:
-        log.warning("the others will take the end of this engine for a crash: %s", exc)
+        log.warning("the peers will take the end of this engine for a crash: %s", exc)
 
 
 def _watch_signals(leave: Callable[[], None]) -> None:
@@ -123,8 +123,8 @@ def _watch_signals(leave: Callable[[], None]) -> None:
 
 
 class _Wakeup:
-    """Where signals of this process are told of.  A forked child's are its own: it writes them
-    nowhere, until somebody there asks for them."""
+    """The descriptor that this process's signals are written to.  A forked child stops writing to
+    it: the child's signals are not the engine's."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -132,7 +132,7 @@ class _Wakeup:
 
     def forget_in_child(self) -> None:
         if (current := signal.set_wakeup_fd(-1)) != self._fd:
-            signal.set_wakeup_fd(current)  # somebody else's by now
+            signal.set_wakeup_fd(current)  # other code has replaced the descriptor
 
 
 _watched: list[_Wakeup] = []

@@ -1,4 +1,4 @@
-"""vLLM's objects that it hands to no connector: found among those who call it."""
+"""Finds vLLM's objects that vLLM passes to no connector: they are on the call stack."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from types import FrameType
 from typing import Any
 
 FRAMES = 16
-"""How far up they are looked for; vLLM's are 3 to 8 frames away."""
+"""How many frames are searched; vLLM's objects are 3 to 8 frames away."""
 
 
 def callers_with(name: str, depth: int = FRAMES) -> list[Any]:
     """Return the callers that have this attribute, innermost first, each once.
 
-    A caller is who a method on the stack was called on.  For connector methods that vLLM
-    calls: its model runner calls ``register_kv_caches``, its scheduler
-    ``bind_kv_cache_manager``, its core ``set_xfer_handshake_metadata_pp_aware``.
+    A caller is the ``self`` of a method on the stack.  vLLM's model runner calls
+    ``register_kv_caches`` of a connector, its scheduler ``bind_kv_cache_manager``, its core
+    ``set_xfer_handshake_metadata_pp_aware``.
     """
     found: dict[int, Any] = {}
     frame: FrameType | None = sys._getframe(1)

@@ -16,14 +16,19 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import utils
 
-from kvshm.hooks.vllm import leaving
-from kvshm.hooks.vllm.leaving import LEAVE_SECONDS, TOUCHPOINT, let_engines_leave, when_told_to_end
+from kvshm.hooks.vllm import shutdown
+from kvshm.hooks.vllm.shutdown import (
+    LEAVE_SECONDS,
+    TOUCHPOINT,
+    on_shutdown_signal,
+    wait_for_engine_cores,
+)
 
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which kvshm has not been asked for yet."""
-    monkeypatch.setattr(leaving, "_started", threading.Event())
+    monkeypatch.setattr(shutdown, "_started", threading.Event())
     monkeypatch.setattr(utils, TOUCHPOINT, _original())
     monkeypatch.setattr("atexit.register", lambda function: None)
 
@@ -47,8 +52,8 @@ def _original() -> object:
 def test_only_where_vllm_would_not_wait_it_waits(
     untouched: None, request_timeout: float, process_timeout: float | None, wanted: float | None
 ) -> None:
-    let_engines_leave()
-    let_engines_leave()
+    wait_for_engine_cores()
+    wait_for_engine_cores()
     assert getattr(utils, TOUCHPOINT)(request_timeout, process_timeout) == wanted
 
 
@@ -60,7 +65,7 @@ def test_a_vllm_without_that_function_is_left_as_it_is(
     untouched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(utils, TOUCHPOINT)
-    let_engines_leave()
+    wait_for_engine_cores()
     assert not hasattr(utils, TOUCHPOINT)
 
 
@@ -68,18 +73,18 @@ def test_signals_of_another_process_are_not_watched() -> None:
     """In a script with ``LLM()`` they may mean anything."""
     before = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(before)
-    when_told_to_end(lambda: pytest.fail("left"))
+    on_shutdown_signal(lambda: pytest.fail("left"))
     assert signal.set_wakeup_fd(before) == before
 
 
 CORE = """
 import multiprocessing, os, signal, sys, threading, time
-from kvshm.hooks.vllm.leaving import when_told_to_end
+from kvshm.hooks.vllm.shutdown import on_shutdown_signal
 multiprocessing.current_process().name = "EngineCore_DP1"
 left, handled = threading.Event(), []
 signal.signal(signal.SIGTERM, lambda *_: handled.append(left.wait(100)))
 signal.signal(signal.SIGUSR1, lambda *_: None)
-when_told_to_end(left.set)
+on_shutdown_signal(left.set)
 os.kill(os.getpid(), signal.SIGUSR1)
 time.sleep(0.1)
 print(left.is_set())
@@ -90,11 +95,11 @@ print(handled)
 
 FORKING = """
 import multiprocessing, os, signal, sys, threading
-from kvshm.hooks.vllm.leaving import when_told_to_end
+from kvshm.hooks.vllm.shutdown import on_shutdown_signal
 multiprocessing.current_process().name = "EngineCore_DP1"
 left = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: None)
-when_told_to_end(left.set)
+on_shutdown_signal(left.set)
 
 def fork():
     if not (pid := os.fork()):

@@ -1,6 +1,6 @@
-"""kvshm beside a connector that the user has configured (KVSHM_BESIDE=1): both in a MultiConnector.
+"""Puts kvshm and a connector of the user's into one MultiConnector (KVSHM_BESIDE=1).
 
-The user's comes first: it loads what it has, kvshm what it has not.
+The user's connector comes first: kvshm loads only what that connector does not have.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
 MULTI = "MultiConnector"
-_TAKEN = "connectors"
+_CHILDREN = "connectors"
 
 
-def beside_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
+def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
     """Return why the configured connectors cannot be combined with kvshm's, or None.  Imports
-    them."""
+    these connectors."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -26,36 +26,36 @@ def beside_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str |
     names = [name for name in vars(KVConnectorBase_V1) if not name.startswith("_")]
     unknown = {name for name in names if name not in vars(MultiConnector)}
     if vllm_config.device_config.device_type == "cpu":
-        unknown.add("get_mem_pool_context")  # kvshm's places the cache there, and only one can
+        unknown.add("get_mem_pool_context")  # kvshm uses it, and only one connector can
     for child in _children(transfer):
         connector: Any = KVConnectorFactory.get_connector_class(_configuration(child))
         own = {n for n in unknown if getattr(connector, n) is not getattr(KVConnectorBase_V1, n)}
         if own:
-            return f"{child['kv_connector']} cannot be combined for its {', '.join(sorted(own))}"
+            return f"{child['kv_connector']} cannot be combined due to its {', '.join(sorted(own))}"
     return None
 
 
-def combined(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTransferConfig:
-    """Return the configuration of both.  Role, engine id and everything else are the user's;
-    failed loads are recomputed, because with kvshm a block may vanish."""
+def combined_config(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTransferConfig:
+    """Return a MultiConnector's configuration with both.  Role, engine id and all other values are
+    the user's; failed loads are recomputed, because with kvshm a block may vanish."""
     made = copy.copy(transfer)
     made.kv_connector, made.kv_connector_module_path = MULTI, None
     made.kv_load_failure_policy = "recompute"
     own = {**ours, "kv_role": transfer.kv_role}
     made.kv_connector_extra_config = {
         **transfer.kv_connector_extra_config,
-        _TAKEN: [*_children(transfer), own],
+        _CHILDREN: [*_children(transfer), own],
     }
     return made
 
 
 def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:
-    """The connectors as a MultiConnector lists them.  It hands them its own engine id."""
+    """The user's connectors as a MultiConnector lists them.  Its own engine id applies to all."""
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == MULTI:
-        return list(extra.get(_TAKEN, ()))
+        return list(extra.get(_CHILDREN, ()))
     child = {f.name: getattr(transfer, f.name) for f in fields(transfer) if f.name != "engine_id"}
-    child["kv_connector_extra_config"] = {k: v for k, v in extra.items() if k != _TAKEN}
+    child["kv_connector_extra_config"] = {k: v for k, v in extra.items() if k != _CHILDREN}
     return [child]
 
 
