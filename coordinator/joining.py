@@ -26,7 +26,7 @@ from kvshm.node.protocol import (
 )
 from kvshm.shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
 
-from .actions import Action, Examine, Log, Refusal, Send, Sender, SweepBits
+from .actions import Action, CheckTable, Log, Refusal, Sender, SendReply, SweepBits
 from .roster import Engine, State
 from .versions import who_upgrades
 
@@ -50,7 +50,7 @@ def on_join(state: State, sender: Sender, join: Join) -> list[Action]:
         or refuse_place(state, sender, join.engine)
     )
     if refusal is None:
-        return [Examine(sender, join)]
+        return [CheckTable(sender, join)]
     return refuse(state, sender, join.engine, refusal)
 
 
@@ -132,7 +132,10 @@ def refuse(
         retry=refusal.retry,
     )
     about = {"engine": engine.name, "remedy": refusal.remedy}
-    return [Send(sender.route, reply), *state.complain(sender, "refused", refusal.reason, **about)]
+    return [
+        SendReply(sender.route, reply),
+        *state.complain(sender, "refused", refusal.reason, **about),
+    ]
 
 
 def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:
@@ -161,7 +164,7 @@ def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:
     if known is None:
         actions += _introduce(state, info)
     reply = _joined(state, info)
-    actions.append(Send(sender.route, reply))
+    actions.append(SendReply(sender.route, reply))
     if known is None:
         actions += _log_join(state, info, reply)
     return actions

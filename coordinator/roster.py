@@ -14,7 +14,7 @@ from typing import Any
 from kvshm.node.protocol import AnyBroadcast, EngineInfo
 from kvshm.timing import TIMING, Timing
 
-from .actions import Action, Forget, Log, Publish, Sender
+from .actions import Action, Log, ReleaseTable, SendBroadcast, Sender
 from .lease_bits import LeaseBits
 
 MAX_COMPLAINTS = 1000
@@ -72,11 +72,13 @@ class State:
     last_clock: float | None = None
     next_leftovers: float = 0.0
 
-    def publish(self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any) -> Publish:
+    def publish(
+        self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any
+    ) -> SendBroadcast:
         """Return the next numbered broadcast of a topic."""
         sequence = self.topics.get(topic, 0) + 1
         self.topics[topic] = sequence
-        return Publish(topic, kind(coordinator_epoch=self.epoch, sequence=sequence, **fields))
+        return SendBroadcast(topic, kind(coordinator_epoch=self.epoch, sequence=sequence, **fields))
 
     def end(self, epoch: int) -> None:
         """Take an epoch off the roster for good."""
@@ -96,7 +98,7 @@ class State:
     def forget(self) -> list[Action]:
         """Keep exactly those tables whose end matters to an engine or a lease bit."""
         needed = self.bits.holders | self.engines.keys()
-        actions: list[Action] = [Forget(epoch) for epoch in sorted(self.kept - needed)]
+        actions: list[Action] = [ReleaseTable(epoch) for epoch in sorted(self.kept - needed)]
         self.kept = needed
         return actions
 

@@ -16,21 +16,21 @@ from kvshm.node.protocol import MAX_COMMAND_BYTES, decode_command, encode, forei
 from . import logfmt
 from .actions import (
     Action,
-    Clock,
-    Event,
-    Examine,
-    Examined,
-    Foreign,
-    Forget,
-    Garbled,
+    BadMessage,
+    CheckResult,
+    CheckTable,
+    ClockTick,
+    EngineMessage,
+    Input,
     Log,
-    Publish,
-    Received,
     Refusal,
-    Send,
+    ReleaseTable,
+    SendBroadcast,
     Sender,
+    SendReply,
     SweepBits,
     SweepFiles,
+    UnreadableJoin,
 )
 from .broadcasts import Broadcasts
 from .incoming import Incoming
@@ -61,7 +61,7 @@ class Server:
         self._sweep_files = sweep_files
         self._keep_lock = keep_lock
         self._clock = clock
-        self._events: deque[Event] = deque()
+        self._inputs: deque[Input] = deque()
         self._watched: set[int] = set()
         """Descriptors of the tables' connections that are polled."""
         self._failed: set[tuple[str, object]] = set()
@@ -93,7 +93,7 @@ class Server:
                 next_clock = self._clock() + pause
                 self._sockets.check()
                 self._look_at_lock()
-                self._handle(*self._tables.look(), Clock())
+                self._handle(*self._tables.look(), ClockTick())
             if self._clock() >= next_look:
                 next_look = self._clock() + timing.look_seconds
                 self._sockets.look()
@@ -132,18 +132,18 @@ class Server:
             if message is not None:
                 self._handle(_read(*message))
 
-    def _handle(self, *events: Event) -> None:
-        """Let ``decide`` decide; actions may bring about further events."""
-        self._events.extend(events)
-        while self._events:
-            for action in self._decide(self._events.popleft()):
+    def _handle(self, *inputs: Input) -> None:
+        """Let ``decide`` decide; actions may bring about further inputs."""
+        self._inputs.extend(inputs)
+        while self._inputs:
+            for action in self._decide(self._inputs.popleft()):
                 self._perform(action)
 
-    def _decide(self, event: Event) -> list[Action]:
+    def _decide(self, item: Input) -> list[Action]:
         try:
-            return decide(self._state, event, self._clock())
+            return decide(self._state, item, self._clock())
         except Exception as exc:  # a bug must not end it for all others
-            self._say_failed(type(event).__name__, exc)
+            self._say_failed(type(item).__name__, exc)
             return []
 
     def _perform(self, action: Action) -> None:
@@ -153,10 +153,10 @@ class Server:
             self._do(action)
         except Exception as exc:  # a bug must not end it for all others
             self._say_failed(type(action).__name__, exc)
-            if isinstance(action, Examine):
+            if isinstance(action, CheckTable):
                 remedy = "nothing: it is tried again"
                 refusal = Refusal(f"the coordinator cannot look at it: {exc}", remedy, retry=True)
-                self._events.append(Examined(action.sender, action.join, refusal))
+                self._inputs.append(CheckResult(action.sender, action.join, refusal))
 
     def _look_at_lock(self) -> None:
         try:
@@ -178,15 +178,15 @@ class Server:
 
     def _do(self, action: Action) -> None:
         match action:
-            case Send(route, message):
+            case SendReply(route, message):
                 self._send(route, encode(message))
-            case Publish(topic, message):
+            case SendBroadcast(topic, message):
                 self._broadcasts.add(topic, message, self._clock())
-            case Examine(sender, join):
-                if (answer := self._tables.examine(sender, join)) is not None:
-                    self._events.append(answer)
-            case Forget(epoch):
-                self._tables.forget(epoch)
+            case CheckTable(sender, join):
+                if (answer := self._tables.check(sender, join)) is not None:
+                    self._inputs.append(answer)
+            case ReleaseTable(epoch):
+                self._tables.release(epoch)
             case SweepBits(bits):
                 self._tables.sweep_bits(bits)
             case SweepFiles():
@@ -206,19 +206,23 @@ class Server:
             logfmt.write(Log(logging.DEBUG, "unsent", {"route": route.hex(), "reason": exc}))
 
 
-def _read(frames: list[zmq.Frame], num_parts: int) -> Event:
+def _read(frames: list[zmq.Frame], num_parts: int) -> Input:
     """Return a message and its sender."""
     sender = Sender(frames[0].bytes, *_credentials(frames[-1]))
     if num_parts != 2:
-        return Garbled(sender, f"message of {num_parts - 1} frames, wanted 1")
+        return BadMessage(sender, f"message of {num_parts - 1} frames, wanted 1")
     if (size := len(frames[1])) > MAX_COMMAND_BYTES:
-        return Garbled(sender, f"message of {size} bytes, at most {MAX_COMMAND_BYTES} allowed")
+        return BadMessage(sender, f"message of {size} bytes, at most {MAX_COMMAND_BYTES} allowed")
     frame = frames[1].bytes
     try:
-        return Received(sender, decode_command(frame))
+        return EngineMessage(sender, decode_command(frame))
     except ProtocolError as exc:
         foreign = foreign_join(frame)
-        return Garbled(sender, str(exc)) if foreign is None else Foreign(sender, foreign, str(exc))
+        return (
+            BadMessage(sender, str(exc))
+            if foreign is None
+            else UnreadableJoin(sender, foreign, str(exc))
+        )
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

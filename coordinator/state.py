@@ -29,58 +29,58 @@ from kvshm.shm.layout import RECORD_BYTES
 
 from .actions import (
     Action,
-    Clock,
-    Deserted,
-    Died,
-    Event,
-    Examined,
-    Foreign,
-    Garbled,
+    BadMessage,
+    CheckResult,
+    ClockTick,
+    EngineMessage,
+    Input,
     Log,
-    Publish,
-    Received,
-    Send,
+    ProcessDeath,
+    SendBroadcast,
     Sender,
+    SendReply,
     SweepBits,
     SweepFiles,
+    TableUnused,
+    UnreadableJoin,
 )
 from .joining import admit, on_foreign, on_join, refuse, refuse_place
 from .roster import Engine, State
 
 
-def decide(state: State, event: Event, now: float) -> list[Action]:
-    """Return what has to be done about ``event``, and take note of it in ``state``."""
-    match event:
-        case Received():
-            if isinstance(event.message, Join):
-                return on_join(state, event.sender, event.message)
-            return _on_message(state, event.sender, event.message, now)
-        case Examined():
-            return _on_examined(state, event, now)
-        case Foreign():
-            return on_foreign(state, event.sender, event.join, event.error)
-        case Garbled():
-            return state.complain(event.sender, "garbled", event.error)
-        case Died():
-            return _on_death(state, event, now)
-        case Deserted():
-            return _sweep(state.bits.deserted(event.epoch)) + state.forget()
-        case Clock():
+def decide(state: State, item: Input, now: float) -> list[Action]:
+    """Return the actions that ``item`` requires, and update ``state``."""
+    match item:
+        case EngineMessage():
+            if isinstance(item.message, Join):
+                return on_join(state, item.sender, item.message)
+            return _on_message(state, item.sender, item.message, now)
+        case CheckResult():
+            return _on_check_result(state, item, now)
+        case UnreadableJoin():
+            return on_foreign(state, item.sender, item.join, item.error)
+        case BadMessage():
+            return state.complain(item.sender, "garbled", item.error)
+        case ProcessDeath():
+            return _on_death(state, item, now)
+        case TableUnused():
+            return _sweep(state.bits.deserted(item.epoch)) + state.forget()
+        case ClockTick():
             return _on_clock(state, now)
 
 
-def _on_examined(state: State, event: Examined, now: float) -> list[Action]:
+def _on_check_result(state: State, result: CheckResult, now: float) -> list[Action]:
     """Meanwhile the epoch may have ended, or others of its process have taken the places."""
-    epoch = event.join.engine.epoch
-    if event.refusal is not None:
-        return refuse(state, event.sender, event.join.engine, event.refusal)
+    epoch = result.join.engine.epoch
+    if result.refusal is not None:
+        return refuse(state, result.sender, result.join.engine, result.refusal)
     state.kept.add(epoch)
     if epoch in state.ended:
         return state.forget()
-    refusal = refuse_place(state, event.sender, event.join.engine)
+    refusal = refuse_place(state, result.sender, result.join.engine)
     if refusal is not None:
-        return [*refuse(state, event.sender, event.join.engine, refusal), *state.forget()]
-    return admit(state, event.sender, event.join, now)
+        return [*refuse(state, result.sender, result.join.engine, refusal), *state.forget()]
+    return admit(state, result.sender, result.join, now)
 
 
 # -- messages of engines in the roster
@@ -95,7 +95,7 @@ def _on_message(
         if isinstance(message, Leave):
             return _explain(state, sender, message.epoch)
         reply = JoinFirst(coordinator_epoch=state.epoch, engine_epoch=message.epoch)
-        return [Send(sender.route, reply)]
+        return [SendReply(sender.route, reply)]
     if (sender.uid, sender.pid) != (state.uid, engine.pid):
         return state.complain(sender, "impostor", f"speaks for pid {engine.pid}")
     actions = _heard(state, engine, now)
@@ -137,7 +137,7 @@ def _relay(state: State, sender: Sender, engine: Engine, events: Events) -> list
 # -- ends
 
 
-def _on_death(state: State, died: Died, now: float) -> list[Action]:
+def _on_death(state: State, died: ProcessDeath, now: float) -> list[Action]:
     """A process without which the epoch is at its end has gone.  If it was a worker's, the engine's
     next word or its silence tells whether that is worth a line.  An engine that leaves gives its
     table up, too, and its Leave may come later."""
@@ -156,7 +156,7 @@ def _on_death(state: State, died: Died, now: float) -> list[Action]:
     return [*actions, SweepFiles()]
 
 
-def _end_by_death(state: State, info: EngineInfo, died: Died) -> list[Action]:
+def _end_by_death(state: State, info: EngineInfo, died: ProcessDeath) -> list[Action]:
     if died.retired:
         return _end(state, info, "left")
     reason = f"process {info.pid} died" if died.owner else "a worker's process ended"
@@ -259,7 +259,7 @@ def _ticks(state: State) -> list[Action]:
     for epoch, engine in state.engines.items():
         heard.setdefault(engine.info.fingerprint, {})[epoch] = engine.sequence
     return [
-        Publish(
+        SendBroadcast(
             topic,
             Tick(
                 coordinator_epoch=state.epoch,
