@@ -1,5 +1,5 @@
-"""The shell: sockets and the clock.  It tells ``decide`` what happened and does what
-``decide`` says."""
+"""The shell: sockets and the clock.  It gives ``decide`` the inputs and carries out the actions
+that ``decide`` returns."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from .actions import (
     SweepFiles,
     UnreadableJoin,
 )
-from .broadcasts import Broadcasts
-from .incoming import Incoming
+from .broadcasts import BroadcastQueue
+from .incoming import MessageReader
 from .roster import State
 from .sockets import Sockets
 from .state import decide
@@ -54,8 +54,8 @@ class Server:
         keep_lock: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``sweep_files`` removes what the dead left in the run directory, ``keep_lock`` sees to
-        it that there is no second coordinator."""
+        """``sweep_files`` removes the files of dead processes from the run directory, ``keep_lock``
+        makes the lock file again if it was removed."""
         self._state = state
         self._tables = tables
         self._sweep_files = sweep_files
@@ -65,15 +65,15 @@ class Server:
         self._watched: set[int] = set()
         """Descriptors of the tables' connections that are polled."""
         self._failed: set[tuple[str, object]] = set()
-        """Actions that failed and are said to have, with the number of the error."""
+        """Failures that were logged: the action, and the number of the error."""
         self._sockets = Sockets(clock)
-        self._incoming = Incoming()
-        self._broadcasts = Broadcasts(self._publish, state.timing)
+        self._reader = MessageReader()
+        self._broadcasts = BroadcastQueue(self._send_broadcast, state.timing)
         self._poller = self._sockets.poller
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
-        """Let engines connect; the caller holds the lock.  What arrives on ``wake_fd`` only
-        ends a wait.  Raises RunDirectoryError."""
+        """Let engines connect; the caller holds the lock.  Input on ``wake_fd`` only ends a
+        wait.  Raises RunDirectoryError."""
         self._sockets.open(command_endpoint, event_endpoint)
         self._poller.register(wake_fd, zmq.POLLIN)
 
@@ -82,22 +82,22 @@ class Server:
         self._sockets.close()
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Serve until ``stopping`` says so.  Raises KvshmError when engines cannot find the
+        """Serve until ``stopping`` returns True.  Raises KvshmError when engines cannot find the
         sockets any more."""
         timing, next_clock = self._state.timing, self._clock()
         next_look = next_clock
         while not stopping():
             if self._clock() >= next_clock:
-                settled = self._state.settled
-                pause = timing.heartbeat_seconds if settled else timing.return_tick_seconds
+                grace_over = self._state.grace_over
+                pause = timing.heartbeat_seconds if grace_over else timing.return_tick_seconds
                 next_clock = self._clock() + pause
                 self._sockets.check()
-                self._look_at_lock()
+                self._check_lock()
                 self._handle(*self._tables.look(), ClockTick())
             if self._clock() >= next_look:
                 next_look = self._clock() + timing.look_seconds
                 self._sockets.look()
-                logfmt.go_on()
+                logfmt.write_waiting()
             due = min(next_clock, next_look, self._broadcasts.next_due())
             self._wait(due - self._clock())
             self._broadcasts.send_due(self._clock())
@@ -109,13 +109,13 @@ class Server:
             self._sockets.look()
         if self._sockets.router in ready:
             self._receive()
-        # What the dead had sent before is handled first, then their deaths.
+        # A dead engine's last messages are handled before its death.
         readable = {source for source in ready if source in self._watched}
         if readable:
-            self._handle(*self._tables.news(readable))
+            self._handle(*self._tables.read(readable))
 
     def _watch(self) -> None:
-        """Poll exactly the connections that there are."""
+        """Poll the open connections and no others."""
         present = {connection.fileno() for connection in self._tables.connections()}
         for gone in self._watched - present:
             self._poller.unregister(gone)
@@ -126,14 +126,14 @@ class Server:
     def _receive(self) -> None:
         for _ in range(MAX_RECEIVED):
             try:
-                message = self._incoming.receive(self._sockets.router)
+                message = self._reader.receive(self._sockets.router)
             except zmq.Again:
                 return
             if message is not None:
                 self._handle(_read(*message))
 
     def _handle(self, *inputs: Input) -> None:
-        """Let ``decide`` decide; actions may bring about further inputs."""
+        """Pass the inputs to ``decide``, and the further inputs that actions cause."""
         self._inputs.extend(inputs)
         while self._inputs:
             for action in self._decide(self._inputs.popleft()):
@@ -142,30 +142,30 @@ class Server:
     def _decide(self, item: Input) -> list[Action]:
         try:
             return decide(self._state, item, self._clock())
-        except Exception as exc:  # a bug must not end it for all others
-            self._say_failed(type(item).__name__, exc)
+        except Exception as exc:  # a bug must not end the coordinator
+            self._log_failure(type(item).__name__, exc)
             return []
 
     def _perform(self, action: Action) -> None:
-        """Do what was decided.  What the machine refuses (descriptors, files), or a bug, costs this
-        action: bits and leftovers of the dead are swept again with the next sweep."""
+        """Carry out an action.  An error of the machine (descriptors, files) or a bug costs this
+        action only: the next sweep takes bits and leftovers of dead engines again."""
         try:
             self._do(action)
-        except Exception as exc:  # a bug must not end it for all others
-            self._say_failed(type(action).__name__, exc)
+        except Exception as exc:  # a bug must not end the coordinator
+            self._log_failure(type(action).__name__, exc)
             if isinstance(action, CheckTable):
                 remedy = "nothing: it is tried again"
                 refusal = Refusal(f"the coordinator cannot look at it: {exc}", remedy, retry=True)
                 self._inputs.append(CheckResult(action.sender, action.join, refusal))
 
-    def _look_at_lock(self) -> None:
+    def _check_lock(self) -> None:
         try:
             self._keep_lock()
         except (KvshmError, OSError) as exc:  # the next second may have room, or descriptors
-            self._say_failed("keep the lock", exc)
+            self._log_failure("keep the lock", exc)
 
-    def _say_failed(self, what: str, exc: Exception) -> None:
-        """Once for each of its kind; with the traceback of what nobody has thought of."""
+    def _log_failure(self, what: str, exc: Exception) -> None:
+        """Log once for each kind of failure; a bug with its traceback."""
         kind = (what, getattr(exc, "errno", None) or type(exc).__name__)
         if kind in self._failed:
             return
@@ -196,7 +196,7 @@ class Server:
             case _:
                 raise AssertionError(f"no such action: {action}")
 
-    def _publish(self, frame: bytes) -> None:
+    def _send_broadcast(self, frame: bytes) -> None:
         self._sockets.publisher.send(frame)  # another socket from time to time
 
     def _send(self, route: bytes, frame: bytes) -> None:

@@ -25,9 +25,9 @@ RECORD = bytes(RECORD_BYTES)
 A = TypeVar("A")
 
 
-def new_state(*, settled: bool = True) -> State:
-    """``settled``: no coordinator before it knew engines that may yet come back."""
-    return State(epoch=1, namespace="n", uid=UID, settled=settled)
+def new_state(*, grace_over: bool = True) -> State:
+    """``grace_over``: no coordinator before it knew engines that may yet come back."""
+    return State(epoch=1, namespace="n", uid=UID, grace_over=grace_over)
 
 
 def engine(epoch: int, *, pid: int = 0, ranks: tuple[int, ...] = (), **fields: Any) -> EngineInfo:

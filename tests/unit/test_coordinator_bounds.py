@@ -97,8 +97,8 @@ def test_what_a_complaint_keeps_of_its_senders_words_is_bounded() -> None:
     for n in range(1000):
         join = ForeignJoin(99, ForeignEngine(n + 1, "e", "9" * 10_000))
         decide(state, UnreadableJoin(sender_of(engine(5)), join, "undecodable"), 0.0)
-    assert max(len(about) for _, about in state.complaints) < 300
-    assert list(state.complaints.values()) == [1000]
+    assert max(len(about) for _, about in state.reports) < 300
+    assert list(state.reports.values()) == [1000]
 
 
 def test_one_process_does_not_take_all_places() -> None:

@@ -188,7 +188,7 @@ ALL = (1 << NUM_LEASE_BITS) - 1
 
 
 def test_who_comes_back_keeps_its_bit_and_newcomers_begin_at_the_other_end() -> None:
-    state = new_state(settled=False)
+    state = new_state(grace_over=False)
     reply, actions = join(state, engine(7))
     assert reply.lease_bit == LAST
     assert only(actions, SweepBits) == [SweepBits(1 << LAST)], "somebody dead may have had it"
@@ -201,7 +201,7 @@ def test_who_comes_back_keeps_its_bit_and_newcomers_begin_at_the_other_end() -> 
 
 
 def test_who_presents_a_bit_that_is_taken_gets_another_that_is_swept() -> None:
-    state = new_state(settled=False)
+    state = new_state(grace_over=False)
     join(state, engine(6, lease_bit=1))
     reply, actions = join(state, engine(7, lease_bit=1))
     assert reply.lease_bit == LAST
@@ -209,7 +209,7 @@ def test_who_presents_a_bit_that_is_taken_gets_another_that_is_swept() -> None:
 
 
 def test_bits_of_nobody_are_swept_once_after_a_grace_period() -> None:
-    state = new_state(settled=False)
+    state = new_state(grace_over=False)
     decide(state, ClockTick(), 100.0)
     join(state, engine(5, lease_bit=0), now=100.0)
     join(state, engine(6), now=100.0)

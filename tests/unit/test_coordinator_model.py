@@ -73,7 +73,7 @@ class Anything(RuleBasedStateMachine):
     @initialize(restarted=st.booleans(), data=st.data())
     def there_was_another_before(self, restarted: bool, data: st.DataObject) -> None:
         """Each of its bits was either that of somebody who lives, or who died with it."""
-        self.state = new_state(settled=not restarted)
+        self.state = new_state(grace_over=not restarted)
         if not restarted:
             return
         owners = data.draw(st.lists(st.sampled_from([DEAD_BEFORE, 1, 2, 5, 6]), max_size=28))
@@ -160,7 +160,7 @@ class Anything(RuleBasedStateMachine):
             if worker_first:
                 self.obey(decide(self.state, ProcessDeath(epoch, owner=False), self.now))
             self.ends(epoch)
-        if number in self.known and self.state.settled:
+        if number in self.known and self.state.grace_over:
             assert not any(number in holders for holders in self.dirty), "leases of the dead"
 
     def ends(self, epoch: int) -> None:
@@ -173,7 +173,7 @@ class Anything(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
         self.obey(decide(self.state, ClockTick(), self.now))
-        if self.state.settled:
+        if self.state.grace_over:
             assert not any(DEAD_BEFORE in holders for holders in self.dirty)
 
     @invariant()

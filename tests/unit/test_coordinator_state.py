@@ -332,10 +332,10 @@ def test_garbage_is_logged_once_per_sender() -> None:
     state = new_state()
     lines = [decide(state, BadMessage(Sender(b"r", UID, 9), f"{i}"), 0.0) for i in range(3)]
     assert [len(only(actions, Log)) for actions in lines] == [1, 0, 0]
-    assert state.complaints == {(9, "garbled"): 3}
+    assert state.reports == {(9, "garbled"): 3}
     for pid in range(5000):
         decide(state, BadMessage(Sender(b"r", UID, pid), "x"), 0.0)
-    assert len(state.complaints) <= 1000
+    assert len(state.reports) <= 1000
 
 
 def test_who_sends_a_malformed_join_is_told_what_is_wrong_with_it() -> None:

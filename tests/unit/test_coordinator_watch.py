@@ -104,7 +104,7 @@ class Watched:
         """What a connection tells, without a look at anything else."""
         numbers = [connection.fileno() for connection in self.tables.connections()]
         readable, _, _ = select.select(numbers, [], [], 100)
-        return list(self.tables.news(set(readable)))
+        return list(self.tables.read(set(readable)))
 
     def look(self) -> list[Input]:
         return list(self.tables.look())
@@ -229,7 +229,7 @@ def test_the_clock_is_looked_at_more_often_while_engines_come_back(
 ) -> None:
     """Each look sends a tick, from which whoever missed a join of the others learns of it."""
     clock, looks = Clock(), list[float]()
-    state, begin = new_state(settled=False), clock.now
+    state, begin = new_state(grace_over=False), clock.now
     state.timing = timing
     tables = Tables(served.run_dir, served.namespace, clock)
     server = Server(state, tables, lambda: None, lambda: looks.append(clock.now - begin), clock)
@@ -243,7 +243,7 @@ def test_the_clock_is_looked_at_more_often_while_engines_come_back(
     server.run(lambda: clock.now - begin > timing.grace_seconds + 10 * timing.heartbeat_seconds)
     server.close()
     os.close(wake)
-    assert state.settled
+    assert state.grace_over
     gaps = [b - a for a, b in pairwise(looks)]
     before = [gap for gap, at in zip(gaps, looks, strict=False) if at < 0.99 * timing.grace_seconds]
     assert max(before) == pytest.approx(timing.return_tick_seconds)

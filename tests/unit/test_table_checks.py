@@ -45,7 +45,7 @@ class Shell:
         """What is told next."""
         connections = [connection.fileno() for connection in self.tables.connections()]
         readable, _, _ = select.select(connections, [], [], 60)
-        return list(self.tables.news(set(readable)))
+        return list(self.tables.read(set(readable)))
 
     def check(self, info: EngineInfo, sender: Sender = ME) -> Refusal | None:
         join = Join(protocol=PROTOCOL_VERSION, engine=info)
@@ -182,7 +182,7 @@ def test_a_table_that_is_nowhere_is_refused_and_the_run_directory_named(
     shell: Shell, info: EngineInfo
 ) -> None:
     refusal = shell.refusal(info)
-    assert "not to be had in the coordinator's run directory" in refusal.reason
+    assert "cannot be fetched in the coordinator's run directory" in refusal.reason
     assert "one run directory" in refusal.remedy
     assert not refusal.retry
 
