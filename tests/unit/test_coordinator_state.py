@@ -188,12 +188,12 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
 
 def test_refused_by_the_shells_findings() -> None:
     state, message = new_state(), Join(protocol=PROTOCOL_VERSION, engine=engine(5))
-    refusal = Refusal("not to be had", "one run directory", retry=True)
+    refusal = Refusal("cannot be fetched", "one run directory", retry=True)
     actions = decide(state, CheckResult(sender_of(engine(5)), message, refusal), 0.0)
     (reply,) = [a.message for a in only(actions, SendReply)]
     assert isinstance(reply, Refused)
     assert (reply.engine_epoch, reply.retry) == (5, True)
-    assert (reply.reason, reply.remedy) == ("not to be had", "one run directory")
+    assert (reply.reason, reply.remedy) == ("cannot be fetched", "one run directory")
     assert not state.engines
 
 

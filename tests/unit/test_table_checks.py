@@ -394,4 +394,4 @@ def test_of_many_that_join_at_once_and_are_silent_some_are_to_try_again(
 
 def test_a_dead_engines_socket_is_no_table(shell: Shell, engine: Served, info: EngineInfo) -> None:
     engine.crash()
-    assert "not to be had" in shell.refusal(info).reason
+    assert "cannot be fetched" in shell.refusal(info).reason
