@@ -110,7 +110,7 @@ class RosterHandler:
 
     def scan_again(self, enough: Callable[[], bool]) -> None:
         if (state := self._present()) is not None:
-            scans = state.peers.rescans.work_off(state.peers.rescan, enough)
+            scans = state.peers.scan_queue.scan_due(state.peers.rescan, enough)
             state.table.counters.add(RESYNCS, scans)
 
     def beat(self) -> None:
@@ -146,7 +146,7 @@ class RosterHandler:
 def _apply_to_peers(peers: Peers, news: News) -> None:
     match news:
         case EventsLost(epoch):
-            peers.rescans.ask(Epoch(epoch))
+            peers.scan_queue.add(Epoch(epoch))
         case EngineJoined(engine=info):
             peers.joined(info)
             log.info("engine %s joined", info.who)

@@ -34,8 +34,8 @@ from .handout import Handouts
 from .peer import Peer, PlannedRun, check_table
 from .peer_list import PeerList
 from .protocol import EngineInfo
-from .rescans import Rescans
-from .retries import Later
+from .retry_queue import RetryQueue
+from .scan_queue import ScanQueue
 
 log = logger(__name__)
 
@@ -96,8 +96,8 @@ class Peers:
         self._peers: dict[int, Peer] = {}  # the client's thread only
         self._view = _NOBODY
         self._listed = listed
-        self._later = Later(clock, timing)  # the client's thread only
-        self.rescans = Rescans(clock, timing)  # likewise
+        self._retries = RetryQueue(clock, timing)  # the client's thread only
+        self.scan_queue = ScanQueue(clock, timing)  # likewise
         self._silent_until = 0.0
         """The coordinator has just not answered: nobody is attached before, since who waits for it
         sends no heartbeats meanwhile."""
@@ -119,7 +119,7 @@ class Peers:
             known = None
         if known is not None or self._attach(info):
             self.recovered(Epoch(info.epoch))
-            (self.rescan if known is None else self.rescans.ask)(Epoch(info.epoch))
+            (self.rescan if known is None else self.scan_queue.ask)(Epoch(info.epoch))
 
     def suspected(self, epoch: Epoch) -> None:
         """Keep everything of an engine but offer nothing of it."""
@@ -133,7 +133,7 @@ class Peers:
         """Drop an engine that is gone; returns its name for the log.  Plans keep its table."""
         who = peer.info.who if (peer := self._find(epoch)) else engine_name(epoch)
         self._drop(epoch)
-        self._later.forget(epoch)
+        self._retries.remove(epoch)
         self._complaints = {c for c in self._complaints if c[0] != epoch}
         return who
 
@@ -153,10 +153,10 @@ class Peers:
             self.replica.apply(peer.row, records)
         except (KvshmError, IndexError, ValueError) as exc:
             self._complain(peer.info, f"sent events that make no sense: {exc}")
-            self.rescans.ask(Epoch(peer.info.epoch))
+            self.scan_queue.add(Epoch(peer.info.epoch))
 
     def rescan(self, epoch: Epoch) -> None:
-        """Bring the replica in line with the engine's table, now (``rescans`` when it is due)."""
+        """Scan the engine's table now and correct the replica (``scan_queue`` does so when due)."""
         if (peer := self._find(epoch)) is None:
             return
         try:
@@ -169,7 +169,7 @@ class Peers:
 
     def attach_again(self) -> None:
         """Try engines again that could not be attached.  About once a second."""
-        for info in self._later.due():
+        for info in self._retries.due():
             if self._attach(info):
                 self.rescan(Epoch(info.epoch))
 
@@ -313,7 +313,7 @@ class Peers:
     def _drop(self, epoch: int) -> None:
         if (peer := self._peers.pop(epoch, None)) is not None:
             self._show()  # before its row is another's
-            self.rescans.forget(Epoch(epoch))
+            self.scan_queue.remove(Epoch(epoch))
             self.replica.drop_row(peer.row)
             self._write_list()
 
@@ -323,7 +323,7 @@ class Peers:
         return not (table.retired or table.owner_died) and peer.avoided_until <= self._clock()
 
     def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
-        self._later.suspect(epoch, suspected)
+        self._retries.set_suspected(epoch, suspected)
         if (peer := self._find(epoch)) is not None:
             peer.suspected = suspected
             self._show()
@@ -333,7 +333,7 @@ class Peers:
         if self._closed:
             return False
         if self._clock() < self._silent_until:
-            self._later.put(info)
+            self._retries.add(info)
             return False
         try:
             table = self._handouts.table_of_member(info.epoch, info.num_blocks, len(info.ranks))
@@ -345,7 +345,7 @@ class Peers:
                 self._silent_until = self._clock() + self._timing.silent_seconds
             self._skip(info, exc)
             return False
-        self._later.forget(info.epoch)
+        self._retries.remove(info.epoch)
         self._peers[info.epoch] = Peer(info, table, row)
         self._show()
         self._write_list()
@@ -357,10 +357,10 @@ class Peers:
 
     def _skip(self, info: EngineInfo, reason: Exception) -> None:
         if isinstance(reason, SegmentNotFound):  # it has left meanwhile, or begun anew
-            self._later.forget(info.epoch)
+            self._retries.remove(info.epoch)
             log.info("engine %s has ended its epoch: %s", info.who, reason)
             return
-        self._later.put(info)
+        self._retries.add(info)
         self._complain(info, f"is left out: {reason}")
 
     def _complain(self, info: EngineInfo, what: str) -> None:

@@ -74,7 +74,7 @@ def test_joining_again_repairs_what_was_missed(peers: Peers, exporter: Make) -> 
     a.reuse(1)
     a.publish(2)
     peers.joined(a.info)
-    assert peers.rescans.work_off(peers.rescan, lambda: False) == 1
+    assert peers.scan_queue.scan_due(peers.rescan, lambda: False) == 1
     assert (offered(peers, 1), offered(peers, 2)) == ([], [(1, 2, 0)])
 
 
@@ -140,7 +140,7 @@ def test_senseless_events_are_dropped_and_the_truth_is_scanned(
     for _ in range(3):
         peers.apply_events([(1, beyond)])
     peers.apply_events([(1, beyond[:-1])])
-    assert peers.rescans.work_off(peers.rescan, lambda: False) == 1
+    assert peers.scan_queue.scan_due(peers.rescan, lambda: False) == 1
     assert offered(peers, 3) == [(1, 3, 0)]
     assert caplog.text.count("make no sense") == 1
 
