@@ -119,7 +119,7 @@ class Peers:
             known = None
         if known is not None or self._attach(info):
             self.recovered(Epoch(info.epoch))
-            (self.rescan if known is None else self.scan_queue.ask)(Epoch(info.epoch))
+            (self.rescan if known is None else self.scan_queue.add)(Epoch(info.epoch))
 
     def suspected(self, epoch: Epoch) -> None:
         """Keep everything of an engine but offer nothing of it."""
