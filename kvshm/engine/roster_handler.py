@@ -1,4 +1,4 @@
-"""What an engine does with the news of its client: it keeps the peers of its present epoch.
+"""What an engine does with updates from its client: it keeps the peers of its present epoch.
 
 All methods run on the client's thread.
 """
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from kvshm.ids import Epoch, LeaseBit
 from kvshm.log import engine_name, logger
 from kvshm.node import incompatible
-from kvshm.node.news import Coordinator, EventBatches, EventsLost, News
 from kvshm.node.peers import Peers
 from kvshm.node.protocol import (
     EngineGone,
@@ -25,6 +24,7 @@ from kvshm.node.protocol import (
     StrangerJoined,
     Tick,
 )
+from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
 from kvshm.shm.counters import INDEX_FULL, REJOINS, RESYNCS
 
 from .epoch_state import EpochState
@@ -40,7 +40,7 @@ MAX_NAMED = 256
 
 
 class RosterHandler:
-    """Keeps the peers of the present epoch as the coordinator tells; a ``NewsHandler``.  ``begin``
+    """An ``UpdateHandler``: keeps the peers of the present epoch up to date.  ``begin``
     gives the present epoch, begun now if it is due; ``present`` only looks; ``start`` is the
     command that starts the coordinator this engine looks for."""
 
@@ -62,9 +62,9 @@ class RosterHandler:
         state = self._begin()
         return state.info if state else None
 
-    def apply(self, news: News) -> None:
+    def apply(self, update: Update) -> None:
         state = self._present()
-        match news:
+        match update:
             case EventBatches(batches) if state is not None:  # first: what comes most
                 state.peers.apply_events(batches)
             case Coordinator.MISSING:
@@ -78,15 +78,15 @@ class RosterHandler:
             case _ if state is None:
                 return
             case Joined() | Refused():
-                if news.engine_epoch == state.table.epoch:  # else it has been reset meanwhile
-                    self._answered(state, news)
+                if update.engine_epoch == state.table.epoch:  # else it has been reset meanwhile
+                    self._answered(state, update)
             case StrangerJoined(stranger=stranger):
                 state.table.log_error(incompatible.note(stranger))
                 self._name(stranger)
             case Tick(strangers=count):
                 state.peers.num_incompatible = count
             case _:
-                _apply_to_peers(state.peers, news)
+                _apply_to_peers(state.peers, update)
 
     def _answered(self, state: EpochState, reply: Joined | Refused) -> None:
         if isinstance(reply, Refused):
@@ -143,8 +143,8 @@ class RosterHandler:
             del self._named[next(iter(self._named))]
 
 
-def _apply_to_peers(peers: Peers, news: News) -> None:
-    match news:
+def _apply_to_peers(peers: Peers, update: Update) -> None:
+    match update:
         case EventsLost(epoch):
             peers.scan_queue.add(Epoch(epoch))
         case EngineJoined(engine=info):

@@ -2,7 +2,7 @@
 
 The scheduler's thread only puts batches of events into a queue; it never waits for the
 coordinator and never learns of its troubles.  What the coordinator says reaches the engine
-through a ``NewsHandler``, whose methods all run on the client's thread.
+through a ``UpdateHandler``, whose methods all run on the client's thread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kvshm.shm.layout import RECORD_BYTES
 from kvshm.timing import TIMING, Timing
 
 from .coordinator_session import CoordinatorSession
-from .news import NewsHandler
 from .protocol import MAX_EVENTS_BYTES
+from .updates import UpdateHandler
 
 MAX_QUEUED = 4096
 """Batches of events that may wait for the client's thread; beyond that they are dropped."""
@@ -50,7 +50,7 @@ class CoordinatorClient:
         self,
         run_dir: Path,
         namespace: str,
-        handler: NewsHandler,
+        handler: UpdateHandler,
         *,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
@@ -91,7 +91,7 @@ class CoordinatorClient:
         scan this engine's slot table instead: change the slot before calling this.  So does an
         engine that joins, and while there is none nothing is sent at all."""
         session = self._session
-        if session is not None and not session.listened:
+        if session is not None and not session.has_listeners:
             self._unheard += 1
             return
         if len(self._outbox) >= MAX_QUEUED:
@@ -176,7 +176,7 @@ class CoordinatorClient:
                 self._hand_over(session, readable)
                 session.work()
             except Exception:  # a bug must not end the thread, nor take a whole core
-                session.guard.failed("client's thread", exc_info=True)
+                session.guard.record_failure("client's thread", exc_info=True)
                 self._closing.wait(self._timing.bug_pause_seconds)
         self._hand_over(session)
         session.close()

@@ -32,9 +32,8 @@ from kvshm.rundir import command_endpoint, event_endpoint
 from kvshm.shm.counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
 from kvshm.timing import TIMING, Timing
 
+from .call_guard import CallGuard
 from .event_order import EventOrder, Verdict
-from .guard import Guard
-from .news import Coordinator, News, NewsHandler
 from .protocol import (
     MAX_COMMAND_BYTES,
     MAX_RECEIVED_BYTES,
@@ -56,6 +55,7 @@ from .protocol import (
     open_broadcast,
 )
 from .receiving import received
+from .updates import Coordinator, Update, UpdateHandler
 
 LINGER_MS = 500
 DESCRIPTORS = 24  # more than a context with two sockets takes, and the tables that are then made
@@ -74,7 +74,7 @@ class CoordinatorSession:
         self,
         run_dir: Path,
         namespace: str,
-        handler: NewsHandler,
+        handler: UpdateHandler,
         clock: Callable[[], float],
         jitter: Callable[[], float],
         timing: Timing = TIMING,
@@ -85,7 +85,7 @@ class CoordinatorSession:
         self._jitter = jitter
         self._timing = timing
         self._order = EventOrder()
-        self.guard = Guard()
+        self.guard = CallGuard()
         self._state = _State.WAITING
         self._topic = b""
         self._attempts = self._epoch = self._sequence = 0
@@ -106,9 +106,9 @@ class CoordinatorSession:
         return self._coordinator_epoch != 0
 
     @property
-    def listened(self) -> bool:
+    def has_listeners(self) -> bool:
         """Whether there is an engine to send events to, as far as is known.  Any thread."""
-        return bool(self._order.heard)
+        return bool(self._order.last_events)
 
     def open(self, wake_fds: Collection[int], hand_over: Callable[[], None]) -> None:
         """Create and connect the sockets; what makes one of ``wake_fds`` readable ends a ``wait``.
@@ -236,13 +236,15 @@ class CoordinatorSession:
             handle(message)
         except (ProtocolError, VersionMismatch) as exc:
             what = "joining" if isinstance(exc, VersionMismatch) else "decoding"
-            self.guard.failed(f"{what}: {exc}")
+            self.guard.record_failure(f"{what}: {exc}")
             self.guard.call(self._handler.count, BAD_MESSAGES)
 
     def _send(self, message: Message) -> bool:
         frame = encode(message)
         if len(frame) > MAX_COMMAND_BYTES:
-            self.guard.failed(f"sending: message of {len(frame)} bytes, {MAX_COMMAND_BYTES} fit")
+            self.guard.record_failure(
+                f"sending: message of {len(frame)} bytes, {MAX_COMMAND_BYTES} fit"
+            )
             return False
         try:
             self._commands.send(frame, zmq.NOBLOCK)
@@ -253,9 +255,9 @@ class CoordinatorSession:
 
     # -- what the engine is told
 
-    def _tell(self, *news: News) -> None:
+    def _tell(self, *more: Update) -> None:
         """Pass on what the broadcasts brought, then ``news``."""
-        for item in (*self._order.take_news(), *news):
+        for item in (*self._order.take_updates(), *more):
             self.guard.call(self._handler.apply, item)
 
     # -- joining

@@ -14,8 +14,8 @@ from kvshm import _native
 from kvshm.node.coordinator_client import CoordinatorClient
 from kvshm.node.coordinator_session import CoordinatorSession
 from kvshm.node.event_order import MAX_KEPT_BYTES
-from kvshm.node.news import EventBatches, News
 from kvshm.node.protocol import PROTOCOL_VERSION, EngineEvents, Joined
+from kvshm.node.updates import EventBatches, Update
 from kvshm.timing import TIMING, Timing
 
 from .exporters import Clock
@@ -61,7 +61,7 @@ def timers_of(client: CoordinatorClient) -> set[int]:
 class Listened:
     """A session of which other engines hear."""
 
-    listened = True
+    has_listeners = True
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -180,7 +180,7 @@ class Leaving(Listened):
 
 def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> None:
     """Else whoever hears of very many keeps them all until it has read the last."""
-    heard: list[News] = []
+    heard: list[Update] = []
     handler = SimpleNamespace(apply=heard.append)
     session = CoordinatorSession(tmp_path, "ns", handler, Clock(), lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
     roster = Joined(

@@ -50,7 +50,7 @@ class Hearing:
     def scan_due(self) -> int:
         """Returns how many tables were scanned."""
         before = self._own.table.counters.read(RESYNCS)
-        for news in self._order.take_news():
+        for news in self._order.take_updates():
             self._handler.apply(news)
         self._handler.scan_again(lambda: False)
         return self._own.table.counters.read(RESYNCS) - before
