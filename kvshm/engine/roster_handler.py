@@ -81,7 +81,7 @@ class RosterHandler:
                 if update.engine_epoch == state.table.epoch:  # else it has been reset meanwhile
                     self._answered(state, update)
             case StrangerJoined(stranger=stranger):
-                state.table.log_error(incompatible.note(stranger))
+                state.table.log_error(incompatible.error_log_entry(stranger))
                 self._name(stranger)
             case Tick(strangers=count):
                 state.peers.num_incompatible = count
@@ -102,7 +102,7 @@ class RosterHandler:
         self._joined = state.table.epoch
         state.peers.num_incompatible = len(reply.strangers)
         for stranger in reply.strangers[:MAX_NOTED]:
-            state.table.log_error(incompatible.note(stranger))
+            state.table.log_error(incompatible.error_log_entry(stranger))
             self._name(stranger)
         peers = sum(info.epoch != state.table.epoch for info in reply.roster)
         who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
@@ -132,7 +132,7 @@ class RosterHandler:
     def _name(self, stranger: Stranger) -> None:
         """Say once in the log why an engine of this node cannot be shared with.  That another
         model is served here, too, is said once of all engines that differ in the same."""
-        line, level = incompatible.line(stranger), logging.WARNING
+        line, level = incompatible.log_line(stranger), logging.WARNING
         named = hash(line)
         if incompatible.has_another_model(stranger):
             named, level = hash(tuple(stranger.differences.items())), logging.INFO
@@ -149,7 +149,7 @@ def _apply_to_peers(peers: Peers, update: Update) -> None:
             peers.scan_queue.add(Epoch(epoch))
         case EngineJoined(engine=info):
             peers.joined(info)
-            log.info("engine %s joined", info.who)
+            log.info("engine %s joined", info.log_name)
         case EngineSuspected(epoch=epoch):
             peers.suspected(Epoch(epoch))
         case EngineRecovered(epoch=epoch):

@@ -75,8 +75,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kvshm_version: Version = ""
 
     @property
-    def who(self) -> str:
-        """How the log names it."""
+    def log_name(self) -> str:
+        """The engine's name in log lines."""
         return engine_name(self.epoch, self.name, self.pid)
 
 

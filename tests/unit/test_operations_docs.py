@@ -18,7 +18,7 @@ SEVERITY = {
     "exception": "Errors",
     "warning": "Warnings",
     "_note": "Warnings",
-    "_complain": "Warnings",
+    "_warn_once": "Warnings",
     "info": "Information",
     "_say_once": "Information",
     "debug": "Debug",
