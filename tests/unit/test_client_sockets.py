@@ -116,7 +116,7 @@ def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
     client = CoordinatorClient(tmp_path, "ns", Silent(), timing=Timing(send_later_seconds=3600.0))  # type: ignore[arg-type]  # asked nothing
     session = Opened()
     client._session = session  # type: ignore[assignment]  # what of it is used
-    assert client._opens(session)  # type: ignore[arg-type]  # the same
+    assert client._open(session)  # type: ignore[arg-type]  # the same
     monkeypatch.setattr(_native, "wake", stopped)
     client.send_events(b"a")
     assert session.poll.poll(10_000)
@@ -134,7 +134,7 @@ def test_what_has_woken_the_thread_wakes_it_once(
     client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
     session = Opened()
     client._session = session  # type: ignore[assignment]  # what of it is used
-    assert client._opens(session)  # type: ignore[arg-type]  # the same
+    assert client._open(session)  # type: ignore[arg-type]  # the same
     for put in (client.rejoin, lambda: client.send_events(b"a")):
         put()
         assert session.poll.poll(60_000)

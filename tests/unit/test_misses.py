@@ -275,7 +275,7 @@ def test_a_list_of_peers_that_could_not_be_written_is_written_with_a_beat(
     path = tmp_path / "not yet" / "peers"
     listed = PeerList(path)
     listed.write([])
-    monkeypatch.setattr(peers, "_listed", listed)
+    monkeypatch.setattr(peers, "_peer_list", listed)
     handler.beat()
     path.parent.mkdir()
     assert not path.exists()
