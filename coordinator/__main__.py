@@ -17,7 +17,7 @@ from pathlib import Path
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
 from kvshm.node.leftovers import clear, left_by_engines, take_namespace
-from kvshm.node.locks import clearing, has_name, take_lock
+from kvshm.node.locks import cleanup_lock, has_name, take_lock
 from kvshm.resources import require_descriptors
 from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
 from kvshm.version import __version__
@@ -110,7 +110,7 @@ class _Lock:
         """Raises AlreadyRunning, RunDirectoryError or OSError."""
         self._run_dir = run_dir
         self._path = lock_path(run_dir, namespace)
-        with clearing(run_dir):
+        with cleanup_lock(run_dir):
             self._fd = take_namespace(run_dir, namespace)
 
     def keep(self) -> None:
@@ -118,7 +118,7 @@ class _Lock:
         coordinators begin at the same moment, one of them finds that its socket was replaced."""
         if has_name(self._fd, self._path):
             return
-        with clearing(self._run_dir, patience=0.0) as alone:
+        with cleanup_lock(self._run_dir, patience=0.0) as alone:
             if not alone:
                 return  # a process that cleans up holds it: try again later
             fd = take_lock(self._path)

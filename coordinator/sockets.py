@@ -129,7 +129,7 @@ class _SocketName:
             raise KvshmError(
                 f"socket {path} was removed or replaced while the coordinator served, so that no "
                 "engine finds it any more; start the coordinator again, and keep others from "
-                "clearing up there"
+                "cleaning up there"
             )
 
     def remove(self) -> None:

@@ -39,7 +39,7 @@ from kvshm.shm.slot_table import LARGEST_TABLE, PeerSlotTable, SlotTableView
 
 FETCH_SECONDS = 2.0
 """How long an engine may take to answer, which it does on a thread of its own."""
-MEMBER_SECONDS = 0.5
+ROSTER_TABLE_SECONDS = 0.5
 """How long the coordinator may take to answer: the asking thread has heartbeats to send."""
 
 
@@ -119,7 +119,7 @@ def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> HandoutSer
 # -- asking
 
 
-Asked = tuple[int, socket.socket]
+DescriptorAndConnection = tuple[int, socket.socket]
 """A descriptor and the connection that it came by; the caller closes both."""
 
 
@@ -143,13 +143,15 @@ def encode_request(kind: str, epoch: int, writable: bool) -> bytes:
     return msgspec.msgpack.encode(Request(kind, epoch, writable))
 
 
-def _kind_of(cause: BaseException | None) -> type[SegmentError]:
+def _error_class(cause: BaseException | None) -> type[SegmentError]:
     if isinstance(cause, FileNotFoundError | ConnectionRefusedError):
         return SegmentNotFound
     return SegmentNotReady if isinstance(cause, TimeoutError) else SegmentError
 
 
-def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> Asked:
+def ask(
+    path: Path, kind: str, epoch: int, writable: bool, timeout: float
+) -> DescriptorAndConnection:
     """Ask the server at ``path`` for a segment.  Blocks for ``timeout`` seconds at most.  Raises
     SegmentNotFound if the segment does not exist (any more), SegmentNotReady if there is no answer
     in time, or SegmentError."""
@@ -157,7 +159,7 @@ def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> As
         request = encode_request(kind, epoch, writable)
         reply, fds, connection = fetch_and_stay(path, request, timeout)
     except TransportError as exc:
-        raise _kind_of(exc.__cause__)(str(exc)) from exc
+        raise _error_class(exc.__cause__)(str(exc)) from exc
     try:
         return read_answer(reply, fds, os.fspath(path)), connection
     except BaseException:
@@ -177,15 +179,15 @@ class Handouts:
     def table(self, role: type[Role], epoch: Epoch | int) -> Role:
         """Fetch an engine's table from the engine, as the given role.  Raises SegmentNotFound if
         the engine has ended."""
-        return self._table(role, self._engine(epoch), epoch)
+        return self._table(role, self._engine_socket(epoch), epoch)
 
-    def table_of_member(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
+    def roster_table(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
         """Fetch the table of an engine in the roster, of the stated size, from the coordinator.
-        Blocks for MEMBER_SECONDS at most, then raises SegmentNotReady."""
+        Blocks for ROSTER_TABLE_SECONDS at most, then raises SegmentNotReady."""
         path = tables_socket(self._run_dir, self._namespace)
         largest = table_bytes(num_blocks, num_ranks)
         try:
-            seconds = min(self._timeout, MEMBER_SECONDS)
+            seconds = min(self._timeout, ROSTER_TABLE_SECONDS)
             return self._table(PeerSlotTable, path, epoch, largest, seconds)
         except SegmentNotFound as exc:
             if exc.__cause__ is None:
@@ -204,9 +206,9 @@ class Handouts:
 
     def replica(self, epoch: Epoch | int) -> ReplicaReader:
         """Fetch an engine's present replica from the engine, to read."""
-        fd, connection = ask(self._engine(epoch), INDEX_KIND, epoch, False, self._timeout)
+        fd, connection = ask(self._engine_socket(epoch), INDEX_KIND, epoch, False, self._timeout)
         connection.close()
-        return ReplicaReader.of(self._called(INDEX_KIND, epoch), fd)
+        return ReplicaReader.of(self._segment_name(INDEX_KIND, epoch), fd)
 
     def _table(
         self,
@@ -218,14 +220,14 @@ class Handouts:
     ) -> Role:
         fd, connection = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
         connection.close()
-        table = role.of(self._called(TABLE_KIND, epoch), fd, largest=largest)
+        table = role.of(self._segment_name(TABLE_KIND, epoch), fd, largest=largest)
         if table.epoch != epoch:
             table.close()
             raise ProtocolError(f"{path} handed out epoch {table.epoch:016x}, not {epoch:016x}")
         return table
 
-    def _engine(self, epoch: int) -> Path:
+    def _engine_socket(self, epoch: int) -> Path:
         return engine_socket(self._run_dir, self._namespace, epoch)
 
-    def _called(self, kind: str, epoch: int) -> str:
+    def _segment_name(self, kind: str, epoch: int) -> str:
         return f"kvshm.{self._namespace}.{kind}.{epoch:016x}"

@@ -25,7 +25,7 @@ from kvshm.rundir import (
     tables_socket,
 )
 
-from .locks import CLEARING_SECONDS, clearing, take_lock
+from .locks import CLEANUP_SECONDS, cleanup_lock, take_lock
 
 _UNSERVED = (errno.ECONNREFUSED, errno.ENOENT, errno.ELOOP)
 
@@ -53,7 +53,7 @@ def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
 
 
 @dataclass
-class Cleared:
+class CleanupResult:
     """What ``clear`` did in one namespace."""
 
     removed: list[str] = field(default_factory=list)
@@ -65,15 +65,15 @@ class Cleared:
 
 
 def clear(
-    run_dir: Path, namespace: str, *, dry_run: bool = False, patience: float = CLEARING_SECONDS
-) -> Cleared:
+    run_dir: Path, namespace: str, *, dry_run: bool = False, patience: float = CLEANUP_SECONDS
+) -> CleanupResult:
     """Remove the files of dead processes in a namespace that no coordinator serves.
 
     Blocks for ``patience`` seconds at most while another process cleans up.  The caller has checked
     ``run_dir`` (open_run_directory).  Raises KvshmError or OSError.
     """
-    found = Cleared()
-    with clearing(run_dir, patience) as alone:
+    found = CleanupResult()
+    with cleanup_lock(run_dir, patience) as alone:
         if not alone:
             found.coordinator = f"another process cleans up in {run_dir}"
             return found
@@ -94,8 +94,8 @@ def clear(
 
 def take_namespace(run_dir: Path, namespace: str) -> int:
     """Take the lock of a namespace without a coordinator; return its descriptor.  The caller holds
-    ``clearing``.  The lock alone does not prove that no coordinator runs: the lock file may have
-    been removed.  Raises AlreadyRunning, RunDirectoryError or OSError."""
+    ``cleanup_lock``.  The lock alone does not prove that no coordinator runs: the lock file may
+    have been removed.  Raises AlreadyRunning, RunDirectoryError or OSError."""
     fd = take_lock(lock_path(run_dir, namespace))
     try:
         for path in filter(is_served, _left_by_coordinator(run_dir, namespace)):
@@ -116,7 +116,7 @@ def _left_by_coordinator(run_dir: Path, namespace: str) -> list[Path]:
     return [path for path in paths if os.path.lexists(path)]
 
 
-def _remove(path: Path, found: Cleared, dry_run: bool) -> None:
+def _remove(path: Path, found: CleanupResult, dry_run: bool) -> None:
     try:
         if not dry_run:
             path.unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvshm.errors import AlreadyRunning, RunDirectoryError
 
-CLEARING_SECONDS = 5.0
+CLEANUP_SECONDS = 5.0
 """How long a starting coordinator waits for a process that cleans up, which takes milliseconds."""
 _PAUSE_SECONDS = 0.01
 """The pause between two tries for a lock: flock has no wait with a time limit."""
@@ -53,9 +53,9 @@ def take_lock(path: Path) -> int:
 
 
 @contextmanager
-def clearing(
+def cleanup_lock(
     run_dir: Path,
-    patience: float = CLEARING_SECONDS,
+    patience: float = CLEANUP_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[bool]:
     """Hold the run directory's lock: only one process at a time cleans up, and none while a

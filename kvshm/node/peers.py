@@ -335,7 +335,7 @@ class Peers:
             self._retries.add(info)
             return False
         try:
-            table = self._handouts.table_of_member(info.epoch, info.num_blocks, len(info.ranks))
+            table = self._handouts.roster_table(info.epoch, info.num_blocks, len(info.ranks))
             check_table(table, info)
             epoch, bit = Epoch(info.epoch), LeaseBit(info.lease_bit)
             row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)

@@ -211,7 +211,7 @@ class Engine:
             self.hears.wait()
 
     def _attach(self, info: EngineInfo) -> None:
-        table = self.handouts.table_of_member(info.epoch, info.num_blocks, len(info.ranks))
+        table = self.handouts.roster_table(info.epoch, info.num_blocks, len(info.ranks))
         self.peers[info.epoch] = table
         self._scan(info.epoch)
 

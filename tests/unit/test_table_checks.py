@@ -111,7 +111,7 @@ def test_an_engine_that_is_what_it_says_is_let_in_and_its_table_handed_on(
     shell.tables.serve()
     assert shell.check(info) is None
     engine.table.set_lease_bit(3)
-    got = Handouts(served.run_dir, served.namespace).table_of_member(EPOCH, 8, 1)
+    got = Handouts(served.run_dir, served.namespace).roster_table(EPOCH, 8, 1)
     assert got.lease_bit == 3, "the same memory"
     got.close()
 
