@@ -45,7 +45,7 @@ class BadMessage(NamedTuple):
     error: str
 
 
-class UnreadableJoin(NamedTuple):
+class BadJoin(NamedTuple):
     """A Join arrived that could not be decoded: of another version, or malformed."""
 
     sender: Sender
@@ -81,15 +81,7 @@ class ClockTick(NamedTuple):
     """About a second has passed."""
 
 
-Input = (
-    EngineMessage
-    | BadMessage
-    | UnreadableJoin
-    | CheckResult
-    | ProcessDeath
-    | TableUnused
-    | ClockTick
-)
+Input = EngineMessage | BadMessage | BadJoin | CheckResult | ProcessDeath | TableUnused | ClockTick
 
 # -- actions
 

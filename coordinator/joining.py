@@ -54,7 +54,7 @@ def on_join(state: State, sender: Sender, join: Join) -> list[Action]:
     return refuse(state, sender, join.engine, refusal)
 
 
-def on_unreadable_join(state: State, sender: Sender, join: ForeignJoin, error: str) -> list[Action]:
+def on_bad_join(state: State, sender: Sender, join: ForeignJoin, error: str) -> list[Action]:
     """Refuse an engine whose Join is malformed or of another version of the protocol."""
     refusal = (
         _refuse_sender(state, sender)
@@ -125,17 +125,10 @@ def refuse(
     state: State, sender: Sender, engine: EngineInfo | ForeignEngine, refusal: Refusal
 ) -> list[Action]:
     """Tell the engine why it is refused; logged once for each sender and reason."""
-    reply = Refused(
-        engine_epoch=engine.epoch,
-        reason=refusal.reason,
-        remedy=refusal.remedy,
-        retry=refusal.retry,
-    )
-    about = {"engine": engine.name, "remedy": refusal.remedy}
-    return [
-        SendReply(sender.route, reply),
-        *state.report(sender, "refused", refusal.reason, **about),
-    ]
+    reason, remedy, retry = refusal
+    reply = Refused(engine_epoch=engine.epoch, reason=reason, remedy=remedy, retry=retry)
+    about = {"engine": engine.name, "remedy": remedy}
+    return [SendReply(sender.route, reply), *state.report(sender, "refused", reason, **about)]
 
 
 def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:

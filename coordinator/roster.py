@@ -72,9 +72,7 @@ class State:
     last_clock: float | None = None
     next_leftovers: float = 0.0
 
-    def broadcast(
-        self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any
-    ) -> SendBroadcast:
+    def broadcast(self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any) -> Action:
         """Return the next numbered broadcast of a topic."""
         sequence = self.topics.get(topic, 0) + 1
         self.topics[topic] = sequence

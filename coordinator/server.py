@@ -16,6 +16,7 @@ from kvshm.node.protocol import MAX_COMMAND_BYTES, decode_command, encode, forei
 from . import logfmt
 from .actions import (
     Action,
+    BadJoin,
     BadMessage,
     CheckResult,
     CheckTable,
@@ -30,7 +31,6 @@ from .actions import (
     SendReply,
     SweepBits,
     SweepFiles,
-    UnreadableJoin,
 )
 from .broadcasts import BroadcastQueue
 from .incoming import MessageReader
@@ -217,12 +217,8 @@ def _read(frames: list[zmq.Frame], num_parts: int) -> Input:
     try:
         return EngineMessage(sender, decode_command(frame))
     except ProtocolError as exc:
-        foreign = foreign_join(frame)
-        return (
-            BadMessage(sender, str(exc))
-            if foreign is None
-            else UnreadableJoin(sender, foreign, str(exc))
-        )
+        join = foreign_join(frame)
+        return BadMessage(sender, str(exc)) if join is None else BadJoin(sender, join, str(exc))
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

@@ -173,7 +173,7 @@ class Sockets:
         self._listen()
         if self._limit < FEW_DESCRIPTORS:
             remedy = f"permit at least {FEW_DESCRIPTORS} open files (ulimit -Hn)"
-            self._log_rarely("few", "few-descriptors", {"limit": self._limit, "remedy": remedy})
+            self._warn("few", "few-descriptors", {"limit": self._limit, "remedy": remedy})
 
     def _listen(self) -> None:
         for made, name in zip((self.router, self.publisher), self._names, strict=True):
@@ -241,23 +241,21 @@ class Sockets:
         if hidden and not self._is_hidden:
             remedy = "end the processes that connect so often, or raise the limit (ulimit -n)"
             limit = self._max_descriptors
-            self._log_rarely(
-                "full", "full", {"descriptors": used, "limit": limit, "remedy": remedy}
-            )
+            self._warn("full", "full", {"descriptors": used, "limit": limit, "remedy": remedy})
         self._is_hidden = hidden
         for name in self._names:  # a name that cannot be moved is tried again at the next look
             try:
                 name.set_hidden(hidden)
             except OSError as exc:
                 what = "shut" if hidden else "open"
-                self._log_rarely("names", "failed", {"what": what, "reason": exc})
+                self._warn("names", "failed", {"what": what, "reason": exc})
 
     def _recreate(self, memory: int) -> None:
         """Free what libzmq keeps for clients: parts of messages, subscriptions, queues."""
         self.check()  # must not take the names of another coordinator
         about: dict[str, object] = {"bytes": memory, "limit": MAX_MEMORY}
         about["remedy"] = "end the process that sends or subscribes without end, or does not read"
-        self._log_rarely("memory", "hung-up-on-all", about)
+        self._warn("memory", "hung-up-on-all", about)
         self.close()  # waits until libzmq's threads have freed everything
         _trim_heap()
         try:
@@ -271,7 +269,7 @@ class Sockets:
                 "permitted; start the coordinator again"
             )
 
-    def _log_rarely(self, kind: str, event: str, about: dict[str, object]) -> None:
+    def _warn(self, kind: str, event: str, about: dict[str, object]) -> None:
         now = self._clock()
         if now - self._last_logged.get(kind, -_LOG_AGAIN_SECONDS) >= _LOG_AGAIN_SECONDS:
             self._last_logged[kind] = now

@@ -29,6 +29,7 @@ from kvshm.shm.layout import RECORD_BYTES
 
 from .actions import (
     Action,
+    BadJoin,
     BadMessage,
     CheckResult,
     ClockTick,
@@ -42,9 +43,8 @@ from .actions import (
     SweepBits,
     SweepFiles,
     TableUnused,
-    UnreadableJoin,
 )
-from .joining import admit, on_join, on_unreadable_join, refuse, refuse_place
+from .joining import admit, on_bad_join, on_join, refuse, refuse_place
 from .roster import Engine, State
 
 
@@ -57,8 +57,8 @@ def decide(state: State, item: Input, now: float) -> list[Action]:
             return _on_message(state, item.sender, item.message, now)
         case CheckResult():
             return _on_check_result(state, item, now)
-        case UnreadableJoin():
-            return on_unreadable_join(state, item.sender, item.join, item.error)
+        case BadJoin():
+            return on_bad_join(state, item.sender, item.join, item.error)
         case BadMessage():
             return state.report(item.sender, "garbled", item.error)
         case ProcessDeath():

@@ -25,10 +25,10 @@ class CallGuard:
             return method(*args)
         except Exception:
             kinds = (type(arg).__name__ for arg in args)
-            self.record_failure(" ".join([method.__name__, *kinds]), exc_info=True)
+            self.log_failure(" ".join([method.__name__, *kinds]), exc_info=True)
             return None
 
-    def record_failure(self, what: str, *, exc_info: bool = False) -> None:
+    def log_failure(self, what: str, *, exc_info: bool = False) -> None:
         """Count a failure, and log the first of its kind.  The kind is the text before the
         colon."""
         self.errors += 1

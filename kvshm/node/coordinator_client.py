@@ -176,7 +176,7 @@ class CoordinatorClient:
                 self._hand_over(session, readable)
                 session.work()
             except Exception:  # a bug must not end the thread or use up a core
-                session.guard.record_failure("client's thread", exc_info=True)
+                session.guard.log_failure("client's thread", exc_info=True)
                 self._closing.wait(self._timing.bug_pause_seconds)
         self._hand_over(session)
         session.close()

@@ -98,7 +98,7 @@ class CoordinatorSession:
         """Broadcasts that arrived between Join and Joined."""
         self._next_try = self._next_beat = self._member_due = self._last_heard = clock()
         self._reply_due = self._give_up_missing_at = 0.0
-        self._no_coordinator_due: float | None = math.inf
+        self._missing_at: float | None = math.inf
         """When to report that no coordinator has answered; None: one has, or it is reported."""
 
     @property
@@ -215,8 +215,8 @@ class CoordinatorSession:
             self._send_heartbeat(now)
         if now - self._last_heard > self._timing.silence_seconds:
             self._on_coordinator_lost(now)
-        if self._no_coordinator_due is not None and now >= self._no_coordinator_due:
-            self._no_coordinator_due = None
+        if self._missing_at is not None and now >= self._missing_at:
+            self._missing_at = None
             self._pass_on(Coordinator.MISSING)
         if self._state is _State.JOINED and self._events_lost:
             self._join_at(now)
@@ -236,15 +236,13 @@ class CoordinatorSession:
             handle(message)
         except (ProtocolError, VersionMismatch) as exc:
             what = "joining" if isinstance(exc, VersionMismatch) else "decoding"
-            self.guard.record_failure(f"{what}: {exc}")
+            self.guard.log_failure(f"{what}: {exc}")
             self.guard.call(self._handler.count, BAD_MESSAGES)
 
     def _send(self, message: Message) -> bool:
         frame = encode(message)
-        if len(frame) > MAX_COMMAND_BYTES:
-            self.guard.record_failure(
-                f"sending: message of {len(frame)} bytes, {MAX_COMMAND_BYTES} fit"
-            )
+        if (size := len(frame)) > MAX_COMMAND_BYTES:
+            self.guard.log_failure(f"sending: message of {size} bytes, {MAX_COMMAND_BYTES} fit")
             return False
         try:
             self._commands.send(frame, zmq.NOBLOCK)
@@ -286,10 +284,8 @@ class CoordinatorSession:
         self._subscribe(info.fingerprint)
         self._early.clear()
         self._events_lost = False
-        if self._no_coordinator_due is not None:
-            self._no_coordinator_due = min(
-                self._no_coordinator_due, now + self._timing.unheard_seconds
-            )
+        if self._missing_at is not None:
+            self._missing_at = min(self._missing_at, now + self._timing.unheard_seconds)
         engine = msgspec.structs.replace(info, lease_bit=self._lease_bit)
         if not self._send(Join(protocol=PROTOCOL_VERSION, engine=engine, sequence=self._sequence)):
             self._back_off(now)
@@ -333,7 +329,7 @@ class CoordinatorSession:
     def _on_reply(self, frame: bytes) -> None:
         reply = decode_reply(frame)
         self._last_heard = now = self._clock()
-        self._no_coordinator_due = None
+        self._missing_at = None
         if reply.engine_epoch != self._epoch:
             return
         if isinstance(reply, JoinFirst):

@@ -113,10 +113,7 @@ class EventOrder:
     def _take_next_events(self, events: EngineEvents) -> bool:
         """Keep the next events of a known engine; whether they are that, or this engine's own."""
         epoch = events.epoch
-        if (
-            self.last_events.get(epoch) != events.engine_sequence - 1
-            or self._bytes > MAX_KEPT_BYTES
-        ):
+        if self.last_events.get(epoch) != events.engine_sequence - 1 or self.full:
             return epoch == self._own_epoch
         self.last_events[epoch] += 1
         self._batches.append((epoch, events.records))

@@ -119,7 +119,7 @@ def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> HandoutSer
 # -- asking
 
 
-DescriptorAndConnection = tuple[int, socket.socket]
+FdAndSocket = tuple[int, socket.socket]
 """A descriptor and the connection that it came by; the caller closes both."""
 
 
@@ -149,9 +149,7 @@ def _error_class(cause: BaseException | None) -> type[SegmentError]:
     return SegmentNotReady if isinstance(cause, TimeoutError) else SegmentError
 
 
-def ask(
-    path: Path, kind: str, epoch: int, writable: bool, timeout: float
-) -> DescriptorAndConnection:
+def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> FdAndSocket:
     """Ask the server at ``path`` for a segment.  Blocks for ``timeout`` seconds at most.  Raises
     SegmentNotFound if the segment does not exist (any more), SegmentNotReady if there is no answer
     in time, or SegmentError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvshm.coordinator.actions import (
+    BadJoin,
     CheckResult,
     CheckTable,
     ClockTick,
@@ -10,7 +11,6 @@ from kvshm.coordinator.actions import (
     ReleaseTable,
     SendReply,
     TableUnused,
-    UnreadableJoin,
 )
 from kvshm.coordinator.joining import MAX_OF_PROCESS, MAX_TABLES_OF_PROCESS
 from kvshm.coordinator.roster import MAX_ENDED
@@ -96,7 +96,7 @@ def test_what_a_complaint_keeps_of_its_senders_words_is_bounded() -> None:
     state = new_state()
     for n in range(1000):
         join = ForeignJoin(99, ForeignEngine(n + 1, "e", "9" * 10_000))
-        decide(state, UnreadableJoin(sender_of(engine(5)), join, "undecodable"), 0.0)
+        decide(state, BadJoin(sender_of(engine(5)), join, "undecodable"), 0.0)
     assert max(len(about) for _, about in state.reports) < 300
     assert list(state.reports.values()) == [1000]
 
