@@ -17,7 +17,7 @@ from pathlib import Path
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
 from kvshm.node.leftovers import clear, left_by_engines, take_namespace
-from kvshm.node.locks import clearing, has_name, take_lock
+from kvshm.node.locks import cleanup_lock, has_name, take_lock
 from kvshm.resources import require_descriptors
 from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
 from kvshm.version import __version__
@@ -33,9 +33,9 @@ from .tables import Tables
 EXIT_CLEAN, EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RUNNING, EXIT_RUN_DIRECTORY = range(5)
 
 DESCRIPTORS = 34
-"""So many it needs to let even one engine in."""
+"""Descriptors that the coordinator needs to serve one engine."""
 MOST_NAMED = 20
-"""So many removed files of one sweep are named in the log."""
+"""Removed files of one sweep that the log names; further files are counted."""
 _EPILOG = """\
 exit status:
   0  ended by SIGTERM or SIGINT; engines go on serving
@@ -43,8 +43,8 @@ exit status:
   2  bad usage or setting
   3  another coordinator serves this run directory and namespace
   4  the run directory cannot be used
-A signal that comes while Python is still loading ends it by itself (143, 130 in a shell);
-nothing has been made by then.
+A signal that arrives while Python is still loading ends the process (143, 130 in a shell);
+no file has been made by then.
 """
 
 
@@ -71,7 +71,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """Options override their environment variables, and are checked like them."""
+    """Options override the environment variables, and are checked in the same way."""
     options = {
         "--run-dir": arguments.run_dir,
         "--namespace": arguments.namespace,
@@ -94,8 +94,8 @@ class _Signals:
 
     @staticmethod
     def ignore() -> None:
-        """Once the server has ended: the interpreter gives a signal that it handles its default
-        effect back when it shuts down, and one more would then decide the exit status."""
+        """Call it once the server has ended: at its shutdown the interpreter restores the default
+        effect of signals that it handles, and another signal would decide the exit status."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
 
@@ -110,17 +110,17 @@ class _Lock:
         """Raises AlreadyRunning, RunDirectoryError or OSError."""
         self._run_dir = run_dir
         self._path = lock_path(run_dir, namespace)
-        with clearing(run_dir):
+        with cleanup_lock(run_dir):
             self._fd = take_namespace(run_dir, namespace)
 
     def keep(self) -> None:
-        """Take it again if its file was removed.  Raises KvshmError or OSError; of two
-        coordinators that began in the same moment one loses a socket, and so learns of it."""
+        """Take the lock again if its file was removed.  Raises KvshmError or OSError.  If two
+        coordinators begin at the same moment, one of them finds that its socket was replaced."""
         if has_name(self._fd, self._path):
             return
-        with clearing(self._run_dir, patience=0.0) as alone:
+        with cleanup_lock(self._run_dir, patience=0.0) as alone:
             if not alone:
-                return  # who clears up holds it meanwhile: another time
+                return  # a process that cleans up holds it: try again later
             fd = take_lock(self._path)
         self.close()
         self._fd = fd
@@ -131,10 +131,10 @@ class _Lock:
 
 
 def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
-    """Serve as the only coordinator of this place, and leave nothing there that is nobody's."""
+    """Serve as the only coordinator of the namespace; remove files without an owner at the end."""
     endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
     lock = _Lock(run_dir, namespace)
-    complaints = _serve(run_dir, namespace, endpoints, lock, signals)
+    reports = _serve(run_dir, namespace, endpoints, lock, signals)
     signals.ignore()
     lock.close()
     cleared = clear(run_dir, namespace)
@@ -142,14 +142,14 @@ def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
         logfmt.write(Log(logging.INFO, "removed", {"name": removed}))
     for left in cleared.left:
         logfmt.write(Log(logging.DEBUG, "left-alone", {"reason": left}))
-    about: dict[str, object] = {"pid": os.getpid(), "complaints": complaints}
+    about: dict[str, object] = {"pid": os.getpid(), "complaints": reports}
     logfmt.write(Log(logging.INFO, "ended", about))
 
 
 def _serve(
     run_dir: Path, namespace: str, endpoints: tuple[str, str], lock: _Lock, signals: _Signals
 ) -> int:
-    """Serve until a signal says otherwise; return the number of complaints."""
+    """Serve until a signal arrives; return the number of messages dropped or refused."""
     state = State(epoch=secrets.randbits(63) + 1, namespace=namespace, uid=os.geteuid())
     tables = Tables(run_dir, namespace, time.monotonic)
     server = Server(state, tables, lambda: _sweep_files(run_dir, namespace), lock.keep)
@@ -163,11 +163,11 @@ def _serve(
     finally:
         notify(STOPPING, os.environ)
         server.close()
-    return state.num_complaints
+    return state.num_reports
 
 
 def _sweep_files(run_dir: Path, namespace: str) -> None:
-    """Remove what dead engines left in the run directory."""
+    """Remove the files of dead engines from the run directory."""
     left = left_by_engines(run_dir, namespace)
     for number, path in enumerate(left):
         with suppress(OSError):
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             logfmt.write(Log(logging.WARNING, "unknown-setting", {"reason": warning}))
         raise_descriptor_limit()
         require_descriptors(DESCRIPTORS)
-        signals = _Signals()  # before anything is made that is to be removed
+        signals = _Signals()  # before any file is made that has to be removed
         os.umask(0o077)
         run_dir = open_run_directory(config.run_dir, os.environ)
         _run(run_dir, config.namespace, signals)

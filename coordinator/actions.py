@@ -1,6 +1,6 @@
-"""What the coordinator is told and what it may do: the words ``decide`` is written in.
+"""What ``decide`` takes and returns: inputs and actions.
 
-Events say what happened; actions say what the shell has to do, in the order of the list.
+Inputs say what happened; actions say what the shell has to do, in the order of the list.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from kvshm.node.protocol import AnyBroadcast, Command, ForeignJoin, Join, Reply
 
 
 class Sender(NamedTuple):
-    """Who sent a message, as the socket tells: never taken from the payload."""
+    """The process that sent a message, as the socket tells: never taken from the payload."""
 
     route: bytes
     """Where an answer goes (ROUTER identity)."""
     uid: int
     pid: int
-    """0: in a pid namespace that cannot be seen from here; -1: the socket did not tell."""
+    """0: a process in a pid namespace that is not visible here; -1: the socket did not tell."""
 
 
 class Refusal(NamedTuple):
@@ -28,88 +28,88 @@ class Refusal(NamedTuple):
     retry: bool = False
 
 
-# -- events
+# -- inputs
 
 
-class Received(NamedTuple):
+class EngineMessage(NamedTuple):
     """A message of the protocol arrived."""
 
     sender: Sender
     message: Command
 
 
-class Garbled(NamedTuple):
-    """Something arrived that is no message."""
+class BadMessage(NamedTuple):
+    """A message arrived that cannot be decoded."""
 
     sender: Sender
     error: str
 
 
-class Foreign(NamedTuple):
-    """A Join arrived that could not be decoded: another version's, or malformed."""
+class BadJoin(NamedTuple):
+    """A Join arrived that could not be decoded: of another version, or malformed."""
 
     sender: Sender
     join: ForeignJoin
     error: str
 
 
-class Examined(NamedTuple):
-    """The answer to ``Examine``: whether the engine is what it says."""
+class CheckResult(NamedTuple):
+    """The result of ``CheckTable``: whether the engine is what its Join says."""
 
     sender: Sender
     join: Join
     refusal: Refusal | None
 
 
-class Died(NamedTuple):
-    """A process of the engine has ended, or given up this epoch's table; this is certain."""
+class ProcessDeath(NamedTuple):
+    """A process of the engine has certainly ended, or has given up the table of this epoch."""
 
     epoch: int
     owner: bool
     """Whether it was the engine's own process, not a worker's."""
     retired: bool = False
-    """Whether the engine had ended the epoch itself before: it leaves."""
+    """Whether the engine had retired the table before: then the engine leaves."""
 
 
-class Deserted(NamedTuple):
-    """No process has this epoch's table any more, so nobody gives leases of it back."""
+class TableUnused(NamedTuple):
+    """No process has the table of this epoch any more, so none returns leases on it."""
 
     epoch: int
 
 
-class Clock(NamedTuple):
+class ClockTick(NamedTuple):
     """About a second has passed."""
 
 
-Event = Received | Garbled | Foreign | Examined | Died | Deserted | Clock
+Input = EngineMessage | BadMessage | BadJoin | CheckResult | ProcessDeath | TableUnused | ClockTick
 
 # -- actions
 
 
-class Send(NamedTuple):
+class SendReply(NamedTuple):
     """Answer one engine."""
 
     route: bytes
     message: Reply
 
 
-class Publish(NamedTuple):
+class SendBroadcast(NamedTuple):
     """Tell all engines of a fingerprint."""
 
     topic: bytes
     message: AnyBroadcast
 
 
-class Examine(NamedTuple):
-    """Fetch the engine's slot table and look whether it is what the Join says; ``Examined``
-    follows.  From then on the table is kept, and ``Died`` and ``Deserted`` tell its end."""
+class CheckTable(NamedTuple):
+    """Fetch the engine's slot table and compare it with the Join; ``CheckResult`` follows.
+    From then on the table is kept, and ``ProcessDeath`` and ``TableUnused`` tell its end."""
 
     sender: Sender
     join: Join
 
 
-class Forget(NamedTuple):
-    """Let go of an epoch's slot table."""
+class ReleaseTable(NamedTuple):
+    """Close an epoch's slot table."""
 
     epoch: int
 
@@ -121,15 +121,15 @@ class SweepBits(NamedTuple):
 
 
 class SweepFiles(NamedTuple):
-    """Remove what the dead left in the run directory."""
+    """Remove the files of dead processes from the run directory."""
 
 
 class Log(NamedTuple):
-    """Write one line; ``level`` is logging's."""
+    """Write one line; ``level`` is one of the levels of ``logging``."""
 
     level: int
     event: str
     fields: dict[str, object]
 
 
-Action = Send | Publish | Examine | Forget | SweepBits | SweepFiles | Log
+Action = SendReply | SendBroadcast | CheckTable | ReleaseTable | SweepBits | SweepFiles | Log

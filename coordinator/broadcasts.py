@@ -1,4 +1,4 @@
-"""Broadcasts on their way out: those of a topic that come about together leave as one frame.
+"""Broadcasts that wait to be sent: those of one topic that arise together leave as one frame.
 
 ::
 
@@ -8,8 +8,8 @@
     at once: none                 at once, with B's before    at once again
     left within relay_seconds     it: order is kept
 
-What engines hear costs each of them a wake-up of a thread beside its scheduler, so of many engines
-each is woken as often as by one.  Numbers are given by ``decide``; nothing here changes them.
+Each frame wakes a thread beside the scheduler of each engine.  Thus many busy engines wake an
+engine as rarely as one busy engine does.  ``decide`` gives the numbers; nothing here changes them.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from kvshm.timing import TIMING, Timing
 @dataclass
 class _Topic:
     last: float = -math.inf
-    """When something left."""
+    """When a frame was sent last."""
     waiting: list[bytes] = field(default_factory=list)
     size: int = 0
 
 
-class Broadcasts:
-    """What waits to be broadcast, by topic.  Used by one thread."""
+class BroadcastQueue:
+    """The broadcasts that wait, by topic.  Used by one thread."""
 
     def __init__(self, send: Callable[[bytes], None], timing: Timing = TIMING) -> None:
         self._send = send
@@ -45,31 +45,31 @@ class Broadcasts:
         self._topics: dict[bytes, _Topic] = {}
 
     def add(self, topic: bytes, message: AnyBroadcast, now: float) -> None:
-        """Send a message, with those before it; events may wait."""
+        """Send a message, after the messages that wait; events may wait themselves."""
         encoded = encode(message)
-        waits = self._topics.setdefault(topic, _Topic())
-        if waits.size + len(encoded) > MAX_EVENTS_BYTES:
-            self._leave(topic, waits, now)
-        waits.waiting.append(encoded)
-        waits.size += len(encoded)
+        queued = self._topics.setdefault(topic, _Topic())
+        if queued.size + len(encoded) > MAX_EVENTS_BYTES:
+            self._flush(topic, queued, now)
+        queued.waiting.append(encoded)
+        queued.size += len(encoded)
         if not isinstance(message, EngineEvents):
-            self._leave(topic, waits, now)
+            self._flush(topic, queued, now)
 
     def send_due(self, now: float) -> None:
-        """Send what has waited long enough."""
-        for topic, waits in list(self._topics.items()):
-            if now >= waits.last + self._relay_seconds:
-                if waits.waiting:
-                    self._leave(topic, waits, now)
+        """Send the messages that have waited long enough."""
+        for topic, queued in list(self._topics.items()):
+            if now >= queued.last + self._relay_seconds:
+                if queued.waiting:
+                    self._flush(topic, queued, now)
                 else:
                     del self._topics[topic]
 
     def next_due(self) -> float:
         """When ``send_due`` has something to send; infinity if nothing waits."""
-        waiting = [waits.last for waits in self._topics.values() if waits.waiting]
+        waiting = [queued.last for queued in self._topics.values() if queued.waiting]
         return min(waiting, default=math.inf) + self._relay_seconds
 
-    def _leave(self, topic: bytes, waits: _Topic, now: float) -> None:
-        if waits.waiting:
-            self._send(broadcast_frame(topic, waits.waiting))
-            waits.waiting, waits.size, waits.last = [], 0, now
+    def _flush(self, topic: bytes, queued: _Topic, now: float) -> None:
+        if queued.waiting:
+            self._send(broadcast_frame(topic, queued.waiting))
+            queued.waiting, queued.size, queued.last = [], 0, now

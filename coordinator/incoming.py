@@ -1,5 +1,5 @@
-"""The message that is being received.  Of one in millions of parts, which libzmq keeps until the
-last of them is there, no more is taken than a message of the protocol has."""
+"""Receives messages part by part.  libzmq keeps the parts of a message until the last part is
+there; of a message of millions of parts only as many are kept as a valid message has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KEPT = 2
 """The sender's identity, and the frame."""
 
 
-class Incoming:
+class MessageReader:
     """One socket's messages.  Used by one thread."""
 
     def __init__(self) -> None:
@@ -18,8 +18,9 @@ class Incoming:
         self._num_parts = 0
 
     def receive(self, router: zmq.Socket[bytes]) -> tuple[list[zmq.Frame], int] | None:
-        """Take the next part off ``router``; once it is the last one return how the message begins,
-        and of how many parts it is.  What was begun by another socket is dropped.  Raises Again."""
+        """Take the next part off ``router``; after the last part return the first parts of the
+        message and the number of its parts.  An unfinished message of another socket is dropped.
+        Raises Again."""
         if router is not self._router:
             self._router, self._kept, self._num_parts = router, [], 0
         part = router.recv(zmq.NOBLOCK, copy=False)

@@ -1,4 +1,4 @@
-"""Who gets a place in the roster, under which conditions, and what he is told.  Pure."""
+"""Which engine gets a place in the roster, and what the engine is told.  Pure."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from kvshm.node.protocol import (
 )
 from kvshm.shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
 
-from .actions import Action, Examine, Log, Refusal, Send, Sender, SweepBits
+from .actions import Action, CheckTable, Log, Refusal, Sender, SendReply, SweepBits
 from .roster import Engine, State
 from .versions import who_upgrades
 
 MAX_FIELDS_CHARACTERS = 1 << 16
-"""Of a fingerprint: what each newcomer is told of all others has to fit one message."""
+"""Of one engine's fingerprint fields: the fields of all engines have to fit one Joined."""
 MAX_OF_PROCESS = 8
-"""Engines of one process: one that begins epochs and ends none takes no more places than these."""
+"""Engines of one process: a bound for a process that begins epochs and ends none."""
 MAX_TABLES_OF_PROCESS = 2 * MAX_OF_PROCESS
-"""Of a process that ends its epochs and keeps their tables, under which it might hold leases."""
+"""Tables of one process, including tables of ended epochs, under which it might hold leases."""
 _LET_GO = "nothing: it is tried again; if that does not help restart the engine"
 _NEW_EPOCH = "begin a new epoch and join with that"
 _LEAVE = "leave with epochs that have ended; give more engines processes of their own"
 
 
 def on_join(state: State, sender: Sender, join: Join) -> list[Action]:
-    """Refuse what can be refused at once, let the shell look at the rest."""
+    """Refuse at once if the message shows a reason; else let the shell check the table."""
     refusal = (
-        _refuse_speaker(state, sender)
+        _refuse_sender(state, sender)
         or _refuse_protocol(join.protocol, join.engine)
         or _refuse_message(join.engine)
         or refuse_place(state, sender, join.engine)
     )
     if refusal is None:
-        return [Examine(sender, join)]
+        return [CheckTable(sender, join)]
     return refuse(state, sender, join.engine, refusal)
 
 
-def on_foreign(state: State, sender: Sender, join: ForeignJoin, error: str) -> list[Action]:
-    """Refuse an engine whose protocol has another Join than ours, or whose Join is malformed."""
+def on_bad_join(state: State, sender: Sender, join: ForeignJoin, error: str) -> list[Action]:
+    """Refuse an engine whose Join is malformed or of another version of the protocol."""
     refusal = (
-        _refuse_speaker(state, sender)
+        _refuse_sender(state, sender)
         or _refuse_protocol(join.protocol, join.engine)
         or Refusal("the description of the engine is malformed", f"report this as a bug: {error}")
     )
     return refuse(state, sender, join.engine, refusal)
 
 
-def _refuse_speaker(state: State, sender: Sender) -> Refusal | None:
+def _refuse_sender(state: State, sender: Sender) -> Refusal | None:
     if sender.pid < 0:
         return Refusal(
             "the socket does not tell who is speaking", "install a libzmq with SO_PEERCRED support"
@@ -99,7 +99,7 @@ def _refuse_message(engine: EngineInfo) -> Refusal | None:
 
 
 def refuse_place(state: State, sender: Sender, engine: EngineInfo) -> Refusal | None:
-    """Why this epoch gets no place; asked again when its table has been looked at."""
+    """Return why this epoch gets no place, or None.  Called again once its table was checked."""
     if engine.epoch in state.ended:
         return Refusal("this epoch has ended", _NEW_EPOCH)
     known = state.engines.get(engine.epoch)
@@ -111,7 +111,7 @@ def refuse_place(state: State, sender: Sender, engine: EngineInfo) -> Refusal | 
 
 
 def _refuse_one_more(state: State, pid: int) -> Refusal | None:
-    """Of a process that cannot be seen from here (0) nobody knows what is its own."""
+    """Not for pid 0: several processes that are not visible here may have it."""
     present = {epoch for epoch, other in state.engines.items() if other.pid == pid != 0}
     if len(present) >= MAX_OF_PROCESS:
         return Refusal(f"process {pid} has {len(present)} engines here already", _LEAVE)
@@ -124,56 +124,52 @@ def _refuse_one_more(state: State, pid: int) -> Refusal | None:
 def refuse(
     state: State, sender: Sender, engine: EngineInfo | ForeignEngine, refusal: Refusal
 ) -> list[Action]:
-    """Say why not; logged once for each sender and reason."""
-    reply = Refused(
-        engine_epoch=engine.epoch,
-        reason=refusal.reason,
-        remedy=refusal.remedy,
-        retry=refusal.retry,
-    )
-    about = {"engine": engine.name, "remedy": refusal.remedy}
-    return [Send(sender.route, reply), *state.complain(sender, "refused", refusal.reason, **about)]
+    """Tell the engine why it is refused; logged once for each sender and reason."""
+    reason, remedy, retry = refusal
+    reply = Refused(engine_epoch=engine.epoch, reason=reason, remedy=remedy, retry=retry)
+    about = {"engine": engine.name, "remedy": remedy}
+    return [SendReply(sender.route, reply), *state.report(sender, "refused", reason, **about)]
 
 
 def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:
-    """The engine is what it says: it gets its lease bit and the roster.
+    """Give a checked engine its lease bit and the roster.
 
-    The others hear of it only if it is new to them or events of it were lost, so an engine
-    that merely lost broadcasts costs nobody a scan.
+    The other engines are told only if the engine is new to them or events of it were lost: an
+    engine that only lost broadcasts costs them no scan.
     """
     engine, known = join.engine, state.engines.get(join.engine.epoch)
     others = state.engines.keys() - {engine.epoch}
-    last_first = not state.settled
+    last_first = not state.grace_over
     bit = state.bits.grant(
         engine.epoch, sender.pid, engine.lease_bit, others, last_first=last_first
     )
     info = msgspec.structs.replace(engine, lease_bit=bit)
     state.engines[engine.epoch] = Engine(info, sender.pid, join.sequence, now)
-    actions = state.forget()
-    if not state.settled and bit not in (engine.lease_bit, NO_LEASE_BIT):
-        # Somebody who died before this coordinator began may have left leases with it.
+    actions = state.release_tables()
+    if not state.grace_over and bit not in (engine.lease_bit, NO_LEASE_BIT):
+        # An engine that died before this coordinator began may have left leases with this bit.
         actions.append(SweepBits(1 << bit))
     if known is not None and known.suspected:
-        actions.append(state.publish(info.fingerprint, EngineRecovered, epoch=info.epoch))
+        actions.append(state.broadcast(info.fingerprint, EngineRecovered, epoch=info.epoch))
     if known is None or known.sequence != join.sequence or known.info != info:
         news = {"engine": info, "engine_sequence": join.sequence}
-        actions.append(state.publish(info.fingerprint, EngineJoined, **news))
+        actions.append(state.broadcast(info.fingerprint, EngineJoined, **news))
     if known is None:
-        actions += _introduce(state, info)
+        actions += _announce_incompatible(state, info)
     reply = _joined(state, info)
-    actions.append(Send(sender.route, reply))
+    actions.append(SendReply(sender.route, reply))
     if known is None:
         actions += _log_join(state, info, reply)
     return actions
 
 
-def _introduce(state: State, info: EngineInfo) -> list[Action]:
-    """Tell the engines of every other fingerprint that there is one they cannot share with;
-    those of one fingerprint differ from it in the same fields."""
+def _announce_incompatible(state: State, info: EngineInfo) -> list[Action]:
+    """Tell the engines of every other fingerprint that they cannot share with this engine; all
+    engines of one fingerprint differ from it in the same fields."""
     others = {e.info.fingerprint: e.info for e in state.engines.values()}
     del others[info.fingerprint]
     return [
-        state.publish(topic, StrangerJoined, stranger=stranger_to(other, info))
+        state.broadcast(topic, StrangerJoined, stranger=describe_incompatible(other, info))
         for topic, other in others.items()
     ]
 
@@ -181,7 +177,7 @@ def _introduce(state: State, info: EngineInfo) -> list[Action]:
 def _joined(state: State, info: EngineInfo) -> Joined:
     others = [e for e in state.engines.values() if e.info.epoch != info.epoch]
     roster = [e for e in others if e.info.fingerprint == info.fingerprint]
-    strangers = [e.info for e in others if e.info.fingerprint != info.fingerprint]
+    incompatible = [e.info for e in others if e.info.fingerprint != info.fingerprint]
     return Joined(
         protocol=PROTOCOL_VERSION,
         coordinator_epoch=state.epoch,
@@ -191,17 +187,17 @@ def _joined(state: State, info: EngineInfo) -> Joined:
         roster=[e.info for e in roster],
         sequences={e.info.epoch: e.sequence for e in roster},
         suspected=[e.info.epoch for e in roster if e.suspected],
-        strangers=strangers_of(info, strangers),
+        strangers=incompatible_engines(info, incompatible),
     )
 
 
-def strangers_of(info: EngineInfo, others: list[EngineInfo]) -> list[Stranger]:
-    """Describe how engines of other fingerprints differ, the most alike first."""
-    strangers = [stranger_to(info, other) for other in others]
-    return sorted(strangers, key=lambda s: (len(s.differences), s.name, s.pid))
+def incompatible_engines(info: EngineInfo, others: list[EngineInfo]) -> list[Stranger]:
+    """Describe how engines of other fingerprints differ, the most similar first."""
+    engines = [describe_incompatible(info, other) for other in others]
+    return sorted(engines, key=lambda e: (len(e.differences), e.name, e.pid))
 
 
-def stranger_to(one: EngineInfo, other: EngineInfo) -> Stranger:
+def describe_incompatible(one: EngineInfo, other: EngineInfo) -> Stranger:
     """Say why ``one`` cannot share with ``other``."""
     digests = {"fingerprint": (one.fingerprint.hex(), other.fingerprint.hex())}
     return Stranger(other.name, other.pid, differences(one.fields, other.fields) or digests)

@@ -1,8 +1,8 @@
-"""Who holds which lease bit, and when a bit may be handed on.  Pure.
+"""Which engine owns which lease bit, and when a bit may go to another engine.  Pure.
 
-A bit is free again only when no process has a table any more under which it could hold leases
-with it, and all slot tables were swept: a sweep that came earlier could clear the next owner's
-leases, a leave is no proof that nothing is under way.
+A bit is free again only after two things: no process has a table any more under which the process
+could hold leases with this bit, and all slot tables were swept.  An earlier sweep could clear the
+next owner's leases, and a leave does not prove that no copy is under way.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from kvshm.shm.layout import NUM_LEASE_BITS
 @dataclass
 class _Bit:
     owner: int = 0
-    """Epoch; 0: nobody."""
+    """Epoch; 0: none."""
     pid: int = 0
-    """That of its owner, as the socket told."""
+    """The owner's pid, as the socket told."""
     holders: set[int] = field(default_factory=set)
     """Epochs whose processes may hold leases with this bit."""
     used: bool = False
@@ -33,31 +33,31 @@ class LeaseBits:
 
     @property
     def holders(self) -> set[int]:
-        """All epochs whose end has to be known before their bits can be handed on."""
+        """All epochs that must end before their bits can go to other engines."""
         return set().union(*(bit.holders for bit in self._bits))
 
     def of_process(self, pid: int) -> set[int]:
-        """Those of the bits of one process; none of one that cannot be seen from here (0)."""
+        """The holders of one process's bits; none for a process that is not visible here (0)."""
         return set().union(*(bit.holders for bit in self._bits if bit.pid == pid != 0))
 
     @property
     def free(self) -> int:
-        """Mask of the bits that nobody has."""
+        """Mask of the bits without an owner."""
         return sum(1 << n for n, bit in enumerate(self._bits) if not bit.owner)
 
     def owner(self, number: int) -> int:
-        """The epoch that a bit belongs to; 0: none."""
+        """The epoch that owns a bit; 0: none."""
         return self._bits[number].owner
 
     def grant(
         self, epoch: int, pid: int, presented: int, roster: Set[int], last_first: bool
     ) -> int:
-        """Give ``epoch`` a bit: the one it presents if that is possible, else one never used, else
-        one used and swept; -1 if there is none.
+        """Give ``epoch`` a bit: the presented bit if possible, else a bit that was never used, else
+        a bit that was used and swept; -1 if there is none.
 
-        ``roster``: epochs of the engines that are in the roster; a bit of the same process whose
-        epoch is not among them is the process's own from an earlier epoch.  ``last_first``: of
-        those never used the highest, because others may yet come back and present theirs.
+        ``roster``: epochs of the engines in the roster; a bit of the same process whose epoch is
+        not in the roster is the process's own from an earlier epoch.  ``last_first``: take the
+        highest bit that was never used, because other engines may yet return with theirs.
         """
         for number in self._preferences(epoch, pid, presented, roster, last_first):
             bit = self._bits[number]
@@ -84,12 +84,12 @@ class LeaseBits:
     def _is_own(bit: _Bit, epoch: int, pid: int, roster: Set[int]) -> bool:
         if bit.owner == epoch:
             return True
-        # pid 0 is that of whoever cannot be seen from here: of several processes, perhaps.
+        # pid 0 stands for all processes that are not visible here: perhaps several.
         return bool(bit.owner and pid) and bit.pid == pid and bit.owner not in roster
 
-    def deserted(self, epoch: int) -> int:
-        """Nobody has this epoch's table any more.  Returns the mask of the bits that nobody alive
-        holds: they are to be swept, and are free."""
+    def table_unused(self, epoch: int) -> int:
+        """No process has this epoch's table any more.  Returns the mask of the bits that are free
+        by that; the caller has to sweep them."""
         orphans = 0
         for number, bit in enumerate(self._bits):
             if epoch in bit.holders:

@@ -1,6 +1,6 @@
 """One line per event, key=value, so that both people and grep can read the log.
 
-Whoever reads it may stand still: lines then wait here, and the coordinator for nobody.
+If the reader of the log stops reading, lines wait here; the coordinator never waits for the reader.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from contextlib import suppress
 from .actions import Log
 
 MAX_VALUE = 1000
-"""Characters of a value that are written."""
+"""At most so many characters of a value are written."""
 
 MAX_WAITING_BYTES = 1 << 20
-"""Of lines that nobody has read yet; further ones are counted and lost."""
+"""Bytes of unread lines that are kept; further lines are counted and lost."""
 _AT_ONCE = select.PIPE_BUF
-"""So much fits into whatever poll calls writable."""
+"""Bytes that fit into any descriptor that poll calls writable."""
 LAST_SECONDS = 1.0
-"""How long the end waits for whoever reads."""
+"""How long ``end`` waits for the reader."""
 
 _LOGGER = logging.getLogger("kvshm.coordinator")
 
 
 def quote(value: object) -> str:
-    """Return a value as it stands in a line: quoted if it would not be one word."""
+    """Return a value as a line shows it: in quotes unless it is one word."""
     text = str(value)
     if text and not any(c.isspace() or c in '"=\\' or not c.isprintable() for c in text):
         return text
@@ -44,7 +44,7 @@ def line(event: str, fields: dict[str, object]) -> str:
 
 
 def _cut(text: str) -> str:
-    """A value is what an engine says, which may be megabytes."""
+    """An engine may send values of megabytes."""
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
 
 
@@ -65,8 +65,8 @@ class _Formatter(logging.Formatter):
         return f"{head} {text}"
 
 
-class _Lines(logging.Handler):
-    """Writes to a descriptor what it takes without waiting, and the rest later.  Any thread."""
+class _LineWriter(logging.Handler):
+    """Writes as much as the descriptor takes without waiting, the rest later.  Any thread."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
@@ -80,10 +80,10 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self.add(self.format(record))
-        except Exception:  # as each handler of logging does: no log ends the program
+        except Exception:  # like every handler of logging: no log line ends the program
             self.handleError(record)
             return
-        self.go_on()
+        self.write_waiting()
 
     def add(self, text: str) -> None:
         encoded = text.encode(errors="backslashreplace") + b"\n"
@@ -92,10 +92,10 @@ class _Lines(logging.Handler):
         else:
             self._waiting += encoded
 
-    def go_on(self, patience: float = 0.0) -> None:
-        """Write what waits, as long as somebody reads, waiting for that so many seconds."""
+    def write_waiting(self, patience: float = 0.0) -> None:
+        """Write the waiting lines; wait ``patience`` seconds at most for the reader."""
         until = time.monotonic() + patience
-        self.acquire()  # which a thread may do again
+        self.acquire()  # reentrant
         try:
             while self._waiting:
                 left = max(0.0, until - time.monotonic())
@@ -106,14 +106,14 @@ class _Lines(logging.Handler):
                 except BlockingIOError:
                     return
                 except OSError:
-                    written = len(self._waiting)  # nobody will ever read it
+                    written = len(self._waiting)  # the reader is gone for good
                 del self._waiting[:written]
                 if not self._waiting and self._lost:
-                    self._tell_lost()
+                    self._report_lost()
         finally:
             self.release()
 
-    def _tell_lost(self) -> None:
+    def _report_lost(self) -> None:
         about = {"lines": self._lost, "remedy": "have the log read all the time"}
         self._lost = 0
         text = line("lines-lost", about)
@@ -121,29 +121,29 @@ class _Lines(logging.Handler):
         self.add(self.format(record))
 
 
-_lines: list[_Lines] = []
-"""The one of ``start``; none where there is no stderr."""
+_writers: list[_LineWriter] = []
+"""The writer that ``start`` made; empty without stderr."""
 
 
 def start(level: str) -> None:
     """Send lines of at least ``level`` to stderr."""
     with suppress(OSError, ValueError, AttributeError):  # closed, or none
-        _lines[:] = [_Lines(sys.stderr.fileno())]
-    handlers: list[logging.Handler] = [*_lines] or [logging.NullHandler()]
+        _writers[:] = [_LineWriter(sys.stderr.fileno())]
+    handlers: list[logging.Handler] = [*_writers] or [logging.NullHandler()]
     logging.basicConfig(level=level.upper(), handlers=handlers)
 
 
-def go_on() -> None:
-    """Write lines that have waited for whoever reads them; now and then."""
-    for lines in _lines:
-        lines.go_on()
+def write_waiting() -> None:
+    """Write waiting lines.  Call it now and then."""
+    for writer in _writers:
+        writer.write_waiting()
 
 
 def end(text: str = "") -> None:
-    """Write what waits, and ``text`` behind it.  Takes LAST_SECONDS at most if nobody reads."""
-    if text and not _lines:
+    """Write the waiting lines, then ``text``.  Blocks for LAST_SECONDS at most."""
+    if text and not _writers:
         print(text, file=sys.stderr)
-    for lines in _lines:
+    for writer in _writers:
         if text:
-            lines.add(text)
-        lines.go_on(LAST_SECONDS)
+            writer.add(text)
+        writer.write_waiting(LAST_SECONDS)

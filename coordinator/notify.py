@@ -1,4 +1,4 @@
-"""Tells a service manager how the coordinator fares (sd_notify(3)); without one, nobody."""
+"""Tells the service manager, if there is one, the coordinator's state (sd_notify(3))."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STOPPING = "STOPPING=1"
 def notify(state: str, environ: Mapping[str, str]) -> None:
     """Send ``state`` to the datagram socket that NOTIFY_SOCKET names, if it names one.
 
-    Does not block and does not raise: a manager that cannot be told is logged.
+    Does not block and does not raise: a failure is logged.
     """
     address = environ.get("NOTIFY_SOCKET", "")
     if not address:

@@ -1,7 +1,7 @@
 """The roster and everything else the coordinator knows.  Pure.
 
-Nothing of it is needed to serve a prefix: a new coordinator starts with an empty roster, and
-learns everything from the engines that join it.
+Engines serve prefixes without this state: a new coordinator starts with an empty roster and
+learns everything from the engines that join.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 from kvshm.node.protocol import AnyBroadcast, EngineInfo
 from kvshm.timing import TIMING, Timing
 
-from .actions import Action, Forget, Log, Publish, Sender
+from .actions import Action, Log, ReleaseTable, SendBroadcast, Sender
 from .lease_bits import LeaseBits
 
-MAX_COMPLAINTS = 1000
-"""Different complaints that are remembered, and so logged."""
+MAX_REPORTS = 1000
+"""Different reports that are remembered, and so logged."""
 MAX_REASON = 200
-"""Characters of a reason by which complaints are told apart."""
+"""Characters of a reason by which reports differ."""
 MAX_ENDED = 1024
-"""Ended epochs that are remembered.  What comes late of one ended before it would have been
-on its way for as long as a thousand others took to end."""
+"""Ended epochs that are remembered.  A late message of an older epoch would have been under way
+while a thousand later epochs ended."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class Engine:
 
     info: EngineInfo
     pid: int
-    """As the socket tells: who speaks for this epoch."""
+    """The process that may send for this epoch, as the socket tells."""
     sequence: int
-    """Of its last events: relayed, or known to be lost."""
+    """Of the engine's last events: relayed, or known to be lost."""
     last_heard: float
     suspected: bool = False
 
@@ -51,64 +51,65 @@ class State:
     engines: dict[int, Engine] = field(default_factory=dict)
     """The roster, by epoch."""
     topics: dict[bytes, int] = field(default_factory=dict)
-    """Fingerprint -> sequence of its last broadcast; kept a while when its last engine has
+    """Fingerprint -> sequence of its last broadcast; kept for a while after the last engine has
     gone."""
     idle_topics: set[bytes] = field(default_factory=set)
-    """Topics that had no engine when they were last looked at."""
+    """Topics that had no engine at the last look."""
     ended: dict[int, None] = field(default_factory=dict)
-    """The last epochs that were in the roster and will never be again, oldest first."""
-    unexplained: dict[int, tuple[Engine, float]] = field(default_factory=dict)
-    """Epochs that ended with a worker's process: their engine may be about to say that it leaves;
-    until when it may."""
+    """The last epochs that left the roster for good, oldest first."""
+    ended_by_worker: dict[int, tuple[Engine, float]] = field(default_factory=dict)
+    """Epochs that ended with a worker's process, and until when their engine may send a Leave,
+    which shows that the worker did not crash."""
     kept: set[int] = field(default_factory=set)
     """Epochs whose tables the shell keeps."""
-    settled: bool = False
-    """Whether all engines that a coordinator before this one knew have had time to come back."""
-    settled_at: float | None = None
-    complaints: dict[tuple[int, str], int] = field(default_factory=dict)
-    """(pid, what about) -> how often."""
-    num_complaints: int = 0
-    """Messages dropped or refused, also those that are not remembered."""
+    grace_over: bool = False
+    """Whether the engines of an earlier coordinator have had time to join this one."""
+    grace_until: float | None = None
+    reports: dict[tuple[int, str], int] = field(default_factory=dict)
+    """(pid, event and reason) -> how often."""
+    num_reports: int = 0
+    """Messages dropped or refused, including those that are not remembered."""
     last_clock: float | None = None
     next_leftovers: float = 0.0
 
-    def publish(self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any) -> Publish:
+    def broadcast(self, topic: bytes, kind: Callable[..., AnyBroadcast], **fields: Any) -> Action:
         """Return the next numbered broadcast of a topic."""
         sequence = self.topics.get(topic, 0) + 1
         self.topics[topic] = sequence
-        return Publish(topic, kind(coordinator_epoch=self.epoch, sequence=sequence, **fields))
+        return SendBroadcast(topic, kind(coordinator_epoch=self.epoch, sequence=sequence, **fields))
 
     def end(self, epoch: int) -> None:
-        """Take an epoch off the roster for good."""
+        """Remove an epoch from the roster for good."""
         del self.engines[epoch]
         self.ended[epoch] = None
         if len(self.ended) > MAX_ENDED:
             del self.ended[next(iter(self.ended))]
 
     def forget_idle_topics(self) -> None:
-        """Forget topics that had no engine the last time either: whoever joins one later is
-        told with its Joined that numbers begin anew."""
+        """Forget topics that had no engine the last time either.  The numbers of such a topic
+        begin again; the Joined tells that to an engine that joins later."""
         idle = self.topics.keys() - {engine.info.fingerprint for engine in self.engines.values()}
         for topic in idle & self.idle_topics:
             del self.topics[topic]
         self.idle_topics = idle - self.idle_topics
 
-    def forget(self) -> list[Action]:
-        """Keep exactly those tables whose end matters to an engine or a lease bit."""
+    def release_tables(self) -> list[Action]:
+        """Release all tables but those whose end matters to an engine or a lease bit."""
         needed = self.bits.holders | self.engines.keys()
-        actions: list[Action] = [Forget(epoch) for epoch in sorted(self.kept - needed)]
+        actions: list[Action] = [ReleaseTable(epoch) for epoch in sorted(self.kept - needed)]
         self.kept = needed
         return actions
 
-    def complain(self, sender: Sender, event: str, reason: str, **fields: object) -> list[Action]:
-        """Count a complaint about a sender; return a log line the first time."""
-        self.num_complaints += 1
+    def report(self, sender: Sender, event: str, reason: str, **fields: object) -> list[Action]:
+        """Count a message that was dropped or refused; return a log line for the first of its
+        kind from this sender."""
+        self.num_reports += 1
         reason = reason[:MAX_REASON]
         key = (sender.pid, f"{event} {reason}" if fields else event)
-        count = self.complaints.get(key, 0)
-        if count or len(self.complaints) < MAX_COMPLAINTS:
-            self.complaints[key] = count + 1
-        if count or key not in self.complaints:
+        count = self.reports.get(key, 0)
+        if count or len(self.reports) < MAX_REPORTS:
+            self.reports[key] = count + 1
+        if count or key not in self.reports:
             return []
         about = {"pid": sender.pid, "uid": sender.uid, "reason": reason, **fields}
         return [Log(logging.WARNING, event, about)]

@@ -1,5 +1,5 @@
-"""The shell: sockets and the clock.  It tells ``decide`` what happened and does what
-``decide`` says."""
+"""The shell: sockets and the clock.  It gives ``decide`` the inputs and carries out the actions
+that ``decide`` returns."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from kvshm.node.protocol import MAX_COMMAND_BYTES, decode_command, encode, forei
 from . import logfmt
 from .actions import (
     Action,
-    Clock,
-    Event,
-    Examine,
-    Examined,
-    Foreign,
-    Forget,
-    Garbled,
+    BadJoin,
+    BadMessage,
+    CheckResult,
+    CheckTable,
+    ClockTick,
+    EngineMessage,
+    Input,
     Log,
-    Publish,
-    Received,
     Refusal,
-    Send,
+    ReleaseTable,
+    SendBroadcast,
     Sender,
+    SendReply,
     SweepBits,
     SweepFiles,
 )
-from .broadcasts import Broadcasts
-from .incoming import Incoming
+from .broadcasts import BroadcastQueue
+from .incoming import MessageReader
 from .roster import State
 from .sockets import Sockets
 from .state import decide
@@ -54,26 +54,26 @@ class Server:
         keep_lock: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``sweep_files`` removes what the dead left in the run directory, ``keep_lock`` sees to
-        it that there is no second coordinator."""
+        """``sweep_files`` removes the files of dead processes from the run directory, ``keep_lock``
+        makes the lock file again if it was removed."""
         self._state = state
         self._tables = tables
         self._sweep_files = sweep_files
         self._keep_lock = keep_lock
         self._clock = clock
-        self._events: deque[Event] = deque()
+        self._inputs: deque[Input] = deque()
         self._watched: set[int] = set()
         """Descriptors of the tables' connections that are polled."""
         self._failed: set[tuple[str, object]] = set()
-        """Actions that failed and are said to have, with the number of the error."""
+        """Failures that were logged: the action, and the number of the error."""
         self._sockets = Sockets(clock)
-        self._incoming = Incoming()
-        self._broadcasts = Broadcasts(self._publish, state.timing)
+        self._reader = MessageReader()
+        self._broadcasts = BroadcastQueue(self._send_broadcast, state.timing)
         self._poller = self._sockets.poller
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
-        """Let engines connect; the caller holds the lock.  What arrives on ``wake_fd`` only
-        ends a wait.  Raises RunDirectoryError."""
+        """Let engines connect; the caller holds the lock.  Input on ``wake_fd`` only ends a
+        wait.  Raises RunDirectoryError."""
         self._sockets.open(command_endpoint, event_endpoint)
         self._poller.register(wake_fd, zmq.POLLIN)
 
@@ -82,22 +82,22 @@ class Server:
         self._sockets.close()
 
     def run(self, stopping: Callable[[], bool]) -> None:
-        """Serve until ``stopping`` says so.  Raises KvshmError when engines cannot find the
+        """Serve until ``stopping`` returns True.  Raises KvshmError when engines cannot find the
         sockets any more."""
         timing, next_clock = self._state.timing, self._clock()
         next_look = next_clock
         while not stopping():
             if self._clock() >= next_clock:
-                settled = self._state.settled
-                pause = timing.heartbeat_seconds if settled else timing.return_tick_seconds
+                grace_over = self._state.grace_over
+                pause = timing.heartbeat_seconds if grace_over else timing.return_tick_seconds
                 next_clock = self._clock() + pause
                 self._sockets.check()
-                self._look_at_lock()
-                self._handle(*self._tables.look(), Clock())
+                self._check_lock()
+                self._handle(*self._tables.look(), ClockTick())
             if self._clock() >= next_look:
                 next_look = self._clock() + timing.look_seconds
                 self._sockets.look()
-                logfmt.go_on()
+                logfmt.write_waiting()
             due = min(next_clock, next_look, self._broadcasts.next_due())
             self._wait(due - self._clock())
             self._broadcasts.send_due(self._clock())
@@ -109,13 +109,13 @@ class Server:
             self._sockets.look()
         if self._sockets.router in ready:
             self._receive()
-        # What the dead had sent before is handled first, then their deaths.
+        # A dead engine's last messages are handled before its death.
         readable = {source for source in ready if source in self._watched}
         if readable:
-            self._handle(*self._tables.news(readable))
+            self._handle(*self._tables.read(readable))
 
     def _watch(self) -> None:
-        """Poll exactly the connections that there are."""
+        """Poll the open connections and no others."""
         present = {connection.fileno() for connection in self._tables.connections()}
         for gone in self._watched - present:
             self._poller.unregister(gone)
@@ -126,46 +126,46 @@ class Server:
     def _receive(self) -> None:
         for _ in range(MAX_RECEIVED):
             try:
-                message = self._incoming.receive(self._sockets.router)
+                message = self._reader.receive(self._sockets.router)
             except zmq.Again:
                 return
             if message is not None:
                 self._handle(_read(*message))
 
-    def _handle(self, *events: Event) -> None:
-        """Let ``decide`` decide; actions may bring about further events."""
-        self._events.extend(events)
-        while self._events:
-            for action in self._decide(self._events.popleft()):
+    def _handle(self, *inputs: Input) -> None:
+        """Pass the inputs to ``decide``, and the further inputs that actions cause."""
+        self._inputs.extend(inputs)
+        while self._inputs:
+            for action in self._decide(self._inputs.popleft()):
                 self._perform(action)
 
-    def _decide(self, event: Event) -> list[Action]:
+    def _decide(self, item: Input) -> list[Action]:
         try:
-            return decide(self._state, event, self._clock())
-        except Exception as exc:  # a bug must not end it for all others
-            self._say_failed(type(event).__name__, exc)
+            return decide(self._state, item, self._clock())
+        except Exception as exc:  # a bug must not end the coordinator
+            self._log_failure(type(item).__name__, exc)
             return []
 
     def _perform(self, action: Action) -> None:
-        """Do what was decided.  What the machine refuses (descriptors, files), or a bug, costs this
-        action: bits and leftovers of the dead are swept again with the next sweep."""
+        """Carry out an action.  An error of the machine (descriptors, files) or a bug costs this
+        action only: the next sweep takes bits and leftovers of dead engines again."""
         try:
             self._do(action)
-        except Exception as exc:  # a bug must not end it for all others
-            self._say_failed(type(action).__name__, exc)
-            if isinstance(action, Examine):
+        except Exception as exc:  # a bug must not end the coordinator
+            self._log_failure(type(action).__name__, exc)
+            if isinstance(action, CheckTable):
                 remedy = "nothing: it is tried again"
                 refusal = Refusal(f"the coordinator cannot look at it: {exc}", remedy, retry=True)
-                self._events.append(Examined(action.sender, action.join, refusal))
+                self._inputs.append(CheckResult(action.sender, action.join, refusal))
 
-    def _look_at_lock(self) -> None:
+    def _check_lock(self) -> None:
         try:
             self._keep_lock()
         except (KvshmError, OSError) as exc:  # the next second may have room, or descriptors
-            self._say_failed("keep the lock", exc)
+            self._log_failure("keep the lock", exc)
 
-    def _say_failed(self, what: str, exc: Exception) -> None:
-        """Once for each of its kind; with the traceback of what nobody has thought of."""
+    def _log_failure(self, what: str, exc: Exception) -> None:
+        """Log once for each kind of failure; a bug with its traceback."""
         kind = (what, getattr(exc, "errno", None) or type(exc).__name__)
         if kind in self._failed:
             return
@@ -178,15 +178,15 @@ class Server:
 
     def _do(self, action: Action) -> None:
         match action:
-            case Send(route, message):
+            case SendReply(route, message):
                 self._send(route, encode(message))
-            case Publish(topic, message):
+            case SendBroadcast(topic, message):
                 self._broadcasts.add(topic, message, self._clock())
-            case Examine(sender, join):
-                if (answer := self._tables.examine(sender, join)) is not None:
-                    self._events.append(answer)
-            case Forget(epoch):
-                self._tables.forget(epoch)
+            case CheckTable(sender, join):
+                if (answer := self._tables.check(sender, join)) is not None:
+                    self._inputs.append(answer)
+            case ReleaseTable(epoch):
+                self._tables.release(epoch)
             case SweepBits(bits):
                 self._tables.sweep_bits(bits)
             case SweepFiles():
@@ -196,7 +196,7 @@ class Server:
             case _:
                 raise AssertionError(f"no such action: {action}")
 
-    def _publish(self, frame: bytes) -> None:
+    def _send_broadcast(self, frame: bytes) -> None:
         self._sockets.publisher.send(frame)  # another socket from time to time
 
     def _send(self, route: bytes, frame: bytes) -> None:
@@ -206,19 +206,19 @@ class Server:
             logfmt.write(Log(logging.DEBUG, "unsent", {"route": route.hex(), "reason": exc}))
 
 
-def _read(frames: list[zmq.Frame], num_parts: int) -> Event:
+def _read(frames: list[zmq.Frame], num_parts: int) -> Input:
     """Return a message and its sender."""
     sender = Sender(frames[0].bytes, *_credentials(frames[-1]))
     if num_parts != 2:
-        return Garbled(sender, f"message of {num_parts - 1} frames, wanted 1")
+        return BadMessage(sender, f"message of {num_parts - 1} frames, wanted 1")
     if (size := len(frames[1])) > MAX_COMMAND_BYTES:
-        return Garbled(sender, f"message of {size} bytes, at most {MAX_COMMAND_BYTES} allowed")
+        return BadMessage(sender, f"message of {size} bytes, at most {MAX_COMMAND_BYTES} allowed")
     frame = frames[1].bytes
     try:
-        return Received(sender, decode_command(frame))
+        return EngineMessage(sender, decode_command(frame))
     except ProtocolError as exc:
-        foreign = foreign_join(frame)
-        return Garbled(sender, str(exc)) if foreign is None else Foreign(sender, foreign, str(exc))
+        join = foreign_join(frame)
+        return BadMessage(sender, str(exc)) if join is None else BadJoin(sender, join, str(exc))
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

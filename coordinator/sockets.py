@@ -1,13 +1,13 @@
-"""The coordinator's sockets, and how much others may take of it by them.
+"""The coordinator's sockets, and bounds on what clients can use up.
 
-Whoever may enter the run directory may connect as often as it likes, and send messages and
-subscriptions without end.  libzmq stores the parts of a message until the last one is there, and
-aborts the process when it has no descriptor left for a connection (src/ipc_listener.cpp).  So
+A process that may enter the run directory may connect, send messages and subscribe without end.
+libzmq stores the parts of a message until the last part is there, and aborts the process when no
+descriptor is left for a connection (src/ipc_listener.cpp).  Therefore
 
-- with MAX_DESCRIPTORS open, or three quarters of what is permitted, the sockets lose their names
-  in the run directory: who is connected stays, nobody else gets in until others have left;
-- with MAX_MEMORY in use both sockets are closed and made anew: what was kept for anybody is
-  freed, and engines connect again by themselves.
+- with MAX_DESCRIPTORS open, or three quarters of the limit, the sockets lose their names in the
+  run directory: connected engines stay, and no process can connect until some have left;
+- with MAX_MEMORY in use both sockets are closed and made again: libzmq frees all that it kept,
+  and engines reconnect by themselves.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from . import logfmt
 from .actions import Log
 
 BACKLOG = 2
-"""Connections that may wait for being accepted when a socket loses its name."""
+"""Connections that may wait to be accepted when a socket loses its name."""
 MAX_DESCRIPTORS = 2048
 MAX_MEMORY = 512 << 20
-"""Bytes of the process's own memory, that which it shares with engines not counted."""
+"""Bytes of the process's private memory, without memory that it shares with engines."""
 MAX_SUBSCRIPTION_BYTES = 1024
 FEW_DESCRIPTORS = 512
-"""With fewer permitted, hundreds that connect within a millisecond get in before they are shut out.
-"""
+"""With a lower limit, hundreds of connections within a millisecond are accepted before the names
+are taken away."""
 _OWN_DESCRIPTORS = 16
-"""What the sockets take while nobody is connected."""
-_SAY_AGAIN_SECONDS = 60.0
+"""Descriptors of the sockets without any connection."""
+_LOG_AGAIN_SECONDS = 60.0
 
 
 def raise_descriptor_limit() -> int:
-    """Permit this process as many descriptors as it may permit itself; return the number."""
+    """Raise this process's limit of descriptors as far as permitted; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -58,10 +58,10 @@ def raise_descriptor_limit() -> int:
     return MAX_DESCRIPTORS * 2 if soft == resource.RLIM_INFINITY else soft
 
 
-def open_descriptors() -> int | None:
-    """How many this process has open; None if not even that can be looked up."""
+def num_open_descriptors() -> int | None:
+    """How many descriptors this process has open; None if no descriptor is left to find out."""
     try:
-        # Linux 6.2 tells with the folder's size, which takes no descriptor and no time.
+        # From Linux 6.2 on the folder's size is the number, and needs no descriptor.
         return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd")) - 1
     except OSError:
         return None
@@ -69,12 +69,12 @@ def open_descriptors() -> int | None:
 
 @functools.cache
 def _statm() -> int:
-    """Opened once: when no descriptor is left the memory is still to be bounded."""
+    """Opened once: the bound on memory must hold when no descriptor is left."""
     return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def private_bytes() -> int:
-    """Memory that is this process's alone, as far as it is resident; 0 if unknown."""
+    """Resident memory of this process alone, in bytes; 0 if unknown."""
     try:
         resident, shared = os.pread(_statm(), 200, 0).split()[1:3]
     except OSError:
@@ -82,7 +82,7 @@ def private_bytes() -> int:
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
 
-class _Door:
+class _SocketName:
     """The name of a listening socket in the run directory, which libzmq never touches."""
 
     def __init__(self, endpoint: str) -> None:
@@ -90,7 +90,7 @@ class _Door:
         self._path = Path(endpoint.removeprefix("ipc://"))
         self._aside = set_aside(self._path)
         self._own: FileId | None = None
-        self._shut = False
+        self._hidden = False
 
     def open(self) -> int:
         """Listen under the name; return the descriptor.  Raises RunDirectoryError."""
@@ -107,33 +107,33 @@ class _Door:
                 f"socket {exc.filename or self._path} cannot be made: {exc.strerror}; remove what "
                 "lies there, make room in that directory, or set KVSHM_RUN_DIR to another one"
             ) from exc
-        self._shut = False
+        self._hidden = False
         return listener.detach()
 
-    def shut(self, shut: bool) -> None:
-        """Take the name away, or give it back.  Raises OSError, or what ``check`` does."""
-        if shut != self._shut:
+    def set_hidden(self, hidden: bool) -> None:
+        """Take the name away, or give it back.  Raises OSError, or KvshmError like ``check``."""
+        if hidden != self._hidden:
             self.check()
-            old, new = (self._path, self._aside) if shut else (self._aside, self._path)
+            old, new = (self._path, self._aside) if hidden else (self._aside, self._path)
             old.rename(new)
-            self._shut = shut
+            self._hidden = hidden
 
     def check(self) -> None:
-        """Raise KvshmError if the name is not this socket's any more: nobody could connect."""
-        path = self._aside if self._shut else self._path
+        """Raise KvshmError if the name is not this socket's any more: engines could not connect."""
+        path = self._aside if self._hidden else self._path
         try:
             found = file_at(path)
         except OSError:
-            return  # perhaps another time
+            return  # the next check may succeed
         if found != self._own:
             raise KvshmError(
                 f"socket {path} was removed or replaced while the coordinator served, so that no "
                 "engine finds it any more; start the coordinator again, and keep others from "
-                "clearing up there"
+                "cleaning up there"
             )
 
     def remove(self) -> None:
-        """Leave what another coordinator has put there."""
+        """Remove the name unless another coordinator has taken it."""
         for path in (self._path, self._aside):
             with suppress(OSError):
                 remove_own(path, self._own)
@@ -145,13 +145,13 @@ class Sockets:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.poller = zmq.Poller()
-        self._doors: list[_Door] = []
+        self._names: list[_SocketName] = []
         self._monitors: list[zmq.Socket[bytes]] = []
         self._limit = raise_descriptor_limit()
         self._max_descriptors = min(MAX_DESCRIPTORS, self._limit * 3 // 4)
         _statm()
-        self._is_shut = False
-        self._said: dict[str, float] = {}
+        self._is_hidden = False
+        self._last_logged: dict[str, float] = {}
         self._make()
 
     def _make(self) -> None:
@@ -169,37 +169,37 @@ class Sockets:
 
     def open(self, command_endpoint: str, event_endpoint: str) -> None:
         """Let engines connect; the caller holds the lock.  Raises RunDirectoryError."""
-        self._doors = [_Door(command_endpoint), _Door(event_endpoint)]
+        self._names = [_SocketName(command_endpoint), _SocketName(event_endpoint)]
         self._listen()
         if self._limit < FEW_DESCRIPTORS:
             remedy = f"permit at least {FEW_DESCRIPTORS} open files (ulimit -Hn)"
-            self._say("few", "few-descriptors", {"limit": self._limit, "remedy": remedy})
+            self._warn("few", "few-descriptors", {"limit": self._limit, "remedy": remedy})
 
     def _listen(self) -> None:
-        for made, door in zip((self.router, self.publisher), self._doors, strict=True):
+        for made, name in zip((self.router, self.publisher), self._names, strict=True):
             monitor = made.get_monitor_socket(Event.ACCEPTED)
             self._monitors.append(monitor)
             self.poller.register(monitor, zmq.POLLIN)
-            made.setsockopt(zmq.USE_FD, door.open())
-            made.bind(door.endpoint)
+            made.setsockopt(zmq.USE_FD, name.open())
+            made.bind(name.endpoint)
         self.poller.register(self.router, zmq.POLLIN)
-        self._is_shut = False
+        self._is_hidden = False
 
     def close(self) -> None:
-        """Hang up on everybody and remove the names."""
-        self._hang_up()
+        """Close all connections and remove the names."""
+        self._disconnect_all()
         self._context.term()
 
-    def _hang_up(self) -> None:
-        for door in self._doors:  # first: else more would come while the monitors are emptied
-            door.remove()
-        self._empty_monitors()  # a full one would keep libzmq's thread, and this one with it
+    def _disconnect_all(self) -> None:
+        for name in self._names:  # first: no connection may come while the monitors are emptied
+            name.remove()
+        self._empty_monitors()  # a full monitor would block libzmq's thread, and then this thread
         for monitor in self._monitors:
             self.poller.unregister(monitor)
         if self._monitors:
             self.router.disable_monitor()
             self.publisher.disable_monitor()
-            with suppress(KeyError):  # if its door could not be opened
+            with suppress(KeyError):  # if its name could not be opened
                 self.poller.unregister(self.router)
         for monitor in self._monitors:
             monitor.close()
@@ -216,67 +216,67 @@ class Sockets:
     # -- bounds
 
     def accepted(self, ready: dict[object, int]) -> bool:
-        """Whether somebody has connected, which is a reason to ``look``."""
+        """Whether a process has connected: then ``look``."""
         return any(monitor in ready for monitor in self._monitors)
 
     def look(self) -> None:
-        """Keep to the bounds: whenever somebody has connected, and every ``look_seconds``."""
-        used = open_descriptors()
+        """Enforce the bounds: after each connection, and every ``look_seconds``."""
+        used = num_open_descriptors()
         limit = self._max_descriptors
-        # Once shut they stay so until some have left, or each that leaves would open them.
-        allowed = limit - limit // 16 if self._is_shut else limit
-        self._shut(used is None or used >= allowed, used)
+        # Some have to leave before the names return: else each that leaves would bring them back.
+        allowed = limit - limit // 16 if self._is_hidden else limit
+        self._set_hidden(used is None or used >= allowed, used)
         self._empty_monitors()
-        # Who connects, subscribes and leaves is worked off by calls only.
+        # libzmq handles connections, subscriptions and departures only within calls.
         self.publisher.getsockopt(zmq.EVENTS)
         if (memory := private_bytes()) > MAX_MEMORY:
-            self._begin_anew(memory)
+            self._recreate(memory)
 
     def check(self) -> None:
         """Raise KvshmError if engines cannot find the sockets any more."""
-        for door in self._doors:
-            door.check()
+        for name in self._names:
+            name.check()
 
-    def _shut(self, shut: bool, used: int | None) -> None:
-        if shut and not self._is_shut:
-            remedy = "end who connects so often, or raise the limit of open files (ulimit -n)"
+    def _set_hidden(self, hidden: bool, used: int | None) -> None:
+        if hidden and not self._is_hidden:
+            remedy = "end the processes that connect so often, or raise the limit (ulimit -n)"
             limit = self._max_descriptors
-            self._say("full", "full", {"descriptors": used, "limit": limit, "remedy": remedy})
-        self._is_shut = shut
-        for door in self._doors:  # one that cannot be moved is tried again with the next look
+            self._warn("full", "full", {"descriptors": used, "limit": limit, "remedy": remedy})
+        self._is_hidden = hidden
+        for name in self._names:  # a name that cannot be moved is tried again at the next look
             try:
-                door.shut(shut)
+                name.set_hidden(hidden)
             except OSError as exc:
-                what = "shut" if shut else "open"
-                self._say("doors", "failed", {"what": what, "reason": exc})
+                what = "shut" if hidden else "open"
+                self._warn("names", "failed", {"what": what, "reason": exc})
 
-    def _begin_anew(self, memory: int) -> None:
-        """Free what libzmq keeps for others: parts of messages, subscriptions, queues."""
-        self.check()  # nobody else's names are to be taken
+    def _recreate(self, memory: int) -> None:
+        """Free what libzmq keeps for clients: parts of messages, subscriptions, queues."""
+        self.check()  # must not take the names of another coordinator
         about: dict[str, object] = {"bytes": memory, "limit": MAX_MEMORY}
-        about["remedy"] = "end who sends without end, or subscribes so often, or does not read"
-        self._say("memory", "hung-up-on-all", about)
+        about["remedy"] = "end the process that sends or subscribes without end, or does not read"
+        self._warn("memory", "hung-up-on-all", about)
         self.close()  # waits until libzmq's threads have freed everything
-        _give_back()
+        _trim_heap()
         try:
             self._make()
             self._listen()
-        except zmq.ZMQError as exc:  # no descriptors left: whoever starts it again has some
-            raise KvshmError(f"the sockets cannot be made anew: {exc}") from exc
-        if (left := private_bytes()) > MAX_MEMORY:  # or it would hang up for ever
+        except zmq.ZMQError as exc:  # no descriptors left: a new process has some
+            raise KvshmError(f"the sockets cannot be made again: {exc}") from exc
+        if (left := private_bytes()) > MAX_MEMORY:  # else it would disconnect engines for ever
             raise KvshmError(
-                f"{left} bytes of memory are in use, {MAX_MEMORY} are permitted, though nobody is "
-                "connected any more; start the coordinator again"
+                f"{left} bytes of memory are in use without any connection, {MAX_MEMORY} are "
+                "permitted; start the coordinator again"
             )
 
-    def _say(self, kind: str, event: str, about: dict[str, object]) -> None:
+    def _warn(self, kind: str, event: str, about: dict[str, object]) -> None:
         now = self._clock()
-        if now - self._said.get(kind, -_SAY_AGAIN_SECONDS) >= _SAY_AGAIN_SECONDS:
-            self._said[kind] = now
+        if now - self._last_logged.get(kind, -_LOG_AGAIN_SECONDS) >= _LOG_AGAIN_SECONDS:
+            self._last_logged[kind] = now
             logfmt.write(Log(logging.WARNING, event, about))
 
 
-def _give_back() -> None:
-    """Return freed memory to the kernel, where the C library has to be told."""
+def _trim_heap() -> None:
+    """Return freed memory to the kernel, which glibc does only when asked."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)

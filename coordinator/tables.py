@@ -1,8 +1,8 @@
-"""The slot tables of the roster: fetched from engines, handed on, watched and swept.
+"""The slot tables of the roster: fetched from engines, handed out, watched and swept.
 
 An engine's table comes from the socket that the engine serves for its epoch, and the connection
-stays open: when it ends, or a second has passed, the table's pulses tell who has died.  Nothing
-here waits for an engine, nor raises for what one did.
+stays open: when it ends, and once a second, the table's pulses tell which processes have died.
+Nothing here waits for an engine or raises because of an engine.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from kvshm.shm.segment import TABLE_KIND
 from kvshm.shm.slot_table import RosterSlotTable
 
 from . import logfmt
-from .actions import Deserted, Died, Event, Examined, Log, Refusal, Sender
+from .actions import CheckResult, Input, Log, ProcessDeath, Refusal, Sender, TableUnused
 from .versions import who_upgrades
 
-MAX_EXAMINED = 64
-"""Engines whose tables are fetched at the same time; who comes on top is to try again."""
+MAX_CHECKS = 64
+"""Engines whose tables are fetched at the same time; further engines have to try again."""
 _SAME_DIRECTORY = "let both see one run directory, and run both as one user"
 _AGAIN = "nothing: it is tried again"
 
 
 @dataclass
-class _Examination:
-    """A table that was asked for."""
+class _TableCheck:
+    """A table that was requested and has not arrived yet."""
 
     sender: Sender
     join: Join
@@ -55,15 +55,15 @@ class _Examination:
 
 @dataclass
 class _Member:
-    """A table that is kept."""
+    """An epoch whose table is kept."""
 
     table: RosterSlotTable
     pid: int
     """As the socket tells."""
     connection: socket.socket | None
     """None once it has ended."""
-    worker_told: bool = False
-    owner_told: bool = False
+    worker_death_reported: bool = False
+    owner_death_reported: bool = False
 
     def close(self) -> None:
         self.table.close()
@@ -79,22 +79,22 @@ class Tables:
         self._namespace = namespace
         self._clock = clock
         self._members: dict[int, _Member] = {}
-        self._examined: dict[int, _Examination] = {}
+        self._checks: dict[int, _TableCheck] = {}
         self._server: HandoutServer | None = None
 
     def serve(self) -> None:
-        """Hand out the tables to whoever asks.  Raises TransportError."""
+        """Hand out the tables on request.  Raises TransportError."""
         path = tables_socket(self._run_dir, self._namespace)
-        self._server = HandoutServer(path, self._find, most_kept=0)  # who asks here does not stay
+        self._server = HandoutServer(path, self._find, most_kept=0)  # clients do not stay connected
 
     def close(self) -> None:
-        """Let go of everything.  Idempotent."""
+        """Close all tables and connections.  Idempotent."""
         if self._server is not None:
             self._server.close()
         for epoch in [*self._members]:
-            self.forget(epoch)
-        for number in [*self._examined]:
-            self._examined.pop(number).connection.close()
+            self.release(epoch)
+        for number in [*self._checks]:
+            self._checks.pop(number).connection.close()
 
     def _find(self, wanted: Request) -> int:
         """On the server's thread."""
@@ -106,16 +106,16 @@ class Tables:
     # -- what to wait for
 
     def connections(self) -> Iterator[socket.socket]:
-        """What has news when it is readable: ``news`` tells them."""
-        yield from (examined.connection for examined in self._examined.values())
+        """The connections to poll; ``read`` handles those that are readable."""
+        yield from (check.connection for check in self._checks.values())
         for member in self._members.values():
             if member.connection is not None:
                 yield member.connection
 
-    def news(self, readable: set[int]) -> Iterator[Event]:
-        """What has come of these descriptors."""
-        for number in readable & self._examined.keys():
-            yield self._finish(self._examined.pop(number))
+    def read(self, readable: set[int]) -> Iterator[Input]:
+        """Handle these readable descriptors; yield what happened."""
+        for number in readable & self._checks.keys():
+            yield self._finish(self._checks.pop(number))
         for epoch, member in list(self._members.items()):
             connection = member.connection
             if connection is None or connection.fileno() not in readable:
@@ -126,90 +126,91 @@ class Tables:
                 yield from self._ends(epoch, member)
             else:
                 with suppress(OSError):
-                    connection.recv(1)  # an engine has nothing to say here
+                    connection.recv(1)  # engines send nothing here: drop it
 
-    def look(self) -> Iterator[Event]:
-        """Look at everything, about once a second: a worker's death closes no connection."""
+    def look(self) -> Iterator[Input]:
+        """Check all tables, about once a second: a worker's death closes no connection."""
         now = self._clock()
-        for number, examined in list(self._examined.items()):
-            if now >= examined.until:
-                del self._examined[number]
-                examined.connection.close()
+        for number, check in list(self._checks.items()):
+            if now >= check.until:
+                del self._checks[number]
+                check.connection.close()
                 reason = f"it does not hand out its slot table within {FETCH_SECONDS:g} s"
-                yield self._refused(examined, Refusal(reason, _AGAIN, retry=True))
+                yield self._refused(check, Refusal(reason, _AGAIN, retry=True))
         for epoch, member in list(self._members.items()):
             yield from self._ends(epoch, member)
 
     @staticmethod
-    def _ends(epoch: int, member: _Member) -> Iterator[Event]:
+    def _ends(epoch: int, member: _Member) -> Iterator[Input]:
         table = member.table
-        # Who never showed a pulse is judged by its connection.
-        mute = member.connection is None and not table.owner_begun
-        if (table.owner_died or mute) and not member.owner_told:
-            member.owner_told = member.worker_told = True
-            yield Died(epoch, owner=True, retired=table.retired)
-        elif table.died and not member.worker_told:
-            member.worker_told = True
-            yield Died(epoch, owner=False, retired=table.retired)
-        if member.owner_told and not table.in_use:
-            yield Deserted(epoch)
+        # Without a pulse the end of the connection is the engine's death.
+        hung_up = member.connection is None and not table.owner_begun
+        if (table.owner_died or hung_up) and not member.owner_death_reported:
+            member.owner_death_reported = member.worker_death_reported = True
+            yield ProcessDeath(epoch, owner=True, retired=table.retired)
+        elif table.died and not member.worker_death_reported:
+            member.worker_death_reported = True
+            yield ProcessDeath(epoch, owner=False, retired=table.retired)
+        if member.owner_death_reported and not table.in_use:
+            yield TableUnused(epoch)
 
     # -- before a join
 
-    def examine(self, sender: Sender, join: Join) -> Event | None:
-        """Ask the engine for its table; the answer, if it is known at once."""
+    def check(self, sender: Sender, join: Join) -> Input | None:
+        """Ask the engine for its table.  Returns the result if it is known at once; else ``read``
+        or ``look`` yields it."""
         epoch = join.engine.epoch
         known = self._members.get(epoch)
         if known is not None and known.pid == sender.pid and known.connection is not None:
-            return Examined(sender, join, _compare(known.table, join.engine))
-        if len(self._examined) >= MAX_EXAMINED:
-            reason = f"{MAX_EXAMINED} engines join at the same time"
-            return Examined(sender, join, Refusal(reason, _AGAIN, retry=True))
+            return CheckResult(sender, join, _compare(known.table, join.engine))
+        if len(self._checks) >= MAX_CHECKS:
+            reason = f"{MAX_CHECKS} engines join at the same time"
+            return CheckResult(sender, join, Refusal(reason, _AGAIN, retry=True))
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
-        examined = _Examination(sender, join, connection, self._clock() + FETCH_SECONDS)
+        check = _TableCheck(sender, join, connection, self._clock() + FETCH_SECONDS)
         try:
-            self._ask(examined)
+            self._ask(check)
         except (OSError, KvshmError) as exc:
             connection.close()
-            return self._refused(examined, _refusal(exc, join.engine))
-        self._examined[connection.fileno()] = examined
+            return self._refused(check, _refusal(exc, join.engine))
+        self._checks[connection.fileno()] = check
         return None
 
-    def _ask(self, examined: _Examination) -> None:
-        epoch = examined.join.engine.epoch
-        examined.connection.connect(os.fspath(engine_socket(self._run_dir, self._namespace, epoch)))
-        server = peer_credentials(examined.connection)
-        if (server.uid, server.pid) != (os.geteuid(), examined.sender.pid):
+    def _ask(self, check: _TableCheck) -> None:
+        epoch = check.join.engine.epoch
+        check.connection.connect(os.fspath(engine_socket(self._run_dir, self._namespace, epoch)))
+        server = peer_credentials(check.connection)
+        if (server.uid, server.pid) != (os.geteuid(), check.sender.pid):
             raise SegmentError(f"its slot table is served by pid {server.pid}, uid {server.uid}")
-        examined.connection.send(encode_request(TABLE_KIND, epoch, True))
+        check.connection.send(encode_request(TABLE_KIND, epoch, True))
 
-    def _finish(self, examined: _Examination) -> Event:
-        """Take the table that has come."""
-        engine, connection = examined.join.engine, examined.connection
+    def _finish(self, check: _TableCheck) -> Input:
+        """Take the table that has arrived."""
+        engine, connection = check.join.engine, check.connection
         try:
             table = _receive(connection, engine)
         except (OSError, KvshmError) as exc:
             connection.close()
-            return self._refused(examined, _refusal(exc, engine))
+            return self._refused(check, _refusal(exc, engine))
         refusal = _compare(table, engine)
         if refusal is not None:
             table.close()
             connection.close()
-            return self._refused(examined, refusal)
+            return self._refused(check, refusal)
         old = self._members.get(engine.epoch)
-        self._members[engine.epoch] = _Member(table, examined.sender.pid, connection)
-        if old is not None:  # not before: the server's thread hands out what is there
+        self._members[engine.epoch] = _Member(table, check.sender.pid, connection)
+        if old is not None:  # closed last: the server's thread may hand it out until then
             old.close()
-        return Examined(examined.sender, examined.join, None)
+        return CheckResult(check.sender, check.join, None)
 
     @staticmethod
-    def _refused(examined: _Examination, refusal: Refusal) -> Event:
-        return Examined(examined.sender, examined.join, refusal)
+    def _refused(check: _TableCheck, refusal: Refusal) -> Input:
+        return CheckResult(check.sender, check.join, refusal)
 
     # -- after an end
 
-    def forget(self, epoch: int) -> None:
-        """Let go of an epoch's table."""
+    def release(self, epoch: int) -> None:
+        """Close an epoch's table."""
         member = self._members.pop(epoch, None)
         if member is not None:
             member.close()
@@ -220,7 +221,7 @@ class Tables:
             try:
                 swept = member.table.sweep(bits)
                 member.table.counters.add(SWEPT, swept)
-            except KvshmError as exc:  # its owner has scribbled over it
+            except KvshmError as exc:  # its owner has overwritten it
                 about: dict[str, object] = {"epoch": f"{epoch:016x}", "reason": exc}
                 logfmt.write(Log(logging.WARNING, "not-swept", about))
                 continue
@@ -236,11 +237,11 @@ def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
 
 
 def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
-    """Say why a table cannot be had."""
+    """Say why a table could not be fetched."""
     if isinstance(exc, VersionMismatch):
         return who_upgrades("layout", exc, engine.kvshm_version)
     if isinstance(exc, FileNotFoundError | ConnectionRefusedError | SegmentNotFound):
-        reason = "its slot table is not to be had in the coordinator's run directory"
+        reason = "its slot table cannot be fetched in the coordinator's run directory"
         return Refusal(reason, _SAME_DIRECTORY)
     if isinstance(exc, SegmentNotReady | BlockingIOError | TransportError):
         return Refusal(str(exc), _AGAIN, retry=True)
@@ -248,13 +249,13 @@ def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:
         remedy = "raise the coordinator's limit of open files (ulimit -n)"
         return Refusal("no descriptors are left for its slot table", remedy, retry=True)
     if isinstance(exc, OSError) or isinstance(exc.__cause__, OSError):
-        # The connection was reset, or descriptors or memory are short here: that passes.
+        # The connection was reset, or descriptors or memory are short here: a later try may work.
         return Refusal(str(exc), _AGAIN, retry=True)
     return Refusal(str(exc), "restart the engine")
 
 
 def _compare(table: RosterSlotTable, info: EngineInfo) -> Refusal | None:
-    """Check that the table is the one the engine describes."""
+    """Return a refusal unless the table is as the engine's Join describes it."""
     said = (info.epoch, info.num_blocks, len(info.ranks), info.fingerprint)
     found = (table.epoch, table.num_blocks, table.num_ranks, table.fingerprint)
     if said == found:

@@ -1,4 +1,4 @@
-"""Who must upgrade, when an engine and the coordinator are of different versions.  Pure."""
+"""Which side must upgrade when an engine and the coordinator have different versions.  Pure."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
-"""News as tests compare them: a name, and what is said under it."""
+"""Update as tests compare them: a name, and what is said under it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-from kvshm.node.news import Coordinator, EventBatches, EventsLost, News
 from kvshm.node.protocol import (
     EngineGone,
     EngineJoined,
@@ -16,6 +15,7 @@ from kvshm.node.protocol import (
     StrangerJoined,
     Tick,
 )
+from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
 
 _NAMES: dict[type, tuple[str, tuple[str, ...]]] = {
     Joined: ("joined", ()),
@@ -31,15 +31,15 @@ _NAMES: dict[type, tuple[str, tuple[str, ...]]] = {
 }
 
 
-def told(news: News) -> tuple[Any, ...]:
+def told(update: Update) -> tuple[Any, ...]:
     """Return the name of what is told, and what of it counts for an engine."""
-    if isinstance(news, Coordinator):
-        return (f"coordinator_{news.value}",)
-    name, fields = _NAMES[type(news)]
-    return (name, *(getattr(news, field) for field in fields)) if fields else (name, news)
+    if isinstance(update, Coordinator):
+        return (f"coordinator_{update.value}",)
+    name, fields = _NAMES[type(update)]
+    return (name, *(getattr(update, field) for field in fields)) if fields else (name, update)
 
 
-def all_told(news: Iterable[News]) -> list[tuple[Any, ...]]:
+def all_told(updates: Iterable[Update]) -> list[tuple[Any, ...]]:
     """Return the same for several, without Joined and Tick, which come with each join and each
     second."""
-    return [told(item) for item in news if not isinstance(item, Joined | Tick)]
+    return [told(item) for item in updates if not isinstance(item, Joined | Tick)]

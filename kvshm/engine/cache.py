@@ -27,7 +27,7 @@ from kvshm.log import engine_name, logger
 from kvshm.node.coordinator_client import CoordinatorClient
 from kvshm.node.leftovers import clear
 from kvshm.node.protocol import RankInfo
-from kvshm.node.retries import Pause
+from kvshm.node.retry_queue import RetryPause
 from kvshm.rundir import start_command
 from kvshm.shm.own_slot_table import OwnSlotTable
 
@@ -47,7 +47,7 @@ class _Opening:
 
     ranks: Sequence[RankInfo]
     fields: Callable[[], Fields | None]
-    pause: Pause
+    pause: RetryPause
 
 
 class SharedCache:
@@ -98,7 +98,7 @@ class SharedCache:
         fails, for want of memory, descriptors or threads, it is tried again after a pause."""
         self.end_epoch()
         with self._lock:
-            self._opening = _Opening(ranks, fields, Pause(self._clock))
+            self._opening = _Opening(ranks, fields, RetryPause(self._clock))
         self._client.rejoin()
 
     def end_epoch(self) -> None:

@@ -71,7 +71,7 @@ class LoadPlanner:
         """Whether there is another engine that ``probe`` could find; if not, that counts as a
         lookup that found nobody."""
         epoch = self._cache.epoch_state
-        if epoch is None or (reason := epoch.peers.why_nobody()) is None:
+        if epoch is None or (reason := epoch.peers.why_no_peer()) is None:
             return epoch is not None
         epoch.table.counters.add_one_to_both(c.LOOKUPS, reason)
         return False
@@ -79,7 +79,7 @@ class LoadPlanner:
     def attached(self, epochs: Collection[int]) -> None:
         """All ranks can read these peers: whoever was avoided because one could not is not."""
         if (epoch := self._cache.epoch_state) is not None:
-            epoch.peers.attached(epochs)
+            epoch.peers.ranks_attached(epochs)
 
     def probe(self, hashes: Sequence[BlockHash | bytes], start: int, stop: int) -> Plan | None:
         """Find who holds blocks ``start`` to ``stop`` of a chain: the longest run from ``start``
@@ -249,11 +249,11 @@ class LoadPlanner:
             if failure.reason in _HINT_WAS_WRONG:
                 epoch.peers.forget(failure.peer, failure.records)
             if failure.reason is LoadFailure.NOT_ATTACHED:
-                epoch.peers.not_attached(failure.peer)
+                epoch.peers.rank_not_attached(failure.peer)
             if failure.reason in _PEERS_FAULT:
                 at_fault.add(failure.peer)
         for piece in load.pieces:
             if piece.peer not in at_fault:
-                epoch.peers.fine(piece.peer)
-            elif epoch.peers.fail(piece.peer):
+                epoch.peers.load_succeeded(piece.peer)
+            elif epoch.peers.load_failed(piece.peer):
                 epoch.table.counters.add(c.QUARANTINES)

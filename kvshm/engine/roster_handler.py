@@ -1,4 +1,4 @@
-"""What an engine does with the news of its client: it keeps the peers of its present epoch.
+"""What an engine does with updates from its client: it keeps the peers of its present epoch.
 
 All methods run on the client's thread.
 """
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from kvshm.ids import Epoch, LeaseBit
 from kvshm.log import engine_name, logger
 from kvshm.node import incompatible
-from kvshm.node.news import Coordinator, EventBatches, EventsLost, News
 from kvshm.node.peers import Peers
 from kvshm.node.protocol import (
     EngineGone,
@@ -25,6 +24,7 @@ from kvshm.node.protocol import (
     StrangerJoined,
     Tick,
 )
+from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
 from kvshm.shm.counters import INDEX_FULL, REJOINS, RESYNCS
 
 from .epoch_state import EpochState
@@ -40,7 +40,7 @@ MAX_NAMED = 256
 
 
 class RosterHandler:
-    """Keeps the peers of the present epoch as the coordinator tells; a ``NewsHandler``.  ``begin``
+    """An ``UpdateHandler``: keeps the peers of the present epoch up to date.  ``begin``
     gives the present epoch, begun now if it is due; ``present`` only looks; ``start`` is the
     command that starts the coordinator this engine looks for."""
 
@@ -62,9 +62,9 @@ class RosterHandler:
         state = self._begin()
         return state.info if state else None
 
-    def apply(self, news: News) -> None:
+    def apply(self, update: Update) -> None:
         state = self._present()
-        match news:
+        match update:
             case EventBatches(batches) if state is not None:  # first: what comes most
                 state.peers.apply_events(batches)
             case Coordinator.MISSING:
@@ -78,15 +78,15 @@ class RosterHandler:
             case _ if state is None:
                 return
             case Joined() | Refused():
-                if news.engine_epoch == state.table.epoch:  # else it has been reset meanwhile
-                    self._answered(state, news)
+                if update.engine_epoch == state.table.epoch:  # else it has been reset meanwhile
+                    self._answered(state, update)
             case StrangerJoined(stranger=stranger):
-                state.table.log_error(incompatible.note(stranger))
+                state.table.log_error(incompatible.error_log_entry(stranger))
                 self._name(stranger)
             case Tick(strangers=count):
                 state.peers.num_incompatible = count
             case _:
-                _apply_to_peers(state.peers, news)
+                _apply_to_peers(state.peers, update)
 
     def _answered(self, state: EpochState, reply: Joined | Refused) -> None:
         if isinstance(reply, Refused):
@@ -102,7 +102,7 @@ class RosterHandler:
         self._joined = state.table.epoch
         state.peers.num_incompatible = len(reply.strangers)
         for stranger in reply.strangers[:MAX_NOTED]:
-            state.table.log_error(incompatible.note(stranger))
+            state.table.log_error(incompatible.error_log_entry(stranger))
             self._name(stranger)
         peers = sum(info.epoch != state.table.epoch for info in reply.roster)
         who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
@@ -110,7 +110,7 @@ class RosterHandler:
 
     def scan_again(self, enough: Callable[[], bool]) -> None:
         if (state := self._present()) is not None:
-            scans = state.peers.rescans.work_off(state.peers.rescan, enough)
+            scans = state.peers.scan_queue.scan_due(state.peers.rescan, enough)
             state.table.counters.add(RESYNCS, scans)
 
     def beat(self) -> None:
@@ -132,7 +132,7 @@ class RosterHandler:
     def _name(self, stranger: Stranger) -> None:
         """Say once in the log why an engine of this node cannot be shared with.  That another
         model is served here, too, is said once of all engines that differ in the same."""
-        line, level = incompatible.line(stranger), logging.WARNING
+        line, level = incompatible.log_line(stranger), logging.WARNING
         named = hash(line)
         if incompatible.has_another_model(stranger):
             named, level = hash(tuple(stranger.differences.items())), logging.INFO
@@ -143,13 +143,13 @@ class RosterHandler:
             del self._named[next(iter(self._named))]
 
 
-def _apply_to_peers(peers: Peers, news: News) -> None:
-    match news:
+def _apply_to_peers(peers: Peers, update: Update) -> None:
+    match update:
         case EventsLost(epoch):
-            peers.rescans.ask(Epoch(epoch))
+            peers.scan_queue.add(Epoch(epoch))
         case EngineJoined(engine=info):
             peers.joined(info)
-            log.info("engine %s joined", info.who)
+            log.info("engine %s joined", info.log_name)
         case EngineSuspected(epoch=epoch):
             peers.suspected(Epoch(epoch))
         case EngineRecovered(epoch=epoch):

@@ -1,8 +1,8 @@
 """An engine's connection to the coordinator: one thread that owns every socket.
 
-The scheduler's thread only puts batches of events into a queue; it never waits for the
-coordinator and never learns of its troubles.  What the coordinator says reaches the engine
-through a ``NewsHandler``, whose methods all run on the client's thread.
+The scheduler's thread only puts batches of events into a queue; it never waits for the coordinator
+and sees none of its errors.  Messages of the coordinator reach the engine through an
+``UpdateHandler``, whose methods all run on the client's thread.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from kvshm.shm.layout import RECORD_BYTES
 from kvshm.timing import TIMING, Timing
 
 from .coordinator_session import CoordinatorSession
-from .news import NewsHandler
 from .protocol import MAX_EVENTS_BYTES
+from .updates import UpdateHandler
 
 MAX_QUEUED = 4096
-"""Batches of events that may wait for the client's thread; beyond that they are dropped."""
+"""Batches of events that may wait for the client's thread; further batches are dropped."""
 MAX_JOINED_BYTES = MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES
-"""Batches that wait together are sent as one message of up to so many bytes, a longer batch as
-several."""
+"""Batches that wait together are sent as one message of at most so many bytes, a longer batch as
+several messages."""
 
 _log = logger(__name__)
 
@@ -42,37 +42,37 @@ _log = logger(__name__)
 class CoordinatorClient:
     """Keeps this engine in the roster, from construction until ``close``.
 
-    Any thread may call; nothing here blocks (``close`` does, bounded) or raises, but for the
-    constructor.  In a forked child it does nothing at all.
+    Any thread may call.  Only ``close`` blocks, with a bound; only the constructor raises.  In a
+    forked child the methods do nothing.
     """
 
     def __init__(
         self,
         run_dir: Path,
         namespace: str,
-        handler: NewsHandler,
+        handler: UpdateHandler,
         *,
         clock: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] = random.random,
         timing: Timing = TIMING,
     ) -> None:
-        """Raises KvshmError, leaving nothing open, if there are no descriptors or threads left."""
+        """Raises KvshmError, leaving nothing open, if no descriptors or threads are left."""
         self._timing = timing
         self._later_us = round(timing.send_later_seconds * 1e6)
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
         self._timers: list[weakref.finalize[..., CoordinatorClient]] = []
         self._wake_now, self._wake_later = self._timer(), self._timer()
-        """Two timers: setting one puts off what it was set to before, so that a batch would put
-        off the ``leave`` or ``rejoin`` of another thread."""
+        """Two timers, because setting a timer cancels its earlier setting: a batch would delay the
+        ``leave`` or ``rejoin`` of another thread."""
         self._will_wake = False
-        """Whether the thread will look at the outbox after what is put there now."""
+        """Whether the client's thread will wake up and read the outbox."""
         self._closing = threading.Event()
         self._usable = True
-        self._overflows = self._overflows_told = 0
-        """Batches dropped here: by the thread that sends, and as the client's thread knows."""
-        self._unheard = self._unheard_told = 0
-        """Batches for which there was no engine to hear them, likewise."""
+        self._overflows = self._overflows_reported = 0
+        """Batches dropped here: counted by the sending thread, reported by the client's thread."""
+        self._unheard = self._unheard_reported = 0
+        """Batches that were not queued because no peer is known, likewise."""
         self._session: CoordinatorSession | None = CoordinatorSession(
             run_dir, namespace, handler, clock, jitter, timing
         )
@@ -87,11 +87,11 @@ class CoordinatorClient:
             raise
 
     def send_events(self, records: bytes) -> None:
-        """Queue one step's packed records.  What cannot be sent is dropped, and the others
-        scan this engine's slot table instead: change the slot before calling this.  So does an
-        engine that joins, and while there is none nothing is sent at all."""
+        """Queue one step's packed records.  Change the slots before the call: if the batch is
+        dropped, the peers scan this engine's slot table instead.  Without peers nothing is sent,
+        since an engine that joins scans the table."""
         session = self._session
-        if session is not None and not session.listened:
+        if session is not None and not session.has_listeners:
             self._unheard += 1
             return
         if len(self._outbox) >= MAX_QUEUED:
@@ -100,12 +100,12 @@ class CoordinatorClient:
         self._put(records, self._later_us)
 
     def rejoin(self) -> None:
-        """The engine's cache has begun a new epoch: leave with the old one and join with
-        what ``describe`` returns from now on.  Events queued before belong to the old one."""
+        """The engine's cache has begun a new epoch: leave with the old epoch and join with the
+        description that ``describe`` returns now.  Events queued before belong to the old epoch."""
         self._put(None, 0)
 
     def leave(self) -> None:
-        """Leave the node and end the thread, without waiting for that.  Idempotent."""
+        """Leave the node and end the thread, without waiting.  Idempotent."""
         self._closing.set()
         self._wake(0)
 
@@ -121,16 +121,16 @@ class CoordinatorClient:
 
     @property
     def errors(self) -> int:
-        """How many calls of the engine and messages failed so far."""
+        """How many calls of the engine and how many messages have failed so far."""
         return self._session.guard.errors if self._session else 0
 
     @property
     def is_member(self) -> bool:
-        """Whether the coordinator has this engine in its roster, as far as is known."""
+        """Whether the coordinator has this engine in its roster, as far as known."""
         return self._session is not None and self._session.is_member
 
     def _timer(self) -> int:
-        """A new descriptor to wake the thread by, closed with this object."""
+        """Return a new timer descriptor, which wakes the thread and is closed with this object."""
         try:
             timer = _native.timer()
         except OSError as exc:
@@ -160,7 +160,7 @@ class CoordinatorClient:
         _native.wake(self._wake_later if microseconds else self._wake_now, microseconds)
 
     def forget_in_child(self) -> None:
-        """The sockets and the thread are the parent's (kvshm/forks.py)."""
+        """Drop the sockets and the thread, which belong to the parent (kvshm/forks.py)."""
         self._usable = False
         self._thread = self._session = None
         self._outbox.clear()
@@ -168,46 +168,46 @@ class CoordinatorClient:
     # -- on the client's thread
 
     def _run(self, session: CoordinatorSession) -> None:
-        if not self._opens(session):
+        if not self._open(session):
             return
         while not self._closing.is_set():
             try:
                 readable = session.wait()
                 self._hand_over(session, readable)
                 session.work()
-            except Exception:  # a bug must not end the thread, nor take a whole core
-                session.guard.failed("client's thread", exc_info=True)
+            except Exception:  # a bug must not end the thread or use up a core
+                session.guard.log_failure("client's thread", exc_info=True)
                 self._closing.wait(self._timing.bug_pause_seconds)
         self._hand_over(session)
         session.close()
 
-    def _opens(self, session: CoordinatorSession) -> bool:
-        """Whether there are sockets; without (no descriptors are left) the engine serves on,
-        unshared, and nothing is queued for a thread that has ended."""
+    def _open(self, session: CoordinatorSession) -> bool:
+        """Open the sockets; whether that succeeded.  Without sockets (no descriptors are left) the
+        engine serves on, unshared, and nothing is queued."""
         try:
             timers = self._wake_now, self._wake_later
             session.open(timers, lambda: self._hand_over(session))
-        except Exception as exc:  # any: an engine without kvshm is a good engine
+        except Exception as exc:  # whatever it is, the engine serves without kvshm
             self._usable = False
             _log.error("no sockets for the coordinator: %s (serving on, unshared)", exc)
         return self._usable
 
     def _hand_over(self, session: CoordinatorSession, readable: Collection[object] = ()) -> None:
-        """Pass on what the other threads have queued so far, in few messages: a scheduler that
-        never rests takes the GIL at each, and must not keep this thread from listening.  Timers
-        among ``readable`` have come."""
+        """Send what other threads have queued so far, in few messages: each message releases the
+        GIL, which a busy scheduler's thread returns late, and this thread has to receive, too.
+        Clears the timers among ``readable``."""
         for timer in (self._wake_now, self._wake_later):
             if timer in readable:
                 with contextlib.suppress(BlockingIOError):
                     os.read(timer, 8)
-        self._will_wake = False  # before the queue is looked at
-        # First: what is sent after it must show the gap.
-        if unheard := self._unheard - self._unheard_told:
-            self._unheard_told += unheard
+        self._will_wake = False  # before the queue is read
+        # First, so that the messages sent below show the gap.
+        if unheard := self._unheard - self._unheard_reported:
+            self._unheard_reported += unheard
             session.skip_events(unheard, EVENTS_UNHEARD)
         waiting = len(self._outbox)
         while waiting:
-            batches = _neighbours(self._outbox, waiting)
+            batches = _next_message(self._outbox, waiting)
             waiting -= len(batches) or 1
             if batches:
                 records = b"".join(batches)
@@ -216,14 +216,14 @@ class CoordinatorClient:
             else:
                 self._outbox.popleft()
                 session.rejoin()
-        if lost := self._overflows - self._overflows_told:
-            self._overflows_told += lost
+        if lost := self._overflows - self._overflows_reported:
+            self._overflows_reported += lost
             session.skip_events(lost, EVENTS_DROPPED)
 
 
-def _neighbours(queued: deque[bytes | None], limit: int) -> list[bytes]:
-    """Take the first batches off the queue, at most ``limit`` and as many as one message is to
-    hold, which is at least one; none if a ``rejoin`` is first."""
+def _next_message(queued: deque[bytes | None], limit: int) -> list[bytes]:
+    """Take the first batches off the queue: as many as one message holds, at least one and at most
+    ``limit``; none if a ``rejoin`` is first."""
     batches: list[bytes] = []
     size = 0
     while len(batches) < limit and (batch := queued[0]) is not None:

@@ -1,4 +1,4 @@
-"""The client's thread: joining, rejoining, heartbeats, and what arrives meanwhile.
+"""The work of the client's thread: joining, rejoining, heartbeats, and arriving messages.
 
 ::
 
@@ -9,8 +9,8 @@
        +--------------------------------------------------------------------+
          broadcasts or own events lost; coordinator lost; rejoin()
 
-Losing broadcasts or own events does not cost the place in the roster (``is_member``), so
-events flow on while the engine joins again.
+An engine that lost broadcasts or own events keeps its place in the roster (``is_member``) and sends
+events while it joins again.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ from kvshm.rundir import command_endpoint, event_endpoint
 from kvshm.shm.counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
 from kvshm.timing import TIMING, Timing
 
+from .call_guard import CallGuard
 from .event_order import EventOrder, Verdict
-from .guard import Guard
-from .news import Coordinator, News, NewsHandler
 from .protocol import (
     MAX_COMMAND_BYTES,
     MAX_RECEIVED_BYTES,
@@ -56,9 +55,10 @@ from .protocol import (
     open_broadcast,
 )
 from .receiving import received
+from .updates import Coordinator, Update, UpdateHandler
 
 LINGER_MS = 500
-DESCRIPTORS = 24  # more than a context with two sockets takes, and the tables that are then made
+DESCRIPTORS = 24  # enough for a context with two sockets, and for the tables made after that
 
 
 class _State(Enum):
@@ -68,13 +68,13 @@ class _State(Enum):
 
 
 class CoordinatorSession:
-    """Everything the client's thread does.  After construction used by that thread only."""
+    """The client's sockets and state machine.  After construction for the client's thread only."""
 
     def __init__(
         self,
         run_dir: Path,
         namespace: str,
-        handler: NewsHandler,
+        handler: UpdateHandler,
         clock: Callable[[], float],
         jitter: Callable[[], float],
         timing: Timing = TIMING,
@@ -85,37 +85,37 @@ class CoordinatorSession:
         self._jitter = jitter
         self._timing = timing
         self._order = EventOrder()
-        self.guard = Guard()
+        self.guard = CallGuard()
         self._state = _State.WAITING
         self._topic = b""
         self._attempts = self._epoch = self._sequence = 0
         self._coordinator_epoch = 0
-        """Of the coordinator that has this engine in its roster; 0: none."""
+        """The epoch of the coordinator that has this engine in its roster; 0: none."""
         self._lease_bit: int = NO_LEASE_BIT
         self._events_lost = False
         self._readable: Mapping[object, int] = {}
         self._early: list[AnyBroadcast] = []
         """Broadcasts that arrived between Join and Joined."""
         self._next_try = self._next_beat = self._member_due = self._last_heard = clock()
-        self._reply_due = self._missing_until = 0.0
-        self._unheard_until: float | None = math.inf
-        """When to say that no coordinator was ever heard of; None: one was, or it is said."""
+        self._reply_due = self._give_up_missing_at = 0.0
+        self._missing_at: float | None = math.inf
+        """When to report that no coordinator has answered; None: one has, or it is reported."""
 
     @property
     def is_member(self) -> bool:
         return self._coordinator_epoch != 0
 
     @property
-    def listened(self) -> bool:
-        """Whether there is an engine to send events to, as far as is known.  Any thread."""
-        return bool(self._order.heard)
+    def has_listeners(self) -> bool:
+        """Whether another engine of the topic is known, to receive events.  Any thread."""
+        return bool(self._order.last_events)
 
     def open(self, wake_fds: Collection[int], hand_over: Callable[[], None]) -> None:
-        """Create and connect the sockets; what makes one of ``wake_fds`` readable ends a ``wait``.
+        """Create and connect the sockets; a readable descriptor of ``wake_fds`` ends a ``wait``.
 
-        ``hand_over`` passes on what the other threads have queued so far; it is called before a
-        new epoch begins, so that nothing of the old one is sent as the new one's.  Raises
-        KvshmError or zmq.ZMQError, leaving nothing open.
+        ``hand_over`` sends what other threads have queued so far; it is called before a new epoch
+        begins, so that events of the old epoch are not sent with the new epoch.  Raises KvshmError
+        or zmq.ZMQError, leaving nothing open.
         """
         self._hand_over = hand_over
         require_descriptors(DESCRIPTORS)
@@ -136,9 +136,9 @@ class CoordinatorSession:
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, longest)
             socket.setsockopt(zmq.MAXMSGSIZE, MAX_RECEIVED_BYTES)
             socket.setsockopt(zmq.RCVHWM, QUEUE_FRAMES)
-        # Without a coordinator nothing is queued for it: sending fails instead.  Not for the other
-        # one: as its connection breaks, libzmq would drop what was received and is not yet read,
-        # and abort in the middle of a message.
+        # Without a coordinator sending fails, and nothing is queued.  Not set for the SUB socket:
+        # when its connection breaks, libzmq would drop received messages that are not yet read, and
+        # abort in the middle of a message.
         self._commands.setsockopt(zmq.IMMEDIATE, 1)
         self._commands.connect(self._endpoints[0])
         self._broadcasts.connect(self._endpoints[1])
@@ -153,10 +153,10 @@ class CoordinatorSession:
         self._broadcasts.close(linger=0)
         self._context.term()
 
-    # -- what the engine wants
+    # -- what the engine sends
 
     def send_events(self, records: bytes) -> None:
-        """Send one message of events, or drop it and make the others scan the slot table."""
+        """Send one message of events, or drop it: then the peers scan this engine's slot table."""
         self._sequence += 1
         events = Events(epoch=self._epoch, sequence=self._sequence, records=records)
         sent = self.is_member and self._send(events)
@@ -164,9 +164,9 @@ class CoordinatorSession:
         self._events_lost = self._events_lost or not sent
 
     def skip_events(self, batches: int, why: Counter) -> None:
-        """So many batches are not sent: EVENTS_DROPPED, the others have to scan the slot table, or
-        EVENTS_UNHEARD, there is nobody.  Whoever has joined unnoticed meanwhile, and scanned before
-        them, learns by the number used up here that it has to scan again."""
+        """Count ``batches`` that are not sent: EVENTS_DROPPED, then the peers have to scan the slot
+        table, or EVENTS_UNHEARD, without peers.  Uses up a sequence number: an engine that joined
+        unnoticed and scanned before these batches sees the gap and scans again."""
         self._sequence += 1
         self.guard.call(self._handler.count, why, batches)
         self._events_lost = self._events_lost or why is EVENTS_DROPPED
@@ -174,8 +174,8 @@ class CoordinatorSession:
     def rejoin(self) -> None:
         """Leave with the old epoch and join with a new description.
 
-        Never leaves the epoch that is described now: ``work`` may have found and joined with
-        it before this was asked for, and an epoch that was left is over for good.
+        Never leaves the epoch that ``describe`` returns now: ``work`` may already have joined with
+        this epoch, and the coordinator lets no epoch join again after a Leave.
         """
         info = self.guard.call(self._handler.describe)
         present = info is not None and info.epoch == self._epoch
@@ -187,8 +187,8 @@ class CoordinatorSession:
     # -- the loop's two halves
 
     def wait(self) -> Collection[object]:
-        """Wait until something arrives, somebody wakes the thread or a timer is due.  Returns
-        what is readable: of ``wake_fds`` and the own sockets."""
+        """Wait until a message arrives, a thread wakes this one or a timer is due.  Returns the
+        readable ones of ``wake_fds`` and the own sockets."""
         before = self._clock()
         tries = {_State.WAITING: self._next_try, _State.JOINING: self._reply_due}
         timeout = max(0.0, min(self._next_beat, tries.get(self._state, math.inf)) - before)
@@ -196,28 +196,28 @@ class CoordinatorSession:
         if int(self._readable.get(self._commands, 0)) & zmq.POLLOUT:
             self._poller.modify(self._commands, zmq.POLLIN)  # there is a coordinator again
             self._next_try = self._next_beat = before
-        # Time in which this process was stopped is not the coordinator's silence.
+        # Time in which this process was stopped does not count as silence of the coordinator.
         stopped = self._clock() - before - timeout
         if stopped > self._timing.heartbeat_seconds:
             self._last_heard += stopped
         return self._readable
 
     def work(self) -> None:
-        """Handle what has arrived and what is due."""
+        """Handle the messages that have arrived and the timers that are due."""
         self._receive(self._commands, self._on_reply)
         self._receive(self._broadcasts, self._on_broadcast)
-        if self._order.missing and self._clock() >= self._missing_until:
+        if self._order.missing and self._clock() >= self._give_up_missing_at:
             self._order.give_up_missing()
-        self._tell()
+        self._pass_on()
         self.guard.call(self._handler.scan_again, lambda: self._clock() >= self._next_beat)
         now = self._clock()
         if now >= self._next_beat:
-            self._beat(now)
+            self._send_heartbeat(now)
         if now - self._last_heard > self._timing.silence_seconds:
-            self._lose(now)
-        if self._unheard_until is not None and now >= self._unheard_until:
-            self._unheard_until = None
-            self._tell(Coordinator.MISSING)
+            self._on_coordinator_lost(now)
+        if self._missing_at is not None and now >= self._missing_at:
+            self._missing_at = None
+            self._pass_on(Coordinator.MISSING)
         if self._state is _State.JOINED and self._events_lost:
             self._join_at(now)
         if self._state is _State.JOINING and now >= self._reply_due:
@@ -227,22 +227,22 @@ class CoordinatorSession:
 
     def _receive(self, socket: zmq.Socket[bytes], handle: Callable[[bytes], None]) -> None:
         for frame in received(socket) if socket in self._readable else ():
-            self._try(handle, frame)
+            self._handle(handle, frame)
 
-    def _try(self, handle: Callable[[Any], None], message: object) -> None:
+    def _handle(self, handle: Callable[[Any], None], message: object) -> None:
         try:
             if isinstance(message, ProtocolError):
                 raise message
             handle(message)
         except (ProtocolError, VersionMismatch) as exc:
             what = "joining" if isinstance(exc, VersionMismatch) else "decoding"
-            self.guard.failed(f"{what}: {exc}")
+            self.guard.log_failure(f"{what}: {exc}")
             self.guard.call(self._handler.count, BAD_MESSAGES)
 
     def _send(self, message: Message) -> bool:
         frame = encode(message)
-        if len(frame) > MAX_COMMAND_BYTES:
-            self.guard.failed(f"sending: message of {len(frame)} bytes, {MAX_COMMAND_BYTES} fit")
+        if (size := len(frame)) > MAX_COMMAND_BYTES:
+            self.guard.log_failure(f"sending: message of {size} bytes, {MAX_COMMAND_BYTES} fit")
             return False
         try:
             self._commands.send(frame, zmq.NOBLOCK)
@@ -251,11 +251,11 @@ class CoordinatorSession:
             return False
         return True
 
-    # -- what the engine is told
+    # -- what the engine receives
 
-    def _tell(self, *news: News) -> None:
-        """Pass on what the broadcasts brought, then ``news``."""
-        for item in (*self._order.take_news(), *news):
+    def _pass_on(self, *more: Update) -> None:
+        """Pass the updates of the broadcasts to the engine, then ``more``."""
+        for item in (*self._order.take_updates(), *more):
             self.guard.call(self._handler.apply, item)
 
     # -- joining
@@ -284,8 +284,8 @@ class CoordinatorSession:
         self._subscribe(info.fingerprint)
         self._early.clear()
         self._events_lost = False
-        if self._unheard_until is not None:
-            self._unheard_until = min(self._unheard_until, now + self._timing.unheard_seconds)
+        if self._missing_at is not None:
+            self._missing_at = min(self._missing_at, now + self._timing.unheard_seconds)
         engine = msgspec.structs.replace(info, lease_bit=self._lease_bit)
         if not self._send(Join(protocol=PROTOCOL_VERSION, engine=engine, sequence=self._sequence)):
             self._back_off(now)
@@ -294,13 +294,13 @@ class CoordinatorSession:
         self._reply_due = now + self._timing.reply_seconds
 
     def _leave(self) -> None:
-        """End the present epoch, also if its Join has not been answered yet."""
+        """End the present epoch, even if its Join has not been answered yet."""
         if self._epoch:
             self._send(Leave(epoch=self._epoch))
         self._epoch = self._sequence = self._coordinator_epoch = 0
 
     def _subscribe(self, topic: bytes) -> None:
-        """Subscribe before the Join: what the roster does not hold must not be missed."""
+        """Subscribe, before the Join: later broadcasts complete the roster of the Joined."""
         if topic == self._topic:
             return
         self._broadcasts.setsockopt(zmq.SUBSCRIBE, topic)
@@ -308,15 +308,15 @@ class CoordinatorSession:
             self._broadcasts.setsockopt(zmq.UNSUBSCRIBE, self._topic)
         self._topic = topic
 
-    def _lose(self, now: float) -> None:
-        """This engine has lost its place in the roster; nothing happens without one."""
+    def _on_coordinator_lost(self, now: float) -> None:
+        """Join again if this engine had a place in the roster, which is now lost."""
         if self.is_member:
             self._coordinator_epoch = 0
-            self._tell(Coordinator.LOST)
+            self._pass_on(Coordinator.LOST)
             self._join_at(now)
 
-    def _beat(self, now: float) -> None:
-        """Once a second, and when there is a coordinator again, for it to hear of this engine."""
+    def _send_heartbeat(self, now: float) -> None:
+        """Send a heartbeat: once a second, and at once when a coordinator is back."""
         if now >= self._member_due:
             self._member_due = now + self._timing.heartbeat_seconds
             self.guard.call(self._handler.beat)
@@ -324,18 +324,18 @@ class CoordinatorSession:
             self._send(Heartbeat(epoch=self._epoch, sequence=self._sequence))
         self._next_beat = self._member_due
 
-    # -- what the coordinator says
+    # -- what the coordinator sends
 
     def _on_reply(self, frame: bytes) -> None:
         reply = decode_reply(frame)
         self._last_heard = now = self._clock()
-        self._unheard_until = None
+        self._missing_at = None
         if reply.engine_epoch != self._epoch:
             return
         if isinstance(reply, JoinFirst):
-            # While a Join is under way this answers what was sent before it.
+            # While a Join is under way, this answers an earlier message.
             if self._state is not _State.JOINING:
-                self._lose(now)
+                self._on_coordinator_lost(now)
         elif self._state is not _State.JOINING:
             return
         elif isinstance(reply, Refused):
@@ -347,11 +347,11 @@ class CoordinatorSession:
     def _on_joined(self, reply: Joined, now: float) -> None:
         self._state = _State.JOINED
         if self.is_member and self._coordinator_epoch != reply.coordinator_epoch:
-            self._tell(Coordinator.LOST)  # it restarted before it was missed
+            self._pass_on(Coordinator.LOST)  # it restarted before its silence was noticed
         self._coordinator_epoch = reply.coordinator_epoch
         self._lease_bit = reply.lease_bit
         self._attempts = 0
-        self._missing_until = now + self._timing.missing_seconds
+        self._give_up_missing_at = now + self._timing.missing_seconds
         self._order.begin(reply)
         early, self._early = self._early, []
         for broadcast in early:
@@ -359,12 +359,12 @@ class CoordinatorSession:
                 self._follow(broadcast)
 
     def _on_refused(self, reply: Refused, now: float) -> None:
-        self._lose(now)
+        self._on_coordinator_lost(now)
         if reply.retry:
             self._back_off(now)
         else:
             self._join_at(now + self._timing.refused_seconds)
-        self._tell(reply)
+        self._pass_on(reply)
 
     def _on_broadcast(self, frame: bytes) -> None:
         topic, messages = open_broadcast(frame)
@@ -373,7 +373,7 @@ class CoordinatorSession:
         self._last_heard = self._clock()
         joined = self._state is _State.JOINED
         for message in messages[self._order.receive_events(messages) if joined else 0 :]:
-            self._try(self._on_message, message)
+            self._handle(self._on_message, message)
 
     def _on_message(self, message: AnyBroadcast | Raw) -> None:
         broadcast = decode_broadcast(message) if isinstance(message, Raw) else message
@@ -385,8 +385,8 @@ class CoordinatorSession:
     def _follow(self, broadcast: AnyBroadcast) -> None:
         verdict = self._order.receive(broadcast)
         if self._order.full:
-            self._tell()
+            self._pass_on()
         if verdict is Verdict.GAP:
             self._join_at(self._clock())
         elif verdict is Verdict.EXPELLED:
-            self._lose(self._clock())
+            self._on_coordinator_lost(self._clock())

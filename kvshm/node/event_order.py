@@ -1,11 +1,9 @@
-"""What an engine makes of the roster and the broadcasts it receives: order, gaps, who is new.
+"""Turns the roster and broadcasts that an engine receives into updates, in order.
 
-Two counters tell what was lost (docs/protocol.md).  The topic's sequence counts broadcasts:
-a gap means that a join or a departure may be among the lost, so the engine joins again.
-Each engine's own sequence counts its messages of events: a gap there means that only this
-engine's slot table has to be scanned again.  No sockets, no clock.
-
-Nothing is called back: ``take_news`` returns what has come about since it was called last.
+Two counters show what was lost (docs/protocol.md).  The topic's sequence counts broadcasts:
+after a gap the engine joins again, because a join or a departure may be lost.  Each engine's own
+sequence counts its messages of events: after a gap only this engine's slot table has to be
+scanned again.  No sockets, no clock, no callbacks: ``take_updates`` returns the updates.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from .news import EventBatches, EventsLost, News
 from .protocol import (
     AnyBroadcast,
     EngineEvents,
@@ -26,9 +23,10 @@ from .protocol import (
     StrangerJoined,
     Tick,
 )
+from .updates import EventBatches, EventsLost, Update
 
 MAX_KEPT_BYTES = 4 << 20
-"""Records that may wait for ``take_news``."""
+"""Bytes of records that may wait for ``take_updates``."""
 
 
 class Verdict(Enum):
@@ -38,60 +36,60 @@ class Verdict(Enum):
     GAP = "gap"
     """Broadcasts were lost: join again to learn the roster."""
     EXPELLED = "expelled"
-    """The coordinator is another one, or holds this engine's epoch for ended."""
+    """Another coordinator serves now, or this coordinator has ended this engine's epoch."""
 
 
 class EventOrder:
-    """One topic's broadcasts as one engine receives them.  Used by one thread."""
+    """The broadcasts of one topic, as one engine receives them.  Used by one thread."""
 
     def __init__(self) -> None:
         self._own_epoch = 0
         self._coordinator_epoch = 0
         self._sequence = 0
-        self.heard: dict[int, int] = {}
-        """Known engines: epoch -> sequence of the last events heard of.  Only this object changes
-        it; whether it is empty any thread may ask."""
+        self.last_events: dict[int, int] = {}
+        """Known engines: epoch -> sequence of the engine's last events, received or lost.  Changed
+        by this object only; any thread may ask whether it is empty."""
         self.missing: set[int] = set()
-        """Engines known from before a restart of the coordinator, not yet back.  Only this object
-        changes it."""
+        """Engines that were known before the coordinator restarted and have not joined again.
+        Changed by this object only."""
         self._suspected: set[int] = set()
-        self._news: list[News] = []
+        self._updates: list[Update] = []
         self._batches: list[tuple[int, bytes]] = []
-        """Events since the last news of another kind."""
+        """Events since the last update of another kind."""
         self._bytes = 0
 
     @property
     def full(self) -> bool:
-        """Whether so many events wait that they should be taken before more arrive."""
+        """Whether so many events wait that ``take_updates`` should be called now."""
         return self._bytes > MAX_KEPT_BYTES
 
-    def take_news(self) -> list[News]:
-        """Return, in order, what is new since this was called last: events that follow each other
-        together, EventsLost perhaps sooner than events that came before."""
+    def take_updates(self) -> list[Update]:
+        """Return, in order, the updates since the last call.  Consecutive events come as one
+        update; EventsLost may come before events that arrived earlier."""
         self._end_batches()
-        news, self._news, self._bytes = self._news, [], 0
-        return news
+        updates, self._updates, self._bytes = self._updates, [], 0
+        return updates
 
     def begin(self, joined: Joined) -> None:
-        """Take over the roster of ``joined``: there is news of engines that are new, gone, or whose
-        events were lost.  A new epoch of the own cache begins with an empty picture."""
-        self._tell(joined)
+        """Take over the roster of ``joined``: adds updates for engines that are new or gone, or
+        whose events were lost.  With a new epoch of the own cache all engines are new."""
+        self._add(joined)
         if joined.engine_epoch != self._own_epoch:
-            for known in (self.heard, self._suspected, self.missing):
+            for known in (self.last_events, self._suspected, self.missing):
                 known.clear()
         restarted = joined.coordinator_epoch != self._coordinator_epoch
         self._own_epoch = joined.engine_epoch
         self._coordinator_epoch = joined.coordinator_epoch
         self._sequence = joined.sequence
         roster = {e.epoch: e for e in joined.roster if e.epoch != joined.engine_epoch}
-        absent = self.heard.keys() - roster.keys()
+        absent = self.last_events.keys() - roster.keys()
         if restarted:
             self.missing = absent
         else:
             for epoch in sorted(absent - self.missing):
-                self._drop(epoch, "no longer in the roster")
+                self._remove(epoch, "no longer in the roster")
         for epoch, info in roster.items():
-            self._meet(info, joined.sequences.get(epoch, 0))
+            self._add_engine(info, joined.sequences.get(epoch, 0))
         suspected = roster.keys() & joined.suspected
         for epoch in sorted(self._suspected - suspected - self.missing):
             self._recover(epoch)
@@ -99,31 +97,31 @@ class EventOrder:
             self._suspect(epoch)
 
     def receive_events(self, broadcasts: Sequence[object]) -> int:
-        """Take in those at the beginning that are what comes most: events of which nothing was
-        lost.  Returns how many these were; ``receive`` is for the rest."""
+        """The fast path: take the events at the beginning of ``broadcasts`` up to the first gap or
+        other message.  Returns how many were taken; pass the rest to ``receive``."""
         for received, events in enumerate(broadcasts):
             if (
                 type(events) is not EngineEvents
                 or events.sequence != self._sequence + 1
                 or events.coordinator_epoch != self._coordinator_epoch
-                or not self._keep_next(events)
+                or not self._take_next_events(events)
             ):
                 return received
             self._sequence += 1
         return len(broadcasts)
 
-    def _keep_next(self, events: EngineEvents) -> bool:
-        """Whether these are the next events of a known engine, which are kept, or the own."""
+    def _take_next_events(self, events: EngineEvents) -> bool:
+        """Keep the next events of a known engine; whether they are that, or this engine's own."""
         epoch = events.epoch
-        if self.heard.get(epoch) != events.engine_sequence - 1 or self._bytes > MAX_KEPT_BYTES:
+        if self.last_events.get(epoch) != events.engine_sequence - 1 or self.full:
             return epoch == self._own_epoch
-        self.heard[epoch] += 1
+        self.last_events[epoch] += 1
         self._batches.append((epoch, events.records))
         self._bytes += len(events.records)
         return True
 
     def receive(self, broadcast: AnyBroadcast) -> Verdict:
-        """Take in what is new in ``broadcast``, and say how this engine stands."""
+        """Take a broadcast; return what it says of this engine's place in the roster."""
         if broadcast.coordinator_epoch != self._coordinator_epoch:
             return Verdict.EXPELLED
         if isinstance(broadcast, Tick):
@@ -135,88 +133,89 @@ class EventOrder:
         self._sequence = broadcast.sequence
         if isinstance(broadcast, EngineGone) and broadcast.epoch == self._own_epoch:
             return Verdict.EXPELLED
-        self._follow(broadcast)
+        self._apply(broadcast)
         return Verdict.MEMBER
 
     def give_up_missing(self) -> None:
-        """Engines that have not come back since the coordinator restarted are gone."""
+        """Treat engines that have not joined again since the coordinator restarted as gone."""
         for epoch in sorted(self.missing):
-            self._drop(epoch, "did not join the new coordinator")
+            self._remove(epoch, "did not join the new coordinator")
 
     def _receive_tick(self, tick: Tick) -> Verdict:
         if tick.sequence > self._sequence:
             return Verdict.GAP
-        self._tell(tick)
+        self._add(tick)
         if tick.sequence == self._sequence:
             for epoch, sequence in tick.sequences.items():
-                if sequence > self.heard.get(epoch, sequence):
-                    self.heard[epoch] = sequence
-                    self._tell(EventsLost(epoch))
+                if sequence > self.last_events.get(epoch, sequence):
+                    self.last_events[epoch] = sequence
+                    self._add(EventsLost(epoch))
         return Verdict.MEMBER
 
-    def _follow(self, broadcast: AnyBroadcast) -> None:
+    def _apply(self, broadcast: AnyBroadcast) -> None:
         match broadcast:
             case EngineJoined(engine=info) if info.epoch != self._own_epoch:
-                self.heard[info.epoch] = broadcast.engine_sequence
+                self.last_events[info.epoch] = broadcast.engine_sequence
                 self.missing.discard(info.epoch)
-                self._tell(broadcast)
+                self._add(broadcast)
                 self._recover(info.epoch)
-            case EngineEvents(epoch=epoch) if epoch in self.heard:
-                self._keep(broadcast)
-            case EngineSuspected(epoch=epoch) if epoch in self.heard:
+            case EngineEvents(epoch=epoch) if epoch in self.last_events:
+                self._take_events(broadcast)
+            case EngineSuspected(epoch=epoch) if epoch in self.last_events:
                 self._suspect(epoch)
             case EngineRecovered(epoch=epoch):
                 self._recover(epoch)
-            case EngineGone(epoch=epoch) if epoch in self.heard:
-                self._drop(epoch, broadcast.reason)
+            case EngineGone(epoch=epoch) if epoch in self.last_events:
+                self._remove(epoch, broadcast.reason)
             case StrangerJoined():
-                self._tell(broadcast)
+                self._add(broadcast)
             case _:
-                return  # of this engine itself, or of an epoch that is not in the roster
+                return  # about this engine itself, or an epoch that is not in the roster
 
-    def _keep(self, events: EngineEvents) -> None:
-        epoch, last = events.epoch, self.heard[events.epoch]
+    def _take_events(self, events: EngineEvents) -> None:
+        epoch, last = events.epoch, self.last_events[events.epoch]
         if events.engine_sequence <= last:
             return
-        self.heard[epoch] = events.engine_sequence
+        self.last_events[epoch] = events.engine_sequence
         if events.engine_sequence > last + 1:
-            self._news.append(EventsLost(epoch))  # before the batches, so that they stay together
+            # Before the batches, so that these stay together.
+            self._updates.append(EventsLost(epoch))
         self._batches.append((epoch, events.records))
         self._bytes += len(events.records)
 
-    def _meet(self, info: EngineInfo, sequence: int) -> None:
-        known, self.heard[info.epoch] = self.heard.get(info.epoch), sequence
+    def _add_engine(self, info: EngineInfo, sequence: int) -> None:
+        known, self.last_events[info.epoch] = self.last_events.get(info.epoch), sequence
         self.missing.discard(info.epoch)
         if known is None:
-            self._tell_of(EngineJoined, engine=info, engine_sequence=sequence)
+            self._add_broadcast(EngineJoined, engine=info, engine_sequence=sequence)
         elif known != sequence:
-            self._tell(EventsLost(info.epoch))
+            self._add(EventsLost(info.epoch))
 
     def _suspect(self, epoch: int) -> None:
         self._suspected.add(epoch)
-        self._tell_of(EngineSuspected, epoch=epoch)
+        self._add_broadcast(EngineSuspected, epoch=epoch)
 
     def _recover(self, epoch: int) -> None:
         if epoch in self._suspected:
             self._suspected.discard(epoch)
-            self._tell_of(EngineRecovered, epoch=epoch)
+            self._add_broadcast(EngineRecovered, epoch=epoch)
 
-    def _drop(self, epoch: int, reason: str) -> None:
-        del self.heard[epoch]
+    def _remove(self, epoch: int, reason: str) -> None:
+        del self.last_events[epoch]
         self._suspected.discard(epoch)
         self.missing.discard(epoch)
-        self._tell_of(EngineGone, epoch=epoch, reason=reason)
+        self._add_broadcast(EngineGone, epoch=epoch, reason=reason)
 
-    def _tell_of(self, kind: Callable[..., News], **fields: object) -> None:
-        """As if it had just been broadcast."""
+    def _add_broadcast(self, kind: Callable[..., Update], **fields: object) -> None:
+        """Add an update of a kind that the coordinator broadcasts."""
         numbers = {"coordinator_epoch": self._coordinator_epoch, "sequence": self._sequence}
-        self._tell(kind(**numbers, **fields))
+        self._add(kind(**numbers, **fields))
 
-    def _tell(self, news: News) -> None:
+    def _add(self, update: Update) -> None:
         self._end_batches()
-        self._news.append(news)
+        self._updates.append(update)
 
     def _end_batches(self) -> None:
         if self._batches:
-            self._news.append(EventBatches(self._batches))
+            self._updates.append(EventBatches(self._batches))
             self._batches = []

@@ -1,12 +1,12 @@
-"""Handing out slot tables and replicas: a segment has no name, so its owner gives descriptors.
+"""Hands out slot tables and replicas: a segment has no name, so its owner sends descriptors.
 
 ::
 
-    <run dir>/<namespace>.engine.<epoch>.sock     the engine itself, in one epoch: both of its own
+    <run dir>/<namespace>.engine.<epoch>.sock     an engine, in one epoch: its table and its replica
     <run dir>/<namespace>.tables.sock             the coordinator: the tables of the whole roster
 
-The connection stays open; its end says that the server has ended, or hands out no more.  Engines
-ask the coordinator, which answers even for one that stands still; ranks and tools ask the engine.
+The connection stays open; it ends when the server ends or stops handing out.  Engines ask the
+coordinator, which answers even for an engine that is stopped; ranks and tools ask the engine.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.shm.slot_table import LARGEST_TABLE, PeerSlotTable, SlotTableView
 
 FETCH_SECONDS = 2.0
-"""How long a server may take to answer; it is answered by a thread of its own."""
-MEMBER_SECONDS = 0.5
-"""How long the coordinator may: who asks it has heartbeats to send."""
+"""How long an engine may take to answer, which it does on a thread of its own."""
+ROSTER_TABLE_SECONDS = 0.5
+"""How long the coordinator may take to answer: the asking thread has heartbeats to send."""
 
 
 Role = TypeVar("Role", bound=SlotTableView)
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Which segment is wanted, and whether to write to it."""
+    """The wanted segment, and whether the client will write to it."""
 
     kind: str
     epoch: int
@@ -55,7 +55,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Whether a descriptor rides along; if not, why."""
+    """Whether a descriptor comes with the answer; if not, why."""
 
     found: bool
     reason: str = ""
@@ -65,8 +65,8 @@ _request_decoder = msgspec.msgpack.Decoder(Request)
 _answer_decoder = msgspec.msgpack.Decoder(Answer)
 
 Find = Callable[[Request], int]
-"""Gives a descriptor that is closed once it was sent.  On the server's thread; SegmentError if
-there is none."""
+"""Returns a descriptor, which the server closes once it is sent.  Runs on the server's thread;
+raises SegmentError if there is none."""
 
 
 def _nothing(wanted: Request) -> int:
@@ -82,13 +82,13 @@ class HandoutServer:
         self._server = FdServer(path, self._answer, most_kept=most_kept)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
-        """The descriptor of the answer before was sent, or never will be."""
+        # The descriptor of the previous answer was sent, or never will be.
         self._forget_sent()
         try:
             self._sent = [self._find(_request_decoder.decode(packed))]
         except (msgspec.DecodeError, SegmentNotFound) as exc:
             return msgspec.msgpack.encode(Answer(False, str(exc))), []
-        except SegmentError as exc:  # no descriptors: there is one, so this is no answer
+        except SegmentError as exc:  # the segment exists, but no descriptors are left: no answer
             raise OSError(str(exc)) from exc
         return msgspec.msgpack.encode(Answer(True)), self._sent
 
@@ -97,9 +97,9 @@ class HandoutServer:
         close_all(sent)
 
     def close(self) -> None:
-        """Hand out no more.  Idempotent; waits for the answer under way."""
+        """Stop handing out.  Idempotent; waits for the answer under way."""
         self._server.close()
-        self._find = _nothing  # what it was may refer to this object, and to whole segments
+        self._find = _nothing  # the old one may refer to this object, and to whole segments
         self._forget_sent()
 
 
@@ -119,12 +119,12 @@ def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> HandoutSer
 # -- asking
 
 
-Asked = tuple[int, socket.socket]
-"""A descriptor and the connection it came by, both the caller's to close."""
+FdAndSocket = tuple[int, socket.socket]
+"""A descriptor and the connection that it came by; the caller closes both."""
 
 
 def read_answer(reply: bytes, fds: list[int], what: str) -> int:
-    """Return the one descriptor of an answer; others are closed.  Raises SegmentError."""
+    """Return the one descriptor of an answer; close further descriptors.  Raises SegmentError."""
     try:
         answer = _answer_decoder.decode(reply)
     except msgspec.DecodeError as exc:
@@ -139,25 +139,25 @@ def read_answer(reply: bytes, fds: list[int], what: str) -> int:
 
 
 def encode_request(kind: str, epoch: int, writable: bool) -> bytes:
-    """A request as it is sent."""
+    """Return the request as sent."""
     return msgspec.msgpack.encode(Request(kind, epoch, writable))
 
 
-def _kind_of(cause: BaseException | None) -> type[SegmentError]:
+def _error_class(cause: BaseException | None) -> type[SegmentError]:
     if isinstance(cause, FileNotFoundError | ConnectionRefusedError):
         return SegmentNotFound
     return SegmentNotReady if isinstance(cause, TimeoutError) else SegmentError
 
 
-def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> Asked:
+def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> FdAndSocket:
     """Ask the server at ``path`` for a segment.  Blocks for ``timeout`` seconds at most.  Raises
-    SegmentNotFound if nobody has it (any more), SegmentNotReady if there is no answer in time, or
-    SegmentError."""
+    SegmentNotFound if the segment does not exist (any more), SegmentNotReady if there is no answer
+    in time, or SegmentError."""
     try:
         request = encode_request(kind, epoch, writable)
         reply, fds, connection = fetch_and_stay(path, request, timeout)
     except TransportError as exc:
-        raise _kind_of(exc.__cause__)(str(exc)) from exc
+        raise _error_class(exc.__cause__)(str(exc)) from exc
     try:
         return read_answer(reply, fds, os.fspath(path)), connection
     except BaseException:
@@ -166,8 +166,8 @@ def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> As
 
 
 class Handouts:
-    """Where the segments of one run directory and namespace are to be had.  Any thread; each
-    method blocks for ``timeout`` seconds at most, and raises SegmentError."""
+    """Fetches the segments of one run directory and namespace.  Any thread; each method blocks for
+    ``timeout`` seconds at most, and raises SegmentError."""
 
     def __init__(self, run_dir: Path, namespace: str, timeout: float = FETCH_SECONDS) -> None:
         self._run_dir = run_dir
@@ -175,37 +175,38 @@ class Handouts:
         self._timeout = timeout
 
     def table(self, role: type[Role], epoch: Epoch | int) -> Role:
-        """An engine's table, from the engine, for who has this role to it.  Raises
-        SegmentNotFound if the engine has ended."""
-        return self._table(role, self._engine(epoch), epoch)
+        """Fetch an engine's table from the engine, as the given role.  Raises SegmentNotFound if
+        the engine has ended."""
+        return self._table(role, self._engine_socket(epoch), epoch)
 
-    def table_of_member(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
-        """The table of an engine in the roster, from the coordinator: of the stated size.  Blocks
-        for MEMBER_SECONDS at most; then SegmentNotReady."""
+    def roster_table(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
+        """Fetch the table of an engine in the roster, of the stated size, from the coordinator.
+        Blocks for ROSTER_TABLE_SECONDS at most, then raises SegmentNotReady."""
         path = tables_socket(self._run_dir, self._namespace)
         largest = table_bytes(num_blocks, num_ranks)
         try:
-            seconds = min(self._timeout, MEMBER_SECONDS)
+            seconds = min(self._timeout, ROSTER_TABLE_SECONDS)
             return self._table(PeerSlotTable, path, epoch, largest, seconds)
         except SegmentNotFound as exc:
             if exc.__cause__ is None:
                 raise
-            raise SegmentError(str(exc)) from exc  # nobody to ask: the engine may well be there
+            raise SegmentError(str(exc)) from exc  # no coordinator: the engine may still exist
 
     def table_from_coordinator(self, epoch: Epoch | int) -> SlotTableView:
-        """A table of the roster to read, from the coordinator: where its engine is silent."""
+        """Fetch a table of the roster from the coordinator, to read: for an engine that is
+        silent."""
         path = tables_socket(self._run_dir, self._namespace)
         return self._table(SlotTableView, path, epoch)
 
     def peers_file(self, epoch: Epoch) -> Path:
-        """Where the engine of an epoch names its peers to its ranks (kvshm/node/peer_list.py)."""
+        """The path of an engine's list of peers for its own ranks (kvshm/node/peer_list.py)."""
         return peers_file(self._run_dir, self._namespace, epoch)
 
     def replica(self, epoch: Epoch | int) -> ReplicaReader:
-        """An engine's replica as it is now, from the engine, to read."""
-        fd, connection = ask(self._engine(epoch), INDEX_KIND, epoch, False, self._timeout)
+        """Fetch an engine's present replica from the engine, to read."""
+        fd, connection = ask(self._engine_socket(epoch), INDEX_KIND, epoch, False, self._timeout)
         connection.close()
-        return ReplicaReader.of(self._called(INDEX_KIND, epoch), fd)
+        return ReplicaReader.of(self._segment_name(INDEX_KIND, epoch), fd)
 
     def _table(
         self,
@@ -217,14 +218,14 @@ class Handouts:
     ) -> Role:
         fd, connection = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
         connection.close()
-        table = role.of(self._called(TABLE_KIND, epoch), fd, largest=largest)
+        table = role.of(self._segment_name(TABLE_KIND, epoch), fd, largest=largest)
         if table.epoch != epoch:
             table.close()
             raise ProtocolError(f"{path} handed out epoch {table.epoch:016x}, not {epoch:016x}")
         return table
 
-    def _engine(self, epoch: int) -> Path:
+    def _engine_socket(self, epoch: int) -> Path:
         return engine_socket(self._run_dir, self._namespace, epoch)
 
-    def _called(self, kind: str, epoch: int) -> str:
+    def _segment_name(self, kind: str, epoch: int) -> str:
         return f"kvshm.{self._namespace}.{kind}.{epoch:016x}"

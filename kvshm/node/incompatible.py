@@ -1,6 +1,6 @@
 """Why two engines of one node cannot share, in one line: for the log, and for the slot table.
 
-Both sides say it, each with its own value first.  Pure.
+Both engines log the reason, each with its own value first.  Pure.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ LINE_CHARACTERS = 600
 """Enough for the names of all fields of a fingerprint."""
 VALUE_CHARACTERS = 64
 _OF_ONE_MODEL = {DTYPE, KV_DTYPE, PARALLEL, QUANTIZATION}
-"""What gives the weights of one model another digest."""
+"""Fields that give the weights of the same model another digest."""
 
 
-def line(stranger: Stranger) -> str:
-    """Return the log line about an engine: the first field that differs with both values, and the
-    names of the others."""
+def log_line(stranger: Stranger) -> str:
+    """Return the log line about an incompatible engine: the first differing field with both
+    values, and the names of the other differing fields."""
     who = engine_name(name=stranger.name, pid=stranger.pid)
     return f"engine {who} cannot share with this one: {reason(stranger, LINE_CHARACTERS)}"
 
 
-def note(stranger: Stranger) -> str:
-    """Return the same as an entry of the slot table's error log, which ``dump_index`` shows."""
+def error_log_entry(stranger: Stranger) -> str:
+    """Return the reason as an entry of the slot table's error log, which ``dump_index`` shows."""
     head = f"cannot share with {stranger.name}: "
     return head + reason(stranger, TEXT_BYTES - len(head))
 
 
 def reason(stranger: Stranger, size: int) -> str:
-    """Return what differs, in at most ``size`` characters.  Of long values it shows the part in
-    which they differ."""
+    """Return the differences in at most ``size`` characters; of long values the part that
+    differs."""
     (name, (ours, theirs)), *others = stranger.differences.items()
     frame = f"{name} is  here,  there{'; also ...' if others else ''}"
     room = max(1, min(VALUE_CHARACTERS, (size - len(frame)) // 2))
@@ -48,8 +48,7 @@ def reason(stranger: Stranger, size: int) -> str:
 
 
 def has_another_model(stranger: Stranger) -> bool:
-    """Whether the engine serves another model, as far as can be told: then it is not meant to
-    share."""
+    """Whether the engine probably serves another model: then it is not meant to share."""
     differing = stranger.differences.keys()
     if MODEL in differing or WEIGHTS not in differing:
         return MODEL in differing

@@ -1,8 +1,9 @@
-"""What dead processes have left in the run directory, and removing it.
+"""Removes the files of dead processes from the run directory.
 
-Memory goes with the processes that have it; names of sockets, and lists of peers, stay.  A
-coordinator removes those of its engines.  Where none runs, ``clear`` does it: for the last engine
-that ends, and for ``kvshm clean``.  Whoever serves a socket is alive, in whichever container.
+Memory is freed with the last process that maps it; sockets and lists of peers stay as files.  A
+coordinator removes the files of its engines.  Without a coordinator ``clear`` does so, called by
+the last engine that ends and by ``kvshm clean``.  A process that serves a socket is alive, in
+whichever container it runs.
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ from kvshm.rundir import (
     tables_socket,
 )
 
-from .locks import CLEARING_SECONDS, clearing, take_lock
+from .locks import CLEANUP_SECONDS, cleanup_lock, take_lock
 
 _UNSERVED = (errno.ECONNREFUSED, errno.ENOENT, errno.ELOOP)
 
 
 def is_served(path: Path) -> bool:
-    """Whether a process has the socket bound.  Connecting with another socket type tells
-    without a connection coming about; what is no socket is served by nobody.  Never blocks."""
+    """Whether a process serves the socket; False for a file that is no socket.  Never blocks, and
+    makes no connection: connecting with another socket type is enough to find out."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         return probe.connect_ex(os.fspath(path)) not in _UNSERVED
 
 
 def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
-    """Sockets of engines and ranks that nobody serves, and the lists of peers of engines whose
-    own socket nobody serves.  An engine has a list only while it serves that socket, and who
-    finds its own socket gone makes it again."""
+    """Return the sockets of engines and ranks that no process serves, and the lists of peers of
+    engines whose own socket no process serves.  An engine has a list only while it serves that
+    socket, and makes a lost socket again."""
     sockets = {found: is_served(found.path) for found in list_sockets(run_dir, namespace)}
     living = {found.epoch for found, served in sockets.items() if served}
     lists = list_peers_files(run_dir, namespace)
@@ -52,29 +53,29 @@ def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
 
 
 @dataclass
-class Cleared:
-    """What ``clear`` found of one namespace."""
+class CleanupResult:
+    """What ``clear`` did in one namespace."""
 
     removed: list[str] = field(default_factory=list)
-    """Files by path; with ``dry_run`` those that would have been."""
+    """Paths of the removed files; with ``dry_run`` of the files that it would remove."""
     left: list[str] = field(default_factory=list)
-    """What it could not remove, with the reason."""
+    """Files that it could not remove, with the reason."""
     coordinator: str = ""
-    """Says that one serves the namespace, which clears up itself: nothing was done."""
+    """If not empty: why nothing was done; a coordinator or another process cleans up."""
 
 
 def clear(
-    run_dir: Path, namespace: str, *, dry_run: bool = False, patience: float = CLEARING_SECONDS
-) -> Cleared:
-    """Remove what the dead left in a namespace that no coordinator serves.
+    run_dir: Path, namespace: str, *, dry_run: bool = False, patience: float = CLEANUP_SECONDS
+) -> CleanupResult:
+    """Remove the files of dead processes in a namespace that no coordinator serves.
 
-    Blocks for ``patience`` at most while another process clears up.  ``run_dir`` has to be
-    checked (open_run_directory).  Raises KvshmError or OSError.
+    Blocks for ``patience`` seconds at most while another process cleans up.  The caller has checked
+    ``run_dir`` (open_run_directory).  Raises KvshmError or OSError.
     """
-    found = Cleared()
-    with clearing(run_dir, patience) as alone:
+    found = CleanupResult()
+    with cleanup_lock(run_dir, patience) as alone:
         if not alone:
-            found.coordinator = f"somebody else clears up in {run_dir}"
+            found.coordinator = f"another process cleans up in {run_dir}"
             return found
         try:
             fd = take_namespace(run_dir, namespace)
@@ -92,9 +93,9 @@ def clear(
 
 
 def take_namespace(run_dir: Path, namespace: str) -> int:
-    """Take the lock of a namespace without a coordinator; return its descriptor.  For who is
-    ``clearing``.  Somebody may have removed the lock file of a living coordinator, so that the
-    lock alone proves nothing.  Raises AlreadyRunning, RunDirectoryError or OSError."""
+    """Take the lock of a namespace without a coordinator; return its descriptor.  The caller holds
+    ``cleanup_lock``.  The lock alone does not prove that no coordinator runs: the lock file may
+    have been removed.  Raises AlreadyRunning, RunDirectoryError or OSError."""
     fd = take_lock(lock_path(run_dir, namespace))
     try:
         for path in filter(is_served, _left_by_coordinator(run_dir, namespace)):
@@ -108,14 +109,14 @@ def take_namespace(run_dir: Path, namespace: str) -> int:
 
 
 def _left_by_coordinator(run_dir: Path, namespace: str) -> list[Path]:
-    """Its sockets; nobody serves them if ``take_namespace`` succeeds."""
-    ends = (end(run_dir, namespace) for end in (command_endpoint, event_endpoint))
-    doors = [Path(end.removeprefix("ipc://")) for end in ends]
-    paths = (*doors, *map(set_aside, doors), tables_socket(run_dir, namespace))
+    """Return the coordinator's sockets; no process serves them if ``take_namespace`` succeeds."""
+    endpoints = (of(run_dir, namespace) for of in (command_endpoint, event_endpoint))
+    sockets = [Path(endpoint.removeprefix("ipc://")) for endpoint in endpoints]
+    paths = (*sockets, *map(set_aside, sockets), tables_socket(run_dir, namespace))
     return [path for path in paths if os.path.lexists(path)]
 
 
-def _remove(path: Path, found: Cleared, dry_run: bool) -> None:
+def _remove(path: Path, found: CleanupResult, dry_run: bool) -> None:
     try:
         if not dry_run:
             path.unlink(missing_ok=True)

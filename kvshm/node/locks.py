@@ -1,10 +1,10 @@
 """One coordinator per run directory and namespace.
 
-A second bind on a live ``ipc://`` path succeeds and steals it, so the lock is taken before any
-socket is touched.  The kernel lets go of it when its holder ends, however it ends.
+A second bind on a live ``ipc://`` path succeeds and takes the path over, so the lock is taken
+before any socket is touched.  The kernel releases the lock when its holder ends, in any way.
 
-Whoever clears up after the dead while there is no coordinator (kvshm/node/leftovers.py) holds it
-meanwhile, and a second one, of the run directory, which a starting coordinator waits for.
+A process that cleans up without a coordinator (kvshm/node/leftovers.py) holds this lock meanwhile,
+and a second lock, on the run directory, for which a starting coordinator waits.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from pathlib import Path
 
 from kvshm.errors import AlreadyRunning, RunDirectoryError
 
-CLEARING_SECONDS = 5.0
-"""How long a starting coordinator waits for somebody who clears up; that takes milliseconds."""
+CLEANUP_SECONDS = 5.0
+"""How long a starting coordinator waits for a process that cleans up, which takes milliseconds."""
 _PAUSE_SECONDS = 0.01
-"""Between two tries for a lock: flock tells nobody that another process has let go in time."""
+"""The pause between two tries for a lock: flock has no wait with a time limit."""
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _HOLDER_BYTES = 32
 
 
 def take_lock(path: Path) -> int:
-    """Take the lock for the life of this process, creating its file; return its descriptor.
+    """Take the lock, creating its file; return the descriptor, which holds the lock while open.
 
-    Raises AlreadyRunning, naming the holder, or RunDirectoryError.  Who holds it may remove
-    the file: nobody takes the lock of a file that has lost its name.
+    Raises AlreadyRunning, naming the holder, or RunDirectoryError.  The holder may remove the
+    file: this function never takes the lock of a file that has lost its name.
     """
     while True:
         try:
@@ -49,17 +49,17 @@ def take_lock(path: Path) -> int:
         except BaseException:
             os.close(fd)
             raise
-        os.close(fd)  # removed between the two, by its last holder
+        os.close(fd)  # the last holder removed the file after it was opened here
 
 
 @contextmanager
-def clearing(
+def cleanup_lock(
     run_dir: Path,
-    patience: float = CLEARING_SECONDS,
+    patience: float = CLEANUP_SECONDS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[bool]:
-    """Hold the run directory's own lock: only one process at a time clears up, and none while
-    a coordinator takes its locks.  Yields False after ``patience`` seconds without it.
+    """Hold the run directory's lock: only one process at a time cleans up, and none while a
+    coordinator takes its locks.  Yields False if ``patience`` seconds were not enough.
 
     Raises RunDirectoryError if the directory cannot be opened (any more).
     """
@@ -80,7 +80,8 @@ def clearing(
 
 
 def _lock(fd: int, path: Path) -> bool:
-    """Lock the file; whether it still has its name.  Raises AlreadyRunning, RunDirectoryError."""
+    """Lock the file; return whether it still has its name.  Raises AlreadyRunning or
+    RunDirectoryError."""
     try:
         if not _try_lock(fd):
             holder = os.pread(fd, _HOLDER_BYTES, 0).decode("ascii", "replace").strip()
@@ -91,8 +92,8 @@ def _lock(fd: int, path: Path) -> bool:
 
 
 def has_name(fd: int, path: Path) -> bool:
-    """Whether a lock that is held still keeps others out: its file may have been removed, and
-    another one be there.  Raises OSError."""
+    """Whether a held lock still excludes other processes: its file may have been removed, or
+    replaced by another file.  Raises OSError."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -100,7 +101,7 @@ def has_name(fd: int, path: Path) -> bool:
 
 
 def _name_holder(fd: int) -> None:
-    with suppress(OSError):  # for people only; the file system may be full
+    with suppress(OSError):  # the pid is for people only, and the file system may be full
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
 

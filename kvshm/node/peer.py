@@ -15,11 +15,10 @@ from .protocol import EngineInfo
 
 @dataclass(eq=False, slots=True)
 class Peer:
-    """Another engine in one epoch: an attachment for as long as anybody holds it.
+    """Another engine in one epoch, attached for as long as this object exists.
 
-    Its table is unmapped when the last plan that holds the peer is gone, never before.
-    Only what is thought of it changes: ``suspected`` and ``dead`` on the client's thread, the
-    rest on the scheduler's.
+    Its table stays mapped until the last plan that holds the peer is gone.  The client's thread
+    changes ``suspected`` and ``dead``, the scheduler's thread the fields after them.
     """
 
     info: EngineInfo
@@ -27,27 +26,27 @@ class Peer:
     row: int
     suspected: bool = False
     dead: bool = False
-    """One of its processes has ended; the coordinator says so, too, if there is one."""
+    """One of its processes has ended; a coordinator reports that, too."""
     failures: int = 0
-    avoided_until: float = 0.0
-    """Reading of the clock up to which nothing is planned from the peer."""
+    paused_until: float = 0.0
+    """Reading of the clock until which nothing is planned from the peer."""
     quarantined: bool = False
-    """Whether that is because it failed."""
+    """Whether the pause is due to failed loads."""
     block_bytes: int = field(init=False)
-    """Bytes of a block in the memory of each of its ranks."""
+    """Bytes of a block in the memory of each rank of the peer."""
 
     def __post_init__(self) -> None:
         self.block_bytes = self.info.ranks[0].memory.block_bytes if self.info.ranks else 0
 
     @property
-    def offers(self) -> bool:
-        """Whether it has something to offer, as far as is known of it."""
+    def offers_blocks(self) -> bool:
+        """Whether the peer may have blocks to import, as far as known."""
         return not (self.suspected or self.dead or self.info.imports_only)
 
 
 class PlannedRun(NamedTuple):
-    """Consecutive blocks of one prefix that one peer seems to hold.  Holds the peer itself, never
-    its number: a number may be handed on, an attachment stays what it is."""
+    """Consecutive blocks of one prefix that one peer seems to hold.  Refers to the peer itself, not
+    to its row: another peer may get the row."""
 
     peer: Peer
     records: bytes
@@ -55,7 +54,7 @@ class PlannedRun(NamedTuple):
 
 
 def check_table(table: PeerSlotTable, info: EngineInfo) -> None:
-    """Raise unless the table is the one that the roster speaks of."""
+    """Raise unless the table is as the roster describes it."""
     if table.epoch != info.epoch:
         raise StaleAttachment(
             f"its table is of epoch {table.epoch:016x}, the roster says {info.epoch:016x}"

@@ -1,13 +1,13 @@
-"""The peers of an engine, written down for its own ranks, which attach them ahead of any load.
+"""The list of an engine's peers, for its own ranks, which attach them ahead of any load.
 
 ::
 
     client's thread                     <run dir>/<namespace>.peers.<own epoch>
        | a peer joined or has gone ------> replaced as a whole
-    each rank's load thread, once a second: looks, and attaches who is new
+    each rank's load thread, once a second: reads, and attaches new peers
 
-A file and no message: an engine that is idle runs no steps that could carry one, and a rank that
-hangs keeps nobody waiting.  It lies in the run directory, which is closed to other users.
+A file, not a message: an idle engine runs no steps that could carry a message, and a rank that
+hangs blocks no writer.  The file lies in the run directory, which is closed to other users.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .protocol import EngineInfo
 log = logger(__name__)
 
 MAX_BYTES = 16 << 20
-"""A longer list is nobody's: that of a full namespace has some ten thousand bytes."""
+"""A longer file is refused: the list of a full namespace has some ten thousand bytes."""
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -46,15 +46,16 @@ class PeerList:
 
     def write(self, peers: Iterable[EngineInfo]) -> None:
         """Replace the list.  Never raises: without it ranks attach on first use."""
-        # What the fingerprint is made of is long, and no rank's business.
+        # The fingerprint's fields are long, and ranks do not need them.
         slim = [msgspec.structs.replace(info, fields={}) for info in peers]
         self._unwritten = msgspec.msgpack.encode(slim)
         self.write_again()
 
     def write_again(self) -> None:
-        """Write what could not be written, if any; call it now and then.  Never raises."""
+        """Write the list again if that failed or the file was removed.  Call it now and then.
+        Never raises."""
         if self._unwritten is None and self._written and not self._path.exists():
-            self._unwritten = self._written  # somebody has removed it
+            self._unwritten = self._written  # another process has removed it
         if self._unwritten is None:
             return
         fresh = self._path.with_name(f"{self._path.name}.new")
@@ -69,7 +70,7 @@ class PeerList:
                 fresh.unlink(missing_ok=True)
         else:
             self._written, self._unwritten, self._failed = self._unwritten, None, False
-        if self._ended:  # perhaps since it was written
+        if self._ended:  # possibly since it was written
             self.end()
 
     def end(self) -> None:
@@ -80,7 +81,7 @@ class PeerList:
 
 
 def _write_new(path: Path, content: bytes) -> None:
-    """Never opens what lies there already: that may be anything, a FIFO that waits for a reader."""
+    """Never opens an existing file: it may be a FIFO that waits for a reader."""
     path.unlink(missing_ok=True)
     with open(os.open(path, _NEW, 0o600), "wb") as file:
         file.write(content)
@@ -92,11 +93,11 @@ class PeerListReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, int, int] | None = None
-        self._told = ""
+        self._last_warning = ""
 
-    def news(self) -> list[EngineInfo] | None:
-        """The list if it is another than the last time, else None.  Never raises and never blocks:
-        what cannot be read, now or at all, or is another user's, names nobody."""
+    def read_new(self) -> list[EngineInfo] | None:
+        """The list if it has changed since the last call, else None.  Never raises, never blocks: a
+        file that cannot be read or belongs to another user counts as unchanged."""
         try:
             found = os.lstat(self._path)
             seen = found.st_ino, found.st_mtime_ns, found.st_size
@@ -105,18 +106,18 @@ class PeerListReader:
             listed = self._read()
         except FileNotFoundError:
             return None
-        except OSError as exc:  # descriptors are short, say: the next time it may be read
-            self._complain(exc)
+        except OSError as exc:  # for instance too few descriptors: the next call may succeed
+            self._warn_once(exc)
             return None
         self._seen = seen
         try:
             return _decoder.decode(listed)
         except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # ValueError: no UTF-8
-            self._complain(exc)
+            self._warn_once(exc)
             return None
 
     def _read(self) -> bytes:
-        """Raises OSError, also if it is no file that a PeerList may have written."""
+        """Raises OSError, also for a file that no PeerList has written."""
         fd = os.open(self._path, _FLAGS)
         try:
             found = os.fstat(fd)
@@ -126,8 +127,8 @@ class PeerListReader:
         finally:
             os.close(fd)
 
-    def _complain(self, reason: Exception) -> None:
-        """Log, but the same not again and again."""
-        if (text := str(reason)) != self._told:
+    def _warn_once(self, reason: Exception) -> None:
+        """Log a reason unless it is the same as the last."""
+        if (text := str(reason)) != self._last_warning:
             log.warning("%s cannot be read: %s", self._path, text)
-        self._told = text
+        self._last_warning = text

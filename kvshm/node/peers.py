@@ -1,12 +1,12 @@
 """What one engine knows of the other engines it may share with.
 
-The coordinator's messages arrive on the client's thread and keep a row of the replica per
-engine; the scheduler's thread looks prefixes up and tells how loads went.  A peer whose
-table cannot be used is left out, a peer that keeps failing is avoided for a while; nothing
-here is an error of the serving path.
+The coordinator's messages arrive on the client's thread and keep a row of the replica for each
+engine; the scheduler's thread looks prefixes up and records the results of loads.  A peer whose
+table cannot be used is left out, a peer that keeps failing is not used for a while; nothing here
+is an error of the serving path.
 
-The scheduler's thread waits for nobody: it reads a view that the client's thread replaces as a
-whole, and what it has to say to the replica the replica's writer does (kvshm/replica/index.py).
+The scheduler's thread never waits: it reads a view that the client's thread replaces as a whole,
+and passes its changes of the replica to the replica's writer (kvshm/replica/index.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from .handout import Handouts
 from .peer import Peer, PlannedRun, check_table
 from .peer_list import PeerList
 from .protocol import EngineInfo
-from .rescans import Rescans
-from .retries import Later
+from .retry_queue import RetryQueue
+from .scan_queue import ScanQueue
 
 log = logger(__name__)
 
@@ -43,33 +43,33 @@ INITIAL_CAPACITY = 1 << 16
 QUARANTINE_FAILURES = 3
 
 
-class _View(NamedTuple):
-    """What the scheduler's thread goes by: replaced as a whole, never changed."""
+class _PeerView(NamedTuple):
+    """The peers as the scheduler's thread sees them: replaced as a whole, never changed."""
 
     peers: dict[int, Peer]
-    """All that are attached, by epoch."""
+    """All attached peers, by epoch."""
     rows: dict[int, Peer]
-    """Those that have something to offer, as far as the roster says."""
+    """The peers that offer blocks according to the roster, by row."""
     mask: int
-    """Their rows as bits."""
+    """The keys of ``rows`` as bits."""
 
 
-_NOBODY = _View({}, {}, 0)
+_NO_PEERS = _PeerView({}, {}, 0)
 
 
 class PeersStats(NamedTuple):
-    """How many peers there are."""
+    """Numbers of peers."""
 
     attached: int
     usable: int
-    """Those of them that lookups may name at the moment."""
+    """Attached peers that lookups may name now."""
 
 
 class Peers:
-    """The other engines of one fingerprint, and the replica of what they hold.
+    """The other engines of one fingerprint, and the replica of their blocks.
 
-    ``joined`` to ``rescan`` run on the client's thread, the rest on the scheduler's;
-    only the former open or read tables, and none raises for what a peer or the network did.
+    The sections below name the thread of each method.  Only methods of the client's thread open
+    or read tables, and none raises because of a peer or the network.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Peers:
     ) -> None:
         """Create the replica of engine ``engine`` in its own ``epoch``.
 
-        ``handouts``: where the others' tables are to be had.  ``clock`` gives seconds.
-        ``listed``: where the peers are named to the own ranks.  Raises SegmentTooSmall.
+        ``handouts``: fetches the peers' tables.  ``clock`` gives seconds.  ``listed``: the list
+        that names the peers to the own ranks.  Raises SegmentTooSmall.
         """
         self._epoch = epoch
         self._handouts = handouts
@@ -94,23 +94,23 @@ class Peers:
         self.replica = Replica.create(namespace, engine, epoch, INITIAL_CAPACITY)
         self._closed = False
         self._peers: dict[int, Peer] = {}  # the client's thread only
-        self._view = _NOBODY
-        self._listed = listed
-        self._later = Later(clock, timing)  # the client's thread only
-        self.rescans = Rescans(clock, timing)  # likewise
-        self._silent_until = 0.0
-        """The coordinator has just not answered: nobody is attached before, since who waits for it
-        sends no heartbeats meanwhile."""
-        self._avoided_until = 0.0
-        """When the last peer that is avoided will be used again.  The scheduler's thread only."""
-        self._complaints: set[tuple[int, str]] = set()
+        self._view = _NO_PEERS
+        self._peer_list = listed
+        self._retries = RetryQueue(clock, timing)  # the client's thread only
+        self.scan_queue = ScanQueue(clock, timing)  # likewise
+        self._no_attach_until = 0.0
+        """No peer is attached before this time, because the coordinator has just not answered: a
+        thread that waits for the coordinator sends no heartbeats."""
+        self._last_pause_end = 0.0
+        """When the last pause of any peer ends.  The scheduler's thread only."""
+        self._warned: set[tuple[int, str]] = set()
         self.num_incompatible = 0
         """Engines of other fingerprints on this node; set on the client's thread."""
 
     # -- the client's thread
 
     def joined(self, info: EngineInfo) -> None:
-        """Attach an engine and take over what its table holds.  The own epoch is skipped."""
+        """Attach an engine and read its table into the replica.  The own epoch is skipped."""
         if info.epoch == self._epoch:
             return
         known = self._find(info.epoch)
@@ -119,10 +119,10 @@ class Peers:
             known = None
         if known is not None or self._attach(info):
             self.recovered(Epoch(info.epoch))
-            (self.rescan if known is None else self.rescans.ask)(Epoch(info.epoch))
+            (self.rescan if known is None else self.scan_queue.add)(Epoch(info.epoch))
 
     def suspected(self, epoch: Epoch) -> None:
-        """Keep everything of an engine but offer nothing of it."""
+        """Keep everything of an engine, but offer none of its blocks."""
         self._suspect(epoch, True, RowState.SUSPECTED)
 
     def recovered(self, epoch: Epoch) -> None:
@@ -130,11 +130,11 @@ class Peers:
         self._suspect(epoch, False, RowState.LIVE)
 
     def gone(self, epoch: Epoch) -> str:
-        """Drop an engine that is gone; returns its name for the log.  Plans keep its table."""
-        who = peer.info.who if (peer := self._find(epoch)) else engine_name(epoch)
+        """Drop an engine that is gone; return its name for the log.  Plans keep its table."""
+        who = peer.info.log_name if (peer := self._find(epoch)) else engine_name(epoch)
         self._drop(epoch)
-        self._later.forget(epoch)
-        self._complaints = {c for c in self._complaints if c[0] != epoch}
+        self._retries.remove(epoch)
+        self._warned = {c for c in self._warned if c[0] != epoch}
         return who
 
     def apply_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
@@ -144,7 +144,7 @@ class Peers:
         known = [(peer, records) for epoch, records in batches if (peer := find(epoch))]
         try:
             self.replica.apply_all([(peer.row, records) for peer, records in known])
-        except (KvshmError, IndexError, ValueError):  # one of them: who sent it is found out
+        except (KvshmError, IndexError, ValueError):  # apply one by one, to find the sender
             for peer, records in known:
                 self._apply_events_of(peer, records)
 
@@ -152,76 +152,75 @@ class Peers:
         try:
             self.replica.apply(peer.row, records)
         except (KvshmError, IndexError, ValueError) as exc:
-            self._complain(peer.info, f"sent events that make no sense: {exc}")
-            self.rescans.ask(Epoch(peer.info.epoch))
+            self._warn_once(peer.info, f"sent events that make no sense: {exc}")
+            self.scan_queue.add(Epoch(peer.info.epoch))
 
     def rescan(self, epoch: Epoch) -> None:
-        """Bring the replica in line with the engine's table, now (``rescans`` when it is due)."""
+        """Scan the engine's table now and correct the replica (``scan_queue`` does so when due)."""
         if (peer := self._find(epoch)) is None:
             return
         try:
-            # The order matters: what is known before the scan begins was READY before.
+            # The order matters: entries that are known before the scan were READY before.
             before = self.replica.heard(peer.row)
             self.replica.resync(peer.row, before, peer.table.scan())
         except (KvshmError, IndexError, ValueError, OSError) as exc:
             self._drop(epoch)
-            self._skip(peer.info, exc)
+            self._leave_out(peer.info, exc)
 
     def attach_again(self) -> None:
-        """Try engines again that could not be attached.  About once a second."""
-        for info in self._later.due():
+        """Try again to attach engines that could not be attached.  About once a second."""
+        for info in self._retries.due():
             if self._attach(info):
                 self.rescan(Epoch(info.epoch))
 
     def look_for_deaths(self) -> None:
-        """Offer nothing any more of engines of which a process has ended.  About once a second,
-        with a coordinator or without; one that is there sees the death too, and cleans up."""
+        """Offer no blocks of dead engines any more.  About once a second, with or without a
+        coordinator; a coordinator sees the death too, and cleans up."""
         for peer in self._peers.values():
             if not peer.dead and peer.table.died:
                 peer.dead = True
-                self._show()
+                self._update_view()
                 self.replica.set_row_state(peer.row, RowState.SUSPECTED)
                 if not peer.table.retired:  # else it has ended its epoch in order
-                    log.warning("engine %s has died", peer.info.who)
+                    log.warning("engine %s has died", peer.info.log_name)
 
     def write_again(self) -> None:
-        """Name the peers to the own ranks if that has failed.  About once a second."""
-        if self._listed is not None:
-            self._listed.write_again()
+        """Write the list for the own ranks again if that has failed.  About once a second."""
+        if self._peer_list is not None:
+            self._peer_list.write_again()
 
-    # -- the scheduler's thread: nothing here waits for the client's
+    # -- the scheduler's thread: nothing here waits for the client's thread
 
-    def why_nobody(self) -> Counter | None:
-        """Return the counter of the reason why there is nobody to look for blocks at; None if
-        there is somebody."""
+    def why_no_peer(self) -> Counter | None:
+        """Return the counter of the reason why no peer offers blocks; None if a peer does."""
         if self._view.mask:
             return None
         return MISS_FINGERPRINT if self.num_incompatible else MISS_NO_PEER
 
     def why_missed(self, hashes: Sequence[bytes], start: int) -> Counter:
-        """Return the counter of the reason why ``lookup`` found nobody for block ``start``."""
-        if (reason := self.why_nobody()) is not None:
+        """Return the counter of the reason why ``lookup`` found no peer for block ``start``."""
+        if (reason := self.why_no_peer()) is not None:
             return reason
-        if (now := self._clock()) < self._avoided_until:
+        if (now := self._clock()) < self._last_pause_end:
             rows = self._view.rows.items()
-            mask = sum(1 << row for row, peer in rows if peer.avoided_until > now)
+            mask = sum(1 << row for row, peer in rows if peer.paused_until > now)
             if mask and self.replica.lookup(hashes, start, start + 1, mask):
                 return MISS_QUARANTINED
         return MISS_NO_OWNER
 
     def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> list[PlannedRun]:
-        """Return the longest prefix of ``hashes[start:stop]`` that usable peers seem to hold,
-        cut into as few peers as possible.  Does not mutate."""
+        """Return the longest prefix of ``hashes[start:stop]`` that usable peers seem to hold, from
+        as few peers as possible.  Changes nothing."""
         view = self._view
         mask = view.mask
         while mask:
-            # Before the lookup: what the writer has done since, the lookup sees.
+            # Read before the lookup: the lookup sees what the writer does in between.
             forgotten = list(self.replica.forgotten) if self.replica.forgotten else ()
             runs = self.replica.lookup(hashes, start, stop, mask)
             if not runs:
                 break
             planned = []
-            for row, records in runs:  # only who was found is looked at; then others are asked
+            for row, records in runs:  # an unusable peer is left out of the next lookup
                 peer = view.rows.get(row)
                 if (
                     peer is None
@@ -236,14 +235,14 @@ class Peers:
         return []
 
     def forget(self, epoch: Epoch, records: bytes) -> None:
-        """Drop packed records that could not be leased or copied: a hint was stale.  From here
-        on no lookup names them."""
+        """Drop packed records that could not be leased or copied: a stale hint.  From now on no
+        lookup names them."""
         if (peer := self._find(epoch)) is not None:
             self.replica.forget(peer.row, epoch, records)
 
-    def fail(self, epoch: Epoch) -> bool:
-        """Count a failed load from a peer; the third in a row puts it in quarantine, which
-        is what is returned."""
+    def load_failed(self, epoch: Epoch) -> bool:
+        """Record a failed load from a peer.  The third in a row puts the peer into quarantine;
+        returns whether it did."""
         if (peer := self._find(epoch)) is None:
             return False
         peer.failures += 1
@@ -251,33 +250,33 @@ class Peers:
             return False
         peer.failures = 0
         peer.quarantined, seconds = True, self._timing.quarantine_seconds
-        self._avoid(peer, seconds)
-        who, times = peer.info.who, QUARANTINE_FAILURES
-        log.warning("engine %s failed %d times, avoided for %.0f s", who, times, seconds)
+        self._pause_peer(peer, seconds)
+        who, times = peer.info.log_name, QUARANTINE_FAILURES
+        log.warning("engine %s failed %d times, not used for %.0f s", who, times, seconds)
         return True
 
-    def not_attached(self, epoch: Epoch) -> None:
-        """A rank could not attach a peer in time: plan nothing from it until that has ended."""
+    def rank_not_attached(self, epoch: Epoch) -> None:
+        """Record that a rank could not attach a peer in time: plan nothing from it for a while."""
         if (peer := self._find(epoch)) is not None:
-            self._avoid(peer, self._timing.attaching_seconds)
+            self._pause_peer(peer, self._timing.attaching_seconds)
 
-    def _avoid(self, peer: Peer, seconds: float) -> None:
-        peer.avoided_until = max(peer.avoided_until, self._clock() + seconds)
-        self._avoided_until = max(peer.avoided_until, self._avoided_until)
+    def _pause_peer(self, peer: Peer, seconds: float) -> None:
+        peer.paused_until = max(peer.paused_until, self._clock() + seconds)
+        self._last_pause_end = max(peer.paused_until, self._last_pause_end)
 
-    def attached(self, epochs: Collection[int]) -> None:
-        """All own ranks have attached these peers: whoever was avoided for that is not."""
+    def ranks_attached(self, epochs: Collection[int]) -> None:
+        """Record that all own ranks have attached these peers: end pauses for that reason."""
         for peer in map(self._view.peers.get, epochs):
             if peer is not None and not peer.quarantined:
-                peer.avoided_until = 0.0
+                peer.paused_until = 0.0
 
-    def fine(self, epoch: Epoch) -> None:
-        """A load from a peer went well: its failures are forgotten."""
+    def load_succeeded(self, epoch: Epoch) -> None:
+        """Record a load from a peer without failure: forget the peer's failures."""
         if (peer := self._find(epoch)) is not None:
             peer.failures, peer.quarantined = 0, False
 
     def tables_by_bit(self) -> dict[int, PeerSlotTable]:
-        """The peers' tables by the lease bit with which they import from this engine."""
+        """The peers' tables, by the lease bit that the peer sets in this engine's slots."""
         peers = self._view.peers.values()
         return {peer.info.lease_bit: peer.table for peer in peers if peer.info.lease_bit >= 0}
 
@@ -287,12 +286,12 @@ class Peers:
         return PeersStats(len(view.peers), sum(map(self._usable, view.rows.values())))
 
     def close(self) -> None:
-        """Forget everybody and the replica; later calls do nothing.  Idempotent."""
+        """Forget all peers and end the replica; later calls do nothing.  Idempotent."""
         self._closed = True
-        self._view = _NOBODY
+        self._view = _NO_PEERS
         self.replica.end()
-        if self._listed is not None:
-            self._listed.end()
+        if self._peer_list is not None:
+            self._peer_list.end()
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -303,76 +302,76 @@ class Peers:
     def _find(self, epoch: int) -> Peer | None:
         return self._view.peers.get(epoch)
 
-    def _show(self) -> None:
-        """Let the scheduler's thread see what has changed."""
-        rows = {peer.row: peer for peer in self._peers.values() if peer.offers}
-        self._view = _View(dict(self._peers), rows, sum(1 << row for row in rows))
-        if self._closed:  # perhaps since the line before
-            self._view = _NOBODY
+    def _update_view(self) -> None:
+        """Show changes to the scheduler's thread."""
+        rows = {peer.row: peer for peer in self._peers.values() if peer.offers_blocks}
+        self._view = _PeerView(dict(self._peers), rows, sum(1 << row for row in rows))
+        if self._closed:  # possibly since the line above
+            self._view = _NO_PEERS
 
     def _drop(self, epoch: int) -> None:
         if (peer := self._peers.pop(epoch, None)) is not None:
-            self._show()  # before its row is another's
-            self.rescans.forget(Epoch(epoch))
+            self._update_view()  # before another peer can get the row
+            self.scan_queue.remove(Epoch(epoch))
             self.replica.drop_row(peer.row)
             self._write_list()
 
     def _usable(self, peer: Peer) -> bool:
-        """Whether lookups may name the peer; a hint like everything here, the lease decides."""
+        """Whether lookups may name the peer.  Only a hint: the lease decides."""
         table = peer.table
-        return not (table.retired or table.owner_died) and peer.avoided_until <= self._clock()
+        return not (table.retired or table.owner_died) and peer.paused_until <= self._clock()
 
     def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
-        self._later.suspect(epoch, suspected)
+        self._retries.set_suspected(epoch, suspected)
         if (peer := self._find(epoch)) is not None:
             peer.suspected = suspected
-            self._show()
+            self._update_view()
             self.replica.set_row_state(peer.row, state)
 
     def _attach(self, info: EngineInfo) -> bool:
         if self._closed:
             return False
-        if self._clock() < self._silent_until:
-            self._later.put(info)
+        if self._clock() < self._no_attach_until:
+            self._retries.add(info)
             return False
         try:
-            table = self._handouts.table_of_member(info.epoch, info.num_blocks, len(info.ranks))
+            table = self._handouts.roster_table(info.epoch, info.num_blocks, len(info.ranks))
             check_table(table, info)
             epoch, bit = Epoch(info.epoch), LeaseBit(info.lease_bit)
             row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)
         except (KvshmError, OSError) as exc:
             if isinstance(exc, SegmentNotReady):
-                self._silent_until = self._clock() + self._timing.silent_seconds
-            self._skip(info, exc)
+                self._no_attach_until = self._clock() + self._timing.silent_seconds
+            self._leave_out(info, exc)
             return False
-        self._later.forget(info.epoch)
+        self._retries.remove(info.epoch)
         self._peers[info.epoch] = Peer(info, table, row)
-        self._show()
+        self._update_view()
         self._write_list()
         return True
 
     def _write_list(self) -> None:
-        if self._listed is not None:
-            self._listed.write(peer.info for peer in self._peers.values())
+        if self._peer_list is not None:
+            self._peer_list.write(peer.info for peer in self._peers.values())
 
-    def _skip(self, info: EngineInfo, reason: Exception) -> None:
-        if isinstance(reason, SegmentNotFound):  # it has left meanwhile, or begun anew
-            self._later.forget(info.epoch)
-            log.info("engine %s has ended its epoch: %s", info.who, reason)
+    def _leave_out(self, info: EngineInfo, reason: Exception) -> None:
+        if isinstance(reason, SegmentNotFound):  # it has left, or has begun another epoch
+            self._retries.remove(info.epoch)
+            log.info("engine %s has ended its epoch: %s", info.log_name, reason)
             return
-        self._later.put(info)
-        self._complain(info, f"is left out: {reason}")
+        self._retries.add(info)
+        self._warn_once(info, f"is left out: {reason}")
 
-    def _complain(self, info: EngineInfo, what: str) -> None:
-        """Log once per engine and kind of complaint, which is the text before the colon."""
+    def _warn_once(self, info: EngineInfo, what: str) -> None:
+        """Log once for each engine and kind of warning, which is the text before the colon."""
         kind = (info.epoch, what.partition(":")[0])
-        if kind not in self._complaints:
-            self._complaints.add(kind)
-            log.warning("engine %s %s", info.who, what)
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning("engine %s %s", info.log_name, what)
 
 
 def _is_stale(peer: Peer, records: bytes, forgotten: Collection[Forgotten]) -> bool:
-    """Whether one of the peer's packed records is among what shall not be offered any more."""
+    """Whether one of the peer's packed records is forgotten, and must not be offered."""
     size = RECORD_BYTES
     stale = [those.records for those in forgotten if those.epoch == peer.info.epoch]
     unwanted = {part[i : i + size] for part in stale for i in range(0, len(part), size)}

@@ -1,12 +1,11 @@
 """The wire protocol between engines and the coordinator (docs/protocol.md draws the frames).
 
-Commands travel over ROUTER/DEALER, one msgpack message per frame; broadcasts over PUB/SUB, those
-that come about together in one frame, which begins with the fingerprint as its topic, so that an
-engine hears only of engines it may share with.  Block records travel packed (kvshm/shm/layout.py),
-one batch per step; batches that wait together are one message.
+Commands travel over ROUTER/DEALER, one msgpack message per frame.  Broadcasts travel over PUB/SUB;
+broadcasts that arise together share a frame.  The frame begins with the fingerprint as its topic,
+so that an engine receives only broadcasts about engines it may share with.  Block records travel
+packed (kvshm/shm/layout.py), one batch per step; batches that wait together are one message.
 
-Nothing travels in several frames: where its sender ends between two of them, libzmq can abort who
-receives them.
+No message has several frames: if the sender ends between two frames, libzmq can abort the receiver.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ MAX_MESSAGE_BYTES = 64 << 20
 MAX_EVENTS_BYTES = 1 << 20
 """Records in one message of events."""
 MAX_COMMAND_BYTES = 2 * MAX_EVENTS_BYTES
-"""What an engine may send."""
+"""The longest message of an engine."""
 MAX_JOIN_BYTES = 1 << 19
-"""A Join with all its ranks: a hundred of them fit into what a newcomer is told."""
+"""A Join with all its ranks: a hundred of these fit into a Joined."""
 MAX_FRAME_BYTES = MAX_COMMAND_BYTES + (1 << 16)
-"""The longest broadcast: what one engine has sent, or several messages of no more in all."""
+"""The longest broadcast: one message of an engine, or several messages of the same size in all."""
 QUEUE_FRAMES = 128
-"""Frames that one socket keeps for one peer who does not read; what comes after them is lost."""
+"""Frames that one socket keeps for a receiver that does not read; further frames are lost."""
 MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
-"""A message longer than allowed is received, to be counted and to say who sent it; one longer
-than this ends its sender's connection before any of it is kept."""
+"""A message longer than allowed is received, so that it is counted and its sender named.  A
+message longer than this ends the sender's connection before any byte is kept."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
@@ -47,27 +46,27 @@ class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):
 
 
 Version = Annotated[str, Meta(max_length=64)]
-"""Of kvshm; whoever sends a longer one is no kvshm."""
+"""A version of kvshm; kvshm sends no longer text."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, array_like=True):
     """One worker process of an engine and how to reach its KV memory."""
 
     pid: int
-    """As the engine sees it: for people."""
+    """As the engine sees it; for people only."""
     memory: MemoryDescriptor
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What the roster says of one engine, in one epoch of its cache."""
+    """The roster's entry for one engine, in one epoch of its cache."""
 
     epoch: int
     name: str
     pid: int
-    """As it sees itself: for people."""
+    """As the engine sees it; for people only."""
     fingerprint: bytes
     fields: dict[str, str]
-    """The fingerprint's ingredients, to name what differs between two engines."""
+    """The fields of the fingerprint, to name those in which two engines differ."""
     num_blocks: int
     ranks: Annotated[list[RankInfo], Meta(max_length=MAX_RANKS)]
     lease_bit: int = -1
@@ -75,8 +74,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     kvshm_version: Version = ""
 
     @property
-    def who(self) -> str:
-        """How the log names it."""
+    def log_name(self) -> str:
+        """The engine's name in log lines."""
         return engine_name(self.epoch, self.name, self.pid)
 
 
@@ -90,12 +89,12 @@ class Join(Message, frozen=True, tag="join"):
     protocol: int
     engine: EngineInfo
     sequence: int = 0
-    """That of the engine's last Events in this epoch, sent or dropped.  If it is not the
-    one last relayed, some were lost and everybody rescans the engine."""
+    """The sequence of the engine's last Events in this epoch, sent or dropped.  If the last relayed
+    Events have another sequence, events were lost and all peers scan the engine's table again."""
 
 
 class ForeignEngine(msgspec.Struct, frozen=True):
-    """What ``ForeignJoin`` says of its sender."""
+    """The sender of a ``ForeignJoin``."""
 
     epoch: int
     name: Annotated[str, Meta(max_length=ENGINE_NAME_BYTES)] = ""
@@ -103,31 +102,30 @@ class ForeignEngine(msgspec.Struct, frozen=True):
 
 
 class ForeignJoin(msgspec.Struct, frozen=True, tag_field="type", tag="join"):
-    """As much of a Join as has the same name and meaning in every version of the protocol,
-    and Refused is the same in all of them too: so whoever is too old can be told."""
+    """The fields of a Join that are the same in every version of the protocol.  Refused is the same
+    in every version, too, so that an engine of another version can be told why it is refused."""
 
     protocol: int
     engine: ForeignEngine
 
 
 class Leave(Message, frozen=True, tag="leave"):
-    """The engine's cache of this epoch ends; its table is retired already."""
+    """The epoch of the engine's cache has ended; its table is already retired."""
 
     epoch: int
 
 
 class Events(Message, frozen=True, tag="events"):
-    """What one scheduler step, or several, published and retracted, in order."""
+    """The publishes and retracts of one scheduler step, or several, in order."""
 
     epoch: int
     sequence: int
-    """Counts this engine's messages of events from 1 within its epoch, those it had to drop
-    included."""
+    """Counts this engine's messages of events from 1 within its epoch, including dropped ones."""
     records: bytes
 
 
 class Heartbeat(Message, frozen=True, tag="heartbeat"):
-    """The engine is alive; ``sequence`` is that of its last Events, sent or dropped."""
+    """The engine is alive; ``sequence`` is the one of its last Events, sent or dropped."""
 
     epoch: int
     sequence: int
@@ -137,18 +135,18 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 
 
 class Stranger(msgspec.Struct, frozen=True, array_like=True):
-    """An engine of the roster that cannot share with the one that is told, and why."""
+    """An engine of the roster that is incompatible with the receiving engine, and why."""
 
     name: str
     pid: int
     differences: dict[str, tuple[str, str]]
-    """Fingerprint field -> (the value of the engine that is told, the stranger's), causes
+    """Fingerprint field -> (the receiving engine's value, the incompatible engine's value), causes
     before consequences; never empty."""
 
 
 class Joined(Message, frozen=True, tag="joined"):
-    """The roster of the engine's topic, without itself, at ``sequence``: the next broadcast
-    is sequence + 1."""
+    """The roster of the engine's topic, without the engine itself, as of ``sequence``: the next
+    broadcast has sequence + 1."""
 
     protocol: int
     coordinator_epoch: int
@@ -159,13 +157,13 @@ class Joined(Message, frozen=True, tag="joined"):
     sequences: dict[int, int]
     """Engine epoch -> sequence of its last relayed Events."""
     suspected: list[int]
-    """Epochs of the roster that are suspected at present."""
+    """Epochs of the roster that are suspected now."""
     strangers: list[Stranger]
-    """Engines of other fingerprints, the most alike first."""
+    """The incompatible engines, the most similar first."""
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """No place in the roster; ``retry`` says whether the same Join may succeed soon."""
+    """The engine gets no place in the roster; ``retry``: the same Join may succeed soon."""
 
     engine_epoch: int
     reason: str
@@ -174,7 +172,7 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class JoinFirst(Message, frozen=True, tag="join-first"):
-    """The coordinator does not know this epoch (it restarted, or declared it dead)."""
+    """The coordinator does not know this epoch: the coordinator restarted, or the epoch ended."""
 
     coordinator_epoch: int
     engine_epoch: int
@@ -195,23 +193,23 @@ class EngineJoined(Broadcast, frozen=True, tag="engine-joined"):
 
     engine: EngineInfo
     engine_sequence: int
-    """Its next Events have this sequence + 1."""
+    """The engine's next Events have this sequence + 1."""
 
 
 class EngineSuspected(Broadcast, frozen=True, tag="engine-suspected"):
-    """No heartbeat: do not use the engine's blocks, but keep everything of it."""
+    """The engine is silent: do not use its blocks, but keep what is known of it."""
 
     epoch: int
 
 
 class EngineRecovered(Broadcast, frozen=True, tag="engine-recovered"):
-    """A suspected engine was heard again."""
+    """A suspected engine has sent a message again."""
 
     epoch: int
 
 
 class EngineGone(Broadcast, frozen=True, tag="engine-gone"):
-    """The epoch has ended: left, or its death is confirmed.  Drop all of it."""
+    """The epoch has ended: the engine left or has died.  Drop all that is known of it."""
 
     epoch: int
     reason: str
@@ -226,19 +224,20 @@ class EngineEvents(Broadcast, frozen=True, tag="engine-events"):
 
 
 class StrangerJoined(Broadcast, frozen=True, tag="stranger-joined"):
-    """An engine of another fingerprint is new: the engines of this topic cannot share with
-    it, and may say so."""
+    """An incompatible engine is new: the engines of this topic cannot share with it, and may log
+    that."""
 
     stranger: Stranger
 
 
 class Tick(Broadcast, frozen=True, tag="tick"):
-    """Sent about once a second without advancing ``sequence``: shows a lost tail."""
+    """Sent about once a second without advancing ``sequence``: shows whether the last messages
+    were lost."""
 
     sequences: dict[int, int]
     """Engine epoch -> sequence of its last relayed Events."""
     strangers: int = 0
-    """Engines of other fingerprints in the roster."""
+    """How many incompatible engines are in the roster."""
 
 
 Command = Join | Leave | Events | Heartbeat
@@ -287,37 +286,37 @@ def _decode(
 
 
 def decode_command(frame: bytes) -> Command:
-    """Decode what an engine sent.  Raises ProtocolError."""
+    """Decode a message of an engine.  Raises ProtocolError."""
     if len(frame) <= MAX_JOIN_BYTES:
         return _decode(_command_decoder, frame)
     try:
         return _decode(_events_decoder, frame, MAX_COMMAND_BYTES)
-    except ProtocolError as exc:  # nothing of it has been built
+    except ProtocolError as exc:  # no long message but events is decoded
         limit = f"at most {MAX_JOIN_BYTES} allowed but for events"
         raise ProtocolError(f"message of {len(frame)} bytes, {limit}") from exc
 
 
 def foreign_join(frame: bytes) -> ForeignJoin | None:
-    """Return what can be read of a frame that ``decode_command`` refused, if it is a Join: of
-    another version of the protocol, or of a shape that no engine's has."""
+    """Return the readable part of a frame that ``decode_command`` refused, if the frame is a Join:
+    of another version of the protocol, or malformed.  Else None."""
     with suppress(ProtocolError):
         return _decode(_foreign_decoder, frame, MAX_COMMAND_BYTES)
     return None
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """Decode what the coordinator answered.  Raises ProtocolError."""
+    """Decode a reply of the coordinator.  Raises ProtocolError."""
     return _decode(_reply_decoder, frame)
 
 
 def broadcast_frame(topic: bytes, messages: Iterable[bytes]) -> bytes:
-    """Return the frame of messages, each by ``encode``, for the engines of a topic."""
+    """Return the frame of encoded messages for the engines of a topic."""
     return topic + _encoder.encode([Raw(message) for message in messages])
 
 
 def open_broadcast(frame: bytes) -> tuple[bytes, Sequence[AnyBroadcast | Raw]]:
-    """Return topic and messages of a frame; if one of them cannot be decoded all of them as they
-    are, for ``decode_broadcast``, so that it does not spoil the others.  Raises ProtocolError."""
+    """Return topic and messages of a frame.  If a message cannot be decoded, all messages are
+    returned encoded, for ``decode_broadcast`` one by one.  Raises ProtocolError."""
     topic, packed = frame[:FINGERPRINT_BYTES], memoryview(frame)[FINGERPRINT_BYTES:]
     with suppress(ProtocolError):
         return topic, _decode(_broadcasts_decoder, packed, MAX_FRAME_BYTES)
@@ -330,7 +329,7 @@ def decode_broadcast(message: bytes | Raw) -> AnyBroadcast:
 
 
 def check_version(theirs: int) -> None:
-    """Raise VersionMismatch, naming both versions, unless ``theirs`` is ours."""
+    """Raise VersionMismatch, naming both versions, unless ``theirs`` is this version."""
     if theirs != PROTOCOL_VERSION:
         message = f"peer speaks protocol {theirs}, this kvshm {PROTOCOL_VERSION}"
         raise VersionMismatch(message, theirs, PROTOCOL_VERSION)

@@ -1,4 +1,4 @@
-"""What has arrived at a socket, beside a scheduler that never rests."""
+"""Receives the messages at a socket while the scheduler's thread is busy."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import zmq
 
 from kvshm.errors import ProtocolError
 
-READABLE = int(zmq.POLLIN)  # as an enum it takes longer to compare than to ask for
+READABLE = int(zmq.POLLIN)  # to compare the enum takes longer than to read the option
 MAX_RECEIVED = 1000
-"""Frames taken from one socket before timers are looked after."""
+"""Frames taken from one socket before timers are checked."""
 
 
 def received(socket: zmq.Socket[bytes]) -> Iterator[bytes | ProtocolError]:
-    """Yield the messages of a socket that is readable, an error for one of several frames.
+    """Yield the messages of a readable socket; an error for a message of several frames.
 
-    Each ``recv`` gives up the GIL, which a busy thread gives back only after its switch interval:
-    so none is called in vain.
+    Each ``recv`` releases the GIL, which a busy thread returns only after its switch interval.
+    Therefore ``recv`` is called only when a message is there.
     """
     for _ in range(MAX_RECEIVED):
         try:

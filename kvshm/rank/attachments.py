@@ -149,12 +149,12 @@ class PeerBook:
     def name_of(self, peer: Epoch) -> str:
         """How the log names a peer, listed or not.  Any thread."""
         info = self._followed.listed.get(peer)
-        return info.who if info is not None else engine_name(peer)
+        return info.log_name if info is not None else engine_name(peer)
 
     def attach_listed(self) -> None:
         """Begin to attach peers of the list that are ready for it, a few at a time."""
         followed = self._followed
-        news = followed.reader.news() if followed.reader is not None else None
+        news = followed.reader.read_new() if followed.reader is not None else None
         if news is not None:
             followed.listed = {Epoch(info.epoch): info for info in news}
             self._tries = {e: n for e, n in self._tries.items() if e in followed.listed}

@@ -36,7 +36,6 @@ from typing import Any
 import zmq
 
 from kvshm.node.coordinator_client import CoordinatorClient
-from kvshm.node.news import EventBatches, News
 from kvshm.node.protocol import (
     PROTOCOL_VERSION,
     EngineEvents,
@@ -46,6 +45,7 @@ from kvshm.node.protocol import (
     decode_command,
     encode,
 )
+from kvshm.node.updates import EventBatches, Update
 from kvshm.rundir import command_endpoint, event_endpoint
 from kvshm.shm.layout import RECORD_BYTES
 
@@ -141,9 +141,9 @@ class Slow:
     def describe(self) -> Any:
         return engine_info(100, "own")
 
-    def apply(self, news: News) -> None:
-        if isinstance(news, EventBatches):
-            for _ in news.batches:
+    def apply(self, update: Update) -> None:
+        if isinstance(update, EventBatches):
+            for _ in update.batches:
                 sum(range(SLOWLY))
 
     def __getattr__(self, name: str) -> Any:

@@ -21,7 +21,6 @@ from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseB
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.node.coordinator_client import CoordinatorClient
 from kvshm.node.handout import Handouts, HandoutServer, serve_epoch
-from kvshm.node.news import Coordinator, EventBatches, EventsLost, News
 from kvshm.node.protocol import (
     EngineGone,
     EngineInfo,
@@ -34,6 +33,7 @@ from kvshm.node.protocol import (
     StrangerJoined,
     Tick,
 )
+from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
 from kvshm.replica.index import Replica
 from kvshm.rundir import engine_socket
 from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
@@ -130,7 +130,7 @@ class Engine:
     hears, deaf = threading.Event(), threading.Event()
     hears.set()
 
-    # -- NewsHandler
+    # -- UpdateHandler
 
     def describe(self) -> EngineInfo:
         pids = [os.getpid(), *(worker.pid for worker in self.workers)]
@@ -148,10 +148,10 @@ class Engine:
             kvshm_version=__version__,
         )
 
-    def apply(self, news: News) -> None:
-        if type(news).__name__ in self.failing:
+    def apply(self, update: Update) -> None:
+        if type(update).__name__ in self.failing:
             raise RuntimeError("told to fail")
-        match news:
+        match update:
             case EngineJoined(engine=info):
                 self._attach(info)
                 say(
@@ -160,7 +160,7 @@ class Engine:
             case EngineGone(epoch=epoch):
                 table = self.peers.pop(epoch, None)
                 usable = table is not None and any(map(table.is_alive, range(table.num_ranks)))
-                say("engine_gone", epoch=epoch, reason=news.reason, usable=usable)
+                say("engine_gone", epoch=epoch, reason=update.reason, usable=usable)
             case EventBatches(batches):
                 for epoch, records in batches:
                     self.replica[epoch] |= {r.block_id for r in unpack_records(records)}
@@ -169,30 +169,30 @@ class Engine:
                 self._scan(epoch)
                 say("rescan", epoch=epoch, blocks=self._held(epoch))
             case _:
-                self._say(news)
+                self._say(update)
 
-    def _say(self, news: News) -> None:
-        match news:
+    def _say(self, update: Update) -> None:
+        match update:
             case Joined():
-                self.bit = LeaseBit(news.lease_bit)
+                self.bit = LeaseBit(update.lease_bit)
                 self.table.set_lease_bit(self.bit)
                 say(
                     "joined",
-                    bit=news.lease_bit,
+                    bit=update.lease_bit,
                     epoch=self.epoch,
-                    coordinator=news.coordinator_epoch,
-                    roster=sorted(info.name for info in news.roster),
-                    strangers=[[s.name, s.differences] for s in news.strangers],
+                    coordinator=update.coordinator_epoch,
+                    roster=sorted(info.name for info in update.roster),
+                    strangers=[[s.name, s.differences] for s in update.strangers],
                 )
             case Refused():
-                say("refused", reason=news.reason, remedy=news.remedy, retry=news.retry)
+                say("refused", reason=update.reason, remedy=update.remedy, retry=update.retry)
             case StrangerJoined(stranger=stranger):
                 say("stranger_joined", name=stranger.name, differences=stranger.differences)
             case Tick(strangers=count) if count != self.strangers:
                 self.strangers = count
                 say("strangers_counted", count=count)
             case Coordinator():
-                say(f"coordinator_{news.value}")
+                say(f"coordinator_{update.value}")
             case EngineSuspected(epoch=epoch):
                 say("engine_suspected", epoch=epoch)
             case EngineRecovered(epoch=epoch):
@@ -211,7 +211,7 @@ class Engine:
             self.hears.wait()
 
     def _attach(self, info: EngineInfo) -> None:
-        table = self.handouts.table_of_member(info.epoch, info.num_blocks, len(info.ranks))
+        table = self.handouts.roster_table(info.epoch, info.num_blocks, len(info.ranks))
         self.peers[info.epoch] = table
         self._scan(info.epoch)
 
@@ -263,7 +263,7 @@ class Engine:
             case "hear":
                 self.hears.set()
             case "fail":
-                self.failing.add(order["news"])
+                self.failing.add(order["update"])
             case "errors":
                 say("errors", count=client.errors)
             case "fork":

@@ -13,7 +13,6 @@ from typing import Any
 import zmq
 
 from kvshm.node.coordinator_client import CoordinatorClient
-from kvshm.node.news import EventBatches, News
 from kvshm.node.protocol import (
     PROTOCOL_VERSION,
     AnyBroadcast,
@@ -28,6 +27,7 @@ from kvshm.node.protocol import (
     decode_command,
     encode,
 )
+from kvshm.node.updates import EventBatches, Update
 from kvshm.rundir import command_endpoint, event_endpoint
 from kvshm.timing import TIMING, Timing
 
@@ -62,15 +62,15 @@ class Recorder:
     def describe(self) -> EngineInfo | None:
         return None if self.epoch is None else engine_info(self.epoch, "own")
 
-    def apply(self, news: News) -> None:
-        match news:
+    def apply(self, update: Update) -> None:
+        match update:
             case EventBatches(batches):
                 for batch in batches:
                     self._note("engine_events", *batch)
             case Tick():
                 pass  # it is told each second
             case _:
-                self._note(*told(news))
+                self._note(*told(update))
 
     def scan_again(self, enough: Callable[[], bool]) -> None: ...
 

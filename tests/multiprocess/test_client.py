@@ -149,7 +149,7 @@ def test_an_engine_that_raises_does_not_end_the_client(node: Node) -> None:
     node.coordinator()
     a = FakeEngine(node, "a")
     a.joined()
-    a.do("fail", news="EngineJoined")
+    a.do("fail", update="EngineJoined")
     b = FakeEngine(node, "b")
     b.heard("engine_joined", name="a")
     a.process.wait_err("apply EngineJoined failed")

@@ -11,7 +11,6 @@ import pytest
 
 from kvshm.node import coordinator_client
 from kvshm.node.coordinator_client import MAX_JOINED_BYTES
-from kvshm.node.news import EventBatches, News
 from kvshm.node.protocol import (
     EngineGone,
     EngineInfo,
@@ -24,6 +23,7 @@ from kvshm.node.protocol import (
     Refused,
     Tick,
 )
+from kvshm.node.updates import EventBatches, Update
 from kvshm.shm.counters import EVENTS_DROPPED
 from kvshm.timing import TIMING
 
@@ -129,8 +129,8 @@ def test_batches_that_wait_together_are_one_message(
 ) -> None:
     held, go_on = threading.Event(), threading.Event()
 
-    def apply(news: News) -> None:
-        if isinstance(news, EventBatches):
+    def apply(update: Update) -> None:
+        if isinstance(update, EventBatches):
             held.set()
             go_on.wait(PATIENCE_SECONDS)
 

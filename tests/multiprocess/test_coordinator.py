@@ -281,7 +281,7 @@ def test_nobody_joins_with_the_table_of_another_process(node: Node) -> None:
 def test_the_table_must_be_to_be_had_in_the_same_run_directory(node: Node) -> None:
     node.coordinator()
     refused = FakeEngine(node, "x", "--claim-epoch", str(0x1234)).heard("refused")
-    assert "not to be had in the coordinator's run directory" in refused["reason"]
+    assert "cannot be fetched in the coordinator's run directory" in refused["reason"]
     assert "one run directory" in refused["remedy"]
     assert not refused["retry"]
 

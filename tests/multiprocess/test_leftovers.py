@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvshm.node.leftovers import clear
-from kvshm.node.locks import clearing, take_lock
+from kvshm.node.locks import cleanup_lock, take_lock
 from kvshm.rundir import command_endpoint, lock_path
 
 from .processes import Managed, Node, leave_socket, wait_until
@@ -115,7 +115,7 @@ def test_who_serves_in_another_pid_namespace_is_alive(node: Node) -> None:
 
 
 def test_a_coordinator_waits_for_who_clears_up(node: Node) -> None:
-    with clearing(node.run_dir) as held:
+    with cleanup_lock(node.run_dir) as held:
         assert held
         lock = take_lock(lock_path(node.run_dir, node.namespace))  # as ``clear`` does
         coordinator = node.start_coordinator()
@@ -177,5 +177,5 @@ def test_who_loses_a_socket_to_another_coordinator_leaves_it_to_that_one(node: N
 
 
 def test_one_that_clears_up_gives_way_to_another(node: Node) -> None:
-    with clearing(node.run_dir):
+    with cleanup_lock(node.run_dir):
         assert clear(node.run_dir, node.namespace, patience=0.0).coordinator

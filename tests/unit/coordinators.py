@@ -6,12 +6,12 @@ from typing import Any, TypeVar
 
 from kvshm.coordinator.actions import (
     Action,
-    Examine,
-    Examined,
-    Publish,
-    Received,
-    Send,
+    CheckResult,
+    CheckTable,
+    EngineMessage,
+    SendBroadcast,
     Sender,
+    SendReply,
 )
 from kvshm.coordinator.roster import State
 from kvshm.coordinator.state import decide
@@ -25,9 +25,9 @@ RECORD = bytes(RECORD_BYTES)
 A = TypeVar("A")
 
 
-def new_state(*, settled: bool = True) -> State:
-    """``settled``: no coordinator before it knew engines that may yet come back."""
-    return State(epoch=1, namespace="n", uid=UID, settled=settled)
+def new_state(*, grace_over: bool = True) -> State:
+    """``grace_over``: no coordinator before it knew engines that may yet come back."""
+    return State(epoch=1, namespace="n", uid=UID, grace_over=grace_over)
 
 
 def engine(epoch: int, *, pid: int = 0, ranks: tuple[int, ...] = (), **fields: Any) -> EngineInfo:
@@ -51,7 +51,7 @@ def sender_of(info: EngineInfo) -> Sender:
 
 
 def say(state: State, info: EngineInfo, message: Command, now: float = 0.0) -> list[Action]:
-    return decide(state, Received(sender_of(info), message), now)
+    return decide(state, EngineMessage(sender_of(info), message), now)
 
 
 def join(
@@ -59,9 +59,9 @@ def join(
 ) -> tuple[Joined, list[Action]]:
     """Join, with whatever the shell looks at found in order."""
     message = Join(protocol=PROTOCOL_VERSION, engine=info, sequence=sequence)
-    assert say(state, info, message, now) == [Examine(sender_of(info), message)]
-    actions = decide(state, Examined(sender_of(info), message, None), now)
-    (reply,) = [a.message for a in actions if isinstance(a, Send)]
+    assert say(state, info, message, now) == [CheckTable(sender_of(info), message)]
+    actions = decide(state, CheckResult(sender_of(info), message, None), now)
+    (reply,) = [a.message for a in actions if isinstance(a, SendReply)]
     assert isinstance(reply, Joined)
     return reply, actions
 
@@ -71,4 +71,4 @@ def only(actions: list[Action], kind: type[A]) -> list[A]:
 
 
 def published(actions: list[Action]) -> list[Any]:
-    return [action.message for action in only(actions, Publish)]
+    return [action.message for action in only(actions, SendBroadcast)]

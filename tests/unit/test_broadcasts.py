@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvshm.coordinator.broadcasts import Broadcasts
+from kvshm.coordinator.broadcasts import BroadcastQueue
 from kvshm.node.protocol import (
     MAX_EVENTS_BYTES,
     AnyBroadcast,
@@ -20,7 +20,7 @@ class Sent:
 
     def __init__(self) -> None:
         self.frames: list[tuple[bytes, list[int]]] = []
-        self.broadcasts = Broadcasts(self._send)
+        self.broadcasts = BroadcastQueue(self._send)
 
     def _send(self, frame: bytes) -> None:
         topic, messages = open_broadcast(frame)

@@ -14,8 +14,8 @@ from kvshm import _native
 from kvshm.node.coordinator_client import CoordinatorClient
 from kvshm.node.coordinator_session import CoordinatorSession
 from kvshm.node.event_order import MAX_KEPT_BYTES
-from kvshm.node.news import EventBatches, News
 from kvshm.node.protocol import PROTOCOL_VERSION, EngineEvents, Joined
+from kvshm.node.updates import EventBatches, Update
 from kvshm.timing import TIMING, Timing
 
 from .exporters import Clock
@@ -61,7 +61,7 @@ def timers_of(client: CoordinatorClient) -> set[int]:
 class Listened:
     """A session of which other engines hear."""
 
-    listened = True
+    has_listeners = True
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -116,7 +116,7 @@ def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
     client = CoordinatorClient(tmp_path, "ns", Silent(), timing=Timing(send_later_seconds=3600.0))  # type: ignore[arg-type]  # asked nothing
     session = Opened()
     client._session = session  # type: ignore[assignment]  # what of it is used
-    assert client._opens(session)  # type: ignore[arg-type]  # the same
+    assert client._open(session)  # type: ignore[arg-type]  # the same
     monkeypatch.setattr(_native, "wake", stopped)
     client.send_events(b"a")
     assert session.poll.poll(10_000)
@@ -134,7 +134,7 @@ def test_what_has_woken_the_thread_wakes_it_once(
     client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
     session = Opened()
     client._session = session  # type: ignore[assignment]  # what of it is used
-    assert client._opens(session)  # type: ignore[arg-type]  # the same
+    assert client._open(session)  # type: ignore[arg-type]  # the same
     for put in (client.rejoin, lambda: client.send_events(b"a")):
         put()
         assert session.poll.poll(60_000)
@@ -180,7 +180,7 @@ class Leaving(Listened):
 
 def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> None:
     """Else whoever hears of very many keeps them all until it has read the last."""
-    heard: list[News] = []
+    heard: list[Update] = []
     handler = SimpleNamespace(apply=heard.append)
     session = CoordinatorSession(tmp_path, "ns", handler, Clock(), lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
     roster = Joined(

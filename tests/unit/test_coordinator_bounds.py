@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvshm.coordinator.actions import (
-    Clock,
-    Deserted,
-    Died,
-    Examine,
-    Examined,
-    Foreign,
-    Forget,
-    Send,
+    BadJoin,
+    CheckResult,
+    CheckTable,
+    ClockTick,
+    ProcessDeath,
+    ReleaseTable,
+    SendReply,
+    TableUnused,
 )
 from kvshm.coordinator.joining import MAX_OF_PROCESS, MAX_TABLES_OF_PROCESS
 from kvshm.coordinator.roster import MAX_ENDED
@@ -29,7 +29,7 @@ def test_only_the_last_ended_epochs_are_remembered_and_refused() -> None:
     assert len(state.ended) == MAX_ENDED
     last = engine(MAX_ENDED + 10)
     message = Join(protocol=PROTOCOL_VERSION, engine=last, sequence=0)
-    [send] = only(say(state, last, message), Send)
+    [send] = only(say(state, last, message), SendReply)
     assert isinstance(send.message, Refused)
 
 
@@ -40,11 +40,11 @@ def test_topics_without_engines_are_forgotten_after_a_while() -> None:
     join(state, going)
     numbers = dict(state.topics)
     say(state, going, Leave(epoch=2))
-    decide(state, Clock(), TIMING.leftovers_seconds)
+    decide(state, ClockTick(), TIMING.leftovers_seconds)
     assert state.topics.keys() == numbers.keys(), "looked at once: it may have an engine again"
-    decide(state, Clock(), 2 * TIMING.leftovers_seconds)
+    decide(state, ClockTick(), 2 * TIMING.leftovers_seconds)
     assert state.topics.keys() == {staying.fingerprint}
-    decide(state, Clock(), 3 * TIMING.leftovers_seconds)
+    decide(state, ClockTick(), 3 * TIMING.leftovers_seconds)
     assert state.idle_topics == set()
     assert join(state, engine(3, fingerprint=going.fingerprint))[0].sequence == 1
 
@@ -53,10 +53,10 @@ def test_a_topic_that_has_an_engine_again_keeps_its_numbers() -> None:
     state = new_state()
     join(state, engine(1))
     say(state, engine(1), Leave(epoch=1))
-    decide(state, Clock(), TIMING.leftovers_seconds)
+    decide(state, ClockTick(), TIMING.leftovers_seconds)
     again, _ = join(state, engine(2))
-    decide(state, Clock(), 2 * TIMING.leftovers_seconds)
-    decide(state, Clock(), 3 * TIMING.leftovers_seconds)
+    decide(state, ClockTick(), 2 * TIMING.leftovers_seconds)
+    decide(state, ClockTick(), 3 * TIMING.leftovers_seconds)
     assert state.topics == {engine(2).fingerprint: again.sequence}
 
 
@@ -64,15 +64,15 @@ def test_a_process_does_not_take_more_places_by_joining_in_many_at_once() -> Non
     state, infos = new_state(), [engine(epoch, pid=1) for epoch in range(1, MAX_OF_PROCESS + 3)]
     joins = [Join(protocol=PROTOCOL_VERSION, engine=info) for info in infos]
     for info, message in zip(infos, joins, strict=True):
-        assert only(say(state, info, message), Examine), "as long as none of them is there"
+        assert only(say(state, info, message), CheckTable), "as long as none of them is there"
     actions = [
-        decide(state, Examined(sender_of(engine(1)), message, None), 0.0) for message in joins
+        decide(state, CheckResult(sender_of(engine(1)), message, None), 0.0) for message in joins
     ]
     assert len(state.engines) == MAX_OF_PROCESS
     for epoch, late in enumerate(actions[MAX_OF_PROCESS:], MAX_OF_PROCESS + 1):
-        [send], [forget] = only(late, Send), only(late, Forget)
+        [send], [forget] = only(late, SendReply), only(late, ReleaseTable)
         assert isinstance(send.message, Refused)
-        assert forget == Forget(epoch), "its table is let go of"
+        assert forget == ReleaseTable(epoch), "its table is let go of"
 
 
 def test_a_process_that_keeps_the_tables_of_ended_epochs_is_to_wait() -> None:
@@ -81,13 +81,13 @@ def test_a_process_that_keeps_the_tables_of_ended_epochs_is_to_wait() -> None:
         join(state, engine(epoch, pid=1))
         say(state, engine(epoch, pid=1), Leave(epoch=epoch))
     one_more = engine(100, pid=1)
-    [send] = only(say(state, one_more, Join(protocol=PROTOCOL_VERSION, engine=one_more)), Send)
+    [send] = only(say(state, one_more, Join(protocol=PROTOCOL_VERSION, engine=one_more)), SendReply)
     assert isinstance(send.message, Refused)
     assert "still has 16 slot tables" in send.message.reason
     assert send.message.retry
     assert len(state.kept) == MAX_TABLES_OF_PROCESS
     join(state, engine(200, pid=2))
-    for event in (Died(1, owner=True, retired=True), Deserted(1)):
+    for event in (ProcessDeath(1, owner=True, retired=True), TableUnused(1)):
         decide(state, event, 0.0)
     join(state, one_more)
 
@@ -96,9 +96,9 @@ def test_what_a_complaint_keeps_of_its_senders_words_is_bounded() -> None:
     state = new_state()
     for n in range(1000):
         join = ForeignJoin(99, ForeignEngine(n + 1, "e", "9" * 10_000))
-        decide(state, Foreign(sender_of(engine(5)), join, "undecodable"), 0.0)
-    assert max(len(about) for _, about in state.complaints) < 300
-    assert list(state.complaints.values()) == [1000]
+        decide(state, BadJoin(sender_of(engine(5)), join, "undecodable"), 0.0)
+    assert max(len(about) for _, about in state.reports) < 300
+    assert list(state.reports.values()) == [1000]
 
 
 def test_one_process_does_not_take_all_places() -> None:
@@ -108,7 +108,7 @@ def test_one_process_does_not_take_all_places() -> None:
         join(state, engine(epoch, pid=1))
     one_more = engine(MAX_OF_PROCESS + 1, pid=1)
     [send, *_] = say(state, one_more, Join(protocol=PROTOCOL_VERSION, engine=one_more))
-    assert isinstance(send, Send)
+    assert isinstance(send, SendReply)
     assert isinstance(send.message, Refused)
     assert "8 engines" in send.message.reason
     join(state, engine(100, pid=2))

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from kvshm.coordinator.logfmt import MAX_WAITING_BYTES, _Lines
+from kvshm.coordinator.logfmt import MAX_WAITING_BYTES, _LineWriter
 
 LINE = "x" * 500
 PAGE = 4096
@@ -26,24 +26,24 @@ def pipe() -> Iterator[tuple[int, int]]:
             os.close(fd)
 
 
-def log(lines: _Lines, count: int, text: str = LINE) -> None:
+def log(lines: _LineWriter, count: int, text: str = LINE) -> None:
     for number in range(count):
         lines.handle(logging.makeLogRecord({"name": "x", "msg": f"{number}:{text}"}))
 
 
-def read_all(read: int, lines: _Lines) -> str:
+def read_all(read: int, lines: _LineWriter) -> str:
     os.set_blocking(read, False)
     said = b""
     with suppress(BlockingIOError):
         while True:
             said += os.read(read, PAGE)
-            lines.go_on()
+            lines.write_waiting()
     return said.decode()
 
 
 def test_lines_that_nobody_reads_yet_wait_in_their_order(pipe: tuple[int, int]) -> None:
     read, write = pipe
-    lines = _Lines(write)
+    lines = _LineWriter(write)
     long = "y" * (3 * PAGE)
     log(lines, 100)
     log(lines, 1, long)
@@ -56,7 +56,7 @@ def test_lines_that_nobody_reads_yet_wait_in_their_order(pipe: tuple[int, int]) 
 
 def test_lines_without_end_are_counted_and_lost(pipe: tuple[int, int]) -> None:
     read, write = pipe
-    lines = _Lines(write)
+    lines = _LineWriter(write)
     count = 2 * MAX_WAITING_BYTES // len(LINE)
     log(lines, count)
     said = read_all(read, lines)
@@ -69,7 +69,7 @@ def test_lines_without_end_are_counted_and_lost(pipe: tuple[int, int]) -> None:
 
 def test_lines_for_nobody_raise_nothing(pipe: tuple[int, int]) -> None:
     read, write = pipe
-    lines = _Lines(write)
+    lines = _LineWriter(write)
     os.close(read)
     log(lines, 100)
-    lines.go_on(patience=1.0)
+    lines.write_waiting(patience=1.0)

@@ -17,16 +17,16 @@ from hypothesis.stateful import (
 
 from kvshm.coordinator.actions import (
     Action,
-    Clock,
-    Deserted,
-    Died,
-    Examined,
-    Forget,
-    Publish,
-    Received,
-    Send,
+    CheckResult,
+    ClockTick,
+    EngineMessage,
+    ProcessDeath,
+    ReleaseTable,
+    SendBroadcast,
     Sender,
+    SendReply,
     SweepBits,
+    TableUnused,
 )
 from kvshm.coordinator.state import decide
 from kvshm.node.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Tick
@@ -73,7 +73,7 @@ class Anything(RuleBasedStateMachine):
     @initialize(restarted=st.booleans(), data=st.data())
     def there_was_another_before(self, restarted: bool, data: st.DataObject) -> None:
         """Each of its bits was either that of somebody who lives, or who died with it."""
-        self.state = new_state(settled=not restarted)
+        self.state = new_state(grace_over=not restarted)
         if not restarted:
             return
         owners = data.draw(st.lists(st.sampled_from([DEAD_BEFORE, 1, 2, 5, 6]), max_size=28))
@@ -82,7 +82,7 @@ class Anything(RuleBasedStateMachine):
                 self.dirty[bit] = {owner}
                 if owner != DEAD_BEFORE:
                     self.processes[owner].bit = bit
-        self.obey(decide(self.state, Clock(), self.now))
+        self.obey(decide(self.state, ClockTick(), self.now))
 
     def is_unknown(self, process: int) -> bool:
         """Whether it lives, and may come back with leases it took under the coordinator before:
@@ -92,13 +92,13 @@ class Anything(RuleBasedStateMachine):
     def obey(self, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Forget(epoch):
+                case ReleaseTable(epoch):
                     self.kept.remove(epoch)
                 case SweepBits(bits):
                     for bit in range(NUM_LEASE_BITS):
                         if bits >> bit & 1:
                             self.dirty[bit] = self.dirty[bit] & self.processes.keys() & self.known
-                case Publish(topic, message) if not isinstance(message, Tick):
+                case SendBroadcast(topic, message) if not isinstance(message, Tick):
                     assert message.sequence == self.sequences.get(topic, 0) + 1
                     self.sequences[topic] = message.sequence
 
@@ -117,10 +117,10 @@ class Anything(RuleBasedStateMachine):
             info = known[0]
         sender = Sender(b"route%d" % number, UID, process.told)
         join = Join(protocol=PROTOCOL_VERSION, engine=info)
-        actions = decide(self.state, Examined(sender, join, None), self.now)
+        actions = decide(self.state, CheckResult(sender, join, None), self.now)
         self.kept.add(info.epoch)
         self.known.add(number)
-        [reply] = [a.message for a in actions if isinstance(a, Send)]
+        [reply] = [a.message for a in actions if isinstance(a, SendReply)]
         assert isinstance(reply, Joined)
         self.obey(actions)
         bit = reply.lease_bit
@@ -136,7 +136,7 @@ class Anything(RuleBasedStateMachine):
     def engine_leaves(self, data: st.DataObject) -> None:
         number, info = self.infos[data.draw(st.sampled_from(sorted(self.state.engines)))]
         sender = Sender(b"", UID, self.processes[number].told)
-        self.obey(decide(self.state, Received(sender, Leave(epoch=info.epoch)), self.now))
+        self.obey(decide(self.state, EngineMessage(sender, Leave(epoch=info.epoch)), self.now))
 
     @precondition(lambda self: any(p.tables for p in self.processes.values()))
     @rule(data=st.data())
@@ -158,22 +158,22 @@ class Anything(RuleBasedStateMachine):
         process = self.processes.pop(number)
         for epoch in data.draw(st.permutations(sorted(process.tables))):
             if worker_first:
-                self.obey(decide(self.state, Died(epoch, owner=False), self.now))
+                self.obey(decide(self.state, ProcessDeath(epoch, owner=False), self.now))
             self.ends(epoch)
-        if number in self.known and self.state.settled:
+        if number in self.known and self.state.grace_over:
             assert not any(number in holders for holders in self.dirty), "leases of the dead"
 
     def ends(self, epoch: int) -> None:
         """As the shell tells it of a table that it keeps."""
-        for event in (Died(epoch, owner=True), Deserted(epoch)):
+        for event in (ProcessDeath(epoch, owner=True), TableUnused(epoch)):
             if epoch in self.kept:
                 self.obey(decide(self.state, event, self.now))
 
     @rule(seconds=st.sampled_from([0.0, 1.0, TIMING.grace_seconds]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.obey(decide(self.state, Clock(), self.now))
-        if self.state.settled:
+        self.obey(decide(self.state, ClockTick(), self.now))
+        if self.state.grace_over:
             assert not any(DEAD_BEFORE in holders for holders in self.dirty)
 
     @invariant()

@@ -8,20 +8,20 @@ import msgspec
 import pytest
 
 from kvshm.coordinator.actions import (
-    Clock,
-    Deserted,
-    Died,
-    Examine,
-    Examined,
-    Foreign,
-    Forget,
-    Garbled,
+    BadJoin,
+    BadMessage,
+    CheckResult,
+    CheckTable,
+    ClockTick,
+    EngineMessage,
     Log,
-    Publish,
-    Received,
+    ProcessDeath,
     Refusal,
-    Send,
+    ReleaseTable,
+    SendBroadcast,
     Sender,
+    SendReply,
+    TableUnused,
 )
 from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS
 from kvshm.coordinator.state import decide
@@ -65,11 +65,11 @@ def test_first_join() -> None:
     reply, actions = join(state, engine(5))
     info = engine(5, lease_bit=0)
     assert actions[:2] == [
-        Publish(
+        SendBroadcast(
             b"f" * 32,
             EngineJoined(coordinator_epoch=1, sequence=1, engine=info, engine_sequence=0),
         ),
-        Send(b"route5", reply),
+        SendReply(b"route5", reply),
     ]
     assert reply == Joined(
         protocol=PROTOCOL_VERSION,
@@ -90,9 +90,9 @@ def test_next_join_gets_the_roster_and_where_it_stands() -> None:
     state = new_state()
     join(state, engine(5), now=0.0)
     say(state, engine(5), Events(epoch=5, sequence=3, records=RECORD))
-    decide(state, Clock(), 0.0)
-    decide(state, Clock(), 2.0)
-    decide(state, Clock(), 3.5)
+    decide(state, ClockTick(), 0.0)
+    decide(state, ClockTick(), 2.0)
+    decide(state, ClockTick(), 3.5)
     reply, _ = join(state, engine(6), now=3.5)
     assert reply.roster == [engine(5, lease_bit=0)]
     assert reply.sequences == {5: 3}
@@ -114,7 +114,7 @@ def test_topics_are_numbered_apart_and_strangers_named_most_alike_first() -> Non
         ("e6", {"weights": ("1", "2"), "extra": ("y", "")}),
         ("e5", {"model": ("m", "x"), "weights": ("1", "9"), "extra": ("y", "")}),
     ]
-    told = {topic: message.stranger for topic, message in only(actions, Publish)[1:]}
+    told = {topic: message.stranger for topic, message in only(actions, SendBroadcast)[1:]}
     assert told == {
         b"5" * 32: Stranger(
             "e8", 8, {"model": ("x", "m"), "weights": ("9", "1"), "extra": ("", "y")}
@@ -150,8 +150,8 @@ def test_refused_at_once(
     state, info = new_state(), msgspec.structs.replace(engine(5), **change)
     message = Join(protocol=PROTOCOL_VERSION, engine=info)
     for times in range(2):
-        actions = decide(state, Received(sender or sender_of(info), message), 0.0)
-        (reply,) = [a.message for a in only(actions, Send)]
+        actions = decide(state, EngineMessage(sender or sender_of(info), message), 0.0)
+        (reply,) = [a.message for a in only(actions, SendReply)]
         assert isinstance(reply, Refused)
         assert reason in reply.reason
         assert remedy in reply.remedy
@@ -176,8 +176,8 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
         actions = say(state, info, Join(protocol=protocol, engine=info))
     else:
         join = ForeignJoin(protocol, ForeignEngine(5, "e5", "9.8"))
-        actions = decide(state, Foreign(sender_of(info), join, "undecodable"), 0.0)
-    (reply,) = [a.message for a in only(actions, Send)]
+        actions = decide(state, BadJoin(sender_of(info), join, "undecodable"), 0.0)
+    (reply,) = [a.message for a in only(actions, SendReply)]
     assert isinstance(reply, Refused)
     assert reply.engine_epoch == 5
     for named in (f"protocol {protocol} (kvshm 9.8)", f"{PROTOCOL_VERSION} (kvshm {__version__})"):
@@ -188,12 +188,12 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
 
 def test_refused_by_the_shells_findings() -> None:
     state, message = new_state(), Join(protocol=PROTOCOL_VERSION, engine=engine(5))
-    refusal = Refusal("not to be had", "one run directory", retry=True)
-    actions = decide(state, Examined(sender_of(engine(5)), message, refusal), 0.0)
-    (reply,) = [a.message for a in only(actions, Send)]
+    refusal = Refusal("cannot be fetched", "one run directory", retry=True)
+    actions = decide(state, CheckResult(sender_of(engine(5)), message, refusal), 0.0)
+    (reply,) = [a.message for a in only(actions, SendReply)]
     assert isinstance(reply, Refused)
     assert (reply.engine_epoch, reply.retry) == (5, True)
-    assert (reply.reason, reply.remedy) == ("not to be had", "one run directory")
+    assert (reply.reason, reply.remedy) == ("cannot be fetched", "one run directory")
     assert not state.engines
 
 
@@ -201,13 +201,13 @@ def test_what_an_engine_calls_itself_decides_nothing() -> None:
     """Its own pid is a number of its own pid namespace; who speaks is what the socket tells."""
     state, info, sender = new_state(), engine(5, pid=1), Sender(b"r", UID, 4711)
     message = Join(protocol=PROTOCOL_VERSION, engine=info)
-    assert decide(state, Received(sender, message), 0.0) == [Examine(sender, message)]
-    decide(state, Examined(sender, message, None), 0.0)
+    assert decide(state, EngineMessage(sender, message), 0.0) == [CheckTable(sender, message)]
+    decide(state, CheckResult(sender, message, None), 0.0)
     [member] = state.engines.values()
     assert (member.pid, member.info.pid) == (4711, 1)
-    actions = decide(state, Received(sender_of(info), Leave(epoch=5)), 0.0)
+    actions = decide(state, EngineMessage(sender_of(info), Leave(epoch=5)), 0.0)
     assert [line.event for line in only(actions, Log)] == ["impostor"]
-    actions = decide(state, Received(sender, Leave(epoch=5)), 0.0)
+    actions = decide(state, EngineMessage(sender, Leave(epoch=5)), 0.0)
     assert [line.event for line in only(actions, Log)] == ["leave"]
 
 
@@ -219,9 +219,9 @@ def test_engines_that_cannot_be_told_apart_by_their_pids_get_bits_apart() -> Non
     replies = []
     for info in (ended, msgspec.structs.replace(present, lease_bit=0)):
         message = Join(protocol=PROTOCOL_VERSION, engine=info)
-        actions = decide(state, Examined(nobody, message, None), 0.0)
-        replies += [send.message for send in only(actions, Send)]
-        decide(state, Received(nobody, Leave(epoch=5)), 0.0)
+        actions = decide(state, CheckResult(nobody, message, None), 0.0)
+        replies += [send.message for send in only(actions, SendReply)]
+        decide(state, EngineMessage(nobody, Leave(epoch=5)), 0.0)
     assert [reply.lease_bit for reply in replies if isinstance(reply, Joined)] == [0, 1]
 
 
@@ -229,10 +229,12 @@ def test_an_examination_that_ends_after_its_epoch_lets_go_of_the_table() -> None
     state = new_state()
     join(state, engine(5))
     say(state, engine(5), Leave(epoch=5))
-    decide(state, Died(5, owner=True), 0.0)
-    assert only(decide(state, Deserted(5), 0.0), Forget) == [Forget(5)]
-    late = Examined(sender_of(engine(5)), Join(protocol=PROTOCOL_VERSION, engine=engine(5)), None)
-    assert decide(state, late, 0.0) == [Forget(5)]
+    decide(state, ProcessDeath(5, owner=True), 0.0)
+    assert only(decide(state, TableUnused(5), 0.0), ReleaseTable) == [ReleaseTable(5)]
+    late = CheckResult(
+        sender_of(engine(5)), Join(protocol=PROTOCOL_VERSION, engine=engine(5)), None
+    )
+    assert decide(state, late, 0.0) == [ReleaseTable(5)]
     assert not state.engines
 
 
@@ -241,7 +243,7 @@ def test_an_ended_epoch_never_comes_back() -> None:
     join(state, engine(5))
     say(state, engine(5), Leave(epoch=5))
     actions = say(state, engine(5), Join(protocol=PROTOCOL_VERSION, engine=engine(5)))
-    (reply,) = [a.message for a in only(actions, Send)]
+    (reply,) = [a.message for a in only(actions, SendReply)]
     assert isinstance(reply, Refused)
     assert "ended" in reply.reason
 
@@ -251,7 +253,7 @@ def test_an_epoch_belongs_to_one_engine() -> None:
     join(state, engine(5))
     other = engine(5, pid=6)
     actions = say(state, other, Join(protocol=PROTOCOL_VERSION, engine=other))
-    assert isinstance(only(actions, Send)[0].message, Refused)
+    assert isinstance(only(actions, SendReply)[0].message, Refused)
 
 
 def test_joining_again_is_silent_unless_events_were_lost() -> None:
@@ -277,7 +279,7 @@ def test_events_are_relayed_with_both_sequences() -> None:
     join(state, engine(5))
     actions = say(state, engine(5), Events(epoch=5, sequence=4, records=RECORD))
     assert actions == [
-        Publish(
+        SendBroadcast(
             b"f" * 32,
             EngineEvents(
                 coordinator_epoch=1, sequence=2, epoch=5, engine_sequence=4, records=RECORD
@@ -312,7 +314,7 @@ def test_events_that_are_repeated_cut_or_anothers_are_dropped() -> None:
 def test_who_is_not_in_the_roster_is_told_to_join_first(message: Command) -> None:
     state = new_state()
     reply = JoinFirst(coordinator_epoch=1, engine_epoch=5)
-    assert say(state, engine(5), message) == [Send(b"route5", reply)]
+    assert say(state, engine(5), message) == [SendReply(b"route5", reply)]
     assert say(state, engine(5), Leave(epoch=5)) == []
 
 
@@ -320,28 +322,28 @@ def test_heartbeat_shows_dropped_events_in_the_next_tick() -> None:
     state = new_state()
     join(state, engine(5))
     assert say(state, engine(5), Heartbeat(epoch=5, sequence=7)) == []
-    ticks = [m for m in published(decide(state, Clock(), 0.0)) if isinstance(m, Tick)]
+    ticks = [m for m in published(decide(state, ClockTick(), 0.0)) if isinstance(m, Tick)]
     assert [(t.sequence, t.sequences) for t in ticks] == [(1, {5: 7})]
-    again = [m for m in published(decide(state, Clock(), 1.0)) if isinstance(m, Tick)]
+    again = [m for m in published(decide(state, ClockTick(), 1.0)) if isinstance(m, Tick)]
     assert again == ticks  # a tick has no number of its own
 
 
 def test_garbage_is_logged_once_per_sender() -> None:
     state = new_state()
-    lines = [decide(state, Garbled(Sender(b"r", UID, 9), f"{i}"), 0.0) for i in range(3)]
+    lines = [decide(state, BadMessage(Sender(b"r", UID, 9), f"{i}"), 0.0) for i in range(3)]
     assert [len(only(actions, Log)) for actions in lines] == [1, 0, 0]
-    assert state.complaints == {(9, "garbled"): 3}
+    assert state.reports == {(9, "garbled"): 3}
     for pid in range(5000):
-        decide(state, Garbled(Sender(b"r", UID, pid), "x"), 0.0)
-    assert len(state.complaints) <= 1000
+        decide(state, BadMessage(Sender(b"r", UID, pid), "x"), 0.0)
+    assert len(state.reports) <= 1000
 
 
 def test_who_sends_a_malformed_join_is_told_what_is_wrong_with_it() -> None:
     state, own = new_state(), ForeignJoin(PROTOCOL_VERSION, ForeignEngine(5, "e5"))
     lines = []
     for n in range(3):
-        actions = decide(state, Foreign(sender_of(engine(5)), own, f"of {n} bytes"), 0.0)
-        [send], lines = only(actions, Send), lines + only(actions, Log)
+        actions = decide(state, BadJoin(sender_of(engine(5)), own, f"of {n} bytes"), 0.0)
+        [send], lines = only(actions, SendReply), lines + only(actions, Log)
         assert isinstance(send.message, Refused)
         assert (send.message.engine_epoch, send.message.retry) == (5, False)
         assert f"of {n} bytes" in send.message.remedy

@@ -15,18 +15,18 @@ from typing import Any
 
 import pytest
 
-from kvshm.coordinator.actions import Clock as Passed
 from kvshm.coordinator.actions import (
-    Deserted,
-    Died,
-    Event,
-    Examine,
-    Examined,
-    Forget,
-    Garbled,
+    BadMessage,
+    CheckResult,
+    CheckTable,
+    Input,
+    ProcessDeath,
+    ReleaseTable,
     Sender,
     SweepFiles,
+    TableUnused,
 )
+from kvshm.coordinator.actions import ClockTick as Passed
 from kvshm.coordinator.server import Server
 from kvshm.coordinator.tables import Tables
 from kvshm.node.handout import Request
@@ -95,18 +95,18 @@ class Watched:
     def join(self) -> None:
         info = engine(EPOCH, pid=1, ranks=(2, 3), fingerprint=bytes(32))
         sender = Sender(b"r", os.geteuid(), self._pid)
-        assert self.tables.examine(sender, Join(protocol=PROTOCOL_VERSION, engine=info)) is None
+        assert self.tables.check(sender, Join(protocol=PROTOCOL_VERSION, engine=info)) is None
         [answer] = self.hear()
-        assert isinstance(answer, Examined)
+        assert isinstance(answer, CheckResult)
         assert answer.refusal is None
 
-    def hear(self) -> list[Event]:
+    def hear(self) -> list[Input]:
         """What a connection tells, without a look at anything else."""
         numbers = [connection.fileno() for connection in self.tables.connections()]
         readable, _, _ = select.select(numbers, [], [], 100)
-        return list(self.tables.news(set(readable)))
+        return list(self.tables.read(set(readable)))
 
-    def look(self) -> list[Event]:
+    def look(self) -> list[Input]:
         return list(self.tables.look())
 
 
@@ -118,7 +118,7 @@ def test_an_engines_death_is_heard_at_once(served: ServedNode, start: Start, scr
     watched = Watched(served, owner.pid)
     assert watched.look() == []
     owner.kill()
-    assert watched.hear() == [Died(EPOCH, owner=True), Deserted(EPOCH)]
+    assert watched.hear() == [ProcessDeath(EPOCH, owner=True), TableUnused(EPOCH)]
     watched.tables.close()
 
 
@@ -132,13 +132,13 @@ def test_a_workers_death_is_seen_by_looking_and_is_not_the_engines(
     assert watched.look() == []
     first.kill()
     first.wait()
-    assert watched.look() == [Died(EPOCH, owner=False)]
+    assert watched.look() == [ProcessDeath(EPOCH, owner=False)]
     owner.kill()
-    assert watched.hear() == [Died(EPOCH, owner=True)]
+    assert watched.hear() == [ProcessDeath(EPOCH, owner=True)]
     assert watched.look() == [], "a worker may still hold leases"
     second.kill()
     second.wait()
-    assert watched.look() == [Deserted(EPOCH)]
+    assert watched.look() == [TableUnused(EPOCH)]
     watched.tables.close()
 
 
@@ -149,7 +149,7 @@ def test_a_process_that_stands_still_has_not_died(served: ServedNode, start: Sta
     os.kill(owner.pid, signal.SIGSTOP)
     assert watched.look() == []
     owner.kill()
-    assert watched.hear() == [Died(EPOCH, owner=True), Deserted(EPOCH)]
+    assert watched.hear() == [ProcessDeath(EPOCH, owner=True), TableUnused(EPOCH)]
     watched.tables.close()
 
 
@@ -181,7 +181,7 @@ def server(served: ServedNode) -> Iterator[Server]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     tables = Tables(served.run_dir, served.namespace, Clock())
-    tables.examine = refused  # type: ignore[method-assign]
+    tables.check = refused  # type: ignore[method-assign]
     server = Server(new_state(), tables, refused, refused)
     yield server
     server.close()
@@ -195,16 +195,16 @@ def test_what_the_machine_refuses_costs_the_action_and_one_line_in_the_log(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             server._perform(SweepFiles())
-        server._perform(Examine(sender_of(engine(1)), message))
-        server._perform(Forget(1))
+        server._perform(CheckTable(sender_of(engine(1)), message))
+        server._perform(ReleaseTable(1))
     assert [r.getMessage().partition(" reason")[0] for r in caplog.records] == [
         "event=failed what=SweepFiles",
-        "event=failed what=Examine",
+        "event=failed what=CheckTable",
     ]
-    [examined] = server._events
-    assert isinstance(examined, Examined)
-    assert examined.refusal is not None
-    assert examined.refusal.retry, "its answer is that it shall ask again"
+    [result] = server._inputs
+    assert isinstance(result, CheckResult)
+    assert result.refusal is not None
+    assert result.refusal.retry, "its answer is that it shall ask again"
 
 
 def test_a_bug_costs_what_led_to_it_and_its_traceback_is_said_once(
@@ -216,11 +216,11 @@ def test_a_bug_costs_what_led_to_it_and_its_traceback_is_said_once(
     server = Server(new_state(), Tables(served.run_dir, served.namespace, Clock()), bug, bug)
     for _ in range(3):
         server._handle(Passed())  # the first sweeps files
-        server._handle(Garbled(None, ""))  # type: ignore[arg-type]  # a bug
+        server._handle(BadMessage(None, ""))  # type: ignore[arg-type]  # a bug
         server._perform(SweepFiles())
     server.close()
     said = [(r.getMessage().partition(" reason")[0], bool(r.exc_info)) for r in caplog.records]
-    assert said == [("event=bug what=SweepFiles", True), ("event=bug what=Garbled", True)]
+    assert said == [("event=bug what=SweepFiles", True), ("event=bug what=BadMessage", True)]
 
 
 @pytest.mark.parametrize("timing", [TIMING, TIMING.scaled(0.1)], ids=["product", "tenth"])
@@ -229,7 +229,7 @@ def test_the_clock_is_looked_at_more_often_while_engines_come_back(
 ) -> None:
     """Each look sends a tick, from which whoever missed a join of the others learns of it."""
     clock, looks = Clock(), list[float]()
-    state, begin = new_state(settled=False), clock.now
+    state, begin = new_state(grace_over=False), clock.now
     state.timing = timing
     tables = Tables(served.run_dir, served.namespace, clock)
     server = Server(state, tables, lambda: None, lambda: looks.append(clock.now - begin), clock)
@@ -243,7 +243,7 @@ def test_the_clock_is_looked_at_more_often_while_engines_come_back(
     server.run(lambda: clock.now - begin > timing.grace_seconds + 10 * timing.heartbeat_seconds)
     server.close()
     os.close(wake)
-    assert state.settled
+    assert state.grace_over
     gaps = [b - a for a, b in pairwise(looks)]
     before = [gap for gap, at in zip(gaps, looks, strict=False) if at < 0.99 * timing.grace_seconds]
     assert max(before) == pytest.approx(timing.return_tick_seconds)

@@ -11,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from msgspec import Raw
 
 from kvshm.node.event_order import MAX_KEPT_BYTES, EventOrder, Verdict
-from kvshm.node.news import EventBatches, EventsLost
 from kvshm.node.protocol import (
     PROTOCOL_VERSION,
     AnyBroadcast,
@@ -24,6 +23,7 @@ from kvshm.node.protocol import (
     Joined,
     Tick,
 )
+from kvshm.node.updates import EventBatches, EventsLost
 
 from ..told import all_told
 
@@ -61,12 +61,12 @@ def joined(sequence: int, coordinator: int = 1, own: int = OWN, **engines: int) 
 def order_at(sequence: int, **engines: int) -> EventOrder:
     order = EventOrder()
     order.begin(joined(sequence, **engines))
-    order.take_news()
+    order.take_updates()
     return order
 
 
 def news_of(order: EventOrder) -> list[tuple[Any, ...]]:
-    return all_told(order.take_news())
+    return all_told(order.take_updates())
 
 
 def events(sequence: int, engine_sequence: int, epoch: int = 7) -> EngineEvents:
@@ -142,7 +142,7 @@ def test_of_a_frame_what_is_not_the_next_is_left_to_take() -> None:
     assert order.receive_events(whole) == 4
     assert order.receive(events(5, 3)) is Verdict.MEMBER
     assert news_of(order) == [("engine_events", [(7, b"1"), (8, b"1"), (7, b"2"), (7, b"3")])]
-    assert order.heard == {7: 3, 8: 1}
+    assert order.last_events == {7: 3, 8: 1}
 
 
 def test_so_many_events_are_to_be_taken_before_more_arrive() -> None:
@@ -160,7 +160,7 @@ def test_events_of_an_unknown_epoch_are_dropped() -> None:
     order = order_at(5)
     assert order.receive(events(6, 1)) is Verdict.MEMBER
     assert news_of(order) == []
-    assert order.heard == {}
+    assert order.last_events == {}
 
 
 def test_tick_shows_a_lost_tail() -> None:
@@ -191,7 +191,7 @@ def test_engines_may_be_missing_for_a_while_after_a_restart() -> None:
     assert news_of(order) == [("engine_joined", engine(7))]
     order.give_up_missing()
     assert news_of(order) == [("engine_gone", 9, "did not join the new coordinator")]
-    assert order.heard == {8: 1, 7: 3}
+    assert order.last_events == {8: 1, 7: 3}
 
 
 def test_suspicion_ends_with_recovery_return_or_roster() -> None:
@@ -232,7 +232,7 @@ class Anything(RuleBasedStateMachine):
 
     @rule()
     def news_are_applied(self) -> None:
-        for news in self.order.take_news():
+        for news in self.order.take_updates():
             match news:
                 case EngineJoined(engine=info):
                     self.replica[info.epoch] = set(self.truth.get(info.epoch, ()))
@@ -244,7 +244,7 @@ class Anything(RuleBasedStateMachine):
                         self.replica[epoch].add(int(records))
                 case EventsLost(epoch):
                     self.lost.add(epoch)
-        assert self.replica.keys() == self.order.heard.keys(), "knows whom it keeps"
+        assert self.replica.keys() == self.order.last_events.keys(), "knows whom it keeps"
 
     # -- the world
 

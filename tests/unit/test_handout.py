@@ -94,7 +94,7 @@ def test_the_coordinator_hands_out_the_tables_of_the_roster(
 ) -> None:
     """Also while the engine does not answer."""
     engine.close_server()
-    table = served.handouts.table_of_member(EPOCH, 26, 1)
+    table = served.handouts.roster_table(EPOCH, 26, 1)
     assert (table.epoch, table.engine) == (EPOCH, "e")
     table.close()
     read = served.handouts.table_from_coordinator(EPOCH)
@@ -102,14 +102,14 @@ def test_the_coordinator_hands_out_the_tables_of_the_roster(
         _native.store(read._segment.buffer, RETIRED_OFFSET, 1)
     read.close()
     with pytest.raises(SegmentNotFound, match="no such engine is in the roster"):
-        served.handouts.table_of_member(8, 26, 1)
+        served.handouts.roster_table(8, 26, 1)
 
 
 def test_a_table_larger_than_the_roster_says_is_not_mapped(
     served: ServedNode, engine: Served
 ) -> None:
     with pytest.raises(SegmentError, match=rf"at most {table_bytes(25, 1)} were expected"):
-        served.handouts.table_of_member(EPOCH, 25, 1)
+        served.handouts.roster_table(EPOCH, 25, 1)
     assert engine.table.nbytes == table_bytes(26, 1)
 
 
@@ -280,7 +280,7 @@ def test_who_stands_still_costs_the_timeout(served: ServedNode) -> None:
         listener.bind(str(path))
         listener.listen()
         with pytest.raises(SegmentError, match=r"no answer within 0\.05 s"):
-            hasty.table_of_member(EPOCH, 1, 1)
+            hasty.roster_table(EPOCH, 1, 1)
 
 
 STAYS = """
@@ -356,7 +356,7 @@ def test_a_coordinator_whose_socket_is_gone_does_not_say_that_engines_have_ended
     served: ServedNode,
 ) -> None:
     with pytest.raises(SegmentError) as caught:
-        served.handouts.table_of_member(EPOCH, 8, 1)
+        served.handouts.roster_table(EPOCH, 8, 1)
     assert not isinstance(caught.value, SegmentNotFound)
 
 

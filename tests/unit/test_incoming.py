@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvshm.coordinator.incoming import KEPT, Incoming
+from kvshm.coordinator.incoming import KEPT, MessageReader
 
 PARTS = 5000
 
@@ -38,7 +38,7 @@ def ends() -> Iterator[Ends]:
     ends.close()
 
 
-def next_of(incoming: Incoming, router: zmq.Socket[bytes]) -> tuple[list[bytes], int, int]:
+def next_of(incoming: MessageReader, router: zmq.Socket[bytes]) -> tuple[list[bytes], int, int]:
     """The next message, how many parts it is said to have, and how often had to be asked."""
     asked = 1
     while (message := incoming.receive(router)) is None:
@@ -48,7 +48,7 @@ def next_of(incoming: Incoming, router: zmq.Socket[bytes]) -> tuple[list[bytes],
 
 
 def test_no_more_is_kept_than_a_message_has_and_each_part_is_a_turn(ends: Ends) -> None:
-    incoming = Incoming()
+    incoming = MessageReader()
     ends.dealer.send_multipart([b"begin", *[b""] * PARTS])
     ends.dealer.send(b"next")
     assert next_of(incoming, ends.router) == ([b"begin"], PARTS + 2, PARTS + 2)
@@ -58,7 +58,7 @@ def test_no_more_is_kept_than_a_message_has_and_each_part_is_a_turn(ends: Ends) 
 
 
 def test_what_another_socket_began_is_no_part_of_a_message(ends: Ends) -> None:
-    incoming = Incoming()
+    incoming = MessageReader()
     ends.dealer.send_multipart([b"begin", b"", b""])
     assert incoming.receive(ends.router) is None
     anew, dealer = ends.connected()

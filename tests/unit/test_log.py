@@ -40,7 +40,7 @@ def test_an_engine_is_named_with_epoch_and_pid() -> None:
     assert engine_name(0x10DDD, "vllm-7", 7) == "vllm-7 (epoch 0000000000010ddd, pid 7)"
     assert engine_name(name="vllm-7", pid=7) == "vllm-7 (pid 7)"
     assert engine_name(0x10DDD) == "(epoch 0000000000010ddd)"
-    assert engine(0x10DDD, name="vllm-7", pid=7).who == engine_name(0x10DDD, "vllm-7", 7)
+    assert engine(0x10DDD, name="vllm-7", pid=7).log_name == engine_name(0x10DDD, "vllm-7", 7)
 
 
 def test_every_logger_of_the_product_is_one_of_these() -> None:

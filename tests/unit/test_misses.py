@@ -126,23 +126,23 @@ def test_another_epochs_counters_begin_at_zero(
 
 
 def test_an_incompatible_engine_is_named_with_what_differs() -> None:
-    assert incompatible.line(OTHER) == (
+    assert incompatible.log_line(OTHER) == (
         "engine vllm-7 (pid 7) cannot share with this one: "
         "dtype is bf16 here, f16 there; also weights"
     )
-    assert incompatible.note(OTHER) == (
+    assert incompatible.error_log_entry(OTHER) == (
         "cannot share with vllm-7: dtype is bf16 here, f16 there; also weights"
     )
 
 
 def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
     many = dict.fromkeys(FIELDS, ("1" * 999, "1" * 500 + "2"))
-    line = incompatible.line(Stranger("x", 1, many))
+    line = incompatible.log_line(Stranger("x", 1, many))
     assert all(name in line for name in FIELDS)
     assert len(line) < 700
     endless = Stranger("x", 1, {f"field{i}": ("1", "2") for i in range(10_000)})
-    assert len(incompatible.line(endless)) < 700
-    assert incompatible.line(endless).endswith("...")
+    assert len(incompatible.log_line(endless)) < 700
+    assert incompatible.log_line(endless).endswith("...")
 
 
 @pytest.mark.parametrize("same", [0, 5, 90])
@@ -154,7 +154,7 @@ def test_a_note_fits_the_error_log_and_shows_where_values_differ(
     ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
     differing = {"batch_invariant": (ours, theirs)}
     differing |= {f"field{i}": ("1", "2") for i in range(others)}
-    text = incompatible.note(Stranger(name, 4194304, differing))
+    text = incompatible.error_log_entry(Stranger(name, 4194304, differing))
     assert len(text) <= TEXT_BYTES
     if len(name) < 20:
         assert "1 here, " in text
@@ -207,8 +207,8 @@ def test_both_sides_say_it_once_and_note_it(
         handler.apply(reply)
         late = Stranger("vllm-8", 8, {"block_size": ("16", "32")})
         handler.apply(new(late))
-    assert caplog.messages == [f"kvshm: {incompatible.line(one)}" for one in (OTHER, late)]
-    noted = {incompatible.note(OTHER): 2, incompatible.note(late): 1}
+    assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in (OTHER, late)]
+    noted = {incompatible.error_log_entry(OTHER): 2, incompatible.error_log_entry(late): 1}
     assert {e.text: e.times for e in table.errors()} == noted
     assert peers.num_incompatible == 1
     handler.apply(Tick(coordinator_epoch=1, sequence=1, sequences={}, strangers=2))
@@ -224,7 +224,7 @@ def test_engines_of_another_model_are_no_warning_and_told_once_for_all(
     with caplog.at_level(logging.INFO, "vllm.kvshm"):
         for stranger in strangers:
             handler.apply(new(stranger))
-    assert caplog.messages == [f"kvshm: {incompatible.line(one)}" for one in strangers[:2]]
+    assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in strangers[:2]]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
@@ -235,7 +235,7 @@ def test_of_very_many_strangers_the_latest_are_remembered_as_named(
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
         for stranger in (*strangers, *strangers[-MAX_NAMED:]):
             handler.apply(new(stranger))
-    assert caplog.messages == [f"kvshm: {incompatible.line(one)}" for one in strangers]
+    assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in strangers]
     assert len(handler._named) == MAX_NAMED
 
 
@@ -275,7 +275,7 @@ def test_a_list_of_peers_that_could_not_be_written_is_written_with_a_beat(
     path = tmp_path / "not yet" / "peers"
     listed = PeerList(path)
     listed.write([])
-    monkeypatch.setattr(peers, "_listed", listed)
+    monkeypatch.setattr(peers, "_peer_list", listed)
     handler.beat()
     path.parent.mkdir()
     assert not path.exists()

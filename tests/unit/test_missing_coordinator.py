@@ -14,8 +14,8 @@ import zmq
 
 from kvshm.engine.roster_handler import RosterHandler
 from kvshm.node.coordinator_session import CoordinatorSession as Session
-from kvshm.node.news import Coordinator, News
 from kvshm.node.protocol import EngineInfo, Join, Refused, decode_command, encode
+from kvshm.node.updates import Coordinator, Update
 from kvshm.rundir import command_endpoint, start_command
 from kvshm.timing import TIMING, Timing
 from kvshm.tools import dump_index
@@ -40,14 +40,14 @@ class Engine:
     """Remembers what it was told; ready to join from the moment that it has a description."""
 
     def __init__(self) -> None:
-        self.told: list[News] = []
+        self.told: list[Update] = []
         self.info: EngineInfo | None = INFO
 
     def describe(self) -> EngineInfo | None:
         return self.info
 
-    def apply(self, news: News) -> None:
-        self.told.append(news)
+    def apply(self, update: Update) -> None:
+        self.told.append(update)
 
     def scan_again(self, enough: object) -> None: ...
 

@@ -18,14 +18,14 @@ SEVERITY = {
     "exception": "Errors",
     "warning": "Warnings",
     "_note": "Warnings",
-    "_complain": "Warnings",
+    "_warn_once": "Warnings",
     "info": "Information",
     "_log_once": "Information",
     "debug": "Debug",
 }
 """By the function that logs."""
 LEVELS = {*SEVERITY, "log", "Limit"}
-EVENTS = {"Log", "complain", "_log_end"}
+EVENTS = {"Log", "report", "_log_end"}
 ENGINE = ("kvshm", "hooks/vllm", "transport")
 
 

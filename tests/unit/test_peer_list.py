@@ -43,11 +43,11 @@ def test_what_could_not_be_read_is_read_the_next_time(
     with monkeypatch.context() as short:
         short.setattr(os, "open", no_room)
         short.setattr(Path, "read_bytes", no_room)
-        assert [reader.news() for _ in range(3)] == [None] * 3
+        assert [reader.read_new() for _ in range(3)] == [None] * 3
     assert len(complaints) == 1
     assert "Too many open files" in complaints[0]
-    assert reader.news() == [peer]
-    assert reader.news() is None
+    assert reader.read_new() == [peer]
+    assert reader.read_new() is None
 
 
 def test_what_could_not_be_written_is_written_later(
@@ -61,7 +61,7 @@ def test_what_could_not_be_written_is_written_later(
         assert list(path.parent.iterdir()) == [], "nothing half-written either"
     assert len(complaints) == 1
     listed.write_again()
-    assert PeerListReader(path).news() == []
+    assert PeerListReader(path).read_new() == []
     written = path.stat().st_ino
     listed.write_again()
     assert path.stat().st_ino == written, "once"
@@ -96,7 +96,7 @@ def test_what_no_writer_has_left_there_names_nobody_and_blocks_nobody(
     reader = PeerListReader(path)
     news: list[object] = []
     threading.Thread(
-        target=lambda: news.append((reader.news(), reader.news())), daemon=True
+        target=lambda: news.append((reader.read_new(), reader.read_new())), daemon=True
     ).start()
     until(lambda: news)
     assert news == [(None, None)]
@@ -111,7 +111,7 @@ def test_what_lies_in_the_place_of_the_new_list_is_never_opened(path: Path, expo
     """A FIFO would wait for somebody who reads it, and the client's thread with it."""
     os.mkfifo(path.with_name(f"{path.name}.new"))
     PeerList(path).write([exporter().info])
-    assert PeerListReader(path).news()
+    assert PeerListReader(path).read_new()
 
 
 def test_a_list_that_somebody_has_removed_is_written_again(path: Path, exporter: Make) -> None:
@@ -119,7 +119,7 @@ def test_a_list_that_somebody_has_removed_is_written_again(path: Path, exporter:
     peers.write([exporter().info])
     path.unlink()
     peers.write_again()
-    assert PeerListReader(path).news()
+    assert PeerListReader(path).read_new()
     peers.end()
     peers.write_again()
     assert not path.exists()

@@ -61,7 +61,7 @@ def test_who_has_gone_is_dropped(peers: Peers, exporter: Make) -> None:
     b.publish(2)
     peers.joined(a.info)
     peers.joined(b.info)
-    assert peers.gone(a.info.epoch) == a.info.who
+    assert peers.gone(a.info.epoch) == a.info.log_name
     assert peers.gone(a.info.epoch) == f"(epoch {a.info.epoch:016x})"
     assert (offered(peers, 1), offered(peers, 2)) == ([], [(2, 2, 0)])
     assert peers.stats().attached == 1
@@ -74,7 +74,7 @@ def test_joining_again_repairs_what_was_missed(peers: Peers, exporter: Make) -> 
     a.reuse(1)
     a.publish(2)
     peers.joined(a.info)
-    assert peers.rescans.work_off(peers.rescan, lambda: False) == 1
+    assert peers.scan_queue.scan_due(peers.rescan, lambda: False) == 1
     assert (offered(peers, 1), offered(peers, 2)) == ([], [(1, 2, 0)])
 
 
@@ -140,7 +140,7 @@ def test_senseless_events_are_dropped_and_the_truth_is_scanned(
     for _ in range(3):
         peers.apply_events([(1, beyond)])
     peers.apply_events([(1, beyond[:-1])])
-    assert peers.rescans.work_off(peers.rescan, lambda: False) == 1
+    assert peers.scan_queue.scan_due(peers.rescan, lambda: False) == 1
     assert offered(peers, 3) == [(1, 3, 0)]
     assert caplog.text.count("make no sense") == 1
 
@@ -261,7 +261,7 @@ def test_closed_peers_answer_nothing_and_raise_nothing(peers: Peers, exporter: M
     peers.apply_events([(1, event)])
     peers.rescan(1)
     peers.forget(1, event)
-    peers.fail(1)
+    peers.load_failed(1)
     peers.gone(1)
     assert (peers.lookup(HASHES, 0, 9), peers.tables_by_bit()) == ([], {})
     assert peers.stats() == PeersStats(0, 0)
@@ -324,8 +324,8 @@ def test_the_schedulers_thread_waits_for_no_scan_and_no_growth(
         small.forget(2, run.records)
         assert small.lookup(HASHES, 1, 2) == []
         assert small.why_missed(HASHES, 1) is MISS_NO_OWNER
-        small.fine(1)
-        assert not small.fail(1)
+        small.load_succeeded(1)
+        assert not small.load_failed(1)
         assert (small.stats().usable, len(small.tables_by_bit())) == (3, 3)
         assert len(small.replica.forgotten) == 2
     assert not small.replica.forgotten, "the client's thread has done it"

@@ -176,13 +176,13 @@ def test_three_failures_in_a_row_mean_quarantine(
     b.publish(1, 2)
     peers.joined(a.info)
     peers.joined(b.info)
-    assert not peers.fail(1)
-    assert not peers.fail(1)
-    peers.fine(1)
-    assert not peers.fail(1)
-    assert not peers.fail(1)
+    assert not peers.load_failed(1)
+    assert not peers.load_failed(1)
+    peers.load_succeeded(1)
+    assert not peers.load_failed(1)
+    assert not peers.load_failed(1)
     assert peers.stats().usable == 2
-    assert peers.fail(1)
+    assert peers.load_failed(1)
     assert peers.stats().usable == 1
     assert peers.why_missed(HASHES, 3) is MISS_QUARANTINED
     assert offered(peers, 1) == [(2, 1, 0)], "the other owner is offered meanwhile"
@@ -190,10 +190,10 @@ def test_three_failures_in_a_row_mean_quarantine(
     assert peers.stats().usable == 1
     clock.now += 0.002
     assert peers.stats().usable == 2
-    peers.fail(1)
+    peers.load_failed(1)
     assert peers.stats().usable == 2, "it takes three again"
-    peers.fail(99)
-    peers.fine(99)
+    peers.load_failed(99)
+    peers.load_succeeded(99)
 
 
 def test_a_retired_table_is_not_offered(peers: Peers, exporter: Make) -> None:
@@ -235,15 +235,15 @@ def test_nothing_is_planned_from_a_peer_that_is_being_attached(
     for one in (a, b):
         peers.joined(one.info)
     peers.apply_events([(1, a.publish(1))])
-    peers.not_attached(1)
+    peers.rank_not_attached(1)
     assert offered(peers, 1) == []
     peers.apply_events([(2, b.publish(1))])
     assert offered(peers, 1) == [(2, 1, 0)]
-    peers.attached({1})
+    peers.ranks_attached({1})
     assert len(peers.lookup(HASHES, 1, 2)) == 1
     assert peers.stats().usable == 2
-    peers.not_attached(1)
-    peers.not_attached(99)
+    peers.rank_not_attached(1)
+    peers.rank_not_attached(99)
     clock.now += TIMING.attaching_seconds + 0.001
     assert peers.stats().usable == 2
 
@@ -252,9 +252,9 @@ def test_an_attached_peer_stays_in_quarantine(peers: Peers, exporter: Make, cloc
     a = exporter()
     peers.joined(a.info)
     for _ in range(QUARANTINE_FAILURES):
-        peers.fail(1)
-    peers.not_attached(1)
-    peers.attached({1})
+        peers.load_failed(1)
+    peers.rank_not_attached(1)
+    peers.ranks_attached({1})
     clock.now += TIMING.attaching_seconds + 0.001
     assert peers.stats().usable == 0
     clock.now += TIMING.quarantine_seconds

@@ -100,14 +100,14 @@ def test_a_list_that_is_followed_no_more_while_it_is_read_names_nobody(
 ) -> None:  # fmt: skip
     """The epoch ends on the main thread, the list is read on the load thread."""
     listed.write([told(exporter())])
-    read = PeerListReader.news
+    read = PeerListReader.read_new
 
-    def news(reader: PeerListReader) -> object:
+    def read_new(reader: PeerListReader) -> object:
         found = read(reader)
         book.follow(None)
         return found
 
-    monkeypatch.setattr(PeerListReader, "news", news)
+    monkeypatch.setattr(PeerListReader, "read_new", read_new)
     book.attach_listed()
     book.attach_listed()
     assert not book._attaching

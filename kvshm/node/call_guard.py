@@ -1,4 +1,4 @@
-"""Calls of the engine by its client, which goes on whatever the engine raises."""
+"""Calls from the client's thread into the engine: the thread goes on if the engine raises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 _log = logger(__name__)
 
 
-class Guard:
+class CallGuard:
     """Counts failures, and logs the first of each kind.  Used by one thread."""
 
     def __init__(self) -> None:
@@ -19,18 +19,18 @@ class Guard:
         self._logged: set[str] = set()
 
     def call(self, method: Callable[..., T], *args: object) -> T | None:
-        """Return what ``method`` returns, None if it raises.  Failures of one method are of one
-        kind if its arguments are."""
+        """Return the result of ``method``, None if it raises.  A kind of failure is the method's
+        name with the types of its arguments."""
         try:
             return method(*args)
         except Exception:
             kinds = (type(arg).__name__ for arg in args)
-            self.failed(" ".join([method.__name__, *kinds]), exc_info=True)
+            self.log_failure(" ".join([method.__name__, *kinds]), exc_info=True)
             return None
 
-    def failed(self, what: str, *, exc_info: bool = False) -> None:
-        """Count a failure and log it unless one of its kind was.  Its kind is what stands before
-        the colon."""
+    def log_failure(self, what: str, *, exc_info: bool = False) -> None:
+        """Count a failure, and log the first of its kind.  The kind is the text before the
+        colon."""
         self.errors += 1
         kind = what.partition(":")[0]
         if kind not in self._logged:

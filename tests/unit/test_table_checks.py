@@ -15,8 +15,8 @@ import msgspec
 import pytest
 
 from kvshm import _native
-from kvshm.coordinator.actions import Deserted, Died, Event, Examined, Refusal, Sender
-from kvshm.coordinator.tables import MAX_EXAMINED, Tables
+from kvshm.coordinator.actions import CheckResult, Input, ProcessDeath, Refusal, Sender, TableUnused
+from kvshm.coordinator.tables import MAX_CHECKS, Tables
 from kvshm.ids import LeaseBit, Rank
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.node.handout import FETCH_SECONDS, Answer, Handouts
@@ -41,24 +41,24 @@ class Shell:
         self.clock = Clock()
         self.tables = Tables(node.run_dir, node.namespace, self.clock)
 
-    def wait(self) -> list[Event]:
+    def wait(self) -> list[Input]:
         """What is told next."""
         connections = [connection.fileno() for connection in self.tables.connections()]
         readable, _, _ = select.select(connections, [], [], 60)
-        return list(self.tables.news(set(readable)))
+        return list(self.tables.read(set(readable)))
 
-    def examine(self, info: EngineInfo, sender: Sender = ME) -> Refusal | None:
+    def check(self, info: EngineInfo, sender: Sender = ME) -> Refusal | None:
         join = Join(protocol=PROTOCOL_VERSION, engine=info)
-        answer = self.tables.examine(sender, join)
+        answer = self.tables.check(sender, join)
         if answer is None:
             [answer] = self.wait()
-        assert isinstance(answer, Examined)
+        assert isinstance(answer, CheckResult)
         assert (answer.sender, answer.join) == (sender, join)
         return answer.refusal
 
     def refusal(self, info: EngineInfo, sender: Sender = ME) -> Refusal:
         """It is refused, and nothing of it is kept."""
-        refusal = self.examine(info, sender)
+        refusal = self.check(info, sender)
         assert refusal is not None
         assert not list(self.tables.connections())
         assert not self.tables._members
@@ -109,9 +109,9 @@ def test_an_engine_that_is_what_it_says_is_let_in_and_its_table_handed_on(
     shell: Shell, served: ServedNode, engine: Served, info: EngineInfo
 ) -> None:
     shell.tables.serve()
-    assert shell.examine(info) is None
+    assert shell.check(info) is None
     engine.table.set_lease_bit(3)
-    got = Handouts(served.run_dir, served.namespace).table_of_member(EPOCH, 8, 1)
+    got = Handouts(served.run_dir, served.namespace).roster_table(EPOCH, 8, 1)
     assert got.lease_bit == 3, "the same memory"
     got.close()
 
@@ -119,12 +119,12 @@ def test_an_engine_that_is_what_it_says_is_let_in_and_its_table_handed_on(
 def test_who_joins_again_is_not_asked_for_its_table_again(
     shell: Shell, engine: Served, info: EngineInfo
 ) -> None:
-    assert shell.examine(info) is None
+    assert shell.check(info) is None
     join = Join(protocol=PROTOCOL_VERSION, engine=info)
-    assert shell.tables.examine(ME, join) == Examined(ME, join, None)
+    assert shell.tables.check(ME, join) == CheckResult(ME, join, None)
     other = Join(protocol=PROTOCOL_VERSION, engine=msgspec.structs.replace(info, num_blocks=9))
-    answer = shell.tables.examine(ME, other)
-    assert isinstance(answer, Examined)
+    answer = shell.tables.check(ME, other)
+    assert isinstance(answer, CheckResult)
     assert answer.refusal is not None, "but what it says now is compared with it"
 
 
@@ -132,7 +132,7 @@ def test_a_table_is_kept_until_it_is_forgotten_though_nobody_serves_it_any_more(
     shell: Shell, engine: Served, info: EngineInfo
 ) -> None:
     """Its engine may stand still, or have ended with a worker that still copies."""
-    assert shell.examine(info) is None
+    assert shell.check(info) is None
     engine.table.set_life(Rank(0))
     engine.table.publish(bytes(48), bytes(8))
     assert engine.table.lease(LeaseBit(5), engine.table.scan())[0] == 1
@@ -143,23 +143,23 @@ def test_a_table_is_kept_until_it_is_forgotten_though_nobody_serves_it_any_more(
     engine.table.close()
     soon(lambda: worker.owner_died)
     engine.close()
-    assert shell.wait() == [Died(EPOCH, owner=True, retired=True)]
+    assert shell.wait() == [ProcessDeath(EPOCH, owner=True, retired=True)]
     assert not list(shell.tables.connections())
     assert list(shell.tables.look()) == [], "told once, and its worker still has it"
     assert worker.slot(0).leases == 1 << 5
     shell.tables.sweep_bits(1 << 5)
     assert worker.slot(0).leases == 0
     worker.close()
-    seen: list[Event] = []
+    seen: list[Input] = []
     soon(lambda: bool(seen.extend(shell.tables.look()) or seen))
-    assert seen == [Deserted(EPOCH)]
-    shell.tables.forget(EPOCH)
+    assert seen == [TableUnused(EPOCH)]
+    shell.tables.release(EPOCH)
     assert list(shell.tables.look()) == []
 
 
 def test_a_server_that_ends_is_no_death(shell: Shell, engine: Served, info: EngineInfo) -> None:
     engine.table.begin_pulse(None)
-    assert shell.examine(info) is None
+    assert shell.check(info) is None
     assert engine._server is not None
     engine._server.close()
     assert shell.wait() == []
@@ -182,7 +182,7 @@ def test_a_table_that_is_nowhere_is_refused_and_the_run_directory_named(
     shell: Shell, info: EngineInfo
 ) -> None:
     refusal = shell.refusal(info)
-    assert "not to be had in the coordinator's run directory" in refusal.reason
+    assert "cannot be fetched in the coordinator's run directory" in refusal.reason
     assert "one run directory" in refusal.remedy
     assert not refusal.retry
 
@@ -340,7 +340,7 @@ def silent(served: ServedNode) -> Iterator[socket.socket]:
     path = engine_socket(served.run_dir, served.namespace, EPOCH)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(os.fspath(path))
-        listener.listen(2 * MAX_EXAMINED)
+        listener.listen(2 * MAX_CHECKS)
         yield listener
 
 
@@ -352,14 +352,14 @@ def joins(info: EngineInfo) -> Iterator[Join]:
 def test_a_silent_engine_is_waited_for_without_keeping_anybody(
     shell: Shell, served: ServedNode, info: EngineInfo
 ) -> None:
-    assert shell.tables.examine(ME, next(joins(info))) is None
+    assert shell.tables.check(ME, next(joins(info))) is None
     served.serve("other", EPOCH + 1, num_blocks=8)
     other = msgspec.structs.replace(info, epoch=EPOCH + 1)
-    assert shell.examine(other) is None
+    assert shell.check(other) is None
     assert list(shell.tables.look()) == []
     shell.clock.now += FETCH_SECONDS
     [answer] = shell.tables.look()
-    assert isinstance(answer, Examined)
+    assert isinstance(answer, CheckResult)
     assert answer.refusal is not None
     assert answer.refusal.retry
     assert "within 2 s" in answer.refusal.reason
@@ -369,10 +369,10 @@ def test_a_silent_engine_is_waited_for_without_keeping_anybody(
 def test_whose_connection_is_reset_is_to_try_again(
     shell: Shell, silent: socket.socket, info: EngineInfo
 ) -> None:
-    assert shell.tables.examine(ME, next(joins(info))) is None
+    assert shell.tables.check(ME, next(joins(info))) is None
     silent.accept()[0].close()  # with the question unread
     [answer] = shell.wait()
-    assert isinstance(answer, Examined)
+    assert isinstance(answer, CheckResult)
     assert answer.refusal is not None
     assert (answer.refusal.retry, "reset" in answer.refusal.reason) == (True, True)
 
@@ -382,16 +382,16 @@ def test_of_many_that_join_at_once_and_are_silent_some_are_to_try_again(
     shell: Shell, info: EngineInfo
 ) -> None:
     several = joins(info)
-    assert all(shell.tables.examine(ME, next(several)) is None for _ in range(MAX_EXAMINED))
-    answer = shell.tables.examine(ME, next(several))
-    assert isinstance(answer, Examined)
+    assert all(shell.tables.check(ME, next(several)) is None for _ in range(MAX_CHECKS))
+    answer = shell.tables.check(ME, next(several))
+    assert isinstance(answer, CheckResult)
     assert answer.refusal is not None
     assert answer.refusal.retry
     shell.clock.now += FETCH_SECONDS
-    assert len(list(shell.tables.look())) == MAX_EXAMINED
-    assert shell.tables.examine(ME, next(several)) is None
+    assert len(list(shell.tables.look())) == MAX_CHECKS
+    assert shell.tables.check(ME, next(several)) is None
 
 
 def test_a_dead_engines_socket_is_no_table(shell: Shell, engine: Served, info: EngineInfo) -> None:
     engine.crash()
-    assert "not to be had" in shell.refusal(info).reason
+    assert "cannot be fetched" in shell.refusal(info).reason

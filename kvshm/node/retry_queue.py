@@ -1,4 +1,4 @@
-"""What could not be done yet, and when it is tried again."""
+"""The engines that could not be attached, and when the next try is due."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from kvshm.timing import TIMING, Timing
 from .protocol import EngineInfo
 
 
-class Pause:
-    """Between two tries: after each twice as long as the time before."""
+class RetryPause:
+    """The pause between two tries: twice as long after each try, up to a bound."""
 
     def __init__(self, clock: Callable[[], float], timing: Timing = TIMING) -> None:
         self._clock = clock
@@ -20,24 +20,24 @@ class Pause:
         self._until: float | None = None
 
     def tried(self) -> None:
-        """It is tried now, or was just now."""
+        """Begin the next pause; call it with each try."""
         self._seconds = min(self._longest, 2 * self._seconds or self._first)
         self._until = self._clock() + self._seconds
 
     @property
     def over(self) -> bool:
-        """Whether to try; so it is at first."""
+        """Whether a try is due; True before the first try."""
         return self._until is None or self._clock() >= self._until
 
 
 @dataclass
 class _Waiting:
     info: EngineInfo
-    pause: Pause
+    pause: RetryPause
     suspected: bool = False
 
 
-class Later:
+class RetryQueue:
     """Engines that could not be attached, by epoch.  Used by one thread."""
 
     def __init__(self, clock: Callable[[], float], timing: Timing = TIMING) -> None:
@@ -45,22 +45,22 @@ class Later:
         self._timing = timing
         self._waiting: dict[int, _Waiting] = {}
 
-    def put(self, info: EngineInfo) -> None:
-        """Have an engine tried again."""
-        new = _Waiting(info, Pause(self._clock, self._timing))
+    def add(self, info: EngineInfo) -> None:
+        """Have an engine tried again after a pause."""
+        new = _Waiting(info, RetryPause(self._clock, self._timing))
         waiting = self._waiting.setdefault(info.epoch, new)
         waiting.info = info
         waiting.pause.tried()
 
-    def suspect(self, epoch: int, suspected: bool) -> None:
-        """Whoever is suspected is not tried until it has recovered."""
+    def set_suspected(self, epoch: int, suspected: bool) -> None:
+        """Say whether an engine is suspected: while suspected, the engine is not tried."""
         if (waiting := self._waiting.get(epoch)) is not None:
             waiting.suspected = suspected
 
-    def forget(self, epoch: int) -> None:
-        """It was attached, or has gone."""
+    def remove(self, epoch: int) -> None:
+        """Forget an engine that was attached or is gone."""
         self._waiting.pop(epoch, None)
 
     def due(self) -> list[EngineInfo]:
-        """Those whose time has come."""
+        """The engines to try now."""
         return [w.info for w in self._waiting.values() if w.pause.over and not w.suspected]

@@ -12,7 +12,7 @@ from kvshm.node.coordinator_session import CoordinatorSession
 from kvshm.node.event_order import EventOrder, Verdict
 from kvshm.node.peers import Peers
 from kvshm.node.protocol import PROTOCOL_VERSION, EngineEvents, Joined
-from kvshm.node.rescans import AT_ONCE, Rescans
+from kvshm.node.scan_queue import BURST_SCANS, ScanQueue
 from kvshm.shm.counters import RESYNCS
 from kvshm.timing import TIMING
 
@@ -47,10 +47,10 @@ class Hearing:
         events = EngineEvents(**numbers, engine_sequence=2 * self._heard, records=records)
         assert self._order.receive(events) is Verdict.MEMBER
 
-    def work_off(self) -> int:
+    def scan_due(self) -> int:
         """Returns how many tables were scanned."""
         before = self._own.table.counters.read(RESYNCS)
-        for news in self._order.take_news():
+        for news in self._order.take_updates():
             self._handler.apply(news)
         self._handler.scan_again(lambda: False)
         return self._own.table.counters.read(RESYNCS) - before
@@ -64,21 +64,21 @@ def test_any_number_of_gaps_is_mended_by_one_scan_and_after_some_by_none_for_a_s
     a.publish(1)
     for n in range(10, 15):
         hearing.hear(a.publish(n))
-    assert hearing.work_off() == 1
+    assert hearing.scan_due() == 1
     assert offered(peers, 1) == [(1, 1, 0)], "the first gap is mended at once"
-    for _ in range(AT_ONCE - 1):
+    for _ in range(BURST_SCANS - 1):
         hearing.hear(a.publish(14))
-        assert hearing.work_off() == 1, "and so are a few more"
+        assert hearing.scan_due() == 1, "and so are a few more"
     a.publish(2)
     a.reuse(10)
     clock.now += TIMING.rescan_pause_seconds - 0.01
     for n in range(15, 20):
         hearing.hear(a.publish(n))
-        assert hearing.work_off() == 0
+        assert hearing.scan_due() == 0
     assert offered(peers, 19) == [(1, 19, 0)], "what is not lost is heard at once"
     assert (offered(peers, 2), offered(peers, 10)) == ([], [(1, 10, 0)]), "a lease will tell"
     clock.now += 0.01
-    assert (hearing.work_off(), hearing.work_off()) == (1, 0)
+    assert (hearing.scan_due(), hearing.scan_due()) == (1, 0)
     assert (offered(peers, 2), offered(peers, 10)) == ([(1, 2, 0)], [])
 
 
@@ -87,28 +87,28 @@ def test_senseless_events_cost_no_more_scans_than_lost_ones(
 ) -> None:
     a = exporter("a")
     hearing = Hearing(peers, exporter("me"), a)
-    assert hearing.work_off() == 0
-    for scans in (*[1] * AT_ONCE, 0, 0):
+    assert hearing.scan_due() == 0
+    for scans in (*[1] * BURST_SCANS, 0, 0):
         peers.apply_events([(1, b"torn")] * 3)
-        assert hearing.work_off() == scans
+        assert hearing.scan_due() == scans
     clock.now += TIMING.rescan_pause_seconds
-    assert hearing.work_off() == 1
+    assert hearing.scan_due() == 1
 
 
 def test_who_has_gone_is_not_scanned(peers: Peers, exporter: Make) -> None:
     a = exporter("a")
     peers.joined(a.info)
-    peers.rescans.ask(a.info.epoch)
+    peers.scan_queue.add(a.info.epoch)
     peers.gone(a.info.epoch)
-    assert peers.rescans.work_off(peers.rescan, lambda: False) == 0
+    assert peers.scan_queue.scan_due(peers.rescan, lambda: False) == 0
 
 
 def test_when_it_is_enough_the_others_are_first_the_next_time(clock: Clock) -> None:
-    rescans, scanned = Rescans(clock), []
+    scan_queue, scanned = ScanQueue(clock), []
     for turn in range(3):
         for epoch in (1, 2, 3):
-            rescans.ask(epoch)
-        assert rescans.work_off(scanned.append, lambda: True) == 1
+            scan_queue.add(epoch)
+        assert scan_queue.scan_due(scanned.append, lambda: True) == 1
         clock.now += TIMING.rescan_pause_seconds
         assert len(scanned) == turn + 1
     assert sorted(scanned) == [1, 2, 3]
