@@ -72,7 +72,7 @@ class _Followed:
         self.listed: dict[Epoch, EngineInfo] = {}
 
 
-class PeerBook:
+class AttachmentCache:
     """The peers this rank has attached, by epoch.  Used by the load thread, and by who loads
     at once; it blocks neither, unless a method says otherwise."""
 

@@ -31,7 +31,7 @@ from kvshm.resources import start_thread
 from kvshm.shm.counters import LOADS_STARTED, LOADS_TOO_LATE
 from kvshm.shm.own_slot_table import RankSlotTable
 
-from .attachments import PeerBook
+from .attachments import AttachmentCache
 from .rank_load import RankLoad
 
 log = logger(__name__)
@@ -71,7 +71,7 @@ class RankCache:
         self.failed = ""
         """Why the rank exports nothing although it was told to; empty while all is well."""
         self._table: RankSlotTable | None = None
-        self._peers = PeerBook(transport, rank, handouts, clock)
+        self._attachments = AttachmentCache(transport, rank, handouts, clock)
         self._tidy_at = clock() + TIDY_SECONDS
         self._untidy = False
         self._loads: queue.SimpleQueue[RankLoad | None] = queue.SimpleQueue()
@@ -91,7 +91,7 @@ class RankCache:
     def attached(self) -> frozenset[Epoch]:
         """The peers whose memory this rank has mapped: a load from them begins at once.  One
         may have ended since; its loads fail.  Any thread; does not block, costs nothing."""
-        return self._peers.attached
+        return self._attachments.attached
 
     def open_epoch(self, epoch: Epoch) -> None:
         """Export own memory under the engine's ``epoch`` and declare it alive in its table.
@@ -108,7 +108,7 @@ class RankCache:
             self.failed = f"rank {self._rank} cannot export: {exc}"
             raise
         self.failed = ""
-        self._peers.follow(PeerListReader(self._handouts.peers_file(epoch)))
+        self._attachments.follow(PeerListReader(self._handouts.peers_file(epoch)))
 
     def _export(self, epoch: Epoch) -> RankSlotTable:
         table = self._handouts.table(RankSlotTable, epoch)
@@ -128,7 +128,7 @@ class RankCache:
         table stays until loads that refer to it have ended.
         """
         table, self._table = self._table, None
-        self._peers.follow(None)
+        self._attachments.follow(None)
         if table is not None:
             table.end_life(self._rank)
 
@@ -138,7 +138,9 @@ class RankCache:
         self._under_way += 1
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
-        self._loads.put(RankLoad(load, self._peers, table, verify=self._verify, clock=self._clock))
+        self._loads.put(
+            RankLoad(load, self._attachments, table, verify=self._verify, clock=self._clock)
+        )
 
     def load_at_once(self, loads: Sequence[Load], patience: float) -> list[LoadReport]:
         """Carry out loads on the calling thread, which is about to run the model on them.
@@ -153,11 +155,11 @@ class RankCache:
             table.counters.add(LOADS_STARTED, len(loads))
         clock, until = self._clock, self._clock() + patience
         ongoing = [
-            RankLoad(each, self._peers, table, verify=self._verify, until=until, clock=clock)
+            RankLoad(each, self._attachments, table, verify=self._verify, until=until, clock=clock)
             for each in loads
         ]
         reports = []
-        with self._peers.pinned([epoch for load in ongoing for epoch in load.peers]):
+        with self._attachments.pinned([epoch for load in ongoing for epoch in load.peers]):
             while ongoing:
                 ended = [load for load in ongoing if load.advance()]
                 reports += [load.report for load in ended]
@@ -238,7 +240,7 @@ class RankCache:
             active = [load for load in active if load not in ended]
             self._reports.extend(load.report for load in ended if not load.abandoned)
             self._tidy(active)
-        self._peers.close()
+        self._attachments.close()
 
     def _next(self, busy: bool, closing: bool) -> tuple[RankLoad | None, bool]:
         """The next load to start, if one comes in time, and whether to end after the rest."""
@@ -259,8 +261,8 @@ class RankCache:
             return
         self._tidy_at = now + TIDY_SECONDS
         try:
-            self._peers.unmap_ended({epoch for load in active for epoch in load.peers})
-            self._peers.attach_listed()
+            self._attachments.unmap_ended({epoch for load in active for epoch in load.peers})
+            self._attachments.attach_listed()
         except Exception:
             if not self._untidy:
                 log.exception("peers that have ended could not be unmapped, or new ones attached")

@@ -29,7 +29,7 @@ from kvshm.shm.layout import RECORD_BYTES, block_ids
 from kvshm.shm.own_slot_table import RankSlotTable
 from kvshm.syncpoints import SyncPoint, sync_point
 
-from .attachments import PeerBook, PeerMemory
+from .attachments import AttachmentCache, PeerMemory
 
 log = logger(__name__)
 
@@ -50,7 +50,7 @@ class RankLoad:
     def __init__(
         self,
         load: Load,
-        peers: PeerBook,
+        attachments: AttachmentCache,
         table: RankSlotTable | None,
         *,
         verify: bool = False,
@@ -59,8 +59,8 @@ class RankLoad:
     ) -> None:
         """``until``: a step waits for it until then by ``clock``, so it waits for no attach."""
         self._load = load
-        self._peers = peers
-        self._rank = peers.rank
+        self._attachments = attachments
+        self._rank = attachments.rank
         self._table = table
         self._verify = verify
         self._until = until
@@ -86,7 +86,7 @@ class RankLoad:
         try:
             if self._pending():
                 return False
-            self._peers.copying.discard(self)
+            self._attachments.copying.discard(self)
             if not self._spoilt:
                 for part in self._parts:
                     self._judge(part)
@@ -147,7 +147,7 @@ class RankLoad:
             part.failure = LoadFailure.OWN_RESET
             return True
         try:
-            part.peer = self._peers.find(part.piece)
+            part.peer = self._attachments.find(part.piece)
             if part.peer is None:
                 hurried = self._until is not None
                 part.failure = LoadFailure.NOT_ATTACHED if hurried else None
@@ -166,7 +166,7 @@ class RankLoad:
         except Exception as exc:
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
-            who = self._peers.name_of(part.piece.peer)
+            who = self._attachments.name_of(part.piece.peer)
             self._note(
                 f"cannot read from engine {part.piece.peer:016x}: {exc}",
                 exc,
@@ -176,8 +176,8 @@ class RankLoad:
 
     def _stand_in_line(self) -> None:
         if not self._begun_at:
-            self._queued = bool(self._peers.copying)
-            self._peers.copying.add(self)
+            self._queued = bool(self._attachments.copying)
+            self._attachments.copying.add(self)
 
     def _in_time(self) -> bool:
         return self._until is None or self._clock() < self._until
@@ -222,7 +222,7 @@ class RankLoad:
     def _compare(self, piece: Piece, good: list[bool], wanted: list[int]) -> None:
         """KVSHM_VERIFY: the bytes that arrived must be the bytes that were published.  Blocks
         whose exporter wrote no checksum are not compared."""
-        found = self._peers.transport.checksum(piece.targets)
+        found = self._attachments.transport.checksum(piece.targets)
         triples = zip(good, wanted, found, strict=True)
         same = [not ok or not want or want == have for ok, want, have in triples]
         compared = [ok and want != 0 for ok, want in zip(good, wanted, strict=True)]
@@ -231,7 +231,7 @@ class RankLoad:
             self._count(MISMATCHED, same.count(False))
             self._reject(piece, same, LoadFailure.MISMATCH)
             what = "copied bytes differ from what it published"
-            who = self._peers.name_of(piece.peer)
+            who = self._attachments.name_of(piece.peer)
             self._note(f"engine {piece.peer:016x}: {what}", logged=f"engine {who}: {what}")
         if self._table is not None:
             for target, checksum in zip(piece.targets, found, strict=True):
@@ -260,7 +260,7 @@ class RankLoad:
             return
         for part in self._parts:
             try:
-                self._peers.release(part.piece, self._load.lease_bit)
+                self._attachments.release(part.piece, self._load.lease_bit)
             except Exception as exc:
                 self._note(f"leases could not be given back, their exporter will: {exc}", exc)
         sync_point(SyncPoint.RELEASED)
@@ -284,7 +284,7 @@ class RankLoad:
 
     def _note(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
         """Say it in the own table and in the log, where more has room (``logged``)."""
-        if self._peers.seldom.passes(logged or text):
+        if self._attachments.seldom.passes(logged or text):
             log.warning("%s", logged or text, exc_info=None if isinstance(exc, KvshmError) else exc)
         with suppress(Exception):  # the log above has it; nothing may be lost for the note
             if self._table is not None:
