@@ -25,9 +25,9 @@ from .served import AnyTable
 
 ROUND = """
 import os, sys
-from kvshm.records import *
-from kvshm.own_slots import OwnSlotTable
-from kvshm.slots import PeerSlotTable
+from kvshm.shm.layout import *
+from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.shm.slot_table import PeerSlotTable
 from kvshm.syncpoints import SyncPoint, sync_point
 from kvshm.ids import BlockHash
 peer = PeerSlotTable.of("table", os.dup(int(sys.argv[1])))
