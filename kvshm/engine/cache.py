@@ -42,7 +42,7 @@ Fields = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class _Opening:
+class _EpochRequest:
     """What epochs are begun with: one, unless it cannot begin, or a rank cannot open it."""
 
     ranks: Sequence[RankInfo]
@@ -64,11 +64,11 @@ class SharedCache:
         log.info("engine %s shares its prefix cache, run directory %s", who, run_dir)
         self._config = config
         self._spec = spec
-        self._place: Path | None = run_dir
+        self._cleanup_dir: Path | None = run_dir
         self._run_dir = run_dir
         self._clock = clock
-        self._lock = threading.Lock()  # guards _opening and epoch_state across the two threads
-        self._opening: _Opening | None = None
+        self._lock = threading.Lock()  # guards _requested and epoch_state across the two threads
+        self._requested: _EpochRequest | None = None
         self.epoch_state: EpochState | None = None
         """The present epoch, as an object of its own; None without one.  Any thread; only this
         object sets it."""
@@ -98,14 +98,14 @@ class SharedCache:
         fails, for want of memory, descriptors or threads, it is tried again after a pause."""
         self.end_epoch()
         with self._lock:
-            self._opening = _Opening(ranks, fields, Pause(self._clock))
+            self._requested = _EpochRequest(ranks, fields, Pause(self._clock))
         self._client.rejoin()
 
     def end_epoch(self) -> None:
         """Withdraw all blocks for good, without waiting: the cache was reset, its weights
         changed, or something went wrong.  Idempotent."""
         with self._lock:
-            self._opening, self.failed = None, False
+            self._requested, self.failed = None, False
             state, self.epoch_state = self.epoch_state, None
         if state is not None:
             state.end()
@@ -134,31 +134,31 @@ class SharedCache:
         so that the last one leaves nothing behind.  Blocks up to two seconds."""
         self.end_epoch()
         self._client.close(timeout=1.0)
-        if self._place is not None:
+        if self._cleanup_dir is not None:
             try:
-                clear(self._place, self._config.namespace, patience=1.0)
+                clear(self._cleanup_dir, self._config.namespace, patience=1.0)
             except (KvshmError, OSError) as exc:
                 log.debug("nothing cleared up: %s", exc)
 
     def forget_in_child(self) -> None:
         """The epoch is the parent's: here there is none (kvshm/forks.py)."""
         self._lock = threading.Lock()
-        self._opening = self.epoch_state = self._place = None
+        self._requested = self.epoch_state = self._cleanup_dir = None
 
     def _open_when_ready(self) -> EpochState | None:
         """On the client's thread: the present epoch, begun now if it is due."""
         with self._lock:
-            opening = self._opening
-            if self.epoch_state is None and opening is not None and opening.pause.over:
-                fields = opening.fields()
+            requested = self._requested
+            if self.epoch_state is None and requested is not None and requested.pause.over:
+                fields = requested.fields()
                 if fields is not None:
-                    self.epoch_state = self._try_to_begin(fields, opening)
+                    self.epoch_state = self._try_to_begin(fields, requested)
             return self.epoch_state
 
-    def _try_to_begin(self, fields: Fields, opening: _Opening) -> EpochState | None:
-        opening.pause.tried()  # first: whatever goes wrong, it is not tried all the time
+    def _try_to_begin(self, fields: Fields, requested: _EpochRequest) -> EpochState | None:
+        requested.pause.tried()  # first: whatever goes wrong, it is not tried all the time
         try:
-            state = begin_epoch(self._config, self._spec, fields, opening.ranks, self._run_dir)
+            state = begin_epoch(self._config, self._spec, fields, requested.ranks, self._run_dir)
         except (KvshmError, OSError) as exc:  # no memory, descriptors or threads left, for one
             level = logging.DEBUG if self.failed else logging.WARNING
             log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from math import frexp
 
-KEEP = 0.97
+DECAY = 0.97
 """What an observation weighs after the next one of its size."""
 UNMEASURED_TOKENS = 256
 """Least import while nothing is known: more than the steps it may cost, on most hardware.  A
@@ -20,7 +20,7 @@ UNMEASURED_LATENCY = 0.0005
 WARM_UP_STEPS = 8
 """The first steps of an engine compile, allocate and touch memory: they say nothing."""
 WARM_UP_LOADS = 1
-OUTLIER = 4.0
+OUTLIER_FACTOR = 4.0
 """What took more than so many times what was expected is learnt as if it had not."""
 IMPORTS_PER_TRIAL = 8, 64
 """An engine that finds everything elsewhere would never learn, or unlearn, what computing costs:
@@ -28,13 +28,13 @@ of so many imports in a row, without a prefill, one is computed instead; until t
 twice, and then."""
 REFUSALS_PER_TRIAL = 64
 """After so many imports that were not worth it one is tried: no load, no better estimate."""
-_SPREAD = 4.0
+_MIN_SPREAD = 4.0
 """How far apart two counts have to lie for a slope to mean something."""
-_NOTHING = (0.0, 0.0, 0.0)
+_EMPTY = (0.0, 0.0, 0.0)
 """Weight, count and seconds before anything was seen."""
 
 
-class Line:
+class LinearFit:
     """``seconds = fixed + each * count``, through the means of what was seen.
 
     One mean for each power of two, the latest of its size weighing most: however often one size
@@ -42,24 +42,24 @@ class Line:
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[float, float, float]] = {}  # weight, count, seconds
-        self._all = _NOTHING
+        self._all = _EMPTY
         self._fit: tuple[float, float] | None = None
-        self._fits = True
+        self._is_current = True
         """Whether ``_fit`` is of all that was seen: asked for several times for each addition."""
 
     def add(self, count: float, seconds: float) -> None:
         """``count`` of something, more than 0, took so many seconds."""
         size = frexp(count)[1]
-        weight, counts, total = self._sizes.get(size, _NOTHING)
+        weight, counts, total = self._sizes.get(size, _EMPTY)
         if weight:
             mean = total / weight
-            seconds = min(seconds, OUTLIER * mean)
-            if OUTLIER * seconds < mean:  # nothing is too quick by accident: what was seen was slow
-                weight, counts, total = _NOTHING
-        self._fits = False
-        self._sizes[size] = weight * KEEP + 1.0, counts * KEEP + count, total * KEEP + seconds
+            seconds = min(seconds, OUTLIER_FACTOR * mean)
+            if OUTLIER_FACTOR * seconds < mean:  # no accident makes it quick: the mean was too slow
+                weight, counts, total = _EMPTY
+        self._is_current = False
+        self._sizes[size] = weight * DECAY + 1.0, counts * DECAY + count, total * DECAY + seconds
         weight, counts, total = self._all
-        self._all = weight * KEEP + 1.0, counts * KEEP + count, total * KEEP + seconds
+        self._all = weight * DECAY + 1.0, counts * DECAY + count, total * DECAY + seconds
 
     @property
     def largest(self) -> tuple[float, float] | None:
@@ -68,17 +68,17 @@ class Line:
 
     def fit(self) -> tuple[float, float] | None:
         """Fixed seconds and seconds for each, neither below 0; None without a spread."""
-        if not self._fits:
-            self._fit, self._fits = self._drawn(), True
+        if not self._is_current:
+            self._fit, self._is_current = self._compute_fit(), True
         return self._fit
 
     def _means(self) -> list[tuple[float, float]]:
         return [(count / weight, total / weight) for weight, count, total in self._sizes.values()]
 
-    def _drawn(self) -> tuple[float, float] | None:
+    def _compute_fit(self) -> tuple[float, float] | None:
         means = self._means()
         most, longest = max(means, default=(0.0, 0.0))
-        small = [(seconds, count) for count, seconds in means if count * _SPREAD <= most]
+        small = [(seconds, count) for count, seconds in means if count * _MIN_SPREAD <= most]
         if not small:
             return None
         # The quickest: more of something takes no less, unless an accident slowed the less down.
@@ -97,9 +97,9 @@ class Costs:
     """Estimates of one engine.  One thread."""
 
     def __init__(self) -> None:
-        self._steps = Line()
+        self._steps = LinearFit()
         self._seen = 0
-        self._loads = Line()
+        self._loads = LinearFit()
         self._loaded = 0
         self._refused = 0
         self._in_a_row = 0
@@ -130,7 +130,7 @@ class Costs:
             return
         self._loaded += 1
         if self._loaded > WARM_UP_LOADS:
-            self._loads.add(nbytes, min(seconds, OUTLIER * self.copying(nbytes)))
+            self._loads.add(nbytes, min(seconds, OUTLIER_FACTOR * self.copying(nbytes)))
 
     def computing(self, tokens: int) -> float | None:
         """Seconds by which so many tokens more make a prefill longer; None while no prefill has
@@ -168,7 +168,7 @@ class Costs:
         self._in_a_row += worth
         return worth and self._in_a_row % IMPORTS_PER_TRIAL[self.known] != 0
 
-    def tries(self) -> bool:
+    def try_anyway(self) -> bool:
         """An import is not worth it: whether it is tried all the same, to see."""
         self._refused = (self._refused + 1) % REFUSALS_PER_TRIAL
         return self._refused == 0

@@ -55,15 +55,15 @@ class EpochState:
     """Retracted blocks whose leases the next dispatch waits for.  Scheduler's thread only."""
     outbox: list[bytes] = field(default_factory=list)
     """Events that the client does not have yet.  Scheduler's thread only."""
-    was_alive: bool = False
+    seen_alive: bool = False
     """Whether all ranks have been seen alive.  Scheduler's thread only."""
 
-    def was_ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether ranks have been alive and are not.  They are not yet before the first step of
         an epoch, with which they open it, and may load.  Scheduler's thread."""
         alive = self.table.alive
-        self.was_alive = self.was_alive or alive
-        return self.was_alive and not alive
+        self.seen_alive = self.seen_alive or alive
+        return self.seen_alive and not alive
 
     def end(self) -> None:
         """Withdraw everything for good: every slot EMPTY, every life word 0.  Never waits: an

@@ -89,10 +89,10 @@ class LoadPlanner:
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving or not self._config.imports:
             return None
-        plan = self._matched(epoch, hashes, start, stop)
-        return None if plan is None or epoch.was_ended() else plan
+        plan = self._make_plan(epoch, hashes, start, stop)
+        return None if plan is None or epoch.has_ended() else plan
 
-    def _matched(
+    def _make_plan(
         self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
     ) -> Plan | None:
         count = epoch.table.counters.add
@@ -124,7 +124,7 @@ class LoadPlanner:
         tokens = plan.num_blocks * epoch.table.block_size
         if self.costs.worth(tokens, plan.nbytes, waiting):
             return True
-        tried = self.costs.tries()
+        tried = self.costs.try_anyway()
         epoch.table.counters.add(c.TRIED if tried else c.MISS_CHEAPER)
         return tried
 
@@ -216,7 +216,7 @@ class LoadPlanner:
             epoch.table.counters.add(c.LOADS_FAILED if failed else c.LOADS_DONE)
             epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))
             self._learn(epoch, load, reports)
-            self._judge(epoch, load, reports)
+            self._update_peers(epoch, load, reports)
         return bad
 
     def take_ended(self) -> list[Ended]:
@@ -242,7 +242,7 @@ class LoadPlanner:
         self.costs.load(load.nbytes, seconds)
 
     @staticmethod
-    def _judge(epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
+    def _update_peers(epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
         """Say of each peer how its part of the load went, and of what nothing is to be expected."""
         at_fault: set[Epoch] = set()
         for failure in (failure for report in reports for failure in report.failures):

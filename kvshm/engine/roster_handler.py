@@ -32,10 +32,10 @@ from .minute_report import MissReport
 
 log = logger(__name__)
 
-MAX_NOTED = 8
+MAX_RECORDED = 8
 """Incompatible engines that a join notes in the slot table's error log, which holds 16 entries:
 the most alike."""
-MAX_NAMED = 256
+MAX_REMEMBERED = 256
 """Lines that are remembered as logged; of so many restarts the oldest may be named again."""
 
 
@@ -53,7 +53,7 @@ class RosterHandler:
         self._begin = begin
         self._present = present
         self._start = start
-        self._named: dict[int, None] = {}  # in the order of naming
+        self._logged: dict[int, None] = {}  # in the order of naming
         self._joined: Epoch | None = None
         self._refusal = ""
         self._misses = MissReport()
@@ -79,16 +79,16 @@ class RosterHandler:
                 return
             case Joined() | Refused():
                 if news.engine_epoch == state.table.epoch:  # else it has been reset meanwhile
-                    self._answered(state, news)
+                    self._handle_reply(state, news)
             case StrangerJoined(stranger=stranger):
                 state.table.log_error(incompatible.note(stranger))
-                self._name(stranger)
+                self._log_once(stranger)
             case Tick(strangers=count):
                 state.peers.num_incompatible = count
             case _:
                 _apply_to_peers(state.peers, news)
 
-    def _answered(self, state: EpochState, reply: Joined | Refused) -> None:
+    def _handle_reply(self, state: EpochState, reply: Joined | Refused) -> None:
         if isinstance(reply, Refused):
             text = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
             if text != self._refusal:
@@ -101,9 +101,9 @@ class RosterHandler:
             state.table.counters.add(REJOINS, 1)
         self._joined = state.table.epoch
         state.peers.num_incompatible = len(reply.strangers)
-        for stranger in reply.strangers[:MAX_NOTED]:
+        for stranger in reply.strangers[:MAX_RECORDED]:
             state.table.log_error(incompatible.note(stranger))
-            self._name(stranger)
+            self._log_once(stranger)
         peers = sum(info.epoch != state.table.epoch for info in reply.roster)
         who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
         log.info("joined as %s, lease bit %d, peers to share with: %d", who, reply.lease_bit, peers)
@@ -129,18 +129,18 @@ class RosterHandler:
         if (state := self._present()) is not None:
             state.table.counters.add(counter, amount)
 
-    def _name(self, stranger: Stranger) -> None:
+    def _log_once(self, stranger: Stranger) -> None:
         """Say once in the log why an engine of this node cannot be shared with.  That another
         model is served here, too, is said once of all engines that differ in the same."""
         line, level = incompatible.line(stranger), logging.WARNING
         named = hash(line)
         if incompatible.has_another_model(stranger):
             named, level = hash(tuple(stranger.differences.items())), logging.INFO
-        if named not in self._named:
-            self._named[named] = None
+        if named not in self._logged:
+            self._logged[named] = None
             log.log(level, "%s", line)
-        if len(self._named) > MAX_NAMED:
-            del self._named[next(iter(self._named))]
+        if len(self._logged) > MAX_REMEMBERED:
+            del self._logged[next(iter(self._logged))]
 
 
 def _apply_to_peers(peers: Peers, news: News) -> None:

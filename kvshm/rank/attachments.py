@@ -32,7 +32,7 @@ log = logger(__name__)
 
 FAILED_SECONDS = 10.0
 """How long a peer that could not be attached is not asked again."""
-ATTACH_PATIENCE_SECONDS = 1.0
+ATTACH_WAIT_SECONDS = 1.0
 """How long loads wait for an attach; it goes on without them.  A peer that hangs keeps one
 request of an engine waiting so long, not each of them until its socket is given up."""
 MAX_ATTACHING = 2
@@ -64,7 +64,7 @@ class PeerMemory:
             self.table.close()
 
 
-class _Followed:
+class _PeerListState:
     """A list and who it names: another thread replaces both at once."""
 
     def __init__(self, reader: PeerListReader | None) -> None:
@@ -94,7 +94,7 @@ class AttachmentCache:
         self._failed: dict[Epoch, tuple[float, str]] = {}
         self._closed = False
         self._pinned: list[Collection[Epoch]] = []
-        self._followed = _Followed(None)
+        self._peer_list = _PeerListState(None)
         self._tries: dict[Epoch, int] = {}
         self._early: dict[Epoch, PeerSlotTable] = {}
         """Tables of peers whose rank does not serve its memory yet: an engine joins before its
@@ -136,30 +136,30 @@ class AttachmentCache:
             since = self._attaching.get(piece.peer)
             if since is None:
                 self._begin_attach(piece.peer, piece.memory)
-            elif self._clock() - since >= ATTACH_PATIENCE_SECONDS:
-                raise StillAttaching(f"no answer within {ATTACH_PATIENCE_SECONDS:g} s")
+            elif self._clock() - since >= ATTACH_WAIT_SECONDS:
+                raise StillAttaching(f"no answer within {ATTACH_WAIT_SECONDS:g} s")
         return None
 
     # -- ahead of loads
 
     def follow(self, reader: PeerListReader | None) -> None:
         """Attach who is in this list from now on.  Any thread."""
-        self._followed = _Followed(reader)
+        self._peer_list = _PeerListState(reader)
 
     def name_of(self, peer: Epoch) -> str:
         """How the log names a peer, listed or not.  Any thread."""
-        info = self._followed.listed.get(peer)
+        info = self._peer_list.listed.get(peer)
         return info.who if info is not None else engine_name(peer)
 
     def attach_listed(self) -> None:
         """Begin to attach peers of the list that are ready for it, a few at a time."""
-        followed = self._followed
+        followed = self._peer_list
         news = followed.reader.news() if followed.reader is not None else None
         if news is not None:
             followed.listed = {Epoch(info.epoch): info for info in news}
             self._tries = {e: n for e, n in self._tries.items() if e in followed.listed}
-            self._forget_early(followed.listed)
-        if followed is not self._followed:
+            self._close_early(followed.listed)
+        if followed is not self._peer_list:
             return  # of an epoch that has ended meanwhile
         for epoch, info in followed.listed.items():
             with self._lock:
@@ -232,7 +232,7 @@ class AttachmentCache:
             self._tries.pop(epoch, None)
         return None
 
-    def _forget_early(self, listed: Collection[Epoch]) -> None:
+    def _close_early(self, listed: Collection[Epoch]) -> None:
         with self._lock:
             gone = [self._early.pop(epoch) for epoch in list(self._early) if epoch not in listed]
         for table in gone:
@@ -281,7 +281,7 @@ class AttachmentCache:
             gone, self._peers = list(self._peers.values()), {}
             self.attached = frozenset()
         _close_all(gone)
-        self._forget_early(())
+        self._close_early(())
 
 
 def _close_all(peers: list[PeerMemory]) -> None:
@@ -299,7 +299,7 @@ def _release(handouts: Handouts, piece: Piece, bit: LeaseBit, who: str) -> None:
     except SegmentNotFound:
         return
     except KvshmError as exc:
-        log.warning("leases of engine %s could not be given back: %s", who, exc)
+        log.warning("leases of engine %s could not be released: %s", who, exc)
         return
     with closing(table):
         table.release(bit, piece.records, piece.taken)

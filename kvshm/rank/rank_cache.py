@@ -38,14 +38,14 @@ log = logger(__name__)
 
 POLL_SECONDS = 0.0002
 """Between two polls of copies under way; far below a scheduler step."""
-IMPATIENT_SECONDS = 0.00005
+STEP_POLL_SECONDS = 0.00005
 """Between two polls while a step waits: what a device copies tells nobody when it has ended."""
 TIDY_SECONDS = 1.0
 """How often a rank looks which peers have ended and which are new."""
 CLOSE_SECONDS = 5.0
 STUCK_SECONDS = 30.0
 """How long a step waits for what may write over what its model computes."""
-PAUSE_SECONDS = 0.1
+MAX_COUNTED_SECONDS = 0.1
 """Longest pause between two looks at it that counts."""
 
 
@@ -73,10 +73,10 @@ class RankCache:
         self._table: RankSlotTable | None = None
         self._attachments = AttachmentCache(transport, rank, handouts, clock)
         self._tidy_at = clock() + TIDY_SECONDS
-        self._untidy = False
+        self._tidy_failed = False
         self._loads: queue.SimpleQueue[RankLoad | None] = queue.SimpleQueue()
         self._reports: deque[LoadReport] = deque()
-        self._under_way = 0
+        self._unreported = 0
         """Loads whose report nobody has asked for yet."""
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
         self._inherited = False
@@ -135,7 +135,7 @@ class RankCache:
     def begin_load(self, load: Load) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self._table
-        self._under_way += 1
+        self._unreported += 1
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
         self._loads.put(
@@ -166,10 +166,10 @@ class RankCache:
                 ongoing = [load for load in ongoing if load not in ended]
                 if not ongoing or clock() >= until:
                     break
-                time.sleep(IMPATIENT_SECONDS)
+                time.sleep(STEP_POLL_SECONDS)
             for load in ongoing:
                 self._abandon(load)
-                reports.append(load.lost())
+                reports.append(load.lost_report())
                 self._loads.put(load)  # gives the leases back, once its copies have ended
         if self._rank == 0 and table is not None and (late := sum(_is_late(r) for r in reports)):
             table.counters.add(LOADS_TOO_LATE, late)
@@ -182,7 +182,7 @@ class RankCache:
         while not load.abandon():
             now = self._clock()
             # While this process was stopped, so was whoever copies.
-            waited, last = waited + min(now - last, PAUSE_SECONDS), now
+            waited, last = waited + min(now - last, MAX_COUNTED_SECONDS), now
             if waited >= STUCK_SECONDS:
                 self.end_epoch()
                 raise MemoryInUse(
@@ -190,18 +190,18 @@ class RankCache:
                     f"{STUCK_SECONDS:g} s after it was cancelled and may still write into this "
                     "one's: the engine cannot go on"
                 )
-            time.sleep(IMPATIENT_SECONDS)
+            time.sleep(STEP_POLL_SECONDS)
 
     def poll(self, linger: float = 0.0) -> list[LoadReport]:
         """Reports of the loads that have ended since the last call.  Blocks until all have
         ended, for ``linger`` seconds at most."""
         until = self._clock() + linger
-        while len(self._reports) < self._under_way and self._clock() < until:
-            time.sleep(IMPATIENT_SECONDS)
+        while len(self._reports) < self._unreported and self._clock() < until:
+            time.sleep(STEP_POLL_SECONDS)
         reports = []
         while self._reports:
             reports.append(self._reports.popleft())
-        self._under_way -= len(reports)
+        self._unreported -= len(reports)
         return reports
 
     def write_checksums(self, blocks: list[BlockId]) -> None:
@@ -264,9 +264,9 @@ class RankCache:
             self._attachments.unmap_ended({epoch for load in active for epoch in load.peers})
             self._attachments.attach_listed()
         except Exception:
-            if not self._untidy:
+            if not self._tidy_failed:
                 log.exception("peers that have ended could not be unmapped, or new ones attached")
-            self._untidy = True
+            self._tidy_failed = True
 
 
 def _is_late(report: LoadReport) -> bool:

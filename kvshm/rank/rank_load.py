@@ -74,7 +74,7 @@ class RankLoad:
         self._parts = [_Part(piece) for piece in load.pieces]
         self._failures: list[PieceFailure] = []
         self._bad: list[BlockId] = list(load.lost)
-        self._spoilt = False
+        self._discarded = False
         self._released = False
         self.peers = frozenset(piece.peer for piece in load.pieces)
         """Epochs whose attachments this load needs until it has ended."""
@@ -87,20 +87,20 @@ class RankLoad:
             if self._pending():
                 return False
             self._attachments.copying.discard(self)
-            if not self._spoilt:
+            if not self._discarded:
                 for part in self._parts:
-                    self._judge(part)
+                    self._decide(part)
             self._release()
         except Exception as exc:
-            self._spoil(exc)
+            self._discard_all(exc)
             return False  # its copies may still write: they are asked again
         bad = tuple(dict.fromkeys(self._bad))
-        self.report = LoadReport(self._load.load_id, bad, tuple(self._failures), self._lasted())
+        self.report = LoadReport(self._load.load_id, bad, tuple(self._failures), self._elapsed())
         if any(failure.reason is LoadFailure.TOO_LATE for failure in self._failures):
-            self.report = self.lost()
+            self.report = self.lost_report()
         return True
 
-    def _lasted(self) -> float:
+    def _elapsed(self) -> float:
         """Seconds since the first of its copies began; 0 before, and if others were in its way."""
         return self._clock() - self._begun_at if self._begun_at and not self._queued else 0.0
 
@@ -113,29 +113,29 @@ class RankLoad:
             for part in self._parts:
                 part.failure = part.failure or LoadFailure.TOO_LATE
         try:
-            harmless = [self._harmless(part) for part in self._parts]  # stops each of them
-            return all(harmless)
+            stopped = [self._writes_no_more(part) for part in self._parts]  # stops each of them
+            return all(stopped)
         except Exception as exc:
-            self._spoil(exc)
+            self._discard_all(exc)
             return False
 
     @staticmethod
-    def _harmless(part: _Part) -> bool:
+    def _writes_no_more(part: _Part) -> bool:
         if part.copy is None or part.copy.poll() is not CopyState.PENDING:
             return True
         part.copy.cancel()
         return part.copy.fence() or part.copy.poll() is not CopyState.PENDING
 
-    def lost(self) -> LoadReport:
+    def lost_report(self) -> LoadReport:
         """What is reported of a load whose time was up: also how long it has lasted, so that
         more is expected of the next."""
         failures = tuple(PieceFailure(p.peer, LoadFailure.TOO_LATE, b"") for p in self._load.pieces)
         bad = self._load.targets + self._load.lost
-        return LoadReport(self._load.load_id, bad, failures, self._lasted())
+        return LoadReport(self._load.load_id, bad, failures, self._elapsed())
 
     def _pending(self) -> bool:
         """Whether a peer is being attached or a copy may still write."""
-        begun = [self._begin(part) for part in self._parts] if not self._spoilt else []
+        begun = [self._begin(part) for part in self._parts] if not self._discarded else []
         states = [part.copy.poll() for part in self._parts if part.copy is not None]
         return not all(begun) or CopyState.PENDING in states
 
@@ -155,7 +155,7 @@ class RankLoad:
             if not self._in_time():  # before the first byte: nothing to learn from
                 part.failure = LoadFailure.TOO_LATE
                 return True
-            self._stand_in_line()
+            self._join_queue()
             sync_point(SyncPoint.COPY_BEGINS)
             self._begun_at = self._begun_at or self._clock()
             part.copy = part.peer.memory.begin_copy(
@@ -167,14 +167,14 @@ class RankLoad:
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
             who = self._attachments.name_of(part.piece.peer)
-            self._note(
+            self._log_problem(
                 f"cannot read from engine {part.piece.peer:016x}: {exc}",
                 exc,
                 f"cannot read from engine {who}: {exc}",
             )
         return True
 
-    def _stand_in_line(self) -> None:
+    def _join_queue(self) -> None:
         if not self._begun_at:
             self._queued = bool(self._attachments.copying)
             self._attachments.copying.add(self)
@@ -182,18 +182,18 @@ class RankLoad:
     def _in_time(self) -> bool:
         return self._until is None or self._clock() < self._until
 
-    def _spoil(self, exc: Exception) -> None:
+    def _discard_all(self, exc: Exception) -> None:
         """Deliver nothing of this load.  Noted once, however often it happens."""
-        if self._spoilt:
+        if self._discarded:
             return
-        self._spoilt = True
+        self._discarded = True
         self._bad = [*self._load.targets, *self._load.lost]
         self._failures = [
             PieceFailure(piece.peer, LoadFailure.COPY_FAILED, b"") for piece in self._load.pieces
         ]
-        self._note(f"a load could not be checked and is discarded: {exc}", exc)
+        self._log_problem(f"a load could not be checked and is discarded: {exc}", exc)
 
-    def _judge(self, part: _Part) -> None:
+    def _decide(self, part: _Part) -> None:
         """Decide which of a piece's targets may be used; none of its copies writes any more."""
         piece, count = part.piece, len(part.piece.targets)
         if part.copy is None or part.peer is None:
@@ -232,7 +232,7 @@ class RankLoad:
             self._reject(piece, same, LoadFailure.MISMATCH)
             what = "copied bytes differ from what it published"
             who = self._attachments.name_of(piece.peer)
-            self._note(f"engine {piece.peer:016x}: {what}", logged=f"engine {who}: {what}")
+            self._log_problem(f"engine {piece.peer:016x}: {what}", logged=f"engine {who}: {what}")
         if self._table is not None:
             for target, checksum in zip(piece.targets, found, strict=True):
                 self._table.set_checksum(self._rank, target, checksum)
@@ -262,7 +262,7 @@ class RankLoad:
             try:
                 self._attachments.release(part.piece, self._load.lease_bit)
             except Exception as exc:
-                self._note(f"leases could not be given back, their exporter will: {exc}", exc)
+                self._log_problem(f"leases could not be released; the exporter will: {exc}", exc)
         sync_point(SyncPoint.RELEASED)
 
     def _is_last(self) -> bool:
@@ -275,14 +275,14 @@ class RankLoad:
         try:
             return self._table.finish_ticket(self._load.ticket)
         except Exception as exc:
-            self._note(f"a load's ticket cannot be counted: {exc}", exc)
+            self._log_problem(f"a load's ticket cannot be counted: {exc}", exc)
             return True
 
     def _count(self, counter: int, amount: int) -> None:
         if self._table is not None and amount:
             self._table.counters.add(counter, amount)
 
-    def _note(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
+    def _log_problem(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
         """Say it in the own table and in the log, where more has room (``logged``)."""
         if self._attachments.seldom.passes(logged or text):
             log.warning("%s", logged or text, exc_info=None if isinstance(exc, KvshmError) else exc)

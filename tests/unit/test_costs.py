@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshm.engine.costs import REFUSALS_PER_TRIAL, UNMEASURED_TOKENS, WARM_UP_STEPS, Costs, Line
+from kvshm.engine.costs import (
+    REFUSALS_PER_TRIAL,
+    UNMEASURED_TOKENS,
+    WARM_UP_STEPS,
+    Costs,
+    LinearFit,
+)
 
 MEGABYTE = 1_000_000
 
@@ -24,7 +30,7 @@ def measured(per_token: float, latency: float, per_byte: float) -> Costs:
 
 @given(st.floats(0, 1), st.floats(1e-9, 1e-2))
 def test_a_line_is_found_again(fixed: float, each: float) -> None:
-    line = Line()
+    line = LinearFit()
     for count in (1, 10, 100, 1000) * 5:
         line.add(count, fixed + each * count)
     fit = line.fit()
@@ -65,7 +71,7 @@ def test_an_engine_that_finds_everything_elsewhere_computes_now_and_then_to_see(
 
 def test_a_first_prefill_that_was_slow_is_found_out_by_the_second() -> None:
     costs = measured(1e-5, 1e-3, 1e-9)
-    costs._steps, costs._prefills, costs.known = Line(), 0, False
+    costs._steps, costs._prefills, costs.known = LinearFit(), 0, False
     costs.step(400, 3.0)
     imported = [costs.worth(400, 500 * MEGABYTE, 0.0) for _ in range(8)]
     assert imported == [True] * 7 + [False]
@@ -168,7 +174,7 @@ def test_a_slow_first_step_of_its_size_is_forgotten_with_the_next(tokens: int) -
 def test_one_slow_load_does_not_end_importing(seconds: float) -> None:
     """The first one, which touches new memory, or a later one: the process was stopped."""
     new, used = measured(70e-6, 3e-4, 2e-10), measured(70e-6, 3e-4, 2e-10)
-    new._loads, new._loaded = Line(), 0
+    new._loads, new._loaded = LinearFit(), 0
     for costs in (new, used):
         costs.load(2 * MEGABYTE, seconds)
         assert costs.worth(512, 2 * MEGABYTE, 0.006)
@@ -184,5 +190,5 @@ def test_copies_that_have_become_slow_are_learnt_all_the_same() -> None:
 
 def test_now_and_then_a_refused_import_is_tried() -> None:
     costs = Costs()
-    tried = [costs.tries() for _ in range(2 * REFUSALS_PER_TRIAL)]
+    tried = [costs.try_anyway() for _ in range(2 * REFUSALS_PER_TRIAL)]
     assert [n for n, yes in enumerate(tried, 1) if yes] == [64, 128]

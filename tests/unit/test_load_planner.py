@@ -86,7 +86,7 @@ def test_who_has_left_or_was_ended_plans_no_load(
         return cache.planner.probe([b"hash"], 0, 1)
 
     found = Plan(Epoch(1), 0, (), 0.0, 0)
-    monkeypatch.setattr(cache.planner, "_matched", lambda *_: found)
+    monkeypatch.setattr(cache.planner, "_make_plan", lambda *_: found)
     assert plan() is found, "its ranks open the epoch with the first step"
     assert cache.table is not None
     cache.table.set_life(Rank(0))

@@ -17,7 +17,7 @@ SEVERITY = {
     "error": "Errors",
     "exception": "Errors",
     "warning": "Warnings",
-    "_note": "Warnings",
+    "_log_problem": "Warnings",
     "_complain": "Warnings",
     "info": "Information",
     "_say_once": "Information",

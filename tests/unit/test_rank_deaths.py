@@ -20,7 +20,7 @@ from kvshm.log import SAY_AGAIN_SECONDS, Seldom
 from kvshm.node.peer_list import PeerList, PeerListReader
 from kvshm.node.protocol import EngineInfo, RankInfo
 from kvshm.rank.attachments import (
-    ATTACH_PATIENCE_SECONDS,
+    ATTACH_WAIT_SECONDS,
     FAILED_SECONDS,
     MAX_ATTACHING,
     MAX_TRIES,
@@ -163,7 +163,7 @@ def test_one_load_waits_for_a_peer_that_hangs_those_after_it_not_and_the_attach_
     first = load(1)
     assert not first.advance()
     until(lambda: transport.attaches)
-    clock.now += ATTACH_PATIENCE_SECONDS - 0.1
+    clock.now += ATTACH_WAIT_SECONDS - 0.1
     assert not first.advance()
     clock.now += 0.2
     second = load(2)

@@ -241,7 +241,7 @@ class PlayedTime:
         """The thread that looks after loads has begun all and reported those that have ended,
         however little of the real time it gets."""
         deadline = monotonic() + 100
-        while self._rank._under_way - len(self._rank._reports) > sum(
+        while self._rank._unreported - len(self._rank._reports) > sum(
             ends > self.now for ends in self._ends
         ):
             assert monotonic() < deadline
