@@ -1,4 +1,4 @@
-"""What an engine does with the news of its client: it keeps the peers of its present epoch.
+"""Applies the coordinator's news to the peers of an engine's present epoch.
 
 All methods run on the client's thread.
 """
@@ -33,16 +33,16 @@ from .minute_report import MissReport
 log = logger(__name__)
 
 MAX_RECORDED = 8
-"""Incompatible engines that a join notes in the slot table's error log, which holds 16 entries:
-the most alike."""
+"""Incompatible engines, the most similar ones, that a join records in the slot table's error log,
+which holds 16 entries."""
 MAX_REMEMBERED = 256
-"""Lines that are remembered as logged; of so many restarts the oldest may be named again."""
+"""Lines remembered as logged; with more of them the oldest may be logged again."""
 
 
 class RosterHandler:
-    """Keeps the peers of the present epoch as the coordinator tells; a ``NewsHandler``.  ``begin``
-    gives the present epoch, begun now if it is due; ``present`` only looks; ``start`` is the
-    command that starts the coordinator this engine looks for."""
+    """Keeps the peers of the present epoch up to date; a ``NewsHandler``.  ``begin`` returns the
+    present epoch and begins it if it is due; ``present`` only returns it; ``start`` is the command
+    that starts the coordinator this engine looks for."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RosterHandler:
         self._begin = begin
         self._present = present
         self._start = start
-        self._logged: dict[int, None] = {}  # in the order of naming
+        self._logged: dict[int, None] = {}  # in the order of logging
         self._joined: Epoch | None = None
         self._refusal = ""
         self._misses = MissReport()
@@ -65,7 +65,7 @@ class RosterHandler:
     def apply(self, news: News) -> None:
         state = self._present()
         match news:
-            case EventBatches(batches) if state is not None:  # first: what comes most
+            case EventBatches(batches) if state is not None:  # first: the most frequent news
                 state.peers.apply_events(batches)
             case Coordinator.MISSING:
                 log.warning(
@@ -78,7 +78,7 @@ class RosterHandler:
             case _ if state is None:
                 return
             case Joined() | Refused():
-                if news.engine_epoch == state.table.epoch:  # else it has been reset meanwhile
+                if news.engine_epoch == state.table.epoch:  # else the epoch has ended meanwhile
                     self._handle_reply(state, news)
             case StrangerJoined(stranger=stranger):
                 state.table.log_error(incompatible.note(stranger))
@@ -114,7 +114,8 @@ class RosterHandler:
             state.table.counters.add(RESYNCS, scans)
 
     def beat(self) -> None:
-        """About once a second: beat in the own table, and tell of misses now and then."""
+        """About once a second: write the heartbeat, look after the peers, and log misses once a
+        minute."""
         if (state := self._present()) is not None:
             state.table.beat()
             state.peers.look_for_deaths()
@@ -130,14 +131,14 @@ class RosterHandler:
             state.table.counters.add(counter, amount)
 
     def _log_once(self, stranger: Stranger) -> None:
-        """Say once in the log why an engine of this node cannot be shared with.  That another
-        model is served here, too, is said once of all engines that differ in the same."""
+        """Log once why this engine cannot share with ``stranger``.  If the other engine serves
+        another model, log it once for all engines with the same differences."""
         line, level = incompatible.line(stranger), logging.WARNING
-        named = hash(line)
+        key = hash(line)
         if incompatible.has_another_model(stranger):
-            named, level = hash(tuple(stranger.differences.items())), logging.INFO
-        if named not in self._logged:
-            self._logged[named] = None
+            key, level = hash(tuple(stranger.differences.items())), logging.INFO
+        if key not in self._logged:
+            self._logged[key] = None
             log.log(level, "%s", line)
         if len(self._logged) > MAX_REMEMBERED:
             del self._logged[next(iter(self._logged))]
