@@ -6,7 +6,7 @@ before it is known whether they arrive.  These count when a load has ended.
 ::
 
     scheduler's process                      API server
-    LoadPlanner.take_ended -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
+    LoadPlanner.take_results -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvshm.engine.load_planner import Ended
+from kvshm.engine.load_planner import LoadResult
 
 METRICS = {
     "imported_tokens": "Prompt tokens taken over from other engines; what did not arrive is none.",
@@ -38,7 +38,7 @@ class LoadStats(KVConnectorStats):
     METRICS.  ``data`` travels between processes, of any number of engines."""
 
     @classmethod
-    def of(cls, ended: Sequence[Ended], block_size: int) -> LoadStats:
+    def of(cls, ended: Sequence[LoadResult], block_size: int) -> LoadStats:
         """What has come of these loads."""
         blocks = sum(load.num_blocks for load in ended)
         failed = sum(load.failed for load in ended)

@@ -388,7 +388,7 @@ class SchedulerSide:
 
     def stats(self) -> LoadStats:
         """What to add to vLLM's metrics."""
-        return LoadStats.of(self.cache.planner.take_ended(), self._block_size)
+        return LoadStats.of(self.cache.planner.take_results(), self._block_size)
 
     def must_step(self) -> bool:
         """Whether an engine without requests has to step on: the last blocks of a speculating

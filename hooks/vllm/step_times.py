@@ -62,7 +62,7 @@ class StepTimes:
         while self.measured and self.measured[0][0] <= step:
             number, at, tokens = self.measured.popleft()
             if number == step:
-                self._costs.step(tokens, now - max(at, before))
+                self._costs.add_step(tokens, now - max(at, before))
 
     def unanswered(self) -> bool:
         """An output is there without a rank's word on its step.  Whether there were so many, with a

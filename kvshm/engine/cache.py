@@ -77,8 +77,7 @@ class SharedCache:
         handler = RosterHandler(self._open_when_ready, lambda: self.epoch_state, start)
         self._client = CoordinatorClient(run_dir, config.namespace, handler)
         budget = config.step_budget_ms(spec.asynchronous) / 1000
-        send = self._client.send_events
-        self.publisher = Publisher(self, send, budget, config.exports, clock)
+        self.publisher = Publisher(self, self._client.send_events, budget, config.exports, clock)
         self.planner = LoadPlanner(config, self, clock)
         guard_forks(self)
 

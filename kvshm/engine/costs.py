@@ -111,7 +111,7 @@ class Costs:
         self.known = False
         """Whether a prefill was measured at least twice; the first one may be slow."""
 
-    def step(self, tokens: int, seconds: float) -> None:
+    def add_step(self, tokens: int, seconds: float) -> None:
         """A step computed ``tokens`` in ``seconds``."""
         if tokens <= 0 or seconds <= 0:
             return
@@ -123,16 +123,16 @@ class Costs:
                 self._in_a_row = 0
                 self.known = self._prefills > 1
 
-    def load(self, nbytes: int, seconds: float) -> None:
+    def add_load(self, nbytes: int, seconds: float) -> None:
         """A load of ``nbytes`` per rank took ``seconds``, from its begin to its re-check, without
         waiting for copies of another load."""
         if nbytes <= 0 or seconds <= 0:
             return
         self._loaded += 1
         if self._loaded > WARM_UP_LOADS:
-            self._loads.add(nbytes, min(seconds, OUTLIER_FACTOR * self.copying(nbytes)))
+            self._loads.add(nbytes, min(seconds, OUTLIER_FACTOR * self.load_seconds(nbytes)))
 
-    def computing(self, tokens: int) -> float | None:
+    def compute_seconds(self, tokens: int) -> float | None:
         """Seconds by which ``tokens`` more make a prefill longer; None before the first prefill.
         While all steps had about one size, a step's fixed part is taken as 0."""
         if self._prefills == 0:
@@ -147,7 +147,7 @@ class Costs:
         mean = self._steps.mean
         return mean[1] if mean else 0.0
 
-    def copying(self, nbytes: int) -> float:
+    def load_seconds(self, nbytes: int) -> float:
         """Seconds a load of ``nbytes`` takes; assumed until loads were measured."""
         line, mean = self._loads.fit(), self._loads.mean
         if line is not None:
@@ -160,11 +160,11 @@ class Costs:
         """Whether to import these tokens rather than compute them.  ``waiting``: seconds the
         request loses in addition to the copy.  Before the first prefill: whether they are at least
         UNMEASURED_TOKENS.  Sometimes False as a trial (IMPORTS_PER_TRIAL)."""
-        computing = self.computing(tokens)
+        computing = self.compute_seconds(tokens)
         if computing is None:
             worth = tokens >= UNMEASURED_TOKENS
         else:
-            worth = self.copying(nbytes) + waiting < computing
+            worth = self.load_seconds(nbytes) + waiting < computing
         self._in_a_row += worth
         return worth and self._in_a_row % IMPORTS_PER_TRIAL[self.known] != 0
 

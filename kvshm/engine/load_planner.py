@@ -38,7 +38,7 @@ _HINT_WAS_WRONG = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
 After any other failure bytes may be missing, and the entry stays for another try."""
 
 
-class Ended(NamedTuple):
+class LoadResult(NamedTuple):
     """The result of one load, which all ranks have reported."""
 
     num_blocks: int
@@ -60,14 +60,14 @@ class LoadPlanner:
         self._seldom = Seldom(clock)
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
-        self.ended: list[Ended] = []
-        """Results of the loads that have ended since the last ``take_ended``."""
+        self.results: list[LoadResult] = []
+        """Results of the loads that have ended since the last ``take_results``."""
         self.leaving = False
         """Set when the engine ends: no load can succeed any more.  Any thread may set it."""
 
     # -- lookups
 
-    def anybody(self) -> bool:
+    def has_peers(self) -> bool:
         """Whether ``probe`` could find another engine.  If not, the counters record a lookup
         without a result, and the reason."""
         epoch = self._cache.epoch_state
@@ -127,9 +127,9 @@ class LoadPlanner:
         epoch.table.counters.add(c.TRIED if tried else c.MISS_CHEAPER)
         return tried
 
-    def copying(self, load: Load) -> float:
+    def load_seconds(self, load: Load) -> float:
         """Seconds that a load is estimated to take."""
-        return self.costs.copying(load.nbytes)
+        return self.costs.load_seconds(load.nbytes)
 
     # -- loads
 
@@ -210,7 +210,7 @@ class LoadPlanner:
         failed = bool(bad) or not load.pieces
         good = [target not in bad for target in targets]
         # A block is usable only if all blocks before it are.
-        self.ended.append(Ended(sum(takewhile(bool, good)), failed))
+        self.results.append(LoadResult(sum(takewhile(bool, good)), failed))
         if epoch is not None:
             epoch.table.counters.add(c.LOADS_FAILED if failed else c.LOADS_DONE)
             epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))
@@ -218,10 +218,10 @@ class LoadPlanner:
             self._update_peers(epoch, load, reports)
         return bad
 
-    def take_ended(self) -> list[Ended]:
+    def take_results(self) -> list[LoadResult]:
         """Return the results of the loads that have ended since the last call."""
-        ended, self.ended = self.ended, []
-        return ended
+        results, self.results = self.results, []
+        return results
 
     def _learn(self, epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
         """Add the load's time on its slowest rank to the estimates.  An incomplete load is added
@@ -230,15 +230,15 @@ class LoadPlanner:
         reasons = {failure.reason for report in reports for failure in report.failures}
         if not load.nbytes or not seconds:
             return
-        expected = self.costs.copying(load.nbytes)
+        expected = self.costs.load_seconds(load.nbytes)
         if seconds <= expected and not reasons <= _HINT_WAS_WRONG:
             return
         tokens = len(load.targets) * epoch.table.block_size
-        computing = self.costs.computing(tokens) or 0.0
+        computing = self.costs.compute_seconds(tokens) or 0.0
         seen = ((c.ESTIMATED_US, expected), (c.MEASURED_US, seconds), (c.COMPUTING_US, computing))
         for counter, value in seen:
             epoch.table.counters.add(counter, int(value * 1e6))
-        self.costs.load(load.nbytes, seconds)
+        self.costs.add_load(load.nbytes, seconds)
 
     @staticmethod
     def _update_peers(epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:

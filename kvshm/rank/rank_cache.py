@@ -138,9 +138,8 @@ class RankCache:
         self._unreported += 1
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
-        self._loads.put(
-            RankLoad(load, self._attachments, table, verify=self._verify, clock=self._clock)
-        )
+        new = RankLoad(load, self._attachments, table, verify=self._verify, clock=self._clock)
+        self._loads.put(new)
 
     def load_at_once(self, loads: Sequence[Load], patience: float) -> list[LoadReport]:
         """Carry out loads on the calling thread, which runs the model on their blocks next.
@@ -198,9 +197,7 @@ class RankCache:
         until = self._clock() + linger
         while len(self._reports) < self._unreported and self._clock() < until:
             time.sleep(STEP_POLL_SECONDS)
-        reports = []
-        while self._reports:
-            reports.append(self._reports.popleft())
+        reports = [self._reports.popleft() for _ in range(len(self._reports))]
         self._unreported -= len(reports)
         return reports
 

@@ -45,7 +45,7 @@ class Node:
         self.now = 1000.0
         self.lookups = 0
         self.side._times._clock = self.side.importer._clock = lambda: self.now
-        monkeypatch.setattr(self.side.cache.planner, "anybody", lambda: True)
+        monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
         monkeypatch.setattr(self.side.cache.planner, "probe", self.probe)
         monkeypatch.setattr(self.side.cache.planner, "begin", self.begin_load)
 
@@ -109,7 +109,9 @@ def test_a_prefix_is_imported_where_that_is_faster(
     """80 tokens, and a copy of half a millisecond; one that no step waits for costs two steps."""
     n = node("auto")
     n.measure(per_token)
-    assert n.side.cache.planner.costs.computing(100) == pytest.approx(100 * per_token, rel=0.05)
+    assert n.side.cache.planner.costs.compute_seconds(100) == pytest.approx(
+        100 * per_token, rel=0.05
+    )
     if attached:
         n.attach()
     n.e.add("wants", prompt(BLOCKS, first=2000))

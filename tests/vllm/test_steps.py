@@ -185,7 +185,7 @@ def test_copies_that_a_step_only_begins_are_bounded(
     one, other = (b.engine.add(f"r{i}", tokens_of(i), max_tokens=1) for i in (2, 3))
     planner = b.cache.planner
     nbytes = planner.probe(one.block_hashes, 0, 5).nbytes
-    monkeypatch.setattr(before_prefill, "SECONDS_BEGUN", 1.5 * planner.costs.copying(nbytes))
+    monkeypatch.setattr(before_prefill, "SECONDS_BEGUN", 1.5 * planner.costs.load_seconds(nbytes))
     b.step()
     assert one.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert other.status is RequestStatus.WAITING
