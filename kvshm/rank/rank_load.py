@@ -150,9 +150,9 @@ class RankLoad:
         try:
             part.peer = self._attachments.find(part.piece)
             if part.peer is None:
-                hurried = self._until is not None
-                part.failure = LoadFailure.NOT_ATTACHED if hurried else None
-                return hurried
+                at_once = self._until is not None
+                part.failure = LoadFailure.NOT_ATTACHED if at_once else None
+                return at_once
             if not self._in_time():  # before the first byte: no time to learn from
                 part.failure = LoadFailure.TOO_LATE
                 return True
