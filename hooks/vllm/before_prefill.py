@@ -118,7 +118,7 @@ class RequestImporter:
         start = num_local_tokens // self._block_size
         stop = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
         possible = start < stop
-        if not (self._plans or self.at_once.withheld or (possible and self._planner.anybody())):
+        if not (self._plans or self.at_once.withheld or (possible and self._planner.has_peers())):
             return 0
         self.has_news = True
         self.at_once.forget(request_id)
@@ -142,7 +142,7 @@ class RequestImporter:
         plan = self._planner.probe(chain, start, stop)
         if plan is None:
             return 0
-        seconds, costs = self._planner.costs.copying(plan.nbytes), self._planner.costs
+        seconds, costs = self._planner.costs.load_seconds(plan.nbytes), self._planner.costs
         alone = self.room is not None and self.room.is_alone(request)
         awaited = self.at_once.can_undo(request) and self._may_await(plan, seconds, alone)
         waiting = 0.0 if awaited else STEPS_LOST * costs.step_seconds()
@@ -150,7 +150,7 @@ class RequestImporter:
         if not fits or not self._planner.worth(plan, waiting):
             return 0
         if awaited:
-            price = costs.computing(plan.num_blocks * self._block_size)
+            price = costs.compute_seconds(plan.num_blocks * self._block_size)
             self.at_once.withhold_hashes(request, seconds, price)
         elif not self._within_copy_budget(seconds):
             return None  # the next step may begin it
@@ -186,7 +186,7 @@ class RequestImporter:
         after the other."""
         new = {load.load_id for load in self._new}
         begun = (self._imports[name].load for name in self.under_way() - new)
-        return sum(self._planner.copying(load) for load in begun)
+        return sum(self._planner.load_seconds(load) for load in begun)
 
     def _fits(self, request: Any, blocks: int, awaited: tuple[bool, ...]) -> bool:
         """Whether vLLM would admit an import of so many blocks, awaited or not.  A request that
@@ -275,7 +275,9 @@ class RequestImporter:
     def linger(self, begun: Sequence[Load], busy: bool) -> float:
         """Seconds that the end of the step being built may wait for loads under way: more than 0
         if all its copies are shorter than that, or if no other request runs."""
-        short = bool(begun) and all(self._planner.copying(load) <= LINGER_SECONDS for load in begun)
+        short = bool(begun) and max(map(self._planner.load_seconds, begun)) <= LINGER_SECONDS
+            self._planner.load_seconds(load) <= LINGER_SECONDS for load in begun
+        )
         return LINGER_SECONDS if short or (self._imports and not busy) else 0.0
 
     def step_dispatched(self) -> None:

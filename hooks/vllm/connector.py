@@ -344,7 +344,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         side = self._scheduler
-        return self._take_stats() if side is not None and side.cache.planner.ended else None
+        return self._take_stats() if side is not None and side.cache.planner.results else None
 
     @guarded(_nothing)
     def _take_stats(self) -> KVConnectorStats | None:

@@ -6,7 +6,7 @@ before it is known whether they arrive.  The metrics here count a load when it h
 ::
 
     scheduler's process                      API server
-    LoadPlanner.take_ended -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
+    LoadPlanner.take_results -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvshm.engine.load_planner import Ended
+from kvshm.engine.load_planner import LoadResult
 
 METRICS = {
     "imported_tokens": "Prompt tokens imported from other engines, without those of lost blocks.",
@@ -38,7 +38,7 @@ class LoadStats(KVConnectorStats):
     vLLM sends ``data`` from its engines to its API servers."""
 
     @classmethod
-    def of(cls, ended: Sequence[Ended], block_size: int) -> LoadStats:
+    def of(cls, ended: Sequence[LoadResult], block_size: int) -> LoadStats:
         """Return the sums of these loads."""
         blocks = sum(load.num_blocks for load in ended)
         failed = sum(load.failed for load in ended)

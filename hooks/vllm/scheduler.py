@@ -385,7 +385,7 @@ class SchedulerSide:
 
     def stats(self) -> LoadStats:
         """Return what to add to vLLM's metrics."""
-        return LoadStats.of(self.cache.planner.take_ended(), self._block_size)
+        return LoadStats.of(self.cache.planner.take_results(), self._block_size)
 
     def must_step(self) -> bool:
         """Whether vLLM must step on without requests: with speculation the last blocks are

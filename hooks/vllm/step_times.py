@@ -62,7 +62,7 @@ class StepTimes:
         while self.measured and self.measured[0][0] <= step:
             number, at, tokens = self.measured.popleft()
             if number == step:
-                self._costs.step(tokens, now - max(at, before))
+                self._costs.add_step(tokens, now - max(at, before))
 
     def unanswered(self) -> bool:
         """An output has arrived without a rank's report.  True after MAX_UNDER_WAY such outputs

@@ -1,1 +1,1 @@
-"""The scheduler's half of an engine: what it publishes, plans and leases, epoch by epoch."""
+"""The scheduler's half of an engine: publishes blocks, plans loads and takes leases."""

@@ -1,10 +1,9 @@
-"""The scheduler's half of a shared cache: the one face between an engine and kvshm.
+"""The scheduler's half of a shared cache: the interface between an engine and kvshm.
 
-A SharedCache joins the node in the background, now or whenever a coordinator appears, once
-``open_epoch`` was called.  By its ``publisher`` the engine's scheduler shows what it has
-computed and withdraws what it is about to overwrite; by its ``planner`` it probes for prefixes it
-lacks and begins loads, which the ranks' half (kvshm/rank/rank_cache.py) carries out.  Nothing
-here knows vLLM.
+After ``open_epoch`` a SharedCache joins the node in the background, as soon as a coordinator
+runs.  With ``publisher`` the scheduler publishes the blocks it has computed and retracts those it
+is about to overwrite.  With ``planner`` the scheduler looks for prefixes in other engines and
+begins loads, which the ranks carry out (kvshm/rank/rank_cache.py).  Nothing here knows vLLM.
 
 Methods run on the scheduler's thread unless their docstring says otherwise; none blocks
 except ``close``, and the publisher's ``drain_before_dispatch``, bounded by the drain budget.
@@ -42,8 +41,8 @@ Fields = Mapping[str, str]
 
 
 @dataclass(frozen=True)
-class _Opening:
-    """What epochs are begun with: one, unless it cannot begin, or a rank cannot open it."""
+class _EpochRequest:
+    """Arguments of ``open_epoch``, kept to begin the epoch, and another one if that fails."""
 
     ranks: Sequence[RankInfo]
     fields: Callable[[], Fields | None]
@@ -64,22 +63,21 @@ class SharedCache:
         log.info("engine %s shares its prefix cache, run directory %s", who, run_dir)
         self._config = config
         self._spec = spec
-        self._place: Path | None = run_dir
+        self._cleanup_dir: Path | None = run_dir
         self._run_dir = run_dir
         self._clock = clock
-        self._lock = threading.Lock()  # guards _opening and epoch_state across the two threads
-        self._opening: _Opening | None = None
+        self._lock = threading.Lock()  # guards _requested and epoch_state across the two threads
+        self._requested: _EpochRequest | None = None
         self.epoch_state: EpochState | None = None
-        """The present epoch, as an object of its own; None without one.  Any thread; only this
-        object sets it."""
+        """The present epoch, None without one.  Any thread may read it; only SharedCache sets
+        it."""
         self.failed = False
-        """Whether the present epoch could not begin, and is to be tried again."""
+        """Whether the last attempt to begin an epoch failed; there will be another."""
         start = start_command(run_dir, config.namespace)
         handler = RosterHandler(self._open_when_ready, lambda: self.epoch_state, start)
         self._client = CoordinatorClient(run_dir, config.namespace, handler)
         budget = config.step_budget_ms(spec.asynchronous) / 1000
-        send = self._client.send_events
-        self.publisher = Publisher(self, send, budget, config.exports, clock)
+        self.publisher = Publisher(self, self._client.send_events, budget, config.exports, clock)
         self.planner = LoadPlanner(config, self, clock)
         guard_forks(self)
 
@@ -92,28 +90,29 @@ class SharedCache:
         return state.table if state else None
 
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
-        """Begin an epoch as soon as ``fields`` gives the fingerprint's fields (it is asked on
-        the client's thread until then).  From there on ``epoch_state`` is set, and every rank has
-        to open it (``RankCache.open_epoch``) before others can read its blocks.  Where that
-        fails, for want of memory, descriptors or threads, it is tried again after a pause."""
+        """Begin an epoch as soon as ``fields`` returns the fingerprint's fields; the client's
+        thread calls ``fields`` until then.  ``epoch_state`` is then set, and every rank has to open
+        the epoch (``RankCache.open_epoch``) before other engines can read its blocks.  An epoch
+        that cannot begin for lack of memory, descriptors or threads is tried again after a pause.
+        """
         self.end_epoch()
         with self._lock:
-            self._opening = _Opening(ranks, fields, RetryPause(self._clock))
+            self._requested = _EpochRequest(ranks, fields, RetryPause(self._clock))
         self._client.rejoin()
 
     def end_epoch(self) -> None:
-        """Withdraw all blocks for good, without waiting: the cache was reset, its weights
+        """Retract all blocks for good, without waiting: the cache was reset, the weights
         changed, or something went wrong.  Idempotent."""
         with self._lock:
-            self._opening, self.failed = None, False
+            self._requested, self.failed = None, False
             state, self.epoch_state = self.epoch_state, None
         if state is not None:
             state.end()
             self._client.rejoin()
 
     def not_opened(self, epoch: int) -> bool:
-        """A rank could not open an epoch: withdraw it, and begin another after a pause.  Returns
-        whether it was the present one."""
+        """A rank could not open ``epoch``: end it and begin another epoch after a pause.  Returns
+        False if ``epoch`` is not the present one; nothing happens then."""
         with self._lock:
             state = self.epoch_state
             if state is None or state.table.epoch != epoch:
@@ -124,42 +123,42 @@ class SharedCache:
         return True
 
     def leave(self) -> None:
-        """Tell the others that this engine ends, without waiting for anything: they use its
-        blocks no more, and it plans no load.  ``close`` has to follow.  Any thread."""
+        """Tell the other engines that this engine ends, without waiting: they stop using its
+        blocks, and it plans no more loads.  ``close`` has to follow.  Any thread."""
         self.planner.leaving = True
         self._client.leave()
 
     def close(self) -> None:
-        """End the epoch and leave the node; where no coordinator runs, clear up after the dead,
-        so that the last one leaves nothing behind.  Blocks up to two seconds."""
+        """End the epoch and leave the node.  If no coordinator runs, also remove the files of
+        dead engines, so that the last engine leaves nothing behind.  Blocks up to two seconds."""
         self.end_epoch()
         self._client.close(timeout=1.0)
-        if self._place is not None:
+        if self._cleanup_dir is not None:
             try:
-                clear(self._place, self._config.namespace, patience=1.0)
+                clear(self._cleanup_dir, self._config.namespace, patience=1.0)
             except (KvshmError, OSError) as exc:
                 log.debug("nothing cleaned up: %s", exc)
 
     def forget_in_child(self) -> None:
-        """The epoch is the parent's: here there is none (kvshm/forks.py)."""
+        """The epoch belongs to the parent; the child has none (kvshm/forks.py)."""
         self._lock = threading.Lock()
-        self._opening = self.epoch_state = self._place = None
+        self._requested = self.epoch_state = self._cleanup_dir = None
 
     def _open_when_ready(self) -> EpochState | None:
-        """On the client's thread: the present epoch, begun now if it is due."""
+        """Return the present epoch; begin it if it is due.  Client's thread."""
         with self._lock:
-            opening = self._opening
-            if self.epoch_state is None and opening is not None and opening.pause.over:
-                fields = opening.fields()
+            requested = self._requested
+            if self.epoch_state is None and requested is not None and requested.pause.over:
+                fields = requested.fields()
                 if fields is not None:
-                    self.epoch_state = self._try_to_begin(fields, opening)
+                    self.epoch_state = self._try_to_begin(fields, requested)
             return self.epoch_state
 
-    def _try_to_begin(self, fields: Fields, opening: _Opening) -> EpochState | None:
-        opening.pause.tried()  # first: whatever goes wrong, it is not tried all the time
+    def _try_to_begin(self, fields: Fields, requested: _EpochRequest) -> EpochState | None:
+        requested.pause.tried()  # first, so that every failure is followed by a pause
         try:
-            state = begin_epoch(self._config, self._spec, fields, opening.ranks, self._run_dir)
-        except (KvshmError, OSError) as exc:  # no memory, descriptors or threads left, for one
+            state = begin_epoch(self._config, self._spec, fields, requested.ranks, self._run_dir)
+        except (KvshmError, OSError) as exc:  # for example, no memory, descriptors or threads left
             level = logging.DEBUG if self.failed else logging.WARNING
             log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)
             self.failed = True
@@ -167,14 +166,14 @@ class SharedCache:
         self.failed = False
         return state
 
-    # -- notes in the own table
+    # -- counters and errors in the own slot table
 
     def count(self, counter: int, amount: int = 1) -> None:
-        """Add to a counter of the own table; without an epoch it is lost."""
+        """Add to a counter of the own slot table; does nothing without an epoch."""
         if (state := self.epoch_state) is not None:
             state.table.counters.add(counter, amount)
 
     def log_error(self, text: str) -> None:
-        """Note an error where ``dump_index`` shows it.  Any thread."""
+        """Record an error in the own slot table, where ``dump_index`` shows it.  Any thread."""
         if (state := self.epoch_state) is not None:
             state.table.log_error(text)

@@ -1,8 +1,8 @@
-"""What an engine knows of its own speed: whether to import a prefix or to compute it.
+"""Estimates whether importing a prefix is faster than computing it.
 
-Pure: who feeds it has the clock.  Two straight lines are drawn through what was seen::
+Pure: the caller measures the times.  Two straight lines are fitted to the measurements::
 
-    a step of n tokens      fixed + n * seconds per token       the slope is prefill's price
+    a step of n tokens      fixed + n * seconds per token       the slope is the cost of prefill
     a load of n bytes       latency + n / bytes per second
 """
 
@@ -10,109 +10,109 @@ from __future__ import annotations
 
 from math import frexp
 
-KEEP = 0.97
-"""What an observation weighs after the next one of its size."""
+DECAY = 0.97
+"""Weight of an observation after the next one of its size."""
 UNMEASURED_TOKENS = 256
-"""Least import while nothing is known: more than the steps it may cost, on most hardware.  A
-smaller step may be one of decodes alone, and says nothing of prefill."""
+"""Smallest import while no prefill was measured: on most hardware it saves more than the steps it
+may cost.  A smaller step may hold only decodes, and says nothing about prefill."""
 UNMEASURED_BYTES_PER_SECOND = 2e9
 UNMEASURED_LATENCY = 0.0005
 WARM_UP_STEPS = 8
-"""The first steps of an engine compile, allocate and touch memory: they say nothing."""
+"""The first steps compile, allocate and touch memory; their times are ignored."""
 WARM_UP_LOADS = 1
-OUTLIER = 4.0
-"""What took more than so many times what was expected is learnt as if it had not."""
+OUTLIER_FACTOR = 4.0
+"""A time is cut to this many times the expected one before it is learnt."""
 IMPORTS_PER_TRIAL = 8, 64
-"""An engine that finds everything elsewhere would never learn, or unlearn, what computing costs:
-of so many imports in a row, without a prefill, one is computed instead; until that has been seen
-twice, and then."""
+"""Of so many imports in a row without a prefill, one is computed instead, because an engine that
+imports everything would never learn what computing costs.  The first number holds until a prefill
+was seen twice, the second one afterwards."""
 REFUSALS_PER_TRIAL = 64
-"""After so many imports that were not worth it one is tried: no load, no better estimate."""
-_SPREAD = 4.0
-"""How far apart two counts have to lie for a slope to mean something."""
-_NOTHING = (0.0, 0.0, 0.0)
+"""Of so many imports that are not worth it one is done anyway, to measure loads again."""
+_MIN_SPREAD = 4.0
+"""Smallest ratio of two counts from which a slope can be computed."""
+_EMPTY = (0.0, 0.0, 0.0)
 """Weight, count and seconds before anything was seen."""
 
 
-class Line:
-    """``seconds = fixed + each * count``, through the means of what was seen.
+class LinearFit:
+    """``seconds = fixed + each * count``, fitted to the means of the observations.
 
-    One mean for each power of two, the latest of its size weighing most: however often one size
-    is seen, what is known of another one stays."""
+    There is one mean for each power of two, in which the latest observation weighs most.  So many
+    observations of one size do not displace those of another."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[float, float, float]] = {}  # weight, count, seconds
-        self._all = _NOTHING
+        self._all = _EMPTY
         self._fit: tuple[float, float] | None = None
-        self._fits = True
-        """Whether ``_fit`` is of all that was seen: asked for several times for each addition."""
+        self._is_current = True
+        """Whether ``_fit`` covers all observations; it is read several times for each ``add``."""
 
     def add(self, count: float, seconds: float) -> None:
-        """``count`` of something, more than 0, took so many seconds."""
+        """Add an observation: ``count`` tokens or bytes, more than 0, took ``seconds``."""
         size = frexp(count)[1]
-        weight, counts, total = self._sizes.get(size, _NOTHING)
+        weight, counts, total = self._sizes.get(size, _EMPTY)
         if weight:
             mean = total / weight
-            seconds = min(seconds, OUTLIER * mean)
-            if OUTLIER * seconds < mean:  # nothing is too quick by accident: what was seen was slow
-                weight, counts, total = _NOTHING
-        self._fits = False
-        self._sizes[size] = weight * KEEP + 1.0, counts * KEEP + count, total * KEEP + seconds
+            seconds = min(seconds, OUTLIER_FACTOR * mean)
+            if OUTLIER_FACTOR * seconds < mean:  # no accident makes it quick: the mean was too slow
+                weight, counts, total = _EMPTY
+        self._is_current = False
+        self._sizes[size] = weight * DECAY + 1.0, counts * DECAY + count, total * DECAY + seconds
         weight, counts, total = self._all
-        self._all = weight * KEEP + 1.0, counts * KEEP + count, total * KEEP + seconds
+        self._all = weight * DECAY + 1.0, counts * DECAY + count, total * DECAY + seconds
 
     @property
     def largest(self) -> tuple[float, float] | None:
-        """Mean count and mean seconds of the largest size seen; None before any."""
+        """Mean count and mean seconds of the largest size; None without observations."""
         return max(self._means(), default=None)
 
     def fit(self) -> tuple[float, float] | None:
-        """Fixed seconds and seconds for each, neither below 0; None without a spread."""
-        if not self._fits:
-            self._fit, self._fits = self._drawn(), True
+        """Fixed seconds and seconds for each, neither below 0; None while all sizes are alike."""
+        if not self._is_current:
+            self._fit, self._is_current = self._compute_fit(), True
         return self._fit
 
     def _means(self) -> list[tuple[float, float]]:
         return [(count / weight, total / weight) for weight, count, total in self._sizes.values()]
 
-    def _drawn(self) -> tuple[float, float] | None:
+    def _compute_fit(self) -> tuple[float, float] | None:
         means = self._means()
         most, longest = max(means, default=(0.0, 0.0))
-        small = [(seconds, count) for count, seconds in means if count * _SPREAD <= most]
+        small = [(seconds, count) for count, seconds in means if count * _MIN_SPREAD <= most]
         if not small:
             return None
-        # The quickest: more of something takes no less, unless an accident slowed the less down.
+        # The quickest of them: a larger count takes no less time, unless the small one was held up.
         shortest, least = min(small)
         each = max((longest - shortest) / (most - least), 0.0)
         return max(shortest - each * least, 0.0), each
 
     @property
     def mean(self) -> tuple[float, float] | None:
-        """Mean count and mean seconds; None before anything was seen."""
+        """Mean count and mean seconds; None without observations."""
         weight, count, seconds = self._all
         return (count / weight, seconds / weight) if weight else None
 
 
 class Costs:
-    """Estimates of one engine.  One thread."""
+    """The estimates of one engine.  Used by one thread."""
 
     def __init__(self) -> None:
-        self._steps = Line()
+        self._steps = LinearFit()
         self._seen = 0
-        self._loads = Line()
+        self._loads = LinearFit()
         self._loaded = 0
         self._refused = 0
         self._in_a_row = 0
-        """Imports since a prefill was seen."""
+        """Imports since the last prefill."""
         self.prefill_tokens = UNMEASURED_TOKENS
-        """A step of so many tokens is a prefill, not decodes alone: a step's limit may be lower
-        than what is assumed."""
+        """A step of at least so many tokens counts as a prefill.  The caller lowers it if the
+        engine's limit of tokens per step is lower."""
         self._prefills = 0
         self.known = False
-        """Whether prefill's price was seen, and seen again: a first step may be slow."""
+        """Whether a prefill was measured at least twice; the first one may be slow."""
 
-    def step(self, tokens: int, seconds: float) -> None:
-        """A step that computed so many tokens took so long."""
+    def add_step(self, tokens: int, seconds: float) -> None:
+        """A step computed ``tokens`` in ``seconds``."""
         if tokens <= 0 or seconds <= 0:
             return
         self._seen += 1
@@ -123,18 +123,18 @@ class Costs:
                 self._in_a_row = 0
                 self.known = self._prefills > 1
 
-    def load(self, nbytes: int, seconds: float) -> None:
-        """A load of so many bytes per rank took so long, from its begin to its re-check, with no
-        other load's copies in its way."""
+    def add_load(self, nbytes: int, seconds: float) -> None:
+        """A load of ``nbytes`` per rank took ``seconds``, from its begin to its re-check, without
+        waiting for copies of another load."""
         if nbytes <= 0 or seconds <= 0:
             return
         self._loaded += 1
         if self._loaded > WARM_UP_LOADS:
-            self._loads.add(nbytes, min(seconds, OUTLIER * self.copying(nbytes)))
+            self._loads.add(nbytes, min(seconds, OUTLIER_FACTOR * self.load_seconds(nbytes)))
 
-    def computing(self, tokens: int) -> float | None:
-        """Seconds by which so many tokens more make a prefill longer; None while no prefill has
-        been seen.  While all steps were of about one size: as if nothing of a step were fixed."""
+    def compute_seconds(self, tokens: int) -> float | None:
+        """Seconds by which ``tokens`` more make a prefill longer; None before the first prefill.
+        While all steps had about one size, a step's fixed part is taken as 0."""
         if self._prefills == 0:
             return None
         if (line := self._steps.fit()) is not None:
@@ -143,32 +143,32 @@ class Costs:
         return most[1] / most[0] * tokens if most else None
 
     def step_seconds(self) -> float:
-        """A typical step; 0 while none was seen."""
+        """Mean seconds of a step; 0 before the first."""
         mean = self._steps.mean
         return mean[1] if mean else 0.0
 
-    def copying(self, nbytes: int) -> float:
-        """Seconds a load of so many bytes takes; assumed while little is known."""
+    def load_seconds(self, nbytes: int) -> float:
+        """Seconds a load of ``nbytes`` takes; assumed until loads were measured."""
         line, mean = self._loads.fit(), self._loads.mean
         if line is not None:
             return line[0] + line[1] * nbytes
-        if mean is not None:  # one size only: what is larger takes longer as assumed
+        if mean is not None:  # one size only: more bytes take the assumed rate
             return mean[1] + max(nbytes - mean[0], 0.0) / UNMEASURED_BYTES_PER_SECOND
         return UNMEASURED_LATENCY + nbytes / UNMEASURED_BYTES_PER_SECOND
 
     def worth(self, tokens: int, nbytes: int, waiting: float) -> bool:
-        """Whether to import these tokens rather than to compute them.  ``waiting``: seconds
-        the request loses beside the copy.  Before prefill's price is known: whether they
-        are at least UNMEASURED_TOKENS.  But for a trial now and then."""
-        computing = self.computing(tokens)
+        """Whether to import these tokens rather than compute them.  ``waiting``: seconds the
+        request loses in addition to the copy.  Before the first prefill: whether they are at least
+        UNMEASURED_TOKENS.  Sometimes False as a trial (IMPORTS_PER_TRIAL)."""
+        computing = self.compute_seconds(tokens)
         if computing is None:
             worth = tokens >= UNMEASURED_TOKENS
         else:
-            worth = self.copying(nbytes) + waiting < computing
+            worth = self.load_seconds(nbytes) + waiting < computing
         self._in_a_row += worth
         return worth and self._in_a_row % IMPORTS_PER_TRIAL[self.known] != 0
 
-    def tries(self) -> bool:
-        """An import is not worth it: whether it is tried all the same, to see."""
+    def try_anyway(self) -> bool:
+        """Whether to do an import that is not worth it, as a trial (REFUSALS_PER_TRIAL)."""
         self._refused = (self._refused + 1) % REFUSALS_PER_TRIAL
         return self._refused == 0

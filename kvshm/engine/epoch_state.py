@@ -1,4 +1,4 @@
-"""One epoch of an engine's cache: everything that begins and ends with it."""
+"""One epoch of an engine's cache: everything that begins and ends with the epoch."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class EngineSpec:
 
 @dataclass
 class EpochState:
-    """Slot table, peers and roster entry of one epoch, and what its publisher has yet to do.
+    """Slot table, peers and roster entry of one epoch, and its publisher's pending work.
 
-    Begun on the client's thread and ended on the scheduler's; in between the scheduler's thread
-    publishes in ``table`` and looks up in ``peers``, and the client's thread keeps ``peers`` up to
-    date.
+    The client's thread begins an epoch, the scheduler's thread ends it.  In between the
+    scheduler's thread publishes in ``table`` and looks up in ``peers``, and the client's thread
+    keeps ``peers`` up to date.
     """
 
     table: OwnSlotTable
@@ -54,21 +54,21 @@ class EpochState:
     draining: list[BlockId] = field(default_factory=list)
     """Retracted blocks whose leases the next dispatch waits for.  Scheduler's thread only."""
     outbox: list[bytes] = field(default_factory=list)
-    """Events that the client does not have yet.  Scheduler's thread only."""
-    was_alive: bool = False
+    """Events not yet handed to the client.  Scheduler's thread only."""
+    seen_alive: bool = False
     """Whether all ranks have been seen alive.  Scheduler's thread only."""
 
-    def was_ended(self) -> bool:
-        """Whether ranks have been alive and are not.  They are not yet before the first step of
-        an epoch, with which they open it, and may load.  Scheduler's thread."""
+    def has_ended(self) -> bool:
+        """Whether all ranks were alive and now some are not.  Ranks become alive with the first
+        step of an epoch; loads are allowed before that.  Scheduler's thread."""
         alive = self.table.alive
-        self.was_alive = self.was_alive or alive
-        return self.was_alive and not alive
+        self.seen_alive = self.seen_alive or alive
+        return self.seen_alive and not alive
 
     def end(self) -> None:
-        """Withdraw everything for good: every slot EMPTY, every life word 0.  Never waits: an
-        importer in the middle of a copy finds out at its re-check.  Who has the table mapped
-        keeps it."""
+        """Retract everything for good: every slot EMPTY, every life word 0.  Never waits: an
+        importer in the middle of a copy finds out at its re-check.  Processes that have mapped the
+        table keep their mapping."""
         self.table.retire()
         self.table.reset()
         self.table.end_life(None)
@@ -77,10 +77,10 @@ class EpochState:
 
 
 class HasEpoch(Protocol):
-    """Who has the present epoch: a SharedCache."""
+    """The owner of the present epoch: a SharedCache."""
 
     epoch_state: EpochState | None
-    """None without one.  Any thread may look; another look may find another epoch."""
+    """None without an epoch.  Any thread may read it; each read may find another epoch."""
 
 
 def begin_epoch(
@@ -90,9 +90,9 @@ def begin_epoch(
     ranks: Sequence[RankInfo],
     run_dir: Path,
 ) -> EpochState:
-    """Begin an epoch of a random number: create its slot table, with this process's pulse, and its
-    replica, and hand them out.  ``fields``: the fingerprint's ingredients.  Raises KvshmError or
-    OSError, leaving nothing behind."""
+    """Begin an epoch with a random number: create its slot table, with this process's pulse, and
+    its replica, and serve their descriptors.  ``fields``: the fingerprint's fields.  Raises
+    KvshmError or OSError; nothing is left behind then."""
     epoch, space = Epoch(secrets.randbits(64) | 1), config.namespace
     table_spec = TableSpec(
         namespace=space,
@@ -107,7 +107,7 @@ def begin_epoch(
         table = OwnSlotTable.create(table_spec, epoch)
         undo.callback(table.close)
         table.begin_pulse(None)
-        # Whoever does not import has nothing to attach.
+        # An engine that does not import attaches no peers.
         listed = PeerList(peers_file(run_dir, space, epoch)) if config.imports else None
         peers = Peers(space, spec.name, epoch, Handouts(run_dir, space), listed=listed)
         undo.callback(peers.close)

@@ -1,4 +1,4 @@
-"""What the scheduler's half of a cache hands to its ranks, and what they answer.
+"""What the scheduler's half of a cache sends to its ranks, and what the ranks reply.
 
 All of these travel between processes of one engine (vLLM pickles them into its step
 metadata), never between engines.
@@ -19,14 +19,14 @@ NO_TICKET = -1
 
 
 class Plan(NamedTuple):
-    """A prefix that other engines seem to hold: a hint, until its blocks are leased.
+    """A prefix that other engines seem to hold: a hint until its blocks are leased.
 
-    ``runs`` cover consecutive blocks from block index ``start`` of the request on.  Stays in
-    the scheduler's process.
+    ``runs`` cover consecutive blocks of the request, from block index ``start`` on.  A plan stays
+    in the scheduler's process.
     """
 
     epoch: Epoch
-    """The importer's own epoch; in another one the plan leases nothing."""
+    """The importer's own epoch; in another epoch the plan leases nothing."""
     start: int
     runs: tuple[PlannedRun, ...]
     made_at: float
@@ -45,10 +45,10 @@ class Piece:
 
     peer: Epoch
     memory: tuple[MemoryDescriptor, ...]
-    """The peer's KV memory, by rank; empty if all ranks are known to have it open."""
+    """The peer's KV memory, by rank; empty if all own ranks have attached it."""
     records: bytes
     taken: bytes
-    """One byte per record: 1 if this load holds the lease and has to give it back."""
+    """One byte per record: 1 if this load holds the lease and has to release it."""
     targets: tuple[BlockId, ...]
     """Own blocks that receive the copies."""
     block_bytes: int
@@ -61,17 +61,17 @@ class Load:
 
     load_id: str
     epoch: Epoch
-    """The importer's own epoch when the leases were taken; a load does not outlive it."""
+    """The importer's own epoch when the leases were taken; the load ends with that epoch."""
     ticket: int
-    """Own table's ticket that counts the ranks still at work; NO_TICKET for an empty load."""
+    """Ticket in the own slot table that counts the ranks still at work; NO_TICKET if empty."""
     lease_bit: int
     pieces: tuple[Piece, ...]
     lost: tuple[BlockId, ...]
-    """Targets that were matched but could not be leased: load errors from the start."""
+    """Targets whose source blocks could not be leased: load errors from the start."""
 
     @property
     def targets(self) -> tuple[BlockId, ...]:
-        """Own blocks that are to receive copies: those that could be leased."""
+        """Own blocks that receive copies: those whose source blocks were leased."""
         return tuple(target for piece in self.pieces for target in piece.targets)
 
     @property
@@ -81,25 +81,25 @@ class Load:
 
 
 class LoadFailure(StrEnum):
-    """Why blocks of a load are not delivered."""
+    """Why blocks of a load were not delivered."""
 
     UNREACHABLE = "unreachable"
     NOT_ATTACHED = "not-attached"
-    """The peer's memory was not open in time; it may be for the next load."""
+    """The peer was not attached in time; it may be for the next load."""
     COPY_FAILED = "copy-failed"
     RECLAIMED = "reclaimed"
     """The exporter reused the block, or its memory ended, while it was being copied."""
     TOO_LATE = "too-late"
-    """The copy had not ended when the step that needs it could not wait any longer."""
+    """The copy had not ended when the step could not wait any longer."""
     MISMATCH = "mismatch"
     """KVSHM_VERIFY: the copied bytes are not those that were published."""
     OWN_RESET = "own-reset"
-    """The importer's own cache began another epoch meanwhile."""
+    """The importer's own epoch ended meanwhile."""
 
 
 @dataclass(frozen=True)
 class PieceFailure:
-    """The records of one piece that one rank could not deliver."""
+    """The blocks of one piece that one rank could not deliver, and why."""
 
     peer: Epoch
     reason: LoadFailure
@@ -108,12 +108,12 @@ class PieceFailure:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """One rank's last word on a load: nothing of it can write any more."""
+    """One rank's final report on a load, all of whose copies have ended."""
 
     load_id: str
     bad: tuple[BlockId, ...]
     """Targets whose contents must not be used."""
     failures: tuple[PieceFailure, ...] = ()
     seconds: float = field(default=0.0, compare=False)
-    """From the begin of its first copy to the end of its checks, or to where a step could wait
-    no longer; 0 if none began."""
+    """From the begin of the first copy to the end of the checks, or until the step could wait no
+    longer; 0 if no copy began."""

@@ -1,7 +1,7 @@
 """The importer's side: from a probe of the replica to the end of a load.
 
-Runs on the scheduler's thread.  A probe is a pure look; leases are taken when blocks have
-been allocated, and given back by the ranks (kvshm/rank/rank_load.py).
+Runs on the scheduler's thread.  A probe only reads; leases are taken once vLLM has allocated the
+blocks, and released by the ranks (kvshm/rank/rank_load.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan
 log = logger(__name__)
 
 PLAN_SECONDS = 5.0
-"""A plan older than this leases nothing: what it says is too likely to be untrue."""
+"""An older plan leases nothing, because it is probably out of date."""
 
 _PEERS_FAULT = {
     LoadFailure.UNREACHABLE,
@@ -34,22 +34,22 @@ _PEERS_FAULT = {
     LoadFailure.MISMATCH,
 }
 _HINT_WAS_WRONG = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
-"""All bytes were copied, but the block is not, or no longer, what the replica says.  Where
-something else has failed, bytes may have been left out, and the block may just be tried again."""
+"""All bytes were copied, but the block is not what the replica says: the replica's entry goes.
+After any other failure bytes may be missing, and the entry stays for another try."""
 
 
-class Ended(NamedTuple):
-    """One load that all ranks have reported."""
+class LoadResult(NamedTuple):
+    """The result of one load, which all ranks have reported."""
 
     num_blocks: int
-    """Blocks that count; what comes after a gap does not."""
+    """Good blocks before the first bad one; later blocks are of no use."""
     failed: bool
-    """Whether some block has to be computed after all."""
+    """Whether some block has to be computed."""
 
 
 class LoadPlanner:
-    """Plans loads in whatever epoch is present, takes their leases and learns from how they end.
-    Single-threaded, but for ``leaving``; nothing blocks."""
+    """Plans loads in the present epoch, takes their leases and learns from their results.
+    Single-threaded, except ``leaving``; nothing blocks."""
 
     def __init__(
         self, config: Config, cache: HasEpoch, clock: Callable[[], float] = time.monotonic
@@ -59,17 +59,17 @@ class LoadPlanner:
         self._clock = clock
         self._seldom = Seldom(clock)
         self.costs = Costs()
-        """What imports and steps take, as far as it is known; the caller feeds the steps."""
-        self.ended: list[Ended] = []
-        """How the loads went that have ended since ``take_ended`` was asked last."""
+        """Estimated times of loads and steps; the caller adds the steps."""
+        self.results: list[LoadResult] = []
+        """Results of the loads that have ended since the last ``take_results``."""
         self.leaving = False
-        """The engine ends: no load can succeed any more.  Any thread may say so."""
+        """Set when the engine ends: no load can succeed any more.  Any thread may set it."""
 
-    # -- looking
+    # -- lookups
 
-    def anybody(self) -> bool:
-        """Whether there is another engine that ``probe`` could find; if not, that counts as a
-        lookup that found nobody."""
+    def has_peers(self) -> bool:
+        """Whether ``probe`` could find another engine.  If not, the counters record a lookup
+        without a result, and the reason."""
         epoch = self._cache.epoch_state
         if epoch is None or (reason := epoch.peers.why_no_peer()) is None:
             return epoch is not None
@@ -77,22 +77,21 @@ class LoadPlanner:
         return False
 
     def attached(self, epochs: Collection[int]) -> None:
-        """All ranks can read these peers: whoever was avoided because one could not is not."""
+        """All ranks have attached these peers: they are no longer avoided for not being so."""
         if (epoch := self._cache.epoch_state) is not None:
             epoch.peers.ranks_attached(epochs)
 
     def probe(self, hashes: Sequence[BlockHash | bytes], start: int, stop: int) -> Plan | None:
-        """Find who holds blocks ``start`` to ``stop`` of a chain: the longest run from ``start``
-        on that usable peers seem to hold.  A pure look at the own replica; None if nobody has
-        the first one, and if no load can succeed: this engine leaves, or the coordinator has
-        ended its epoch."""
+        """Find the longest run of blocks from ``start`` on, before ``stop``, that usable peers
+        seem to hold.  Only reads the own replica.  None if no peer has the first block, and if no
+        load can succeed: this engine leaves, or the coordinator has ended its epoch."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving or not self._config.imports:
             return None
-        plan = self._matched(epoch, hashes, start, stop)
-        return None if plan is None or epoch.was_ended() else plan
+        plan = self._make_plan(epoch, hashes, start, stop)
+        return None if plan is None or epoch.has_ended() else plan
 
-    def _matched(
+    def _make_plan(
         self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
     ) -> Plan | None:
         count = epoch.table.counters.add
@@ -115,34 +114,34 @@ class LoadPlanner:
         return Plan(epoch.table.epoch, start, tuple(runs), self._clock(), nbytes)
 
     def worth(self, plan: Plan, waiting: float) -> bool:
-        """Whether to import what the plan names rather than to compute it, where a setting does
-        not decide that: whether it is faster, or is tried to see whether it still is not.
-        ``waiting``: seconds the request loses beside the copy."""
+        """Whether to import the plan's blocks rather than compute them: because a setting says
+        so, because it is estimated to be faster, or as a trial.  ``waiting``: seconds the request
+        loses in addition to the copy."""
         epoch = self._cache.epoch_state
         if epoch is None or self._config.min_prefix_tokens is not Auto.AUTO:
             return True
         tokens = plan.num_blocks * epoch.table.block_size
         if self.costs.worth(tokens, plan.nbytes, waiting):
             return True
-        tried = self.costs.tries()
+        tried = self.costs.try_anyway()
         epoch.table.counters.add(c.TRIED if tried else c.MISS_CHEAPER)
         return tried
 
-    def copying(self, load: Load) -> float:
+    def load_seconds(self, load: Load) -> float:
         """Seconds that a load is estimated to take."""
-        return self.costs.copying(load.nbytes)
+        return self.costs.load_seconds(load.nbytes)
 
     # -- loads
 
     def begin(
         self, plan: Plan, load_id: str, targets: Sequence[BlockId], *, attached: bool = False
     ) -> Load:
-        """Lease what the plan names, as far as it goes without a gap, and return the load that
-        every rank has to carry out.  ``attached``: all of them have said that they have its
-        peers' memory open, and need not be told where it lies.
+        """Lease the plan's blocks up to the first that cannot be leased, and return the load that
+        every rank has to carry out.  ``attached``: all ranks have reported that they have attached
+        the plan's peers, so the load need not describe the peers' memory.
 
-        ``targets`` are the own blocks to fill, one per block of the plan.  What cannot be
-        leased any more is listed as lost; the load must be given to the ranks all the same.
+        ``targets`` are the own blocks to fill, one per block of the plan.  Those whose source
+        cannot be leased any more are listed as lost; the ranks need the load all the same.
         """
         epoch = self._cache.epoch_state
         nothing = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
@@ -154,7 +153,7 @@ class LoadPlanner:
         if ticket is None:
             table.counters.add(c.MISS_LEASE_LOST)
             return nothing
-        bit = table.lease_bit  # read once: a rejoin may bring another one
+        bit = table.lease_bit  # read once: a rejoin may change it
         pieces = tuple(self._lease(epoch, bit, plan, targets, attached))
         leased = sum(len(piece.targets) for piece in pieces)
         sync_point(SyncPoint.LOAD_PLANNED)
@@ -192,17 +191,17 @@ class LoadPlanner:
                     block_bytes=peer.block_bytes,
                 )
             done += leased
-            if first_lost < len(records):  # no longer there: try the next owner next time
+            if first_lost < len(records):  # reused: the next lookup finds another owner
                 lost = records[first_lost : first_lost + RECORD_BYTES]
                 epoch.peers.forget(Epoch(peer.info.epoch), lost)
                 return
 
     def end(self, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:
-        """Account for a load that all ranks have reported; returns the targets that must not be
-        used, as any rank says.  Peers that failed are avoided from now on.
+        """Account for a load that all ranks have reported.  Returns the targets that any rank
+        reports as bad: they must not be used.  Peers that failed are avoided from now on.
 
-        A load does not outlive its own epoch, which may have ended since its ranks looked:
-        what was computed with the old weights must not be shown in the next epoch.
+        If the load's epoch has ended since the ranks checked it, all its targets are bad: blocks
+        of the old weights must not be published in the next epoch.
         """
         epoch, reports, targets = self._cache.epoch_state, list(reports), load.targets
         bad = {*load.lost, *(target for report in reports for target in report.bad)}
@@ -210,40 +209,40 @@ class LoadPlanner:
             bad.update(targets)
         failed = bool(bad) or not load.pieces
         good = [target not in bad for target in targets]
-        # A block is of use only if everything before it is.
-        self.ended.append(Ended(sum(takewhile(bool, good)), failed))
+        # A block is usable only if all blocks before it are.
+        self.results.append(LoadResult(sum(takewhile(bool, good)), failed))
         if epoch is not None:
             epoch.table.counters.add(c.LOADS_FAILED if failed else c.LOADS_DONE)
             epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))
             self._learn(epoch, load, reports)
-            self._judge(epoch, load, reports)
+            self._update_peers(epoch, load, reports)
         return bad
 
-    def take_ended(self) -> list[Ended]:
-        """How the loads went that have ended since this was asked last."""
-        ended, self.ended = self.ended, []
-        return ended
+    def take_results(self) -> list[LoadResult]:
+        """Return the results of the loads that have ended since the last call."""
+        results, self.results = self.results, []
+        return results
 
     def _learn(self, epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
-        """Compare what the load took, on its slowest rank, with what was expected of it.  One
-        that did not copy all of it shows only that it takes longer."""
+        """Add the load's time on its slowest rank to the estimates.  An incomplete load is added
+        only if it took longer than expected."""
         seconds = max((report.seconds for report in reports), default=0.0)
         reasons = {failure.reason for report in reports for failure in report.failures}
         if not load.nbytes or not seconds:
             return
-        expected = self.costs.copying(load.nbytes)
+        expected = self.costs.load_seconds(load.nbytes)
         if seconds <= expected and not reasons <= _HINT_WAS_WRONG:
             return
         tokens = len(load.targets) * epoch.table.block_size
-        computing = self.costs.computing(tokens) or 0.0
+        computing = self.costs.compute_seconds(tokens) or 0.0
         seen = ((c.ESTIMATED_US, expected), (c.MEASURED_US, seconds), (c.COMPUTING_US, computing))
         for counter, value in seen:
             epoch.table.counters.add(counter, int(value * 1e6))
-        self.costs.load(load.nbytes, seconds)
+        self.costs.add_load(load.nbytes, seconds)
 
     @staticmethod
-    def _judge(epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
-        """Say of each peer how its part of the load went, and of what nothing is to be expected."""
+    def _update_peers(epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
+        """Record each peer's success or failure, and forget blocks whose hint was wrong."""
         at_fault: set[Epoch] = set()
         for failure in (failure for report in reports for failure in report.failures):
             if failure.reason in _HINT_WAS_WRONG:

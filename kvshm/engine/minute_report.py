@@ -24,7 +24,7 @@ _READ = (c.LOOKUPS, c.LOOKUP_HITS, c.IMPORTED_BLOCKS, c.LOADS_FAILED, *REASONS)
 
 
 class MissReport:
-    """Compares an engine's counters with those of a period ago.  Used by one thread."""
+    """Compares an engine's counters with their values a period ago.  Used by one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -33,8 +33,8 @@ class MissReport:
         self._before: dict[c.Counter, int] = {}
 
     def line(self, table: SlotTableView) -> str | None:
-        """Return what to log: once a period, and only if something was counted in it.  A new
-        epoch's table counts from 0.  Reads shared memory, changes nothing there."""
+        """Return the line to log once a period, and None in between or if nothing was counted.  A
+        new epoch's table counts from 0.  Reads shared memory, changes nothing there."""
         now = self._clock()
         if now - self._since < PERIOD_SECONDS:
             return None

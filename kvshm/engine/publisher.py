@@ -1,8 +1,8 @@
-"""What an engine shows the others: its slot table in one epoch, and the events about it.
+"""The exporter's side: publishes blocks in the own slot table and sends the events about them.
 
-Runs on the scheduler's thread.  The order is the protocol: a slot's word changes before the
-event that tells of it is sent, and every slot whose bytes a step may change has left READY
-and given up its leases before that step is dispatched.
+Runs on the scheduler's thread.  The protocol is the order of operations: a slot's word changes
+before its event is sent; every slot whose bytes a step may change has left READY and has no
+leases any more before that step is dispatched.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ DRAIN_POLL_SECONDS = 0.00005
 
 
 class SlowImporters:
-    """Importers that a drain budget was spent on in vain: their leases are not waited for.
+    """Importers for which a whole drain budget was spent: their leases are not waited for.
 
-    An importer is slow until it has both sent a heartbeat and taken a fresh lease since.
+    An importer stays slow until it has sent a heartbeat and has taken a new lease.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}
 
     def mask(self, tables_by_bit: Callable[[], Mapping[int, PeerSlotTable]]) -> int:
-        """Lease bits that are not worth waiting for at present."""
+        """Return the lease bits of the importers that are slow now."""
         if self._seen:
             tables = tables_by_bit()
             self._seen = {
@@ -43,7 +43,7 @@ class SlowImporters:
         return sum(1 << bit for bit in self._seen)
 
     def timed_out(self, bits: int, tables: Mapping[int, PeerSlotTable]) -> None:
-        """These importers' leases were just overridden."""
+        """Add the importers with these lease bits: their leases were just overridden."""
         for bit in range(NUM_LEASE_BITS):
             if bits >> bit & 1:
                 table = tables.get(bit)
@@ -55,7 +55,7 @@ def _has_recovered(table: PeerSlotTable | None, seen: tuple[int, int]) -> bool:
 
 
 class Publisher:
-    """The exporter's side, in whatever epoch is present; without one nothing is shown.
+    """Publishes and retracts in the present epoch; without an epoch nothing happens.
 
     Single-threaded; blocks only in ``drain_before_dispatch``.
     """
@@ -68,7 +68,7 @@ class Publisher:
         exports: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``send`` takes events and does not block.  ``exports``: whether to show anything."""
+        """``send`` takes events and does not block.  ``exports``: False publishes nothing."""
         self._cache = cache
         self._send = send
         self._budget = budget_seconds
@@ -77,23 +77,22 @@ class Publisher:
         self._slow = SlowImporters()
 
     def publish_marked(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
-        """Show computed blocks to the others, and tell them: those of the runs, as far as they
-        have hashes in ``pool``.  The caller vouches that every byte of them is written on every
-        rank.  Returns the runs that are not through: some block has no hash yet, or its slot still
-        drains."""
+        """Publish those blocks of the runs that have a hash in ``pool``, and send their events.
+        The caller guarantees that every byte of the blocks is written on every rank.  Returns the
+        runs of which a block is left: it has no hash yet, or its slot is still draining."""
         epoch = self._cache.epoch_state
         if epoch is None or not self._exports:
             return runs
         published, left = epoch.table.publish_marked(marks.packed, pool, runs)
         if published:
-            if epoch.outbox:  # what was withdrawn before is told first
+            if epoch.outbox:  # earlier retracts are sent first
                 self.flush()
             self._send(published)
         return left
 
     def retract(self, blocks: Iterable[BlockId]) -> None:
-        """Withdraw published blocks at once: no new lease succeeds from here on.  Leases still
-        held are waited for in ``drain_before_dispatch``."""
+        """Retract published blocks at once: from now on no new lease on them succeeds.
+        ``drain_before_dispatch`` waits for the leases still held."""
         if (epoch := self._cache.epoch_state) is not None:
             ids = blocks if isinstance(blocks, list) else list(blocks)
             records, draining = epoch.table.retract(ids)
@@ -102,8 +101,8 @@ class Publisher:
             epoch.table.counters.add(RETRACTED, len(records) // RECORD_BYTES)
 
     def retract_marked(self, marks: Marks, blocks: Sequence[Any]) -> bool:
-        """Pool blocks get new contents: clears their marks, and withdraws those that are
-        published.  Whether some were."""
+        """Clear the marks of pool blocks that get new contents, and retract those that are
+        published.  Returns whether some were."""
         if (epoch := self._cache.epoch_state) is None:
             marks.clear(blocks)
             return False
@@ -115,9 +114,9 @@ class Publisher:
         return True
 
     def drain_before_dispatch(self) -> None:
-        """Call before every dispatch, after the last ``retract`` of its step: wait for leases on
-        retracted blocks within one budget, then override the rest, and send the step's events.
-        When it returns nobody holds a lease on a retracted block, and no copy of one will be
+        """Wait for the leases on retracted blocks within one budget, then override the rest, and
+        send the step's events.  Call it before every dispatch, after the step's last ``retract``.
+        Afterwards no importer holds a lease on a retracted block, and no copy of one will be
         accepted."""
         if (epoch := self._cache.epoch_state) is not None:
             if epoch.draining:
@@ -126,7 +125,7 @@ class Publisher:
                 self.flush()
 
     def flush(self) -> None:
-        """Tell the others of what was withdrawn; never blocks."""
+        """Send the events of retracted blocks; never blocks."""
         if (epoch := self._cache.epoch_state) is not None and epoch.outbox:
             batch, epoch.outbox = b"".join(epoch.outbox), []
             if batch:
@@ -139,7 +138,7 @@ class Publisher:
         while True:
             left = table.drain(waiting, 0)
             drained += len(waiting) - len(left)
-            # Over the leases of slow importers: taken back, not drained.
+            # Leases of slow importers are overridden at once, so these blocks count as forced.
             waiting = table.drain(left, slow) if left and slow else left
             forced += len(left) - len(waiting)
             if not waiting or self._clock() - started >= self._budget:

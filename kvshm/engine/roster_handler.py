@@ -1,4 +1,4 @@
-"""What an engine does with updates from its client: it keeps the peers of its present epoch.
+"""Applies the coordinator's updates to the peers of an engine's present epoch.
 
 All methods run on the client's thread.
 """
@@ -32,17 +32,17 @@ from .minute_report import MissReport
 
 log = logger(__name__)
 
-MAX_NOTED = 8
-"""Incompatible engines that a join notes in the slot table's error log, which holds 16 entries:
-the most alike."""
-MAX_NAMED = 256
-"""Lines that are remembered as logged; of so many restarts the oldest may be named again."""
+MAX_RECORDED = 8
+"""Incompatible engines, the most similar ones, that a join records in the slot table's error log,
+which holds 16 entries."""
+MAX_REMEMBERED = 256
+"""Lines remembered as logged; with more of them the oldest may be logged again."""
 
 
 class RosterHandler:
-    """An ``UpdateHandler``: keeps the peers of the present epoch up to date.  ``begin``
-    gives the present epoch, begun now if it is due; ``present`` only looks; ``start`` is the
-    command that starts the coordinator this engine looks for."""
+    """Keeps the peers of the present epoch up to date; a ``UpdateHandler``.  ``begin`` returns the
+    present epoch and begins it if it is due; ``present`` only returns it; ``start`` is the command
+    that starts the coordinator this engine looks for."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RosterHandler:
         self._begin = begin
         self._present = present
         self._start = start
-        self._named: dict[int, None] = {}  # in the order of naming
+        self._logged: dict[int, None] = {}  # in the order of logging
         self._joined: Epoch | None = None
         self._refusal = ""
         self._misses = MissReport()
@@ -65,7 +65,7 @@ class RosterHandler:
     def apply(self, update: Update) -> None:
         state = self._present()
         match update:
-            case EventBatches(batches) if state is not None:  # first: what comes most
+            case EventBatches(batches) if state is not None:  # first: the most frequent update
                 state.peers.apply_events(batches)
             case Coordinator.MISSING:
                 log.warning(
@@ -78,17 +78,17 @@ class RosterHandler:
             case _ if state is None:
                 return
             case Joined() | Refused():
-                if update.engine_epoch == state.table.epoch:  # else it has been reset meanwhile
-                    self._answered(state, update)
+                if update.engine_epoch == state.table.epoch:  # else the epoch has ended meanwhile
+                    self._handle_reply(state, update)
             case StrangerJoined(stranger=stranger):
                 state.table.log_error(incompatible.error_log_entry(stranger))
-                self._name(stranger)
+                self._log_once(stranger)
             case Tick(strangers=count):
                 state.peers.num_incompatible = count
             case _:
                 _apply_to_peers(state.peers, update)
 
-    def _answered(self, state: EpochState, reply: Joined | Refused) -> None:
+    def _handle_reply(self, state: EpochState, reply: Joined | Refused) -> None:
         if isinstance(reply, Refused):
             text = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
             if text != self._refusal:
@@ -101,9 +101,9 @@ class RosterHandler:
             state.table.counters.add(REJOINS, 1)
         self._joined = state.table.epoch
         state.peers.num_incompatible = len(reply.strangers)
-        for stranger in reply.strangers[:MAX_NOTED]:
+        for stranger in reply.strangers[:MAX_RECORDED]:
             state.table.log_error(incompatible.error_log_entry(stranger))
-            self._name(stranger)
+            self._log_once(stranger)
         peers = sum(info.epoch != state.table.epoch for info in reply.roster)
         who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
         log.info("joined as %s, lease bit %d, peers to share with: %d", who, reply.lease_bit, peers)
@@ -114,7 +114,8 @@ class RosterHandler:
             state.table.counters.add(RESYNCS, scans)
 
     def beat(self) -> None:
-        """About once a second: beat in the own table, and tell of misses now and then."""
+        """About once a second: write the heartbeat, look after the peers, and log misses once a
+        minute."""
         if (state := self._present()) is not None:
             state.table.beat()
             state.peers.look_for_deaths()
@@ -129,18 +130,18 @@ class RosterHandler:
         if (state := self._present()) is not None:
             state.table.counters.add(counter, amount)
 
-    def _name(self, stranger: Stranger) -> None:
-        """Say once in the log why an engine of this node cannot be shared with.  That another
-        model is served here, too, is said once of all engines that differ in the same."""
+    def _log_once(self, stranger: Stranger) -> None:
+        """Log once why this engine cannot share with ``stranger``.  If the other engine serves
+        another model, log it once for all engines with the same differences."""
         line, level = incompatible.log_line(stranger), logging.WARNING
-        named = hash(line)
+        key = hash(line)
         if incompatible.has_another_model(stranger):
-            named, level = hash(tuple(stranger.differences.items())), logging.INFO
-        if named not in self._named:
-            self._named[named] = None
+            key, level = hash(tuple(stranger.differences.items())), logging.INFO
+        if key not in self._logged:
+            self._logged[key] = None
             log.log(level, "%s", line)
-        if len(self._named) > MAX_NAMED:
-            del self._named[next(iter(self._named))]
+        if len(self._logged) > MAX_REMEMBERED:
+            del self._logged[next(iter(self._logged))]
 
 
 def _apply_to_peers(peers: Peers, update: Update) -> None:

@@ -136,8 +136,9 @@ static Py_ssize_t count_pairs(PyObject *runs)
     return total;
 }
 
-/* Mark what was published, pack it to the front; the rest waits.  Returns how many. */
-static size_t settle(batch *b)
+/* Mark the published blocks and move their records to the front; runs with another block wait.
+ * Returns the number of published blocks. */
+static size_t keep_published(batch *b)
 {
     size_t published = 0;
     for (size_t i = 0; i < b->count; i++) {
@@ -172,7 +173,7 @@ static PyObject *publish_batch(PyObject *module, const Py_buffer *table, batch *
                                                  b->count, published_ms));
     if (status < 0)
         return kvshm_raise(module, table, status);
-    size_t published = settle(b);
+    size_t published = keep_published(b);
     PyObject *room = b->room;
     b->room = NULL;
     return Py_BuildValue("(NN)", kvshm_keep_records(room, published), runs_that_wait(b, runs));

@@ -1,1 +1,1 @@
-"""The worker's half of an engine, one per rank: carries loads out, and copies."""
+"""The worker's half of an engine, one per rank: carries out loads."""

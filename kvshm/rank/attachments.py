@@ -1,12 +1,12 @@
-"""The peers one rank has attached: their slot tables and their memory, by epoch.
+"""The peers that one rank has attached: their slot tables and their memory, by epoch.
 
-Attaching asks the peer's process and may hang with it.  So each attach has a thread of its
-own: loads from other peers go on meanwhile, and a failure is remembered for a while.  It takes
-many turns of threads in two busy processes, so it is done when a peer joins
-(kvshm/node/peer_list.py), and for a load only if that has not happened yet.
+To attach a peer, a rank asks the peer's process, and hangs if that process hangs.  So each attach
+has a thread of its own: loads from other peers go on meanwhile, and a failure is remembered for a
+while.  An attach takes many thread switches in two busy processes, so a rank attaches a peer when
+the peer joins (kvshm/node/peer_list.py), and for a load only if that has not happened yet.
 
-Who is attached is watched, whether there is a coordinator or not: its processes by their pulses in
-the slot table, its export by the transport.
+A rank watches the peers it has attached, with or without a coordinator: their processes by the
+pulses in the slot table, their memory through the transport.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from kvshm.shm.slot_table import PeerSlotTable
 log = logger(__name__)
 
 FAILED_SECONDS = 10.0
-"""How long a peer that could not be attached is not asked again."""
-ATTACH_PATIENCE_SECONDS = 1.0
-"""How long loads wait for an attach; it goes on without them.  A peer that hangs keeps one
-request of an engine waiting so long, not each of them until its socket is given up."""
+"""Pause before a peer that could not be attached is asked again."""
+ATTACH_WAIT_SECONDS = 1.0
+"""How long loads wait for an attach, which then goes on without them.  So a peer that hangs holds
+up one request of an engine for this time, not every request until the socket times out."""
 MAX_ATTACHING = 2
-"""Peers attached at a time before anybody needs them."""
+"""Peers that are attached at the same time ahead of loads."""
 MAX_TRIES = 3
-"""How often a peer is tried before anybody needs it."""
+"""How often a rank tries to attach a peer ahead of loads."""
 
 
 @dataclass
 class PeerMemory:
-    """One epoch of a peer as this rank sees it: its slot table and the same rank's memory.
+    """One epoch of a peer as this rank sees it: the slot table and the memory of the same rank.
 
     Table and memory are always of one epoch (``attach`` refuses anything else), so that a
-    generation in the table speaks of the bytes in the mapping.
+    generation in the table holds for the bytes in the mapping.
     """
 
     table: PeerSlotTable
     memory: Attachment
 
     def ended(self, rank: Rank) -> bool:
-        """Whether the peer's memory is no longer what its table says, or its export is over."""
+        """Whether the peer's life word or its export has ended."""
         return not self.table.is_alive(rank) or self.memory.ended
 
     def close(self) -> None:
@@ -64,17 +64,17 @@ class PeerMemory:
             self.table.close()
 
 
-class _Followed:
-    """A list and who it names: another thread replaces both at once."""
+class _PeerListState:
+    """A list of peers and its entries.  Another thread replaces both together."""
 
     def __init__(self, reader: PeerListReader | None) -> None:
         self.reader = reader
         self.listed: dict[Epoch, EngineInfo] = {}
 
 
-class PeerBook:
-    """The peers this rank has attached, by epoch.  Used by the load thread, and by who loads
-    at once; it blocks neither, unless a method says otherwise."""
+class AttachmentCache:
+    """The peers this rank has attached, by epoch.  Used by the load thread, and by the main thread
+    for loads at once; methods do not block unless they say so."""
 
     def __init__(
         self,
@@ -90,26 +90,26 @@ class PeerBook:
         self._lock = threading.Lock()
         self._peers: dict[Epoch, PeerMemory] = {}
         self._attaching: dict[Epoch, float] = {}
-        """Since when, by the clock."""
+        """When the attach began."""
         self._failed: dict[Epoch, tuple[float, str]] = {}
         self._closed = False
         self._pinned: list[Collection[Epoch]] = []
-        self._followed = _Followed(None)
+        self._peer_list = _PeerListState(None)
         self._tries: dict[Epoch, int] = {}
         self._early: dict[Epoch, PeerSlotTable] = {}
         """Tables of peers whose rank does not serve its memory yet: an engine joins before its
-        ranks do, which is with its first step."""
+        ranks open the epoch, with their first step."""
         self.seldom = Seldom(clock)
-        """A peer that hangs fails many loads; each of them is counted, and few are logged."""
+        """Limits log lines: a peer that hangs makes many loads fail, all of which are counted."""
         self.copying: set[object] = set()
-        """The loads whose copies have begun and not ended, of both threads."""
+        """The loads of both threads whose copies are under way."""
         self.attached: frozenset[Epoch] = frozenset()
-        """Peers that can be read at once.  Any thread may look; it is replaced, by another one
-        only if that differs, and not changed."""
+        """Peers that can be read at once.  Any thread may read it.  The set is never changed, only
+        replaced, and only by a different one."""
 
     @contextmanager
     def pinned(self, peers: Collection[Epoch]) -> Iterator[None]:
-        """Keep these mapped while another thread than the load thread reads from them."""
+        """Keep these peers mapped while a thread other than the load thread reads from them."""
         with self._lock:
             self._pinned.append(peers)
         try:
@@ -119,10 +119,11 @@ class PeerBook:
                 self._pinned.remove(peers)
 
     def find(self, piece: Piece) -> PeerMemory | None:
-        """The peer of a piece, None while it is being attached, which begins on first use.
+        """Return a piece's peer, or None while the peer is being attached; the first call begins
+        that.
 
-        Raises TransportError if it has died, or could not be attached, just now or a few seconds
-        ago, and StillAttaching if that takes too long to be waited for, or cannot begin.
+        Raises TransportError if the peer has died, or could not be attached within the last
+        FAILED_SECONDS, and StillAttaching if the attach takes too long or cannot begin.
         """
         with self._lock:
             peer = self._peers.get(piece.peer)
@@ -136,31 +137,31 @@ class PeerBook:
             since = self._attaching.get(piece.peer)
             if since is None:
                 self._begin_attach(piece.peer, piece.memory)
-            elif self._clock() - since >= ATTACH_PATIENCE_SECONDS:
-                raise StillAttaching(f"no answer within {ATTACH_PATIENCE_SECONDS:g} s")
+            elif self._clock() - since >= ATTACH_WAIT_SECONDS:
+                raise StillAttaching(f"no answer within {ATTACH_WAIT_SECONDS:g} s")
         return None
 
     # -- ahead of loads
 
     def follow(self, reader: PeerListReader | None) -> None:
-        """Attach who is in this list from now on.  Any thread."""
-        self._followed = _Followed(reader)
+        """Attach the peers in this list from now on.  Any thread."""
+        self._peer_list = _PeerListState(reader)
 
     def name_of(self, peer: Epoch) -> str:
-        """How the log names a peer, listed or not.  Any thread."""
-        info = self._followed.listed.get(peer)
+        """Return the name of a peer for the log, listed or not.  Any thread."""
+        info = self._peer_list.listed.get(peer)
         return info.log_name if info is not None else engine_name(peer)
 
     def attach_listed(self) -> None:
-        """Begin to attach peers of the list that are ready for it, a few at a time."""
-        followed = self._followed
+        """Begin to attach listed peers that serve their memory, MAX_ATTACHING at a time."""
+        followed = self._peer_list
         news = followed.reader.read_new() if followed.reader is not None else None
         if news is not None:
             followed.listed = {Epoch(info.epoch): info for info in news}
             self._tries = {e: n for e, n in self._tries.items() if e in followed.listed}
-            self._forget_early(followed.listed)
-        if followed is not self._followed:
-            return  # of an epoch that has ended meanwhile
+            self._close_early(followed.listed)
+        if followed is not self._peer_list:
+            return  # the list's epoch has ended meanwhile
         for epoch, info in followed.listed.items():
             with self._lock:
                 if len(self._attaching) >= MAX_ATTACHING or self._closed:
@@ -199,7 +200,7 @@ class PeerBook:
             reason = f"{type(exc).__name__}: {exc}"
             if isinstance(exc, KvshmError):
                 reason = str(exc)
-            elif not isinstance(exc, OSError):  # no descriptors, for one
+            elif not isinstance(exc, OSError):  # an OSError: for example, no descriptors left
                 log.exception("engine %s could not be attached", self.name_of(epoch))
         with self._lock:
             self._attaching.pop(epoch, None)
@@ -210,11 +211,11 @@ class PeerBook:
                 self.attached = frozenset(self._peers)
                 return
         if peer is not None:
-            peer.close()  # nobody waits for it any more
+            peer.close()  # the cache was closed meanwhile
 
     def _open(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> PeerMemory | None:
-        """Open the peer's table and memory; None if its rank does not serve that yet.  Blocks;
-        raises KvshmError."""
+        """Open the peer's table and memory; None if the peer's rank does not serve its memory yet.
+        Blocks; raises KvshmError."""
         with self._lock:
             table = self._early.pop(epoch, None)
         if table is None:
@@ -232,7 +233,7 @@ class PeerBook:
             self._tries.pop(epoch, None)
         return None
 
-    def _forget_early(self, listed: Collection[Epoch]) -> None:
+    def _close_early(self, listed: Collection[Epoch]) -> None:
         with self._lock:
             gone = [self._early.pop(epoch) for epoch in list(self._early) if epoch not in listed]
         for table in gone:
@@ -241,9 +242,9 @@ class PeerBook:
     # -- leases
 
     def release(self, piece: Piece, bit: LeaseBit | int) -> None:
-        """Give back the leases that a piece took.  A peer that is not attached is asked for its
-        table on a thread of its own; one that has gone needs no release.  Raises SegmentError, or
-        TransportError without a thread."""
+        """Release the leases that a piece took.  The table of a peer that is not attached is
+        fetched on a thread of its own; a peer that is gone needs no release.  Raises SegmentError,
+        and TransportError if no thread can be started."""
         if bit < 0 or not any(piece.taken):
             return
         with self._lock:
@@ -257,8 +258,8 @@ class PeerBook:
         )
 
     def unmap_ended(self, in_use: Collection[Epoch]) -> None:
-        """Unmap peers that have ended, so that their memory can be freed; not those that a
-        load under way, of a peer ``in_use``, has yet to check and release."""
+        """Unmap peers that have ended, so that their memory can be freed, except peers ``in_use``:
+        a load under way has yet to check and release their blocks."""
         now = self._clock()
         with self._lock:
             self._failed = {e: failed for e, failed in self._failed.items() if now < failed[0]}
@@ -274,32 +275,31 @@ class PeerBook:
         _close_all(gone)
 
     def close(self) -> None:
-        """Unmap all peers, those still being attached once they are.  No load may be under
-        way.  Idempotent."""
+        """Unmap all peers; a peer that is being attached is unmapped afterwards.  No load may be
+        under way.  Idempotent."""
         with self._lock:
             self._closed = True
             gone, self._peers = list(self._peers.values()), {}
             self.attached = frozenset()
         _close_all(gone)
-        self._forget_early(())
+        self._close_early(())
 
 
 def _close_all(peers: list[PeerMemory]) -> None:
-    """Close each, also if closing another raises."""
+    """Close each peer, even if closing another one raises."""
     with ExitStack() as closing:
         for peer in peers:
             closing.callback(peer.close)
 
 
 def _release(handouts: Handouts, piece: Piece, bit: LeaseBit, who: str) -> None:
-    """On a thread of its own.  What fails here the exporter gets over: it waits for a lease within
-    its budget, no longer."""
+    """Runs on a thread of its own.  A failure costs the exporter at most one drain budget."""
     try:
         table = handouts.table(PeerSlotTable, piece.peer)
     except SegmentNotFound:
         return
     except KvshmError as exc:
-        log.warning("leases of engine %s could not be given back: %s", who, exc)
+        log.warning("leases of engine %s could not be released: %s", who, exc)
         return
     with closing(table):
         table.release(bit, piece.records, piece.taken)

@@ -1,8 +1,8 @@
 """The worker rank's half of a shared cache: carries out loads on one rank.
 
-A rank owns KV memory (behind a Transport) and one background thread.  The serving thread
-hands it loads and collects reports; neither blocks on a peer, which is attached on a thread
-of its own (kvshm/rank/attachments.py).  Per load and rank:
+A rank owns KV memory (behind a Transport) and one load thread.  The serving thread gives loads to
+the load thread and collects reports.  Neither thread blocks on a peer: each peer is attached on a
+thread of its own (kvshm/rank/attachments.py).  Per load and rank:
 
     attach the peer's memory (once per epoch)  ->  copy  ->  RE-CHECK the slots  ->
     (KVSHM_VERIFY: compare checksums)  ->  last rank releases the leases  ->  report
@@ -31,22 +31,22 @@ from kvshm.resources import start_thread
 from kvshm.shm.counters import LOADS_STARTED, LOADS_TOO_LATE
 from kvshm.shm.own_slot_table import RankSlotTable
 
-from .attachments import PeerBook
+from .attachments import AttachmentCache
 from .rank_load import RankLoad
 
 log = logger(__name__)
 
 POLL_SECONDS = 0.0002
-"""Between two polls of copies under way; far below a scheduler step."""
-IMPATIENT_SECONDS = 0.00005
-"""Between two polls while a step waits: what a device copies tells nobody when it has ended."""
+"""Between two polls of copies under way; much shorter than a scheduler step."""
+STEP_POLL_SECONDS = 0.00005
+"""Between two polls while a step waits; copies by a device do not notify when they end."""
 TIDY_SECONDS = 1.0
-"""How often a rank looks which peers have ended and which are new."""
+"""How often a rank looks for peers that have ended and for new ones."""
 CLOSE_SECONDS = 5.0
 STUCK_SECONDS = 30.0
-"""How long a step waits for what may write over what its model computes."""
-PAUSE_SECONDS = 0.1
-"""Longest pause between two looks at it that counts."""
+"""How long a step waits for a cancelled copy that may still write into the KV cache."""
+MAX_COUNTED_SECONDS = 0.1
+"""Of a longer pause between two polls of such a copy only so much counts."""
 
 
 class RankCache:
@@ -61,23 +61,23 @@ class RankCache:
         verify: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``handouts``: where the own table and those of peers are to be had.  Raises
-        TransportError if there is no thread to be had."""
+        """``handouts``: where the own table and those of peers are fetched.  Raises
+        TransportError if no thread can be started."""
         self._handouts = handouts
         self._transport = transport
         self._rank = rank
         self._verify = verify
         self._clock = clock
         self.failed = ""
-        """Why the rank exports nothing although it was told to; empty while all is well."""
+        """Why ``open_epoch`` failed; empty if it succeeded."""
         self._table: RankSlotTable | None = None
-        self._peers = PeerBook(transport, rank, handouts, clock)
+        self._attachments = AttachmentCache(transport, rank, handouts, clock)
         self._tidy_at = clock() + TIDY_SECONDS
-        self._untidy = False
+        self._tidy_failed = False
         self._loads: queue.SimpleQueue[RankLoad | None] = queue.SimpleQueue()
         self._reports: deque[LoadReport] = deque()
-        self._under_way = 0
-        """Loads whose report nobody has asked for yet."""
+        self._unreported = 0
+        """Loads whose report ``poll`` has not returned yet."""
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
         self._inherited = False
         start_thread(self._thread)
@@ -89,17 +89,17 @@ class RankCache:
         return self._table
 
     def attached(self) -> frozenset[Epoch]:
-        """The peers whose memory this rank has mapped: a load from them begins at once.  One
-        may have ended since; its loads fail.  Any thread; does not block, costs nothing."""
-        return self._peers.attached
+        """The peers whose memory this rank has mapped: a load from them begins at once.  A peer
+        may have ended since; loads from it fail.  Any thread; does not block."""
+        return self._attachments.attached
 
     def open_epoch(self, epoch: Epoch) -> None:
-        """Export own memory under the engine's ``epoch`` and declare it alive in its table.
+        """Export own memory under the engine's ``epoch`` and set the rank's life word.
 
-        The life word is set last: before it, no lease on this engine's blocks succeeds.  Blocks
-        for as long as the engine takes to hand its table out, FETCH_SECONDS at most.  Raises
-        SegmentError or TransportError; then the rank exports nothing, and ``failed`` says why
-        until an epoch is opened.
+        The life word is set last: before that, no lease on this engine's blocks succeeds.  Blocks
+        until the engine has handed out its table, FETCH_SECONDS at most.  Raises SegmentError or
+        TransportError; the rank exports nothing then, and ``failed`` gives the reason until an
+        epoch is opened.
         """
         self.end_epoch()
         try:
@@ -108,7 +108,7 @@ class RankCache:
             self.failed = f"rank {self._rank} cannot export: {exc}"
             raise
         self.failed = ""
-        self._peers.follow(PeerListReader(self._handouts.peers_file(epoch)))
+        self._attachments.follow(PeerListReader(self._handouts.peers_file(epoch)))
 
     def _export(self, epoch: Epoch) -> RankSlotTable:
         table = self._handouts.table(RankSlotTable, epoch)
@@ -122,65 +122,66 @@ class RankCache:
         return table
 
     def end_epoch(self) -> None:
-        """Declare own memory ended, before it is freed, remapped or given new meaning.
+        """Zero the rank's life word, before own memory is freed, remapped or given new meaning.
 
-        Loads under way begin no further copy and deliver nothing.  The mapping of the old
-        table stays until loads that refer to it have ended.
+        Loads under way begin no further copy and deliver nothing.  The old table stays mapped
+        until the loads that use it have ended.
         """
         table, self._table = self._table, None
-        self._peers.follow(None)
+        self._attachments.follow(None)
         if table is not None:
             table.end_life(self._rank)
 
     def begin_load(self, load: Load) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self._table
-        self._under_way += 1
+        self._unreported += 1
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
-        self._loads.put(RankLoad(load, self._peers, table, verify=self._verify, clock=self._clock))
+        new = RankLoad(load, self._attachments, table, verify=self._verify, clock=self._clock)
+        self._loads.put(new)
 
     def load_at_once(self, loads: Sequence[Load], patience: float) -> list[LoadReport]:
-        """Carry out loads on the calling thread, which is about to run the model on them.
+        """Carry out loads on the calling thread, which runs the model on their blocks next.
 
-        Blocks for ``patience`` seconds at most, all loads together, and after that until
-        nothing of them can write over what the model computes: for the copy of a few
-        megabytes, or of one block, at most.  What has not ended by then is reported as lost.
-        Raises MemoryInUse if that does not end: the model must not run.
+        Blocks for ``patience`` seconds at most, for all loads together, and then until none of
+        their copies can write over what the model computes: for the copy of a few megabytes, or
+        of one block, at most.  Loads that have not ended by then are reported as lost.  Raises
+        MemoryInUse if a copy cannot be stopped: the model must not run.
         """
         table = self._table
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, len(loads))
         clock, until = self._clock, self._clock() + patience
         ongoing = [
-            RankLoad(each, self._peers, table, verify=self._verify, until=until, clock=clock)
+            RankLoad(each, self._attachments, table, verify=self._verify, until=until, clock=clock)
             for each in loads
         ]
         reports = []
-        with self._peers.pinned([epoch for load in ongoing for epoch in load.peers]):
+        with self._attachments.pinned([epoch for load in ongoing for epoch in load.peers]):
             while ongoing:
                 ended = [load for load in ongoing if load.advance()]
                 reports += [load.report for load in ended]
                 ongoing = [load for load in ongoing if load not in ended]
                 if not ongoing or clock() >= until:
                     break
-                time.sleep(IMPATIENT_SECONDS)
+                time.sleep(STEP_POLL_SECONDS)
             for load in ongoing:
                 self._abandon(load)
-                reports.append(load.lost())
-                self._loads.put(load)  # gives the leases back, once its copies have ended
+                reports.append(load.lost_report())
+                self._loads.put(load)  # the load thread releases the leases after the copies
         if self._rank == 0 and table is not None and (late := sum(_is_late(r) for r in reports)):
             table.counters.add(LOADS_TOO_LATE, late)
         return reports
 
     def _abandon(self, load: RankLoad) -> None:
-        """What still writes would write over what the model computes, now and, when its blocks
-        are others', later: without knowing that it has stopped there is no way on."""
+        """Wait until no copy of the load writes any more.  A copy that goes on writing would
+        overwrite what the model computes in these blocks, now or for a later request."""
         waited, last = 0.0, self._clock()
         while not load.abandon():
             now = self._clock()
-            # While this process was stopped, so was whoever copies.
-            waited, last = waited + min(now - last, PAUSE_SECONDS), now
+            # While this process was stopped, its copies were stopped as well.
+            waited, last = waited + min(now - last, MAX_COUNTED_SECONDS), now
             if waited >= STUCK_SECONDS:
                 self.end_epoch()
                 raise MemoryInUse(
@@ -188,23 +189,21 @@ class RankCache:
                     f"{STUCK_SECONDS:g} s after it was cancelled and may still write into this "
                     "one's: the engine cannot go on"
                 )
-            time.sleep(IMPATIENT_SECONDS)
+            time.sleep(STEP_POLL_SECONDS)
 
     def poll(self, linger: float = 0.0) -> list[LoadReport]:
-        """Reports of the loads that have ended since the last call.  Blocks until all have
-        ended, for ``linger`` seconds at most."""
+        """Return the reports of the loads that have ended since the last call.  Blocks until all
+        loads have ended, for ``linger`` seconds at most."""
         until = self._clock() + linger
-        while len(self._reports) < self._under_way and self._clock() < until:
-            time.sleep(IMPATIENT_SECONDS)
-        reports = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        self._under_way -= len(reports)
+        while len(self._reports) < self._unreported and self._clock() < until:
+            time.sleep(STEP_POLL_SECONDS)
+        reports = [self._reports.popleft() for _ in range(len(self._reports))]
+        self._unreported -= len(reports)
         return reports
 
     def write_checksums(self, blocks: list[BlockId]) -> None:
-        """KVSHM_VERIFY: note the checksums of own blocks that were just computed, before
-        they are published.  Blocks for as long as hashing them takes."""
+        """KVSHM_VERIFY: record the checksums of own blocks that were just computed, before
+        they are published.  Blocks while they are hashed."""
         table = self._table
         if table is None or not self._verify or not blocks:
             return
@@ -212,8 +211,8 @@ class RankCache:
             table.set_checksum(self._rank, block, checksum)
 
     def close(self) -> None:
-        """End the epoch, let copies under way end, unmap the peers, close the transport.  In a
-        forked child, where all of that is the parent's, nothing happens."""
+        """End the epoch, let copies under way end, unmap the peers, close the transport.  Does
+        nothing in a forked child, because all of that belongs to the parent."""
         if self._inherited:
             return
         self.end_epoch()
@@ -222,10 +221,10 @@ class RankCache:
         self._transport.close()
 
     def forget_in_child(self) -> None:
-        """Memory and epoch are the parent's (kvshm/forks.py)."""
+        """Memory and epoch belong to the parent (kvshm/forks.py)."""
         self._inherited, self._table = True, None
 
-    # -- the background thread
+    # -- the load thread
 
     def _run(self) -> None:
         active: list[RankLoad] = []
@@ -238,10 +237,10 @@ class RankCache:
             active = [load for load in active if load not in ended]
             self._reports.extend(load.report for load in ended if not load.abandoned)
             self._tidy(active)
-        self._peers.close()
+        self._attachments.close()
 
     def _next(self, busy: bool, closing: bool) -> tuple[RankLoad | None, bool]:
-        """The next load to start, if one comes in time, and whether to end after the rest."""
+        """Return the next load to start, if there is one, and whether ``close`` was called."""
         if closing:
             time.sleep(POLL_SECONDS)
             return None, True
@@ -252,19 +251,19 @@ class RankCache:
         return load, load is None
 
     def _tidy(self, active: list[RankLoad]) -> None:
-        """By the clock, busy or not: unmap peers that have ended, attach new ones.  Never
-        raises: without this thread every later load would wait for ever."""
+        """Once in TIDY_SECONDS, busy or not: unmap peers that have ended, attach new ones.  Never
+        raises: without the load thread every later load would wait for ever."""
         now = self._clock()
         if now < self._tidy_at:
             return
         self._tidy_at = now + TIDY_SECONDS
         try:
-            self._peers.unmap_ended({epoch for load in active for epoch in load.peers})
-            self._peers.attach_listed()
+            self._attachments.unmap_ended({epoch for load in active for epoch in load.peers})
+            self._attachments.attach_listed()
         except Exception:
-            if not self._untidy:
+            if not self._tidy_failed:
                 log.exception("peers that have ended could not be unmapped, or new ones attached")
-            self._untidy = True
+            self._tidy_failed = True
 
 
 def _is_late(report: LoadReport) -> bool:

@@ -1,8 +1,8 @@
 """One load on one rank, from attaching the peers to the report.
 
-Runs on the rank's background thread only.  A failure of any kind ends in a report with bad
-targets, which the engine recomputes.  A load never ends without a report, and there is none
-before the last of its copies has ended.
+Runs on the rank's load thread, or, for a load at once, on its main thread.  Every failure ends in
+a report with bad targets, which the engine recomputes.  A load never ends without a report, and
+reports only after the last of its copies has ended.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from kvshm.shm.layout import RECORD_BYTES, block_ids
 from kvshm.shm.own_slot_table import RankSlotTable
 from kvshm.syncpoints import SyncPoint, sync_point
 
-from .attachments import PeerBook, PeerMemory
+from .attachments import AttachmentCache, PeerMemory
 
 log = logger(__name__)
 
 
 @dataclass
 class _Part:
-    """A piece under way."""
+    """A piece of the load, and how far it is."""
 
     piece: Piece
     peer: PeerMemory | None = None
@@ -45,117 +45,118 @@ class _Part:
 
 
 class RankLoad:
-    """Carries out one load: ``advance`` it until that says True."""
+    """Carries out one load: call ``advance`` until it returns True."""
 
     def __init__(
         self,
         load: Load,
-        peers: PeerBook,
+        attachments: AttachmentCache,
         table: RankSlotTable | None,
         *,
         verify: bool = False,
         until: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``until``: a step waits for it until then by ``clock``, so it waits for no attach."""
+        """``until``: a step waits for the load until then, by ``clock``; None for a load that is
+        not at once.  A load at once waits for no attach."""
         self._load = load
-        self._peers = peers
-        self._rank = peers.rank
+        self._attachments = attachments
+        self._rank = attachments.rank
         self._table = table
         self._verify = verify
         self._until = until
         self._clock = clock
         self._begun_at = 0.0
         self._queued = False
-        """Whether its copies began behind those of another load: how long they take themselves
-        is not to be seen."""
+        """Whether its copies began behind those of another load, so that they cannot be timed."""
         self.abandoned = False
-        """Whether its report was given before its copies had ended."""
+        """Whether the load was reported as lost before its copies had ended."""
         self._parts = [_Part(piece) for piece in load.pieces]
         self._failures: list[PieceFailure] = []
         self._bad: list[BlockId] = list(load.lost)
-        self._spoilt = False
+        self._discarded = False
         self._released = False
         self.peers = frozenset(piece.peer for piece in load.pieces)
         """Epochs whose attachments this load needs until it has ended."""
         self.report = LoadReport(load.load_id, ())
 
     def advance(self) -> bool:
-        """Go on as far as possible without waiting; whether the load has ended, and then
-        ``report`` is complete.  Never raises."""
+        """Go on as far as possible without waiting.  Returns whether the load has ended;
+        ``report`` is complete then.  Never raises."""
         try:
             if self._pending():
                 return False
-            self._peers.copying.discard(self)
-            if not self._spoilt:
+            self._attachments.copying.discard(self)
+            if not self._discarded:
                 for part in self._parts:
-                    self._judge(part)
+                    self._decide(part)
             self._release()
         except Exception as exc:
-            self._spoil(exc)
-            return False  # its copies may still write: they are asked again
+            self._discard_all(exc)
+            return False  # its copies may still write: the next call polls them again
         bad = tuple(dict.fromkeys(self._bad))
-        self.report = LoadReport(self._load.load_id, bad, tuple(self._failures), self._lasted())
+        self.report = LoadReport(self._load.load_id, bad, tuple(self._failures), self._elapsed())
         if any(failure.reason is LoadFailure.TOO_LATE for failure in self._failures):
-            self.report = self.lost()
+            self.report = self.lost_report()
         return True
 
-    def _lasted(self) -> float:
-        """Seconds since the first of its copies began; 0 before, and if others were in its way."""
+    def _elapsed(self) -> float:
+        """Seconds since the first of its copies began; 0 before, and if they were queued."""
         return self._clock() - self._begun_at if self._begun_at and not self._queued else 0.0
 
     def abandon(self) -> bool:
-        """Deliver nothing: the step can wait no longer.  Whether nothing of this load writes
-        before what the model computes from now on; else ask again.  The leases are given back
-        by ``advance``, once its copies have ended.  Never raises."""
+        """Deliver nothing, because the step can wait no longer.  Returns whether no copy of this
+        load can still overwrite what the model computes from now on; if not, call it again.
+        ``advance`` releases the leases once the copies have ended.  Never raises."""
         if not self.abandoned:
             self.abandoned = True
             for part in self._parts:
                 part.failure = part.failure or LoadFailure.TOO_LATE
         try:
-            harmless = [self._harmless(part) for part in self._parts]  # stops each of them
-            return all(harmless)
+            stopped = [self._writes_no_more(part) for part in self._parts]  # cancels each copy
+            return all(stopped)
         except Exception as exc:
-            self._spoil(exc)
+            self._discard_all(exc)
             return False
 
     @staticmethod
-    def _harmless(part: _Part) -> bool:
+    def _writes_no_more(part: _Part) -> bool:
         if part.copy is None or part.copy.poll() is not CopyState.PENDING:
             return True
         part.copy.cancel()
         return part.copy.fence() or part.copy.poll() is not CopyState.PENDING
 
-    def lost(self) -> LoadReport:
-        """What is reported of a load whose time was up: also how long it has lasted, so that
-        more is expected of the next."""
+    def lost_report(self) -> LoadReport:
+        """Return the report of a load whose time is up.  It has the time the load has taken so
+        far, so that the estimate for the next load grows."""
         failures = tuple(PieceFailure(p.peer, LoadFailure.TOO_LATE, b"") for p in self._load.pieces)
         bad = self._load.targets + self._load.lost
-        return LoadReport(self._load.load_id, bad, failures, self._lasted())
+        return LoadReport(self._load.load_id, bad, failures, self._elapsed())
 
     def _pending(self) -> bool:
         """Whether a peer is being attached or a copy may still write."""
-        begun = [self._begin(part) for part in self._parts] if not self._spoilt else []
+        begun = [self._begin(part) for part in self._parts] if not self._discarded else []
         states = [part.copy.poll() for part in self._parts if part.copy is not None]
         return not all(begun) or CopyState.PENDING in states
 
     def _begin(self, part: _Part) -> bool:
-        """Whether a piece's copy has begun or never will; begins it once the peer is there."""
+        """Begin a piece's copy once its peer is attached.  Returns whether it has begun or never
+        will."""
         if part.copy is not None or part.failure is not None:
             return True
         if self._own_epoch_ended():
             part.failure = LoadFailure.OWN_RESET
             return True
         try:
-            part.peer = self._peers.find(part.piece)
+            part.peer = self._attachments.find(part.piece)
             if part.peer is None:
-                hurried = self._until is not None
-                part.failure = LoadFailure.NOT_ATTACHED if hurried else None
-                return hurried
-            if not self._in_time():  # before the first byte: nothing to learn from
+                at_once = self._until is not None
+                part.failure = LoadFailure.NOT_ATTACHED if at_once else None
+                return at_once
+            if not self._in_time():  # before the first byte: no time to learn from
                 part.failure = LoadFailure.TOO_LATE
                 return True
-            self._stand_in_line()
+            self._join_queue()
             sync_point(SyncPoint.COPY_BEGINS)
             self._begun_at = self._begun_at or self._clock()
             part.copy = part.peer.memory.begin_copy(
@@ -166,35 +167,35 @@ class RankLoad:
         except Exception as exc:
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
-            who = self._peers.name_of(part.piece.peer)
-            self._note(
+            who = self._attachments.name_of(part.piece.peer)
+            self._log_problem(
                 f"cannot read from engine {part.piece.peer:016x}: {exc}",
                 exc,
                 f"cannot read from engine {who}: {exc}",
             )
         return True
 
-    def _stand_in_line(self) -> None:
+    def _join_queue(self) -> None:
         if not self._begun_at:
-            self._queued = bool(self._peers.copying)
-            self._peers.copying.add(self)
+            self._queued = bool(self._attachments.copying)
+            self._attachments.copying.add(self)
 
     def _in_time(self) -> bool:
         return self._until is None or self._clock() < self._until
 
-    def _spoil(self, exc: Exception) -> None:
-        """Deliver nothing of this load.  Noted once, however often it happens."""
-        if self._spoilt:
+    def _discard_all(self, exc: Exception) -> None:
+        """Deliver nothing of this load.  The problem is logged once per load."""
+        if self._discarded:
             return
-        self._spoilt = True
+        self._discarded = True
         self._bad = [*self._load.targets, *self._load.lost]
         self._failures = [
             PieceFailure(piece.peer, LoadFailure.COPY_FAILED, b"") for piece in self._load.pieces
         ]
-        self._note(f"a load could not be checked and is discarded: {exc}", exc)
+        self._log_problem(f"a load could not be checked and is discarded: {exc}", exc)
 
-    def _judge(self, part: _Part) -> None:
-        """Decide which of a piece's targets may be used; none of its copies writes any more."""
+    def _decide(self, part: _Part) -> None:
+        """Decide which of a piece's targets may be used.  Its copy has ended."""
         piece, count = part.piece, len(part.piece.targets)
         if part.copy is None or part.peer is None:
             self._reject(piece, [False] * count, part.failure or LoadFailure.UNREACHABLE)
@@ -220,9 +221,9 @@ class RankLoad:
             self._compare(piece, good, wanted)
 
     def _compare(self, piece: Piece, good: list[bool], wanted: list[int]) -> None:
-        """KVSHM_VERIFY: the bytes that arrived must be the bytes that were published.  Blocks
-        whose exporter wrote no checksum are not compared."""
-        found = self._peers.transport.checksum(piece.targets)
+        """KVSHM_VERIFY: compare the copied bytes with the exporter's checksums.  Blocks without a
+        checksum are not compared."""
+        found = self._attachments.transport.checksum(piece.targets)
         triples = zip(good, wanted, found, strict=True)
         same = [not ok or not want or want == have for ok, want, have in triples]
         compared = [ok and want != 0 for ok, want in zip(good, wanted, strict=True)]
@@ -231,8 +232,8 @@ class RankLoad:
             self._count(MISMATCHED, same.count(False))
             self._reject(piece, same, LoadFailure.MISMATCH)
             what = "copied bytes differ from what it published"
-            who = self._peers.name_of(piece.peer)
-            self._note(f"engine {piece.peer:016x}: {what}", logged=f"engine {who}: {what}")
+            who = self._attachments.name_of(piece.peer)
+            self._log_problem(f"engine {piece.peer:016x}: {what}", logged=f"engine {who}: {what}")
         if self._table is not None:
             for target, checksum in zip(piece.targets, found, strict=True):
                 self._table.set_checksum(self._rank, target, checksum)
@@ -252,7 +253,7 @@ class RankLoad:
         self._count(DISCARDED, len(bad))
 
     def _release(self) -> None:
-        """Give the leases back, once: the last rank to finish does it for all of them."""
+        """Release the leases, once: the last rank to finish does it for all ranks."""
         if self._released or self._load.ticket == NO_TICKET:
             return
         self._released = True
@@ -260,33 +261,34 @@ class RankLoad:
             return
         for part in self._parts:
             try:
-                self._peers.release(part.piece, self._load.lease_bit)
+                self._attachments.release(part.piece, self._load.lease_bit)
             except Exception as exc:
-                self._note(f"leases could not be given back, their exporter will: {exc}", exc)
+                self._log_problem(f"leases could not be released; the exporter will: {exc}", exc)
         sync_point(SyncPoint.RELEASED)
 
     def _is_last(self) -> bool:
-        """Whether no other rank needs the leases.  A rank that has no table of the load's
-        epoch cannot count itself out, so nobody would ever be last: it says yes.  That is
-        safe, because leases only save copies in vain; what others still copy is re-checked.
-        The ticket stays in use until its table ends."""
+        """Whether no other rank needs the leases.  True also for a rank without a table of the
+        load's epoch: that rank cannot count itself in the ticket, so no rank would ever be last.
+        True is safe then, because leases only save copies in vain, and the other ranks' copies
+        are re-checked.  The ticket stays in use until its table ends."""
         if self._table is None or self._table.epoch != self._load.epoch:
             return True
         try:
             return self._table.finish_ticket(self._load.ticket)
         except Exception as exc:
-            self._note(f"a load's ticket cannot be counted: {exc}", exc)
+            self._log_problem(f"a load's ticket cannot be counted: {exc}", exc)
             return True
 
     def _count(self, counter: int, amount: int) -> None:
         if self._table is not None and amount:
             self._table.counters.add(counter, amount)
 
-    def _note(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
-        """Say it in the own table and in the log, where more has room (``logged``)."""
-        if self._peers.seldom.passes(logged or text):
+    def _log_problem(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
+        """Record a problem in the own table and log it, as ``logged`` if that is given, because
+        the log has room for more text."""
+        if self._attachments.seldom.passes(logged or text):
             log.warning("%s", logged or text, exc_info=None if isinstance(exc, KvshmError) else exc)
-        with suppress(Exception):  # the log above has it; nothing may be lost for the note
+        with suppress(Exception):  # it is logged already; an error here must not lose the load
             if self._table is not None:
                 self._table.log_error(text)
 

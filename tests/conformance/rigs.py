@@ -1,4 +1,4 @@
-"""How the conformance suite drives each transport: memory, holding copies, settling them.
+"""How the conformance suite drives each transport: memory, holding copies, finishing them.
 
 A new transport adds a rig here and its name to ``RIGS``; the tests do not change.
 """
@@ -83,7 +83,7 @@ class Rig(ABC):
         """Context: copies the importer begins in it make no progress before its end."""
 
     @abstractmethod
-    def settle(self, *copies: Copy) -> list[CopyState]:
+    def finish(self, *copies: Copy) -> list[CopyState]:
         """Let the copies end; return how each did."""
 
     def end(self, peer: Peer) -> None:
@@ -109,7 +109,7 @@ class LoopbackRig(Rig):
     def hold(self, importer: Peer) -> Iterator[None]:
         yield  # nothing moves unless the clock is advanced
 
-    def settle(self, *copies: Copy) -> list[CopyState]:
+    def finish(self, *copies: Copy) -> list[CopyState]:
         self.network.run()
         return [copy.poll() for copy in copies]
 
@@ -137,7 +137,7 @@ class PosixShmRig(Rig):
         finally:
             gate.set()
 
-    def settle(self, *copies: Copy) -> list[CopyState]:
+    def finish(self, *copies: Copy) -> list[CopyState]:
         deadline = time.monotonic() + PATIENCE
         while any(copy.poll() is CopyState.PENDING for copy in copies):
             assert time.monotonic() < deadline, "copies do not end"
@@ -183,7 +183,7 @@ class FakeCudaRig(Rig):
         with driver.hold(importer.transport.copy_stream.stream):
             yield
 
-    settle = PosixShmRig.settle
+    finish = PosixShmRig.finish
 
 
 class RealCudaRig(Rig):
@@ -220,7 +220,7 @@ class RealCudaRig(Rig):
         finally:
             process.call("release")
 
-    settle = PosixShmRig.settle
+    finish = PosixShmRig.finish
 
     def close(self) -> None:
         super().close()

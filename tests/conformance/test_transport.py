@@ -93,7 +93,7 @@ def test_exactly_the_named_blocks_change(rig, layouts, blocks):
     wanted, untouched = expected(exporter, importer, source, target), exporter.read()
     attachment = connect(rig, exporter, importer)
     assert attachment.epoch == EPOCH
-    assert rig.settle(attachment.begin_copy(source, target)) == [DONE]
+    assert rig.finish(attachment.begin_copy(source, target)) == [DONE]
     assert importer.read() == wanted
     assert exporter.read() == untouched
 
@@ -103,7 +103,7 @@ def test_every_block_of_a_cache_can_travel_in_one_copy(rig):
     source = list(range(LAYERS.num_blocks))
     target = [(7 * block + 3) % 64 for block in source]
     wanted = expected(exporter, importer, source, target)
-    assert rig.settle(connect(rig, exporter, importer).begin_copy(source, target)) == [DONE]
+    assert rig.finish(connect(rig, exporter, importer).begin_copy(source, target)) == [DONE]
     assert importer.read() == wanted
 
 
@@ -112,7 +112,7 @@ def test_bytes_are_read_when_the_copy_runs_and_not_before(rig):
     with rig.hold(importer):
         copy = attachment.begin_copy([1], [2])
         exporter.fill(seed=99)
-    rig.settle(copy)
+    rig.finish(copy)
     assert block_bytes(importer.read(), PLAIN, 2) == block_bytes(exporter.read(), PLAIN, 1)
 
 
@@ -127,7 +127,7 @@ def test_checksum_is_xxh3_over_all_regions_in_order(rig):
 
 def test_checksums_agree_after_a_copy_between_different_layouts(rig):
     exporter, importer = rig.peer(LAYERS), rig.peer(INTERLEAVED)
-    rig.settle(connect(rig, exporter, importer).begin_copy([4, 8], [60, 2]))
+    rig.finish(connect(rig, exporter, importer).begin_copy([4, 8], [60, 2]))
     assert exporter.transport.checksum([4, 8]) == importer.transport.checksum([60, 2])
 
 
@@ -135,7 +135,7 @@ def test_two_engines_attach_each_other(rig):
     one, two = rig.peer(PLAIN), rig.peer(PLAIN)
     there, back = connect(rig, one, two), connect(rig, two, one)
     wanted = expected(one, two, [0], [10]), expected(two, one, [1], [20])
-    assert rig.settle(there.begin_copy([0], [10]), back.begin_copy([1], [20])) == [DONE, DONE]
+    assert rig.finish(there.begin_copy([0], [10]), back.begin_copy([1], [20])) == [DONE, DONE]
     assert (two.read(), one.read()) == wanted
 
 
@@ -143,7 +143,7 @@ def test_two_exporters_with_equal_block_ids_never_mix(rig):
     one, two, importer = rig.peer(PLAIN), rig.peer(PLAIN), rig.peer(PLAIN)
     first = importer.transport.attach(one.transport.export(Epoch(1)))
     second = importer.transport.attach(two.transport.export(Epoch(2)))
-    assert rig.settle(second.begin_copy([7], [0]), first.begin_copy([7], [1])) == [DONE, DONE]
+    assert rig.finish(second.begin_copy([7], [0]), first.begin_copy([7], [1])) == [DONE, DONE]
     found = importer.read()
     assert block_bytes(found, PLAIN, 0) == block_bytes(two.read(), PLAIN, 7)
     assert block_bytes(found, PLAIN, 1) == block_bytes(one.read(), PLAIN, 7)
@@ -159,7 +159,7 @@ def test_copies_overlap_and_all_end(rig):
     with rig.hold(importer):
         copies = [attachment.begin_copy(*way) for way in ways]
         assert {copy.poll() for copy in copies} == {PENDING}
-    assert set(rig.settle(*copies)) == {DONE}
+    assert set(rig.finish(*copies)) == {DONE}
     assert importer.read() == wanted
 
 
@@ -170,7 +170,7 @@ def test_a_pending_copy_stays_pending_until_it_ends_and_then_never_changes(rig):
         copy = attachment.begin_copy([0, 1], [2, 3])
         assert [copy.poll() for _ in range(100)] == [PENDING] * 100
         assert importer.read() == before
-    assert rig.settle(copy) == [DONE]
+    assert rig.finish(copy) == [DONE]
     copy.cancel()
     assert copy.poll() is DONE
 
@@ -182,7 +182,7 @@ def test_a_copy_cancelled_before_it_began_writes_nothing(rig):
         copy = attachment.begin_copy([0, 1], [2, 3])
         copy.cancel()
         copy.cancel()
-    assert rig.settle(copy) == [FAILED]
+    assert rig.finish(copy) == [FAILED]
     assert importer.read() == before
 
 
@@ -195,7 +195,7 @@ def test_who_waits_copies_everything_or_has_ended_the_copy(rig, go_on):
         copy = attachment.begin_copy([0, 1], [2, 3], lambda: go_on)
         waited = copy.poll()
     assert waited in ((PENDING, DONE) if go_on else (PENDING, FAILED))
-    (state,) = rig.settle(copy)
+    (state,) = rig.finish(copy)
     assert state is (DONE if waited is PENDING else waited)
     assert importer.read() == (wanted if state is DONE else before)
 
@@ -206,7 +206,7 @@ def test_cancelling_one_copy_leaves_the_others_alone(rig):
     with rig.hold(importer):
         copies: list[Copy] = [attachment.begin_copy([b], [b + 10]) for b in range(3)]
         copies[1].cancel()
-    assert rig.settle(*copies) == [DONE, FAILED, DONE]
+    assert rig.finish(*copies) == [DONE, FAILED, DONE]
     assert importer.read() == wanted
 
 
@@ -223,7 +223,7 @@ def test_another_epoch_makes_old_descriptors_stale_and_leaves_copies_running(rig
         with pytest.raises(StaleAttachment):
             importer.transport.attach(old)
         assert importer.transport.attach(new).epoch == 77
-    assert rig.settle(copy) == [DONE]
+    assert rig.finish(copy) == [DONE]
     assert importer.read() == wanted
 
 
@@ -234,7 +234,7 @@ def test_an_exporter_may_close_while_its_blocks_are_copied(rig):
     with rig.hold(importer):
         copy = attachment.begin_copy([1, 2], [3, 4])
         exporter.transport.close()
-    assert rig.settle(copy) == [DONE]
+    assert rig.finish(copy) == [DONE]
     assert importer.read() == wanted
     with pytest.raises(KvshmError):
         importer.transport.attach(descriptor)
@@ -248,7 +248,7 @@ def test_memory_outlives_its_exporter(rig):
         return
     wanted = expected(exporter, importer, [1, 2], [3, 4])
     rig.end(exporter)
-    assert rig.settle(attachment.begin_copy([1, 2], [3, 4])) == [DONE]
+    assert rig.finish(attachment.begin_copy([1, 2], [3, 4])) == [DONE]
     assert importer.read() == wanted
 
 
@@ -261,7 +261,7 @@ def test_an_attachment_closed_under_a_copy_lets_it_end(rig):
         attachment.close()
         with pytest.raises(TransportError):
             attachment.begin_copy([0], [0])
-    assert rig.settle(copy) == [DONE]
+    assert rig.finish(copy) == [DONE]
     assert importer.read() == wanted
 
 
@@ -269,10 +269,10 @@ def test_after_the_importers_close_nothing_is_written(rig):
     _, importer, attachment = pair(rig)
     copies = [attachment.begin_copy(list(range(48)), list(range(48))) for _ in range(50)]
     importer.transport.close()
-    settled = [copy.poll() for copy in copies]
-    assert PENDING not in settled
+    states = [copy.poll() for copy in copies]
+    assert PENDING not in states
     after = importer.read()
-    assert [copy.poll() for copy in copies] == settled
+    assert [copy.poll() for copy in copies] == states
     assert importer.read() == after
     importer.transport.close()
     attachment.close()
@@ -292,7 +292,7 @@ def test_blocks_that_do_not_exist_are_refused_before_the_first_byte(rig, source,
     before = importer.read()
     with pytest.raises(TransportError):
         attachment.begin_copy(source, target)
-    rig.settle()
+    rig.finish()
     assert importer.read() == before
 
 
@@ -372,14 +372,14 @@ def test_a_misdirecting_fault_copies_other_blocks(rig, fault, source, as_if):
     exporter, importer = rig.peer(PLAIN), rig.peer(PLAIN, fault=fault)
     target = list(range(len(source)))
     wanted = expected(exporter, importer, as_if, target)
-    assert rig.settle(connect(rig, exporter, importer).begin_copy(source, target)) == [DONE]
+    assert rig.finish(connect(rig, exporter, importer).begin_copy(source, target)) == [DONE]
     assert importer.read() == wanted
     assert importer.transport.checksum(target) != exporter.transport.checksum(source)
 
 
 def test_the_zero_fault_writes_zeros(rig):
     exporter, importer = rig.peer(LAYERS), rig.peer(LAYERS, fault="zero")
-    assert rig.settle(connect(rig, exporter, importer).begin_copy([3, 4], [5, 6])) == [DONE]
+    assert rig.finish(connect(rig, exporter, importer).begin_copy([3, 4], [5, 6])) == [DONE]
     for block in (5, 6):
         assert block_bytes(importer.read(), LAYERS, block) == [bytes(40)] * 4
 

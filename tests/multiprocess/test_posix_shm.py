@@ -149,7 +149,7 @@ def exported_bytes(seed: int = SEED) -> bytes:
     return random.Random(seed).randbytes(BLOCK * COUNT)
 
 
-def settle(copy) -> CopyState:
+def finish(copy) -> CopyState:
     deadline = time.monotonic() + PATIENCE
     while copy.poll() is CopyState.PENDING:
         assert time.monotonic() < deadline
@@ -167,7 +167,7 @@ def test_blocks_come_over_from_another_process(exporter, importer):
     attachment = importer.attach(exporter.export(1))
     blocks = list(range(COUNT))
     random.Random(0).shuffle(blocks)
-    assert settle(attachment.begin_copy(blocks, list(range(COUNT)))) is CopyState.DONE
+    assert finish(attachment.begin_copy(blocks, list(range(COUNT)))) is CopyState.DONE
     theirs = exported_bytes()
     wanted = b"".join(theirs[b * BLOCK : (b + 1) * BLOCK] for b in blocks)
     assert importer.memory[0].buffer == wanted
@@ -185,7 +185,7 @@ def test_memory_goes_with_a_closed_transport_and_not_with_some_later_collection(
     transport = PosixShmTransport(memory, REGIONS, 0, f"{run_dir}/importer")
     transport.export(7)
     attachment = transport.attach(exporter.export(1))
-    assert settle(attachment.begin_copy([0], [0])) is CopyState.DONE
+    assert finish(attachment.begin_copy([0], [0])) is CopyState.DONE
     transport.close()
     memory.close()
     gc.disable()
@@ -208,7 +208,7 @@ def test_the_owner_killed_under_a_copy_takes_nothing_with_it(exporter, importer,
     copy = attachment.begin_copy(blocks, blocks)
     exporter.kill()
     gate.set()
-    assert settle(copy) is CopyState.DONE
+    assert finish(copy) is CopyState.DONE
     assert importer.memory[0].buffer == exported_bytes()
     with pytest.raises(TransportError, match="has died"):
         importer.attach(descriptor)
@@ -223,7 +223,7 @@ def test_the_end_of_the_owner_is_noticed_and_its_memory_stays(exporter, importer
     assert not attachment.ended, "another epoch is no end of the process: the life word tells"
     exporter.kill()
     assert attachment.ended
-    assert settle(attachment.begin_copy([1], [2])) is CopyState.DONE
+    assert finish(attachment.begin_copy([1], [2])) is CopyState.DONE
     wanted = exported_bytes()[BLOCK : 2 * BLOCK]
     assert bytes(importer.memory[0].buffer[2 * BLOCK : 3 * BLOCK]) == wanted
     attachment.close()
@@ -265,7 +265,7 @@ def test_the_owner_killed_at_any_moment_never_hurts_the_importer(importer, run_d
         copies = [attachment.begin_copy(blocks, blocks) for _ in range(20)]
         exporter.kill()
         attachment.close()
-        assert {settle(copy) for copy in copies} == {CopyState.DONE}
+        assert {finish(copy) for copy in copies} == {CopyState.DONE}
         assert importer.memory[0].buffer == exported_bytes(round_)
         with exporter.process:
             pass
@@ -281,7 +281,7 @@ def test_a_stopped_owner_costs_an_attach_its_timeout_and_copies_nothing(
     os.waitid(os.P_PID, exporter.process.pid, os.WSTOPPED | os.WNOWAIT)
     with pytest.raises(TransportError, match="no answer within"):
         importer.attach(descriptor)
-    assert settle(attachment.begin_copy([0], [1])) is CopyState.DONE
+    assert finish(attachment.begin_copy([0], [1])) is CopyState.DONE
     assert importer.memory[0].buffer[BLOCK : 2 * BLOCK] == exported_bytes()[:BLOCK]
 
 
@@ -320,7 +320,7 @@ def test_a_closed_attachment_is_unmapped_after_its_copies_and_leaks_nothing(expo
         attachment = importer.attach(descriptor)
         copy = attachment.begin_copy([0, 1], [2, 3])
         attachment.close()
-        assert settle(copy) is CopyState.DONE
+        assert finish(copy) is CopyState.DONE
     drained = threading.Event()
     importer.copier.submit(drained.set)
     assert drained.wait(PATIENCE)

@@ -82,8 +82,8 @@ def assert_only_own_memory(rank: Rank) -> None:
     assert foreign == []
 
 
-def settled(transport: CudaIpcTransport) -> None:
-    """What was handed to the closing thread so far is done."""
+def wait_for_closer(transport: CudaIpcTransport) -> None:
+    """Block until the closing thread has done all it was handed so far."""
     done = threading.Event()
     transport._closer.submit(done.set)
     assert done.wait(30)

@@ -23,7 +23,7 @@ from .cuda_ranks import (
     assert_only_own_memory,
     copied,
     details_of,
-    settled,
+    wait_for_closer,
     wire,
     with_details,
 )
@@ -54,12 +54,12 @@ def test_a_mapping_outlives_copies_begun_before_the_close(node: Node) -> None:
         second = attachment.begin_copy([BlockId(1)], [BlockId(1)])
         attachment.close()
         assert first.poll() is CopyState.DONE
-        settled(two.transport)
+        wait_for_closer(two.transport)
         assert len(two.transport.mappings) == 2
         assert second.poll() is CopyState.PENDING
     assert second.poll() is CopyState.DONE
     assert two.cache[BLOCK] == 1
-    settled(two.transport)
+    wait_for_closer(two.transport)
     assert len(two.transport.mappings) == 0
 
 

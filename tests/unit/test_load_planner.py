@@ -23,7 +23,7 @@ from kvshm.engine.load_plan import (
     PieceFailure,
     Plan,
 )
-from kvshm.engine.load_planner import Ended
+from kvshm.engine.load_planner import LoadResult
 from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
 from kvshm.interfaces import Region
 from kvshm.node.peer import Peer, PlannedRun
@@ -73,8 +73,12 @@ def test_blocks_behind_a_gap_do_not_count_as_imported(cache: SharedCache) -> Non
     cache.planner.end(load_in(cache), GOOD)
     cache.planner.end(load_in(cache), [LoadReport("load", TARGETS[1:])])
     cache.planner.end(load_in(cache), [LoadReport("load", TARGETS[:1])])
-    assert cache.planner.take_ended() == [Ended(2, False), Ended(1, True), Ended(0, True)]
-    assert cache.planner.take_ended() == []
+    assert cache.planner.take_results() == [
+        LoadResult(2, False),
+        LoadResult(1, True),
+        LoadResult(0, True),
+    ]
+    assert cache.planner.take_results() == []
 
 
 def test_who_has_left_or_was_ended_plans_no_load(
@@ -86,7 +90,7 @@ def test_who_has_left_or_was_ended_plans_no_load(
         return cache.planner.probe([b"hash"], 0, 1)
 
     found = Plan(Epoch(1), 0, (), 0.0, 0)
-    monkeypatch.setattr(cache.planner, "_matched", lambda *_: found)
+    monkeypatch.setattr(cache.planner, "_make_plan", lambda *_: found)
     assert plan() is found, "its ranks open the epoch with the first step"
     assert cache.table is not None
     cache.table.set_life(Rank(0))
@@ -146,7 +150,7 @@ def test_a_peer_is_judged_by_what_is_its_fault_alone(
 def know_prefills_price(cache: SharedCache) -> None:
     for _ in range(20):
         for tokens in (1, 2000):
-            cache.planner.costs.step(tokens, 0.005 + 1e-5 * tokens)
+            cache.planner.costs.add_step(tokens, 0.005 + 1e-5 * tokens)
 
 
 def test_what_is_computed_sooner_is_declined_and_now_and_then_tried(cache: SharedCache) -> None:
@@ -170,7 +174,7 @@ def test_what_loads_took_is_what_the_next_is_expected_to_take(cache: SharedCache
     assert load.nbytes == 20_000
     for _ in range(100):
         cache.planner.end(load, [LoadReport("load", (), seconds=0.01), GOOD[0]])
-    assert cache.planner.copying(load) == pytest.approx(0.01, rel=0.2)
+    assert cache.planner.load_seconds(load) == pytest.approx(0.01, rel=0.2)
     assert cache.table is not None
     assert cache.table.counters.read(MEASURED_US) == 100 * 10_000
 
@@ -183,12 +187,12 @@ def test_a_load_that_copied_only_a_part_shows_no_more_than_that_it_takes_longer(
     load = replace(load, pieces=(replace(load.pieces[0], block_bytes=10_000),))
     for _ in range(20):
         cache.planner.end(load, [LoadReport("load", (), seconds=0.01)])
-    expected = cache.planner.copying(load)
+    expected = cache.planner.load_seconds(load)
     failures = (PieceFailure(Epoch(1), reason, b""),)
     for _ in range(20):
         cache.planner.end(load, [LoadReport("load", TARGETS, failures, seconds=50e-6)])
-    assert cache.planner.copying(load) == expected
+    assert cache.planner.load_seconds(load) == expected
     assert cache.table is not None
     assert cache.table.counters.read(MEASURED_US) == 20 * 10_000
     cache.planner.end(load, [LoadReport("load", TARGETS, failures, seconds=0.02)])
-    assert cache.planner.copying(load) > expected
+    assert cache.planner.load_seconds(load) > expected

@@ -10,7 +10,7 @@ import pytest
 
 from kvshm.engine.epoch_state import EpochState
 from kvshm.engine.minute_report import PERIOD_SECONDS, REASONS, MissReport
-from kvshm.engine.roster_handler import MAX_NAMED, MAX_NOTED, RosterHandler
+from kvshm.engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHandler
 from kvshm.fingerprint import FIELDS
 from kvshm.ids import Epoch, Fingerprint
 from kvshm.node import incompatible
@@ -231,12 +231,12 @@ def test_engines_of_another_model_are_no_warning_and_told_once_for_all(
 def test_of_very_many_strangers_the_latest_are_remembered_as_named(
     handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(MAX_NAMED + 10)]
+    strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(MAX_REMEMBERED + 10)]
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
-        for stranger in (*strangers, *strangers[-MAX_NAMED:]):
+        for stranger in (*strangers, *strangers[-MAX_REMEMBERED:]):
             handler.apply(new(stranger))
     assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in strangers]
-    assert len(handler._named) == MAX_NAMED
+    assert len(handler._logged) == MAX_REMEMBERED
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
@@ -256,7 +256,7 @@ def test_strangers_leave_room_in_the_error_log(
     handler.apply(reply)
     texts = [error.text for error in table.errors()]
     assert "something else" in texts
-    named = {stranger.name for stranger in strangers[:MAX_NOTED]}
+    named = {stranger.name for stranger in strangers[:MAX_RECORDED]}
     assert {n for n in named if any(f"with {n}: a is 1 here" in text for text in texts)} == named
 
 

@@ -17,7 +17,7 @@ from kvshm.engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Pie
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch, LeaseBit, Rank
 from kvshm.interfaces import CopyState
-from kvshm.rank.attachments import FAILED_SECONDS, PeerBook
+from kvshm.rank.attachments import FAILED_SECONDS, AttachmentCache
 from kvshm.rank.rank_cache import RankCache
 from kvshm.rank.rank_load import RankLoad
 from kvshm.shm.layout import TICKETS_OFFSET
@@ -72,7 +72,7 @@ def cache(transport: PlayedTransport, served: ServedNode, clock: Clock) -> Itera
     yield cache
     for hung in transport.hung.values():
         hung.set()
-    until(lambda: not cache._peers._attaching)
+    until(lambda: not cache._attachments._attaching)
     cache.close()
     assert not cache._thread.is_alive()
     assert all(memory.closed for memory in transport.memories.values())
@@ -151,8 +151,10 @@ def test_a_table_of_another_epoch_or_without_the_rank_is_not_attached(
     peer.served.path.with_name(peer.served.path.name.replace("0001", "004d")).hardlink_to(
         peer.served.path
     )
-    book, second = (PeerBook(transport, Rank(rank), served.handouts) for rank in (0, 1))
-    wrong = ((book, other, "is served here"), (second, piece, "has no rank 1"))
+    attachments, second = (
+        AttachmentCache(transport, Rank(rank), served.handouts) for rank in (0, 1)
+    )
+    wrong = ((attachments, other, "is served here"), (second, piece, "has no rank 1"))
     for asked, wanted, why in wrong:
         assert asked.find(wanted) is None
         until(lambda asked=asked: asked._failed)  # type: ignore[misc]
@@ -301,8 +303,8 @@ def test_an_ended_peer_stays_mapped_while_a_load_has_yet_to_check_it(
     until(lambda: transport.copies)
     peer.table.end_life(0)
     ticks = count()
-    tidied = opened._peers.unmap_ended
-    opened._peers.unmap_ended = lambda used: (tidied(used), next(ticks))[0]  # type: ignore[method-assign]
+    tidied = opened._attachments.unmap_ended
+    opened._attachments.unmap_ended = lambda used: (tidied(used), next(ticks))[0]  # type: ignore[method-assign]
     clock.now += 2
     until(lambda: opened._tidy_at > clock.now)
     until(lambda: repr(ticks) != "count(0)")
@@ -331,7 +333,7 @@ def test_the_load_thread_outlives_what_cannot_be_unmapped(
         calls.append(used)
         raise OSError("munmap")
 
-    monkeypatch.setattr(opened._peers, "unmap_ended", fail)
+    monkeypatch.setattr(opened._attachments, "unmap_ended", fail)
     with caplog.at_level(logging.ERROR):
         for n in range(3):
             clock.now += 2
@@ -389,4 +391,7 @@ def test_a_load_says_which_peers_it_needs(
 ) -> None:
     a, b = exporter("a"), exporter("b")
     load = load_of(piece_of(a, 1), piece_of(b, 2), piece_of(a, 3))
-    assert RankLoad(load, PeerBook(transport, Rank(0), served.handouts), None).peers == {1, 2}
+    assert RankLoad(load, AttachmentCache(transport, Rank(0), served.handouts), None).peers == {
+        1,
+        2,
+    }

@@ -229,11 +229,11 @@ def test_a_peer_is_not_unmapped_while_a_step_waits_for_it(
 ) -> None:
     peer = attached()
     epoch = peer.info.epoch
-    with cache._peers.pinned([epoch]):
+    with cache._attachments.pinned([epoch]):
         peer.table.end_life(Rank(0))
-        cache._peers.unmap_ended(())
+        cache._attachments.unmap_ended(())
         assert not transport.memories[epoch].closed
-    cache._peers.unmap_ended(())
+    cache._attachments.unmap_ended(())
     assert transport.memories[epoch].closed
 
 
@@ -285,7 +285,7 @@ def test_the_load_thread_unmaps_nobody_of_a_load_that_a_step_waits_for(
 
     def copies(*given: object) -> PlayedCopy:
         peer.table.end_life(Rank(0))
-        cache._peers.unmap_ended(())
+        cache._attachments.unmap_ended(())
         unmapped.append(memory.closed)
         return PlayedCopy(CopyState.DONE)
 

@@ -20,11 +20,11 @@ from kvshm.log import SAY_AGAIN_SECONDS, Seldom
 from kvshm.node.peer_list import PeerList, PeerListReader
 from kvshm.node.protocol import EngineInfo, RankInfo
 from kvshm.rank.attachments import (
-    ATTACH_PATIENCE_SECONDS,
+    ATTACH_WAIT_SECONDS,
     FAILED_SECONDS,
     MAX_ATTACHING,
     MAX_TRIES,
-    PeerBook,
+    AttachmentCache,
 )
 from kvshm.rank.rank_load import RankLoad
 
@@ -53,16 +53,16 @@ def listed(tmp_path: Path) -> PeerList:
 
 
 @pytest.fixture
-def book(
+def attachments(
     transport: PlayedTransport, served: ServedNode, clock: Clock, tmp_path: Path
-) -> Iterator[PeerBook]:
-    book = PeerBook(transport, RANK, served.handouts, clock)
-    book.follow(PeerListReader(tmp_path / "peers"))
-    yield book
+) -> Iterator[AttachmentCache]:
+    attachments = AttachmentCache(transport, RANK, served.handouts, clock)
+    attachments.follow(PeerListReader(tmp_path / "peers"))
+    yield attachments
     for hung in transport.hung.values():
         hung.set()
-    until(lambda: not book._attaching)
-    book.close()
+    until(lambda: not attachments._attaching)
+    attachments.close()
 
 
 def told(peer: Exporter) -> EngineInfo:
@@ -75,27 +75,27 @@ def told(peer: Exporter) -> EngineInfo:
 
 
 def test_who_is_listed_is_attached_a_few_at_a_time(
-    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make
+    attachments: AttachmentCache, listed: PeerList, transport: PlayedTransport, exporter: Make
 ) -> None:
-    book.attach_listed()
+    attachments.attach_listed()
     peers = [exporter(f"e{n}") for n in range(MAX_ATTACHING + 2)]
     for peer in peers:
         transport.hung[peer.info.epoch] = threading.Event()
     listed.write(told(peer) for peer in peers)
     for _ in range(3):
-        book.attach_listed()
+        attachments.attach_listed()
     until(lambda: len(transport.attaches) == MAX_ATTACHING)
     for peer in peers:
         transport.hung[peer.info.epoch].set()
-    until(lambda: len(book.attached) == MAX_ATTACHING)
-    book.attach_listed()
-    until(lambda: book.attached == {peer.info.epoch for peer in peers})
-    book.attach_listed()
+    until(lambda: len(attachments.attached) == MAX_ATTACHING)
+    attachments.attach_listed()
+    until(lambda: attachments.attached == {peer.info.epoch for peer in peers})
+    attachments.attach_listed()
     assert len(transport.attaches) == len(peers), "each once"
 
 
 def test_a_list_that_is_followed_no_more_while_it_is_read_names_nobody(
-    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
+    attachments: AttachmentCache, listed: PeerList, transport: PlayedTransport, exporter: Make,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """The epoch ends on the main thread, the list is read on the load thread."""
@@ -104,62 +104,66 @@ def test_a_list_that_is_followed_no_more_while_it_is_read_names_nobody(
 
     def read_new(reader: PeerListReader) -> object:
         found = read(reader)
-        book.follow(None)
+        attachments.follow(None)
         return found
 
     monkeypatch.setattr(PeerListReader, "read_new", read_new)
-    book.attach_listed()
-    book.attach_listed()
-    assert not book._attaching
+    attachments.attach_listed()
+    attachments.attach_listed()
+    assert not attachments._attaching
     assert transport.attaches == []
 
 
 def test_a_peer_is_attached_once_its_rank_serves(
-    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make
+    attachments: AttachmentCache, listed: PeerList, transport: PlayedTransport, exporter: Make
 ) -> None:
     early, importing = exporter("early"), exporter("importing")
     early.table.end_life(None)
     listed.write([told(early), msgspec.structs.replace(told(importing), imports_only=True)])
-    book.attach_listed()
-    until(lambda: book._early and not book._attaching)
-    assert list(book._early) == [early.info.epoch], "its table is looked at from now on"
+    attachments.attach_listed()
+    until(lambda: attachments._early and not attachments._attaching)
+    assert list(attachments._early) == [early.info.epoch], "its table is looked at from now on"
     assert transport.attaches == []
     early.table.set_life(RANK)
-    book.attach_listed()
-    until(lambda: book.attached == {early.info.epoch})
+    attachments.attach_listed()
+    until(lambda: attachments.attached == {early.info.epoch})
 
 
 def test_who_can_be_read_at_once_is_said(
-    book: PeerBook, transport: PlayedTransport, exporter: Make
+    attachments: AttachmentCache, transport: PlayedTransport, exporter: Make
 ) -> None:
     a, hung = exporter("a"), exporter("hung")
     answers = transport.hung[hung.info.epoch] = threading.Event()
-    assert book.attached == frozenset()
+    assert attachments.attached == frozenset()
     for peer in (hung, a):
-        assert book.find(piece_of(peer, 1)) is None
-    until(lambda: book.attached == {a.info.epoch})
+        assert attachments.find(piece_of(peer, 1)) is None
+    until(lambda: attachments.attached == {a.info.epoch})
     answers.set()
-    until(lambda: book.attached == {a.info.epoch, hung.info.epoch})
+    until(lambda: attachments.attached == {a.info.epoch, hung.info.epoch})
     a.table.retire()
-    book.unmap_ended(())
-    assert book.attached == {hung.info.epoch}
-    book.close()
-    assert book.attached == frozenset()
+    attachments.unmap_ended(())
+    assert attachments.attached == {hung.info.epoch}
+    attachments.close()
+    assert attachments.attached == frozenset()
 
 
 def test_one_load_waits_for_a_peer_that_hangs_those_after_it_not_and_the_attach_goes_on(
-    book: PeerBook, table: AnyTable, transport: PlayedTransport, exporter: Make, clock: Clock
+    attachments: AttachmentCache,
+    table: AnyTable,
+    transport: PlayedTransport,
+    exporter: Make,
+    clock: Clock,
 ) -> None:
     hung = exporter()
     answers = transport.hung[hung.info.epoch] = threading.Event()
 
     def load(block: int) -> RankLoad:
-        return RankLoad(load_of(piece_of(hung, block)), book, table)
+        return RankLoad(load_of(piece_of(hung, block)), attachments, table)
 
     first = load(1)
     assert not first.advance()
     until(lambda: transport.attaches)
-    clock.now += ATTACH_PATIENCE_SECONDS - 0.1
+    clock.now += ATTACH_WAIT_SECONDS - 0.1
     assert not first.advance()
     clock.now += 0.2
     second = load(2)
@@ -169,7 +173,7 @@ def test_one_load_waits_for_a_peer_that_hangs_those_after_it_not_and_the_attach_
         (failure,) = given_up.report.failures
         assert failure.reason is LoadFailure.NOT_ATTACHED
     answers.set()
-    until(lambda: not book._attaching)
+    until(lambda: not attachments._attaching)
     third = load(3)
     until(third.advance)
     assert third.report == LoadReport("load", ())
@@ -177,24 +181,28 @@ def test_one_load_waits_for_a_peer_that_hangs_those_after_it_not_and_the_attach_
 
 
 def test_a_peer_that_cannot_be_attached_is_left_to_its_first_load(
-    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make, clock: Clock
+    attachments: AttachmentCache,
+    listed: PeerList,
+    transport: PlayedTransport,
+    exporter: Make,
+    clock: Clock,
 ) -> None:
     broken = exporter()
     transport.broken.add(broken.info.epoch)
     listed.write([told(broken)])
     for n in range(1, MAX_TRIES + 3):
-        book.attach_listed()
-        until(lambda: not book._attaching)
+        attachments.attach_listed()
+        until(lambda: not attachments._attaching)
         assert len(transport.attaches) == min(n, MAX_TRIES)
         clock.now += FAILED_SECONDS + 1
-        book.unmap_ended(())
+        attachments.unmap_ended(())
     transport.broken.clear()
-    assert book.find(piece_of(broken, 1)) is None
-    until(lambda: book.attached == {broken.info.epoch})
+    assert attachments.find(piece_of(broken, 1)) is None
+    until(lambda: attachments.attached == {broken.info.epoch})
 
 
 def test_a_list_that_makes_no_sense_or_has_gone_names_nobody(
-    book: PeerBook,
+    attachments: AttachmentCache,
     listed: PeerList,
     tmp_path: Path,
     exporter: Make,
@@ -202,14 +210,14 @@ def test_a_list_that_makes_no_sense_or_has_gone_names_nobody(
 ) -> None:
     (tmp_path / "peers").write_bytes(b"\xc1 no msgpack")
     for _ in range(2):
-        book.attach_listed()
+        attachments.attach_listed()
     assert caplog.text.count("cannot be read") == 1
     listed.write([told(exporter())])
     listed.end()
     listed.write([told(exporter())])
     assert list(tmp_path.iterdir()) == []
-    book.attach_listed()
-    assert not book._attaching
+    attachments.attach_listed()
+    assert not attachments._attaching
 
 
 # -- exporters that die
@@ -220,30 +228,30 @@ PROCESSES = pytest.mark.parametrize("who", [None, RANK], ids=["engine", "rank"])
 
 @PROCESSES
 def test_no_copy_from_a_dead_exporter_is_begun(
-    book: PeerBook, listed: PeerList, transport: PlayedTransport, exporter: Make,
+    attachments: AttachmentCache, listed: PeerList, transport: PlayedTransport, exporter: Make,
     table: AnyTable, who: Rank | None,
 ) -> None:  # fmt: skip
     """Its life word is as it was, and there is no coordinator."""
     peer = exporter()
     with pulsing(peer.table, who):
         listed.write([told(peer)])
-        book.attach_listed()
-        until(lambda: book.attached)
-        before, during = (RankLoad(load_of(piece_of(peer, n)), book, table) for n in (1, 2))
+        attachments.attach_listed()
+        until(lambda: attachments.attached)
+        before, during = (RankLoad(load_of(piece_of(peer, n)), attachments, table) for n in (1, 2))
         assert before.advance()
         assert before.report == LoadReport("load", ())
     assert during.advance()
     assert during.report.bad == (12,)
     assert during.report.failures[0].reason is LoadFailure.UNREACHABLE
     assert len(transport.copies) == 1
-    book.unmap_ended(())
-    assert book.attached == frozenset()
+    attachments.unmap_ended(())
+    assert attachments.attached == frozenset()
     assert transport.memories[peer.info.epoch].closed
 
 
 @PROCESSES
 def test_what_was_copied_from_a_rank_that_died_meanwhile_does_not_count(
-    book: PeerBook,
+    attachments: AttachmentCache,
     transport: PlayedTransport,
     exporter: Make,
     table: AnyTable,
@@ -252,9 +260,9 @@ def test_what_was_copied_from_a_rank_that_died_meanwhile_does_not_count(
     """Its memory may have gone.  That of a rank whose engine died has not."""
     transport.state = CopyState.PENDING
     peer = exporter()
-    book.find(piece_of(peer, 1))
-    until(lambda: book.attached)
-    load = RankLoad(load_of(piece_of(peer, 2)), book, table)
+    attachments.find(piece_of(peer, 1))
+    until(lambda: attachments.attached)
+    load = RankLoad(load_of(piece_of(peer, 2)), attachments, table)
     with pulsing(peer.table, who):
         assert not load.advance()
     transport.copies[0].state = CopyState.DONE
@@ -266,49 +274,49 @@ def test_what_was_copied_from_a_rank_that_died_meanwhile_does_not_count(
 
 @PROCESSES
 def test_who_stands_still_is_not_dead(
-    book: PeerBook, exporter: Make, table: AnyTable, clock: Clock, who: Rank | None
+    attachments: AttachmentCache, exporter: Make, table: AnyTable, clock: Clock, who: Rank | None
 ) -> None:
     """However long: its memory is what it was."""
     peer = exporter()
     with pulsing(peer.table, who) as child:
-        book.find(piece_of(peer, 1))
-        until(lambda: book.attached)
+        attachments.find(piece_of(peer, 1))
+        until(lambda: attachments.attached)
         child.send_signal(signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
         clock.now += 1000
-        book.unmap_ended(())
-        load = RankLoad(load_of(piece_of(peer, 2)), book, table)
+        attachments.unmap_ended(())
+        load = RankLoad(load_of(piece_of(peer, 2)), attachments, table)
         assert load.advance()
         assert load.report == LoadReport("load", ())
 
 
 def test_who_has_ended_its_export_is_let_go(
-    book: PeerBook, transport: PlayedTransport, exporter: Make, table: AnyTable
+    attachments: AttachmentCache, transport: PlayedTransport, exporter: Make, table: AnyTable
 ) -> None:
     peer = exporter()
-    book.find(piece_of(peer, 1))
-    until(lambda: book.attached)
+    attachments.find(piece_of(peer, 1))
+    until(lambda: attachments.attached)
     transport.memories[peer.info.epoch].ended = True
-    load = RankLoad(load_of(piece_of(peer, 2)), book, table)
+    load = RankLoad(load_of(piece_of(peer, 2)), attachments, table)
     assert load.advance()
     assert load.report.bad == (12,)
-    book.unmap_ended(())
-    assert book.attached == frozenset()
+    attachments.unmap_ended(())
+    assert attachments.attached == frozenset()
 
 
 def test_a_peer_that_hangs_fails_many_loads_and_a_few_of_them_are_logged(
-    book: PeerBook, transport: PlayedTransport, exporter: Make, table: AnyTable,
+    attachments: AttachmentCache, transport: PlayedTransport, exporter: Make, table: AnyTable,
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     peer = exporter()
-    monkeypatch.setattr(book, "seldom", Seldom(clock))
-    monkeypatch.setattr(book, "find", refuse)
+    monkeypatch.setattr(attachments, "seldom", Seldom(clock))
+    monkeypatch.setattr(attachments, "find", refuse)
     for _ in range(100):
-        assert RankLoad(load_of(piece_of(peer, 1)), book, table).advance()
+        assert RankLoad(load_of(piece_of(peer, 1)), attachments, table).advance()
     assert len(caplog.records) == 1
     clock.now += SAY_AGAIN_SECONDS
-    assert RankLoad(load_of(piece_of(peer, 1)), book, table).advance()
+    assert RankLoad(load_of(piece_of(peer, 1)), attachments, table).advance()
     assert len(caplog.records) == 2
     assert [error.times for error in table.errors()] == [101], "each is counted"
 

@@ -65,7 +65,7 @@ def start(table: AnyTable, arming: str) -> subprocess.Popen[bytes]:
 
 
 def test_both_languages_number_the_points_alike() -> None:
-    header = (Path(_native.__file__).parent / "native" / "core.h").read_text()
+    header = (Path(_native.__file__).parent / "native/core.h").read_text()
     names = re.findall(r"\bKVSHM_SYNC_([A-Z_]+)(?: = 0)?,", header)
     assert names == [SyncPoint(i).name for i in range(_native.NUM_SYNC_POINTS)]
 

@@ -238,7 +238,7 @@ def test_no_token_comes_of_a_block_that_did_not_arrive(
 ) -> None:
     e = engine(asynchronous=asynchronous, num_blocks=28, max_num_batched_tokens=72, max_num_seqs=8)
     node = Node(e, random.Random(seed))
-    monkeypatch.setattr(node.side.cache.planner, "anybody", lambda: True)
+    monkeypatch.setattr(node.side.cache.planner, "has_peers", lambda: True)
     monkeypatch.setattr(node.side.cache.planner, "probe", node.probe)
     monkeypatch.setattr(node.side.cache.planner, "begin", node.begin_load)
     monkeypatch.setattr(e.connector, "pool_reset", lambda: None)  # the weights stay, so may blocks
@@ -277,7 +277,7 @@ def found(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
         pieces = (replace(piece, targets=targets),)
         return Load(load_id, node.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
 
-    monkeypatch.setattr(node.side.cache.planner, "anybody", lambda: True)
+    monkeypatch.setattr(node.side.cache.planner, "has_peers", lambda: True)
     monkeypatch.setattr(node.side.cache.planner, "probe", lambda *_: plan)
     monkeypatch.setattr(node.side.cache.planner, "begin", begin_load)
 
@@ -335,7 +335,7 @@ def test_a_load_shows_nothing_of_what_its_blocks_hold_by_then(
     node.schedule()
     before = e.blocks_of("r")
     e.scheduler.reset_prefix_cache(reset_running_requests=True)
-    monkeypatch.setattr(node.side.cache.planner, "anybody", lambda: False)
+    monkeypatch.setattr(node.side.cache.planner, "has_peers", lambda: False)
     node.schedule()
     assert e.blocks_of("r") == before[::-1]
     monkeypatch.setattr(node.rnd, "random", lambda: 0.9)  # the rank says that all is well

@@ -35,8 +35,7 @@ from kvshm.hooks.vllm import at_once, before_prefill
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.layout import shared_kv_memory
-from kvshm.rank import attachments as rank_peers
-from kvshm.rank import rank_load
+from kvshm.rank import attachments, rank_load
 from kvshm.shm.layout import NUM_TICKETS
 from kvshm.syncpoints import SyncPoint
 from kvshm.transport.cuda import transport as cuda_transport
@@ -51,7 +50,7 @@ WAITS = (
     (at_once, "PATIENCE_SECONDS"),
     (at_once, "SECONDS_PER_STEP"),
     (before_prefill, "LINGER_SECONDS"),
-    (rank_peers, "ATTACH_PATIENCE_SECONDS"),
+    (attachments, "ATTACH_WAIT_SECONDS"),
 )
 """What an engine waits for another one by the real clock."""
 LAYERS = {f"layer.{i}": spec(block_size=BLOCK_SIZE) for i in range(2)}

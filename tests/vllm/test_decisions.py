@@ -45,7 +45,7 @@ class Node:
         self.now = 1000.0
         self.lookups = 0
         self.side._times._clock = self.side.importer._clock = lambda: self.now
-        monkeypatch.setattr(self.side.cache.planner, "anybody", lambda: True)
+        monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
         monkeypatch.setattr(self.side.cache.planner, "probe", self.probe)
         monkeypatch.setattr(self.side.cache.planner, "begin", self.begin_load)
 
@@ -109,7 +109,9 @@ def test_a_prefix_is_imported_where_that_is_faster(
     """80 tokens, and a copy of half a millisecond; one that no step waits for costs two steps."""
     n = node("auto")
     n.measure(per_token)
-    assert n.side.cache.planner.costs.computing(100) == pytest.approx(100 * per_token, rel=0.05)
+    assert n.side.cache.planner.costs.compute_seconds(100) == pytest.approx(
+        100 * per_token, rel=0.05
+    )
     if attached:
         n.attach()
     n.e.add("wants", prompt(BLOCKS, first=2000))
@@ -127,7 +129,9 @@ def test_a_step_that_waited_for_a_copy_says_nothing_of_computing(
     n = node()
     n.attach()
     seen: list[int] = []
-    monkeypatch.setattr(n.side.cache.planner.costs, "step", lambda tokens, _: seen.append(tokens))
+    monkeypatch.setattr(
+        n.side.cache.planner.costs, "add_step", lambda tokens, _: seen.append(tokens)
+    )
     n.e.add("wants", prompt(BLOCKS), max_tokens=3)
     n.answer(n.e.schedule())
     assert seen == []
@@ -141,7 +145,9 @@ def test_of_steps_that_only_decode_a_few_are_timed(
     n = node()
     n.side._times._every = 4
     seen: list[int] = []
-    monkeypatch.setattr(n.side.cache.planner.costs, "step", lambda tokens, _: seen.append(tokens))
+    monkeypatch.setattr(
+        n.side.cache.planner.costs, "add_step", lambda tokens, _: seen.append(tokens)
+    )
     n.e.add("decodes", prompt(0), max_tokens=17)
     n.side.importer._failed.add("decodes")
     for _ in range(17):
@@ -169,7 +175,7 @@ def test_of_prompts_that_nobody_may_have_a_few_are_timed(
     e = engine()
     costs, seen = e.connector._scheduler.cache.planner.costs, []
     costs.known = known
-    monkeypatch.setattr(costs, "step", lambda tokens, _: seen.append(tokens))
+    monkeypatch.setattr(costs, "add_step", lambda tokens, _: seen.append(tokens))
     for number in range(17):
         e.add(f"r{number}", prompt(2, first=100 * number), max_tokens=max_tokens)
         while e.scheduler.has_requests():
@@ -184,7 +190,9 @@ def test_a_step_lasts_from_when_it_had_the_device(
     """Neither the pause before it counts nor the step before it."""
     n = node(asynchronous=asynchronous)
     seen: list[float] = []
-    monkeypatch.setattr(n.side.cache.planner.costs, "step", lambda _, seconds: seen.append(seconds))
+    monkeypatch.setattr(
+        n.side.cache.planner.costs, "add_step", lambda _, seconds: seen.append(seconds)
+    )
     n.e.add("decodes", prompt(0), max_tokens=30)
     for _ in range(3):
         n.now += 100.0

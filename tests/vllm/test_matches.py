@@ -44,7 +44,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
             # With no pieces: so all that was promised stands in ``targets`` of the load.
             return Load(load_id, e.table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
 
-        monkeypatch.setattr(cache.planner, "anybody", lambda: True)
+        monkeypatch.setattr(cache.planner, "has_peers", lambda: True)
         monkeypatch.setattr(cache.planner, "probe", probe)
         monkeypatch.setattr(cache.planner, "begin", begin_load)
 

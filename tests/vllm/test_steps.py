@@ -185,7 +185,7 @@ def test_copies_that_a_step_only_begins_are_bounded(
     one, other = (b.engine.add(f"r{i}", tokens_of(i), max_tokens=1) for i in (2, 3))
     planner = b.cache.planner
     nbytes = planner.probe(one.block_hashes, 0, 5).nbytes
-    monkeypatch.setattr(before_prefill, "SECONDS_BEGUN", 1.5 * planner.costs.copying(nbytes))
+    monkeypatch.setattr(before_prefill, "SECONDS_BEGUN", 1.5 * planner.costs.load_seconds(nbytes))
     b.step()
     assert one.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     assert other.status is RequestStatus.WAITING
@@ -241,7 +241,7 @@ class PlayedTime:
         """The thread that looks after loads has begun all and reported those that have ended,
         however little of the real time it gets."""
         deadline = monotonic() + 100
-        while self._rank._under_way - len(self._rank._reports) > sum(
+        while self._rank._unreported - len(self._rank._reports) > sum(
             ends > self.now for ends in self._ends
         ):
             assert monotonic() < deadline

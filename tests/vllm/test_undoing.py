@@ -27,7 +27,7 @@ class Failing(Node):
         super().__init__(e, random.Random(1), failing=1.0)
         runs = (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),)
         plan = Plan(e.table.epoch, 0, runs, 0.0)
-        monkeypatch.setattr(self.side.cache.planner, "anybody", lambda: True)
+        monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
         monkeypatch.setattr(self.side.cache.planner, "probe", lambda *_: plan)
         monkeypatch.setattr(self.side.cache.planner, "begin", self.begin_load)
         monkeypatch.setattr(self.rnd, "random", lambda: 0.2)  # below failing / 3, above silence
