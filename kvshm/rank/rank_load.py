@@ -284,7 +284,7 @@ class RankLoad:
 
     def _note(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
         """Say it in the own table and in the log, where more has room (``logged``)."""
-        if self._peers.seldom.passes(logged or text):
+        if self._peers.log_limit.allows(logged or text):
             log.warning("%s", logged or text, exc_info=None if isinstance(exc, KvshmError) else exc)
         with suppress(Exception):  # the log above has it; nothing may be lost for the note
             if self._table is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvshm.errors import TransportError
 from kvshm.forks import guard_forks
-from kvshm.log import Seldom, logger
+from kvshm.log import RateLimit, logger
 from kvshm.resources import start_thread
 
 from .fds import (
@@ -111,7 +111,7 @@ class FdServer:
         self._most_kept = most_kept
         self._deadlines: dict[socket.socket, float] = {}
         self._kept: dict[socket.socket, int] = {}  # their pids, in the order of their answers
-        self._seldom = Seldom(time.monotonic)
+        self._log_limit = RateLimit(time.monotonic)
         self._blocked: set[str] = set()  # why the socket could not be made again
         self._told: set[int | None] = set()  # why nobody could be accepted: each cause once
         self._listener = new_socket(self.path)
@@ -228,7 +228,7 @@ class FdServer:
             self._closing.wait(0.1)  # out of descriptors: the listener stays readable
             return
         if peer_uid(client) != os.geteuid():
-            if self._seldom.passes(f"uid {peer_uid(client)}"):
+            if self._log_limit.allows(f"uid {peer_uid(client)}"):
                 _log.warning("uid %d asked at %s: refused", peer_uid(client), self.path)
             client.close()
             return
@@ -251,7 +251,7 @@ class FdServer:
             _log.debug("a peer left %s before its answer: %s", self.path, exc)
         except Exception:
             # The thread outlives any request; the peer sees an end without answer.
-            if self._seldom.passes("request"):
+            if self._log_limit.allows("request"):
                 _log.exception("request at %s failed", self.path)
         self._drop(client)
 

@@ -32,7 +32,7 @@ def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind
 
 
 def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
-    monkeypatch.setattr("kvshm.shm.fd_server.Seldom.passes", lambda self, text: True)
+    monkeypatch.setattr("kvshm.shm.fd_server.RateLimit.allows", lambda self, text: True)
     monkeypatch.setattr(fd_server._log.logger, "propagate", True)
     looks = []
     monkeypatch.setattr(FdServer, "_patience", lambda self: looks.append(1) or 0.02)
