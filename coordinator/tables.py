@@ -232,7 +232,7 @@ def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
     what = f"the slot table of epoch {engine.epoch:016x}"
     fd = read_answer(*receive(connection, what), what)
     largest = table_bytes(engine.num_blocks, len(engine.ranks))
-    return RosterSlotTable.of(what, fd, largest=largest, keep=True)
+    return RosterSlotTable.from_fd(what, fd, largest=largest, keep=True)
 
 
 def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:

@@ -205,7 +205,7 @@ class Handouts:
         """An engine's replica as it is now, from the engine, to read."""
         fd, connection = ask(self._engine(epoch), INDEX_KIND, epoch, False, self._timeout)
         connection.close()
-        return ReplicaReader.of(self._called(INDEX_KIND, epoch), fd)
+        return ReplicaReader.from_fd(self._called(INDEX_KIND, epoch), fd)
 
     def _table(
         self,
@@ -217,7 +217,7 @@ class Handouts:
     ) -> Role:
         fd, connection = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
         connection.close()
-        table = role.of(self._called(TABLE_KIND, epoch), fd, largest=largest)
+        table = role.from_fd(self._called(TABLE_KIND, epoch), fd, largest=largest)
         if table.epoch != epoch:
             table.close()
             raise ProtocolError(f"{path} handed out epoch {table.epoch:016x}, not {epoch:016x}")

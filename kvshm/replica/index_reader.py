@@ -34,13 +34,13 @@ class ReplicaReader:
         self._segment = segment
 
     @staticmethod
-    def of(name: str, fd: int) -> ReplicaReader:
+    def from_fd(name: str, fd: int) -> ReplicaReader:
         """Map a replica whose descriptor was handed on, as it is: an owner that needs a larger one
         hands on another from then on.  ``fd`` is closed; ``name`` is what to call it.
 
         Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
-        segment = Segment.of(name, fd, False, LARGEST_INDEX).keep_no_descriptor()
+        segment = Segment.from_fd(name, fd, False, LARGEST_INDEX).close_descriptor()
         try:
             check_header(segment, INDEX_MAGIC)
             check_capacity(segment)

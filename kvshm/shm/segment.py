@@ -110,7 +110,7 @@ class Segment:
         return cls(name, fd, mapping)
 
     @classmethod
-    def of(cls, name: str, fd: int, writable: bool, largest: int) -> Segment:
+    def from_fd(cls, name: str, fd: int, writable: bool, largest: int) -> Segment:
         """Map a segment whose descriptor was handed on, which from here on belongs to this
         object or is closed.  ``largest``: of how many bytes it may be.
 
@@ -140,7 +140,7 @@ class Segment:
         except OSError as exc:
             raise SegmentError(f"{self.name} cannot be handed on: {exc.strerror}") from exc
 
-    def keep_no_descriptor(self) -> Segment:
+    def close_descriptor(self) -> Segment:
         """Close the descriptor: it is mapped, and will not be handed on.  Returns itself."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -161,7 +161,7 @@ class Segment:
     def close(self) -> None:
         """Unmap; idempotent.  While somebody still holds a view (a native call under way in
         another thread), the mapping stays until the last such view is gone."""
-        self.keep_no_descriptor()
+        self.close_descriptor()
         buffer, mapping = self._buffer, self._mapping
         self._buffer = self._mapping = None
         if buffer is None or mapping is None:
@@ -174,7 +174,7 @@ class Segment:
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
-            self.keep_no_descriptor()
+            self.close_descriptor()
 
     def __repr__(self) -> str:
         size = "closed" if self._buffer is None else f"{self._buffer.nbytes} bytes"

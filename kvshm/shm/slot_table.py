@@ -72,15 +72,17 @@ class SlotTableView(TableHeader):
     """Whether who has this role maps the table to write to it."""
 
     @classmethod
-    def of(cls, name: str, fd: int, *, largest: int = LARGEST_TABLE, keep: bool = False) -> Self:
+    def from_fd(
+        cls, name: str, fd: int, *, largest: int = LARGEST_TABLE, keep: bool = False
+    ) -> Self:
         """Map a table whose descriptor was handed on; ``fd`` is closed, or kept to be handed on
         again.  ``name`` is what to call it, ``largest`` of how many bytes it may be.
 
         Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
-        segment = Segment.of(name, fd, cls.WRITABLE, largest)
+        segment = Segment.from_fd(name, fd, cls.WRITABLE, largest)
         if not keep:
-            segment.keep_no_descriptor()
+            segment.close_descriptor()
         try:
             return cls(segment, check_header(segment, TABLE_MAGIC))
         except BaseException:

@@ -228,7 +228,7 @@ class Index(Subject):
     def _as_owner(self, change: Callable[[Replica], object]) -> None:
         """The segment is its owner's, with what the owner remembers apart from it."""
         fd = self._segment.descriptor(writable=True)
-        owner = Replica(Segment.of(self._name, fd, True, LARGEST_INDEX), self._header)
+        owner = Replica(Segment.from_fd(self._name, fd, True, LARGEST_INDEX), self._header)
         owner._tombstones = {row: bytearray(t) for row, t in self._tombstones.items()}
         try:
             change(owner)

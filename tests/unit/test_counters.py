@@ -86,7 +86,7 @@ ADD = """
 import sys
 from kvshm.counters import PUBLISHED
 from kvshm.own_slots import RankSlotTable
-table = RankSlotTable.of("table", int(sys.argv[1]))
+table = RankSlotTable.from_fd("table", int(sys.argv[1]))
 for _ in range(20_000):
     table.counters.add(PUBLISHED)
 """

@@ -224,7 +224,7 @@ def test_only_an_index_is_opened_as_one() -> None:
     segment = segments.Segment.create("table", 8192)
     segments.write_header(segment, Header(b"KVSHMSLT", 8192, OWN_EPOCH, 1))
     with pytest.raises(CorruptSegment, match=INDEX_MAGIC.decode()):
-        ReplicaReader.of("table", segment.descriptor(False))
+        ReplicaReader.from_fd("table", segment.descriptor(False))
     segment.close()
 
 

@@ -30,8 +30,8 @@ from kvshm.own_slots import OwnSlotTable
 from kvshm.slots import PeerSlotTable
 from kvshm.syncpoints import SyncPoint, sync_point
 from kvshm.ids import BlockHash
-peer = PeerSlotTable.of("table", os.dup(int(sys.argv[1])))
-table = OwnSlotTable.of("table", int(sys.argv[1]))
+peer = PeerSlotTable.from_fd("table", os.dup(int(sys.argv[1])))
+table = OwnSlotTable.from_fd("table", int(sys.argv[1]))
 record = BlockRecord(BlockHash(b"h" * 32), 0, 0, 0)
 held = table.publish(pack_records([record]), bytes(8))
 peer.lease(3, held)
