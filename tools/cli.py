@@ -15,7 +15,7 @@ from kvshm.errors import ConfigError
 from kvshm.version import __version__
 
 from . import clean, dump_index
-from .unread import until_unread
+from .closed_pipe import run_until_pipe_closes
 
 EXIT_USAGE = 2
 
@@ -59,7 +59,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line asks for; return the exit status."""
-    return until_unread(lambda: _run(arguments))
+    return run_until_pipe_closes(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

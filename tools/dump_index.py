@@ -23,10 +23,10 @@ from kvshm.config import Config
 from kvshm.errors import ConfigError, RunDirectoryError
 from kvshm.rundir import choose_run_directory, open_run_directory
 
-from .check import Look, check
+from .check import CheckResult, check
+from .closed_pipe import run_until_pipe_closes
 from .render import ended, render
-from .report import Filters, Json, describe
-from .unread import until_unread
+from .report import Filters, Json, build_report
 
 
 def _hash_prefix(text: str) -> str:
@@ -75,7 +75,7 @@ def _place(asked: argparse.Namespace) -> tuple[Path, str | None]:
 
 
 def _report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
-    return describe(run_dir, namespace, filters) if run_dir.exists() else {"namespaces": []}
+    return build_report(run_dir, namespace, filters) if run_dir.exists() else {"namespaces": []}
 
 
 def _what_there_is(run_dir: Path) -> Iterator[str]:
@@ -91,7 +91,7 @@ def _what_there_is(run_dir: Path) -> Iterator[str]:
 
 def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
     """Print what is wrong; return the exit status."""
-    found = check(run_dir, namespace) if run_dir.exists() else Look()
+    found = check(run_dir, namespace) if run_dir.exists() else CheckResult()
     if as_json:
         wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
         told = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}
@@ -150,4 +150,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(until_unread(main))
+    sys.exit(run_until_pipe_closes(main))

@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
 
 @dataclass
-class Fetched:
+class EngineSegments:
     """What one engine, in one epoch, has handed out."""
 
     namespace: str
@@ -57,7 +57,7 @@ class Fetched:
         return SegmentName(self.namespace, kind, engine, self.epoch)
 
     @contextmanager
-    def noting(self, kind: str) -> Iterator[None]:
+    def recording_problems(self, kind: str) -> Iterator[None]:
         """What is read within and cannot be used is noted as a problem of that segment."""
         try:
             yield
@@ -75,12 +75,12 @@ class Fetched:
 
 
 @contextmanager
-def fetch_all(run_dir: Path, namespace: str | None) -> Iterator[list[Fetched]]:
+def fetch_all(run_dir: Path, namespace: str | None) -> Iterator[list[EngineSegments]]:
     """Ask every engine of a namespace, or (None) of all; what they hand out is mapped within.
     Whoever ends meanwhile is left out.  Blocks for some seconds at most if engines stand still.
     Raises OSError if there is no such directory."""
     engines = [
-        Fetched(found.namespace, found.epoch, found.path)
+        EngineSegments(found.namespace, found.epoch, found.path)
         for found in list_sockets(run_dir, namespace)
         if found.epoch is not None
     ]
@@ -98,7 +98,7 @@ def coordinator_runs(run_dir: Path, namespace: str) -> bool:
     return is_served(tables_socket(run_dir, namespace))
 
 
-def _fetch(engine: Fetched) -> None:
+def _fetch(engine: EngineSegments) -> None:
     handouts = Handouts(engine.path.parent, engine.namespace)
     try:
         engine.table = handouts.table(SlotTableView, engine.epoch)
@@ -110,11 +110,11 @@ def _fetch(engine: Fetched) -> None:
             _ask_coordinator(engine, handouts, exc)
             return
         engine.note(TABLE_KIND, exc)
-    with engine.noting(INDEX_KIND):
+    with engine.recording_problems(INDEX_KIND):
         engine.replica = handouts.replica(engine.epoch)
 
 
-def _ask_coordinator(engine: Fetched, handouts: Handouts, silence: KvshmError) -> None:
+def _ask_coordinator(engine: EngineSegments, handouts: Handouts, silence: KvshmError) -> None:
     try:
         engine.table = handouts.table_from_coordinator(engine.epoch)
         rest = "its table is shown by the coordinator, its replica is not"

@@ -16,7 +16,7 @@ from .fetching import slots_in_use
 
 SOON = 0.5
 """Seconds after which no change is half done any more."""
-AFTER_A_SWEEP = 10.0
+AFTER_SWEEP = 10.0
 """Seconds after which a coordinator has noticed a death, or been restarted and joined again, and
 has swept."""
 
@@ -34,7 +34,7 @@ class Violation(NamedTuple):
         return f"{self.segment}: {self.place}: {self.found}"
 
 
-def stated(segment: str, texts: list[str], patience: float = SOON) -> Iterator[Violation]:
+def as_violations(segment: str, texts: list[str], patience: float = SOON) -> Iterator[Violation]:
     """Violations from the words of a ``check_integrity``: ``place: found``, or of the header."""
     for text in texts:
         place, colon, found = text.partition(": ")
@@ -44,9 +44,9 @@ def stated(segment: str, texts: list[str], patience: float = SOON) -> Iterator[V
 # -- slot tables
 
 
-def of_table(name: str, table: SlotTableView) -> Iterator[Violation]:
+def table_violations(name: str, table: SlotTableView) -> Iterator[Violation]:
     """What is wrong within one slot table: its slots and life words, and what it says it is."""
-    yield from stated(name, table.check_integrity())
+    yield from as_violations(name, table.check_integrity())
     needed = table_bytes(table.num_blocks, table.num_ranks)
     if needed != table.nbytes:
         sizes = f"{table.num_blocks} blocks of {table.num_ranks} ranks"
@@ -56,31 +56,33 @@ def of_table(name: str, table: SlotTableView) -> Iterator[Violation]:
 # -- what has to agree across tables
 
 
-def between(tables: Mapping[str, SlotTableView], swept: bool) -> Iterator[Violation]:
+def cross_table_violations(tables: Mapping[str, SlotTableView], swept: bool) -> Iterator[Violation]:
     """What is wrong across one namespace, whose tables are given by name: a bit has one holder,
     and, where ``swept`` (a coordinator runs, and all tables are known), each lease has one."""
     claims = {name: table.lease_bit for name, table in tables.items() if table.lease_bit >= 0}
     if swept:
         for name, table in tables.items():
-            yield from _held_by_nobody(name, table, set(claims.values()))
+            yield from _leases_without_holder(name, table, set(claims.values()))
     first: dict[int, str] = {}
     for name, bit in claims.items():
         if tables[name].died or tables[name].retired:
             continue
         if (holder := first.setdefault(bit, name)) != name:
             found = f"claims lease bit {bit}, and so does {holder}"
-            yield Violation(name, "header", found, AFTER_A_SWEEP)
+            yield Violation(name, "header", found, AFTER_SWEEP)
 
 
-def _held_by_nobody(name: str, table: SlotTableView, held: Collection[int]) -> Iterator[Violation]:
+def _leases_without_holder(
+    name: str, table: SlotTableView, held: Collection[int]
+) -> Iterator[Violation]:
     for block, slot in slots_in_use(table):
         for bit in range(slot.leases.bit_length()):
             if slot.leases >> bit & 1 and bit not in held:
                 found = f"leased by bit {bit}, which nobody holds"
-                yield Violation(name, f"slot {block}", found, AFTER_A_SWEEP)
+                yield Violation(name, f"slot {block}", found, AFTER_SWEEP)
 
 
-def without_coordinator(namespace: str, tables: Iterable[SlotTableView]) -> Iterator[str]:
+def no_coordinator_warnings(namespace: str, tables: Iterable[SlotTableView]) -> Iterator[str]:
     """What to say of a namespace without a coordinator, if engines wait for one: no invariant is
     broken, but they learn of nobody new."""
     if living := sum(not table.owner_died and not table.retired for table in tables):

@@ -21,7 +21,7 @@ from kvshm.shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 from kvshm.shm.slot_table import Slot, SlotTableView
 
 from .chains import find_chains
-from .fetching import Fetched, coordinator_runs, fetch_all, slots_in_use
+from .fetching import EngineSegments, coordinator_runs, fetch_all, slots_in_use
 
 Json = dict[str, Any]
 TAG_BYTES = 8
@@ -61,7 +61,7 @@ class Filters:
         return (self.block_hash or "").lower()
 
 
-def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
+def build_report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
     """Return what the engines of a namespace (None: of all) hand out: one element per namespace.
 
     An engine that ends meanwhile is left out; what cannot be read is noted with the reason.
@@ -83,15 +83,15 @@ def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
         }
 
 
-def _namespace(fetched: list[Fetched], filters: Filters) -> Json:
+def _namespace(fetched: list[EngineSegments], filters: Filters) -> Json:
     tables, replicas = [], []
     for one in fetched:
         if one.table is not None:
-            with one.noting(TABLE_KIND):
+            with one.recording_problems(TABLE_KIND):
                 slots = dict(slots_in_use(one.table))
                 tables.append((_engine(one.name(TABLE_KIND), one.table, slots), slots))
         if one.replica is not None:
-            with one.noting(INDEX_KIND):
+            with one.recording_problems(INDEX_KIND):
                 replicas.append(_replica(one.name(INDEX_KIND), one.replica, filters))
     holders = _holders([engine for engine, _ in tables])
     # Those that share stand together.

@@ -40,9 +40,9 @@ from kvshm.shm.layout import (
 )
 from kvshm.shm.own_slot_table import TableSpec
 from kvshm.shm.segment import Segment
-from kvshm.tools.check import look
+from kvshm.tools.check import check_once
 from kvshm.tools.render import render
-from kvshm.tools.report import Filters, describe
+from kvshm.tools.report import Filters, build_report
 
 BLOCKS, RANKS = 20, 2  # a flipped bit of 20 makes it smaller, too
 EPOCH = Epoch(0x1122334455667788)
@@ -242,7 +242,7 @@ class Index(Subject):
 
 def dump(run_dir: Path) -> None:
     """The dump, as people and as programs read it, and the check."""
-    report = describe(run_dir, None, Filters(entries=True))
+    report = build_report(run_dir, None, Filters(entries=True))
     render(report, everything=True)
     json.dumps(report)
-    look(run_dir, None)
+    check_once(run_dir, None)

@@ -7,17 +7,17 @@ import signal
 import sys
 from collections.abc import Callable
 
-EXIT_UNREAD = 128 + signal.SIGPIPE
+EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
 """The exit status then: as a shell has it of other commands."""
 
 
-def until_unread(command: Callable[[], int]) -> int:
-    """Run a command, whose exit status is returned, or EXIT_UNREAD."""
+def run_until_pipe_closes(command: Callable[[], int]) -> int:
+    """Run a command, whose exit status is returned, or EXIT_PIPE_CLOSED."""
     try:
         status = command()
         sys.stdout.flush()
     except BrokenPipeError:
         # What is still to be written goes nowhere, or Python would complain when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNREAD
+        return EXIT_PIPE_CLOSED
     return status
