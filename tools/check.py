@@ -1,7 +1,7 @@
-"""Checks that the invariants of shared memory hold, as the engines hand it out.
+"""Checks that the invariants hold in the shared memory that the engines hand out.
 
-Reads only, needs no coordinator.  What looks wrong is looked at again until it either has
-changed or has stayed for longer than any change takes, so a busy node gives no false alarm.
+Reads only and needs no coordinator.  A suspected violation is read again until it has changed or
+has lasted longer than any change takes.  So a busy node gives no false alarm.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _STABLE_READS = 20
 
 @dataclass
 class CheckResult:
-    """What one look at a run directory found."""
+    """What one check of a run directory found."""
 
     checked: Counter[str] = field(default_factory=Counter)
-    """How many segments of each kind."""
+    """Number of segments read, by kind."""
     suspects: list[Violation] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """What is sound, or cannot be told, and still not what anybody wants."""
+    """What a user should know although no invariant is known to be violated."""
 
 
 def check(
@@ -51,12 +51,11 @@ def check(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> CheckResult:
-    """CheckResult at all segments of a namespace (None: of all), and again at what looks wrong.
+    """Read all segments of a namespace (None: of all), and read suspects again.
 
-    The suspects that are returned are no longer suspects: they are violations.  Blocks for
-    about half a second if something seems wrong, for ten if it seems to be a death that
-    nobody has noticed; longer if engines stand still.  Raises OSError if there is no such
-    directory.
+    The returned suspects are proven: they are violations.  Blocks for about half a second if
+    something looks wrong, for ten seconds if a death seems to have gone unnoticed, and longer if
+    engines are stopped.  Raises OSError if there is no such directory.
     """
     first = check_once(run_dir, namespace)
     began, proven, suspects = clock(), set[Violation](), set(first.suspects)
@@ -70,7 +69,7 @@ def check(
 
 
 def check_once(run_dir: Path, namespace: str | None) -> CheckResult:
-    """Read every segment once.  An engine that ends meanwhile is left out."""
+    """Read every segment once.  Engines that end meanwhile are left out."""
     found = CheckResult()
     with fetch_all(run_dir, namespace) as engines:
         for space in sorted({engine.namespace for engine in engines}):
@@ -118,8 +117,8 @@ def _check_replica(engine: EngineSegments, replica: ReplicaReader) -> Iterator[V
 
 
 def _check_entries(name: str, buffer: memoryview) -> Iterator[Violation]:
-    """Check a copy that was taken while the writer was quiet.  If it never is, nothing is
-    said, unless it always is in the middle of the same write."""
+    """Check a copy that was taken while nothing was being written.  If there is no such moment,
+    report nothing, unless every read meets the same unfinished write."""
     seen = set()
     for _ in range(_STABLE_READS):
         before = _native.load(buffer, SEQUENCE_OFFSET)
@@ -128,5 +127,5 @@ def _check_entries(name: str, buffer: memoryview) -> Iterator[Violation]:
         if before % 2 == 0 and _native.load(buffer, SEQUENCE_OFFSET) == before:
             yield from as_violations(name, violations(copy))
             return
-    if len(seen) == 1:  # the writer was ended, or stopped, in the middle
+    if len(seen) == 1:  # the writer was killed or stopped in the middle of a write
         yield from as_violations(name, violations(copy), AFTER_SWEEP)

@@ -1,6 +1,6 @@
-"""The command ``kvshm``: settings as they stand, what is in shared memory, and what a crash left.
+"""The command ``kvshm``: shows settings and shared memory, and removes what a crash has left.
 
-Exit status: that of the verb, 2 for a wrong command line or a bad setting.
+Exit status: the verb's, or 2 for a wrong command line or a bad setting.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for; return the exit status."""
+    """Run the verb that the command line names; return the exit status."""
     return run_until_pipe_closes(lambda: _run(arguments))
 
 

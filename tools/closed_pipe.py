@@ -1,4 +1,4 @@
-"""Ends a command quietly if whoever reads its output has stopped reading."""
+"""Ends a command without an error message if the reader of its output has gone (``| head``)."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import sys
 from collections.abc import Callable
 
 EXIT_PIPE_CLOSED = 128 + signal.SIGPIPE
-"""The exit status then: as a shell has it of other commands."""
+"""The exit status in that case, as shells report it for other commands."""
 
 
 def run_until_pipe_closes(command: Callable[[], int]) -> int:
-    """Run a command, whose exit status is returned, or EXIT_PIPE_CLOSED."""
+    """Run a command.  Return its exit status, or EXIT_PIPE_CLOSED."""
     try:
         status = command()
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is still to be written goes nowhere, or Python would complain when it ends.
+        # Discard the unwritten output: otherwise Python prints an error at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE_CLOSED
     return status
