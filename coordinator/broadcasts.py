@@ -6,7 +6,7 @@
         |--------------|--------------|                          |--> time
         v                             v                          v
     at once: none                 at once, with B's before    at once again
-    left within relay_seconds     it: order is kept
+    left within relay_delay_seconds     it: order is kept
 
 What engines hear costs each of them a wake-up of a thread beside its scheduler, so of many engines
 each is woken as often as by one.  Numbers are given by ``decide``; nothing here changes them.
@@ -41,7 +41,7 @@ class Broadcasts:
 
     def __init__(self, send: Callable[[bytes], None], timing: Timing = TIMING) -> None:
         self._send = send
-        self._relay_seconds = timing.relay_seconds
+        self._relay_seconds = timing.relay_delay_seconds
         self._topics: dict[bytes, _Topic] = {}
 
     def add(self, topic: bytes, message: AnyBroadcast, now: float) -> None:

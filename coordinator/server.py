@@ -95,7 +95,7 @@ class Server:
                 self._look_at_lock()
                 self._handle(*self._tables.look(), Clock())
             if self._clock() >= next_look:
-                next_look = self._clock() + timing.look_seconds
+                next_look = self._clock() + timing.bounds_check_seconds
                 self._sockets.look()
                 logfmt.go_on()
             due = min(next_clock, next_look, self._broadcasts.next_due())

@@ -22,7 +22,7 @@ from .ids import Epoch
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket (Linux, without the closing zero)."""
 
-MOST_FOUND = 4096
+MAX_FOUND = 4096
 """So many sockets, or lists, a run directory is searched for: more than any node has."""
 
 _SOCKET = re.compile(
@@ -115,7 +115,7 @@ def event_endpoint(run_dir: Path, namespace: str) -> str:
     return f"ipc://{_socket(run_dir, f'{namespace}.events')}"
 
 
-def set_aside(path: Path) -> Path:
+def closed_socket(path: Path) -> Path:
     """What a socket of the coordinator is called while nobody else may connect to it."""
     return path.with_name(f"{path.name}.shut")
 
@@ -190,10 +190,10 @@ def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundSocket]:
 def _matching(
     run_dir: Path, pattern: re.Pattern[str], namespace: str | None
 ) -> list[tuple[re.Match[str], Path]]:
-    """The entries with such names, in order: MOST_FOUND at most.  Looks at nothing but names."""
+    """The entries with such names, in order: MAX_FOUND at most.  Looks at nothing but names."""
     matches = filter(None, map(pattern.fullmatch, os.listdir(run_dir)))
     ours = (match for match in matches if namespace in (None, match["namespace"]))
-    found = sorted(islice(ours, MOST_FOUND), key=lambda match: match.string)
+    found = sorted(islice(ours, MAX_FOUND), key=lambda match: match.string)
     return [(match, run_dir / match.string) for match in found]
 
 
@@ -201,7 +201,7 @@ def _epoch(digits: str | None) -> Epoch | None:
     return None if digits is None else Epoch(int(digits, 16))
 
 
-def too_long(path: str | Path) -> str:
+def path_too_long(path: str | Path) -> str:
     """What to say of a path that is too long for a socket, and to do; "" of others."""
     if (length := len(os.fsencode(path))) <= SOCKET_PATH_BYTES:
         return ""
@@ -213,6 +213,6 @@ def too_long(path: str | Path) -> str:
 
 def _socket(run_dir: Path, name: str) -> Path:
     path = run_dir / name
-    if sentence := too_long(path):
-        raise RunDirectoryError(sentence)
+    if error := path_too_long(path):
+        raise RunDirectoryError(error)
     return path

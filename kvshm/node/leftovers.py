@@ -15,12 +15,12 @@ from pathlib import Path
 
 from kvshm.errors import AlreadyRunning
 from kvshm.rundir import (
+    closed_socket,
     command_endpoint,
     event_endpoint,
     list_peers_files,
     list_sockets,
     lock_path,
-    set_aside,
     tables_socket,
 )
 
@@ -111,7 +111,7 @@ def _left_by_coordinator(run_dir: Path, namespace: str) -> list[Path]:
     """Its sockets; nobody serves them if ``take_namespace`` succeeds."""
     ends = (end(run_dir, namespace) for end in (command_endpoint, event_endpoint))
     doors = [Path(end.removeprefix("ipc://")) for end in ends]
-    paths = (*doors, *map(set_aside, doors), tables_socket(run_dir, namespace))
+    paths = (*doors, *map(closed_socket, doors), tables_socket(run_dir, namespace))
     return [path for path in paths if os.path.lexists(path)]
 
 

@@ -259,7 +259,7 @@ class Peers:
     def not_attached(self, epoch: Epoch) -> None:
         """A rank could not attach a peer in time: plan nothing from it until that has ended."""
         if (peer := self._find(epoch)) is not None:
-            self._avoid(peer, self._timing.attaching_seconds)
+            self._avoid(peer, self._timing.attach_pause_seconds)
 
     def _avoid(self, peer: Peer, seconds: float) -> None:
         peer.avoided_until = max(peer.avoided_until, self._clock() + seconds)
@@ -342,7 +342,7 @@ class Peers:
             row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)
         except (KvshmError, OSError) as exc:
             if isinstance(exc, SegmentNotReady):
-                self._silent_until = self._clock() + self._timing.silent_seconds
+                self._silent_until = self._clock() + self._timing.handout_pause_seconds
             self._skip(info, exc)
             return False
         self._later.forget(info.epoch)

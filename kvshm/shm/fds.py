@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvshm.errors import TransportError
-from kvshm.rundir import too_long
+from kvshm.rundir import path_too_long
 
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 65536
@@ -55,8 +55,8 @@ def peer_uid(connection: socket.socket) -> int:
 
 def check_path(path: str) -> None:
     """Raise TransportError for a path that is too long for a socket."""
-    if sentence := too_long(path):
-        raise TransportError(sentence)
+    if error := path_too_long(path):
+        raise TransportError(error)
 
 
 class FileId(NamedTuple):

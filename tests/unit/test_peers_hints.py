@@ -244,7 +244,7 @@ def test_nothing_is_planned_from_a_peer_that_is_being_attached(
     assert peers.stats().usable == 2
     peers.not_attached(1)
     peers.not_attached(99)
-    clock.now += TIMING.attaching_seconds + 0.001
+    clock.now += TIMING.attach_pause_seconds + 0.001
     assert peers.stats().usable == 2
 
 
@@ -255,7 +255,7 @@ def test_an_attached_peer_stays_in_quarantine(peers: Peers, exporter: Make, cloc
         peers.fail(1)
     peers.not_attached(1)
     peers.attached({1})
-    clock.now += TIMING.attaching_seconds + 0.001
+    clock.now += TIMING.attach_pause_seconds + 0.001
     assert peers.stats().usable == 0
     clock.now += TIMING.quarantine_seconds
     assert peers.stats().usable == 1
