@@ -27,8 +27,8 @@ TEST_SYNC_POINT = "KVSHM_TEST_SYNC_POINT"
 """Read by kvshm/syncpoints.py when it is imported, before there are settings."""
 _READ_ELSEWHERE = frozenset({TEST_SYNC_POINT, "KVSHM_TEST_TIME_SCALE"})
 
-_SWITCH = {"0": False, "no": False, "false": False, "off": False}
-_SWITCH |= {"1": True, "yes": True, "true": True, "on": True}
+_BOOLEANS = {"0": False, "no": False, "false": False, "off": False}
+_BOOLEANS |= {"1": True, "yes": True, "true": True, "on": True}
 # What Kubernetes injects into every pod beside a Service named "kvshm" or "kvshm-...".
 _KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
 
@@ -63,15 +63,15 @@ class Setting(NamedTuple):
     default: Any
     parse: Callable[[str], Any]
     accepts: str
-    sentence: str
+    meaning: str
     for_tests: bool
 
 
-def _switch(text: str) -> bool:
-    return _SWITCH[text.lower()]
+def _boolean(text: str) -> bool:
+    return _BOOLEANS[text.lower()]
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def _whole_number(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
         # int() would also read blanks, signs, underscores and the digits of other scripts.
         if not re.fullmatch("[0-9]+", text) or (number := int(text)) < least:
@@ -81,8 +81,8 @@ def _whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-def _tokens(text: str) -> int | Auto:
-    return Auto.AUTO if text == Auto.AUTO else _whole(0)(text)
+def _auto_or_tokens(text: str) -> int | Auto:
+    return Auto.AUTO if text == Auto.AUTO else _whole_number(0)(text)
 
 
 def _milliseconds(text: str) -> float:
@@ -98,44 +98,44 @@ def _namespace(text: str) -> str:
     return text
 
 
-def _absolute(text: str) -> str:
+def _absolute_path(text: str) -> str:
     if not text.startswith("/") or not text.isprintable():
         raise ValueError
     return os.path.normpath(text)
 
 
-def _level(text: str) -> str:
+def _log_level(text: str) -> str:
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     return levels[levels.index(text.upper())]
 
 
 def _setting(
-    default: Any, parse: Callable[[str], Any], accepts: str, sentence: str, for_tests: bool = False
+    default: Any, parse: Callable[[str], Any], accepts: str, meaning: str, for_tests: bool = False
 ) -> Any:
-    """A field of Config that the environment may give: SETTINGS is read off these."""
-    about = {"parse": parse, "accepts": accepts, "sentence": sentence, "for_tests": for_tests}
+    """A field of Config that an environment variable sets.  SETTINGS is made from these."""
+    about = {"parse": parse, "accepts": accepts, "meaning": meaning, "for_tests": for_tests}
     return field(default=default, metadata=about)
 
 
-def _off(sentence: str, for_tests: bool = False) -> Any:
+def _flag(meaning: str, for_tests: bool = False) -> Any:
     """A switch that is off unless it is given."""
     accepts = "0 or 1 (or no, false, off; yes, true, on)"
-    return _setting(False, _switch, accepts, sentence, for_tests)
+    return _setting(False, _boolean, accepts, meaning, for_tests)
 
 
-def _one_of(default: StrEnum, sentence: str) -> Any:
+def _one_of(default: StrEnum, meaning: str) -> Any:
     *most, last = type(default)
-    return _setting(default, type(default), f"{', '.join(most)} or {last}", sentence)
+    return _setting(default, type(default), f"{', '.join(most)} or {last}", meaning)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The settings of one process, checked.  Any process; immutable."""
 
-    enable: bool = _off("Share this engine's prefix cache.")
+    enable: bool = _flag("Share this engine's prefix cache.")
     run_dir: str = _setting(
         "",
-        _absolute,
+        _absolute_path,
         "an absolute path",
         "Directory of the sockets; unless set $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>, "
         "or one in $HOME if that name is taken by another user.",
@@ -151,7 +151,7 @@ class Config:
     )
     min_prefix_tokens: int | Auto = _setting(
         Auto.AUTO,
-        _tokens,
+        _auto_or_tokens,
         "auto, or a whole number of tokens, 0 or more",
         "Fewer tokens than this are computed rather than imported; 0 means one block. With "
         "auto, what is estimated to be computed sooner, 256 before there are estimates; who "
@@ -166,7 +166,7 @@ class Config:
     )
     max_import_blocks: int = _setting(
         16384,
-        _whole(1),
+        _whole_number(1),
         "a whole number of blocks, 1 or more",
         "Most blocks imported for one request.",
     )
@@ -174,18 +174,18 @@ class Config:
         Share.ALL,
         "Whose blocks are shared: every request's, only those with a cache_salt, nobody's.",
     )
-    verify: bool = _off("Checksum blocks when published and compare after each import.")
-    staging: bool = _off(
+    verify: bool = _flag("Checksum blocks when published and compare after each import.")
+    staging: bool = _flag(
         "Copy through host memory between GPUs that cannot reach each other, "
         "instead of leaving them unshared."
     )
     log_level: str = _setting(
-        "INFO", _level, "debug, info, warning or error", "Least severe level that is logged."
+        "INFO", _log_level, "debug, info, warning or error", "Least severe level that is logged."
     )
-    beside: bool = _off(
+    beside: bool = _flag(
         "Share also on an engine that has a connector of its own, in a MultiConnector with it."
     )
-    allow_untested_vllm: bool = _off(
+    allow_untested_vllm: bool = _flag(
         "Share on versions of vLLM that kvshm has not been tested with."
     )
     fault: Fault | None = _setting(
@@ -195,7 +195,7 @@ class Config:
         "Spoil each import in this way, to see it noticed.",
         for_tests=True,
     )
-    strict: bool = _off(
+    strict: bool = _flag(
         "Raise errors at the border to vLLM instead of treating them as a cache miss.",
         for_tests=True,
     )
@@ -221,11 +221,12 @@ class Config:
             if text is not None:
                 name = PREFIX + option.removeprefix("--").replace("-", "_").upper()
                 given[name] = option, text
-        values = {s.field: _value(s, *given[s.name]) for s in SETTINGS if given[s.name][1]}
+        values = {s.field: _parse(s, *given[s.name]) for s in SETTINGS if given[s.name][1]}
         config = cls(
             **values,
             given=frozenset(s.name for s in SETTINGS if s.field in values),
-            warnings=_unknown(environ) + _left_out(environ, values.get("enable", False)),
+            warnings=_unknown_names(environ)
+            + _plugin_missing(environ, values.get("enable", False)),
         )
         _check_length(config, given["KVSHM_RUN_DIR"][0])
         return config
@@ -268,7 +269,7 @@ SETTINGS: tuple[Setting, ...] = tuple(
 )
 
 
-def describe(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+def list_settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return every setting as it stands: its name, its value ("unset" where there is none) and
     where that came from.  Raises ConfigError like ``Config.from_env``."""
     config = Config.from_env(environ)
@@ -281,22 +282,22 @@ def describe(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
             value = choose_run_directory("", environ)
             if environ.get("XDG_RUNTIME_DIR", "").startswith("/"):
                 origin = "XDG_RUNTIME_DIR"
-        told.append((setting.name, _shown(value), origin))
+        told.append((setting.name, _as_text(value), origin))
     return told
 
 
-def _value(setting: Setting, called: str, text: str) -> Any:
+def _parse(setting: Setting, called: str, text: str) -> Any:
     try:
         return setting.parse(text)
     except (ValueError, KeyError):
         # The parser's own words would only repeat the value.
         raise ConfigError(
             f"{called}={text!r} is not {setting.accepts}; correct it, or unset it for "
-            f"the default ({_shown(setting.default)})"
+            f"the default ({_as_text(setting.default)})"
         ) from None
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return "unset" if value in (None, "") else str(value)
@@ -312,7 +313,7 @@ def _check_length(config: Config, called: str) -> None:
         )
 
 
-def _left_out(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
+def _plugin_missing(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
     """vLLM loads the plugins that VLLM_PLUGINS names, and without ours nobody reads
     KVSHM_ENABLE.  Then no process of vLLM can say so, but ``kvshm config`` can."""
     plugins = environ.get("VLLM_PLUGINS")
@@ -324,7 +325,7 @@ def _left_out(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
     )
 
 
-def _unknown(environ: Mapping[str, str]) -> tuple[str, ...]:
+def _unknown_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     """What to say of each name that looks like a setting's and is none."""
     known = {s.name for s in SETTINGS} | _READ_ELSEWHERE
     ours = (n for n in environ if n.startswith(PREFIX) and not _KUBERNETES.fullmatch(n))

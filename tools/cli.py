@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from kvshm.config import Config, describe
+from kvshm.config import Config, list_settings
 from kvshm.errors import ConfigError
 from kvshm.version import __version__
 
@@ -23,7 +23,7 @@ EXIT_USAGE = 2
 def print_config(environ: Mapping[str, str]) -> int:
     """Print the settings of ``environ``, one per line; return the exit status."""
     try:
-        settings = describe(environ)
+        settings = list_settings(environ)
     except ConfigError as exc:
         print(f"kvshm: {exc}", file=sys.stderr)
         return EXIT_USAGE

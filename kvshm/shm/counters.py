@@ -19,17 +19,17 @@ class Counter(int):
     """One thing that is counted; as a number, its id."""
 
     label: str
-    sentence: str
-    place: int
-    """Where it stands in a slot table."""
+    meaning: str
+    offset: int
+    """Where its value lies in a slot table."""
 
-    def __new__(cls, number: int, label: str, sentence: str) -> Counter:
+    def __new__(cls, number: int, label: str, meaning: str) -> Counter:
         """Register counter ``number``.  ValueError if the id is taken or has no place."""
         if number in REGISTRY or not 0 <= number < NUM_COUNTERS:
             raise ValueError(f"counter id {number} is taken or not below {NUM_COUNTERS}")
         counter = super().__new__(cls, number)
-        counter.label, counter.sentence = label, sentence
-        counter.place = COUNTERS_OFFSET + 8 * number
+        counter.label, counter.meaning = label, meaning
+        counter.offset = COUNTERS_OFFSET + 8 * number
         REGISTRY[number] = counter
         return counter
 
@@ -106,7 +106,7 @@ class CounterValues:
 
     def read(self, counter: int) -> int:
         """The present value.  KeyError for an unknown counter."""
-        return _native.load(self._segment.buffer, REGISTRY[counter].place)
+        return _native.load(self._segment.buffer, REGISTRY[counter].offset)
 
     def snapshot(self) -> dict[str, int]:
         """All values by label, in the order of their ids; each is read on its own."""
@@ -121,10 +121,10 @@ class Counters(CounterValues):
         number = REGISTRY[counter]
         if amount < 0:
             raise ValueError(f"{number.label} cannot count {amount}")
-        _native.add(self._segment.buffer, number.place, amount)
+        _native.add(self._segment.buffer, number.offset, amount)
 
     def add_one_to_both(self, counter: Counter, other: Counter) -> None:
         """Count one more of two things."""
         buffer = self._segment.buffer
-        _native.add(buffer, counter.place, 1)
-        _native.add(buffer, other.place, 1)
+        _native.add(buffer, counter.offset, 1)
+        _native.add(buffer, other.offset, 1)

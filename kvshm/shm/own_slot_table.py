@@ -185,7 +185,7 @@ class OwnSlotTable(RankSlotTable):
         their places in the chain; counts them.  Returns the event to send, and the runs of which
         some blocks have no hash yet, or a slot that still drains."""
         buffer = self._segment.buffer
-        return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.place)
+        return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.offset)
 
     def retract(self, blocks: Sequence[BlockId]) -> tuple[bytes, list[BlockId]]:
         """Withdraw blocks: none of them can be leased from here on.
@@ -200,7 +200,7 @@ class OwnSlotTable(RankSlotTable):
     ) -> tuple[bytes, list[BlockId]]:
         """The same for those of ``blocks`` that ``marks`` (``engine.marks.Marks``) has as
         published, and counts them; marks of all of them are cleared.  Takes pool blocks too."""
-        return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.place)
+        return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.offset)
 
     def drain(self, blocks: Sequence[BlockId], slow: int) -> list[BlockId]:
         """Free retracted blocks that nobody leases any more; leases in the bit mask ``slow``
