@@ -1,8 +1,8 @@
 """Every setting of kvshm: its name, what it accepts, its default and its unit.
 
-Settings are environment variables.  ``Config.from_env`` is the one place that reads and
-checks them, when kvshm is activated or the coordinator starts; a bad value stops the start.
-A variable that is set but empty counts as unset.
+Settings are environment variables.  Only ``Config.from_env`` reads and checks them, when kvshm is
+activated or the coordinator starts; a bad value stops the start.  An empty variable counts as
+unset.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .rundir import SOCKET_PATH_BYTES, choose_run_directory
 
 PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
-"""What is kept free in a socket's path for its name, beside the namespace."""
+"""Bytes of a socket's path that are kept free for its name, in addition to the namespace."""
 
 TEST_SYNC_POINT = "KVSHM_TEST_SYNC_POINT"
-"""Read by kvshm/syncpoints.py when it is imported, before there are settings."""
+"""Read by kvshm/syncpoints.py at its import, before there are settings."""
 _READ_ELSEWHERE = frozenset({TEST_SYNC_POINT, "KVSHM_TEST_TIME_SCALE"})
 
 _BOOLEANS = {"0": False, "no": False, "false": False, "off": False}
 _BOOLEANS |= {"1": True, "yes": True, "true": True, "on": True}
-# What Kubernetes injects into every pod beside a Service named "kvshm" or "kvshm-...".
+# Variables that Kubernetes sets in every pod if there is a Service named "kvshm" or "kvshm-...".
 _KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
 
 
 class Share(StrEnum):
-    """Whose blocks are shared: every request's, those with a cache_salt, nobody's."""
+    """Whose blocks are shared: all requests', those of requests with a cache_salt, or none."""
 
     ALL = "all"
     SALTED_ONLY = "salted-only"
@@ -42,7 +42,7 @@ class Share(StrEnum):
 
 
 class Fault(StrEnum):
-    """Faults built in on purpose, to see the verification notice them."""
+    """Deliberate faults, by which tests show that the verification notices them."""
 
     WRONG_BLOCK = "wrong-block"
     ZERO = "zero"
@@ -50,13 +50,13 @@ class Fault(StrEnum):
 
 
 class Auto(StrEnum):
-    """A value that the engine finds out by itself."""
+    """A value that the engine determines itself."""
 
     AUTO = "auto"
 
 
 class Setting(NamedTuple):
-    """One environment variable; ``parse`` raises ValueError for what it does not accept."""
+    """One environment variable; ``parse`` raises ValueError for unacceptable text."""
 
     name: str
     field: str
@@ -73,7 +73,7 @@ def _boolean(text: str) -> bool:
 
 def _whole_number(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        # int() would also read blanks, signs, underscores and the digits of other scripts.
+        # int() also accepts blanks, signs, underscores and digits of other scripts.
         if not re.fullmatch("[0-9]+", text) or (number := int(text)) < least:
             raise ValueError
         return number
@@ -86,7 +86,7 @@ def _auto_or_tokens(text: str) -> int | Auto:
 
 
 def _milliseconds(text: str) -> float:
-    # float() would also read blanks, underscores, the digits of other scripts, nan and inf.
+    # float() also accepts blanks, underscores, digits of other scripts, nan and inf.
     if not re.fullmatch("[0-9.eE+-]+", text) or not 0 <= (number := float(text)) <= 1000:
         raise ValueError
     return number
@@ -118,7 +118,7 @@ def _setting(
 
 
 def _flag(meaning: str, for_tests: bool = False) -> Any:
-    """A switch that is off unless it is given."""
+    """A switch that is off by default."""
     accepts = "0 or 1 (or no, false, off; yes, true, on)"
     return _setting(False, _boolean, accepts, meaning, for_tests)
 
@@ -144,7 +144,7 @@ class Config:
         "default",
         _namespace,
         "1 to 32 of a-z, 0-9, _ and -",
-        "Engines and coordinator meet only within one namespace.",
+        "Engines and coordinator find each other only within one namespace.",
     )
     role: Role = _one_of(
         Role.BOTH, "Whether the engine exports its blocks, imports others', or does both."
@@ -153,9 +153,9 @@ class Config:
         Auto.AUTO,
         _auto_or_tokens,
         "auto, or a whole number of tokens, 0 or more",
-        "Fewer tokens than this are computed rather than imported; 0 means one block. With "
-        "auto, what is estimated to be computed sooner, 256 before there are estimates; who "
-        "finds everything elsewhere computes one import in 64 to see, in eight at first.",
+        "Fewer tokens than this are computed rather than imported; 0 means one block. With auto, "
+        "what is estimated to be computed sooner, 256 before there are estimates; an engine that "
+        "finds everything elsewhere computes one import in 64 as a check, in eight at first.",
     )
     drain_budget_ms: float = _setting(
         1.0,
@@ -192,7 +192,7 @@ class Config:
         None,
         Fault,
         "wrong-block, zero or shift",
-        "Spoil each import in this way, to see it noticed.",
+        "Make each import wrong in this way, to see that the fault is noticed.",
         for_tests=True,
     )
     strict: bool = _flag(
@@ -200,21 +200,20 @@ class Config:
         for_tests=True,
     )
     given: frozenset[str] = frozenset()
-    """Names of the settings that the environment gave."""
+    """Names of the settings that the environment sets."""
     limits: tuple[Limit, ...] = ()
-    """What limits the role beside the settings: vLLM's configuration."""
+    """What limits the role in addition to the settings: vLLM's configuration."""
     warnings: tuple[str, ...] = ()
-    """What looks like a mistake but stops nothing; to be logged once."""
+    """Likely mistakes that do not stop the start; to be logged once."""
 
     @classmethod
     def from_env(
         cls, environ: Mapping[str, str], options: Mapping[str, str | None] | None = None
     ) -> Config:
-        """Return the checked settings.  Touches nothing but its arguments.  Raises ConfigError
-        naming setting, value and remedy.
+        """Return the checked settings.  Pure.  Raises ConfigError naming setting, value and remedy.
 
-        ``options`` of a command line override the settings they are named after, as --run-dir
-        does KVSHM_RUN_DIR, unless they are None.
+        ``options`` of a command line override the settings of the same name (--run-dir overrides
+        KVSHM_RUN_DIR) unless they are None.
         """
         given = {s.name: (s.name, environ.get(s.name, "")) for s in SETTINGS}
         for option, text in (options or {}).items():
@@ -232,7 +231,7 @@ class Config:
         return config
 
     def decide_role(self, *found: Limit) -> Decision:
-        """Decide what the engine does.  ``found``: what only shows in a running vLLM."""
+        """Decide what the engine does.  ``found``: limits that only a running vLLM shows."""
         nobody = self.share is Share.NONE
         settings = (
             Limit(f"KVSHM_SHARE={self.share}", no_exports=nobody, no_imports=nobody),
@@ -244,7 +243,7 @@ class Config:
         )
         return decide_role((*settings, *self.limits, *found))
 
-    # Every lookup asks these, and deciding takes longer than a lookup.
+    # Cached: every lookup asks for these, and deciding takes longer than a lookup.
     @cached_property
     def exports(self) -> bool:
         """Whether this engine's blocks may be published."""
@@ -252,12 +251,12 @@ class Config:
 
     @cached_property
     def imports(self) -> bool:
-        """Whether this engine may import others' blocks."""
+        """Whether this engine may import blocks of other engines."""
         return not self.decide_role().no_imports
 
     def step_budget_ms(self, asynchronous: bool) -> float:
-        """Drain budget of one step.  Without asynchronous scheduling nothing overlaps the
-        wait, so it is 0 unless the setting was given."""
+        """Drain budget of one step.  Without asynchronous scheduling no work overlaps the wait,
+        so the budget is 0 unless the setting was given."""
         wanted = asynchronous or "KVSHM_DRAIN_BUDGET_MS" in self.given
         return self.drain_budget_ms if wanted else 0.0
 
@@ -270,8 +269,8 @@ SETTINGS: tuple[Setting, ...] = tuple(
 
 
 def list_settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return every setting as it stands: its name, its value ("unset" where there is none) and
-    where that came from.  Raises ConfigError like ``Config.from_env``."""
+    """Return every setting: its name, its value ("unset" if there is none) and the origin of the
+    value.  Raises ConfigError like ``Config.from_env``."""
     config = Config.from_env(environ)
     told = []
     for setting in SETTINGS:
@@ -290,7 +289,7 @@ def _parse(setting: Setting, called: str, text: str) -> Any:
     try:
         return setting.parse(text)
     except (ValueError, KeyError):
-        # The parser's own words would only repeat the value.
+        # The parser's own message would only repeat the value.
         raise ConfigError(
             f"{called}={text!r} is not {setting.accepts}; correct it, or unset it for "
             f"the default ({_as_text(setting.default)})"
@@ -304,7 +303,7 @@ def _as_text(value: Any) -> str:
 
 
 def _check_length(config: Config, called: str) -> None:
-    """Refuse a run directory below which a socket's path would become too long."""
+    """Raise ConfigError if socket paths in the run directory would be too long."""
     room = SOCKET_PATH_BYTES - SOCKET_NAME_BYTES - len(config.namespace) - 2
     if (length := len(os.fsencode(config.run_dir))) > room:
         raise ConfigError(
@@ -314,8 +313,8 @@ def _check_length(config: Config, called: str) -> None:
 
 
 def _plugin_missing(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
-    """vLLM loads the plugins that VLLM_PLUGINS names, and without ours nobody reads
-    KVSHM_ENABLE.  Then no process of vLLM can say so, but ``kvshm config`` can."""
+    """A warning if VLLM_PLUGINS does not name kvshm: vLLM then does not load the plugin, and no
+    process of vLLM reads KVSHM_ENABLE or can warn.  ``kvshm config`` can."""
     plugins = environ.get("VLLM_PLUGINS")
     if not enabled or plugins is None or "kvshm" in plugins.split(","):
         return ()
@@ -326,7 +325,7 @@ def _plugin_missing(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...
 
 
 def _unknown_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What to say of each name that looks like a setting's and is none."""
+    """A warning for each variable whose name looks like a setting's but is none."""
     known = {s.name for s in SETTINGS} | _READ_ELSEWHERE
     ours = (n for n in environ if n.startswith(PREFIX) and not _KUBERNETES.fullmatch(n))
     return tuple(
