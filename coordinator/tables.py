@@ -28,7 +28,7 @@ from kvshm.node.handout import FETCH_SECONDS, HandoutServer, Request, encode_req
 from kvshm.node.protocol import EngineInfo, Join
 from kvshm.rundir import engine_socket, tables_socket
 from kvshm.shm.counters import SWEPT
-from kvshm.shm.fds import has_hung_up, peer_credentials, receive
+from kvshm.shm.fds import peer_credentials, peer_has_closed, receive
 from kvshm.shm.layout import table_bytes
 from kvshm.shm.segment import TABLE_KIND
 from kvshm.shm.slot_table import RosterSlotTable
@@ -85,7 +85,7 @@ class Tables:
     def serve(self) -> None:
         """Hand out the tables to whoever asks.  Raises TransportError."""
         path = tables_socket(self._run_dir, self._namespace)
-        self._server = HandoutServer(path, self._find, most_kept=0)  # who asks here does not stay
+        self._server = HandoutServer(path, self._find, max_kept=0)  # who asks here does not stay
 
     def close(self) -> None:
         """Let go of everything.  Idempotent."""
@@ -120,7 +120,7 @@ class Tables:
             connection = member.connection
             if connection is None or connection.fileno() not in readable:
                 continue
-            if has_hung_up(connection):
+            if peer_has_closed(connection):
                 connection.close()
                 member.connection = None
                 yield from self._ends(epoch, member)

@@ -117,18 +117,18 @@ class Attachment(Protocol):
         self,
         source: Sequence[BlockId],
         target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> Copy:
         """Start copying the peer's blocks ``source`` onto own blocks ``target``, pairwise.
 
-        Returns at once.  Exception: a caller that waits for the copy anyway passes ``go_on``; a
-        copy by the CPU then runs on the caller's thread and has ended when this returns.  ``go_on``
-        is called before the first byte and every few megabytes; if it returns False, the copy ends
-        FAILED.  Both lists have the same length and may be empty; a source may appear several
-        times, a target only once.  The lists are not copied: do not change them until the copy has
-        ended.  Raises TransportError for block ids out of range and after ``close``, before
-        anything is written.  The source may be revoked at any time; the caller's re-check decides
-        whether the bytes count.
+        Returns at once.  Exception: a caller that waits for the copy anyway passes ``keep_going``;
+        a copy by the CPU then runs on the caller's thread and has ended when this returns.
+        ``keep_going`` is called before the first byte and every few megabytes; if it returns
+        False, the copy ends FAILED.  Both lists have the same length and may be empty; a source may
+        appear several times, a target only once.  The lists are not copied: do not change them
+        until the copy has ended.  Raises TransportError for block ids out of range and after
+        ``close``, before anything is written.  The source may be revoked at any time; the caller's
+        re-check decides whether the bytes count.
         """
         ...
 

@@ -121,7 +121,7 @@ class LoopbackAttachment:
         self,
         source: Sequence[BlockId],
         target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> LoopbackCopy:
         """Only the network's clock moves a copy, whoever waits."""
         if self._closed or self.own.closed:

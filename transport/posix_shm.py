@@ -30,7 +30,13 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import beside, close_all, fetch_and_stay, has_hung_up, socket_name
+from kvshm.shm.fds import (
+    close_all,
+    fetch_and_keep_open,
+    peer_has_closed,
+    sibling_socket,
+    socket_name,
+)
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
 from .faults import ZERO, check_fault, misdirect
@@ -102,9 +108,9 @@ def _fetch_memory(
     """Ask the exporter for its descriptors and map them; also the connection, if it stays open.
     StaleAttachment, TransportError."""
     details = unpack_details(descriptor, PosixShmTransport.name, ShmDetails)
-    socket_path = beside(own_socket, details.socket)
+    socket_path = sibling_socket(own_socket, details.socket)
     request = msgspec.msgpack.encode(Request(descriptor.epoch))
-    reply, fds, connection = fetch_and_stay(socket_path, request, FETCH_TIMEOUT)
+    reply, fds, connection = fetch_and_keep_open(socket_path, request, FETCH_TIMEOUT)
     stays = False
     try:
         answer = _answer_decoder.decode(reply)
@@ -156,13 +162,13 @@ class PosixAttachment:
 
     @property
     def ended(self) -> bool:
-        return self._connection is not None and has_hung_up(self._connection)
+        return self._connection is not None and peer_has_closed(self._connection)
 
     def begin_copy(
         self,
         source: Sequence[BlockId],
         target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> BlockCopy:
         own, peer = self._own, self._peer
         if peer is None:
@@ -174,7 +180,8 @@ class PosixAttachment:
         blocks = misdirect(source, self._num_blocks, own.fault)
         keep = (peer, zeros, own.memory)
         plan = CopyPlan(regions, blocks, own.target, target, keep)
-        return own.copier.begin(plan) if go_on is None else own.copier.carry_out(plan, go_on)
+        begin, now = own.copier.begin, own.copier.copy_now
+        return begin(plan) if keep_going is None else now(plan, keep_going)
 
     def close(self) -> None:
         """Unmap on the copy thread, after the copies from here.  Idempotent, never blocks."""

@@ -35,7 +35,7 @@ MAX_KEPT = 1024
 have, if that is less.  Beyond that the oldest of the peer that has most is ended, which will ask
 again."""
 LIMIT_SHARE = 8
-LEAST_KEPT = 32
+MIN_KEPT = 32
 """So many are left open with however few descriptors: as many engines as lease bits."""
 LOOK_SECONDS = 2.0
 """How often a server looks whether its socket still has its name."""
@@ -47,11 +47,11 @@ the descriptors: the server only lends them to the kernel.  If it raises, the pe
 connection end unanswered."""
 
 
-def _most_kept() -> int:
+def _max_kept() -> int:
     """Looked at whenever it counts: vLLM raises the limit after it has started."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = MAX_KEPT if soft == resource.RLIM_INFINITY else soft // LIMIT_SHARE
-    return min(MAX_KEPT, max(LEAST_KEPT, share))
+    return min(MAX_KEPT, max(MIN_KEPT, share))
 
 
 def _remove_stale(path: str) -> None:
@@ -100,15 +100,15 @@ class FdServer:
         path: str | Path,
         answer: Answer,
         client_timeout: float = 2.0,
-        most_kept: int | None = None,
+        max_kept: int | None = None,
     ) -> None:
-        """Listen at ``path``.  ``most_kept``: in place of the module's bounds.  Raises
+        """Listen at ``path``.  ``max_kept``: in place of the module's bounds.  Raises
         TransportError: too long, in use, not writable; no descriptors or threads are left."""
         self.path = os.fspath(path)
         check_path(self.path)
         self._answer = answer
         self._client_timeout = client_timeout
-        self._most_kept = most_kept
+        self._max_kept = max_kept
         self._deadlines: dict[socket.socket, float] = {}
         self._kept: dict[socket.socket, int] = {}  # their pids, in the order of their answers
         self._log_limit = RateLimit(time.monotonic)
@@ -258,7 +258,7 @@ class FdServer:
     def _keep(self, client: socket.socket) -> None:
         del self._deadlines[client]
         self._kept[client] = peer_credentials(client).pid  # 0: in another container, all alike
-        most = _most_kept() if self._most_kept is None else self._most_kept
+        most = _max_kept() if self._max_kept is None else self._max_kept
         while len(self._kept) > most:
             [(greediest, _)] = Counter(self._kept.values()).most_common(1)
             self._drop(next(kept for kept, pid in self._kept.items() if pid == greediest))

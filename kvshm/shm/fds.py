@@ -90,7 +90,7 @@ def socket_name(path: str | Path) -> str:
     return os.path.basename(path)
 
 
-def beside(own_path: str | Path, name: str) -> str:
+def sibling_socket(own_path: str | Path, name: str) -> str:
     """Where the socket lies that a peer calls ``name``: beside the own one.  TransportError if
     that is no name."""
     if not name or os.path.basename(name) != name:
@@ -154,13 +154,13 @@ def fetch(path: str | Path, request: bytes, timeout: float) -> tuple[bytes, list
     the caller's to close.  Raises TransportError: no such socket, nobody listens, another
     user's, no answer in time, cut answer.  No descriptor survives an error.
     """
-    reply, fds, connection = fetch_and_stay(path, request, timeout)
+    reply, fds, connection = fetch_and_keep_open(path, request, timeout)
     connection.close()
     return reply, fds
 
 
-def has_hung_up(connection: socket.socket) -> bool:
-    """Whether the owner has ended a connection of ``fetch_and_stay``.  Does not block."""
+def peer_has_closed(connection: socket.socket) -> bool:
+    """Whether the owner has ended a connection of ``fetch_and_keep_open``.  Does not block."""
     try:
         return not connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -169,10 +169,10 @@ def has_hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def fetch_and_stay(
+def fetch_and_keep_open(
     path: str | Path, request: bytes, timeout: float
 ) -> tuple[bytes, list[int], socket.socket]:
-    """The same, and the connection, the caller's to close: ``has_hung_up`` tells when the owner
+    """The same, and the connection, the caller's to close: ``peer_has_closed`` tells when the owner
     ends it.  An owner of an older version ends it at once."""
     name = os.fspath(path)
     check_path(name)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvshm.errors import TransportError
 from kvshm.log import logger
-from kvshm.shm.fds import beside, close_all
+from kvshm.shm.fds import close_all, sibling_socket
 
 from .driver import CudaError, Driver
 from .export import FABRIC, FD, IPC, CudaDetails, SharedMemory
@@ -96,7 +96,7 @@ class PeerMappings:
         if memory.kind == FABRIC:
             address = self._driver.vmm_map(memory.handle, memory.allocation)
         elif memory.kind == FD:
-            socket = beside(self._own_socket, details.socket)
+            socket = sibling_socket(self._own_socket, details.socket)
             fd = fetch_descriptor(socket, details.export_id, memory.number)
             try:
                 address = self._driver.vmm_map(fd, memory.allocation)

@@ -66,7 +66,7 @@ class CudaAttachment:
 
     def begin_copy(
         self, source: Sequence[BlockId], target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> CudaCopy:  # fmt: skip
         own = self._own
         check_pairs(source, self._num_blocks, target, own.num_blocks)
