@@ -61,13 +61,13 @@ class ShmDetails(msgspec.Struct, frozen=True):
     """Its name in the run directory."""
 
 
-class Request(msgspec.Struct, frozen=True):
+class MemoryRequest(msgspec.Struct, frozen=True):
     """What an importer asks of the descriptor socket."""
 
     epoch: int
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
+class MemoryReply(msgspec.Struct, frozen=True, omit_defaults=True):
     """What it hears: "ok" (the descriptors ride along) or "stale" and the epoch served."""
 
     status: str
@@ -76,8 +76,8 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether the connection is left open, for its end to tell of the exporter's."""
 
 
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_request_decoder = msgspec.msgpack.Decoder(MemoryRequest)
+_reply_decoder = msgspec.msgpack.Decoder(MemoryReply)
 
 
 def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRun]:
@@ -109,11 +109,11 @@ def _fetch_memory(
     StaleAttachment, TransportError."""
     details = unpack_details(descriptor, PosixShmTransport.name, ShmDetails)
     socket_path = sibling_socket(own_socket, details.socket)
-    request = msgspec.msgpack.encode(Request(descriptor.epoch))
+    request = msgspec.msgpack.encode(MemoryRequest(descriptor.epoch))
     reply, fds, connection = fetch_and_keep_open(socket_path, request, FETCH_TIMEOUT)
     stays = False
     try:
-        answer = _answer_decoder.decode(reply)
+        answer = _reply_decoder.decode(reply)
         if answer.status != "ok" or answer.epoch != descriptor.epoch:
             raise StaleAttachment(
                 f"{socket_path} serves epoch {answer.epoch:#x}, not {descriptor.epoch:#x}"
@@ -178,10 +178,9 @@ class PosixAttachment:
         if own.fault == ZERO:
             regions, zeros = _all_zeros(regions)
         blocks = misdirect(source, self._num_blocks, own.fault)
-        keep = (peer, zeros, own.memory)
-        plan = CopyPlan(regions, blocks, own.target, target, keep)
-        begin, now = own.copier.begin, own.copier.copy_now
-        return begin(plan) if keep_going is None else now(plan, keep_going)
+        plan = CopyPlan(regions, blocks, own.target, target, (peer, zeros, own.memory))
+        copier = own.copier
+        return copier.begin(plan) if keep_going is None else copier.copy_now(plan, keep_going)
 
     def close(self) -> None:
         """Unmap on the copy thread, after the copies from here.  Idempotent, never blocks."""
@@ -266,10 +265,10 @@ class PosixShmTransport:
         try:
             wanted = _request_decoder.decode(packed).epoch
         except msgspec.DecodeError:
-            return msgspec.msgpack.encode(Answer("bad request", epoch)), []
+            return msgspec.msgpack.encode(MemoryReply("bad request", epoch)), []
         if wanted != epoch:
-            return msgspec.msgpack.encode(Answer("stale", epoch)), []
-        return msgspec.msgpack.encode(Answer("ok", epoch, stays=True)), self._fds
+            return msgspec.msgpack.encode(MemoryReply("stale", epoch)), []
+        return msgspec.msgpack.encode(MemoryReply("ok", epoch, stays=True)), self._fds
 
     def attach(self, descriptor: MemoryDescriptor) -> PosixAttachment:
         mappings, connection = _fetch_memory(descriptor, self._socket_path)

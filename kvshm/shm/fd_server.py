@@ -41,7 +41,7 @@ LOOK_SECONDS = 2.0
 """How often a server looks whether its socket still has its name."""
 _log = logger(__name__)
 
-Answer = Callable[[bytes], tuple[bytes, list[int]]]
+RequestHandler = Callable[[bytes], tuple[bytes, list[int]]]
 """Request -> (reply, descriptors).  Runs on the server's thread, must not block, and keeps
 the descriptors: the server only lends them to the kernel.  If it raises, the peer sees the
 connection end unanswered."""
@@ -98,7 +98,7 @@ class FdServer:
     def __init__(
         self,
         path: str | Path,
-        answer: Answer,
+        answer: RequestHandler,
         client_timeout: float = 2.0,
         max_kept: int | None = None,
     ) -> None:

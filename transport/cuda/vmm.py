@@ -23,7 +23,7 @@ from .driver import Driver
 _FETCH_TIMEOUT = 5.0
 
 
-class Request(msgspec.Struct, frozen=True):
+class MemoryRequest(msgspec.Struct, frozen=True):
     """Which memory of which export.  ``first`` is always 0: the message could once ask for one
     allocation of several, and peers of protocol 2 may still expect the field."""
 
@@ -32,7 +32,7 @@ class Request(msgspec.Struct, frozen=True):
     first: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True):
+class MemoryReply(msgspec.Struct, frozen=True):
     """ "ok" (the descriptor rides along) or "stale".  ``nbytes`` has one number, of the
     allocation; ``more`` is always false, for the same peers."""
 
@@ -41,8 +41,8 @@ class Answer(msgspec.Struct, frozen=True):
     more: bool = False
 
 
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_request_decoder = msgspec.msgpack.Decoder(MemoryRequest)
+_reply_decoder = msgspec.msgpack.Decoder(MemoryReply)
 
 
 class DescriptorServer:
@@ -62,11 +62,11 @@ class DescriptorServer:
         self._close_lent()
         request = _request_decoder.decode(packed)
         if request.export_id != self.export_id or not 0 <= request.memory < len(self._addresses):
-            return msgspec.msgpack.encode(Answer("stale")), []
+            return msgspec.msgpack.encode(MemoryReply("stale")), []
         address = self._addresses[request.memory]
         _, nbytes = self._driver.address_range(address)
         self._lent = [self._driver.vmm_descriptor(address)]
-        return msgspec.msgpack.encode(Answer("ok", (nbytes,))), self._lent
+        return msgspec.msgpack.encode(MemoryReply("ok", (nbytes,))), self._lent
 
     def _close_lent(self) -> None:
         close_all(self._lent)
@@ -80,10 +80,10 @@ class DescriptorServer:
 def fetch_descriptor(socket: str, export_id: int, memory: int) -> int:
     """A descriptor of a peer's memory, the caller's to close.  Blocks.  Raises TransportError,
     StaleAttachment."""
-    request = msgspec.msgpack.encode(Request(export_id, memory))
+    request = msgspec.msgpack.encode(MemoryRequest(export_id, memory))
     reply, fds = fetch(socket, request, _FETCH_TIMEOUT)
     try:
-        status = _answer_decoder.decode(reply).status
+        status = _reply_decoder.decode(reply).status
     except msgspec.DecodeError as exc:
         close_all(fds)
         raise TransportError(f"{socket}: undecodable answer: {exc}") from exc
