@@ -73,7 +73,7 @@ class CudaCopy:
 
     def poll(self) -> CopyState:
         if self.state is CopyState.PENDING:
-            self._copies.reap()
+            self._copies.finish_ended()
         return self.state
 
     def cancel(self) -> None:
@@ -159,15 +159,15 @@ class CopyStream:
                 return self._free.pop(index)
         return _CopyBuffers(self._driver, max(_FEWEST_PAIRS, 1 << (pairs - 1).bit_length()))
 
-    def reap(self) -> None:
+    def finish_ended(self) -> None:
         """Settle the copies that have ended."""
         with self._lock:
-            ended = [copy for copy in self._pending if self._settle(copy)]
+            ended = [copy for copy in self._pending if self._finish(copy)]
             self._pending = [copy for copy in self._pending if copy.state is CopyState.PENDING]
         for copy in ended:
             copy.ended()
 
-    def _settle(self, copy: CudaCopy) -> bool:
+    def _finish(self, copy: CudaCopy) -> bool:
         try:
             if not self._driver.done(copy.buffers.event):
                 return False
@@ -181,7 +181,7 @@ class CopyStream:
 
     def cancel(self, copy: CudaCopy) -> None:
         """A kernel that has not begun will do nothing; what runs, runs on."""
-        self.reap()
+        self.finish_ended()
         with self._lock:
             if copy.state is CopyState.PENDING:
                 copy.buffers.stop()
@@ -194,7 +194,7 @@ class CopyStream:
             self._driver.wait(self.compute, self.stream)
         except CudaError as exc:
             _log.error("the model's stream cannot wait for the copies: %s", exc)
-            self._settle_all()
+            self._finish_all()
 
     def close(self) -> None:
         """Cancel and wait for the stream: then nothing writes any more.  Idempotent."""
@@ -205,7 +205,7 @@ class CopyStream:
             pending = list(self._pending)
         for copy in pending:
             self.cancel(copy)
-        self._settle_all()
+        self._finish_all()
         with self._lock:
             free, self._free = self._free, []
         try:
@@ -215,9 +215,9 @@ class CopyStream:
         except CudaError as exc:
             _log.warning("memory of the copy stream is not freed: %s", exc)
 
-    def _settle_all(self) -> None:
+    def _finish_all(self) -> None:
         try:
             self._driver.synchronize(self.stream)
         except CudaError as exc:
             _log.error("the copy stream ended with an error: %s", exc)
-        self.reap()
+        self.finish_ended()

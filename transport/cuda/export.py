@@ -123,7 +123,7 @@ class Probe:
         self.checksum = xxhash.xxh3_64_intdigest(random)
         write(driver, self.address + PROBE_EPOCH_BYTES, random, stream)
 
-    def serve(self, epoch: Epoch | int) -> None:
+    def set_epoch(self, epoch: Epoch | int) -> None:
         """Whoever attaches from now on must come for ``epoch``."""
         packed = epoch.to_bytes(PROBE_EPOCH_BYTES, "little")
         write(self._driver, self.address, packed, self._stream)
@@ -134,16 +134,16 @@ class Probe:
 
     def withdraw(self) -> None:
         """Serve nobody; the memory is kept for this process's next probe."""
-        self.serve(0)
-        _spare[(self._driver.process, self._driver.uuid, self._kind)].append(self.address)
+        self.set_epoch(0)
+        _unused_probes[(self._driver.process, self._driver.uuid, self._kind)].append(self.address)
 
 
-_spare: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+_unused_probes: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
 
 
 def _take_allocation(driver: Driver, kind: str) -> int:
-    if spare := _spare[(driver.process, driver.uuid, kind)]:
-        return spare.pop()
+    if unused := _unused_probes[(driver.process, driver.uuid, kind)]:
+        return unused.pop()
     if kind == IPC:
         return driver.allocate_shared(_PROBE_ALLOCATION)
     return driver.vmm_allocate(_PROBE_ALLOCATION, fabric=kind == FABRIC)[0]

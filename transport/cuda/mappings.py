@@ -74,10 +74,10 @@ class PeerMappings:
         try:
             opened = PeerMapping(*self._map(details, memory, under), key)
         finally:
-            self._settle(key, opened)
+            self._end_change(key, opened)
         return opened
 
-    def _settle(self, key: _Key, opened: PeerMapping | None) -> None:
+    def _end_change(self, key: _Key, opened: PeerMapping | None) -> None:
         with self._changed:
             if opened is not None:
                 self._open[key] = opened
@@ -134,4 +134,4 @@ class PeerMappings:
         except CudaError as exc:
             _log.warning("a peer's memory could not be unmapped: %s", exc)
         finally:
-            self._settle(mapping.key, None)
+            self._end_change(mapping.key, None)

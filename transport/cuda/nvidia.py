@@ -26,7 +26,7 @@ from .launch import Launcher
 IPC_HANDLE_BYTES = 64
 _PROCESS = uuid.uuid4().hex
 _host_lock = threading.Lock()
-_host_kept: dict[int, list[int]] = {}
+_host_unused: dict[int, list[int]] = {}
 """Page-locked memory nobody uses, by size: freeing it would wait for the device."""
 _FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FABRIC = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
@@ -35,7 +35,7 @@ _READ_WRITE = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _PORTABLE_AND_MAPPED = 3
 _NO_TIMING = 2
 _NON_BLOCKING = 1
-_nothing = nullcontext()
+_no_change = nullcontext()
 
 
 class NvidiaDriver:
@@ -66,11 +66,11 @@ class NvidiaDriver:
         function = getattr(cu, "cuDeviceGetUuid_v2", cu.cuDeviceGetUuid)
         return bytes(_call(function, device).bytes).hex()
 
-    def _current(self, context: Any = None) -> AbstractContextManager[None]:
+    def _in_context(self, context: Any = None) -> AbstractContextManager[None]:
         """A helper thread has no context of its own; the serving thread has this one."""
         wanted = self._context if context is None else context
         if int(_call(cu.cuCtxGetCurrent)) == int(wanted):
-            return _nothing
+            return _no_change
         return self._pushed(wanted)
 
     @contextmanager
@@ -81,7 +81,7 @@ class NvidiaDriver:
         finally:
             _call(cu.cuCtxPopCurrent)
 
-    def _here(self, function: Any, *arguments: Any) -> Any:
+    def _call_in_context(self, function: Any, *arguments: Any) -> Any:
         """Call the driver in this GPU's context."""
         if int(_call(cu.cuCtxGetCurrent)) == self._context_number:  # the common case, and cheap
             return _call(function, *arguments)
@@ -102,39 +102,39 @@ class NvidiaDriver:
     # -- memory
 
     def address_range(self, address: int) -> tuple[int, int]:
-        base, nbytes = self._here(cu.cuMemGetAddressRange, address)
+        base, nbytes = self._call_in_context(cu.cuMemGetAddressRange, address)
         return int(base), int(nbytes)
 
     def allocate(self, nbytes: int) -> int:
         # From the pool: cuMemFree would wait for all of the device, the model included.
-        address = int(self._here(cu.cuMemAllocAsync, nbytes, self._memory_stream))
-        self._here(cu.cuStreamSynchronize, self._memory_stream)
+        address = int(self._call_in_context(cu.cuMemAllocAsync, nbytes, self._memory_stream))
+        self._call_in_context(cu.cuStreamSynchronize, self._memory_stream)
         return address
 
     def free(self, address: int) -> None:
-        self._here(cu.cuMemFreeAsync, address, self._memory_stream)
+        self._call_in_context(cu.cuMemFreeAsync, address, self._memory_stream)
 
     def allocate_shared(self, nbytes: int) -> int:
-        return int(self._here(cu.cuMemAlloc, nbytes))
+        return int(self._call_in_context(cu.cuMemAlloc, nbytes))
 
     def host_allocate(self, nbytes: int) -> HostBuffer:
         rounded = 1 << max(12, (nbytes - 1).bit_length())
         with _host_lock:
-            kept = _host_kept.get(rounded)
+            kept = _host_unused.get(rounded)
             address = kept.pop() if kept else 0
         if not address:
-            address = int(self._here(cu.cuMemHostAlloc, rounded, _PORTABLE_AND_MAPPED))
+            address = int(self._call_in_context(cu.cuMemHostAlloc, rounded, _PORTABLE_AND_MAPPED))
         array = (ctypes.c_char * nbytes).from_address(address)
         return HostBuffer(address, memoryview(array).cast("B"), rounded)
 
     def host_free(self, buffer: HostBuffer) -> None:
         with _host_lock:
-            _host_kept.setdefault(buffer.owner, []).append(buffer.address)
+            _host_unused.setdefault(buffer.owner, []).append(buffer.address)
 
     # -- other processes' memory
 
     def ipc_handle(self, base: int) -> bytes:
-        handle = self._here(cu.cuIpcGetMemHandle, base)
+        handle = self._call_in_context(cu.cuIpcGetMemHandle, base)
         # Not its attribute ``reserved``: bindings from 13.4 on have none.
         return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
 
@@ -142,11 +142,11 @@ class NvidiaDriver:
         opened = cu.CUipcMemHandle()
         ctypes.memmove(int(opened.getPtr()), handle, IPC_HANDLE_BYTES)
         flags = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        with self._current(self._context_of(device)):
+        with self._in_context(self._context_of(device)):
             return int(_call(cu.cuIpcOpenMemHandle, opened, int(flags)))
 
     def ipc_close(self, address: int, device: str) -> None:
-        with self._current(self._context_of(device)):
+        with self._in_context(self._context_of(device)):
             _call(cu.cuIpcCloseMemHandle, address)
 
     def vmm_descriptor(self, address: int) -> int:
@@ -156,7 +156,7 @@ class NvidiaDriver:
         return bytes(self._exported(address, _FABRIC).data)
 
     def _exported(self, address: int, kind: Any) -> Any:
-        with self._current():
+        with self._in_context():
             handle = _call(cu.cuMemRetainAllocationHandle, address)
             try:
                 return _call(cu.cuMemExportToShareableHandle, handle, kind, 0)
@@ -169,7 +169,7 @@ class NvidiaDriver:
         properties.location = self._location()
         properties.requestedHandleTypes = _FABRIC if fabric else _FD
         minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        with self._current():
+        with self._in_context():
             step = int(_call(cu.cuMemGetAllocationGranularity, properties, minimum))
             rounded = -(-nbytes // step) * step
             handle = _call(cu.cuMemCreate, rounded, properties, 0)
@@ -181,7 +181,7 @@ class NvidiaDriver:
             fabric = cu.CUmemFabricHandle()
             fabric.data = exported
             kind, found = _FABRIC, fabric.getPtr()
-        with self._current():
+        with self._in_context():
             handle = _call(cu.cuMemImportFromShareableHandle, found, kind)
             return self._map(handle, nbytes, _READ)
 
@@ -208,8 +208,8 @@ class NvidiaDriver:
         return location
 
     def vmm_unmap(self, address: int, nbytes: int) -> None:
-        self._here(cu.cuMemUnmap, address, nbytes)
-        self._here(cu.cuMemAddressFree, address, nbytes)
+        self._call_in_context(cu.cuMemUnmap, address, nbytes)
+        self._call_in_context(cu.cuMemAddressFree, address, nbytes)
 
     def peer_access(self, device: str) -> bool | None:
         if device == self.uuid:
@@ -222,7 +222,7 @@ class NvidiaDriver:
     def enable_peer(self, device: str) -> None:
         peer = self._context_of(device)
         try:
-            self._here(cu.cuCtxEnablePeerAccess, peer, 0)
+            self._call_in_context(cu.cuCtxEnablePeerAccess, peer, 0)
         except CudaError as exc:
             if exc.code != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
                 raise
@@ -231,10 +231,10 @@ class NvidiaDriver:
 
     def new_stream(self) -> Stream:
         # Not one of torch's: those are handed out in turn and may be somebody else's too.
-        return Stream(int(self._here(cu.cuStreamCreate, _NON_BLOCKING)))
+        return Stream(int(self._call_in_context(cu.cuStreamCreate, _NON_BLOCKING)))
 
     def free_stream(self, stream: Stream) -> None:
-        self._here(cu.cuStreamDestroy, stream.handle)
+        self._call_in_context(cu.cuStreamDestroy, stream.handle)
 
     def compute_stream(self) -> Stream:
         if not torch.cuda.is_initialized():
@@ -245,48 +245,48 @@ class NvidiaDriver:
         event = getattr(self._of_thread, "event", None)
         if event is None:
             event = self._of_thread.event = self.new_event()
-        self._here(cu.cuEventRecord, event, earlier.handle)
-        self._here(cu.cuStreamWaitEvent, stream.handle, event, 0)
+        self._call_in_context(cu.cuEventRecord, event, earlier.handle)
+        self._call_in_context(cu.cuStreamWaitEvent, stream.handle, event, 0)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        self._here(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
+        self._call_in_context(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
 
     def copy_batch(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
-        with self._current():
+        with self._in_context():
             copy_batch(*_fragments(table, sources, targets), stream.handle)
 
     def copy_loop(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
         columns = [column.tolist() for column in _fragments(table, sources, targets)]
-        with self._current():
+        with self._in_context():
             for source, target, nbytes in zip(*columns, strict=True):
                 _call(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
 
     def prepare_kernel(self, table: RegionTable) -> None:
-        with self._current():
+        with self._in_context():
             self._launcher.prepare(table.word)
 
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
     ) -> None:
-        with self._current():
+        with self._in_context():
             self._launcher.launch(table, ids, stop, pairs, stream.handle, programs)
 
     def new_event(self) -> Any:
-        return self._here(cu.cuEventCreate, _NO_TIMING)
+        return self._call_in_context(cu.cuEventCreate, _NO_TIMING)
 
     def free_event(self, event: Any) -> None:
-        self._here(cu.cuEventDestroy, event)
+        self._call_in_context(cu.cuEventDestroy, event)
 
     def record(self, event: Any, stream: Stream) -> None:
-        self._here(cu.cuEventRecord, event, stream.handle)
+        self._call_in_context(cu.cuEventRecord, event, stream.handle)
 
     def done(self, event: Any) -> bool:
         try:
-            self._here(cu.cuEventQuery, event)
+            self._call_in_context(cu.cuEventQuery, event)
         except CudaError as exc:
             if exc.code != "CUDA_ERROR_NOT_READY":
                 raise
@@ -294,7 +294,7 @@ class NvidiaDriver:
         return True
 
     def synchronize(self, stream: Stream) -> None:
-        self._here(cu.cuStreamSynchronize, stream.handle)
+        self._call_in_context(cu.cuStreamSynchronize, stream.handle)
 
 
 def _fragments(

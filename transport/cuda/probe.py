@@ -66,7 +66,7 @@ class Prober:
         finally:
             self._driver.free(table.address)
 
-    def faster(self, row: RegionRow, num_blocks: int, device: str) -> Route:
+    def choose(self, row: RegionRow, num_blocks: int, device: str) -> Route:
         """Which of kernel and copy engines is faster for fragments like ``row``'s from that
         GPU; measured once per size.  Blocks for some milliseconds; writes only to scratch."""
         with self._lock:

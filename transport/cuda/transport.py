@@ -91,7 +91,7 @@ class CudaAttachment:
             if self._users:
                 return
         self._keep = None
-        self._own.let_go(self._mappings, self._table.address)
+        self._own.unmap_later(self._mappings, self._table.address)
 
     def close(self) -> None:
         with self._lock:
@@ -169,7 +169,7 @@ class CudaIpcTransport:
             if self._details is None or not epoch:
                 self._details = self._describe(self._details)
             assert self._probe is not None
-            self._probe.serve(epoch)
+            self._probe.set_epoch(epoch)
             self.epoch = epoch
             _exports[self._details.export_id] = self
             details = msgspec.msgpack.encode(self._details)
@@ -215,13 +215,13 @@ class CudaIpcTransport:
         self._check_open()
         opened: list[PeerMapping] = []
         try:
-            addresses, keep = self._reach(details, route, opened)
+            addresses, keep = self._open_memories(details, route, opened)
             found = self._prober.read(addresses.pop(), route, details.probe_checksum)
             if found != descriptor.epoch:
                 raise StaleAttachment(f"the peer serves epoch {found:#x}")
             table = self._table(descriptor, details, addresses, route)
         except BaseException:
-            self.let_go(opened, 0)
+            self.unmap_later(opened, 0)
             raise
         attachment = CudaAttachment(self, descriptor, table, opened, keep)
         with self._lock:
@@ -243,12 +243,12 @@ class CudaIpcTransport:
             "(KVSHM_STAGING=1 would let blocks travel through host memory)"
         )
 
-    def _reach(
+    def _open_memories(
         self, details: CudaDetails, route: Route, opened: list[PeerMapping]
     ) -> tuple[list[int], object]:
         """Addresses of the peer's memories and, last, its probe; what keeps them valid."""
         if details.process == self.driver.process:
-            return self._reach_inside(details)
+            return self._memories_in_process(details)
         under = details.device if route is Route.STAGED else ""
         addresses = []
         for memory in (*details.memories, details.probe):
@@ -257,7 +257,7 @@ class CudaIpcTransport:
             addresses.append(mapping.address + memory.offset)
         return addresses, None
 
-    def _reach_inside(self, details: CudaDetails) -> tuple[list[int], object]:
+    def _memories_in_process(self, details: CudaDetails) -> tuple[list[int], object]:
         """The peer lives in this process: a handle cannot be opened where it was made."""
         peer = _exports.get(details.export_id)
         if peer is None or peer._probe is None:
@@ -277,9 +277,9 @@ class CudaIpcTransport:
             target = self.memory[mine.handle].address + mine.offset
             rows.append(RegionRow(source, target, theirs.stride, mine.stride, mine.block_bytes))
         if route is Route.KERNEL and details.device != self.driver.uuid:
-            route = self._prober.faster(rows[0], descriptor.regions[0].num_blocks, details.device)
+            route = self._prober.choose(rows[0], descriptor.regions[0].num_blocks, details.device)
         if self.fault == ZERO:
-            rows = [row._replace(source=self._zeroed(), source_stride=0) for row in rows]
+            rows = [row._replace(source=self._zero_memory(), source_stride=0) for row in rows]
         table = upload(self.driver, rows, self._prober.stream, route)
         try:
             self.copy_stream.prepare(table)
@@ -288,7 +288,7 @@ class CudaIpcTransport:
             raise
         return table
 
-    def _zeroed(self) -> int:
+    def _zero_memory(self) -> int:
         """Device memory full of zeros, as long as the longest block of a region."""
         if not self._zeros:
             nbytes = max(region.block_bytes for region in self.regions)
@@ -296,7 +296,7 @@ class CudaIpcTransport:
             write(self.driver, self._zeros, bytes(nbytes), self._prober.stream)
         return self._zeros
 
-    def let_go(self, mappings: list[PeerMapping], table: int) -> None:
+    def unmap_later(self, mappings: list[PeerMapping], table: int) -> None:
         """Unmap and free on the closing thread; both may wait for the GPU."""
         job = partial(self._unmap, mappings, table)
         try:
@@ -338,10 +338,10 @@ class CudaIpcTransport:
         for attachment in list(self._attachments):
             attachment.close()
         self._closer.close()
-        self._withdraw()
+        self._free_memory()
         self._prober.close()
 
-    def _withdraw(self) -> None:
+    def _free_memory(self) -> None:
         try:
             if self._probe is not None:
                 self._probe.withdraw()

@@ -54,27 +54,27 @@ class DescriptorServer:
         self._addresses = addresses
         self.export_id = 0
         """What requests must name; the owner changes it when the memory was made anew."""
-        self._lent: list[int] = []
+        self._sent: list[int] = []
         self._server = FdServer(path, self._answer)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
         # The server has sent the last answer: that descriptor lives on at the peer's.
-        self._close_lent()
+        self._close_sent()
         request = _request_decoder.decode(packed)
         if request.export_id != self.export_id or not 0 <= request.memory < len(self._addresses):
             return msgspec.msgpack.encode(MemoryReply("stale")), []
         address = self._addresses[request.memory]
         _, nbytes = self._driver.address_range(address)
-        self._lent = [self._driver.vmm_descriptor(address)]
-        return msgspec.msgpack.encode(MemoryReply("ok", (nbytes,))), self._lent
+        self._sent = [self._driver.vmm_descriptor(address)]
+        return msgspec.msgpack.encode(MemoryReply("ok", (nbytes,))), self._sent
 
-    def _close_lent(self) -> None:
-        close_all(self._lent)
-        self._lent = []
+    def _close_sent(self) -> None:
+        close_all(self._sent)
+        self._sent = []
 
     def close(self) -> None:
         self._server.close()
-        self._close_lent()
+        self._close_sent()
 
 
 def fetch_descriptor(socket: str, export_id: int, memory: int) -> int:
