@@ -1,8 +1,8 @@
 """The real driver calls (driver.Driver), through cuda-bindings and torch.
 
-Imported only where a CUDA transport is made.  The driver API is used, not the runtime's: what
-it offers depends on the driver alone, and its errors do not stay behind for torch to find.
-torch is asked for two things: which stream a thread computes on, and arithmetic on long lists of
+Imported only to make a CUDA transport.  Uses the driver API, not the runtime API: its features
+depend on the driver alone, and its errors do not stay pending until torch reports them.  torch
+provides two things: the stream on which a thread computes, and arithmetic on long lists of
 addresses.
 """
 
@@ -27,7 +27,7 @@ IPC_HANDLE_BYTES = 64
 _PROCESS = uuid.uuid4().hex
 _host_lock = threading.Lock()
 _host_unused: dict[int, list[int]] = {}
-"""Page-locked memory nobody uses, by size: freeing it would wait for the device."""
+"""Unused page-locked memory by size: freeing it would wait for the device."""
 _FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FABRIC = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _READ = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
@@ -39,10 +39,10 @@ _no_change = nullcontext()
 
 
 class NvidiaDriver:
-    """One GPU, by torch's index of it."""
+    """One GPU, given by torch's index."""
 
     def __init__(self, ordinal: int) -> None:
-        """Raises CudaError where there is no such GPU or no driver."""
+        """Raises CudaError if there is no such GPU or no driver."""
         _call(cu.cuInit, 0)
         self.ordinal = ordinal
         self._device = _call(cu.cuDeviceGet, ordinal)
@@ -62,12 +62,13 @@ class NvidiaDriver:
 
     @staticmethod
     def _uuid_of(device: Any) -> str:
-        # The second version tells MIG instances apart; newer bindings know only that one.
+        # The second version distinguishes MIG instances; newer bindings have only that one.
         function = getattr(cu, "cuDeviceGetUuid_v2", cu.cuDeviceGetUuid)
         return bytes(_call(function, device).bytes).hex()
 
     def _in_context(self, context: Any = None) -> AbstractContextManager[None]:
-        """A helper thread has no context of its own; the serving thread has this one."""
+        """A context manager that makes a GPU's context current (None: this GPU's), unless it is
+        already.  On the serving thread it is; helper threads have no context."""
         wanted = self._context if context is None else context
         if int(_call(cu.cuCtxGetCurrent)) == int(wanted):
             return _no_change
@@ -106,7 +107,7 @@ class NvidiaDriver:
         return int(base), int(nbytes)
 
     def allocate(self, nbytes: int) -> int:
-        # From the pool: cuMemFree would wait for all of the device, the model included.
+        # From the pool: cuMemFree would wait for all work of the device, the model's included.
         address = int(self._call_in_context(cu.cuMemAllocAsync, nbytes, self._memory_stream))
         self._call_in_context(cu.cuStreamSynchronize, self._memory_stream)
         return address
@@ -135,7 +136,7 @@ class NvidiaDriver:
 
     def ipc_handle(self, base: int) -> bytes:
         handle = self._call_in_context(cu.cuIpcGetMemHandle, base)
-        # Not its attribute ``reserved``: bindings from 13.4 on have none.
+        # Not handle.reserved: the bindings have no such attribute from 13.4 on.
         return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
 
     def ipc_open(self, handle: bytes, device: str) -> int:
@@ -186,7 +187,8 @@ class NvidiaDriver:
             return self._map(handle, nbytes, _READ)
 
     def _map(self, handle: Any, nbytes: int, flags: Any) -> int:
-        """Map physical memory, which only the mapping holds from here on; its address."""
+        """Map physical memory and return its address.  From then on only the mapping keeps the
+        memory."""
         access = cu.CUmemAccessDesc()
         access.location = self._location()
         access.flags = flags
@@ -230,7 +232,7 @@ class NvidiaDriver:
     # -- work
 
     def new_stream(self) -> Stream:
-        # Not one of torch's: those are handed out in turn and may be somebody else's too.
+        # Not one of torch's streams: torch gives the same stream to several users.
         return Stream(int(self._call_in_context(cu.cuStreamCreate, _NON_BLOCKING)))
 
     def free_stream(self, stream: Stream) -> None:
@@ -238,7 +240,7 @@ class NvidiaDriver:
 
     def compute_stream(self) -> Stream:
         if not torch.cuda.is_initialized():
-            return Stream(0)  # nobody can have chosen another one yet
+            return Stream(0)  # no other stream can have been chosen yet
         return Stream(int(torch.cuda.current_stream(self.ordinal).cuda_stream))
 
     def wait(self, stream: Stream, earlier: Stream) -> None:
@@ -300,7 +302,7 @@ class NvidiaDriver:
 def _fragments(
     table: RegionTable, sources: memoryview, targets: memoryview
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Source address, target address and bytes of every fragment."""
+    """Source addresses, target addresses and sizes in bytes of all fragments."""
     rows = torch.tensor(table.rows, dtype=torch.int64)
     source = torch.frombuffer(sources, dtype=torch.int64)
     target = torch.frombuffer(targets, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""Transport for KV caches in GPU memory: peers map it where it lies and copy blocks out of it.
+"""Transport for KV caches in GPU memory: peers map the cache in place and copy blocks out of it.
 
     exporter                                        importer
     KV cache (torch's or vLLM's allocation)         attach: open every allocation once,
@@ -43,10 +43,10 @@ _log = logger(__name__)
 
 
 class CudaAttachment:
-    """A peer rank's memory on this GPU's reach (kvshm.interfaces.Attachment)."""
+    """A peer rank's memory that this GPU can reach (kvshm.interfaces.Attachment)."""
 
     ended = False
-    """No connection is held: who copies watches the process itself."""
+    """The attachment keeps no connection: the importer watches the exporter's process itself."""
 
     def __init__(
         self, own: CudaIpcTransport, descriptor: MemoryDescriptor, table: RegionTable,
@@ -61,7 +61,7 @@ class CudaAttachment:
         self._num_blocks = count_blocks(descriptor.regions)
         self._lock = threading.Lock()
         self._users = 1
-        """The attachment itself until it is closed, and its copies."""
+        """Users of the memory: the attachment until it is closed, and its copies."""
         self._closed = False
 
     def begin_copy(
@@ -84,8 +84,8 @@ class CudaAttachment:
             raise
 
     def _drop_user(self) -> None:
-        """With the last user nothing of ours reads the memory any more: it is unmapped, on the
-        closing thread."""
+        """One user less.  After the last one nothing here reads the memory, and the closing thread
+        unmaps it."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -104,8 +104,8 @@ class CudaAttachment:
 class CudaIpcTransport:
     """One rank's KV cache in GPU memory (kvshm.interfaces.Transport).
 
-    ``export`` and the constructor belong to the thread that runs the model (its current
-    stream is what copies wait for); everything else may be called by any thread.
+    ``export`` and the constructor must run on the thread that runs the model (copies wait for its
+    current stream); any thread may call everything else.
     """
 
     name = "cuda_ipc"
@@ -128,11 +128,10 @@ class CudaIpcTransport:
     ) -> None:
         """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
 
-        ``socket_path``: where VMM memory is handed over.  ``staging``: copy through host
-        memory where two GPUs cannot reach each other, instead of leaving them unshared.
-        ``programs``: how many programs the copy kernel has.  ``driver``: of the GPU that
-        torch calls current unless given.  The memory stays the caller's.  Raises
-        TransportError.
+        ``socket_path``: the socket that hands out VMM memory.  ``staging``: copy through host
+        memory between GPUs that cannot reach each other, instead of leaving them unshared.
+        ``programs``: number of programs of the copy kernel.  ``driver``: by default that of
+        torch's current GPU.  The memory stays the caller's.  Raises TransportError.
         """
         check_fault(fault)
         self.memory = (memory,) if isinstance(memory, DeviceMemory) else tuple(memory)
@@ -162,7 +161,7 @@ class CudaIpcTransport:
     # -- the exporter's side
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
-        """See Transport.  Epoch 0 describes the memory anew: its handles may have changed."""
+        """See Transport.  Epoch 0 exports the memory anew: its handles may have changed."""
         with self._lock:
             self._check_open()
             self.copy_stream.compute = self.driver.compute_stream()
@@ -176,8 +175,8 @@ class CudaIpcTransport:
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
     def fence(self) -> Callable[[], bool]:
-        """Returns what tells, without blocking, whether all that is on the compute stream now
-        has ended; a later fence replaces it."""
+        """Return a function that tells, without blocking, whether all present work on the compute
+        stream has ended.  A later fence replaces this one."""
         if self._fence is None:
             self._fence = self.driver.new_event()
         event = self._fence
@@ -191,7 +190,7 @@ class CudaIpcTransport:
         probe = self._probe.share(len(memories))
         kinds = {memory.kind for memory in memories}
         export_id = secrets.randbits(63)
-        # Memory behind a descriptor may be other than before without showing it.
+        # The memory behind a descriptor can change without a visible sign.
         if before is not None and memories == before.memories and kinds == {IPC}:
             export_id = before.export_id
         if FD in kinds:
@@ -235,7 +234,7 @@ class CudaIpcTransport:
         """Decide how the peer is reached, if at all."""
         reachable = self.driver.peer_access(details.device)
         if reachable is not False:
-            return Route.KERNEL  # None: not visible here; the probe decides
+            return Route.KERNEL  # None: the GPU is not visible here; the probe decides
         if self.staging:
             return Route.STAGED
         raise TransportError(
@@ -246,7 +245,8 @@ class CudaIpcTransport:
     def _open_memories(
         self, details: CudaDetails, route: Route, opened: list[PeerMapping]
     ) -> tuple[list[int], object]:
-        """Addresses of the peer's memories and, last, its probe; what keeps them valid."""
+        """Addresses of the peer's memories and, last, of its probe; an object that keeps them
+        valid."""
         if details.process == self.driver.process:
             return self._memories_in_process(details)
         under = details.device if route is Route.STAGED else ""
@@ -258,7 +258,7 @@ class CudaIpcTransport:
         return addresses, None
 
     def _memories_in_process(self, details: CudaDetails) -> tuple[list[int], object]:
-        """The peer lives in this process: a handle cannot be opened where it was made."""
+        """The same for a peer in this process: a process cannot open its own handles."""
         peer = _exports.get(details.export_id)
         if peer is None or peer._probe is None:
             raise TransportError("the peer, in this process, has closed its transport")
@@ -270,7 +270,7 @@ class CudaIpcTransport:
     def _table(
         self, descriptor: MemoryDescriptor, details: CudaDetails, addresses: list[int], route: Route
     ) -> RegionTable:
-        """Which bytes of the peer's go where, in device memory; ready to copy by."""
+        """The table of regions for copies from this peer, in device memory and ready for use."""
         rows = []
         for mine, theirs in zip(self.regions, descriptor.regions, strict=True):
             source = addresses[theirs.handle] + theirs.offset
@@ -289,7 +289,7 @@ class CudaIpcTransport:
         return table
 
     def _zero_memory(self) -> int:
-        """Device memory full of zeros, as long as the longest block of a region."""
+        """Address of zeroed device memory that is as long as the longest block of a region."""
         if not self._zeros:
             nbytes = max(region.block_bytes for region in self.regions)
             self._zeros = self.driver.allocate(nbytes)
@@ -297,12 +297,12 @@ class CudaIpcTransport:
         return self._zeros
 
     def unmap_later(self, mappings: list[PeerMapping], table: int) -> None:
-        """Unmap and free on the closing thread; both may wait for the GPU."""
+        """Unmap and free on the closing thread, since both may wait for the GPU."""
         job = partial(self._unmap, mappings, table)
         try:
             self._closer.submit(job)
         except TransportError:
-            job()  # the transport is closing: nothing is served any more
+            job()  # the transport is closing, so nothing waits for this thread
 
     def _unmap(self, mappings: list[PeerMapping], table: int) -> None:
         for mapping in mappings:
@@ -318,14 +318,14 @@ class CudaIpcTransport:
             raise TransportError("the transport is closed")
 
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
-        """See Transport.  Copies the blocks to the host first: for KVSHM_VERIFY only."""
+        """See Transport.  First copies the blocks to the host: for KVSHM_VERIFY only."""
         check_blocks(blocks, self.num_blocks, "this cache's")
         self._check_open()
         compute, addresses = self.copy_stream.compute, [m.address for m in self.memory]
         return block_checksums(self.driver, compute, addresses, self.regions, blocks)
 
     def close(self) -> None:
-        """See Transport.  Waits for kernels that already run."""
+        """See Transport.  Waits for kernels that are already running."""
         with self._lock:
             if self._closed:
                 return
@@ -355,11 +355,11 @@ class CudaIpcTransport:
 
 
 _exports: weakref.WeakValueDictionary[int, CudaIpcTransport] = weakref.WeakValueDictionary()
-"""What this process exports, by export_id: for peers in the same process."""
+"""The exports of this process by export_id, for peers in the same process."""
 
 
 def current_driver() -> Driver:
-    """The driver of torch's current GPU.  Raises TransportError where something is missing."""
+    """The driver of torch's current GPU.  Raises TransportError if something is missing."""
     try:
         import torch
 
