@@ -1,8 +1,8 @@
 """Transport for KV caches in host memory (vLLM's CPU backend).
 
-The exporter's cache lies in memfds.  Peers ask its descriptor socket for read-only
-descriptors, map them once, and copy blocks out of the mapping: nothing is done by the
-exporter, which need not even live any more::
+The exporter's cache lies in memfds.  Peers ask its descriptor socket for read-only descriptors,
+map them once, and copy blocks out of the mapping.  The exporter does nothing for a copy, and may
+even have ended::
 
     exporter                                     importer
     KVMemory (memfd, mapped writable)            PosixAttachment (same pages, PROT_READ)
@@ -40,7 +40,7 @@ from kvshm.shm.fds import (
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
 from .faults import ZERO, check_fault, misdirect
-from .memory import KVMemory, check_lasting
+from .memory import KVMemory, check_sealed_memory
 from .regions import (
     block_checksum,
     check_blocks,
@@ -51,7 +51,7 @@ from .regions import (
 )
 
 FETCH_TIMEOUT = 5.0
-"""Seconds an exporter's socket may take to answer; it is answered by a thread of its own."""
+"""Seconds that an exporter's socket may take to answer; a separate thread answers."""
 
 
 class ShmDetails(msgspec.Struct, frozen=True):
@@ -62,18 +62,18 @@ class ShmDetails(msgspec.Struct, frozen=True):
 
 
 class MemoryRequest(msgspec.Struct, frozen=True):
-    """What an importer asks of the descriptor socket."""
+    """An importer's request to the descriptor socket."""
 
     epoch: int
 
 
 class MemoryReply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What it hears: "ok" (the descriptors ride along) or "stale" and the epoch served."""
+    """The reply: "ok" (with the descriptors) or "stale", and the epoch served."""
 
     status: str
     epoch: int
     stays: bool = False
-    """Whether the connection is left open, for its end to tell of the exporter's."""
+    """Whether the exporter leaves the connection open until its own end."""
 
 
 _request_decoder = msgspec.msgpack.Decoder(MemoryRequest)
@@ -89,14 +89,14 @@ def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRu
 def _map_read_only(fds: Sequence[int]) -> list[mmap.mmap]:
     try:
         for fd in fds:
-            check_lasting(fd)
+            check_sealed_memory(fd)
         return [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
     except (OSError, ValueError) as exc:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
 
 
 def _check_count(descriptor: MemoryDescriptor, fds: Sequence[int]) -> None:
-    """Whoever hands out more than its regions lie in would have them kept open here."""
+    """Raise TransportError unless there is exactly one descriptor per memory of the regions."""
     wanted = 1 + max((region.handle for region in descriptor.regions), default=-1)
     if len(fds) != wanted:
         raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
@@ -105,8 +105,8 @@ def _check_count(descriptor: MemoryDescriptor, fds: Sequence[int]) -> None:
 def _fetch_memory(
     descriptor: MemoryDescriptor, own_socket: str
 ) -> tuple[list[mmap.mmap], socket.socket | None]:
-    """Ask the exporter for its descriptors and map them; also the connection, if it stays open.
-    StaleAttachment, TransportError."""
+    """Ask the exporter for its descriptors and map them.  Also returns the connection, if it stays
+    open.  Raises StaleAttachment or TransportError."""
     details = unpack_details(descriptor, PosixShmTransport.name, ShmDetails)
     socket_path = sibling_socket(own_socket, details.socket)
     request = msgspec.msgpack.encode(MemoryRequest(descriptor.epoch))
@@ -131,7 +131,7 @@ def _fetch_memory(
 
 @dataclass(frozen=True, slots=True)
 class _PeerMemory:
-    """A peer's mapped memory.  Unmapped with its last holder: attachment or pending copy."""
+    """A peer's mapped memory, unmapped when neither attachment nor pending copy holds it."""
 
     regions: list[StridedRun]
     mappings: list[mmap.mmap]
@@ -183,21 +183,21 @@ class PosixAttachment:
         return copier.begin(plan) if keep_going is None else copier.copy_now(plan, keep_going)
 
     def close(self) -> None:
-        """Unmap on the copy thread, after the copies from here.  Idempotent, never blocks."""
+        """Unmap on the copy thread, after this attachment's copies.  Idempotent, never blocks."""
         peer, self._peer = self._peer, None
         if peer is None:
             return
         if self._connection is not None:
             self._connection.close()
-        last = [peer]  # unmapped when this is cleared, unless a copy still holds it
+        last = [peer]  # clearing the list unmaps the memory, unless a copy still holds it
         del peer
-        # After the transport has closed there is no queue any more: dropped here and now.
+        # A closed transport has no queue any more: the memory is then unmapped on return.
         with suppress(TransportError):
             self._own.copier.submit(last.clear)
 
 
 def _all_zeros(regions: list[StridedRun]) -> tuple[list[StridedRun], bytes]:
-    """Regions whose every block is the same zeros, and the zeros to keep alive."""
+    """Regions in which every block is the same zeros; also the zeros, which must be kept."""
     zeros = bytes(max(block_bytes for _, _, block_bytes, _ in regions))
     address = _native.address(zeros)
     return [(address, 0, block_bytes, count) for _, _, block_bytes, count in regions], zeros
@@ -212,7 +212,7 @@ class PosixShmTransport:
 
     name = "posix_shm"
     late_writers = True
-    """Of no meaning here: what a processor has been given to do, it has done."""
+    """Without effect here: on a CPU, the model's launched work has ended."""
     allocate = staticmethod(KVMemory.create)
 
     def __init__(
@@ -225,8 +225,8 @@ class PosixShmTransport:
     ) -> None:
         """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
 
-        ``socket_path`` is this rank's own name in the run directory.  ``fault`` makes every
-        copy wrong on purpose (faults.py).  The memory stays the caller's to close.  Raises
+        ``socket_path`` is the path of this rank's socket in the run directory.  ``fault`` makes
+        every copy wrong on purpose (faults.py).  The caller closes the memory.  Raises
         TransportError if the regions do not fit the memory.
         """
         check_fault(fault)
@@ -260,7 +260,7 @@ class PosixShmTransport:
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
-        """Answer one request; on the server's thread, without the lock that closing holds."""
+        """Answer one request, on the server's thread, without the lock: ``close`` holds it."""
         epoch = self._epoch
         try:
             wanted = _request_decoder.decode(packed).epoch
@@ -290,8 +290,8 @@ class PosixShmTransport:
         return [block_checksum(self._views, self.regions, block) for block in blocks]
 
     def close(self) -> None:
-        """End the export, cancel copies, close attachments.  Idempotent.  Returns when nothing
-        is written any more: after the block that is being copied, at most."""
+        """End the export, cancel copies, close attachments.  Idempotent.  Returns when nothing is
+        written any more: after the block that is being copied at most."""
         with self._lock:
             if self._closed:
                 return
@@ -302,5 +302,5 @@ class PosixShmTransport:
             attachment.close()
         self.copier.close()
         close_all(self._fds)
-        # No cycle may keep gigabytes waiting for the garbage collector.
+        # Break reference cycles, which would keep gigabytes until the garbage collector runs.
         self._fds, self._attachments, self._server = [], [], None
