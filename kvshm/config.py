@@ -224,8 +224,7 @@ class Config:
         config = cls(
             **values,
             given=frozenset(s.name for s in SETTINGS if s.field in values),
-            warnings=_unknown_names(environ)
-            + _plugin_missing(environ, values.get("enable", False)),
+            warnings=_unknown_names(environ) + _no_plugin(environ, values.get("enable", False)),
         )
         _check_length(config, given["KVSHM_RUN_DIR"][0])
         return config
@@ -312,7 +311,7 @@ def _check_length(config: Config, called: str) -> None:
         )
 
 
-def _plugin_missing(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
+def _no_plugin(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
     """A warning if VLLM_PLUGINS does not name kvshm: vLLM then does not load the plugin, and no
     process of vLLM reads KVSHM_ENABLE or can warn.  ``kvshm config`` can."""
     plugins = environ.get("VLLM_PLUGINS")

@@ -38,13 +38,13 @@ class Timing:
     silence_seconds: float = 5.0
     """Silence of the coordinator after which engines consider it lost.  Longer than
     ``suspect_seconds``, since every engine then has to join again."""
-    no_coordinator_seconds: float = 5.0
+    absence_seconds: float = 5.0
     """Time without a message from any coordinator after which the engine logs that there is none.
     A coordinator that is started together with the engines takes about a second."""
 
     # -- an engine that joins
 
-    describe_poll_seconds: float = 0.05
+    describe_seconds: float = 0.05
     """Between two checks whether the engine is ready to join: ranks describe themselves one after
     the other."""
     reply_seconds: float = 2.0

@@ -19,7 +19,7 @@ from kvshm.shm.layout import SEQUENCE_OFFSET
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.shm.slot_table import SlotTableView
 
-from .fetching import EngineSegments, coordinator_runs, fetch_all
+from .fetching import Segments, coordinator_runs, fetch_all
 from .invariants import (
     AFTER_SWEEP,
     Violation,
@@ -35,7 +35,7 @@ _STABLE_READS = 20
 
 
 @dataclass
-class CheckResult:
+class Findings:
     """What one check of a run directory found."""
 
     checked: Counter[str] = field(default_factory=Counter)
@@ -50,7 +50,7 @@ def check(
     namespace: str | None,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
-) -> CheckResult:
+) -> Findings:
     """Read all segments of a namespace (None: of all), and read suspects again.
 
     The returned suspects are proven: they are violations.  Blocks for about half a second if
@@ -65,22 +65,20 @@ def check(
         if suspects:
             pause(PAUSE_SECONDS)
             suspects &= set(check_once(run_dir, namespace).suspects)
-    return CheckResult(first.checked, [v for v in first.suspects if v in proven], first.warnings)
+    return Findings(first.checked, [v for v in first.suspects if v in proven], first.warnings)
 
 
-def check_once(run_dir: Path, namespace: str | None) -> CheckResult:
+def check_once(run_dir: Path, namespace: str | None) -> Findings:
     """Read every segment once.  Engines that end meanwhile are left out."""
-    found = CheckResult()
+    found = Findings()
     with fetch_all(run_dir, namespace) as engines:
         for space in sorted({engine.namespace for engine in engines}):
             members = [engine for engine in engines if engine.namespace == space]
-            _check_namespace(space, members, coordinator_runs(run_dir, space), found)
+            _check_space(space, members, coordinator_runs(run_dir, space), found)
     return found
 
 
-def _check_namespace(
-    space: str, engines: list[EngineSegments], coordinated: bool, found: CheckResult
-) -> None:
+def _check_space(space: str, engines: list[Segments], coordinated: bool, found: Findings) -> None:
     tables: dict[str, SlotTableView] = {}
     for engine in engines:
         if engine.table is not None:
@@ -109,7 +107,7 @@ def _check_namespace(
 # -- replica indexes
 
 
-def _check_replica(engine: EngineSegments, replica: ReplicaReader) -> Iterator[Violation]:
+def _check_replica(engine: Segments, replica: ReplicaReader) -> Iterator[Violation]:
     name = str(engine.name(INDEX_KIND))
     if (said := replica.header.epoch) != engine.epoch:
         yield Violation(name, "header", f"says epoch {said:016x}; its socket does not")

@@ -23,7 +23,7 @@ from kvshm.config import Config
 from kvshm.errors import ConfigError, RunDirectoryError
 from kvshm.rundir import choose_run_directory, open_run_directory
 
-from .check import CheckResult, check
+from .check import Findings, check
 from .closed_pipe import run_until_pipe_closes
 from .render import ended, render
 from .report import Filters, Json, build_report
@@ -91,7 +91,7 @@ def _what_there_is(run_dir: Path) -> Iterator[str]:
 
 def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
     """Print the violations and warnings; return the exit status."""
-    found = check(run_dir, namespace) if run_dir.exists() else CheckResult()
+    found = check(run_dir, namespace) if run_dir.exists() else Findings()
     if as_json:
         wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
         told = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}

@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
 
 @dataclass
-class EngineSegments:
+class Segments:
     """The segments that one engine has handed out, in one epoch."""
 
     namespace: str
@@ -75,12 +75,12 @@ class EngineSegments:
 
 
 @contextmanager
-def fetch_all(run_dir: Path, namespace: str | None) -> Iterator[list[EngineSegments]]:
+def fetch_all(run_dir: Path, namespace: str | None) -> Iterator[list[Segments]]:
     """Ask every engine of a namespace (None: of all); the segments stay mapped within the context.
     Engines that end meanwhile are left out.  Blocks for some seconds at most if engines are
     stopped.  Raises OSError if there is no such directory."""
     engines = [
-        EngineSegments(found.namespace, found.epoch, found.path)
+        Segments(found.namespace, found.epoch, found.path)
         for found in list_sockets(run_dir, namespace)
         if found.epoch is not None
     ]
@@ -98,7 +98,7 @@ def coordinator_runs(run_dir: Path, namespace: str) -> bool:
     return is_served(tables_socket(run_dir, namespace))
 
 
-def _fetch(engine: EngineSegments) -> None:
+def _fetch(engine: Segments) -> None:
     handouts = Handouts(engine.path.parent, engine.namespace)
     try:
         engine.table = handouts.table(SlotTableView, engine.epoch)
@@ -114,7 +114,7 @@ def _fetch(engine: EngineSegments) -> None:
         engine.replica = handouts.replica(engine.epoch)
 
 
-def _ask_coordinator(engine: EngineSegments, handouts: Handouts, silence: KvshmError) -> None:
+def _ask_coordinator(engine: Segments, handouts: Handouts, silence: KvshmError) -> None:
     try:
         engine.table = handouts.table_from_coordinator(engine.epoch)
         rest = "its table is shown by the coordinator, its replica is not"

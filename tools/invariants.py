@@ -64,7 +64,7 @@ def cross_table_violations(tables: Mapping[str, SlotTableView], swept: bool) -> 
     claims = {name: table.lease_bit for name, table in tables.items() if table.lease_bit >= 0}
     if swept:
         for name, table in tables.items():
-            yield from _leases_without_holder(name, table, set(claims.values()))
+            yield from _unheld_leases(name, table, set(claims.values()))
     first: dict[int, str] = {}
     for name, bit in claims.items():
         if tables[name].died or tables[name].retired:
@@ -74,9 +74,7 @@ def cross_table_violations(tables: Mapping[str, SlotTableView], swept: bool) -> 
             yield Violation(name, "header", found, AFTER_SWEEP)
 
 
-def _leases_without_holder(
-    name: str, table: SlotTableView, held: Collection[int]
-) -> Iterator[Violation]:
+def _unheld_leases(name: str, table: SlotTableView, held: Collection[int]) -> Iterator[Violation]:
     for block, slot in slots_in_use(table):
         for bit in range(slot.leases.bit_length()):
             if slot.leases >> bit & 1 and bit not in held:

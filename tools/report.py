@@ -21,7 +21,7 @@ from kvshm.shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 from kvshm.shm.slot_table import Slot, SlotTableView
 
 from .chains import find_chains
-from .fetching import EngineSegments, coordinator_runs, fetch_all, slots_in_use
+from .fetching import Segments, coordinator_runs, fetch_all, slots_in_use
 
 Json = dict[str, Any]
 TAG_BYTES = 8
@@ -83,7 +83,7 @@ def build_report(run_dir: Path, namespace: str | None, filters: Filters) -> Json
         }
 
 
-def _namespace(fetched: list[EngineSegments], filters: Filters) -> Json:
+def _namespace(fetched: list[Segments], filters: Filters) -> Json:
     tables, replicas = [], []
     for one in fetched:
         if one.table is not None:

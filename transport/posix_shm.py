@@ -30,13 +30,7 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import (
-    close_all,
-    fetch_and_keep_open,
-    peer_has_closed,
-    sibling_socket,
-    socket_name,
-)
+from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket, socket_name
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
 from .faults import ZERO, check_fault, misdirect
@@ -110,7 +104,7 @@ def _fetch_memory(
     details = unpack_details(descriptor, PosixShmTransport.name, ShmDetails)
     socket_path = sibling_socket(own_socket, details.socket)
     request = msgspec.msgpack.encode(MemoryRequest(descriptor.epoch))
-    reply, fds, connection = fetch_and_keep_open(socket_path, request, FETCH_TIMEOUT)
+    reply, fds, connection = fetch_keep_open(socket_path, request, FETCH_TIMEOUT)
     stays = False
     try:
         answer = _reply_decoder.decode(reply)

@@ -275,7 +275,7 @@ class CoordinatorSession:
     def _join(self, now: float) -> None:
         info = self.guard.call(self._handler.describe)
         if info is None:
-            self._next_try = now + self._timing.describe_poll_seconds
+            self._next_try = now + self._timing.describe_seconds
             return
         if info.epoch != self._epoch:
             self._hand_over()
@@ -285,9 +285,7 @@ class CoordinatorSession:
         self._early.clear()
         self._events_lost = False
         if self._unheard_until is not None:
-            self._unheard_until = min(
-                self._unheard_until, now + self._timing.no_coordinator_seconds
-            )
+            self._unheard_until = min(self._unheard_until, now + self._timing.absence_seconds)
         engine = msgspec.structs.replace(info, lease_bit=self._lease_bit)
         if not self._send(Join(protocol=PROTOCOL_VERSION, engine=engine, sequence=self._sequence)):
             self._back_off(now)

@@ -31,7 +31,7 @@ from kvshm.replica.index import Replica
 from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import engine_socket, peers_file, tables_socket
 from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import close_all, fetch_and_keep_open
+from kvshm.shm.fds import close_all, fetch_keep_open
 from kvshm.shm.layout import table_bytes
 from kvshm.shm.own_slot_table import OwnSlotTable
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
@@ -155,7 +155,7 @@ def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> As
     SegmentError."""
     try:
         request = encode_request(kind, epoch, writable)
-        reply, fds, connection = fetch_and_keep_open(path, request, timeout)
+        reply, fds, connection = fetch_keep_open(path, request, timeout)
     except TransportError as exc:
         raise _kind_of(exc.__cause__)(str(exc)) from exc
     try:

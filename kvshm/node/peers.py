@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady
 from kvshm.ids import Epoch, LeaseBit
 from kvshm.log import engine_name, logger
-from kvshm.replica.index import Forgotten, Replica
+from kvshm.replica.index import Replica, StaleRecords
 from kvshm.shm.counters import (
     MISS_FINGERPRINT,
     MISS_NO_OWNER,
@@ -161,7 +161,7 @@ class Peers:
             return
         try:
             # The order matters: what is known before the scan begins was READY before.
-            before = self.replica.heard(peer.row)
+            before = self.replica.tombstones(peer.row)
             self.replica.resync(peer.row, before, peer.table.scan())
         except (KvshmError, IndexError, ValueError, OSError) as exc:
             self._drop(epoch)
@@ -216,7 +216,7 @@ class Peers:
         mask = view.mask
         while mask:
             # Before the lookup: what the writer has done since, the lookup sees.
-            forgotten = list(self.replica.forgotten) if self.replica.forgotten else ()
+            forgotten = list(self.replica.stale_records) if self.replica.stale_records else ()
             runs = self.replica.lookup(hashes, start, stop, mask)
             if not runs:
                 break
@@ -290,7 +290,7 @@ class Peers:
         """Forget everybody and the replica; later calls do nothing.  Idempotent."""
         self._closed = True
         self._view = _NOBODY
-        self.replica.end()
+        self.replica.close_soon()
         if self._listed is not None:
             self._listed.end()
 
@@ -371,7 +371,7 @@ class Peers:
             log.warning("engine %s %s", info.who, what)
 
 
-def _is_stale(peer: Peer, records: bytes, forgotten: Collection[Forgotten]) -> bool:
+def _is_stale(peer: Peer, records: bytes, forgotten: Collection[StaleRecords]) -> bool:
     """Whether one of the peer's packed records is among what shall not be offered any more."""
     size = RECORD_BYTES
     stale = [those.records for those in forgotten if those.epoch == peer.info.epoch]

@@ -56,7 +56,7 @@ _SCANNED_BYTES = 1 + 2 * RECORD_BYTES // TOMBSTONE_BYTES
 """What a scan takes for each byte of tombstones: a copy of it, and of all records two."""
 
 
-class Applied(NamedTuple):
+class ApplyResult(NamedTuple):
     """What became of a batch of events."""
 
     added: int = 0
@@ -66,14 +66,14 @@ class Applied(NamedTuple):
     """Publishes for which there was no room."""
 
 
-class Published(NamedTuple):
+class HeardBlock(NamedTuple):
     """What was heard of a block that is published."""
 
     tag: int
     generation: Generation
 
 
-class Forgotten(NamedTuple):
+class StaleRecords(NamedTuple):
     """Packed records that shall not be offered any more, of the engine that had the row then."""
 
     row: int
@@ -88,7 +88,7 @@ class Replica(ReplicaReader):
     writes are dropped without an error: the threads of an engine end independently.
     """
 
-    forgotten: deque[Forgotten]
+    stale_records: deque[StaleRecords]
     """What ``forget`` was told and the writer has yet to do.  An entry leaves it only after the
     index has changed: who sees it empty before a lookup will not be offered any of it."""
 
@@ -96,7 +96,7 @@ class Replica(ReplicaReader):
         super().__init__(segment)
         self._header = header
         self._lock = threading.Lock()
-        self.forgotten = deque()
+        self.stale_records = deque()
         self._ending = False
         self._tombstones: dict[int, bytearray] = {}
         self._refused = 0
@@ -130,7 +130,7 @@ class Replica(ReplicaReader):
 
         Raises IndexFull if all rows are taken or there is no memory, SegmentError after ``close``.
         """
-        with self._turn():
+        with self._exclusive():
             row = next((r for r in range(NUM_ROWS) if r not in self._tombstones), None)
             if row is None:
                 raise IndexFull(f"{self.name} has {NUM_ROWS} rows and all are taken")
@@ -143,13 +143,13 @@ class Replica(ReplicaReader):
 
     def set_row_state(self, row: int, state: RowState) -> None:
         """Say whether lookups may use a row: those of other processes use live ones only."""
-        with self._turn():
+        with self._exclusive():
             if row in self._tombstones and not self._segment.closed:
                 _set_state(self._segment.buffer, row, state)
 
     def drop_row(self, row: int) -> int:
         """Forget an engine, its entries and its tombstones; returns the number of entries."""
-        with self._turn():
+        with self._exclusive():
             if self._tombstones.pop(row, None) is None or self._segment.closed:
                 return 0
             buffer = self._segment.buffer
@@ -160,7 +160,7 @@ class Replica(ReplicaReader):
 
     # -- entries
 
-    def apply(self, row: int, records: bytes) -> Applied:
+    def apply(self, row: int, records: bytes) -> ApplyResult:
         """Apply an ordered batch of one engine's events.
 
         What is not newer than what was heard before is ignored, and so is all of an unknown
@@ -170,17 +170,17 @@ class Replica(ReplicaReader):
         """
         return self.apply_all([(row, records)])
 
-    def apply_all(self, batches: Sequence[tuple[int, bytes]]) -> Applied:
+    def apply_all(self, batches: Sequence[tuple[int, bytes]]) -> ApplyResult:
         """The same for batches of several engines, each with its row, and the GIL given up once
         for all of them.  After an exception batches before the one that raised are applied, and
         may be applied again."""
-        try:  # as in _turn, which costs several times as much: this comes most often by far
+        try:  # as in _exclusive, which costs several times as much: this comes most often by far
             with self._lock:
                 heard = {} if self._segment.closed else self._tombstones
                 known = [(heard[row], row, records) for row, records in batches if row in heard]
-                applied = self._apply(known) if known else Applied()
+                applied = self._apply(known) if known else ApplyResult()
         finally:
-            self._catch_up()
+            self._run_pending()
         if len(known) == len(batches):
             return applied
         unknown = sum(len(records) for row, records in batches if row not in heard)
@@ -192,18 +192,18 @@ class Replica(ReplicaReader):
 
         Never waits: where another thread writes, that thread does it before it is done.
         """
-        self.forgotten.append(Forgotten(row, epoch, records))
-        self._catch_up()
+        self.stale_records.append(StaleRecords(row, epoch, records))
+        self._run_pending()
 
-    def heard(self, row: int) -> bytes:
+    def tombstones(self, row: int) -> bytes:
         """Return what was heard of a row so far (its tombstones): taken before a scan of that
         engine's table begins, for ``resync``.  Raises IndexFull if there is no memory for both."""
-        with self._turn():
+        with self._exclusive():
             heard = self._tombstones.get(row, b"")
             _check_memory(self.name, len(heard) * _SCANNED_BYTES, "a scan of a table")
             return bytes(heard)
 
-    def resync(self, row: int, before: bytes, scanned: bytes) -> Applied:
+    def resync(self, row: int, before: bytes, scanned: bytes) -> ApplyResult:
         """Bring a row in line with a scan of its engine's table.
 
         A block published in ``before`` that the scan did not see has left READY, since words
@@ -214,15 +214,15 @@ class Replica(ReplicaReader):
 
     def check_integrity(self) -> list[str]:
         """Also: exactly the blocks heard of as published have entries.  Takes the lock."""
-        with self._turn():
+        with self._exclusive():
             wrong = super().check_integrity()
             held = {
-                (e.row, int(e.block_id)): Published(e.tag, e.generation) for e in self.entries()
+                (e.row, int(e.block_id)): HeardBlock(e.tag, e.generation) for e in self.entries()
             }
         heard = {
             (row, block): known
             for row in self._tombstones
-            for block, known in published(self.heard(row)).items()
+            for block, known in published_blocks(self.tombstones(row)).items()
         }
         return wrong + [
             f"row, block {place}: {held.get(place)} held, {heard.get(place)} heard of"
@@ -232,48 +232,48 @@ class Replica(ReplicaReader):
 
     def close(self) -> None:
         """Unmap.  Idempotent; waits for a write under way."""
-        with self._turn():
+        with self._exclusive():
             super().close()
 
-    def end(self) -> None:
+    def close_soon(self) -> None:
         """``close`` without waiting: where another thread writes, that thread does it before it
         is done."""
         self._ending = True
-        self._catch_up()
+        self._run_pending()
 
     # -- turns
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """Write, one thread at a time; and what others asked for meanwhile, afterwards."""
         try:
             with self._lock:
                 yield
         finally:
-            self._catch_up()
+            self._run_pending()
 
-    def _catch_up(self) -> None:
+    def _run_pending(self) -> None:
         """Do what was asked for, unless another thread writes: it comes here once it is done,
         and what was asked for before that it finds."""
-        while (self.forgotten or self._ending) and self._lock.acquire(blocking=False):
+        while (self.stale_records or self._ending) and self._lock.acquire(blocking=False):
             try:
-                if self._work_off():
+                if self._do_pending():
                     return
             finally:
                 self._lock.release()
 
-    def _work_off(self) -> bool:
+    def _do_pending(self) -> bool:
         """Whether the end has come."""
-        while self.forgotten:
+        while self.stale_records:
             try:
-                self._drop(self.forgotten[0])
+                self._drop(self.stale_records[0])
             finally:
-                self.forgotten.popleft()
+                self.stale_records.popleft()
         if self._ending:
             super().close()
         return self._ending
 
-    def _drop(self, stale: Forgotten) -> None:
+    def _drop(self, stale: StaleRecords) -> None:
         tombstones = self._tombstones.get(stale.row)
         if tombstones is None or self._segment.closed:
             return
@@ -285,7 +285,7 @@ class Replica(ReplicaReader):
 
     # -- growth
 
-    def _apply(self, batches: list[tuple[bytearray, int, bytes]]) -> Applied:
+    def _apply(self, batches: list[tuple[bytearray, int, bytes]]) -> ApplyResult:
         """Apply, growing as needed: applying again does nothing to what was applied before."""
         apply = _native.index_apply
         added, removed, ignored, full = apply(self._segment.buffer, batches)
@@ -293,7 +293,7 @@ class Replica(ReplicaReader):
             more = apply(self._segment.buffer, batches)
             added, removed, full = added + more[0], removed + more[1], more[3]
         self._refused += full
-        return Applied(added, removed, ignored, full)
+        return ApplyResult(added, removed, ignored, full)
 
     def _grow(self) -> bool:
         """Try to become larger; after a failure not again until twice as much was refused."""
@@ -342,10 +342,10 @@ def _check_memory(name: str, nbytes: int, what: str) -> None:
         ) from exc
 
 
-def published(heard: bytes) -> dict[int, Published]:
+def published_blocks(heard: bytes) -> dict[int, HeardBlock]:
     """By block id: the blocks that these tombstones have as published."""
     return {
-        block_id: Published(tag, Generation(generation))
+        block_id: HeardBlock(tag, Generation(generation))
         for block_id, (tag, state, generation) in enumerate(_TOMBSTONE.iter_unpack(heard))
         if state == RecordKind.PUBLISH
     }

@@ -46,7 +46,7 @@ def violations(buffer: memoryview) -> list[str]:
     ]
     capacity = (buffer.nbytes - INDEX_HEADER_BYTES) // ENTRY_BYTES
     return wrong + [
-        f"entry {place}: cannot be found by its tag" for place in _lost(places, found, capacity)
+        f"entry {place}: cannot be found by its tag" for place in _hidden(places, found, capacity)
     ]
 
 
@@ -59,7 +59,7 @@ def _miscounted(buffer: memoryview, found: Sequence[Entry], taken: dict[int, Row
     for row in taken.values():
         if used[row.row] != row.entries:
             wrong.append(f"row {row.row}: {row.entries} entries counted, {used[row.row]} in use")
-    wrong += _strange_rows(buffer, taken)
+    wrong += _row_violations(buffer, taken)
     return wrong + [
         f"row {row}: {n} entries, but the row is free"
         for row, n in used.items()
@@ -67,7 +67,7 @@ def _miscounted(buffer: memoryview, found: Sequence[Entry], taken: dict[int, Row
     ]
 
 
-def _strange_rows(buffer: memoryview, taken: dict[int, Row]) -> list[str]:
+def _row_violations(buffer: memoryview, taken: dict[int, Row]) -> list[str]:
     wrong, epochs = [], dict[int, int]()
     for row in taken.values():
         if epochs.setdefault(row.epoch, row.row) != row.row:
@@ -79,7 +79,7 @@ def _strange_rows(buffer: memoryview, taken: dict[int, Row]) -> list[str]:
     return wrong
 
 
-def _lost(places: Sequence[int], found: Sequence[Entry], capacity: int) -> Iterator[int]:
+def _hidden(places: Sequence[int], found: Sequence[Entry], capacity: int) -> Iterator[int]:
     """Yield the places that probing cannot reach: a free one lies between home and place."""
     if not places:
         return

@@ -154,13 +154,13 @@ def fetch(path: str | Path, request: bytes, timeout: float) -> tuple[bytes, list
     the caller's to close.  Raises TransportError: no such socket, nobody listens, another
     user's, no answer in time, cut answer.  No descriptor survives an error.
     """
-    reply, fds, connection = fetch_and_keep_open(path, request, timeout)
+    reply, fds, connection = fetch_keep_open(path, request, timeout)
     connection.close()
     return reply, fds
 
 
 def peer_has_closed(connection: socket.socket) -> bool:
-    """Whether the owner has ended a connection of ``fetch_and_keep_open``.  Does not block."""
+    """Whether the owner has ended a connection of ``fetch_keep_open``.  Does not block."""
     try:
         return not connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -169,7 +169,7 @@ def peer_has_closed(connection: socket.socket) -> bool:
         return True
 
 
-def fetch_and_keep_open(
+def fetch_keep_open(
     path: str | Path, request: bytes, timeout: float
 ) -> tuple[bytes, list[int], socket.socket]:
     """The same, and the connection, the caller's to close: ``peer_has_closed`` tells when the owner

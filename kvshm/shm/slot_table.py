@@ -72,9 +72,7 @@ class SlotTableView(TableHeader):
     """Whether who has this role maps the table to write to it."""
 
     @classmethod
-    def from_fd(
-        cls, name: str, fd: int, *, largest: int = LARGEST_TABLE, keep: bool = False
-    ) -> Self:
+    def from_fd(cls, name: str, fd: int, largest: int = LARGEST_TABLE, keep: bool = False) -> Self:
         """Map a table whose descriptor was handed on; ``fd`` is closed, or kept to be handed on
         again.  ``name`` is what to call it, ``largest`` of how many bytes it may be.
 

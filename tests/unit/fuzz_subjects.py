@@ -223,7 +223,7 @@ class Index(Subject):
         yield "drop_row", lambda r: r.drop_row(0)
         yield "add_row", lambda r: r.add_row(Epoch(9), "x", 4, LeaseBit(1))
         yield "set_row_state", lambda r: r.set_row_state(0, RowState.SUSPECTED)
-        yield "resync", lambda r: r.resync(0, r.heard(0), UNPUBLISHED[:48])
+        yield "resync", lambda r: r.resync(0, r.tombstones(0), UNPUBLISHED[:48])
 
     def _as_owner(self, change: Callable[[Replica], object]) -> None:
         """The segment is its owner's, with what the owner remembers apart from it."""

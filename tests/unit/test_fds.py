@@ -22,7 +22,7 @@ from kvshm.shm.fds import (
     MAX_REPLY_BYTES,
     close_all,
     fetch,
-    fetch_and_keep_open,
+    fetch_keep_open,
     peer_has_closed,
 )
 
@@ -282,7 +282,7 @@ except OSError as exc:
 def test_the_end_of_an_open_connection_tells_of_the_owners(path, serve, memory):
     before = open_fds()
     server = serve(memory)
-    reply, fds, connection = fetch_and_keep_open(path, b"x", PATIENCE)
+    reply, fds, connection = fetch_keep_open(path, b"x", PATIENCE)
     close_all(fds)
     assert (reply, peer_has_closed(connection)) == (b"re:x", False)
     close_all(fetch(path, b"others come and go", PATIENCE)[1])
@@ -298,7 +298,7 @@ def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, m
     """Nor each other: the oldest is ended, and its peer may ask again."""
     monkeypatch.setattr("kvshm.shm.fd_server.MAX_KEPT", 3)
     server = serve()
-    kept = [fetch_and_keep_open(path, b"x", PATIENCE)[2] for _ in range(4)]
+    kept = [fetch_keep_open(path, b"x", PATIENCE)[2] for _ in range(4)]
     until(lambda: peer_has_closed(kept[0]))
     assert [peer_has_closed(one) for one in kept[1:]] == [False] * 3
     kept[1].send(b"more than one request")
@@ -325,7 +325,7 @@ signal.pause()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], process_group=0, **pipes) as owner:
         assert owner.stdout.readline() == "listening\n"  # its path is there a little before
-        _, _, connection = fetch_and_keep_open(path, b"x", PATIENCE)
+        _, _, connection = fetch_keep_open(path, b"x", PATIENCE)
         owner.stdin.write("\n")
         owner.stdin.flush()
         assert owner.stdout.readline() == "forked\n"
@@ -340,10 +340,10 @@ def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
     """A cleaning script has no other effect; who was answered before stays connected."""
     monkeypatch.setattr("kvshm.shm.fd_server.LOOK_SECONDS", 0.05)
     server = serve()
-    connection = fetch_and_keep_open(path, b"x", PATIENCE)[2]
+    connection = fetch_keep_open(path, b"x", PATIENCE)[2]
     os.unlink(path)
     until(lambda: os.path.lexists(path))
-    reply, fds, again = fetch_and_keep_open(path, b"x", PATIENCE)
+    reply, fds, again = fetch_keep_open(path, b"x", PATIENCE)
     assert reply
     close_all(fds)
     assert not peer_has_closed(connection)
@@ -355,7 +355,7 @@ def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
 
 def test_a_server_may_keep_nobody(path, monkeypatch):
     server = FdServer(path, lambda request: (b"answer", []), max_kept=0)
-    reply, _, connection = fetch_and_keep_open(path, b"x", PATIENCE)
+    reply, _, connection = fetch_keep_open(path, b"x", PATIENCE)
     assert reply == b"answer"
     until(lambda: peer_has_closed(connection))
     connection.close()

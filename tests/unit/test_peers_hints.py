@@ -8,7 +8,7 @@ import pytest
 
 from kvshm.node.peers import QUARANTINE_FAILURES, Peers, PeersStats
 from kvshm.node.protocol import EngineInfo
-from kvshm.replica.index import Forgotten
+from kvshm.replica.index import StaleRecords
 from kvshm.shm.counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED
 from kvshm.shm.slot_table import PeerSlotTable
 from kvshm.timing import TIMING
@@ -323,7 +323,7 @@ def test_what_was_forgotten_of_one_epoch_is_found_in_the_next(peers: Peers, expo
     assert new.publish(1) == records
     peers.joined(new.info)
     row = peers._view.peers[new.info.epoch].row
-    peers.replica.forgotten.append(Forgotten(row, old.info.epoch, records))
+    peers.replica.stale_records.append(StaleRecords(row, old.info.epoch, records))
     assert offered(peers, 1)
     peers.forget(new.info.epoch, records)
     assert not offered(peers, 1)
