@@ -338,7 +338,7 @@ signal.pause()
 
 def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
     """A cleaning script has no other effect; who was answered before stays connected."""
-    monkeypatch.setattr("kvshm.shm.fd_server.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 0.05)
     server = serve()
     connection = fetch_keep_open(path, b"x", PATIENCE)[2]
     os.unlink(path)
