@@ -46,8 +46,8 @@ NUM_BLOCKS = 64
 WORKER = """
 import sys
 from pathlib import Path
-from kvshm.handout import Handouts
-from kvshm.own_slots import RankSlotTable
+from kvshm.node.handout import Handouts
+from kvshm.shm.own_slot_table import RankSlotTable
 handouts, rank, table = Handouts(Path(sys.argv[1]), sys.argv[2]), int(sys.argv[3]), None
 for epoch in sys.stdin:
     table = handouts.table(RankSlotTable, int(epoch))  # the one before goes
@@ -175,7 +175,7 @@ class Engine:
         match news:
             case Joined():
                 self.bit = LeaseBit(news.lease_bit)
-                self.table.lease_bit = self.bit
+                self.table.set_lease_bit(self.bit)
                 say(
                     "joined",
                     bit=news.lease_bit,

@@ -105,7 +105,7 @@ def test_who_serves_in_another_pid_namespace_is_alive(node: Node) -> None:
     table_of(node, engine).close()
     before = left(node)
     script = (
-        "import sys; from pathlib import Path; from kvshm.leftovers import clear\n"
+        "import sys; from pathlib import Path; from kvshm.node.leftovers import clear\n"
         "print(clear(Path(sys.argv[1]), sys.argv[2]))"
     )
     command = [*OWN_PIDS, sys.executable, "-c", script, str(node.run_dir), node.namespace]

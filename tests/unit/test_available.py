@@ -182,9 +182,9 @@ import os, sys
 with open(sys.argv[1], "w") as procs:
     procs.write(str(os.getpid()))
 from kvshm.errors import KvshmError
-from kvshm.index import Replica
-from kvshm.records import BlockRecord, pack_records
-from kvshm.own_slots import OwnSlotTable, TableSpec
+from kvshm.replica.index import Replica
+from kvshm.shm.layout import BlockRecord, pack_records
+from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.transport.memory import KVMemory
 replica = Replica.create("limited", "e", 5, 1 << 10)
 spec = TableSpec("limited", "e", 4_000_000, 16, 1, bytes(32))

@@ -55,8 +55,8 @@ MUTE = ENGINE.replace("engine.table.begin_pulse(None)\n", "")
 WORKER = f"""
 import sys
 from pathlib import Path
-from kvshm.handout import Handouts
-from kvshm.own_slots import RankSlotTable
+from kvshm.node.handout import Handouts
+from kvshm.shm.own_slot_table import RankSlotTable
 table = Handouts(Path(sys.argv[1]), sys.argv[2]).table(RankSlotTable, {EPOCH})
 table.begin_pulse(int(sys.argv[3]))
 print("has the table", flush=True)

@@ -84,8 +84,8 @@ def test_only_known_counters_count_and_only_upwards(table: AnyTable) -> None:
 
 ADD = """
 import sys
-from kvshm.counters import PUBLISHED
-from kvshm.own_slots import RankSlotTable
+from kvshm.shm.counters import PUBLISHED
+from kvshm.shm.own_slot_table import RankSlotTable
 table = RankSlotTable.from_fd("table", int(sys.argv[1]))
 for _ in range(20_000):
     table.counters.add(PUBLISHED)

@@ -224,7 +224,7 @@ def test_a_forked_child_serves_nothing_and_removes_nothing(path, memory):
     """The parent dies by SIGKILL while its forked child lives on: the socket is dead."""
     script = """
 import os, signal, sys
-from kvshm.fd_server import FdServer
+from kvshm.shm.fd_server import FdServer
 server = FdServer(sys.argv[1], lambda request: (b"alive", []))
 if os.fork() == 0:
     server.close()
@@ -313,7 +313,7 @@ def test_a_forked_child_holds_no_connection_open(path):
     """The parent dies by SIGKILL while its forked child lives on: whoever reads from it knows."""
     code = f"""
 import os, signal
-from kvshm.fd_server import FdServer
+from kvshm.shm.fd_server import FdServer
 server = FdServer({path!r}, lambda request: (b"alive", []))
 print("listening", flush=True)
 input()

@@ -35,13 +35,13 @@ def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch,
     monkeypatch.setattr("kvshm.shm.fd_server.RateLimit.allows", lambda self, text: True)
     monkeypatch.setattr(fd_server._log.logger, "propagate", True)
     looks = []
-    monkeypatch.setattr(FdServer, "_patience", lambda self: looks.append(1) or 0.02)
+    monkeypatch.setattr(FdServer, "_select_timeout", lambda self: looks.append(1) or 0.02)
     monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 3600.0)
     server = serve()
     os.unlink(path)
     os.mkdir(path)  # in two steps: the server must not look in between
     monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 0.02)
-    server._look_at = 0.0
+    server._next_check = 0.0
     looks.clear()  # what it did before does not count
     until(lambda: len(looks) > 5)
     warnings = [record.getMessage() for record in caplog.records]

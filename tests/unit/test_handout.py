@@ -286,8 +286,8 @@ def test_who_stands_still_costs_the_timeout(served: ServedNode) -> None:
 STAYS = """
 import sys
 from pathlib import Path
-from kvshm.fds import peer_has_closed
-from kvshm.handout import ask
+from kvshm.shm.fds import peer_has_closed
+from kvshm.node.handout import ask
 _, connection = ask(Path(sys.argv[1]), "slots", int(sys.argv[2]), False, 60)
 print(flush=True)
 input()

@@ -305,7 +305,7 @@ def test_where_no_thread_can_be_started_there_is_a_sentence(table: AnyTable) -> 
     """In a process of its own: the limit is all its user's."""
     script = (
         "import os, resource, sys, threading\n"
-        "from kvshm.own_slots import RankSlotTable\n"
+        "from kvshm.shm.own_slot_table import RankSlotTable\n"
         "from kvshm.errors import SegmentError\n"
         "table = RankSlotTable.from_fd('its table', int(sys.argv[1]))\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"

@@ -45,9 +45,9 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
     """What mypy, strict, finds wrong: what is done, and by which role."""
     done = [(what, role) for what in MAY for role in (OWN, RANK, PEER, ROSTER, VIEW)]
     head = (
-        "from kvshm.counters import PUBLISHED\n"
-        "from kvshm.own_slots import OwnSlotTable, RankSlotTable\n"
-        "from kvshm.slots import PeerSlotTable, RosterSlotTable, SlotTableView\n"
+        "from kvshm.shm.counters import PUBLISHED\n"
+        "from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable\n"
+        "from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView\n"
         "from kvshm.ids import LeaseBit, Rank\n"
     )
     bodies = [f"def f{i}(table: {role}) -> None: {what}\n" for i, (what, role) in enumerate(done)]

@@ -25,9 +25,9 @@ from .served import AnyTable
 
 ROUND = """
 import os, sys
-from kvshm.records import *
-from kvshm.own_slots import OwnSlotTable
-from kvshm.slots import PeerSlotTable
+from kvshm.shm.layout import *
+from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.shm.slot_table import PeerSlotTable
 from kvshm.syncpoints import SyncPoint, sync_point
 from kvshm.ids import BlockHash
 peer = PeerSlotTable.from_fd("table", os.dup(int(sys.argv[1])))
@@ -65,7 +65,7 @@ def start(table: AnyTable, arming: str) -> subprocess.Popen[bytes]:
 
 
 def test_both_languages_number_the_points_alike() -> None:
-    header = (Path(_native.__file__).parent / "core.h").read_text()
+    header = (Path(_native.__file__).parent / "native" / "core.h").read_text()
     names = re.findall(r"\bKVSHM_SYNC_([A-Z_]+)(?: = 0)?,", header)
     assert names == [SyncPoint(i).name for i in range(_native.NUM_SYNC_POINTS)]
 
