@@ -223,7 +223,7 @@ def send_for_all(fingerprint: bytes, hz: float, records: int) -> None:
     """The same as ``send`` for all engines in one process, which costs little."""
     os.sched_setaffinity(0, {1})
     crowd = [Deaf(f"e{number}", fingerprint, records) for number in range(ENGINES)]
-    turns, together = itertools.cycle(crowd), max(1, round(hz * TIMING.send_later_seconds))
+    turns, together = itertools.cycle(crowd), max(1, round(hz * TIMING.send_delay_seconds))
     print("ready", flush=True)
     while True:
         if select.select([sys.stdin], [], [], 0.5)[0]:

@@ -6,7 +6,7 @@
         |--------------|--------------|                          |--> time
         v                             v                          v
     at once: none                 at once, with B's before    at once again
-    left within relay_seconds     it: order is kept
+    left within relay_delay_seconds     it: order is kept
 
 Each frame wakes a thread beside the scheduler of each engine.  Thus many busy engines wake an
 engine as rarely as one busy engine does.  ``decide`` gives the numbers; nothing here changes them.
@@ -41,7 +41,7 @@ class BroadcastQueue:
 
     def __init__(self, send: Callable[[bytes], None], timing: Timing = TIMING) -> None:
         self._send = send
-        self._relay_seconds = timing.relay_seconds
+        self._relay_seconds = timing.relay_delay_seconds
         self._topics: dict[bytes, _Topic] = {}
 
     def add(self, topic: bytes, message: AnyBroadcast, now: float) -> None:

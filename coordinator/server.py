@@ -95,7 +95,7 @@ class Server:
                 self._check_lock()
                 self._handle(*self._tables.look(), ClockTick())
             if self._clock() >= next_look:
-                next_look = self._clock() + timing.look_seconds
+                next_look = self._clock() + timing.bounds_check_seconds
                 self._sockets.look()
                 logfmt.write_waiting()
             due = min(next_clock, next_look, self._broadcasts.next_due())

@@ -29,7 +29,7 @@ from zmq.constants import Event
 from kvshm.errors import KvshmError, RunDirectoryError
 from kvshm.node.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
 from kvshm.resources import require_descriptors
-from kvshm.rundir import set_aside
+from kvshm.rundir import closed_socket
 from kvshm.shm.fds import FileId, file_at, remove_own
 
 from . import logfmt
@@ -88,7 +88,7 @@ class _SocketName:
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self._path = Path(endpoint.removeprefix("ipc://"))
-        self._aside = set_aside(self._path)
+        self._aside = closed_socket(self._path)
         self._own: FileId | None = None
         self._hidden = False
 
@@ -220,7 +220,7 @@ class Sockets:
         return any(monitor in ready for monitor in self._monitors)
 
     def look(self) -> None:
-        """Enforce the bounds: after each connection, and every ``look_seconds``."""
+        """Enforce the bounds: after each connection, and every ``bounds_check_seconds``."""
         used = num_open_descriptors()
         limit = self._max_descriptors
         # Some have to leave before the names return: else each that leaves would bring them back.

@@ -145,7 +145,7 @@ def _on_death(state: State, died: ProcessDeath, now: float) -> list[Action]:
     engine = state.engines.get(died.epoch)
     if engine is not None:
         actions = _end_by_death(state, engine.info, died)
-        state.ended_by_worker[died.epoch] = engine, now + state.timing.explain_seconds
+        state.ended_by_worker[died.epoch] = engine, now + state.timing.late_leave_seconds
     if died.owner and died.epoch in state.ended_by_worker:
         engine, _ = state.ended_by_worker.pop(died.epoch)
         if died.retired:
@@ -210,7 +210,7 @@ def _on_clock(state: State, now: float) -> list[Action]:
             reason = "a worker's process died"
             actions.append(_log_end(state, "death", engine.info, reason))
     if now >= state.next_leftovers:
-        state.next_leftovers = now + state.timing.leftovers_seconds
+        state.next_leftovers = now + state.timing.cleanup_seconds
         state.forget_idle_topics()
         actions.append(SweepFiles())
     return actions

@@ -28,7 +28,7 @@ from kvshm.node.handout import FETCH_SECONDS, HandoutServer, Request, encode_req
 from kvshm.node.protocol import EngineInfo, Join
 from kvshm.rundir import engine_socket, tables_socket
 from kvshm.shm.counters import SWEPT
-from kvshm.shm.fds import has_hung_up, peer_credentials, receive
+from kvshm.shm.fds import peer_credentials, peer_has_closed, receive
 from kvshm.shm.layout import table_bytes
 from kvshm.shm.segment import TABLE_KIND
 from kvshm.shm.slot_table import RosterSlotTable
@@ -85,7 +85,7 @@ class Tables:
     def serve(self) -> None:
         """Hand out the tables on request.  Raises TransportError."""
         path = tables_socket(self._run_dir, self._namespace)
-        self._server = HandoutServer(path, self._find, most_kept=0)  # clients do not stay connected
+        self._server = HandoutServer(path, self._find, max_kept=0)  # clients do not stay connected
 
     def close(self) -> None:
         """Close all tables and connections.  Idempotent."""
@@ -120,7 +120,7 @@ class Tables:
             connection = member.connection
             if connection is None or connection.fileno() not in readable:
                 continue
-            if has_hung_up(connection):
+            if peer_has_closed(connection):
                 connection.close()
                 member.connection = None
                 yield from self._ends(epoch, member)
@@ -233,7 +233,7 @@ def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
     what = f"the slot table of epoch {engine.epoch:016x}"
     fd = read_answer(*receive(connection, what), what)
     largest = table_bytes(engine.num_blocks, len(engine.ranks))
-    return RosterSlotTable.of(what, fd, largest=largest, keep=True)
+    return RosterSlotTable.from_fd(what, fd, largest=largest, keep=True)
 
 
 def _refusal(exc: Exception, engine: EngineInfo) -> Refusal:

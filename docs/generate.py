@@ -96,7 +96,7 @@ def replaced(page: str, name: str, part: str) -> str:
 def _cells(setting: Setting) -> tuple[str, ...]:
     plain = str(int(setting.default) if isinstance(setting.default, bool) else setting.default)
     default = "unset" if setting.default in (None, "") else plain
-    return f"`{setting.name}`", setting.accepts, default, setting.sentence
+    return f"`{setting.name}`", setting.accepts, default, setting.meaning
 
 
 def _table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str:

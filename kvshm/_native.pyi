@@ -1,7 +1,7 @@
 """Atomic operations on shared memory, in C.
 
-What the core has too is described there, in core.h; what the core writes through a pointer is
-returned here, behind the count or in its place.
+core.h describes the functions that the core has too.  What the core writes through a pointer is
+returned here, after the count or instead of it.
 
 Every buffer is an mmap, bytearray, bytes or memoryview of contiguous bytes; a segment must be
 8-byte aligned and is given whole.  "records" are packed 48-byte records (kvshm/shm/layout.py).
@@ -35,30 +35,30 @@ def reset(table: Buffer, /) -> int: ...
 # -- marks of the exporter's own blocks (kvshm/engine/marks.py): 8 bytes each, private memory
 
 def marks_change(marks: Buffer, blocks: Sequence[int], keep: int, /) -> list[int]:
-    """The next generation, and no flags but those in ``keep``.  Returns those that were
-    published."""
+    """Advance the generation and clear all flags except those in ``keep``.  Returns the blocks that
+    were published."""
 
 def marks_retract(
     table: Buffer, marks: Buffer, blocks: Sequence[int], counter: int, /
 ) -> tuple[bytes, list[BlockId]]:
-    """``marks_change``, and ``retract`` of those that were published; how many were READY is added
-    to the word at offset ``counter`` of the table."""
+    """``marks_change``, and ``retract`` for the blocks that were published; adds the number of
+    READY ones to the word at offset ``counter`` of the table."""
 
 def marks_sound(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
-    """How many of ``table[:stop]``, objects with a ``block_id``, are sound from the first on."""
+    """Length of the sound prefix of ``table[:stop]``, whose elements have a ``block_id``."""
 
 def marks_write(
     marks: Buffer, table: Sequence[Any], first: int, last: int, complete: int, /
 ) -> tuple[bytes, list[BlockId]]:
-    """Change ``table[first:last]``; those below ``complete`` become sound.  Returns these as
+    """Change ``table[first:last]``; the blocks below ``complete`` become sound.  Returns these as
     packed pairs of block and generation, and the blocks that were published."""
 
 def marks_step(
     requests: dict[str, Any], scheduled: dict[str, int], size: int, epochs: int, drafts: int, /
 ) -> list[tuple[Any, int, int]]:
-    """What is followed of those of the step's requests that write a block with a mark, complete
-    one, or have another table than before; each with the first block that the step writes and
-    the token that it ends before.  ``drafts`` is not 0 where tokens may be rejected."""
+    """The followed objects of the step's requests that write a block with a mark, complete a block,
+    or have another table than before; each with the first block that the step writes and the token
+    before which the step ends.  ``drafts`` is not 0 if tokens may be rejected."""
 
 def marks_publish(
     table: Buffer,
@@ -99,9 +99,9 @@ def index_apply(
     index: Buffer, batches: list[tuple[bytearray, int, bytes]], /
 ) -> tuple[int, int, int, int]:
     """Apply batches of events in order, each (tombstones, row, records) of one engine; returns
-    (added, removed, ignored, full) of all together.  ``tombstones`` (written) holds 16 bytes per
-    block of that engine, zeros at first.  The count of the index and the entries of its rows are
-    kept here.  What a batch raises for, those before it are applied."""
+    (added, removed, ignored, full) in total.  ``tombstones`` (written) holds 16 bytes per block of
+    that engine, initially zeros.  Maintains the count of the index and the entries of its rows.
+    If a batch raises, the batches before it are applied."""
 
 def index_stale(before: Buffer, scanned: Buffer, /) -> bytes: ...
 def index_drop_row(index: Buffer, row: int, /) -> int: ...
@@ -126,23 +126,23 @@ def copy_blocks(
 # -- processes
 
 def pulse(segment: Buffer, offset: int, /) -> object:
-    """Have the kernel write PULSE_DIED to the word at ``offset`` of a shared mapping when this
-    process dies, before any of its memory or descriptors go; it is also written once the object
-    that is returned is gone.  Until then the word holds the id of a thread.  Waits for that
-    thread to start.  Raises OSError: no room for a thread, or a kernel without robust futexes."""
+    """Make the kernel write PULSE_DIED to the word at ``offset`` of a shared mapping when this
+    process dies, before it frees any of the process's memory or descriptors.  PULSE_DIED is also
+    written when the returned object is freed.  Until then the word holds the id of a thread.  Waits
+    for that thread to start.  Raises OSError: no thread left, or no robust futexes."""
 
 # -- threads
 
 def timer() -> int:
-    """A new descriptor to ``wake`` by: readable, 8 bytes, once its time has come.  Does not block.
+    """A new descriptor for ``wake``: readable (8 bytes) when its time has come.  Does not block.
     Raises OSError."""
 
 def wake(timer: int, microseconds: int, /) -> None:
-    """Have who waits for ``timer`` wake up so much later, whatever was set before, and keep the
-    GIL: it runs once the caller waits itself, not in the middle of the caller's work.  Raises
-    OSError."""
+    """Make ``timer`` readable after ``microseconds``; replaces an earlier time.  Keeps the GIL: the
+    thread that waits for the timer runs when the caller waits, not in the middle of the caller's
+    work.  Raises OSError."""
 
 # -- tests
 
 def arm_sync_point(point: int, signal: int, nth: int, /) -> None:
-    """Raise ``signal`` in whichever thread is the ``nth`` to reach ``point`` from now on."""
+    """Raise ``signal`` in the thread that is the ``nth`` to reach ``point`` from now on."""

@@ -1,8 +1,8 @@
 """Every setting of kvshm: its name, what it accepts, its default and its unit.
 
-Settings are environment variables.  ``Config.from_env`` is the one place that reads and
-checks them, when kvshm is activated or the coordinator starts; a bad value stops the start.
-A variable that is set but empty counts as unset.
+Settings are environment variables.  Only ``Config.from_env`` reads and checks them, when kvshm is
+activated or the coordinator starts; a bad value stops the start.  An empty variable counts as
+unset.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .rundir import SOCKET_PATH_BYTES, choose_run_directory
 
 PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
-"""What is kept free in a socket's path for its name, beside the namespace."""
+"""Bytes of a socket's path that are kept free for its name, in addition to the namespace."""
 
 TEST_SYNC_POINT = "KVSHM_TEST_SYNC_POINT"
-"""Read by kvshm/syncpoints.py when it is imported, before there are settings."""
+"""Read by kvshm/syncpoints.py at its import, before there are settings."""
 _READ_ELSEWHERE = frozenset({TEST_SYNC_POINT, "KVSHM_TEST_TIME_SCALE"})
 
-_SWITCH = {"0": False, "no": False, "false": False, "off": False}
-_SWITCH |= {"1": True, "yes": True, "true": True, "on": True}
-# What Kubernetes injects into every pod beside a Service named "kvshm" or "kvshm-...".
+_BOOLEANS = {"0": False, "no": False, "false": False, "off": False}
+_BOOLEANS |= {"1": True, "yes": True, "true": True, "on": True}
+# Variables that Kubernetes sets in every pod if there is a Service named "kvshm" or "kvshm-...".
 _KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
 
 
 class Share(StrEnum):
-    """Whose blocks are shared: every request's, those with a cache_salt, nobody's."""
+    """Whose blocks are shared: all requests', those of requests with a cache_salt, or none."""
 
     ALL = "all"
     SALTED_ONLY = "salted-only"
@@ -42,7 +42,7 @@ class Share(StrEnum):
 
 
 class Fault(StrEnum):
-    """Faults built in on purpose, to see the verification notice them."""
+    """Deliberate faults, by which tests show that the verification notices them."""
 
     WRONG_BLOCK = "wrong-block"
     ZERO = "zero"
@@ -50,30 +50,30 @@ class Fault(StrEnum):
 
 
 class Auto(StrEnum):
-    """A value that the engine finds out by itself."""
+    """A value that the engine determines itself."""
 
     AUTO = "auto"
 
 
 class Setting(NamedTuple):
-    """One environment variable; ``parse`` raises ValueError for what it does not accept."""
+    """One environment variable; ``parse`` raises ValueError for unacceptable text."""
 
     name: str
     field: str
     default: Any
     parse: Callable[[str], Any]
     accepts: str
-    sentence: str
+    meaning: str
     for_tests: bool
 
 
-def _switch(text: str) -> bool:
-    return _SWITCH[text.lower()]
+def _boolean(text: str) -> bool:
+    return _BOOLEANS[text.lower()]
 
 
-def _whole(least: int) -> Callable[[str], int]:
+def _whole_number(least: int) -> Callable[[str], int]:
     def parse(text: str) -> int:
-        # int() would also read blanks, signs, underscores and the digits of other scripts.
+        # int() also accepts blanks, signs, underscores and digits of other scripts.
         if not re.fullmatch("[0-9]+", text) or (number := int(text)) < least:
             raise ValueError
         return number
@@ -81,12 +81,12 @@ def _whole(least: int) -> Callable[[str], int]:
     return parse
 
 
-def _tokens(text: str) -> int | Auto:
-    return Auto.AUTO if text == Auto.AUTO else _whole(0)(text)
+def _auto_or_tokens(text: str) -> int | Auto:
+    return Auto.AUTO if text == Auto.AUTO else _whole_number(0)(text)
 
 
 def _milliseconds(text: str) -> float:
-    # float() would also read blanks, underscores, the digits of other scripts, nan and inf.
+    # float() also accepts blanks, underscores, digits of other scripts, nan and inf.
     if not re.fullmatch("[0-9.eE+-]+", text) or not 0 <= (number := float(text)) <= 1000:
         raise ValueError
     return number
@@ -98,44 +98,44 @@ def _namespace(text: str) -> str:
     return text
 
 
-def _absolute(text: str) -> str:
+def _absolute_path(text: str) -> str:
     if not text.startswith("/") or not text.isprintable():
         raise ValueError
     return os.path.normpath(text)
 
 
-def _level(text: str) -> str:
+def _log_level(text: str) -> str:
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     return levels[levels.index(text.upper())]
 
 
 def _setting(
-    default: Any, parse: Callable[[str], Any], accepts: str, sentence: str, for_tests: bool = False
+    default: Any, parse: Callable[[str], Any], accepts: str, meaning: str, for_tests: bool = False
 ) -> Any:
-    """A field of Config that the environment may give: SETTINGS is read off these."""
-    about = {"parse": parse, "accepts": accepts, "sentence": sentence, "for_tests": for_tests}
+    """A field of Config that an environment variable sets.  SETTINGS is made from these."""
+    about = {"parse": parse, "accepts": accepts, "meaning": meaning, "for_tests": for_tests}
     return field(default=default, metadata=about)
 
 
-def _off(sentence: str, for_tests: bool = False) -> Any:
-    """A switch that is off unless it is given."""
+def _flag(meaning: str, for_tests: bool = False) -> Any:
+    """A switch that is off by default."""
     accepts = "0 or 1 (or no, false, off; yes, true, on)"
-    return _setting(False, _switch, accepts, sentence, for_tests)
+    return _setting(False, _boolean, accepts, meaning, for_tests)
 
 
-def _one_of(default: StrEnum, sentence: str) -> Any:
+def _one_of(default: StrEnum, meaning: str) -> Any:
     *most, last = type(default)
-    return _setting(default, type(default), f"{', '.join(most)} or {last}", sentence)
+    return _setting(default, type(default), f"{', '.join(most)} or {last}", meaning)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """The settings of one process, checked.  Any process; immutable."""
 
-    enable: bool = _off("Share this engine's prefix cache.")
+    enable: bool = _flag("Share this engine's prefix cache.")
     run_dir: str = _setting(
         "",
-        _absolute,
+        _absolute_path,
         "an absolute path",
         "Directory of the sockets; unless set $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>, "
         "or one in $HOME if that name is taken by another user.",
@@ -144,18 +144,18 @@ class Config:
         "default",
         _namespace,
         "1 to 32 of a-z, 0-9, _ and -",
-        "Engines and coordinator meet only within one namespace.",
+        "Engines and coordinator find each other only within one namespace.",
     )
     role: Role = _one_of(
         Role.BOTH, "Whether the engine exports its blocks, imports others', or does both."
     )
     min_prefix_tokens: int | Auto = _setting(
         Auto.AUTO,
-        _tokens,
+        _auto_or_tokens,
         "auto, or a whole number of tokens, 0 or more",
-        "Fewer tokens than this are computed rather than imported; 0 means one block. With "
-        "auto, what is estimated to be computed sooner, 256 before there are estimates; who "
-        "finds everything elsewhere computes one import in 64 to see, in eight at first.",
+        "Fewer tokens than this are computed rather than imported; 0 means one block. With auto, "
+        "what is estimated to be computed sooner, 256 before there are estimates; an engine that "
+        "finds everything elsewhere computes one import in 64 as a check, in eight at first.",
     )
     drain_budget_ms: float = _setting(
         1.0,
@@ -166,7 +166,7 @@ class Config:
     )
     max_import_blocks: int = _setting(
         16384,
-        _whole(1),
+        _whole_number(1),
         "a whole number of blocks, 1 or more",
         "Most blocks imported for one request.",
     )
@@ -174,64 +174,63 @@ class Config:
         Share.ALL,
         "Whose blocks are shared: every request's, only those with a cache_salt, nobody's.",
     )
-    verify: bool = _off("Checksum blocks when published and compare after each import.")
-    staging: bool = _off(
+    verify: bool = _flag("Checksum blocks when published and compare after each import.")
+    staging: bool = _flag(
         "Copy through host memory between GPUs that cannot reach each other, "
         "instead of leaving them unshared."
     )
     log_level: str = _setting(
-        "INFO", _level, "debug, info, warning or error", "Least severe level that is logged."
+        "INFO", _log_level, "debug, info, warning or error", "Least severe level that is logged."
     )
-    beside: bool = _off(
+    beside: bool = _flag(
         "Share also on an engine that has a connector of its own, in a MultiConnector with it."
     )
-    allow_untested_vllm: bool = _off(
+    allow_untested_vllm: bool = _flag(
         "Share on versions of vLLM that kvshm has not been tested with."
     )
     fault: Fault | None = _setting(
         None,
         Fault,
         "wrong-block, zero or shift",
-        "Spoil each import in this way, to see it noticed.",
+        "Make each import wrong in this way, to see that the fault is noticed.",
         for_tests=True,
     )
-    strict: bool = _off(
+    strict: bool = _flag(
         "Raise errors at the border to vLLM instead of treating them as a cache miss.",
         for_tests=True,
     )
     given: frozenset[str] = frozenset()
-    """Names of the settings that the environment gave."""
+    """Names of the settings that the environment sets."""
     limits: tuple[Limit, ...] = ()
-    """What limits the role beside the settings: vLLM's configuration."""
+    """What limits the role in addition to the settings: vLLM's configuration."""
     warnings: tuple[str, ...] = ()
-    """What looks like a mistake but stops nothing; to be logged once."""
+    """Likely mistakes that do not stop the start; to be logged once."""
 
     @classmethod
     def from_env(
         cls, environ: Mapping[str, str], options: Mapping[str, str | None] | None = None
     ) -> Config:
-        """Return the checked settings.  Touches nothing but its arguments.  Raises ConfigError
-        naming setting, value and remedy.
+        """Return the checked settings.  Pure.  Raises ConfigError naming setting, value and remedy.
 
-        ``options`` of a command line override the settings they are named after, as --run-dir
-        does KVSHM_RUN_DIR, unless they are None.
+        ``options`` of a command line override the settings of the same name (--run-dir overrides
+        KVSHM_RUN_DIR) unless they are None.
         """
         given = {s.name: (s.name, environ.get(s.name, "")) for s in SETTINGS}
         for option, text in (options or {}).items():
             if text is not None:
                 name = PREFIX + option.removeprefix("--").replace("-", "_").upper()
                 given[name] = option, text
-        values = {s.field: _value(s, *given[s.name]) for s in SETTINGS if given[s.name][1]}
+        values = {s.field: _parse(s, *given[s.name]) for s in SETTINGS if given[s.name][1]}
         config = cls(
             **values,
             given=frozenset(s.name for s in SETTINGS if s.field in values),
-            warnings=_unknown(environ) + _left_out(environ, values.get("enable", False)),
+            warnings=_unknown_names(environ) + _no_plugin(environ, values.get("enable", False)),
         )
         _check_length(config, given["KVSHM_RUN_DIR"][0])
         return config
 
     def decide_role(self, *found: Limit) -> Decision:
-        """Decide what the engine does.  ``found``: what only shows in a running vLLM."""
+        """Decide what the engine does.  ``found``: limits that only a running vLLM shows."""
         nobody = self.share is Share.NONE
         settings = (
             Limit(f"KVSHM_SHARE={self.share}", no_exports=nobody, no_imports=nobody),
@@ -243,7 +242,7 @@ class Config:
         )
         return decide_role((*settings, *self.limits, *found))
 
-    # Every lookup asks these, and deciding takes longer than a lookup.
+    # Cached: every lookup asks for these, and deciding takes longer than a lookup.
     @cached_property
     def exports(self) -> bool:
         """Whether this engine's blocks may be published."""
@@ -251,12 +250,12 @@ class Config:
 
     @cached_property
     def imports(self) -> bool:
-        """Whether this engine may import others' blocks."""
+        """Whether this engine may import blocks of other engines."""
         return not self.decide_role().no_imports
 
     def step_budget_ms(self, asynchronous: bool) -> float:
-        """Drain budget of one step.  Without asynchronous scheduling nothing overlaps the
-        wait, so it is 0 unless the setting was given."""
+        """Drain budget of one step.  Without asynchronous scheduling no work overlaps the wait,
+        so the budget is 0 unless the setting was given."""
         wanted = asynchronous or "KVSHM_DRAIN_BUDGET_MS" in self.given
         return self.drain_budget_ms if wanted else 0.0
 
@@ -268,9 +267,9 @@ SETTINGS: tuple[Setting, ...] = tuple(
 )
 
 
-def describe(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return every setting as it stands: its name, its value ("unset" where there is none) and
-    where that came from.  Raises ConfigError like ``Config.from_env``."""
+def list_settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """Return every setting: its name, its value ("unset" if there is none) and the origin of the
+    value.  Raises ConfigError like ``Config.from_env``."""
     config = Config.from_env(environ)
     told = []
     for setting in SETTINGS:
@@ -281,29 +280,29 @@ def describe(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
             value = choose_run_directory("", environ)
             if environ.get("XDG_RUNTIME_DIR", "").startswith("/"):
                 origin = "XDG_RUNTIME_DIR"
-        told.append((setting.name, _shown(value), origin))
+        told.append((setting.name, _as_text(value), origin))
     return told
 
 
-def _value(setting: Setting, called: str, text: str) -> Any:
+def _parse(setting: Setting, called: str, text: str) -> Any:
     try:
         return setting.parse(text)
     except (ValueError, KeyError):
-        # The parser's own words would only repeat the value.
+        # The parser's own message would only repeat the value.
         raise ConfigError(
             f"{called}={text!r} is not {setting.accepts}; correct it, or unset it for "
-            f"the default ({_shown(setting.default)})"
+            f"the default ({_as_text(setting.default)})"
         ) from None
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, bool):
         return str(int(value))
     return "unset" if value in (None, "") else str(value)
 
 
 def _check_length(config: Config, called: str) -> None:
-    """Refuse a run directory below which a socket's path would become too long."""
+    """Raise ConfigError if socket paths in the run directory would be too long."""
     room = SOCKET_PATH_BYTES - SOCKET_NAME_BYTES - len(config.namespace) - 2
     if (length := len(os.fsencode(config.run_dir))) > room:
         raise ConfigError(
@@ -312,9 +311,9 @@ def _check_length(config: Config, called: str) -> None:
         )
 
 
-def _left_out(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
-    """vLLM loads the plugins that VLLM_PLUGINS names, and without ours nobody reads
-    KVSHM_ENABLE.  Then no process of vLLM can say so, but ``kvshm config`` can."""
+def _no_plugin(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
+    """A warning if VLLM_PLUGINS does not name kvshm: vLLM then does not load the plugin, and no
+    process of vLLM reads KVSHM_ENABLE or can warn.  ``kvshm config`` can."""
     plugins = environ.get("VLLM_PLUGINS")
     if not enabled or plugins is None or "kvshm" in plugins.split(","):
         return ()
@@ -324,8 +323,8 @@ def _left_out(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
     )
 
 
-def _unknown(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """What to say of each name that looks like a setting's and is none."""
+def _unknown_names(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """A warning for each variable whose name looks like a setting's but is none."""
     known = {s.name for s in SETTINGS} | _READ_ELSEWHERE
     ours = (n for n in environ if n.startswith(PREFIX) and not _KUBERNETES.fullmatch(n))
     return tuple(

@@ -1,8 +1,8 @@
-"""Every error kvshm raises on purpose: one tree, one leaf per thing a caller can do about it.
+"""All errors that kvshm raises on purpose: one tree, one leaf per thing a caller can do about it.
 
-Foreign exceptions (OSError, zmq.ZMQError, msgspec errors) are mapped at the place where
-they enter and keep their cause.  A message holds what is needed to act: the name of the
-thing, what was wanted and what was found.
+Foreign exceptions (OSError, zmq.ZMQError, msgspec errors) are converted where they are caught and
+kept as the cause.  A message says what is needed to act: the name of the thing, what was wanted
+and what was found.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ class SegmentError(KvshmError):
 
 
 class SegmentNotFound(SegmentError):
-    """No segment of that name exists: its owner has gone or never was."""
+    """No segment of that name exists: its owner has ended or never started."""
 
 
 class SegmentNotReady(SegmentError):
-    """The segment's owner is still filling it; trying again shortly makes sense."""
+    """The owner is still filling the segment; try again shortly."""
 
 
 class SegmentTooSmall(SegmentError):
-    """Shared memory has no room; the message names needed and available bytes."""
+    """Shared memory has no room; the message names the needed and the available bytes."""
 
 
 class VersionMismatch(SegmentError):
-    """The segment or message was written by another version; names both."""
+    """Another version wrote the segment or message; names both versions."""
 
     def __init__(self, message: str, theirs: int, ours: int) -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class VersionMismatch(SegmentError):
 
 
 class CorruptSegment(SegmentError):
-    """A count, offset or magic in a segment contradicts the rest; nothing of it is used."""
+    """A count, offset or magic in a segment contradicts the rest; the segment is not used."""
 
 
 class StaleAttachment(SegmentError):
@@ -50,11 +50,11 @@ class StaleAttachment(SegmentError):
 
 
 class IndexFull(KvshmError):
-    """The replica index has no room for another entry or engine; it was not stored."""
+    """The replica index has no room for another entry or engine, which was not stored."""
 
 
 class ProtocolError(KvshmError):
-    """A message cannot be decoded or breaks the protocol; it was dropped."""
+    """A message cannot be decoded or violates the protocol; the message was dropped."""
 
 
 class AlreadyRunning(KvshmError):
@@ -70,9 +70,9 @@ class TransportError(KvshmError):
 
 
 class MemoryInUse(TransportError):
-    """A copy may still write where the model is about to compute, and cannot be stopped.  The one
-    failure that no miss answers: the rank must not go on."""
+    """A copy may still write where the model is about to compute, and cannot be stopped.  The only
+    failure that cannot become a cache miss: the rank must not continue."""
 
 
 class StillAttaching(TransportError):
-    """A peer's memory is not open yet; it is still being asked for."""
+    """A peer's memory is not open yet: the attach is still under way."""

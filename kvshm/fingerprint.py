@@ -1,7 +1,7 @@
 """The fingerprint: what must be equal for two engines to exchange raw block bytes.
 
-It is a digest over named fields.  The digest decides; the fields travel beside it, so that
-two engines that cannot share can say why not.
+It is a digest over named fields.  The digest decides; the fields are sent with it, so that two
+engines that cannot share can log the reason.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hashlib import sha256
 from .ids import Fingerprint
 
 FIELDS: dict[str, str] = {}
-"""Each field and the reason for it.  Causes before their consequences: the first field that
-differs tells the most."""
+"""Each field and the reason for it.  Causes stand before their consequences, so that the first
+field that differs says most."""
 
 
 def _field(name: str, reason: str) -> str:

@@ -1,8 +1,8 @@
 """What a forked child must leave alone.
 
-A child has the parent's memory and descriptors, and none of its threads.  Sockets, epochs and
-segments stay the parent's: their objects are told to forget them before any code of the child
-runs, so that neither its use of them nor its end touches what the parent goes on using.
+A forked child has the parent's memory and descriptors, but not its threads.  Sockets, epochs and
+segments stay the parent's: before any code of the child runs, their objects are told to forget
+them.  The child then cannot disturb what the parent still uses, neither by a call nor by its end.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import weakref
 from typing import Protocol
 
 
-class Forgetful(Protocol):
+class ForkAware(Protocol):
     """Owns something that a forked child must not use."""
 
     def forget_in_child(self) -> None:
-        """In a forked child: let go of it.  Takes no lock: its holder may not exist here."""
+        """Drop it, in a forked child.  Takes no lock: the thread that holds the lock may not
+        exist in the child."""
         ...
 
 
-_owners: weakref.WeakSet[Forgetful] = weakref.WeakSet()
+_owners: weakref.WeakSet[ForkAware] = weakref.WeakSet()
 
 
-def guard_forks(owner: Forgetful) -> None:
-    """Have ``owner.forget_in_child`` called in every forked child, for as long as it lives."""
+def guard_forks(owner: ForkAware) -> None:
+    """Have ``owner.forget_in_child`` called in every forked child, while ``owner`` exists."""
     _owners.add(owner)
 
 

@@ -1,8 +1,7 @@
-"""The words of kvshm as types: one name for each kind of number and bytes.
+"""A type for each kind of number and bytes that crosses function boundaries.
 
-A bare ``int`` or ``bytes`` that crosses a function boundary says nothing about what it
-counts.  These NewTypes cost nothing at run time and let mypy refuse a block id where a
-generation belongs.  The glossary (docs/glossary.md) explains every word.
+A bare ``int`` or ``bytes`` does not say what it means.  These NewTypes cost nothing at run time,
+and mypy refuses a block id where a generation is expected.  docs/glossary.md explains the words.
 """
 
 from __future__ import annotations

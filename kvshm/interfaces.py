@@ -22,7 +22,7 @@ from .resources import require_descriptors
 
 ENTRY_POINT_GROUP = "kvshm.transports"
 MAX_REGIONS = 4096
-"""Of one rank: far more than any model's layers, and what others have to go through."""
+"""Regions of one rank: far more than any model has layers; bounds the work of peers."""
 MAX_DETAILS_BYTES = 1 << 16
 
 
@@ -43,10 +43,10 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MemoryDescriptor(msgspec.Struct, frozen=True, array_like=True):
-    """How a peer rank reaches one rank's KV memory: travels in the roster as msgpack.
+    """How a peer rank reaches one rank's KV memory: sent in the roster as msgpack.
 
-    ``details`` belongs to the transport (a socket's name, IPC handles, a device UUID), which alone
-    packs and unpacks it: nobody else has to build what another process makes up.
+    Only the transport packs and unpacks ``details`` (a socket's name, IPC handles, a device UUID):
+    no other code has to parse this data of another process.
     """
 
     transport: str
@@ -65,8 +65,8 @@ D = TypeVar("D", bound=msgspec.Struct)
 
 
 def unpack_details(descriptor: MemoryDescriptor, transport: str, kind: type[D]) -> D:
-    """Return what ``transport`` has packed (msgpack) as ``kind``.  Raises TransportError if the
-    memory is another transport's, or the details make no sense."""
+    """Unpack the ``details`` of ``transport`` (msgpack) as ``kind``.  Raises TransportError if the
+    memory is another transport's, or the details cannot be decoded."""
     if descriptor.transport != transport:
         raise TransportError(f"no {transport} memory: {descriptor.transport}")
     try:
@@ -76,7 +76,7 @@ def unpack_details(descriptor: MemoryDescriptor, transport: str, kind: type[D]) 
 
 
 class CopyState(Enum):
-    """Where a copy is: nothing may be assumed about the destination while PENDING."""
+    """State of a copy.  While it is PENDING, the destination may hold anything."""
 
     PENDING = "pending"
     DONE = "done"
@@ -84,19 +84,19 @@ class CopyState(Enum):
 
 
 class Copy(Protocol):
-    """A copy under way.  ``poll`` never blocks; once it has answered DONE or FAILED nothing
-    of this copy writes any more, and the answer never changes."""
+    """A copy under way.  ``poll`` never blocks.  Once ``poll`` has returned DONE or FAILED, this
+    copy writes nothing any more and the result never changes."""
 
     def poll(self) -> CopyState: ...
 
     def cancel(self) -> None:
-        """Ask for an early end: parts not yet started are skipped and the copy ends FAILED
-        (or DONE, if it was faster).  ``poll`` still has the last word."""
+        """Request an early end: parts not yet started are skipped, and the copy ends FAILED (or
+        DONE, if it was faster).  Only ``poll`` tells when the copy has ended."""
         ...
 
     def fence(self) -> bool:
-        """Have all that the model is given to do from now on wait for the end of this copy,
-        without waiting oneself.  False where nothing can: then ``poll`` has to be asked.  On
+        """Make all work that the model launches from now on wait for the end of this copy, without
+        blocking the caller.  False if the transport cannot do that: then call ``poll``.  Only on
         the thread that runs the model."""
         ...
 
@@ -109,48 +109,48 @@ class Attachment(Protocol):
 
     @property
     def ended(self) -> bool:
-        """Whether the transport itself knows that the export, or its process, has ended.  What
-        is copied from then on may still be right.  Does not block."""
+        """Whether the transport knows that the export or its process has ended.  Later copies may
+        still be right.  Does not block."""
         ...
 
     def begin_copy(
         self,
         source: Sequence[BlockId],
         target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> Copy:
         """Start copying the peer's blocks ``source`` onto own blocks ``target``, pairwise.
 
-        Returns at once; with ``go_on``, from a thread that waits for the copy anyway, one by a
-        processor is carried out on that thread and has ended when this returns.  ``go_on`` is
-        asked before the first byte and every few megabytes: if it says no, the copy ends FAILED.
-        Both lists have the same length; they may be empty, and one source
-        may appear several times, one target only once.  The lists are not copied: leave them
-        alone until the copy has ended.  Raises TransportError for block ids out of range and
-        after ``close``, before anything was written.  The source may be revoked at any time
-        meanwhile; the caller's re-check decides whether the bytes count.
+        Returns at once.  Exception: a caller that waits for the copy anyway passes ``keep_going``;
+        a copy by the CPU then runs on the caller's thread and has ended when this returns.
+        ``keep_going`` is called before the first byte and every few megabytes; if it returns
+        False, the copy ends FAILED.  Both lists have the same length and may be empty; a source may
+        appear several times, a target only once.  The lists are not copied: do not change them
+        until the copy has ended.  Raises TransportError for block ids out of range and after
+        ``close``, before anything is written.  The source may be revoked at any time; the caller's
+        re-check decides whether the bytes count.
         """
         ...
 
     def close(self) -> None:
-        """Unmap the peer's memory once own copies from it have ended.  Never blocks.
+        """Unmap the peer's memory once all copies from it have ended.  Never blocks.
         Idempotent."""
         ...
 
 
 class Transport(Protocol):
-    """One rank's own KV memory and its way to the peers'.  Used by one thread, except for
-    ``attach``, which others may call meanwhile, several at once."""
+    """One rank's own KV memory and its access to peers' memory.  Used by one thread, except for
+    ``attach``, which several other threads may call at the same time."""
 
     name: str
     late_writers: bool
-    """Whether what the model was given to do before a copy may still write to its targets: then
-    a copy waits for it.  True unless the engine says that it sees to that."""
+    """Whether work that the model launched before a copy may still write to the copy's targets:
+    the copy then waits for that work.  True unless the engine itself rules such writes out."""
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
-        """Describe own memory to peers under ``epoch``.  A second call replaces the first:
-        from then on the old descriptor is stale, while copies under way go on.  Raises
-        TransportError if peers cannot be served."""
+        """Describe own memory to peers under ``epoch``.  A second call replaces the first: the old
+        descriptor is stale from then on, while copies under way continue.  Raises TransportError
+        if peers cannot be served."""
         ...
 
     def attach(self, descriptor: MemoryDescriptor) -> Attachment:
@@ -164,25 +164,24 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """End the export, cancel copies and close every attachment.  Idempotent.  Returns
-        when nothing writes to own memory any more: blocks for a block's copy at most."""
+        """End the export, cancel copies and close every attachment.  Idempotent.  Returns when
+        nothing writes to own memory any more: blocks for the copy of one block at most."""
         ...
 
 
 def load_transport(name: str) -> Any:
-    """Return the class of transport ``name``; importing it may import what it needs.
+    """Return the class of transport ``name``; imports its module and what that needs.
 
-    Where the model's steps only launch work, a transport has ``fence()``, called by the thread
-    that runs the model: it returns what tells, without blocking, whether all that was launched
-    before has ended.  Besides making a Transport it may offer memory of the kind it shares
-    (``posix_shm`` has ``allocate(nbytes)``), and name in ``settings``
-    the fields of Config that its constructor takes by keyword.  Raises TransportError if no
-    installed package offers a transport of that name.
+    Besides the members of Transport the class may have: ``fence()``, if the model's steps only
+    launch work: called by the thread that runs the model, it returns a function that tells,
+    without blocking, whether all work launched before has ended; ``allocate(nbytes)`` for memory
+    of the kind it shares (``posix_shm``); ``settings``, the fields of Config that the constructor
+    takes by keyword.  Raises TransportError if no installed package offers that transport.
     """
     for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
         return entry.load()
     try:
-        require_descriptors(8)  # without any, packages seem to be absent
+        require_descriptors(8)  # without descriptors, packages cannot be found
     except KvshmError as exc:
         raise TransportError(f"transport {name!r} cannot be loaded: {exc}") from exc
     known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none"

@@ -1,4 +1,4 @@
-"""Threads and descriptors, of which there may be none to be had: errors that name the remedy."""
+"""Threads and descriptors, which may run out: asks for them, with errors that name the remedy."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .errors import KvshmError, TransportError
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start it, or raise TransportError: this user, this container or this service has as many as
-    it may."""
+    """Start ``thread``.  Raises TransportError if the user, the container or the service has as
+    many threads as it may have."""
     try:
         thread.start()
     except RuntimeError as exc:
@@ -20,8 +20,8 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def require_descriptors(count: int) -> None:
-    """Raise KvshmError unless this process may open so many descriptors more: libzmq, for one,
-    aborts the process that runs out of them (src/epoll.cpp)."""
+    """Raise KvshmError unless this process may open ``count`` more descriptors.  libzmq, for
+    example, aborts a process that runs out of them (src/epoll.cpp)."""
     opened: list[int] = []
     try:
         for _ in range(count):

@@ -1,8 +1,7 @@
-"""What an engine does, exporting and importing: one rule for everything that limits it.
+"""Whether an engine exports and imports: one rule for everything that limits it.
 
-A source (a setting, vLLM's configuration, what of vLLM is found changed) may take exporting or
-importing away.  None gives back what another one took.  The table of all sources stands in
-docs/configuration.md.
+A source (a setting, vLLM's configuration, a change found in vLLM) may rule out exporting or
+importing.  No source can undo the limit of another one.  docs/configuration.md lists all sources.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ class Role(StrEnum):
 
 
 class Limit(NamedTuple):
-    """What one source takes away; nothing, as a rule."""
+    """What one source rules out; usually nothing."""
 
     source: str
-    """As the log names it: ``KVSHM_ROLE=consumer``."""
+    """Name of the source in the log: ``KVSHM_ROLE=consumer``."""
     no_exports: bool
     no_imports: bool
 
 
 class Decision(NamedTuple):
-    """What is left to an engine."""
+    """Whether an engine exports and imports, and if not, why."""
 
     no_exports: str
-    """The source that took exporting away; empty if the engine exports."""
+    """The source that rules out exporting; empty if the engine exports."""
     no_imports: str
-    """The source that took importing away; empty if the engine imports."""
+    """The source that rules out importing; empty if the engine imports."""
 
     @property
     def refusal(self) -> str | None:
@@ -48,7 +47,7 @@ class Decision(NamedTuple):
 
 
 def decide_role(limits: Iterable[Limit]) -> Decision:
-    """Return what these limits leave, and which source took the rest: the first one that did."""
+    """Return what the limits permit.  Of several sources with the same limit the first is named."""
     given = tuple(limits)
     no_exports = (limit.source for limit in given if limit.no_exports)
     no_imports = (limit.source for limit in given if limit.no_imports)

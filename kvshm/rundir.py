@@ -1,8 +1,8 @@
-"""The run directory: where a user's sockets and lock files lie, and what they are called.
+"""The run directory: where a user's sockets and lock files lie, and their names.
 
-Engines and coordinator find each other through it, and its mode is what keeps other users
-out (libzmq creates socket files that everybody may connect to), so it is only used when it
-is a real directory of mode 0700 that belongs to this user.
+Engines and coordinator find each other through the run directory.  Its mode keeps other users out
+(libzmq creates socket files that everybody may connect to), so it is used only if it is a real
+directory of mode 0700 that belongs to this user.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .ids import Epoch
 SOCKET_PATH_BYTES = 107
 """Longest path of a Unix socket (Linux, without the closing zero)."""
 
-MOST_FOUND = 4096
-"""So many sockets, or lists, a run directory is searched for: more than any node has."""
+MAX_FOUND = 4096
+"""Sockets or lists of peers that a search returns at most: more than any node has."""
 
 _SOCKET = re.compile(
     r"(?P<namespace>[^.]+)\.(engine\.(?P<epoch>[0-9a-f]{16})|rank\.[0-9a-z]+\.[0-9]+)\.sock"
@@ -35,9 +35,9 @@ _PEERS_FILE = re.compile(r"(?P<namespace>[^.]+)\.peers\.(?P<epoch>[0-9a-f]{16})(
 def choose_run_directory(given: str, environ: Mapping[str, str]) -> Path:
     """Return where the run directory is.  Creates nothing.
 
-    ``given`` is KVSHM_RUN_DIR; if empty it is $XDG_RUNTIME_DIR/kvshm, and without that (or
-    where it is relative, which its specification calls invalid) /tmp/kvshm-<uid>, or a directory
-    in $HOME if that name belongs to somebody else.
+    ``given`` is KVSHM_RUN_DIR.  If empty, the directory is $XDG_RUNTIME_DIR/kvshm; if that variable
+    is unset (or relative, which its specification calls invalid), /tmp/kvshm-<uid>, or a directory
+    in $HOME if that name belongs to another user.
     """
     if given:
         return Path(given)
@@ -48,7 +48,7 @@ def choose_run_directory(given: str, environ: Mapping[str, str]) -> Path:
 def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
     """Return the run directory, created with mode 0700 if it is missing.
 
-    Raises RunDirectoryError, naming path and remedy, if it cannot be trusted or made.
+    Raises RunDirectoryError, naming path and remedy, if it cannot be trusted or created.
     """
     directory = choose_run_directory(given, environ)
     if not directory.is_absolute():
@@ -68,9 +68,9 @@ def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
 
 
 def _per_user(environ: Mapping[str, str]) -> Path:
-    """The same for all processes of this user, whatever other users do in /tmp, where anybody may
-    take a name first.  What is at home goes first, or who took the name could later give it up
-    and so part those who started before from those who start after."""
+    """The same for all processes of this user, although other users may take the name in /tmp
+    first.  A directory in $HOME has precedence: else, once the other user gave up the name in
+    /tmp, later processes would choose another directory than earlier ones."""
     in_tmp, home = Path(f"/tmp/kvshm-{os.geteuid()}"), environ.get("HOME", "")
     if not home.startswith("/"):
         return in_tmp
@@ -80,7 +80,7 @@ def _per_user(environ: Mapping[str, str]) -> Path:
 
 
 def _is_own(path: Path) -> bool | None:
-    """Whether it belongs to this user; None if there is nothing that can be looked at."""
+    """Whether ``path`` belongs to this user; None if it does not exist or cannot be read."""
     try:
         return os.lstat(path).st_uid == os.geteuid()
     except OSError:
@@ -106,17 +106,17 @@ def _check(directory: Path, found: os.stat_result) -> None:
 
 
 def command_endpoint(run_dir: Path, namespace: str) -> str:
-    """Address of the coordinator's ROUTER: joins, leaves, events and heartbeats go there."""
+    """Address of the coordinator's ROUTER: receives joins, leaves, events and heartbeats."""
     return f"ipc://{_socket(run_dir, f'{namespace}.commands')}"
 
 
 def event_endpoint(run_dir: Path, namespace: str) -> str:
-    """Address of the coordinator's PUB: broadcasts come from there."""
+    """Address of the coordinator's PUB: sends broadcasts."""
     return f"ipc://{_socket(run_dir, f'{namespace}.events')}"
 
 
-def set_aside(path: Path) -> Path:
-    """What a socket of the coordinator is called while nobody else may connect to it."""
+def closed_socket(path: Path) -> Path:
+    """Path of a coordinator's socket while the coordinator accepts no connections."""
     return path.with_name(f"{path.name}.shut")
 
 
@@ -136,51 +136,51 @@ def engine_socket(run_dir: Path, namespace: str, epoch: int) -> Path:
 
 
 def rank_socket(run_dir: Path, namespace: str, process: str, rank: int) -> Path:
-    """Socket at which a worker process hands out the file descriptors of its KV memory, for
-    one epoch after another.  ``process``: letters and digits of its own.  A pid would not do: it
-    may be another's as well, in another container with the same run directory."""
+    """Socket at which a worker process hands out the file descriptors of its KV memory, for one
+    epoch after another.  ``process``: letters and digits that are unique to the process.  A pid is
+    not unique among containers that have the same run directory."""
     return _socket(run_dir, f"{namespace}.rank.{process}.{rank}.sock")
 
 
 def peers_file(run_dir: Path, namespace: str, epoch: int) -> Path:
-    """File in which an engine names its peers to its own ranks (kvshm/node/peer_list.py)."""
+    """File in which an engine lists its peers for its own ranks (kvshm/node/peer_list.py)."""
     return run_dir / f"{namespace}.peers.{epoch:016x}"
 
 
 def list_peers_files(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:
-    """Return (epoch, path) of the namespace's lists of peers that lie there, half-written ones
-    included."""
+    """Return (epoch, path) of the namespace's lists of peers, half-written ones included."""
     found = _matching(run_dir, _PEERS_FILE, namespace)
     return [(int(match["epoch"], 16), path) for match, path in found]
 
 
 def require_room(run_dir: Path, namespace: str) -> None:
-    """Check that every socket of an engine has room below ``run_dir``.  Raises
-    RunDirectoryError: better before an engine has begun to share than rank by rank."""
-    engine_socket(run_dir, namespace, epoch=0)  # the longest name there is
+    """Check that the paths of all sockets of an engine fit.  Raises RunDirectoryError: better
+    before the engine begins to share than rank by rank."""
+    engine_socket(run_dir, namespace, epoch=0)  # the longest name
 
 
 def start_command(run_dir: Path, namespace: str) -> str:
-    """The shell command that starts the coordinator of this place."""
+    """The shell command that starts the coordinator of this run directory and namespace."""
     return f"kvshm-coordinator --run-dir {shlex.quote(str(run_dir))} --namespace {namespace}"
 
 
 def list_coordinators(run_dir: Path, namespace: str | None) -> list[str]:
-    """Return the namespaces (None: any) in which a coordinator serves, or has left its socket."""
+    """Return the namespaces in which a coordinator serves or has left its socket.  ``namespace``:
+    only this one (None: all)."""
     return [match["namespace"] for match, _ in _matching(run_dir, _TABLES_SOCKET, namespace)]
 
 
 class FoundSocket(NamedTuple):
-    """A socket of engines that lies in a run directory, served or not."""
+    """A socket of an engine or a rank in the run directory, served or not."""
 
     namespace: str
     epoch: Epoch | None
-    """That of the engine; None for a rank's."""
+    """The engine's epoch; None for a rank's socket."""
     path: Path
 
 
 def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundSocket]:
-    """Return the sockets of engines and their ranks, of a namespace or (None) of all."""
+    """Return the sockets of engines and ranks, of one namespace (None: of all)."""
     return [
         FoundSocket(match["namespace"], _epoch(match["epoch"]), path)
         for match, path in _matching(run_dir, _SOCKET, namespace)
@@ -190,10 +190,10 @@ def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundSocket]:
 def _matching(
     run_dir: Path, pattern: re.Pattern[str], namespace: str | None
 ) -> list[tuple[re.Match[str], Path]]:
-    """The entries with such names, in order: MOST_FOUND at most.  Looks at nothing but names."""
+    """The entries whose names match, sorted, at most MAX_FOUND.  Reads only the names."""
     matches = filter(None, map(pattern.fullmatch, os.listdir(run_dir)))
     ours = (match for match in matches if namespace in (None, match["namespace"]))
-    found = sorted(islice(ours, MOST_FOUND), key=lambda match: match.string)
+    found = sorted(islice(ours, MAX_FOUND), key=lambda match: match.string)
     return [(match, run_dir / match.string) for match in found]
 
 
@@ -201,8 +201,8 @@ def _epoch(digits: str | None) -> Epoch | None:
     return None if digits is None else Epoch(int(digits, 16))
 
 
-def too_long(path: str | Path) -> str:
-    """What to say of a path that is too long for a socket, and to do; "" of others."""
+def path_too_long(path: str | Path) -> str:
+    """The error message, with a remedy, if ``path`` is too long for a socket; otherwise ""."""
     if (length := len(os.fsencode(path))) <= SOCKET_PATH_BYTES:
         return ""
     return (
@@ -213,6 +213,6 @@ def too_long(path: str | Path) -> str:
 
 def _socket(run_dir: Path, name: str) -> Path:
     path = run_dir / name
-    if sentence := too_long(path):
-        raise RunDirectoryError(sentence)
+    if error := path_too_long(path):
+        raise RunDirectoryError(error)
     return path

@@ -22,21 +22,21 @@ VARIABLE = TEST_SYNC_POINT
 
 
 class SyncPoint(IntEnum):
-    """A moment between two changes that others can see.  The first six are in the core and
-    have its numbers (core.h)."""
+    """A moment between two changes that other processes can see.  The first six are in the core
+    and have the numbers that core.h gives them."""
 
     PUBLISH_FILLED = 0
     """Slot filled, word not yet READY."""
     PUBLISHED = 1
-    """Word READY, event not yet sent."""
+    """Word READY; event not yet sent."""
     LEASE_LOADED = 2
     """Word and hash read, lease bit not yet set."""
     LEASED = 3
     """Lease bit set, copy not yet begun."""
     RETRACTED = 4
-    """READY left, event not yet sent."""
+    """Word no longer READY; event not yet sent."""
     FORCED = 5
-    """Generation advanced over leases, block not yet reused."""
+    """Next generation, although there were leases; block not yet reused."""
     LOAD_PLANNED = 6
     """All leases of a load taken, load not yet handed to the ranks."""
     COPY_BEGINS = 7
@@ -44,21 +44,21 @@ class SyncPoint(IntEnum):
     COPIED = 8
     """A rank's last byte has arrived, re-check not yet done."""
     RELEASED = 9
-    """Re-checked and given back, not yet reported."""
+    """Blocks re-checked and leases released; load not yet reported."""
 
 
 _ACTIONS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
 
 
-class Arming(NamedTuple):
-    """What happens where, and the how manieth time."""
+class SyncPointTrigger(NamedTuple):
+    """Send this process a signal when it reaches a sync point for the ``nth`` time."""
 
     point: SyncPoint
     action: signal.Signals
     nth: int = 1
 
 
-def parse_arming(text: str) -> Arming:
+def parse_trigger(text: str) -> SyncPointTrigger:
     """Return what ``<name>:<stop|kill>[:<nth>]`` asks for.  Raises ConfigError."""
     name, _, rest = text.partition(":")
     action, _, nth = rest.partition(":")
@@ -68,34 +68,34 @@ def parse_arming(text: str) -> Arming:
             f"{VARIABLE}={text!r}: wanted <name>:<stop|kill>[:<nth>] with a name of"
             f" {', '.join(SyncPoint.__members__)}"
         )
-    return Arming(SyncPoint[name], _ACTIONS[action], times)
+    return SyncPointTrigger(SyncPoint[name], _ACTIONS[action], times)
 
 
-class _Armed(NamedTuple):
-    arming: Arming
+class _ArmedTrigger(NamedTuple):
+    trigger: SyncPointTrigger
     visits: Iterator[int]
 
 
-_armed: _Armed | None = None
+_armed: _ArmedTrigger | None = None
 
 
-def arm(arming: Arming) -> None:
-    """Arm one point in this process; in Python a second call replaces the first."""
+def arm(trigger: SyncPointTrigger) -> None:
+    """Set the trigger of this process; for points in Python a second call replaces the first."""
     global _armed
-    if arming.point < _native.NUM_SYNC_POINTS:
-        _native.arm_sync_point(arming.point, arming.action, arming.nth)
+    if trigger.point < _native.NUM_SYNC_POINTS:
+        _native.arm_sync_point(trigger.point, trigger.action, trigger.nth)
     else:
-        _armed = _Armed(arming, itertools.count(1))
+        _armed = _ArmedTrigger(trigger, itertools.count(1))
 
 
 def sync_point(point: SyncPoint) -> None:
     """Mark a SYNC POINT of the Python code."""
-    if _armed is None or _armed.arming.point is not point:
+    if _armed is None or _armed.trigger.point is not point:
         return
-    if next(_armed.visits) == _armed.arming.nth:
-        # raise_signal, not kill: the signal is delivered to this very thread
-        signal.raise_signal(_armed.arming.action)
+    if next(_armed.visits) == _armed.trigger.nth:
+        # raise_signal, not kill: this thread must receive the signal
+        signal.raise_signal(_armed.trigger.action)
 
 
 if VARIABLE in os.environ:
-    arm(parse_arming(os.environ[VARIABLE]))
+    arm(parse_trigger(os.environ[VARIABLE]))

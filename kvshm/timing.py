@@ -1,14 +1,13 @@
 """How long coordinator and engines wait for each other.
 
-Every such time is a field of ``Timing``; whoever waits is given one, with the product's values
-unless told otherwise.  ``KVSHM_TEST_TIME_SCALE=<factor>`` in the environment, read once when this
-module is imported, multiplies all of them in this process (tests only): all processes of a
+Every such time is a field of ``Timing``.  Code that waits is given a ``Timing``, by default with
+the product's values.  ``KVSHM_TEST_TIME_SCALE=<factor>`` in the environment, read once when this
+module is imported, multiplies all times of this process (tests only): all processes of a
 namespace need the same factor.
 
-Not here, because no factor makes the machine faster: how long a descriptor server may take to
-answer (kvshm/node/handout.py), how long files are cleared (kvshm/node/locks.py), and libzmq's
-linger, the longest that ``close`` waits until a last message is written: it passes only where
-nobody reads.
+Some times are not here, because no factor makes the machine faster: how long a descriptor server
+may take to answer (kvshm/node/handout.py), how long files are cleared (kvshm/node/locks.py), and
+libzmq's linger: how long ``close`` waits for a last message to be written if nobody reads it.
 """
 
 from __future__ import annotations
@@ -28,90 +27,93 @@ VARIABLE = "KVSHM_TEST_TIME_SCALE"
 class Timing:
     """The product's values.  All in seconds; a pair is the shortest and the longest."""
 
-    # -- who is there
+    # -- heartbeats
 
     heartbeat_seconds: float = 1.0
-    """How often engines send Heartbeat and the coordinator Tick: each costs every process of the
-    node a wake-up."""
+    """How often engines send Heartbeat and the coordinator sends Tick: each wakes up every process
+    of the node."""
     suspect_seconds: float = 3.0
-    """Silence of an engine after which the coordinator suspects it: two heartbeats may be lost."""
+    """Silence of an engine after which the coordinator suspects the engine: two heartbeats may be
+    lost."""
     silence_seconds: float = 5.0
-    """Silence of the coordinator after which engines take it for lost: longer than
-    ``suspect_seconds``, since losing the coordinator costs every engine a join."""
-    unheard_seconds: float = 5.0
-    """After so long without a word from any coordinator the engine says in its log that there is
-    none: a coordinator that is started together with the engines takes about a second."""
+    """Silence of the coordinator after which engines consider it lost.  Longer than
+    ``suspect_seconds``, since every engine then has to join again."""
+    absence_seconds: float = 5.0
+    """Time without a message from any coordinator after which the engine logs that there is none.
+    A coordinator that is started together with the engines takes about a second."""
 
     # -- an engine that joins
 
     describe_seconds: float = 0.05
-    """Between two questions whether the engine is ready to join: ranks describe themselves one
-    after the other."""
+    """Between two checks whether the engine is ready to join: ranks describe themselves one after
+    the other."""
     reply_seconds: float = 2.0
-    """How long the answer to a Join may take: the coordinator fetches the slot table before."""
+    """How long the answer to a Join may take: the coordinator first fetches the slot table."""
     back_off_seconds: tuple[float, float] = (0.1, 2.0)
-    """Between two Joins that failed: at first, and at most after doubling it each time."""
+    """Pause after a Join that failed: the first pause, and the longest after doubling each time."""
     refused_seconds: float = 30.0
-    """Before another try where the refusal is final: a person has to change something first."""
+    """Pause after a final refusal: a person has to change something before a Join can succeed."""
     reconnect_seconds: tuple[float, float] = (0.1, 0.2)
-    """Between libzmq's tries to connect to a coordinator that is not there.  Short: engines are
-    to be back with a restarted coordinator within half a second."""
+    """Between libzmq's attempts to connect to a missing coordinator.  Short, so that engines are
+    back with a restarted coordinator within half a second."""
     bug_pause_seconds: float = 0.5
-    """How long the client's thread rests after a bug, so that one that recurs takes no core."""
+    """How long the client's thread pauses after an unexpected exception, so that a recurring one
+    does not take a whole core."""
 
     # -- a restarted coordinator
 
     missing_seconds: float = 10.0
-    """Engines that have not joined a restarted coordinator by then are gone."""
+    """Engines that have not joined a restarted coordinator by then count as gone."""
     return_tick_seconds: float = 0.2
-    """Between two ticks while engines come back to a new coordinator: whoever missed that another
-    one has joined learns it from the next tick."""
+    """Between two ticks while engines come back to a new coordinator: an engine that missed the
+    join of another engine learns of it from the next tick."""
     grace_seconds: float = 3.0
-    """How long after its start a coordinator leaves lease bits alone that nobody has presented:
-    engines of the coordinator before it have three heartbeats to come back."""
+    """How long after its start a coordinator keeps lease bits that no engine has presented:
+    engines of the previous coordinator have three heartbeats to come back."""
 
     # -- events
 
-    send_later_seconds: float = 0.025
-    """Events wait so long in the engine: they are told with a step's output, and whoever tells
-    them at once competes for cores and the GIL with who delivers the tokens.  The price: for so
-    long others miss what is new, and ask in vain for leases on what has been withdrawn.  Longer
-    than ``relay_seconds``: where there are many events, those of others wake the thread first, and
-    its own leave with them."""
-    relay_seconds: float = 0.02
-    """Events wait so long in the coordinator after the last broadcast of their topic, so that of
-    many engines each is woken as often as by one."""
+    send_delay_seconds: float = 0.025
+    """How long events wait in the engine.  They arise with a step's output; sending them at once
+    would compete for cores and the GIL with the delivery of the tokens.  The price: meanwhile
+    peers miss new blocks, and ask in vain for leases on retracted ones.  Longer than
+    ``relay_delay_seconds``: if there are many events, those of other engines wake the client's
+    thread first, and the engine's own events leave with that wake-up."""
+    relay_delay_seconds: float = 0.02
+    """How long events wait in the coordinator after the last broadcast of their topic, so that
+    many engines wake each engine no more often than one does."""
     rescan_pause_seconds: float = 0.5
-    """Between two scans of one engine's table, in the long run: a scan takes milliseconds for each
-    million blocks, and a confused engine may lose events with each message."""
+    """Average pause between two scans of one engine's table: a scan takes milliseconds per million
+    blocks, and a faulty engine may lose events with each message."""
 
     # -- peers
 
     quarantine_seconds: float = 30.0
-    """How long a peer is avoided that failed several times in a row."""
-    silent_seconds: float = 1.0
-    """How long nobody is attached after the coordinator has not handed out a table: whoever waits
-    for it sends no heartbeats meanwhile."""
-    attaching_seconds: float = 5.0
-    """How long nothing is planned from a peer that could not be attached in time: as long as its
-    socket may take to answer."""
-    try_again_seconds: tuple[float, float] = (1.0, 30.0)
-    """Before what has failed for want of memory or descriptors is tried again: at first, and at
-    most after doubling it each time."""
+    """How long a peer is not used after it failed several times in a row."""
+    handout_pause_seconds: float = 1.0
+    """How long no peer is attached after the coordinator failed to hand out a table: the thread
+    that waits for the table sends no heartbeats meanwhile."""
+    attach_pause_seconds: float = 5.0
+    """How long no load is planned from a peer that could not be attached in time: as long as the
+    peer's socket may take to answer."""
+    retry_seconds: tuple[float, float] = (1.0, 30.0)
+    """Pause before a retry after a lack of memory or descriptors: the first pause, and the longest
+    after doubling each time."""
 
     # -- the coordinator
 
-    explain_seconds: float = 1.0
-    """How long an engine whose worker has ended may take to say that it leaves.  Whoever stops all
-    of its processes at once tells both at the same time; a later leave is what its death led to."""
-    leftovers_seconds: float = 30.0
-    """How often the run directory is cleared of what the dead left, and idle topics forgotten."""
-    look_seconds: float = 0.25
-    """How often the bounds on connections and memory are looked after."""
+    late_leave_seconds: float = 1.0
+    """How long an engine whose worker has ended may take to send Leave.  An engine that is stopped
+    on purpose does both at the same time; a later Leave is a consequence of the death."""
+    cleanup_seconds: float = 30.0
+    """How often files of dead engines are removed from the run directory, and idle topics
+    forgotten."""
+    bounds_check_seconds: float = 0.25
+    """How often the bounds on connections and memory are checked."""
 
     def scaled(self, factor: float) -> Timing:
-        """Return all times multiplied by ``factor``.  Raises ConfigError if that is no positive
-        finite number."""
+        """Return all times multiplied by ``factor``.  Raises ConfigError unless the factor is a
+        positive finite number."""
         if not 0 < factor < math.inf:
             raise ConfigError(f"times cannot be multiplied by {factor}: wanted a number above 0")
         times: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -132,4 +134,4 @@ def timing_in(environ: Mapping[str, str]) -> Timing:
 
 
 TIMING = timing_in(os.environ)
-"""Of this process."""
+"""The timing of this process."""

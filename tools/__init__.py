@@ -1,1 +1,1 @@
-"""Windows onto a running, or a crashed, node, read-only; and what clears up after a crash."""
+"""Shows what a running or crashed node has in shared memory, and clears up after a crash."""

@@ -1,7 +1,8 @@
-"""Chains of blocks, put together again from what each slot says of itself.  Pure.
+"""Chains of blocks, rebuilt from the slots of a slot table.  Pure.
 
-A slot knows its own hash, the first 8 bytes of its predecessor's and its depth; chains that
-share a prefix share the slots of it.  A chain is told by its tip, the block nobody follows.
+A slot holds the hash of its block, the first 8 bytes of the parent's hash, and the depth.  Chains
+with a common prefix share the slots of that prefix.  A chain is named by its tip: the block that
+has no successor.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from kvshm.shm.slot_table import Slot
 
 _Place = tuple[int, int]
-"""Tag of a block's hash, and its depth: what a successor says of it."""
+"""Tag of a block's hash, and the block's depth: both follow from a successor's slot."""
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,16 @@ class Chain:
     """Block id of the last block."""
     slot: Slot
     length: int
-    """Consecutive blocks in use that end with the tip."""
+    """Number of consecutive blocks in use up to and including the tip."""
 
     @property
     def complete(self) -> bool:
-        """Whether it begins at token 0: all others can hit nothing from its start."""
+        """Whether the chain begins at token 0.  Otherwise no prompt can hit it."""
         return self.length == self.slot.depth + 1
 
 
 def tag_of(block_hash: bytes) -> int:
-    """The 8 bytes by which a successor and the replica index know a block."""
+    """The first 8 bytes of a hash: successors and the replica index identify blocks by them."""
     return int.from_bytes(block_hash[:8], "little")
 
 

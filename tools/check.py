@@ -1,7 +1,7 @@
-"""Checks that the invariants of shared memory hold, as the engines hand it out.
+"""Checks that the invariants hold in the shared memory that the engines hand out.
 
-Reads only, needs no coordinator.  What looks wrong is looked at again until it either has
-changed or has stayed for longer than any change takes, so a busy node gives no false alarm.
+Reads only and needs no coordinator.  A suspected violation is read again until it has changed or
+has lasted longer than any change takes.  So a busy node gives no false alarm.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvshm.shm.layout import SEQUENCE_OFFSET
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.shm.slot_table import SlotTableView
 
-from .fetching import Fetched, coordinator_runs, fetch_all
+from .fetching import Segments, coordinator_runs, fetch_all
 from .invariants import (
-    AFTER_A_SWEEP,
+    AFTER_SWEEP,
     Violation,
-    between,
-    of_table,
-    stated,
-    without_coordinator,
+    as_violations,
+    cross_table_violations,
+    no_coordinator_warnings,
+    table_violations,
 )
 from .render import leftover
 
@@ -35,14 +35,14 @@ _STABLE_READS = 20
 
 
 @dataclass
-class Look:
-    """What one look at a run directory found."""
+class Findings:
+    """What one check of a run directory found."""
 
     checked: Counter[str] = field(default_factory=Counter)
-    """How many segments of each kind."""
+    """Number of segments read, by kind."""
     suspects: list[Violation] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    """What is sound, or cannot be told, and still not what anybody wants."""
+    """What a user should know although no invariant is known to be violated."""
 
 
 def check(
@@ -50,46 +50,45 @@ def check(
     namespace: str | None,
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
-) -> Look:
-    """Look at all segments of a namespace (None: of all), and again at what looks wrong.
+) -> Findings:
+    """Read all segments of a namespace (None: of all), and read suspects again.
 
-    The suspects that are returned are no longer suspects: they are violations.  Blocks for
-    about half a second if something seems wrong, for ten if it seems to be a death that
-    nobody has noticed; longer if engines stand still.  Raises OSError if there is no such
-    directory.
+    The returned suspects are proven: they are violations.  Blocks for about half a second if
+    something looks wrong, for ten seconds if a death seems to have gone unnoticed, and longer if
+    engines are stopped.  Raises OSError if there is no such directory.
     """
-    first = look(run_dir, namespace)
+    first = check_once(run_dir, namespace)
     began, proven, suspects = clock(), set[Violation](), set(first.suspects)
     while suspects:
         proven |= {v for v in suspects if clock() - began >= v.patience}
         suspects -= proven
         if suspects:
             pause(PAUSE_SECONDS)
-            suspects &= set(look(run_dir, namespace).suspects)
-    return Look(first.checked, [v for v in first.suspects if v in proven], first.warnings)
+            suspects &= set(check_once(run_dir, namespace).suspects)
+    return Findings(first.checked, [v for v in first.suspects if v in proven], first.warnings)
 
 
-def look(run_dir: Path, namespace: str | None) -> Look:
-    """Read every segment once.  An engine that ends meanwhile is left out."""
-    found = Look()
+def check_once(run_dir: Path, namespace: str | None) -> Findings:
+    """Read every segment once.  Engines that end meanwhile are left out."""
+    found = Findings()
     with fetch_all(run_dir, namespace) as engines:
         for space in sorted({engine.namespace for engine in engines}):
             members = [engine for engine in engines if engine.namespace == space]
-            _look_at_namespace(space, members, coordinator_runs(run_dir, space), found)
+            _check_space(space, members, coordinator_runs(run_dir, space), found)
     return found
 
 
-def _look_at_namespace(space: str, engines: list[Fetched], coordinated: bool, found: Look) -> None:
+def _check_space(space: str, engines: list[Segments], coordinated: bool, found: Findings) -> None:
     tables: dict[str, SlotTableView] = {}
     for engine in engines:
         if engine.table is not None:
-            with engine.noting(TABLE_KIND):
+            with engine.recording_problems(TABLE_KIND):
                 name = str(engine.name(TABLE_KIND))
-                found.suspects += of_table(name, engine.table)
+                found.suspects += table_violations(name, engine.table)
                 tables[name] = engine.table
         if engine.replica is not None:
-            with engine.noting(INDEX_KIND):
-                found.suspects += _look_at_index(engine, engine.replica)
+            with engine.recording_problems(INDEX_KIND):
+                found.suspects += _check_replica(engine, engine.replica)
         for problem in engine.problems:
             if problem.silent:
                 found.warnings.append(f"{problem.segment}: {problem.text}")
@@ -100,31 +99,31 @@ def _look_at_namespace(space: str, engines: list[Fetched], coordinated: bool, fo
         found.checked[TABLE_KIND] += engine.table is not None
         found.checked[INDEX_KIND] += engine.replica is not None
     known = len(tables) == sum(not engine.ended for engine in engines)
-    found.suspects += between(tables, coordinated and known)
+    found.suspects += cross_table_violations(tables, coordinated and known)
     if not coordinated:
-        found.warnings += without_coordinator(space, tables.values())
+        found.warnings += no_coordinator_warnings(space, tables.values())
 
 
 # -- replica indexes
 
 
-def _look_at_index(engine: Fetched, replica: ReplicaReader) -> Iterator[Violation]:
+def _check_replica(engine: Segments, replica: ReplicaReader) -> Iterator[Violation]:
     name = str(engine.name(INDEX_KIND))
     if (said := replica.header.epoch) != engine.epoch:
         yield Violation(name, "header", f"says epoch {said:016x}; its socket does not")
-    yield from _look_at_entries(name, replica.buffer)
+    yield from _check_entries(name, replica.buffer)
 
 
-def _look_at_entries(name: str, buffer: memoryview) -> Iterator[Violation]:
-    """Check a copy that was taken while the writer was quiet.  If it never is, nothing is
-    said, unless it always is in the middle of the same write."""
+def _check_entries(name: str, buffer: memoryview) -> Iterator[Violation]:
+    """Check a copy that was taken while nothing was being written.  If there is no such moment,
+    report nothing, unless every read meets the same unfinished write."""
     seen = set()
     for _ in range(_STABLE_READS):
         before = _native.load(buffer, SEQUENCE_OFFSET)
         copy = memoryview(bytes(buffer))
         seen |= {before, _native.load(buffer, SEQUENCE_OFFSET)}
         if before % 2 == 0 and _native.load(buffer, SEQUENCE_OFFSET) == before:
-            yield from stated(name, violations(copy))
+            yield from as_violations(name, violations(copy))
             return
-    if len(seen) == 1:  # the writer was ended, or stopped, in the middle
-        yield from stated(name, violations(copy), AFTER_A_SWEEP)
+    if len(seen) == 1:  # the writer was killed or stopped in the middle of a write
+        yield from as_violations(name, violations(copy), AFTER_SWEEP)

@@ -1,7 +1,7 @@
-"""``kvshm clean``: removes what a crash of engines and coordinator has left.
+"""``kvshm clean``: removes the files that crashed engines and coordinators have left.
 
-Needed only where nothing of kvshm runs any more: a coordinator clears up when it starts and
-while it serves, the last engine when it ends.  What belongs to the living is never touched.
+Needed only where no process of kvshm runs any more: a coordinator clears up at its start and
+while it serves, and the last engine clears up at its end.  Files of running processes stay.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="kvshm clean",
         description="Remove the sockets, lists and lock files of processes that have ended. Run it "
         "as the engines' user.",
-        epilog="exit status: 0 nothing of the dead is left; 1 something is, or a coordinator "
-        "serves, which clears up itself; 2 wrong command line or setting",
+        epilog="exit status: 0 nothing is left; 1 something is left, or a coordinator serves and "
+        "clears up itself; 2 wrong command line or setting",
     )
     parser.add_argument("--namespace", help="of which engines (default: $KVSHM_NAMESPACE)")
     parser.add_argument("--run-dir", help="where their sockets lie (default: as for engines)")
@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do it, print a line for each thing; return the exit status."""
+    """Remove the files, print a line for each; return the exit status."""
     asked = _parser().parse_args(arguments)
     options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
     try:

@@ -1,6 +1,6 @@
-"""The command ``kvshm``: settings as they stand, what is in shared memory, and what a crash left.
+"""The command ``kvshm``: shows settings and shared memory, and removes what a crash has left.
 
-Exit status: that of the verb, 2 for a wrong command line or a bad setting.
+Exit status: the verb's, or 2 for a wrong command line or a bad setting.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from kvshm.config import Config, describe
+from kvshm.config import Config, list_settings
 from kvshm.errors import ConfigError
 from kvshm.version import __version__
 
 from . import clean, dump_index
-from .unread import until_unread
+from .closed_pipe import run_until_pipe_closes
 
 EXIT_USAGE = 2
 
@@ -23,7 +23,7 @@ EXIT_USAGE = 2
 def print_config(environ: Mapping[str, str]) -> int:
     """Print the settings of ``environ``, one per line; return the exit status."""
     try:
-        settings = describe(environ)
+        settings = list_settings(environ)
     except ConfigError as exc:
         print(f"kvshm: {exc}", file=sys.stderr)
         return EXIT_USAGE
@@ -58,8 +58,8 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line asks for; return the exit status."""
-    return until_unread(lambda: _run(arguments))
+    """Run the verb that the command line names; return the exit status."""
+    return run_until_pipe_closes(lambda: _run(arguments))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Shows what kvshm has in shared memory: ``kvshm dump-index``.
+"""``kvshm dump-index`` shows what kvshm has in shared memory.
 
-Asks the engines in the run directory; works without a coordinator, maps everything read-only, and
-names what the dead have left.  Run it as the engines' user, wherever their run directory is.
-Exit status: 0, 1 if there is nothing to show, 2 for a wrong command line or setting, 3 if
-``--check`` found something wrong.
+Asks the engines in the run directory, works without a coordinator, maps everything read-only, and
+names engines that have ended and left a socket.  Run it as the engines' user, on a machine or in a
+container that has their run directory.  Exit status: 0; 1 if there is nothing to show; 2 for a
+wrong command line or setting; 3 if ``--check`` found a violation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvshm.config import Config
 from kvshm.errors import ConfigError, RunDirectoryError
 from kvshm.rundir import choose_run_directory, open_run_directory
 
-from .check import Look, check
+from .check import Findings, check
+from .closed_pipe import run_until_pipe_closes
 from .render import ended, render
-from .report import Filters, Json, describe
-from .unread import until_unread
+from .report import Filters, Json, build_report
 
 
 def _hash_prefix(text: str) -> str:
@@ -62,9 +62,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _place(asked: argparse.Namespace) -> tuple[Path, str | None]:
-    """The run directory, checked if there is one, and the namespace to show (None: all).  Raises
-    ConfigError or RunDirectoryError.  Of the settings only these two are looked at: a dump is
-    also for finding out what is wrong with the others."""
+    """The run directory, checked if it exists, and the namespace to show (None: all).  Reads no
+    other setting, since a dump also helps to find out what is wrong with the others.  Raises
+    ConfigError or RunDirectoryError."""
     environ = {name: os.environ.get(name, "") for name in ("KVSHM_NAMESPACE", "KVSHM_RUN_DIR")}
     options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
     config = Config.from_env(environ, options)
@@ -75,11 +75,11 @@ def _place(asked: argparse.Namespace) -> tuple[Path, str | None]:
 
 
 def _report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
-    return describe(run_dir, namespace, filters) if run_dir.exists() else {"namespaces": []}
+    return build_report(run_dir, namespace, filters) if run_dir.exists() else {"namespaces": []}
 
 
 def _what_there_is(run_dir: Path) -> Iterator[str]:
-    """A line for each engine of the run directory, for whoever has asked for another."""
+    """A line for each engine of the run directory, shown if the one asked for is not there."""
     engines = [
         f"there is engine {engine['engine']} (pid {engine['pid']}, epoch {engine['epoch']}) "
         f"of namespace {space['namespace']}"
@@ -90,8 +90,8 @@ def _what_there_is(run_dir: Path) -> Iterator[str]:
 
 
 def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
-    """Print what is wrong; return the exit status."""
-    found = check(run_dir, namespace) if run_dir.exists() else Look()
+    """Print the violations and warnings; return the exit status."""
+    found = check(run_dir, namespace) if run_dir.exists() else Findings()
     if as_json:
         wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
         told = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}
@@ -120,7 +120,7 @@ def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> in
     report = _report(run_dir, namespace, filters)
     parts = ["engines", "replicas", "unreadable"]
     if filters == Filters():
-        parts.append("coordinator")  # that one runs is worth showing, if nothing else is asked
+        parts.append("coordinator")  # without filters, a running coordinator is worth showing
     empty = not any(space[part] for space in report["namespaces"] for part in parts)
     if asked.json:
         print(json.dumps(report, indent=2))
@@ -150,4 +150,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(until_unread(main))
+    sys.exit(run_until_pipe_closes(main))

@@ -1,7 +1,7 @@
-"""Asks the engines of a run directory for their slot tables and replicas, all at the same time.
+"""Asks all engines of a run directory at the same time for their slot tables and replicas.
 
-Every descriptor is read-only.  An engine that stands still cannot answer: then the coordinator is
-asked for its table.  Whoever has ended has left nothing but a socket.
+Every descriptor is read-only.  A stopped engine cannot answer: the coordinator is then asked for
+the engine's table.  An engine that has ended has left nothing but its socket.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from kvshm.shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 from kvshm.shm.slot_table import Slot, SlotTableView
 
 _AT_ONCE = 32
-"""More engines than a namespace has lease bits for: nobody waits for one that stands still."""
+"""More engines than a namespace has lease bits: a stopped engine delays no other request."""
 
 
 class Problem(NamedTuple):
-    """Why something of an engine is missing."""
+    """Why an engine's table or replica cannot be shown."""
 
     segment: str
     text: str
     silent: bool
-    """Whether the engine has not answered; else what it gave cannot be used."""
+    """Whether the engine did not answer.  Otherwise its answer cannot be used."""
 
 
 @dataclass
-class Fetched:
-    """What one engine, in one epoch, has handed out."""
+class Segments:
+    """The segments that one engine has handed out, in one epoch."""
 
     namespace: str
     epoch: Epoch
@@ -52,19 +52,19 @@ class Fetched:
     """Whether nobody serves the socket."""
 
     def name(self, kind: str) -> SegmentName:
-        """What its table or replica is called."""
+        """The name of the engine's table or replica."""
         engine = "unnamed" if self.table is None else self.table.engine
         return SegmentName(self.namespace, kind, engine, self.epoch)
 
     @contextmanager
-    def noting(self, kind: str) -> Iterator[None]:
-        """What is read within and cannot be used is noted as a problem of that segment."""
+    def recording_problems(self, kind: str) -> Iterator[None]:
+        """A context: a KvshmError within it is recorded as a problem of that segment."""
         try:
             yield
         except KvshmError as exc:
-            self.note(kind, exc)
+            self.record(kind, exc)
 
-    def note(self, kind: str, exc: KvshmError) -> None:
+    def record(self, kind: str, exc: KvshmError) -> None:
         segment = f"kvshm.{self.namespace}.{kind}.{self.epoch:016x}"
         self.problems.append(Problem(segment, f"{type(exc).__name__}: {exc}", False))
 
@@ -75,12 +75,12 @@ class Fetched:
 
 
 @contextmanager
-def fetch_all(run_dir: Path, namespace: str | None) -> Iterator[list[Fetched]]:
-    """Ask every engine of a namespace, or (None) of all; what they hand out is mapped within.
-    Whoever ends meanwhile is left out.  Blocks for some seconds at most if engines stand still.
-    Raises OSError if there is no such directory."""
+def fetch_all(run_dir: Path, namespace: str | None) -> Iterator[list[Segments]]:
+    """Ask every engine of a namespace (None: of all); the segments stay mapped within the context.
+    Engines that end meanwhile are left out.  Blocks for some seconds at most if engines are
+    stopped.  Raises OSError if there is no such directory."""
     engines = [
-        Fetched(found.namespace, found.epoch, found.path)
+        Segments(found.namespace, found.epoch, found.path)
         for found in list_sockets(run_dir, namespace)
         if found.epoch is not None
     ]
@@ -94,11 +94,11 @@ def fetch_all(run_dir: Path, namespace: str | None) -> Iterator[list[Fetched]]:
 
 
 def coordinator_runs(run_dir: Path, namespace: str) -> bool:
-    """Whether one serves the namespace."""
+    """Whether a coordinator serves the namespace."""
     return is_served(tables_socket(run_dir, namespace))
 
 
-def _fetch(engine: Fetched) -> None:
+def _fetch(engine: Segments) -> None:
     handouts = Handouts(engine.path.parent, engine.namespace)
     try:
         engine.table = handouts.table(SlotTableView, engine.epoch)
@@ -109,12 +109,12 @@ def _fetch(engine: Fetched) -> None:
         if isinstance(exc.__cause__, TransportError):
             _ask_coordinator(engine, handouts, exc)
             return
-        engine.note(TABLE_KIND, exc)
-    with engine.noting(INDEX_KIND):
+        engine.record(TABLE_KIND, exc)
+    with engine.recording_problems(INDEX_KIND):
         engine.replica = handouts.replica(engine.epoch)
 
 
-def _ask_coordinator(engine: Fetched, handouts: Handouts, silence: KvshmError) -> None:
+def _ask_coordinator(engine: Segments, handouts: Handouts, silence: KvshmError) -> None:
     try:
         engine.table = handouts.table_from_coordinator(engine.epoch)
         rest = "its table is shown by the coordinator, its replica is not"
@@ -125,8 +125,8 @@ def _ask_coordinator(engine: Fetched, handouts: Handouts, silence: KvshmError) -
 
 
 def slots_in_use(table: SlotTableView) -> Iterator[tuple[int, Slot]]:
-    """Yield the slots that are not EMPTY, by block id, each read when it is asked for.  One in no
-    known state is left out: ``check_integrity`` names it."""
+    """Yield the slots that are not EMPTY, with their block ids; each is read when it is yielded.
+    Slots in an unknown state are left out: ``check_integrity`` names them."""
     for block in range(table.num_blocks):
         try:
             slot = table.slot(block)

@@ -1,7 +1,7 @@
 """Invariants: what must hold of everything kvshm keeps in shared memory.  Reads only.
 
-A violation is only a suspicion while the node runs: segments are read one after the other,
-and what one look finds may be a change half done.  check.py looks again.
+While the node runs, a violation is only suspected: segments are read one after the other, and a
+single read may meet a change half done.  check.py reads again.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from kvshm.shm.slot_table import SlotTableView
 from .fetching import slots_in_use
 
 SOON = 0.5
-"""Seconds after which no change is half done any more."""
-AFTER_A_SWEEP = 10.0
-"""Seconds after which a coordinator has noticed a death, or been restarted and joined again, and
-has swept."""
+"""Seconds after which every change is complete."""
+AFTER_SWEEP = 10.0
+"""Seconds within which a coordinator notices a death and sweeps, even if the coordinator is
+restarted and the engines join again."""
 
 
 class Violation(NamedTuple):
@@ -28,14 +28,15 @@ class Violation(NamedTuple):
     place: str
     found: str
     patience: float = SOON
-    """Seconds for which it has to stay before it is one."""
+    """Seconds for which the finding must last before it counts as a violation."""
 
     def __str__(self) -> str:
         return f"{self.segment}: {self.place}: {self.found}"
 
 
-def stated(segment: str, texts: list[str], patience: float = SOON) -> Iterator[Violation]:
-    """Violations from the words of a ``check_integrity``: ``place: found``, or of the header."""
+def as_violations(segment: str, texts: list[str], patience: float = SOON) -> Iterator[Violation]:
+    """Turn texts of a ``check_integrity`` into violations.  A text is ``place: found``, or only
+    ``found``: then the place is the header."""
     for text in texts:
         place, colon, found = text.partition(": ")
         yield Violation(segment, *((place, found) if colon else ("header", text)), patience)
@@ -44,45 +45,46 @@ def stated(segment: str, texts: list[str], patience: float = SOON) -> Iterator[V
 # -- slot tables
 
 
-def of_table(name: str, table: SlotTableView) -> Iterator[Violation]:
-    """What is wrong within one slot table: its slots and life words, and what it says it is."""
-    yield from stated(name, table.check_integrity())
+def table_violations(name: str, table: SlotTableView) -> Iterator[Violation]:
+    """Yield the violations within one slot table: in its slots, life words and stated size."""
+    yield from as_violations(name, table.check_integrity())
     needed = table_bytes(table.num_blocks, table.num_ranks)
     if needed != table.nbytes:
         sizes = f"{table.num_blocks} blocks of {table.num_ranks} ranks"
         yield Violation(name, "header", f"says {sizes}, that is {needed} bytes, of {table.nbytes}")
 
 
-# -- what has to agree across tables
+# -- across tables
 
 
-def between(tables: Mapping[str, SlotTableView], swept: bool) -> Iterator[Violation]:
-    """What is wrong across one namespace, whose tables are given by name: a bit has one holder,
-    and, where ``swept`` (a coordinator runs, and all tables are known), each lease has one."""
+def cross_table_violations(tables: Mapping[str, SlotTableView], swept: bool) -> Iterator[Violation]:
+    """Yield the violations across the tables of one namespace, given by name: two engines claim a
+    lease bit, or, if ``swept`` (a coordinator runs and all tables are known), a lease has no
+    holder."""
     claims = {name: table.lease_bit for name, table in tables.items() if table.lease_bit >= 0}
     if swept:
         for name, table in tables.items():
-            yield from _held_by_nobody(name, table, set(claims.values()))
+            yield from _unheld_leases(name, table, set(claims.values()))
     first: dict[int, str] = {}
     for name, bit in claims.items():
         if tables[name].died or tables[name].retired:
             continue
         if (holder := first.setdefault(bit, name)) != name:
             found = f"claims lease bit {bit}, and so does {holder}"
-            yield Violation(name, "header", found, AFTER_A_SWEEP)
+            yield Violation(name, "header", found, AFTER_SWEEP)
 
 
-def _held_by_nobody(name: str, table: SlotTableView, held: Collection[int]) -> Iterator[Violation]:
+def _unheld_leases(name: str, table: SlotTableView, held: Collection[int]) -> Iterator[Violation]:
     for block, slot in slots_in_use(table):
         for bit in range(slot.leases.bit_length()):
             if slot.leases >> bit & 1 and bit not in held:
                 found = f"leased by bit {bit}, which nobody holds"
-                yield Violation(name, f"slot {block}", found, AFTER_A_SWEEP)
+                yield Violation(name, f"slot {block}", found, AFTER_SWEEP)
 
 
-def without_coordinator(namespace: str, tables: Iterable[SlotTableView]) -> Iterator[str]:
-    """What to say of a namespace without a coordinator, if engines wait for one: no invariant is
-    broken, but they learn of nobody new."""
+def no_coordinator_warnings(namespace: str, tables: Iterable[SlotTableView]) -> Iterator[str]:
+    """Yield a warning if engines of a namespace wait for a coordinator: no invariant is violated,
+    but these engines do not learn of new ones."""
     if living := sum(not table.owner_died and not table.retired for table in tables):
         yield (
             f"namespace {namespace}: no coordinator runs; engines that wait for one: {living}; "

@@ -1,4 +1,4 @@
-"""The report as text for people.  Pure."""
+"""Renders the report as text for people.  Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 Json = dict[str, Any]
 Columns = Mapping[str, str | Callable[[Json], object]]
-"""Head of each column -> the key of its values in the report, or what makes them of a row."""
+"""Head of each column -> the key of its values in the report, or a function of the row."""
 
 CHAINS_SHOWN = 20
 _HASH_DIGITS = 16
@@ -42,19 +42,19 @@ def _namespace(space: Json, everything: bool) -> Iterator[str]:
 
 
 def ended(space: Json) -> Iterator[str]:
-    """A line for each engine of a namespace of which nothing is left but its socket."""
+    """A line for each engine of a namespace that has ended and left its socket."""
     return (leftover(engine["epoch"], space["coordinator"]) for engine in space["ended"])
 
 
 def leftover(epoch: str, coordinated: bool) -> str:
-    """What to say of an engine that has left its socket."""
+    """The line for an engine that has ended and left its socket."""
     end = "the coordinator clears up" if coordinated else "run `kvshm clean` or start a coordinator"
     return f"engine {epoch}: its process has ended; {end}"
 
 
 def _engines(engines: list[Json]) -> Iterator[str]:
-    """One table for each group that shares; with several groups each has a heading.  Then what
-    each engine has imported."""
+    """One table for each group of engines with one fingerprint; several groups have headings.
+    Then a table of imports."""
     groups = [list(group) for _, group in groupby(engines, key=itemgetter("fingerprint"))]
     for group in groups:
         if len(groups) > 1:
@@ -170,8 +170,7 @@ def _titled(title: str, columns: Columns, rows: list[Json]) -> Iterator[str]:
 
 
 def _table(columns: Columns, rows: list[Json]) -> Iterator[str]:
-    """Yield aligned lines: columns of numbers to the right, all others to the left.  Nothing
-    without rows."""
+    """Yield aligned lines: numbers to the right, text to the left.  No rows, no lines."""
     if rows:
         cells = [
             _aligned([head, *(_cell(row, of) for row in rows)]) for head, of in columns.items()

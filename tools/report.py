@@ -1,8 +1,8 @@
-"""What the engines of a run directory have in shared memory, as plain data: what ``--json`` prints.
+"""Shared memory of the engines of a run directory as plain data: what ``--json`` prints.
 
-Every segment is mapped read-only and read once.  The node runs on meanwhile: what is read from
-different segments need not fit together to the last block.  Numbers that are too wide for
-JavaScript (epochs, hashes, fingerprints) are hexadecimal text.
+Every segment is mapped read-only and read once.  The node runs on meanwhile, so the numbers of
+different segments need not agree to the last block.  Numbers that are too wide for JavaScript
+(epochs, hashes, fingerprints) are hexadecimal text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvshm.shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 from kvshm.shm.slot_table import Slot, SlotTableView
 
 from .chains import find_chains
-from .fetching import Fetched, coordinator_runs, fetch_all, slots_in_use
+from .fetching import Segments, coordinator_runs, fetch_all, slots_in_use
 
 Json = dict[str, Any]
 TAG_BYTES = 8
@@ -30,14 +30,14 @@ _NOBODY = dict.fromkeys(("engine", "epoch", "pid", "alive"))
 
 @dataclass(frozen=True)
 class Filters:
-    """What to show; the default is all engines and, of their blocks, the leased ones."""
+    """What to show.  The default is all engines and their leased blocks."""
 
     engine: str | None = None
     """Name, pid or epoch (hexadecimal) of an engine."""
     block_hash: str | None = None
-    """Hexadecimal beginning of a block's hash: list matching blocks, leased or not."""
+    """Hexadecimal beginning of block hashes: list the matching blocks, leased or not."""
     leased: bool = False
-    """Nothing but leased blocks."""
+    """Show only leased blocks."""
     entries: bool = False
     """List every block in use and every replica entry."""
 
@@ -47,25 +47,25 @@ class Filters:
 
     @property
     def narrow(self) -> bool:
-        """Whether an engine without such a block is left out."""
+        """Whether engines without a matching block are left out."""
         return self.leased or self.block_hash is not None
 
-    def name(self, engine: Mapping[str, Any]) -> bool:
-        """Whether this engine is asked for."""
+    def selects(self, engine: Mapping[str, Any]) -> bool:
+        """Whether the filter selects this engine."""
         known = (engine.get("engine"), str(engine.get("pid")), f"0x{engine['epoch']}")
         return self.engine is None or self.engine in (*known, engine["epoch"])
 
     @property
     def prefix(self) -> str:
-        """What the hash of a block that is asked for begins with."""
+        """What the hashes of selected blocks begin with."""
         return (self.block_hash or "").lower()
 
 
-def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
+def build_report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
     """Return what the engines of a namespace (None: of all) hand out: one element per namespace.
 
-    An engine that ends meanwhile is left out; what cannot be read is noted with the reason.
-    Changes nothing.  Blocks for some seconds at most if engines stand still.  Raises OSError if
+    Engines that end meanwhile are left out; unreadable segments are listed with the reason.
+    Changes nothing.  Blocks for some seconds at most if engines are stopped.  Raises OSError if
     there is no such directory.
     """
     with fetch_all(run_dir, namespace) as found:
@@ -83,18 +83,18 @@ def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
         }
 
 
-def _namespace(fetched: list[Fetched], filters: Filters) -> Json:
+def _namespace(fetched: list[Segments], filters: Filters) -> Json:
     tables, replicas = [], []
     for one in fetched:
         if one.table is not None:
-            with one.noting(TABLE_KIND):
+            with one.recording_problems(TABLE_KIND):
                 slots = dict(slots_in_use(one.table))
                 tables.append((_engine(one.name(TABLE_KIND), one.table, slots), slots))
         if one.replica is not None:
-            with one.noting(INDEX_KIND):
+            with one.recording_problems(INDEX_KIND):
                 replicas.append(_replica(one.name(INDEX_KIND), one.replica, filters))
     holders = _holders([engine for engine, _ in tables])
-    # Those that share stand together.
+    # Engines that share with each other are neighbours in the report.
     tables.sort(key=lambda found: [found[0][key] for key in ("fingerprint", "engine", "epoch")])
     for engine, slots in tables:
         _fill(engine, slots, holders, filters)
@@ -102,26 +102,26 @@ def _namespace(fetched: list[Fetched], filters: Filters) -> Json:
         "engines": [
             engine
             for engine, _ in tables
-            if filters.name(engine) and (engine["blocks"] or not filters.narrow)
+            if filters.selects(engine) and (engine["blocks"] or not filters.narrow)
         ],
         "replicas": [
             replica
             for replica in replicas
-            if filters.name(replica)
+            if filters.selects(replica)
             and not filters.leased
             and (replica["entries"] or not filters.narrow)
         ],
         "unreadable": [
             {"segment": problem.segment, "problem": problem.text}
             for one in fetched
-            if filters.name({"epoch": f"{one.epoch:016x}"})
+            if filters.selects({"epoch": f"{one.epoch:016x}"})
             for problem in one.problems
         ],
         "ended": [
             ended
             for one in fetched
             if one.ended
-            and filters.name(ended := {"epoch": f"{one.epoch:016x}", "socket": str(one.path)})
+            and filters.selects(ended := {"epoch": f"{one.epoch:016x}", "socket": str(one.path)})
         ],
     }
 
@@ -130,7 +130,7 @@ def _namespace(fetched: list[Fetched], filters: Filters) -> Json:
 
 
 def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) -> Json:
-    """All that is said of one engine but its blocks and chains, which depend on the filters."""
+    """The report of one engine without blocks and chains, which depend on the filters."""
     return {
         "engine": table.engine,
         "segment": str(name),
@@ -160,7 +160,7 @@ def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) 
 def _fill(
     engine: Json, slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters
 ) -> None:
-    """Add the blocks and chains that are asked for; with ``leased`` nothing but blocks is."""
+    """Add the selected blocks and chains; with ``leased`` only blocks."""
     engine["blocks"] = list(_blocks(slots, holders, asked))
     if asked.leased:
         engine |= {"counters": {}, "errors": []}
@@ -193,13 +193,12 @@ def _bit(lease_bit: int) -> int | None:
 
 
 def _life(word: int, epoch: int) -> str:
-    """A rank's life word: "valid", "ended", or, where it is neither, its value."""
+    """A rank's life word as text: "valid", "ended", or its value if it is neither."""
     return {epoch: "valid", 0: "ended"}.get(word, f"{word:016x}")
 
 
 def _holders(engines: list[Json]) -> dict[int, Json]:
-    """Lease bit -> the engine of the namespace whose table says that the bit is its own, a living
-    engine before a dead one."""
+    """Lease bit -> the engine whose table claims that bit; a living engine takes precedence."""
     return {
         engine["lease_bit"]: {"bit": engine["lease_bit"], **{key: engine[key] for key in _NOBODY}}
         for engine in sorted(engines, key=lambda engine: bool(engine["alive"]))
@@ -265,5 +264,5 @@ def _replica(name: SegmentName, reader: ReplicaReader, filters: Filters) -> Json
 
 
 def _tag(entry: Entry) -> str:
-    """The first 8 bytes of the block's hash, in the hash's own order."""
+    """The first 8 bytes of the block hash, in the order of the hash."""
     return entry.tag.to_bytes(TAG_BYTES, "little").hex()

@@ -17,7 +17,7 @@ from .jobs import JobThread
 _log = logger(__name__)
 
 PART_BYTES = 4 << 20
-"""What who waits copies between two looks at the clock: about a millisecond."""
+"""Bytes copied between two calls of ``keep_going``: about a millisecond."""
 
 StridedRun = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
@@ -32,7 +32,7 @@ class CopyPlan:
     target: list[StridedRun]
     target_blocks: Sequence[BlockId]
     keep: tuple[object, ...]
-    """What owns the memory behind the addresses; lives as long as the plan."""
+    """The owners of the memory behind the addresses, kept as long as the plan."""
 
 
 class BlockCopy:
@@ -40,7 +40,7 @@ class BlockCopy:
 
     def __init__(self, plan: CopyPlan) -> None:
         self._plan: CopyPlan | None = plan
-        self._lock = threading.Lock()  # who takes the plan, runs it
+        self._lock = threading.Lock()  # the thread that takes the plan runs the copy
         self._stop = bytearray(4)  # read by the native loop before each block
         self._state = CopyState.PENDING
 
@@ -60,24 +60,24 @@ class BlockCopy:
             plan, self._plan = self._plan, None
         return plan
 
-    def run(self, go_on: Callable[[], bool] | None = None) -> None:
-        """Copy, and settle the state when the last byte is written; nothing if somebody has
-        begun to.  On the copy thread, or on that of who waits, as long as ``go_on`` says so."""
+    def run(self, keep_going: Callable[[], bool] | None = None) -> None:
+        """Copy, and set the state after the last byte.  Does nothing if the copy was begun or
+        cancelled before.  On the copy thread, or on a caller's thread while ``keep_going()``."""
         if (plan := self._take()) is None:
             return
         try:
-            done = self._copy(plan, go_on)
+            done = self._copy(plan, keep_going)
         except Exception:
             _log.exception("copy of %d blocks failed", len(plan.source_blocks))
             done = False
         self._state = CopyState.DONE if done else CopyState.FAILED
 
-    def _copy(self, plan: CopyPlan, go_on: Callable[[], bool] | None) -> bool:
+    def _copy(self, plan: CopyPlan, keep_going: Callable[[], bool] | None) -> bool:
         total = len(plan.source_blocks)
         block_bytes = sum(nbytes for _, _, nbytes, _ in plan.source)
-        part = max(1, total if go_on is None else PART_BYTES // max(1, block_bytes))
+        part = max(1, total if keep_going is None else PART_BYTES // max(1, block_bytes))
         for start in range(0, total, part):
-            if go_on is not None and not go_on():
+            if keep_going is not None and not keep_going():
                 return False
             source = plan.source_blocks[start : start + part]
             target = plan.target_blocks[start : start + part]
@@ -88,19 +88,19 @@ class BlockCopy:
 
 
 class Copier(JobThread):
-    """Runs copies, and whatever must wait for them, one after the other in the order given."""
+    """Runs copies, and jobs that must wait for copies, in the order given."""
 
     def __init__(self) -> None:
         super().__init__("kvshm-copy")
         self._waiting: set[BlockCopy] = set()
 
-    def carry_out(self, plan: CopyPlan, go_on: Callable[[], bool]) -> BlockCopy:
-        """Copy on the calling thread, past the queue, as long as ``go_on`` says so: handing it
-        to the other one costs half as much again.  TransportError once closed."""
+    def copy_now(self, plan: CopyPlan, keep_going: Callable[[], bool]) -> BlockCopy:
+        """Copy on the calling thread, past the queue, while ``keep_going()``: the copy thread would
+        take half as long again.  TransportError once closed."""
         copy = BlockCopy(plan)
         with self._lock:
             self._check_open()
-        copy.run(go_on)
+        copy.run(keep_going)
         return copy
 
     def begin(self, plan: CopyPlan) -> BlockCopy:
@@ -120,7 +120,7 @@ class Copier(JobThread):
         return copy
 
     def close(self) -> None:
-        """Cancel what is queued and return when nothing writes any more.  Idempotent."""
+        """Cancel queued copies; return when nothing writes any more.  Idempotent."""
         with self._lock:
             self._closed = True
             for copy in list(self._waiting):

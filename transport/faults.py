@@ -1,8 +1,8 @@
-"""Wrong copies on purpose: what the oracle tests and ``make demo BREAK=1`` switch on.
+"""Deliberately wrong copies, for the oracle tests and ``make demo BREAK=1``.
 
-A check that has never failed proves nothing.  These faults are real wrong copies, made
-where a bug of a transport would make them, so that everything above must notice.  They are
-chosen by an argument of the transport, never by its own choice; None is the normal way.
+A check that has never failed proves nothing.  These faults are real wrong copies, made where a
+bug of a transport would make them, so the layers above must notice them.  Only an argument of the
+transport switches a fault on; None means correct copies.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kvshm.errors import TransportError
 from kvshm.ids import BlockId
 
 WRONG_BLOCK = Fault.WRONG_BLOCK
-"""Each target gets the block meant for the first one, the first the second's (a plan of a single
-block: the neighbouring slot).  No mere exchange: attention does not ask for the order of blocks,
-and a model would give the same answer but for rounding."""
+"""Each target gets the first target's block, and the first gets the second's (for a single block:
+the neighbouring block).  Swapping blocks would not do: attention ignores the order of blocks, so
+the model's answer would differ only by rounding."""
 SHIFT = Fault.SHIFT
-"""Each target gets the slot after its source, the peer's last slot wrapping to slot 0."""
+"""Each target gets the block after its source; after the peer's last block comes block 0."""
 ZERO = Fault.ZERO
 """Each target gets zeros."""
 

@@ -1,4 +1,4 @@
-"""A thread that does jobs which whoever submits them must not wait for."""
+"""A thread for jobs whose submitters must not wait."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _log = logger(__name__)
 
 
 class JobThread:
-    """Does jobs one after the other in the order given.
+    """Runs jobs one after the other, in the order given.
 
     The thread starts with the first job and ends with ``close``.  Any thread may submit.
     """
@@ -27,8 +27,8 @@ class JobThread:
         self._closed = False
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job`` after everything submitted before.  TransportError once closed, and while
-        no thread is to be had."""
+        """Run ``job`` after all jobs submitted before.  TransportError once closed, and if no
+        thread can be started."""
         with self._lock:
             self._check_open()
             if self._thread is None:
@@ -42,7 +42,7 @@ class JobThread:
             raise TransportError("the transport is closed")
 
     def close(self) -> None:
-        """Return when all that was submitted is done.  Idempotent."""
+        """Return when all submitted jobs are done.  Idempotent."""
         with self._lock:
             self._closed = True
             self._jobs.put(None)
@@ -54,7 +54,7 @@ class JobThread:
             pass
 
     def _run_next(self) -> bool:
-        # A frame of its own: what a job holds must go when it is done, not when the next comes.
+        # A separate frame: objects of a job must be freed at its end, not when the next job comes.
         job = self._jobs.get()
         if job is None:
             return False

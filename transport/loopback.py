@@ -1,9 +1,9 @@
 """A transport inside one process, with a clock that only its user moves.
 
-It ships because whoever builds on the transport interface needs it: several engines'
-``LoopbackTransport`` s hang on one ``LoopbackNetwork``, their memories are bytearrays, and a
-copy makes progress only when ``advance`` is called.  So overlap, cancelling, late completion
-and a source that changes under a copy happen exactly when a test says so.
+It is part of the product because tests of code on top of the transport interface need it.  The
+``LoopbackTransport`` s of several engines share one ``LoopbackNetwork``; their memories are
+bytearrays, and a copy makes progress only when ``advance`` is called.  So a test decides exactly
+when copies overlap, are cancelled or end late, and when a source changes during a copy.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from .regions import (
 
 
 class LoopbackNetwork:
-    """What connects LoopbackTransports: who exports which epoch, and the clock of copies."""
+    """Connects LoopbackTransports: holds their exports and the clock of their copies."""
 
     def __init__(self) -> None:
         self.exports: dict[int, LoopbackTransport] = {}
         self.copies: list[LoopbackCopy] = []
 
     def advance(self, ticks: int = 1) -> None:
-        """Let every pending copy, in the order begun, move one block further per tick.
+        """Let every pending copy, in the order begun, copy one block per tick.
 
-        A cancelled copy, or one without a block left, ends at its next tick.
+        A cancelled copy, or one without remaining blocks, ends at its next tick.
         """
         for _ in range(ticks):
             for copy in self.copies:
@@ -53,7 +53,7 @@ class LoopbackNetwork:
 
 
 class LoopbackCopy:
-    """A copy that moves with its network's clock, or alone by ``advance``."""
+    """A copy that makes progress with its network's clock, or by its own ``advance``."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class LoopbackCopy:
         return False
 
     def advance(self) -> None:
-        """Copy the next block, or end: DONE if none is left, FAILED if cancelled."""
+        """Copy the next block, or end: DONE if no block is left, FAILED if cancelled."""
         if self._state is not CopyState.PENDING:
             return
         if self._left and not self._cancelled:
@@ -95,17 +95,17 @@ class LoopbackDetails(msgspec.Struct, frozen=True):
 
 
 class LoopbackAttachment:
-    """A peer transport's memory (kvshm.interfaces.Attachment).  It keeps that memory, as a
-    mapping would, whatever becomes of the peer."""
+    """A peer transport's memory (kvshm.interfaces.Attachment).  Like a mapping, it keeps the memory
+    after the peer's end."""
 
     ended = False
-    """Nobody dies here without the test."""
+    """Always False: an export ends only when the test ends it."""
 
     def __init__(self, own: LoopbackTransport, descriptor: MemoryDescriptor) -> None:
         export = unpack_details(descriptor, own.name, LoopbackDetails).export
         peer = own.network.exports.get(export)
         if peer is None:
-            raise TransportError(f"nobody exports {export}")
+            raise TransportError(f"no transport exports {export}")
         if peer.epoch != descriptor.epoch:
             raise StaleAttachment(f"the peer serves epoch {peer.epoch:#x}")
         check_layouts(own.regions, descriptor.regions)
@@ -121,9 +121,9 @@ class LoopbackAttachment:
         self,
         source: Sequence[BlockId],
         target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> LoopbackCopy:
-        """Only the network's clock moves a copy, whoever waits."""
+        """``keep_going`` is ignored: only the network's clock moves a copy."""
         if self._closed or self.own.closed:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
         check_pairs(source, self._num_blocks, target, self.own.num_blocks)
@@ -133,7 +133,7 @@ class LoopbackAttachment:
         return copy
 
     def copy_block(self, source: BlockId, target: BlockId) -> None:
-        """Copy one block's bytes in all regions, at once."""
+        """Copy the bytes of one block in all regions, immediately."""
         here, there = spans(self.own.regions, target), spans(self._regions, source)
         for (own, start, end), (peer, first, last) in zip(here, there, strict=True):
             block = self._memory[peer][first:last]
@@ -189,7 +189,7 @@ class LoopbackTransport:
         return [block_checksum(self.memory, self.regions, block) for block in blocks]
 
     def close(self) -> None:
-        """End the export; pending copies end here, as after the block under way."""
+        """End the export and all pending copies, as if after the block under way."""
         self.closed = True
         self.network.exports.pop(id(self), None)
         for copy in self.network.copies:

@@ -1,7 +1,7 @@
-"""The memory of a CPU engine's KV cache: shared, nameless, reserved in full.
+"""The memory of a CPU engine's KV cache: shared, without a name, fully reserved.
 
-A memfd has no name to leak: the pages go when the last process that maps or holds it is
-gone, SIGKILL included.  It does not count against a small /dev/shm either.
+A memfd leaves nothing behind: its pages are freed with the last process that maps or holds it,
+even after SIGKILL.  It does not count against the size of /dev/shm either.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.14 on
 
 
 def _seal(fd: int) -> None:
-    """Fix the size for good (nobody can cut a peer's mapping: no SIGBUS) and, where the
-    kernel can, refuse every writable mapping but the one that exists."""
+    """Fix the size for good (nobody can shorten a peer's mapping: no SIGBUS) and, if the kernel
+    can, refuse further writable mappings."""
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     with suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
 
 
-def check_lasting(fd: int) -> None:
-    """Raise TransportError unless the file of ``fd`` keeps its size, whatever its owner does, and
-    has all its pages: reading behind the end of a file, or a page that there is no memory for,
-    ends the process that reads (SIGBUS)."""
+def check_sealed_memory(fd: int) -> None:
+    """Raise TransportError unless the file of ``fd`` is sealed against shrinking and has all its
+    pages.  Otherwise a read beyond its end, or of a page without memory, would kill the reader
+    (SIGBUS)."""
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
     except OSError:
@@ -45,14 +45,14 @@ def check_lasting(fd: int) -> None:
 
 
 class KVMemory:
-    """One shared allocation, mapped writable here and nowhere else.
+    """One shared allocation, mapped writable only in this process.
 
-    Whoever lays a KV cache over ``buffer`` (``torch.frombuffer``) keeps the mapping alive by
-    that; ``close`` only ends the sharing.
+    A KV cache over ``buffer`` (``torch.frombuffer``) keeps the mapping alive; ``close`` only ends
+    the sharing.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
-        """Map ``fd``, which from now on belongs to this object."""
+        """Map ``fd`` and take it over."""
         self._fd = fd
         self._mapping = mmap.mmap(fd, nbytes)
         self.nbytes = nbytes
@@ -103,8 +103,8 @@ class KVMemory:
             raise TransportError(f"KV memory cannot be opened read-only: {exc}") from exc
 
     def close(self) -> None:
-        """Give up the descriptor.  Idempotent.  The pages stay for as long as somebody,
-        here or in a peer, has them mapped."""
+        """Close the descriptor.  Idempotent.  The pages stay while this process or a peer has them
+        mapped."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

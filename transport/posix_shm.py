@@ -1,8 +1,8 @@
 """Transport for KV caches in host memory (vLLM's CPU backend).
 
-The exporter's cache lies in memfds.  Peers ask its descriptor socket for read-only
-descriptors, map them once, and copy blocks out of the mapping: nothing is done by the
-exporter, which need not even live any more::
+The exporter's cache lies in memfds.  Peers ask its descriptor socket for read-only descriptors,
+map them once, and copy blocks out of the mapping.  The exporter does nothing for a copy, and may
+even have ended::
 
     exporter                                     importer
     KVMemory (memfd, mapped writable)            PosixAttachment (same pages, PROT_READ)
@@ -30,11 +30,11 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import beside, close_all, fetch_and_stay, has_hung_up, socket_name
+from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket, socket_name
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
 from .faults import ZERO, check_fault, misdirect
-from .memory import KVMemory, check_lasting
+from .memory import KVMemory, check_sealed_memory
 from .regions import (
     block_checksum,
     check_blocks,
@@ -45,7 +45,7 @@ from .regions import (
 )
 
 FETCH_TIMEOUT = 5.0
-"""Seconds an exporter's socket may take to answer; it is answered by a thread of its own."""
+"""Seconds that an exporter's socket may take to answer; a separate thread answers."""
 
 
 class ShmDetails(msgspec.Struct, frozen=True):
@@ -55,23 +55,23 @@ class ShmDetails(msgspec.Struct, frozen=True):
     """Its name in the run directory."""
 
 
-class Request(msgspec.Struct, frozen=True):
-    """What an importer asks of the descriptor socket."""
+class MemoryRequest(msgspec.Struct, frozen=True):
+    """An importer's request to the descriptor socket."""
 
     epoch: int
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What it hears: "ok" (the descriptors ride along) or "stale" and the epoch served."""
+class MemoryReply(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The reply: "ok" (with the descriptors) or "stale", and the epoch served."""
 
     status: str
     epoch: int
     stays: bool = False
-    """Whether the connection is left open, for its end to tell of the exporter's."""
+    """Whether the exporter leaves the connection open until its own end."""
 
 
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_request_decoder = msgspec.msgpack.Decoder(MemoryRequest)
+_reply_decoder = msgspec.msgpack.Decoder(MemoryReply)
 
 
 def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRun]:
@@ -83,14 +83,14 @@ def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRu
 def _map_read_only(fds: Sequence[int]) -> list[mmap.mmap]:
     try:
         for fd in fds:
-            check_lasting(fd)
+            check_sealed_memory(fd)
         return [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
     except (OSError, ValueError) as exc:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
 
 
 def _check_count(descriptor: MemoryDescriptor, fds: Sequence[int]) -> None:
-    """Whoever hands out more than its regions lie in would have them kept open here."""
+    """Raise TransportError unless there is exactly one descriptor per memory of the regions."""
     wanted = 1 + max((region.handle for region in descriptor.regions), default=-1)
     if len(fds) != wanted:
         raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
@@ -99,15 +99,15 @@ def _check_count(descriptor: MemoryDescriptor, fds: Sequence[int]) -> None:
 def _fetch_memory(
     descriptor: MemoryDescriptor, own_socket: str
 ) -> tuple[list[mmap.mmap], socket.socket | None]:
-    """Ask the exporter for its descriptors and map them; also the connection, if it stays open.
-    StaleAttachment, TransportError."""
+    """Ask the exporter for its descriptors and map them.  Also returns the connection, if it stays
+    open.  Raises StaleAttachment or TransportError."""
     details = unpack_details(descriptor, PosixShmTransport.name, ShmDetails)
-    socket_path = beside(own_socket, details.socket)
-    request = msgspec.msgpack.encode(Request(descriptor.epoch))
-    reply, fds, connection = fetch_and_stay(socket_path, request, FETCH_TIMEOUT)
+    socket_path = sibling_socket(own_socket, details.socket)
+    request = msgspec.msgpack.encode(MemoryRequest(descriptor.epoch))
+    reply, fds, connection = fetch_keep_open(socket_path, request, FETCH_TIMEOUT)
     stays = False
     try:
-        answer = _answer_decoder.decode(reply)
+        answer = _reply_decoder.decode(reply)
         if answer.status != "ok" or answer.epoch != descriptor.epoch:
             raise StaleAttachment(
                 f"{socket_path} serves epoch {answer.epoch:#x}, not {descriptor.epoch:#x}"
@@ -125,7 +125,7 @@ def _fetch_memory(
 
 @dataclass(frozen=True, slots=True)
 class _PeerMemory:
-    """A peer's mapped memory.  Unmapped with its last holder: attachment or pending copy."""
+    """A peer's mapped memory, unmapped when neither attachment nor pending copy holds it."""
 
     regions: list[StridedRun]
     mappings: list[mmap.mmap]
@@ -156,13 +156,13 @@ class PosixAttachment:
 
     @property
     def ended(self) -> bool:
-        return self._connection is not None and has_hung_up(self._connection)
+        return self._connection is not None and peer_has_closed(self._connection)
 
     def begin_copy(
         self,
         source: Sequence[BlockId],
         target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> BlockCopy:
         own, peer = self._own, self._peer
         if peer is None:
@@ -172,26 +172,26 @@ class PosixAttachment:
         if own.fault == ZERO:
             regions, zeros = _all_zeros(regions)
         blocks = misdirect(source, self._num_blocks, own.fault)
-        keep = (peer, zeros, own.memory)
-        plan = CopyPlan(regions, blocks, own.target, target, keep)
-        return own.copier.begin(plan) if go_on is None else own.copier.carry_out(plan, go_on)
+        plan = CopyPlan(regions, blocks, own.target, target, (peer, zeros, own.memory))
+        copier = own.copier
+        return copier.begin(plan) if keep_going is None else copier.copy_now(plan, keep_going)
 
     def close(self) -> None:
-        """Unmap on the copy thread, after the copies from here.  Idempotent, never blocks."""
+        """Unmap on the copy thread, after this attachment's copies.  Idempotent, never blocks."""
         peer, self._peer = self._peer, None
         if peer is None:
             return
         if self._connection is not None:
             self._connection.close()
-        last = [peer]  # unmapped when this is cleared, unless a copy still holds it
+        last = [peer]  # clearing the list unmaps the memory, unless a copy still holds it
         del peer
-        # After the transport has closed there is no queue any more: dropped here and now.
+        # A closed transport has no queue any more: the memory is then unmapped on return.
         with suppress(TransportError):
             self._own.copier.submit(last.clear)
 
 
 def _all_zeros(regions: list[StridedRun]) -> tuple[list[StridedRun], bytes]:
-    """Regions whose every block is the same zeros, and the zeros to keep alive."""
+    """Regions in which every block is the same zeros; also the zeros, which must be kept."""
     zeros = bytes(max(block_bytes for _, _, block_bytes, _ in regions))
     address = _native.address(zeros)
     return [(address, 0, block_bytes, count) for _, _, block_bytes, count in regions], zeros
@@ -206,7 +206,7 @@ class PosixShmTransport:
 
     name = "posix_shm"
     late_writers = True
-    """Of no meaning here: what a processor has been given to do, it has done."""
+    """Without effect here: on a CPU, the model's launched work has ended."""
     allocate = staticmethod(KVMemory.create)
 
     def __init__(
@@ -219,8 +219,8 @@ class PosixShmTransport:
     ) -> None:
         """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
 
-        ``socket_path`` is this rank's own name in the run directory.  ``fault`` makes every
-        copy wrong on purpose (faults.py).  The memory stays the caller's to close.  Raises
+        ``socket_path`` is the path of this rank's socket in the run directory.  ``fault`` makes
+        every copy wrong on purpose (faults.py).  The caller closes the memory.  Raises
         TransportError if the regions do not fit the memory.
         """
         check_fault(fault)
@@ -254,15 +254,15 @@ class PosixShmTransport:
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
-        """Answer one request; on the server's thread, without the lock that closing holds."""
+        """Answer one request, on the server's thread, without the lock: ``close`` holds it."""
         epoch = self._epoch
         try:
             wanted = _request_decoder.decode(packed).epoch
         except msgspec.DecodeError:
-            return msgspec.msgpack.encode(Answer("bad request", epoch)), []
+            return msgspec.msgpack.encode(MemoryReply("bad request", epoch)), []
         if wanted != epoch:
-            return msgspec.msgpack.encode(Answer("stale", epoch)), []
-        return msgspec.msgpack.encode(Answer("ok", epoch, stays=True)), self._fds
+            return msgspec.msgpack.encode(MemoryReply("stale", epoch)), []
+        return msgspec.msgpack.encode(MemoryReply("ok", epoch, stays=True)), self._fds
 
     def attach(self, descriptor: MemoryDescriptor) -> PosixAttachment:
         mappings, connection = _fetch_memory(descriptor, self._socket_path)
@@ -284,8 +284,8 @@ class PosixShmTransport:
         return [block_checksum(self._views, self.regions, block) for block in blocks]
 
     def close(self) -> None:
-        """End the export, cancel copies, close attachments.  Idempotent.  Returns when nothing
-        is written any more: after the block that is being copied, at most."""
+        """End the export, cancel copies, close attachments.  Idempotent.  Returns when nothing is
+        written any more: after the block that is being copied at most."""
         with self._lock:
             if self._closed:
                 return
@@ -296,5 +296,5 @@ class PosixShmTransport:
             attachment.close()
         self.copier.close()
         close_all(self._fds)
-        # No cycle may keep gigabytes waiting for the garbage collector.
+        # Break reference cycles, which would keep gigabytes until the garbage collector runs.
         self._fds, self._attachments, self._server = [], [], None

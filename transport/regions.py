@@ -1,7 +1,7 @@
-"""Region lists: the checks and the walk over blocks that are the same for every transport.
+"""Region lists: the checks and the iteration over blocks that all transports have in common.
 
-A region list comes from another process: nothing may be mapped or copied by it before it
-fits the memory it speaks of and the cache it is copied into.
+A region list comes from another process: before memory is mapped or copied according to the list,
+it must fit the peer's memory and the own cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _disjoint(region: Region) -> bool:
 
 
 def check_layouts(own: Sequence[Region], peer: Sequence[Region]) -> None:
-    """Raise TransportError unless the lists have one length and equal ``block_bytes``."""
+    """Raise TransportError unless the lists have equal lengths and equal ``block_bytes``."""
     if len(own) != len(peer):
         raise TransportError(f"the peer's cache has {len(peer)} regions, this one {len(own)}")
     for number, (mine, theirs) in enumerate(zip(own, peer, strict=True)):
@@ -51,7 +51,7 @@ def check_layouts(own: Sequence[Region], peer: Sequence[Region]) -> None:
 
 
 def count_blocks(regions: Sequence[Region]) -> int:
-    """How many block ids exist in all regions."""
+    """Number of block ids that exist in every region."""
     return min(region.num_blocks for region in regions)
 
 

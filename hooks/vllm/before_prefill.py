@@ -276,8 +276,6 @@ class RequestImporter:
         """Seconds that the end of the step being built may wait for loads under way: more than 0
         if all its copies are shorter than that, or if no other request runs."""
         short = bool(begun) and max(map(self._planner.load_seconds, begun)) <= LINGER_SECONDS
-            self._planner.load_seconds(load) <= LINGER_SECONDS for load in begun
-        )
         return LINGER_SECONDS if short or (self._imports and not busy) else 0.0
 
     def step_dispatched(self) -> None:

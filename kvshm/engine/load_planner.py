@@ -14,7 +14,7 @@ from typing import NamedTuple
 from kvshm.config import Auto, Config
 from kvshm.errors import KvshmError
 from kvshm.ids import NO_LEASE_BIT, BlockHash, BlockId, Epoch, LeaseBit
-from kvshm.log import Seldom, logger
+from kvshm.log import RateLimit, logger
 from kvshm.shm import counters as c
 from kvshm.shm.layout import RECORD_BYTES
 from kvshm.syncpoints import SyncPoint, sync_point
@@ -57,7 +57,7 @@ class LoadPlanner:
         self._config = config
         self._cache = cache
         self._clock = clock
-        self._seldom = Seldom(clock)
+        self._log_limit = RateLimit(clock)
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
         self.results: list[LoadResult] = []
@@ -175,7 +175,7 @@ class LoadPlanner:
                 leased, taken = peer.table.lease(bit, records)
             except KvshmError as exc:
                 text = f"cannot lease from engine {peer.info.name}: {exc}"
-                if self._seldom.passes(text):
+                if self._log_limit.allows(text):
                     log.warning("%s", text)
                 leased, taken = 0, b""
             first_lost = leased * RECORD_BYTES

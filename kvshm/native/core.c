@@ -3,10 +3,10 @@
  * Memory order
  * ============
  *
- * Every atomic operation of the core, and why it has its order; a test compares this with the
- * code.  get, put, get_acquire and swap (core_words.h) stand as what they are.  CAS: order of
- * success/failure.  Checked under weak memory by tests/model/weak_memory.c (slots) and
- * weak_index.c.  Untested on aarch64.
+ * Every atomic operation of the core and the reason for its order; a test compares this table with
+ * the code.  get, put, get_acquire and swap (core_words.h) are listed as the operations that they
+ * are.  CAS: order of success/failure.  Checked under weak memory by tests/model/weak_memory.c
+ * (slots) and weak_index.c.  Untested on aarch64.
  *
  *     function               operation            why
  *     ---------------------  -------------------  ------------------------------------------------
@@ -100,13 +100,13 @@
  *                                                 the kernel's mark is a read-modify-write
  *     wait_while             load seq_cst         both sides of a futex of this process; rare
  *     change                 store seq_cst        likewise
- *     let_go                 sub seq_cst          the last of two frees
+ *     drop_holder            sub seq_cst          the last of two frees
  *     begin                  store seq_cst        before the thread exists, or when it never will
  *     begin                  load seq_cst         how the thread began
  *
- * Nobody ever stores plainly to a slot's word: each change is a read-modify-write, so that the
- * exporter's next one synchronises with all releases before it.  A CAS that fails starts again
- * with the value it found, and with all checks of that value; only publish gives up. */
+ * No code stores plainly to a slot's word: each change is a read-modify-write, so that the
+ * exporter's next one synchronises with all releases before it.  A failed CAS is repeated with the
+ * value that it found, after all checks of that value; only publish gives up. */
 
 #include "core_words.h"
 

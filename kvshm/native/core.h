@@ -39,23 +39,23 @@ typedef struct {
 /* -- slots: exporter's side ---------------------------------------------------------- */
 
 /* EMPTY -> READY for each record; fills in its generation and kind.  parents[i] is the parent
- * tag.  A slot that is not EMPTY is left alone and its record gets kind 0.  Returns how many
+ * tag.  A slot that is not EMPTY is not changed, and its record gets kind 0.  Returns how many
  * were published. */
 int64_t kvshm_publish(kvshm_segment table, kvshm_record *records, const uint64_t *parents,
                       size_t count, uint32_t published_ms);
 
-/* READY -> EMPTY at generation + 1 where nobody holds a lease, else -> DRAINING.  `out` gets
- * a RETRACT record (hash and OLD generation) for each slot that was READY.  `draining` gets
- * the blocks that have to be waited for, *num_draining how many: those now DRAINING, and those
- * that were already.  Returns the number of records in `out`.
- * This one, drain, force and reset end with a seq_cst fence: a block that is EMPTY after the
- * call may be handed to whoever writes it. */
+/* READY -> EMPTY at generation + 1 if there is no lease, else -> DRAINING.  `out` gets a RETRACT
+ * record (hash and OLD generation) for each slot that was READY.  `draining` gets the blocks that
+ * the caller must wait for, *num_draining their number: blocks that are DRAINING now, or were so
+ * before.  Returns the number of records in `out`.
+ * retract, drain, force and reset end with a seq_cst fence: a block that is EMPTY after the call
+ * may be written. */
 int64_t kvshm_retract(kvshm_segment table, const uint32_t *blocks, size_t count,
                       kvshm_record *out, uint32_t *draining, size_t *num_draining);
 
 /* For blocks in DRAINING: those without leases other than `slow` become EMPTY at
  * generation + 1.  The others stay and are packed to the front of `blocks`.  Returns how many
- * stay; blocks that are not DRAINING do not.  One pass; the caller repeats it within its
+ * stay; blocks that are not DRAINING do not stay.  One pass; the caller repeats it within its
  * budget. */
 int64_t kvshm_drain(kvshm_segment table, uint32_t *blocks, size_t count, uint32_t slow);
 
@@ -129,26 +129,26 @@ int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tom
                           uint32_t row, const kvshm_record *records, size_t count,
                           kvshm_applied *applied);
 
-/* What a scan shows to be gone: a RETRACT record for every block that `tombstones` has as
- * published and that no record in `scanned` names.  Returns how many; `out` gets them unless it
- * is NULL.  `seen` has one zeroed byte per block, for the call's own use.  Blocks beyond the
- * tombstones are passed over: kvshm_index_apply refuses them. */
+/* A RETRACT record for every block that is published according to `tombstones` but missing in
+ * `scanned`.  Returns their number; `out` gets the records unless it is NULL.  `seen`: one zeroed
+ * byte per block, for the call's own use.  Blocks beyond the tombstones are skipped:
+ * kvshm_index_apply refuses them. */
 size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
                          const kvshm_record *scanned, size_t count, uint8_t *seen,
                          kvshm_record *out);
 
-/* Remove every entry of a row; its tombstones are the caller's to zero.  Returns how many. */
+/* Remove all entries of a row; the caller zeroes its tombstones.  Returns how many. */
 int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
 
-/* Fill an index that nobody has been sent to yet, and that has room, from another: its rows, and
- * those entries that name a row and a block of it.  Returns how many; KVSHM_INVALID if they do
- * not fit or `to` is not empty. */
+/* Fill an index that is not yet in use and has room from another one: copy the rows, and the
+ * entries that name a row and a block of it.  Returns the number of entries; KVSHM_INVALID if they
+ * do not fit or `to` is not empty. */
 int64_t kvshm_index_copy(kvshm_segment from, kvshm_segment to);
 
-/* Longest run of hashes, those of `records`, from the first on for which some row in `rows` (bit
- * mask) has an entry.  records[i] gets block_id, generation and depth, owners[i] the row; the run
- * is cut into as few owners as possible.  Lock-free against the writer: a torn read is a miss or
- * a wrong hint, which the lease refuses.  Returns the run's length; behind it nothing counts. */
+/* Find the longest prefix of the hashes in `records` for which rows in `rows` (bit mask) have
+ * entries.  records[i] gets block_id, generation and depth, owners[i] the row; the prefix has as
+ * few owners as possible.  Lock-free against the writer: a torn read is a miss or a wrong hint,
+ * which the lease refuses.  Returns the prefix's length; later records are not valid. */
 int64_t kvshm_index_lookup(kvshm_segment index, kvshm_record *records, size_t count,
                            uint64_t rows, uint8_t *owners);
 
@@ -169,8 +169,8 @@ enum kvshm_sync_point {
     KVSHM_SYNC_PUBLISHED,          /* word READY, event not yet sent */
     KVSHM_SYNC_LEASE_LOADED,       /* word and hash read, CAS not yet tried */
     KVSHM_SYNC_LEASED,             /* bit set, copy not yet begun */
-    KVSHM_SYNC_RETRACTED,          /* READY left, event not yet sent */
-    KVSHM_SYNC_FORCED,             /* generation bumped over leases */
+    KVSHM_SYNC_RETRACTED,          /* word no longer READY, event not yet sent */
+    KVSHM_SYNC_FORCED,             /* generation advanced although there were leases */
     KVSHM_SYNC_CORE_COUNT
 };
 extern void (*kvshm_sync_hook)(int point); /* NULL in production */

@@ -17,8 +17,8 @@ static bool publish_slot(uint8_t *slot, kvshm_record *record, uint64_t parent,
     put(slot + KVSHM_SLOT_DEPTH_OFFSET, (uint64_t)published_ms << 32 | record->depth);
     record->generation = generation_of(word);
     sync_point(KVSHM_SYNC_PUBLISH_FILLED);
-    /* SYNC POINT: readers may lease the block from here on.  One try: nobody else writes an
-     * EMPTY slot, except a reset, which must win. */
+    /* SYNC POINT: importers may lease the block from here on.  One try: only a reset may write an
+     * EMPTY slot, too, and the reset must win. */
     return swap(slot, &word, make_word(record->generation, KVSHM_READY, 0));
 }
 
@@ -43,20 +43,20 @@ int64_t kvshm_publish(kvshm_segment segment, kvshm_record *records, const uint64
     return published;
 }
 
-/* To (generation + 1, EMPTY, no leases) from the value loaded. */
+/* Change the loaded word to (generation + 1, EMPTY, no leases). */
 static bool vacate(uint8_t *slot, uint64_t *word)
 {
     return swap(slot, word, make_word(generation_of(*word) + 1, KVSHM_EMPTY, 0));
 }
 
-/* Whoever is told that a block may be written learns it after this: no later write to the
- * block can pass the words changed before. */
+/* Call it before anything learns that a block may be written: no later write to the block can
+ * pass the words changed before. */
 static void fence_before_reuse(void)
 {
     atomic_thread_fence(memory_order_seq_cst);
 }
 
-/* Leave READY.  Returns the word before, as it was when it was left (or found). */
+/* Leave READY.  Returns the word as it was before that (or as found). */
 static uint64_t leave_ready(uint8_t *slot)
 {
     uint64_t word = get_acquire(slot);
@@ -98,7 +98,7 @@ int64_t kvshm_retract(kvshm_segment segment, const uint32_t *blocks, size_t coun
     return retracted;
 }
 
-/* Whether a slot still has to be waited for; if not, it is not DRAINING any more. */
+/* Whether the caller must wait for a slot; if not, the slot is not DRAINING any more. */
 static bool must_wait(uint8_t *slot, uint32_t slow)
 {
     uint64_t word = get_acquire(slot);

@@ -24,8 +24,8 @@ static inline PyObject *kvshm_number(PyObject *module, const Py_buffer *segment,
     return status < 0 ? kvshm_raise(module, segment, status) : PyLong_FromLongLong(status);
 }
 
-/* A buffer that is given back when the block ends in which it is declared, empty until then if
- * no argument came to it. */
+/* A buffer that is released at the end of the block in which it is declared; empty if no argument
+ * was read into it. */
 #define BUFFER(name) __attribute__((cleanup(PyBuffer_Release))) Py_buffer name = {0}
 
 /* An array that is freed when its block ends, with the GIL. */
@@ -39,7 +39,7 @@ static inline void kvshm_free_array(kvshm_array *array) { PyMem_Free(array->of);
 #define ARRAY(name, type) \
     __attribute__((cleanup(kvshm_free_array))) kvshm_array name = {.size = sizeof(type)}
 
-/* Room for so many elements; NULL with MemoryError. */
+/* Allocate room for `count` elements; NULL with MemoryError. */
 static inline void *kvshm_make_room(kvshm_array *array, size_t count)
 {
     array->count = count;
@@ -47,9 +47,9 @@ static inline void *kvshm_make_room(kvshm_array *array, size_t count)
     return array->of ? array->of : PyErr_NoMemory();
 }
 
-/* For O& of PyArg_ParseTuple.  Packed arrays in a buffer, copied, so that they are aligned and may
- * be written: ValueError if the length is no whole number of elements.  And a sequence of block
- * ids as an array of uint32_t: IndexError for what no block id can be. */
+/* For O& of PyArg_ParseTuple.  kvshm_to_array copies a packed array from a buffer, so that it is
+ * aligned and writable: ValueError if the length is no whole number of elements.  kvshm_to_blocks
+ * copies a sequence of block ids to uint32_t: IndexError for an impossible block id. */
 int kvshm_to_array(PyObject *object, void *array);
 int kvshm_to_blocks(PyObject *object, void *array);
 
@@ -64,7 +64,7 @@ static inline PyObject *kvshm_item(PyObject *sequence, Py_ssize_t index)
 
 PyObject *kvshm_list_of_blocks(const uint32_t *blocks, size_t count);
 
-/* Room for records that become bytes in the end; NULL with an exception. */
+/* A new bytes object with room for `count` records; NULL with an exception. */
 static inline PyObject *kvshm_new_records(size_t count, kvshm_record **records)
 {
     Py_ssize_t size = (Py_ssize_t)(count * sizeof **records);
@@ -73,7 +73,7 @@ static inline PyObject *kvshm_new_records(size_t count, kvshm_record **records)
     return room;
 }
 
-/* The first of them, for which the whole is given; without a copy if they are all. */
+/* The first `count` records of such an object, which is consumed; without a copy if all. */
 static inline PyObject *kvshm_keep_records(PyObject *room, size_t count)
 {
     Py_ssize_t size = (Py_ssize_t)(count * sizeof(kvshm_record));
@@ -93,9 +93,9 @@ PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const u
 PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offset,
                         PyObject *result);
 
-/* The GIL is given up around large batches only.  Whoever gives it up must wait until another
- * thread that took it lets go again, which takes longer than a small batch does: a scheduler
- * would stand still in the middle of a step. */
+/* The GIL is released around large batches only.  A thread that releases it must wait until the
+ * thread that took it releases it again, which takes longer than a small batch: a scheduler would
+ * stop in the middle of a step. */
 #define KVSHM_LARGE_BATCH 512
 
 #define WITHOUT_GIL(count, work)                                                       \
@@ -116,8 +116,8 @@ typedef struct {
 
 typedef struct {
     kvshm_name names[KVSHM_MAX_PLACES];
-    PyTypeObject *type;           /* whose places are known; NULL: none */
-    PyTypeObject *tried;          /* the class last looked at, which is kept */
+    PyTypeObject *type;           /* the class whose places are known; NULL: none */
+    PyTypeObject *tried;          /* the class that was examined last; a reference is held */
     size_t at[KVSHM_MAX_PLACES];  /* in words */
 } kvshm_places;
 
@@ -134,7 +134,7 @@ enum kvshm_of_request {
     KVSHM_NUM_REQUEST_NAMES
 };
 
-/* The module's own. */
+/* From the module's state. */
 PyObject *const *kvshm_request_names(PyObject *module);
 kvshm_places *kvshm_places_of(PyObject *module, enum kvshm_kept which);
 

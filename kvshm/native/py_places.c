@@ -1,6 +1,6 @@
 /* Glue between Python and the core: attributes of vLLM's objects, and the walk over a step's
- * requests.  A class with __slots__ keeps an attribute at one place of all its objects.  Where,
- * is found by experiment, once per class; whatever is not such a class is asked as Python does. */
+ * requests.  A class with __slots__ keeps an attribute at the same place in all its objects.  An
+ * experiment finds the place, once per class; other classes are read through Python's getattr. */
 
 #include "py_module.h"
 
@@ -9,7 +9,7 @@
 
 /* -- places ---------------------------------------------------------------------------------- */
 
-/* The one word of a fresh object that changes with its attribute; 0 if there is none such. */
+/* The one word of a new object that changes with the attribute; 0 if there is no such word. */
 static size_t place_of(PyTypeObject *type, const kvshm_name *name, size_t words)
 {
     size_t found = 0, matches = 0;
@@ -44,14 +44,14 @@ void kvshm_find_places(kvshm_places *places, PyTypeObject *type)
     bool all = !PyErr_Occurred();
     for (int i = 0; all && i < KVSHM_MAX_PLACES && places->names[i].asked_for; i++)
         all = (places->at[i] = place_of(type, &places->names[i], words)) != 0;
-    PyErr_Clear(); /* then they are asked as Python does */
+    PyErr_Clear(); /* then the attributes are read through getattr */
     if (all)
         places->type = places->tried;
 }
 
 /* -- a step's requests ----------------------------------------------------------------------- */
 
-/* An attribute that was got, as a number; -1 with an exception. */
+/* Convert an attribute's value to a number; -1 with an exception. */
 static long long number_of(PyObject *value)
 {
     long long number = value ? PyLong_AsLongLong(value) : -1;

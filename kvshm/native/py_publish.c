@@ -1,5 +1,5 @@
-/* Glue between Python and the core: publishing what marks tell of, as far as vLLM has hashed it.
- * Keeps the GIL but for a large batch. */
+/* Glue between Python and the core: publishes marked blocks that vLLM has hashed.  Keeps the GIL,
+ * except for a large batch. */
 
 #include "py_marks.h"
 
@@ -19,7 +19,7 @@ typedef struct {
     size_t count;
 } batch;
 
-/* The chain's hash at `index`, as vLLM has it; borrowed.  NULL: there is none. */
+/* vLLM's hash of the chain at `index`, as a borrowed reference; NULL if there is none. */
 static const char *chain_hash(PyObject *chain, Py_ssize_t index, Py_ssize_t *length)
 {
     char *bytes = NULL;
@@ -33,7 +33,7 @@ static const char *chain_hash(PyObject *chain, Py_ssize_t index, Py_ssize_t *len
     return NULL;
 }
 
-/* The next record's parent: mostly it is the record before. */
+/* The parent of the next record: usually the previous record. */
 static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run)
 {
     uint64_t *parent = &b->parents[b->count];
@@ -50,14 +50,14 @@ static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run
     return hash || !PyErr_Occurred();
 }
 
-/* Of the usual length, known when this is compiled, it needs no call. */
+/* With the usual length as a constant, memcmp needs no call. */
 static bool hashes_equal(const char *one, const char *other, size_t length)
 {
     return length == KVSHM_HASH_BYTES ? memcmp(one, other, KVSHM_HASH_BYTES) == 0
                                       : memcmp(one, other, length) == 0;
 }
 
-/* A block that has a hash: add its record if that is the one of its place in the chain. */
+/* For a block with a hash: add its record if the hash is the one of its place in the chain. */
 static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, uint32_t block,
                        PyObject *hash)
 {
@@ -82,7 +82,7 @@ static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run
     return true;
 }
 
-/* Look at one block of a run.  Without a hash it waits, as long as somebody may give it one. */
+/* Handle one block of a run.  A block without a hash waits while it may still get one. */
 static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, pair one)
 {
     if (one.block >= b->marks->count)
@@ -122,7 +122,7 @@ static bool collect_run(batch *b, PyObject *runs, uint32_t run)
     return true;
 }
 
-/* How many blocks all runs name; -1 with an exception. */
+/* Number of blocks in all runs; -1 with an exception. */
 static Py_ssize_t count_pairs(PyObject *runs)
 {
     Py_ssize_t total = 0;
@@ -193,7 +193,7 @@ PyObject *kvshm_marks_publish(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "w*w*OO!IK:marks_publish", &table, &marks.buffer, &b.pool,
                           &PyList_Type, &runs, &published_ms, &counter))
         return NULL;
-    /* a list of its own, which nothing that runs meanwhile changes */
+    /* a new list, which no Python code that runs meanwhile can change */
     runs = PyList_GetSlice(runs, 0, PyList_Size(runs));
     Py_ssize_t room = runs && view_marks(&marks) ? count_pairs(runs) : -1;
     if (room >= 0 && (b.room = kvshm_new_records((size_t)room, &b.records)) &&

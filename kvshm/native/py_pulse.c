@@ -1,17 +1,17 @@
 /* A word of shared memory that the kernel marks when this process dies.
  *
- * A robust futex (man 2 set_robust_list): a thread of its own writes its id into the word and
- * names the word as the lock it is just taking.  When the thread ends with its process, by
- * whatever signal, the kernel puts FUTEX_OWNER_DIED in the id's place.  It does that in the
- * thread's exit before the thread lets go of the process's memory and descriptors, and those
- * go only when the last thread has: so whoever finds the word unmarked after reading the
- * process's memory has read it while it was still there (Linux, kernel/exit.c: do_exit calls
- * exit_mm, and with it futex_exit_release, before exit_files).
+ * The word is a robust futex (man 2 set_robust_list): a dedicated thread writes its id into the
+ * word and registers the word as the lock that it is taking.  When the thread ends with its
+ * process, by whatever signal, the kernel replaces the id by FUTEX_OWNER_DIED.  It does so in the
+ * thread's exit, before the thread releases the process's memory and descriptors, which are freed
+ * only after the last thread has released them.  So a peer that finds the word unmarked after
+ * reading the process's memory has read valid memory (Linux, kernel/exit.c: do_exit calls exit_mm,
+ * and thereby futex_exit_release, before exit_files).
  *
- * The thread never runs Python.  Its mapping of the word is its own, because one of Python's may
- * be gone before the process is.  Where it has named the word lies in shared memory, too, although
- * nobody shares it: private memory of who was killed may be taken before the kernel has looked
- * there (man 2 process_mrelease, which user space's OOM killers call). */
+ * The thread never runs Python.  It has its own mapping of the word, because Python's mapping may
+ * be closed before the process ends.  The registration (robust list head) lies in shared memory,
+ * too, although no process shares it: the private memory of a killed process may be freed before
+ * the kernel reads it (man 2 process_mrelease, which OOM killers in user space call). */
 
 #define _GNU_SOURCE
 #include "py_module.h"
@@ -65,7 +65,7 @@ static void discard(pulse *held)
     free(held);
 }
 
-static void let_go(pulse *held)
+static void drop_holder(pulse *held)
 {
     if (atomic_fetch_sub(&held->holders, 1) == 1)
         discard(held);
@@ -81,18 +81,18 @@ static void *beat(void *argument)
         held->error = errno;
         change(&held->state, FAILED);
     } else {
-        /* release: who sees the pulse sees what was written to the table before it */
+        /* release: a process that sees the pulse sees all earlier writes to the table */
         atomic_store_explicit(held->word, (uint32_t)syscall(SYS_gettid), memory_order_release);
         change(&held->state, BEATING);
         wait_while(&held->state, BEATING);
         atomic_store_explicit(held->word, KVSHM_PULSE_DIED, memory_order_release);
     }
-    syscall(SYS_set_robust_list, NULL, sizeof *robust); /* its page goes before this thread does */
-    let_go(held);
+    syscall(SYS_set_robust_list, NULL, sizeof *robust); /* its page goes before the thread does */
+    drop_holder(held);
     return NULL;
 }
 
-/* A second mapping of the page the word lies in, and the page of the head; false with errno. */
+/* Map the word's page a second time, and a page for the list head; false with errno. */
 static bool map_pages(pulse *held, uint8_t *word)
 {
     size_t bytes = held->page_bytes = (size_t)sysconf(_SC_PAGESIZE);
@@ -107,7 +107,7 @@ static bool map_pages(pulse *held, uint8_t *word)
     if (head == MAP_FAILED)
         return false;
     held->robust = head;
-    return madvise(head, bytes, MADV_DONTFORK) == 0; /* no child can spoil it */
+    return madvise(head, bytes, MADV_DONTFORK) == 0; /* a forked child cannot overwrite it */
 }
 
 static int start_thread(pulse *held)
@@ -119,7 +119,7 @@ static int start_thread(pulse *held)
         return error;
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    sigset_t all, before; /* a signal is for a thread that knows Python */
+    sigset_t all, before; /* signals must go to threads that run Python */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     error = pthread_create(&thread, &attributes, beat, held);
@@ -134,7 +134,7 @@ static void end(PyObject *capsule)
     if (!held)
         return;
     change(&held->state, ENDING);
-    let_go(held);
+    drop_holder(held);
 }
 
 static PyObject *failed(int error)
@@ -165,13 +165,13 @@ static PyObject *begin(uint8_t *word)
     Py_END_ALLOW_THREADS
     if (atomic_load(&held->state) == FAILED) {
         error = held->error;
-        let_go(held);
+        drop_holder(held);
         return failed(error);
     }
     PyObject *capsule = PyCapsule_New(held, CAPSULE, end);
     if (!capsule) {
         change(&held->state, ENDING);
-        let_go(held);
+        drop_holder(held);
     }
     return capsule;
 }

@@ -58,7 +58,7 @@ class CoordinatorClient:
     ) -> None:
         """Raises KvshmError, leaving nothing open, if no descriptors or threads are left."""
         self._timing = timing
-        self._later_us = round(timing.send_later_seconds * 1e6)
+        self._later_us = round(timing.send_delay_seconds * 1e6)
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
         self._timers: list[weakref.finalize[..., CoordinatorClient]] = []

@@ -285,7 +285,7 @@ class CoordinatorSession:
         self._early.clear()
         self._events_lost = False
         if self._missing_at is not None:
-            self._missing_at = min(self._missing_at, now + self._timing.unheard_seconds)
+            self._missing_at = min(self._missing_at, now + self._timing.absence_seconds)
         engine = msgspec.structs.replace(info, lease_bit=self._lease_bit)
         if not self._send(Join(protocol=PROTOCOL_VERSION, engine=engine, sequence=self._sequence)):
             self._back_off(now)

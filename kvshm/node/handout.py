@@ -31,7 +31,7 @@ from kvshm.replica.index import Replica
 from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import engine_socket, peers_file, tables_socket
 from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import close_all, fetch_and_stay
+from kvshm.shm.fds import close_all, fetch_keep_open
 from kvshm.shm.layout import table_bytes
 from kvshm.shm.own_slot_table import OwnSlotTable
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
@@ -76,10 +76,10 @@ def _nothing(wanted: Request) -> int:
 class HandoutServer:
     """Answers requests at ``path`` until ``close``; raises TransportError if it cannot."""
 
-    def __init__(self, path: Path, find: Find, most_kept: int | None = None) -> None:
+    def __init__(self, path: Path, find: Find, max_kept: int | None = None) -> None:
         self._find = find
         self._sent: list[int] = []
-        self._server = FdServer(path, self._answer, most_kept=most_kept)
+        self._server = FdServer(path, self._answer, max_kept=max_kept)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
         # The descriptor of the previous answer was sent, or never will be.
@@ -155,7 +155,7 @@ def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> Fd
     in time, or SegmentError."""
     try:
         request = encode_request(kind, epoch, writable)
-        reply, fds, connection = fetch_and_stay(path, request, timeout)
+        reply, fds, connection = fetch_keep_open(path, request, timeout)
     except TransportError as exc:
         raise _error_class(exc.__cause__)(str(exc)) from exc
     try:
@@ -206,7 +206,7 @@ class Handouts:
         """Fetch an engine's present replica from the engine, to read."""
         fd, connection = ask(self._engine_socket(epoch), INDEX_KIND, epoch, False, self._timeout)
         connection.close()
-        return ReplicaReader.of(self._segment_name(INDEX_KIND, epoch), fd)
+        return ReplicaReader.from_fd(self._segment_name(INDEX_KIND, epoch), fd)
 
     def _table(
         self,
@@ -218,7 +218,7 @@ class Handouts:
     ) -> Role:
         fd, connection = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
         connection.close()
-        table = role.of(self._segment_name(TABLE_KIND, epoch), fd, largest=largest)
+        table = role.from_fd(self._segment_name(TABLE_KIND, epoch), fd, largest=largest)
         if table.epoch != epoch:
             table.close()
             raise ProtocolError(f"{path} handed out epoch {table.epoch:016x}, not {epoch:016x}")

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from kvshm.errors import AlreadyRunning
 from kvshm.rundir import (
+    closed_socket,
     command_endpoint,
     event_endpoint,
     list_peers_files,
     list_sockets,
     lock_path,
-    set_aside,
     tables_socket,
 )
 
@@ -112,7 +112,7 @@ def _left_by_coordinator(run_dir: Path, namespace: str) -> list[Path]:
     """Return the coordinator's sockets; no process serves them if ``take_namespace`` succeeds."""
     endpoints = (of(run_dir, namespace) for of in (command_endpoint, event_endpoint))
     sockets = [Path(endpoint.removeprefix("ipc://")) for endpoint in endpoints]
-    paths = (*sockets, *map(set_aside, sockets), tables_socket(run_dir, namespace))
+    paths = (*sockets, *map(closed_socket, sockets), tables_socket(run_dir, namespace))
     return [path for path in paths if os.path.lexists(path)]
 
 

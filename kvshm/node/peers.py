@@ -18,7 +18,7 @@ from typing import NamedTuple
 from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady
 from kvshm.ids import Epoch, LeaseBit
 from kvshm.log import engine_name, logger
-from kvshm.replica.index import Forgotten, Replica
+from kvshm.replica.index import Replica, StaleRecords
 from kvshm.shm.counters import (
     MISS_FINGERPRINT,
     MISS_NO_OWNER,
@@ -161,7 +161,7 @@ class Peers:
             return
         try:
             # The order matters: entries that are known before the scan were READY before.
-            before = self.replica.heard(peer.row)
+            before = self.replica.tombstones(peer.row)
             self.replica.resync(peer.row, before, peer.table.scan())
         except (KvshmError, IndexError, ValueError, OSError) as exc:
             self._drop(epoch)
@@ -215,7 +215,7 @@ class Peers:
         mask = view.mask
         while mask:
             # Read before the lookup: the lookup sees what the writer does in between.
-            forgotten = list(self.replica.forgotten) if self.replica.forgotten else ()
+            forgotten = list(self.replica.stale_records) if self.replica.stale_records else ()
             runs = self.replica.lookup(hashes, start, stop, mask)
             if not runs:
                 break
@@ -258,7 +258,7 @@ class Peers:
     def rank_not_attached(self, epoch: Epoch) -> None:
         """Record that a rank could not attach a peer in time: plan nothing from it for a while."""
         if (peer := self._find(epoch)) is not None:
-            self._pause_peer(peer, self._timing.attaching_seconds)
+            self._pause_peer(peer, self._timing.attach_pause_seconds)
 
     def _pause_peer(self, peer: Peer, seconds: float) -> None:
         peer.paused_until = max(peer.paused_until, self._clock() + seconds)
@@ -289,7 +289,7 @@ class Peers:
         """Forget all peers and end the replica; later calls do nothing.  Idempotent."""
         self._closed = True
         self._view = _NO_PEERS
-        self.replica.end()
+        self.replica.close_soon()
         if self._peer_list is not None:
             self._peer_list.end()
 
@@ -341,7 +341,7 @@ class Peers:
             row = self.replica.add_row(epoch, info.name, info.num_blocks, bit)
         except (KvshmError, OSError) as exc:
             if isinstance(exc, SegmentNotReady):
-                self._no_attach_until = self._clock() + self._timing.silent_seconds
+                self._no_attach_until = self._clock() + self._timing.handout_pause_seconds
             self._leave_out(info, exc)
             return False
         self._retries.remove(info.epoch)
@@ -370,7 +370,7 @@ class Peers:
             log.warning("engine %s %s", info.log_name, what)
 
 
-def _is_stale(peer: Peer, records: bytes, forgotten: Collection[Forgotten]) -> bool:
+def _is_stale(peer: Peer, records: bytes, forgotten: Collection[StaleRecords]) -> bool:
     """Whether one of the peer's packed records is forgotten, and must not be offered."""
     size = RECORD_BYTES
     stale = [those.records for those in forgotten if those.epoch == peer.info.epoch]

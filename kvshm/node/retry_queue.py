@@ -15,7 +15,7 @@ class RetryPause:
 
     def __init__(self, clock: Callable[[], float], timing: Timing = TIMING) -> None:
         self._clock = clock
-        self._first, self._longest = timing.try_again_seconds
+        self._first, self._longest = timing.retry_seconds
         self._seconds = 0.0
         self._until: float | None = None
 

@@ -21,7 +21,7 @@ from kvshm.engine.load_plan import Piece
 from kvshm.errors import KvshmError, SegmentNotFound, StillAttaching, TransportError
 from kvshm.ids import Epoch, LeaseBit, Rank
 from kvshm.interfaces import Attachment, MemoryDescriptor, Transport
-from kvshm.log import Seldom, engine_name, logger
+from kvshm.log import RateLimit, engine_name, logger
 from kvshm.node.handout import Handouts
 from kvshm.node.peer_list import PeerListReader
 from kvshm.node.protocol import EngineInfo
@@ -99,7 +99,7 @@ class AttachmentCache:
         self._early: dict[Epoch, PeerSlotTable] = {}
         """Tables of peers whose rank does not serve its memory yet: an engine joins before its
         ranks open the epoch, with their first step."""
-        self.seldom = Seldom(clock)
+        self.log_limit = RateLimit(clock)
         """Limits log lines: a peer that hangs makes many loads fail, all of which are counted."""
         self.copying: set[object] = set()
         """The loads of both threads whose copies are under way."""

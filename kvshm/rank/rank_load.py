@@ -286,7 +286,7 @@ class RankLoad:
     def _log_problem(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
         """Record a problem in the own table and log it, as ``logged`` if that is given, because
         the log has room for more text."""
-        if self._attachments.seldom.passes(logged or text):
+        if self._attachments.log_limit.allows(logged or text):
             log.warning("%s", logged or text, exc_info=None if isinstance(exc, KvshmError) else exc)
         with suppress(Exception):  # it is logged already; an error here must not lose the load
             if self._table is not None:

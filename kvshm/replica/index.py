@@ -1,13 +1,13 @@
 """The replica index of an engine: which blocks of which engines hold which prefix.
 
-One engine writes its replica, in its scheduler process; lookups there and in other
-processes (kvshm/replica/index_reader.py) run beside the writer without a lock.  A thread that must
-not wait has the writer do its work (``forget``, ``end``).  Events may be
-lost, repeated or out of order: a private tombstone per block of each engine remembers the
-highest generation heard of and whether it was retracted, so that nothing old comes back.
+An engine writes its own replica, in its scheduler process.  Lookups there and in other processes
+(kvshm/replica/index_reader.py) run concurrently with the writer, without a lock.  A thread that
+must not wait leaves its work to the writer (``forget``, ``close_soon``).  Events may be lost,
+repeated or out of order: a private tombstone per block of each engine records the highest
+generation heard of and whether it was retracted, so that old events change nothing.
 
-When the segment is full a larger one is built beside it and put in its place; if there is no
-memory for that, new entries are refused.
+When the segment is full, a larger one is built and takes its place; without memory for that, new
+entries are refused.
 """
 
 from __future__ import annotations
@@ -53,28 +53,28 @@ MIN_CAPACITY = 8
 _TOMBSTONE = struct.Struct("<QII")
 assert _TOMBSTONE.size == TOMBSTONE_BYTES
 _SCANNED_BYTES = 1 + 2 * RECORD_BYTES // TOMBSTONE_BYTES
-"""What a scan takes for each byte of tombstones: a copy of it, and of all records two."""
+"""Bytes that a scan takes per byte of tombstones: a copy of the tombstones, two of the records."""
 
 
-class Applied(NamedTuple):
-    """What became of a batch of events."""
+class ApplyResult(NamedTuple):
+    """The result of a batch of events, in numbers of events."""
 
     added: int = 0
     removed: int = 0
     ignored: int = 0
     refused: int = 0
-    """Publishes for which there was no room."""
+    """Publishes without room in the index."""
 
 
-class Published(NamedTuple):
-    """What was heard of a block that is published."""
+class HeardBlock(NamedTuple):
+    """The last event of a block, if that was a publish."""
 
     tag: int
     generation: Generation
 
 
-class Forgotten(NamedTuple):
-    """Packed records that shall not be offered any more, of the engine that had the row then."""
+class StaleRecords(NamedTuple):
+    """Packed records to remove from the index, and the engine that had the row at that time."""
 
     row: int
     epoch: Epoch
@@ -84,19 +84,19 @@ class Forgotten(NamedTuple):
 class Replica(ReplicaReader):
     """The replica as its owner writes it.
 
-    Writers of several threads take turns by a lock; lookups take none.  After ``close``
-    writes are dropped without an error: the threads of an engine end independently.
+    A lock lets one thread write at a time; lookups take no lock.  After ``close`` writes are
+    dropped without an error, since the threads of an engine end independently.
     """
 
-    forgotten: deque[Forgotten]
-    """What ``forget`` was told and the writer has yet to do.  An entry leaves it only after the
-    index has changed: who sees it empty before a lookup will not be offered any of it."""
+    stale_records: deque[StaleRecords]
+    """Records given to ``forget`` that the writer has yet to remove.  They leave the queue after
+    the index has changed: a lookup that begins with the queue empty returns none of them."""
 
     def __init__(self, segment: Segment, header: Header) -> None:
         super().__init__(segment)
         self._header = header
         self._lock = threading.Lock()
-        self.forgotten = deque()
+        self.stale_records = deque()
         self._ending = False
         self._tombstones: dict[int, bytearray] = {}
         self._refused = 0
@@ -114,23 +114,23 @@ class Replica(ReplicaReader):
         return cls(_new_segment(name, rounded, header), header)
 
     def descriptor(self) -> int:
-        """A new read-only descriptor of what the replica is at the moment, to hand on; the
-        caller's to close.  Any thread.  Raises SegmentError."""
+        """A new read-only descriptor of the present segment, to hand out; the caller closes it.
+        Any thread.  Raises SegmentError."""
         return self._segment.descriptor(writable=False)
 
     @property
     def refused(self) -> int:
-        """Publishes dropped so far because there was no room."""
+        """Number of publishes dropped so far for lack of room."""
         return self._refused
 
     # -- rows
 
     def add_row(self, epoch: Epoch, name: str, num_blocks: int, lease_bit: LeaseBit) -> int:
-        """Begin a live row for another engine and return its number.
+        """Add a live row for another engine and return the row's number.
 
         Raises IndexFull if all rows are taken or there is no memory, SegmentError after ``close``.
         """
-        with self._turn():
+        with self._exclusive():
             row = next((r for r in range(NUM_ROWS) if r not in self._tombstones), None)
             if row is None:
                 raise IndexFull(f"{self.name} has {NUM_ROWS} rows and all are taken")
@@ -142,14 +142,14 @@ class Replica(ReplicaReader):
             return row
 
     def set_row_state(self, row: int, state: RowState) -> None:
-        """Say whether lookups may use a row: those of other processes use live ones only."""
-        with self._turn():
+        """Set whether lookups may use a row: lookups of other processes use only live rows."""
+        with self._exclusive():
             if row in self._tombstones and not self._segment.closed:
                 _set_state(self._segment.buffer, row, state)
 
     def drop_row(self, row: int) -> int:
-        """Forget an engine, its entries and its tombstones; returns the number of entries."""
-        with self._turn():
+        """Remove an engine's row, entries and tombstones; return the number of entries."""
+        with self._exclusive():
             if self._tombstones.pop(row, None) is None or self._segment.closed:
                 return 0
             buffer = self._segment.buffer
@@ -160,69 +160,70 @@ class Replica(ReplicaReader):
 
     # -- entries
 
-    def apply(self, row: int, records: bytes) -> Applied:
+    def apply(self, row: int, records: bytes) -> ApplyResult:
         """Apply an ordered batch of one engine's events.
 
-        What is not newer than what was heard before is ignored, and so is all of an unknown
-        row.  A full index grows; if it cannot, publishes are refused.  Raises IndexError for
-        a block the engine does not have and ValueError for a torn batch, both before
-        anything was applied.
+        Events that are not newer than the tombstones are ignored, and so are events of an unknown
+        row.  A full index grows; if it cannot, publishes are refused.  Raises IndexError for a
+        block that the engine does not have and ValueError for an incomplete record, both before
+        anything is applied.
         """
         return self.apply_all([(row, records)])
 
-    def apply_all(self, batches: Sequence[tuple[int, bytes]]) -> Applied:
-        """The same for batches of several engines, each with its row, and the GIL given up once
-        for all of them.  After an exception batches before the one that raised are applied, and
-        may be applied again."""
-        try:  # as in _turn, which costs several times as much: this comes most often by far
+    def apply_all(self, batches: Sequence[tuple[int, bytes]]) -> ApplyResult:
+        """The same for batches of several engines, each with its row; releases the GIL once for all
+        of them.  After an exception the batches before the failed one are applied, and may be
+        applied again."""
+        try:  # as in _exclusive, which costs several times as much: this is the most frequent call
             with self._lock:
                 heard = {} if self._segment.closed else self._tombstones
                 known = [(heard[row], row, records) for row, records in batches if row in heard]
-                applied = self._apply(known) if known else Applied()
+                applied = self._apply(known) if known else ApplyResult()
         finally:
-            self._catch_up()
+            self._run_pending()
         if len(known) == len(batches):
             return applied
         unknown = sum(len(records) for row, records in batches if row not in heard)
         return applied._replace(ignored=applied.ignored + unknown // RECORD_BYTES)
 
     def forget(self, row: int, epoch: Epoch, records: bytes) -> None:
-        """Drop packed records that a lease or copy showed to be stale, as if their retracts,
-        lost or still on their way, had arrived; unless the row is another engine's by now.
+        """Remove packed records that a lease or copy showed to be stale, as if their retracts
+        (lost or still on their way) had arrived; unless another engine has the row by now.
 
-        Never waits: where another thread writes, that thread does it before it is done.
+        Never waits: if another thread is writing, that thread removes them before it returns.
         """
-        self.forgotten.append(Forgotten(row, epoch, records))
-        self._catch_up()
+        self.stale_records.append(StaleRecords(row, epoch, records))
+        self._run_pending()
 
-    def heard(self, row: int) -> bytes:
-        """Return what was heard of a row so far (its tombstones): taken before a scan of that
-        engine's table begins, for ``resync``.  Raises IndexFull if there is no memory for both."""
-        with self._turn():
+    def tombstones(self, row: int) -> bytes:
+        """Return a copy of a row's tombstones, for ``resync``: call it before a scan of that
+        engine's table begins.  Raises IndexFull without memory for the copy and the scan."""
+        with self._exclusive():
             heard = self._tombstones.get(row, b"")
             _check_memory(self.name, len(heard) * _SCANNED_BYTES, "a scan of a table")
             return bytes(heard)
 
-    def resync(self, row: int, before: bytes, scanned: bytes) -> Applied:
-        """Bring a row in line with a scan of its engine's table.
+    def resync(self, row: int, before: bytes, scanned: bytes) -> ApplyResult:
+        """Make a row agree with a scan of its engine's table.
 
-        A block published in ``before`` that the scan did not see has left READY, since words
-        change before events are sent: its entry is removed, unless something newer was heard
+        A block that is published in ``before`` and missing in the scan has left READY, since words
+        change before events are sent: its entry is removed, unless a newer event has arrived
         meanwhile.  Raises as ``apply`` does.
         """
         return self.apply(row, _native.index_stale(before, scanned) + scanned)
 
     def check_integrity(self) -> list[str]:
-        """Also: exactly the blocks heard of as published have entries.  Takes the lock."""
-        with self._turn():
+        """Also checks that exactly the blocks published by their tombstones have entries.  Takes
+        the lock."""
+        with self._exclusive():
             wrong = super().check_integrity()
             held = {
-                (e.row, int(e.block_id)): Published(e.tag, e.generation) for e in self.entries()
+                (e.row, int(e.block_id)): HeardBlock(e.tag, e.generation) for e in self.entries()
             }
         heard = {
             (row, block): known
             for row in self._tombstones
-            for block, known in published(self.heard(row)).items()
+            for block, known in published_blocks(self.tombstones(row)).items()
         }
         return wrong + [
             f"row, block {place}: {held.get(place)} held, {heard.get(place)} heard of"
@@ -232,71 +233,71 @@ class Replica(ReplicaReader):
 
     def close(self) -> None:
         """Unmap.  Idempotent; waits for a write under way."""
-        with self._turn():
+        with self._exclusive():
             super().close()
 
-    def end(self) -> None:
-        """``close`` without waiting: where another thread writes, that thread does it before it
-        is done."""
+    def close_soon(self) -> None:
+        """``close`` without waiting: if another thread is writing, that thread closes the replica
+        before it returns."""
         self._ending = True
-        self._catch_up()
+        self._run_pending()
 
-    # -- turns
+    # -- one writer at a time
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Write, one thread at a time; and what others asked for meanwhile, afterwards."""
+    def _exclusive(self) -> Iterator[None]:
+        """Hold the lock; afterwards do what other threads have requested meanwhile."""
         try:
             with self._lock:
                 yield
         finally:
-            self._catch_up()
+            self._run_pending()
 
-    def _catch_up(self) -> None:
-        """Do what was asked for, unless another thread writes: it comes here once it is done,
-        and what was asked for before that it finds."""
-        while (self.forgotten or self._ending) and self._lock.acquire(blocking=False):
+    def _run_pending(self) -> None:
+        """Do what was requested, unless another thread is writing: that thread calls this method
+        after its write and finds all earlier requests."""
+        while (self.stale_records or self._ending) and self._lock.acquire(blocking=False):
             try:
-                if self._work_off():
+                if self._do_pending():
                     return
             finally:
                 self._lock.release()
 
-    def _work_off(self) -> bool:
-        """Whether the end has come."""
-        while self.forgotten:
+    def _do_pending(self) -> bool:
+        """Remove stale records and close if requested.  Returns whether the replica is closed."""
+        while self.stale_records:
             try:
-                self._drop(self.forgotten[0])
+                self._drop(self.stale_records[0])
             finally:
-                self.forgotten.popleft()
+                self.stale_records.popleft()
         if self._ending:
             super().close()
         return self._ending
 
-    def _drop(self, stale: Forgotten) -> None:
+    def _drop(self, stale: StaleRecords) -> None:
         tombstones = self._tombstones.get(stale.row)
         if tombstones is None or self._segment.closed:
             return
         if _epoch_of(self._segment.buffer, stale.row) != stale.epoch:
             return
         retracts = (r._replace(kind=RecordKind.RETRACT) for r in unpack_records(stale.records))
-        with suppress(KvshmError, IndexError, ValueError):  # no block of this engine: not held
+        with suppress(KvshmError, IndexError, ValueError):  # not a block of this engine: no entry
             self._apply([(tombstones, stale.row, pack_records(retracts))])
 
     # -- growth
 
-    def _apply(self, batches: list[tuple[bytearray, int, bytes]]) -> Applied:
-        """Apply, growing as needed: applying again does nothing to what was applied before."""
+    def _apply(self, batches: list[tuple[bytearray, int, bytes]]) -> ApplyResult:
+        """Apply, and grow as needed.  Applying a batch again does not change applied events."""
         apply = _native.index_apply
         added, removed, ignored, full = apply(self._segment.buffer, batches)
         while full and self._grow():
             more = apply(self._segment.buffer, batches)
             added, removed, full = added + more[0], removed + more[1], more[3]
         self._refused += full
-        return Applied(added, removed, ignored, full)
+        return ApplyResult(added, removed, ignored, full)
 
     def _grow(self) -> bool:
-        """Try to become larger; after a failure not again until twice as much was refused."""
+        """Try to grow.  After a failure, retry only when twice as many events were refused."""
         if self._refused < self._grow_at:
             return False
         try:
@@ -319,13 +320,13 @@ class Replica(ReplicaReader):
         except BaseException:
             larger.close()
             raise
-        # A lookup under way keeps the old mapping: it is dropped, not closed.
+        # Not closed: a lookup under way may still use the old mapping.
         self._segment = larger
 
 
 def _new_segment(name: str, capacity: int, header: Header) -> Segment:
-    """Create an empty index.  It is valid at once: to who is handed it before a smaller one was
-    copied into it, it is an index with fewer entries."""
+    """Create an empty, valid index.  A process that maps it before the smaller index was copied
+    into it finds fewer entries."""
     segment = Segment.create(name, index_bytes(capacity))
     _native.store(segment.buffer, CAPACITY_OFFSET, capacity)
     write_header(segment, header)
@@ -342,10 +343,10 @@ def _check_memory(name: str, nbytes: int, what: str) -> None:
         ) from exc
 
 
-def published(heard: bytes) -> dict[int, Published]:
-    """By block id: the blocks that these tombstones have as published."""
+def published_blocks(heard: bytes) -> dict[int, HeardBlock]:
+    """The blocks that are published according to ``heard`` (tombstones), by block id."""
     return {
-        block_id: Published(tag, Generation(generation))
+        block_id: HeardBlock(tag, Generation(generation))
         for block_id, (tag, state, generation) in enumerate(_TOMBSTONE.iter_unpack(heard))
         if state == RecordKind.PUBLISH
     }
@@ -362,7 +363,7 @@ def _epoch_of(buffer: memoryview, row: int) -> int:
 
 
 def _set_state(buffer: memoryview, row: int, state: RowState) -> None:
-    """One 8-byte store, since readers look at any time: state u32, num_blocks u32."""
+    """One 8-byte store (state u32, num_blocks u32), since readers may read at any time."""
     offset = ROWS_OFFSET + row * ROW_BYTES + ROW_STATE_OFFSET
     num_blocks = _native.load(buffer, offset) >> 32
     _native.store(buffer, offset, num_blocks << 32 | state)

@@ -1,6 +1,6 @@
-"""What must hold of a replica index whenever its writer is not at work.
+"""The invariants of a replica index; they hold whenever nothing is being written.
 
-Everything here reads a buffer, mapped or copied, and trusts no number in it.
+All functions read a buffer, mapped or copied, and trust no number in it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _WORD = (1 << 64) - 1
 
 
 def violations(buffer: memoryview) -> list[str]:
-    """Return what is wrong, as ``place: law`` each; nothing while the writer is quiet.
+    """Return the violations, as ``place: violation`` each.  The invariants:
 
-    Each used entry is counted once in the header and once in its row; it names a block that
-    its row has, and no other entry names that block; probing for it from the home of its tag
-    meets no free entry before it.  No two rows are of one epoch.  The sequence is even.
+    Each used entry is counted once in the header and once in its row.  It names a block that its
+    row has, and no other entry of the row names that block.  A search from the home of its tag
+    meets no free entry before it.  Rows have different epochs.  The sequence is even.
     """
     used = {place: entry_of(f) for place, f in enumerate(all_entries(buffer)) if f[3]}
     places, found = list(used), list(used.values())
@@ -46,7 +46,7 @@ def violations(buffer: memoryview) -> list[str]:
     ]
     capacity = (buffer.nbytes - INDEX_HEADER_BYTES) // ENTRY_BYTES
     return wrong + [
-        f"entry {place}: cannot be found by its tag" for place in _lost(places, found, capacity)
+        f"entry {place}: cannot be found by its tag" for place in _hidden(places, found, capacity)
     ]
 
 
@@ -59,7 +59,7 @@ def _miscounted(buffer: memoryview, found: Sequence[Entry], taken: dict[int, Row
     for row in taken.values():
         if used[row.row] != row.entries:
             wrong.append(f"row {row.row}: {row.entries} entries counted, {used[row.row]} in use")
-    wrong += _strange_rows(buffer, taken)
+    wrong += _row_violations(buffer, taken)
     return wrong + [
         f"row {row}: {n} entries, but the row is free"
         for row, n in used.items()
@@ -67,7 +67,7 @@ def _miscounted(buffer: memoryview, found: Sequence[Entry], taken: dict[int, Row
     ]
 
 
-def _strange_rows(buffer: memoryview, taken: dict[int, Row]) -> list[str]:
+def _row_violations(buffer: memoryview, taken: dict[int, Row]) -> list[str]:
     wrong, epochs = [], dict[int, int]()
     for row in taken.values():
         if epochs.setdefault(row.epoch, row.row) != row.row:
@@ -79,8 +79,8 @@ def _strange_rows(buffer: memoryview, taken: dict[int, Row]) -> list[str]:
     return wrong
 
 
-def _lost(places: Sequence[int], found: Sequence[Entry], capacity: int) -> Iterator[int]:
-    """Yield the places that probing cannot reach: a free one lies between home and place."""
+def _hidden(places: Sequence[int], found: Sequence[Entry], capacity: int) -> Iterator[int]:
+    """Yield the places that a search cannot reach: a free entry lies between home and place."""
     if not places:
         return
     begin = places[0]
@@ -103,8 +103,8 @@ def _begin_of_last_run(places: Sequence[int]) -> int:
 
 
 def _home(tag: int, capacity: int) -> int:
-    """Where the search for a tag begins: core_index.h's home_of, stated a second time because
-    a check that asked the core would repeat its mistakes."""
+    """Where the search for a tag begins.  Repeats home_of of core_index.h: a check that called the
+    core would repeat the core's mistakes."""
     tag = (tag ^ tag >> 33) * 0xFF51AFD7ED558CCD & _WORD
     tag = (tag ^ tag >> 33) * 0xC4CEB9FE1A85EC53 & _WORD
     return (tag ^ tag >> 33) % capacity

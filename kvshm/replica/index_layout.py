@@ -1,6 +1,6 @@
-"""Where the rows and entries of a mapped replica index lie, and how they are read.
+"""Reads the rows and entries of a mapped replica index.
 
-Everything here reads a buffer, mapped or copied, and trusts no number in it.
+All functions read a buffer, mapped or copied, and trust no number in it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _ENTRIES_AT_ONCE = 4096
 _TAKEN = frozenset(RowState) - {RowState.FREE}
 
 Fields = tuple[int, int, int, int, int]
-"""Tag, block id, generation, row + 1 and depth of an entry, as they stand in memory."""
+"""Tag, block id, generation, row + 1 and depth of an entry, as stored."""
 
 
 class Row(NamedTuple):
-    """One engine the replica knows."""
+    """One engine that the replica knows."""
 
     row: int
     epoch: Epoch
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One block of one engine as the replica has it; ``tag`` is the hash's first 8 bytes."""
+    """One block of one engine in the replica; ``tag`` is the first 8 bytes of its hash."""
 
     tag: int
     row: int
@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
 
 def rows(buffer: memoryview) -> Iterator[Row]:
-    """Yield the rows that are taken.  One whose state is unknown is not."""
+    """Yield the rows in use.  Rows in an unknown state are left out."""
     for row in range(NUM_ROWS):
         epoch, state, num_blocks, count, bit, name = ROW_STRUCT.unpack_from(
             buffer, ROWS_OFFSET + row * ROW_BYTES
@@ -71,7 +71,7 @@ def live_mask(buffer: memoryview) -> int:
 
 
 def all_entries(buffer: memoryview) -> Iterator[Fields]:
-    """Yield every entry in the order of their places, free ones too."""
+    """Yield all entries in order of their places, free ones included."""
     chunk = _ENTRIES_AT_ONCE * ENTRY_BYTES
     for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
         yield from ENTRY_STRUCT.iter_unpack(bytes(buffer[offset : offset + chunk]))
@@ -83,6 +83,6 @@ def entries(buffer: memoryview) -> Iterator[Entry]:
 
 
 def entry_of(fields: Fields) -> Entry:
-    """The entry that these fields are, of one in use."""
+    """Convert the fields of an entry in use."""
     tag, block_id, generation, owner, depth = fields
     return Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)

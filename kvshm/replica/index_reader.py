@@ -1,8 +1,8 @@
 """Reading a replica index: look up prefixes, list rows and entries, check the whole.
 
-Any process of the same user that was handed it may map an engine's replica read-only and ask it
-while its owner writes: the tools do.  What a lookup finds is a hint; the lease in the owner's
-slot table decides.
+Any process of the same user that has a descriptor may map an engine's replica read-only and read
+it while its owner writes, as the tools do.  The result of a lookup is a hint: the lease in the
+slot table of the block's owner decides.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class ReplicaReader:
         self._segment = segment
 
     @staticmethod
-    def of(name: str, fd: int) -> ReplicaReader:
-        """Map a replica whose descriptor was handed on, as it is: an owner that needs a larger one
-        hands on another from then on.  ``fd`` is closed; ``name`` is what to call it.
+    def from_fd(name: str, fd: int) -> ReplicaReader:
+        """Map a replica from a descriptor, which is closed.  An owner that needs a larger replica
+        creates another segment.  ``name``: for messages.
 
         Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
-        segment = Segment.of(name, fd, False, LARGEST_INDEX).keep_no_descriptor()
+        segment = Segment.from_fd(name, fd, False, LARGEST_INDEX).close_descriptor()
         try:
             check_header(segment, INDEX_MAGIC)
             check_capacity(segment)
@@ -51,12 +51,12 @@ class ReplicaReader:
 
     @property
     def name(self) -> str:
-        """What people call the segment."""
+        """The name of the segment, for people."""
         return self._segment.name
 
     @property
     def header(self) -> Header:
-        """Whose it is.  Raises CorruptSegment."""
+        """The header, which names the owner.  Raises CorruptSegment."""
         return check_header(self._segment, INDEX_MAGIC)
 
     @property
@@ -66,7 +66,7 @@ class ReplicaReader:
 
     @property
     def capacity(self) -> int:
-        """Entries the segment has room for."""
+        """Number of entries for which the segment has room."""
         return _native.load(self._segment.buffer, CAPACITY_OFFSET)
 
     @property
@@ -77,8 +77,8 @@ class ReplicaReader:
     def lookup(
         self, hashes: Sequence[bytes], start: int, stop: int, rows_mask: int | None = None
     ) -> list[tuple[int, bytes]]:
-        """Return the longest prefix of ``hashes[start:stop]`` that the rows in the mask have,
-        cut into as few owners as possible: each with its row, and packed block records in the
+        """Return the longest prefix of ``hashes[start:stop]`` that the rows in the mask hold, with
+        as few owners as possible.  Each part has the owner's row and packed block records in the
         order of the prefix.  An empty list if the first block is missing.
 
         ``rows_mask`` None means all live rows.  Any process; does not mutate.
@@ -90,15 +90,15 @@ class ReplicaReader:
         return _native.index_lookup(buffer, hashes, start, stop, mask)
 
     def rows(self) -> list[Row]:
-        """Return the engines the replica knows."""
+        """Return the engines that the replica knows."""
         return list(rows(self._segment.buffer))
 
     def entries(self) -> Iterator[Entry]:
-        """Yield all entries; one that moves meanwhile may be missing or come twice."""
+        """Yield all entries.  An entry that moves meanwhile may be missing or appear twice."""
         return entries(self._segment.buffer)
 
     def check_integrity(self) -> list[str]:
-        """Return what is wrong with the index, in words; for a quiet writer it is empty."""
+        """Return the violations of the index, as text; empty if nothing was being written."""
         return violations(self._segment.buffer)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""How much memory can be had, of the machine and of the container.
+"""How much memory is available, on the machine and in the container.
 
-The kernel refuses nobody who asks for more than there is: it ends processes, in a container one
-of that container, and they hear nothing of the reason.  Hence a look before much memory is taken:
-at the start, and when an engine is met or a replica grows.  It reads a handful of small files.
+The kernel does not refuse a request for more memory than there is: it kills processes, in a
+container one of its own, without telling them the reason.  So kvshm checks before it takes much
+memory: at the start, when it learns of an engine, and when a replica grows.  A check reads a
+handful of small files.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _STEP = 1 << 30
 
 
 class _Names(NamedTuple):
-    """What a version of cgroups calls its files, and the lines of ``memory.stat``."""
+    """Names of files and of ``memory.stat`` lines in one version of cgroups."""
 
     limit: str
     usage: str
     droppable: tuple[str, str]
-    """File pages of which the kernel takes what it needs before it ends anybody."""
+    """Pages of files, which the kernel reclaims before it kills a process."""
 
 
 _V1 = _Names(
@@ -37,36 +38,36 @@ _V2 = _Names("memory.max", "memory.current", ("inactive_file", "active_file"))
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
-    """Bytes of memory that this process can take without the kernel's ending anybody for them.
+    """Bytes of memory that this process can take without the kernel killing a process.
 
-    ``cgroups``: where they are mounted.  What cannot be read bounds nothing.
+    ``cgroups``: where they are mounted.  A file that cannot be read limits nothing.
     """
-    groups = (_left_of(group, names) for group, names in _groups(proc, cgroups))
-    return min([_machine(proc), *groups])
+    groups = (_available_in(group, names) for group, names in _groups(proc, cgroups))
+    return min([_available_on_machine(proc), *groups])
 
 
 def check_available(
     nbytes: int, taken: int = 0, available: Callable[[], int] = available_bytes
 ) -> None:
-    """Raise OSError, whose ``strerror`` says how much there is, unless ``nbytes`` can be had,
-    ``taken`` of which are already."""
+    """Raise OSError, whose ``strerror`` says how much is available, unless ``nbytes`` are.
+    ``taken``: the part of them that is allocated already."""
     left = available()
-    left -= left // 64  # the kernel needs some to keep account of the rest: tables of pages
+    left -= left // 64  # the kernel's page tables for the rest
     if nbytes - taken > left:
         raise OSError(errno.ENOMEM, f"{taken + left} are available")
 
 
 def reserve(fd: int, nbytes: int, available: Callable[[], int] = available_bytes) -> None:
-    """Give a file all its pages now, so that no first touch of one can fail later (SIGBUS).
+    """Allocate all pages of a file now, so that no later access can fail (SIGBUS).
 
-    Raises OSError; its ``strerror`` says why.  In steps: others may take memory meanwhile.
+    Raises OSError; its ``strerror`` says why.  In steps: other processes may take memory meanwhile.
     """
     for start in range(0, nbytes, _STEP):
         check_available(nbytes, start, available)
         os.posix_fallocate(fd, start, min(_STEP, nbytes - start))
 
 
-def _machine(proc: Path) -> int:
+def _available_on_machine(proc: Path) -> int:
     try:
         lines = (proc / "meminfo").read_text("ascii").splitlines()
         kib = {name: rest.split()[0] for name, _, rest in (line.partition(":") for line in lines)}
@@ -76,8 +77,8 @@ def _machine(proc: Path) -> int:
 
 
 def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Names]]:
-    """The memory cgroups that this process is in, down from the mount's root.  That may be the
-    container's own: the path that the kernel states is not below it then."""
+    """The memory cgroups of this process, from the root of the mount down.  The root may be the
+    container's own cgroup: then the path that the kernel reports is not below it."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except (OSError, ValueError):
@@ -94,10 +95,10 @@ def _groups(proc: Path, cgroups: Path) -> Iterator[tuple[Path, _Names]]:
             yield group, names
 
 
-def _left_of(group: Path, names: _Names) -> int:
+def _available_in(group: Path, names: _Names) -> int:
     try:
         limit, usage = (int((group / name).read_text()) for name in (names.limit, names.usage))
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         return max(0, limit - usage + sum(int(stat[name]) for name in names.droppable))
-    except (OSError, ValueError, KeyError):  # the root has no limit; another's is "max"
+    except (OSError, ValueError, KeyError):  # the root has no limit; others may have "max"
         return 1 << 63

@@ -1,7 +1,7 @@
-"""What kvshm counts: one registry of stable ids, and the counters of one engine.
+"""The counters: one registry of stable ids, and the values of one engine.
 
-Counters live in the header of an engine's slot table, so that tools read them from a running
-or a dead engine.  Ids are positions in shared memory: they are never reused or renumbered.
+Counters lie in the header of an engine's slot table, so tools can read a running or dead engine's.
+Ids are positions in shared memory: they are never reused or renumbered.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ REGISTRY: dict[int, Counter] = {}
 
 
 class Counter(int):
-    """One thing that is counted; as a number, its id."""
+    """One counter; its number is its id."""
 
     label: str
-    sentence: str
-    place: int
-    """Where it stands in a slot table."""
+    meaning: str
+    offset: int
+    """Where its value lies in a slot table."""
 
-    def __new__(cls, number: int, label: str, sentence: str) -> Counter:
-        """Register counter ``number``.  ValueError if the id is taken or has no place."""
+    def __new__(cls, number: int, label: str, meaning: str) -> Counter:
+        """Register counter ``number``.  ValueError if the id is taken or out of range."""
         if number in REGISTRY or not 0 <= number < NUM_COUNTERS:
             raise ValueError(f"counter id {number} is taken or not below {NUM_COUNTERS}")
         counter = super().__new__(cls, number)
-        counter.label, counter.sentence = label, sentence
-        counter.place = COUNTERS_OFFSET + 8 * number
+        counter.label, counter.meaning = label, meaning
+        counter.offset = COUNTERS_OFFSET + 8 * number
         REGISTRY[number] = counter
         return counter
 
@@ -99,32 +99,32 @@ HOOK_ERRORS = Counter(61, "hook_errors", "Exceptions turned into a miss at the h
 
 
 class CounterValues:
-    """The counters of one slot table, to read."""
+    """Reads the counters of one slot table."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
 
     def read(self, counter: int) -> int:
-        """The present value.  KeyError for an unknown counter."""
-        return _native.load(self._segment.buffer, REGISTRY[counter].place)
+        """The current value.  KeyError for an unknown counter."""
+        return _native.load(self._segment.buffer, REGISTRY[counter].offset)
 
     def snapshot(self) -> dict[str, int]:
-        """All values by label, in the order of their ids; each is read on its own."""
+        """All values by label, in the order of their ids; not read at one moment."""
         return {counter.label: self.read(counter) for counter in REGISTRY.values()}
 
 
 class Counters(CounterValues):
-    """The counters of one slot table, for a process that may add to them."""
+    """Reads and increases the counters of one slot table."""
 
     def add(self, counter: int, amount: int = 1) -> None:
-        """Count ``amount`` (not negative) more; atomic.  KeyError for an unknown counter."""
+        """Add ``amount`` (not negative), atomically.  KeyError for an unknown counter."""
         number = REGISTRY[counter]
         if amount < 0:
             raise ValueError(f"{number.label} cannot count {amount}")
-        _native.add(self._segment.buffer, number.place, amount)
+        _native.add(self._segment.buffer, number.offset, amount)
 
     def add_one_to_both(self, counter: Counter, other: Counter) -> None:
-        """Count one more of two things."""
+        """Add 1 to each of two counters."""
         buffer = self._segment.buffer
-        _native.add(buffer, counter.place, 1)
-        _native.add(buffer, other.place, 1)
+        _native.add(buffer, counter.offset, 1)
+        _native.add(buffer, other.offset, 1)

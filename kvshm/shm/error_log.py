@@ -1,8 +1,7 @@
 """The error log in a slot table's header: distinct errors, how often and when.
 
-It outlives the process, so that tools can say why an engine imported nothing.  Several
-processes may write at once; two that meet in one place may lose one of their entries, never
-more.
+It outlives the process, so tools can show why an engine imported nothing.  Several processes may
+write at the same time; two that write to one place then lose at most one of their entries.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ class ErrorLog:
         self._segment = segment
 
     def add(self, text: str, now_ns: int) -> None:
-        """Note an error; one that is there already is counted.  A full log forgets the error
-        that has not been seen for the longest time.  The text is cut to 104 bytes."""
+        """Record an error, or count it if it is recorded already.  A full log drops the error whose
+        last occurrence is oldest.  The text is cut to 104 bytes."""
         wanted = text.encode("utf-8", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         entries = [self._read(place) for place in range(NUM_ERRORS)]
         place = next((i for i, entry in enumerate(entries) if entry[3] == wanted), None)
@@ -48,7 +47,7 @@ class ErrorLog:
         _ENTRY.pack_into(self._segment.buffer, offset, count + 1, first_ns, now_ns, wanted)
 
     def read(self) -> list[LoggedError]:
-        """The errors, most recent last."""
+        """The recorded errors, most recent last."""
         entries = [self._read(place) for place in range(NUM_ERRORS)]
         used = sorted((entry for entry in entries if entry[0]), key=lambda entry: entry[2])
         return [

@@ -1,4 +1,4 @@
-"""The owner's end of kvshm/shm/fds.py: a thread that answers requests for file descriptors."""
+"""The owner's side of kvshm/shm/fds.py: a thread that answers requests for file descriptors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from kvshm.errors import TransportError
 from kvshm.forks import guard_forks
-from kvshm.log import Seldom, logger
+from kvshm.log import RateLimit, logger
 from kvshm.resources import start_thread
 
 from .fds import (
@@ -31,32 +31,32 @@ from .fds import (
 
 MAX_CLIENTS = 64
 MAX_KEPT = 1024
-"""Connections left open after their answer, or LIMIT_SHARE of the descriptors that the process may
-have, if that is less.  Beyond that the oldest of the peer that has most is ended, which will ask
-again."""
+"""Most connections left open after their reply; less if the process may have fewer than
+LIMIT_SHARE times as many descriptors.  Beyond that the server closes the oldest connection of the
+peer that has most; that peer will ask again."""
 LIMIT_SHARE = 8
-LEAST_KEPT = 32
-"""So many are left open with however few descriptors: as many engines as lease bits."""
-LOOK_SECONDS = 2.0
-"""How often a server looks whether its socket still has its name."""
+MIN_KEPT = 32
+"""Connections left open even with few descriptors: about as many as there are lease bits."""
+CHECK_SECONDS = 2.0
+"""How often a server checks that its socket is still at its path."""
 _log = logger(__name__)
 
-Answer = Callable[[bytes], tuple[bytes, list[int]]]
-"""Request -> (reply, descriptors).  Runs on the server's thread, must not block, and keeps
-the descriptors: the server only lends them to the kernel.  If it raises, the peer sees the
-connection end unanswered."""
+RequestHandler = Callable[[bytes], tuple[bytes, list[int]]]
+"""Request -> (reply, descriptors).  Runs on the server's thread, must not block, and keeps the
+descriptors: the server only sends them.  If it raises, the peer sees the connection close without
+a reply."""
 
 
-def _most_kept() -> int:
-    """Looked at whenever it counts: vLLM raises the limit after it has started."""
+def _max_kept() -> int:
+    """Computed each time, since vLLM raises the limit of descriptors after its start."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     share = MAX_KEPT if soft == resource.RLIM_INFINITY else soft // LIMIT_SHARE
-    return min(MAX_KEPT, max(LEAST_KEPT, share))
+    return min(MAX_KEPT, max(MIN_KEPT, share))
 
 
 def _remove_stale(path: str) -> None:
     """Remove what a dead process left at ``path``; TransportError if one serves there."""
-    if os.path.islink(path):  # nobody binds one; what it leads to is none of ours
+    if os.path.islink(path):  # no socket of kvshm is a link; its target is not ours
         Path(path).unlink(missing_ok=True)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
         probe.setblocking(False)
@@ -71,7 +71,7 @@ def _remove_stale(path: str) -> None:
 
 
 def _bind(listener: socket.socket, path: str) -> FileId | None:
-    """Listen at ``path``, mode 0600 before the first peer can connect; return what lies there."""
+    """Listen at ``path``, with mode 0600 before a peer can connect; return the id of the file."""
     try:
         _remove_stale(path)
         listener.bind(path)
@@ -86,34 +86,34 @@ def _bind(listener: socket.socket, path: str) -> FileId | None:
 
 
 class FdServer:
-    """Answers ``fetch`` at ``path`` from a daemon thread of its own until ``close``.
+    """Answers ``fetch`` at ``path`` on a daemon thread of its own until ``close``.
 
-    Any number of peers may be connected; each has ``client_timeout`` seconds to send its
-    request, and beyond 64 the longest waiting one is dropped: a silent, slow or dying peer
-    costs the others nothing.  Those that were answered stay connected, a bounded number, until
-    they leave or say more.  A socket that somebody has removed or replaced is made again within
-    LOOK_SECONDS.  A forked child keeps no part of it.
+    A peer has ``client_timeout`` seconds to send its request, and of more than 64 waiting peers
+    the one that waits longest is dropped: a silent, slow or dying peer costs other peers nothing.
+    After the reply, a bounded number of peers stay connected until they close or send more.  A
+    socket that was removed or replaced is made again within CHECK_SECONDS.  A forked child keeps no
+    part of the server.
     """
 
     def __init__(
         self,
         path: str | Path,
-        answer: Answer,
+        answer: RequestHandler,
         client_timeout: float = 2.0,
-        most_kept: int | None = None,
+        max_kept: int | None = None,
     ) -> None:
-        """Listen at ``path``.  ``most_kept``: in place of the module's bounds.  Raises
-        TransportError: too long, in use, not writable; no descriptors or threads are left."""
+        """Listen at ``path``.  ``max_kept`` replaces the module's bounds.  Raises TransportError:
+        path too long, in use or not writable; no descriptors or threads left."""
         self.path = os.fspath(path)
         check_path(self.path)
         self._answer = answer
         self._client_timeout = client_timeout
-        self._most_kept = most_kept
+        self._max_kept = max_kept
         self._deadlines: dict[socket.socket, float] = {}
         self._kept: dict[socket.socket, int] = {}  # their pids, in the order of their answers
-        self._seldom = Seldom(time.monotonic)
-        self._blocked: set[str] = set()  # why the socket could not be made again
-        self._told: set[int | None] = set()  # why nobody could be accepted: each cause once
+        self._log_limit = RateLimit(time.monotonic)
+        self._bind_errors: set[str] = set()  # why the socket could not be made again
+        self._logged: set[int | None] = set()  # errors of accept that were logged
         self._listener = new_socket(self.path)
         self._listener.setblocking(False)
         try:
@@ -130,7 +130,7 @@ class FdServer:
         self._selector = selectors.PollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._look_at = time.monotonic() + LOOK_SECONDS
+        self._next_check = time.monotonic() + CHECK_SECONDS
         self._closing = threading.Event()
         self._closed = False
         guard_forks(self)
@@ -143,7 +143,7 @@ class FdServer:
             raise
 
     def close(self) -> None:
-        """Stop answering and remove the socket.  Idempotent; waits for the answer under way."""
+        """Stop answering and remove the socket.  Idempotent; waits for the reply under way."""
         if self._closed:
             return
         self._closed = True
@@ -154,7 +154,7 @@ class FdServer:
         self._close_sockets()
 
     def _remove_name(self) -> None:
-        with suppress(OSError):  # swept already
+        with suppress(OSError):  # removed already
             remove_own(self.path, self._own)
 
     def _close_sockets(self) -> None:
@@ -165,8 +165,8 @@ class FdServer:
         self._kept.clear()
 
     def forget_in_child(self) -> None:
-        """In a forked child, where the thread does not exist: drop the inherited sockets, so
-        that the socket dies with the parent, and never touch the path."""
+        """In a forked child, which has no server thread: close the inherited sockets, so that they
+        end with the parent, and leave the path alone."""
         self._closed = True
         self._close_sockets()
 
@@ -174,27 +174,26 @@ class FdServer:
 
     def _serve(self) -> None:
         while not self._closing.is_set():
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(self._select_timeout()):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._deadlines:
                     self._reply(key.fileobj)
                 elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._kept:
-                    self._drop(key.fileobj)  # left, or has no more business here
+                    self._drop(key.fileobj)  # it closed, or sent more than one request
             now = time.monotonic()
-            if now >= self._look_at:
-                self._look_at = now + LOOK_SECONDS
+            if now >= self._next_check:
+                self._next_check = now + CHECK_SECONDS
                 self._restore()
             for client in [c for c, deadline in self._deadlines.items() if deadline <= now]:
                 self._drop(client)
 
-    def _patience(self) -> float:
-        until = min(self._deadlines.values(), default=self._look_at)
-        return max(0.0, min(until, self._look_at) - time.monotonic())
+    def _select_timeout(self) -> float:
+        until = min(self._deadlines.values(), default=self._next_check)
+        return max(0.0, min(until, self._next_check) - time.monotonic())
 
     def _restore(self) -> None:
-        """Somebody may have removed the name, or put something else there: nobody finds the
-        socket any more."""
+        """Make the socket again if its path was removed or replaced: peers cannot find it then."""
         fresh = None
         try:
             if file_at(self.path) == self._own or not os.path.isdir(os.path.dirname(self.path)):
@@ -205,30 +204,30 @@ class FdServer:
         except (TransportError, OSError) as exc:
             if fresh is not None:
                 fresh.close()
-            if str(exc) not in self._blocked:
-                self._blocked.add(str(exc))
+            if str(exc) not in self._bind_errors:
+                self._bind_errors.add(str(exc))
                 _log.warning("%s", exc)
             return
         self._selector.unregister(self._listener)
         self._listener.close()
         self._listener = fresh
         self._selector.register(fresh, selectors.EVENT_READ)
-        self._blocked.clear()
+        self._bind_errors.clear()
         _log.warning("%s was removed or replaced, and is there again", self.path)
 
     def _accept(self) -> None:
         try:
             client, _ = self._listener.accept()
         except BlockingIOError:
-            return  # gone again before it was accepted
+            return  # the peer closed before it was accepted
         except OSError as exc:
-            if exc.errno not in self._told:
+            if exc.errno not in self._logged:
                 _log.warning("cannot accept at %s: %s", self.path, exc)
-            self._told.add(exc.errno)
+            self._logged.add(exc.errno)
             self._closing.wait(0.1)  # out of descriptors: the listener stays readable
             return
         if peer_uid(client) != os.geteuid():
-            if self._seldom.passes(f"uid {peer_uid(client)}"):
+            if self._log_limit.allows(f"uid {peer_uid(client)}"):
                 _log.warning("uid %d asked at %s: refused", peer_uid(client), self.path)
             client.close()
             return
@@ -250,15 +249,15 @@ class FdServer:
         except OSError as exc:
             _log.debug("a peer left %s before its answer: %s", self.path, exc)
         except Exception:
-            # The thread outlives any request; the peer sees an end without answer.
-            if self._seldom.passes("request"):
+            # No request may end the thread; the peer sees the connection close without a reply.
+            if self._log_limit.allows("request"):
                 _log.exception("request at %s failed", self.path)
         self._drop(client)
 
     def _keep(self, client: socket.socket) -> None:
         del self._deadlines[client]
-        self._kept[client] = peer_credentials(client).pid  # 0: in another container, all alike
-        most = _most_kept() if self._most_kept is None else self._most_kept
+        self._kept[client] = peer_credentials(client).pid  # 0 for all peers of other containers
+        most = _max_kept() if self._max_kept is None else self._max_kept
         while len(self._kept) > most:
             [(greediest, _)] = Counter(self._kept.values()).most_common(1)
             self._drop(next(kept for kept, pid in self._kept.items() if pid == greediest))

@@ -1,16 +1,16 @@
-"""Hands file descriptors to peers of the same user: one request, one reply, over AF_UNIX.
+"""Sends file descriptors to peers of the same user: one request, one reply, over AF_UNIX.
 
-A rank that owns memory nobody can open by name (a memfd, CUDA VMM memory) runs an
-``FdServer`` (kvshm/shm/fd_server.py); peers call ``fetch``.  Connections are SOCK_SEQPACKET, so
-that a message is one packet and a cut one is noticed::
+The owner of memory that has no name (a memfd, CUDA VMM memory) runs an ``FdServer``
+(kvshm/shm/fd_server.py); peers call ``fetch``.  Connections are SOCK_SEQPACKET, so that a message
+is one packet and truncation is noticed::
 
     peer                                owner
       | -- request, <= 4096 bytes ------> |   uid from SO_PEERCRED, else closed unanswered
-      | <- reply, <= 65536 bytes -------- |   fds ride on it (SCM_RIGHTS), at most 253
-      | <- end of connection ------------ |   only when the owner ends, unless the peer does before
+      | <- reply, <= 65536 bytes -------- |   with descriptors (SCM_RIGHTS), at most 253
+      | <- end of connection ------------ |   when the owner ends, unless the peer closes first
 
-The owner leaves the connection open: its end tells the peer that the export, or the process
-itself, is over.  What the bytes mean is the transport's business; by custom they are msgpack.
+The owner leaves the connection open: when it closes, the peer knows that the export or the owner's
+process has ended.  The transport defines what the bytes mean; usually they are msgpack.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvshm.errors import TransportError
-from kvshm.rundir import too_long
+from kvshm.rundir import path_too_long
 
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 65536
 MAX_FDS = 253
-"""The kernel's SCM_MAX_FD: how many descriptors one message can carry."""
+"""The kernel's SCM_MAX_FD: most descriptors in one message."""
 _PEER_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
 
 
 class Credentials(NamedTuple):
-    """Of the process at the other end, as the kernel recorded them."""
+    """Credentials of the process at the other end, as recorded by the kernel."""
 
     pid: int
-    """0: in a pid namespace that cannot be seen from here."""
+    """0 if the process is in a pid namespace that is not visible here."""
     uid: int
     gid: int
 
 
 def peer_credentials(connection: socket.socket) -> Credentials:
-    """Return who made the other end of the connection."""
+    """Return the credentials of the process that made the other end of the connection."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
     return Credentials(*_PEER_CREDENTIALS.unpack(packed))
 
@@ -55,19 +55,20 @@ def peer_uid(connection: socket.socket) -> int:
 
 def check_path(path: str) -> None:
     """Raise TransportError for a path that is too long for a socket."""
-    if sentence := too_long(path):
-        raise TransportError(sentence)
+    if error := path_too_long(path):
+        raise TransportError(error)
 
 
 class FileId(NamedTuple):
-    """Which file lies under a name.  While a socket is bound to it, no other one has the same."""
+    """Identifies the file at a path.  Unique while a socket is bound to the file."""
 
     device: int
     inode: int
 
 
 def file_at(path: str | Path) -> FileId | None:
-    """What lies there, links not followed; None if nothing does.  Raises OSError."""
+    """The id of the file at ``path``, links not followed; None if there is none.  Raises
+    OSError."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -76,7 +77,7 @@ def file_at(path: str | Path) -> FileId | None:
 
 
 def remove_own(path: str | Path, own: FileId | None) -> None:
-    """Remove the name unless something else has taken it.  Raises OSError."""
+    """Remove ``path`` unless another file is there.  Raises OSError."""
     if own is not None and file_at(path) == own:
         os.unlink(path)
 
@@ -85,14 +86,14 @@ def remove_own(path: str | Path, own: FileId | None) -> None:
 
 
 def socket_name(path: str | Path) -> str:
-    """What a peer is told of the socket at ``path``: its name.  The directory is shared, but
-    another container may see it at another place."""
+    """The name by which peers are told of the socket at ``path``.  Other containers may see the
+    shared directory at another path."""
     return os.path.basename(path)
 
 
-def beside(own_path: str | Path, name: str) -> str:
-    """Where the socket lies that a peer calls ``name``: beside the own one.  TransportError if
-    that is no name."""
+def sibling_socket(own_path: str | Path, name: str) -> str:
+    """The path of socket ``name`` of a peer, in the directory of the own socket.  TransportError
+    if ``name`` is not a file name."""
     if not name or os.path.basename(name) != name:
         raise TransportError(f"{name!r} is no name of a socket in the run directory")
     return os.path.join(os.path.dirname(own_path), name)
@@ -131,8 +132,8 @@ def _exchange(connection: socket.socket, path: str, request: bytes) -> tuple[byt
 
 
 def receive(connection: socket.socket, path: str) -> tuple[bytes, list[int]]:
-    """Take the reply to a request that was sent, and its descriptors.  Raises TransportError or
-    OSError; no descriptor survives an error."""
+    """Receive the reply to a sent request, and its descriptors.  Raises TransportError or OSError;
+    no descriptor stays open after an error."""
     reply, ancillary, flags, _ = connection.recvmsg(
         MAX_REPLY_BYTES, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
     )
@@ -150,17 +151,17 @@ def receive(connection: socket.socket, path: str) -> tuple[bytes, list[int]]:
 def fetch(path: str | Path, request: bytes, timeout: float) -> tuple[bytes, list[int]]:
     """Send ``request`` to the FdServer at ``path``; return its reply and descriptors.
 
-    Blocks, each step for at most ``timeout`` seconds.  The descriptors are close-on-exec and
-    the caller's to close.  Raises TransportError: no such socket, nobody listens, another
-    user's, no answer in time, cut answer.  No descriptor survives an error.
+    Blocks, each step for at most ``timeout`` seconds.  The descriptors are close-on-exec; the
+    caller closes them.  Raises TransportError: no such socket, no listener, another user's socket,
+    no reply in time, truncated reply.  No descriptor stays open after an error.
     """
-    reply, fds, connection = fetch_and_stay(path, request, timeout)
+    reply, fds, connection = fetch_keep_open(path, request, timeout)
     connection.close()
     return reply, fds
 
 
-def has_hung_up(connection: socket.socket) -> bool:
-    """Whether the owner has ended a connection of ``fetch_and_stay``.  Does not block."""
+def peer_has_closed(connection: socket.socket) -> bool:
+    """Whether the owner has closed a connection of ``fetch_keep_open``.  Does not block."""
     try:
         return not connection.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -169,11 +170,11 @@ def has_hung_up(connection: socket.socket) -> bool:
         return True
 
 
-def fetch_and_stay(
+def fetch_keep_open(
     path: str | Path, request: bytes, timeout: float
 ) -> tuple[bytes, list[int], socket.socket]:
-    """The same, and the connection, the caller's to close: ``has_hung_up`` tells when the owner
-    ends it.  An owner of an older version ends it at once."""
+    """The same as ``fetch``, and also return the connection, which the caller closes.
+    ``peer_has_closed`` tells when the owner closes it; owners of older versions do so at once."""
     name = os.fspath(path)
     check_path(name)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:

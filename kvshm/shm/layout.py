@@ -1,7 +1,7 @@
 """Every byte offset of kvshm's shared memory, in one place.
 
 C has the same numbers in ``layout.h``, and docs/layout.md in its tables: `make docs` writes both.
-``kvshm._native`` refuses to load if it was built with other ones.
+``kvshm._native`` refuses to load if it was built with different numbers.
 All integers are little-endian (kvshm runs on x86-64 and aarch64 Linux only).
 
 Slot table: one per exporting engine and epoch
@@ -37,9 +37,9 @@ Slot table: one per exporting engine and epoch
           | checksum u64 [num_ranks][num_blocks]  (KVSHM_VERIFY)            |
           +-----------------------------------------------------------------+
 
-Pulse: 0 until the process has the table, then the id of a thread that ends with the process; the
-kernel itself replaces that by PULSE_DIED (FUTEX_OWNER_DIED) when it does, however it ends, and
-before any of the process's memory or descriptors go (kvshm/native/py_pulse.c).
+Pulse: 0 until the process has the table, then the id of a thread that ends with the process.  When
+the process ends, in whatever way, the kernel replaces the id by PULSE_DIED (FUTEX_OWNER_DIED)
+before it frees any of the process's memory or descriptors (kvshm/native/py_pulse.c).
 
 Slot::
 
@@ -168,7 +168,7 @@ class SlotState(IntEnum):
 
 
 class RowState(IntEnum):
-    """What the replica's owner knows of another engine."""
+    """State of another engine in the replica."""
 
     FREE = 0
     LIVE = 1
@@ -177,14 +177,14 @@ class RowState(IntEnum):
 
 
 class RecordKind(IntEnum):
-    """What a block record in an event says of its block."""
+    """What happened to the block of a record in an event."""
 
     PUBLISH = 1
     RETRACT = 2
 
 
 class BlockRecord(NamedTuple):
-    """One block of one engine at one generation, as it stands in events and plans."""
+    """One block of one engine at one generation, in events and plans."""
 
     block_hash: BlockHash
     block_id: BlockId
@@ -226,21 +226,21 @@ def index_bytes(capacity: int) -> int:
 
 
 def numbers() -> dict[str, int]:
-    """Every number of the layout by its name, as C knows it too (kvshm/native/layout.h)."""
+    """All numbers of the layout by name, as in kvshm/native/layout.h."""
     own = {name: value for name, value in globals().items() if name[0].isupper()}
     own |= {member.name: member.value for enum in (SlotState, RecordKind) for member in enum}
     return {name: value for name, value in own.items() if type(value) is int and name.isupper()}
 
 
 def digest(of: Mapping[str, int]) -> int:
-    """A number of 32 bits that is another one if any of ``numbers`` is."""
+    """A 32-bit checksum of ``numbers()``."""
     return crc32(repr(sorted(of.items())).encode())
 
 
 def check_layout(native: int) -> None:
-    """Hold the digest of the layout that the native module was built with against this module's.
+    """Compare the digest of the layout that the native module was built with to this module's.
 
-    ``kvshm._native`` calls it while it is imported, so it cannot be skipped.  Raises ImportError.
+    ``kvshm._native`` calls it during its import, so it cannot be skipped.  Raises ImportError.
     """
     if native != digest(numbers()):
         raise ImportError(

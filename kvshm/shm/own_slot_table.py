@@ -1,7 +1,8 @@
-"""An engine's own slot table: what its scheduler and its worker ranks may do with it.
+"""An engine's own slot table, as its scheduler and its worker ranks use it.
 
-Each role has a type (kvshm/shm/slot_table.py has those of others), so that a type checker refuses
-what a role may not do.  The protocol is drawn in docs/protocol.md, its memory order in core.c.
+Each role has a type, so that a type checker refuses what the role must not do;
+kvshm/shm/slot_table.py has the types for other engines' tables.  docs/protocol.md draws the
+protocol, core.c describes its memory order.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _MAX_MS = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class TableSpec:
-    """What a slot table is made for.  ValueError if no table can be like that."""
+    """The properties of a new slot table.  ValueError if they are impossible."""
 
     namespace: str
     engine: str
@@ -76,11 +77,11 @@ class TableSpec:
         return table_bytes(self.num_blocks, self.num_ranks)
 
     def segment_name(self, epoch: Epoch) -> str:
-        """What people call the segment in one epoch."""
+        """The segment's name in one epoch, for people."""
         return str(SegmentName(self.namespace, TABLE_KIND, self.engine, epoch))
 
     def write(self, segment: Segment, created_ns: int) -> None:
-        """Fill the fixed fields of a new segment's header."""
+        """Fill the constant fields of a new segment's header."""
         buffer, model = segment.buffer, self.model.encode()[:MODEL_NAME_BYTES]
         fixed = (self.fingerprint, self.num_blocks, self.block_size, self.num_ranks)
         FIXED.pack_into(buffer, FINGERPRINT_OFFSET, *fixed)
@@ -89,7 +90,7 @@ class TableSpec:
 
 
 class RankSlotTable(SlotTableView):
-    """The engine's own slot table, as each of its processes has it: what a worker rank may do."""
+    """The engine's own slot table, for its worker ranks."""
 
     WRITABLE = True
     counters: Counters
@@ -102,8 +103,8 @@ class RankSlotTable(SlotTableView):
 
     def begin_pulse(self, rank: int | None) -> None:
         """Let the kernel mark the end of this process, which is the rank's (None: the owner's).
-        It counts as ended, too, once this object is closed or gone.  Raises SegmentError where
-        the kernel or the process's limits do not allow that."""
+        The process also counts as ended once this object is closed or freed.  Raises SegmentError
+        if the kernel or the limits of the process do not allow that."""
         if rank is not None:
             self._life_offset(rank)
         offset = PULSES_OFFSET + 8 * (0 if rank is None else 1 + rank)
@@ -113,29 +114,29 @@ class RankSlotTable(SlotTableView):
             raise SegmentError(f"{self.name}: a death could not be told: {exc}") from exc
 
     def set_life(self, rank: int) -> None:
-        """The rank's KV memory is exported and is what the table says; that rank only."""
+        """State that the rank's KV memory is exported and matches the table; that rank only."""
         self._store(self._life_offset(rank), self.epoch)
 
     def end_life(self, rank: int | None) -> None:
-        """Before the rank's KV memory is freed or remapped (None: that of all ranks).  From
-        here on no lease succeeds and no re-check of that rank passes."""
+        """Call this before the rank's KV memory (None: of all ranks) is freed or remapped.  From
+        then on no lease succeeds and no re-check of that rank passes."""
         for ended in range(self.num_ranks) if rank is None else (rank,):
             self._store(self._life_offset(ended), 0)
 
     def set_checksum(self, rank: Rank, block_id: int, checksum: int) -> None:
-        """Note the checksum, before the block is published; that rank only."""
+        """Store the checksum, before the block is published; that rank only."""
         self._store(self._checksum_offset(rank, block_id), checksum)
 
     def finish_ticket(self, ticket: int) -> bool:
-        """This rank has finished the load; once per rank.  True for the last one, who then
-        releases the leases.  IndexError for a ticket that does not exist."""
+        """State that a rank has finished the load; once per rank.  True for the last rank, which
+        then releases the leases.  IndexError for a ticket that does not exist."""
         while left := self._load(_ticket(ticket)):
             if _native.compare_exchange(self._segment.buffer, _ticket(ticket), left, left - 1):
                 return left == 1
         return False
 
     def log_error(self, text: str) -> None:
-        """Note an error where tools find it, also after this process has ended."""
+        """Record an error for tools, which can read it even after this process has ended."""
         self._errors.add(text, self._clock())
 
     def close(self) -> None:
@@ -147,10 +148,10 @@ class RankSlotTable(SlotTableView):
 
 
 class OwnSlotTable(RankSlotTable):
-    """The engine's own slot table, as its scheduler has it: what an exporter may do.
+    """The engine's own slot table, for its scheduler: the exporter's operations.
 
-    Single-threaded, but for what the client's thread says of the engine: ``beat``, counters,
-    errors and its lease bit.
+    Single-threaded, except for what the client's thread writes: ``beat``, counters, errors and the
+    lease bit.
     """
 
     _next_ticket = 0
@@ -161,7 +162,7 @@ class OwnSlotTable(RankSlotTable):
     ) -> Self:
         """Create the table of a new epoch: every slot EMPTY, every life word 0.
 
-        ``pid``: its owner's, for people (default: this process).  Raises SegmentTooSmall.
+        ``pid``: the owner's pid, for people (default: this process).  Raises SegmentTooSmall.
         """
         segment = Segment.create(spec.segment_name(epoch), spec.nbytes)
         spec.write(segment, clock())
@@ -171,83 +172,83 @@ class OwnSlotTable(RankSlotTable):
         return cls(segment, header, clock)
 
     def publish(self, records: bytes, parents: bytes) -> bytes:
-        """Make blocks readable by others.  ``parents`` holds 8 bytes of each parent's hash.
+        """Make blocks readable by other engines.  ``parents``: 8 bytes of each parent's hash.
 
-        Returns the records of those that are READY now, with their generations: the event
-        to send.  A slot that is not EMPTY is left alone.
+        Returns the records of the blocks that are READY now, with their generations: the event to
+        send.  A slot that is not EMPTY is not changed.
         """
         return _native.publish(self._segment.buffer, records, parents, self._age_ms())
 
     def publish_marked(
         self, marks: bytearray, pool: Sequence[Any], runs: list[tuple[list[bytes], int, bytes]]
     ) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
-        """The same for blocks in runs (``engine.marks.Run``), as far as ``pool`` has the hashes of
-        their places in the chain; counts them.  Returns the event to send, and the runs of which
-        some blocks have no hash yet, or a slot that still drains."""
+        """The same for blocks in runs (``engine.marks.Run``) whose hashes in ``pool`` are those of
+        their places in the chain; counts them.  Returns the event to send, and the runs with blocks
+        that have no hash yet or a slot that is still draining."""
         buffer = self._segment.buffer
-        return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.place)
+        return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.offset)
 
     def retract(self, blocks: Sequence[BlockId]) -> tuple[bytes, list[BlockId]]:
-        """Withdraw blocks: none of them can be leased from here on.
+        """Withdraw blocks: none of them can be leased from then on.
 
-        Returns the event to send (RETRACT records of those that were READY) and the blocks
-        that are still leased; the others may be reused at once.
+        Returns the event to send (RETRACT records of the blocks that were READY) and the blocks
+        that are still leased; all others may be reused at once.
         """
         return _native.retract(self._segment.buffer, blocks)
 
     def retract_marked(
         self, marks: bytearray, blocks: Sequence[Any]
     ) -> tuple[bytes, list[BlockId]]:
-        """The same for those of ``blocks`` that ``marks`` (``engine.marks.Marks``) has as
-        published, and counts them; marks of all of them are cleared.  Takes pool blocks too."""
-        return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.place)
+        """The same for the ``blocks`` (ids, or blocks of the pool) that are published according to
+        ``marks`` (``engine.marks.Marks``); counts them.  Clears the marks of all ``blocks``."""
+        return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.offset)
 
     def drain(self, blocks: Sequence[BlockId], slow: int) -> list[BlockId]:
-        """Free retracted blocks that nobody leases any more; leases in the bit mask ``slow``
-        do not count.  Returns those still leased; the rest may be reused."""
+        """Free retracted blocks without leases; leases in the bit mask ``slow`` do not count.
+        Returns the blocks still leased; all others may be reused."""
         return _native.drain(self._segment.buffer, blocks, slow)
 
     def force(self, blocks: Sequence[BlockId]) -> tuple[int, int]:
-        """Free retracted blocks whatever their leases; all may be reused afterwards.
+        """Free retracted blocks even if they are leased; all may be reused afterwards.
 
-        Returns how many were still draining, and the bit mask of the holders overridden.
+        Returns how many were still draining, and the lease bits that were overridden, as a mask.
         """
         return _native.force(self._segment.buffer, blocks)
 
     def reset(self) -> int:
-        """Withdraw and free every block whatever its leases.  Returns how many were in use."""
+        """Withdraw and free all blocks, leased or not.  Returns how many were in use."""
         return _native.reset(self._segment.buffer)
 
     def retire(self) -> None:
-        """No lease will ever succeed again.  For good."""
+        """Make all future leases fail.  Cannot be undone."""
         self._store(RETIRED_OFFSET, 1)
 
     def beat(self) -> None:
-        """The owner is alive; about once a second."""
+        """Show that the owner is alive; call it about once a second."""
         _native.add(self._segment.buffer, HEARTBEAT_OFFSET, 1)
 
     def descriptor(self, writable: bool) -> int:
-        """A new descriptor of the table, to hand on; the caller's to close.  Any thread.  Raises
-        SegmentError, also where the table was not created here."""
+        """A new descriptor of the table, to hand out; the caller closes it.  Any thread.  Raises
+        SegmentError, also if the table was not created in this process."""
         return self._segment.descriptor(writable)
 
     # -- the owner as an importer
 
     def count_lease_batch(self) -> None:
-        """A batch of leases was taken on others' blocks: ``leases_taken`` grows."""
+        """Count a batch of leases on other engines' blocks in ``leases_taken``."""
         self._store(LEASES_TAKEN_OFFSET, self.leases_taken + 1)
 
     def set_lease_bit(self, bit: LeaseBit) -> None:
-        """The owner's bit in others' slots; NO_LEASE_BIT if it has none."""
+        """Set the owner's lease bit in other engines' slots; NO_LEASE_BIT if it has none."""
         if not -1 <= bit < NUM_LEASE_BITS:
             raise IndexError(f"there is no lease bit {bit}")
         self._store(NUM_RANKS_OFFSET, (bit + 1) << 32 | self.num_ranks)
 
     def take_ticket(self, ranks: int) -> int | None:
-        """Begin a load that ``ranks`` ranks will finish, the last of which releases its leases.
+        """Begin a load that ``ranks`` ranks will finish; the last one releases its leases.
 
-        Returns the ticket, None if all are in use.  Tickets are handed out in turn, so that
-        one is not used again at once.
+        Returns the ticket, or None if all are in use.  Tickets are used in turn, so that a freed
+        ticket is not reused at once.
         """
         if not 0 < ranks <= MAX_RANKS:
             raise ValueError(f"a load of {ranks} ranks")

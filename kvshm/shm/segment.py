@@ -1,8 +1,8 @@
-"""Sealed shared memory: creating, handing on, mapping and recognising segments.
+"""Sealed shared memory: creates, hands out, maps and checks segments.
 
-A segment is a memfd: it has no name that anybody could open, squat or remove, its pages go with
-the last process that has it, and its seals keep everybody, its owner included, from cutting it
-short.  Who gets its descriptor (kvshm/node/handout.py) can map it; nobody else can.
+A segment is a memfd.  It has no name that another process could open, take or remove; its pages
+are freed with the last process that has it; its seals keep all processes, the owner included, from
+shrinking it.  Only a process that gets its descriptor (kvshm/node/handout.py) can map it.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ INDEX_KIND = "index"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PREFIX = struct.Struct("<8sIIQQQ")
 assert _PREFIX.size == PID_OFFSET + 8 <= PREFIX_BYTES
-_NAME_BYTES = 200  # of a memfd, which the kernel shows to people in /proc/PID/maps: at most 249
+_NAME_BYTES = 200  # of a memfd's name, which /proc/PID/maps shows; the kernel allows 249
 
 
 class SegmentName(NamedTuple):
-    """What people call a segment; nothing is found by it."""
+    """The name of a segment, for people: no segment can be opened by it."""
 
     namespace: str
     kind: str
@@ -49,7 +49,7 @@ class SegmentName(NamedTuple):
 
 
 def _reserve(fd: int, name: str, nbytes: int) -> None:
-    """Give the segment its pages now: a lack of memory is an error here, not a SIGBUS later."""
+    """Allocate all pages now: a lack of memory is an error here instead of a SIGBUS later."""
     try:
         reserve(fd, nbytes)
     except OSError as exc:
@@ -60,8 +60,8 @@ def _reserve(fd: int, name: str, nbytes: int) -> None:
 
 
 def check_sealed(fd: int, name: str, largest: int) -> int:
-    """Return the size of what came as a segment, if it is memory of this user that can neither
-    shrink nor lack pages: reading it never faults.  Raises SegmentError."""
+    """Return the size of a received segment.  Raises SegmentError unless it is memory of this user
+    that cannot shrink and has all its pages, so that reads never fault."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         raise SegmentError(f"{name} is no memory of uid {os.geteuid()}")
@@ -81,7 +81,7 @@ def check_sealed(fd: int, name: str, largest: int) -> int:
 
 
 class Segment:
-    """One mapped segment.  ``buffer`` is the whole of it; ``close`` unmaps."""
+    """One mapped segment.  ``buffer`` is the whole mapping; ``close`` unmaps it."""
 
     def __init__(self, name: str, fd: int, mapping: mmap.mmap) -> None:
         self.name = name
@@ -110,9 +110,9 @@ class Segment:
         return cls(name, fd, mapping)
 
     @classmethod
-    def of(cls, name: str, fd: int, writable: bool, largest: int) -> Segment:
-        """Map a segment whose descriptor was handed on, which from here on belongs to this
-        object or is closed.  ``largest``: of how many bytes it may be.
+    def from_fd(cls, name: str, fd: int, writable: bool, largest: int) -> Segment:
+        """Map a segment from a descriptor.  The object takes the descriptor over; an error closes
+        it.  ``largest``: most bytes that the segment may have.
 
         Raises SegmentNotReady (not filled yet) or SegmentError.
         """
@@ -130,18 +130,18 @@ class Segment:
             raise
 
     def descriptor(self, writable: bool) -> int:
-        """A new descriptor of it, the caller's to close.  Raises SegmentError."""
+        """A new descriptor of the segment; the caller closes it.  Raises SegmentError."""
         if self._fd < 0:
             raise SegmentError(f"{self.name} is closed")
         try:
-            # Opened again, not duplicated: what may be done with it belongs to the open file.
+            # Opened again, not duplicated: a duplicate would have the access mode of the original.
             flags = os.O_RDWR if writable else os.O_RDONLY
             return os.open(f"/proc/self/fd/{self._fd}", flags | os.O_CLOEXEC)
         except OSError as exc:
             raise SegmentError(f"{self.name} cannot be handed on: {exc.strerror}") from exc
 
-    def keep_no_descriptor(self) -> Segment:
-        """Close the descriptor: it is mapped, and will not be handed on.  Returns itself."""
+    def close_descriptor(self) -> Segment:
+        """Close the descriptor of a mapped segment that will not be handed out.  Returns self."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -159,9 +159,9 @@ class Segment:
         return self._buffer is None
 
     def close(self) -> None:
-        """Unmap; idempotent.  While somebody still holds a view (a native call under way in
-        another thread), the mapping stays until the last such view is gone."""
-        self.keep_no_descriptor()
+        """Unmap; idempotent.  The mapping stays while another thread holds a view (a native call
+        under way)."""
+        self.close_descriptor()
         buffer, mapping = self._buffer, self._mapping
         self._buffer = self._mapping = None
         if buffer is None or mapping is None:
@@ -174,7 +174,7 @@ class Segment:
 
     def __del__(self) -> None:
         if getattr(self, "_fd", -1) >= 0:
-            self.keep_no_descriptor()
+            self.close_descriptor()
 
     def __repr__(self) -> str:
         size = "closed" if self._buffer is None else f"{self._buffer.nbytes} bytes"
@@ -185,24 +185,24 @@ class Segment:
 
 
 class Header(NamedTuple):
-    """What every segment says of itself."""
+    """The fields that all segments begin with."""
 
     magic: bytes
     header_bytes: int
     epoch: Epoch
     pid: int
-    """Of its owner, as that sees itself: for people, since it may be of another namespace."""
+    """The owner's pid as the owner sees it: for people, since pid namespaces may differ."""
 
 
 def write_header(segment: Segment, header: Header) -> None:
-    """Fill the common prefix and make the segment valid for openers.
+    """Fill the common prefix and make the segment valid for other processes.
 
-    Call it last, when everything else is written: the layout version goes in at the end,
-    with release order.
+    Call it after everything else is written: the layout version is written last, with release
+    order.
     """
     buffer, (magic, header_bytes, epoch, pid) = segment.buffer, header
     _PREFIX.pack_into(buffer, 0, magic, 0, header_bytes, buffer.nbytes, epoch, pid)
-    # SYNC POINT: from here on openers take the segment for complete
+    # SYNC POINT: from here on other processes treat the segment as complete
     _native.mark_ready(buffer, LAYOUT_VERSION)
 
 
@@ -212,7 +212,7 @@ def check_header(segment: Segment, magic: bytes) -> Header:
     Raises SegmentNotReady, VersionMismatch or CorruptSegment.
     """
     name, buffer = segment.name, segment.buffer
-    # acquire: the rest of the header is read after the version that vouches for it
+    # acquire: the rest of the header is read after the version, which was written last
     version = _native.load(buffer, VERSION_OFFSET) & 0xFFFFFFFF
     found, _, header_bytes, nbytes, epoch, pid = _PREFIX.unpack_from(buffer, 0)
     if version == 0:

@@ -1,10 +1,10 @@
 """The slot table: one record per KV block of one engine, in one epoch, in shared memory.
 
-Each role has a type that can do what the role may: importers lease, re-check and release, the
-coordinator sweeps, tools only read; what the engine itself may is in kvshm/shm/own_slot_table.py.
-Records and parents travel packed (kvshm/shm/layout.py).  The protocol is drawn in
-docs/protocol.md, its memory order in core.c; this module checks arguments and keeps none of
-the table's state.
+Each role has a type with the operations that the role may use: importers lease, re-check and
+release, the coordinator sweeps, tools only read.  The types of the engine itself are in
+kvshm/shm/own_slot_table.py.  Records and parents are packed (kvshm/shm/layout.py).
+docs/protocol.md draws the protocol, core.c describes its memory order; this module checks
+arguments and keeps no state of the table.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ assert _SLOT.size == SLOT_BYTES
 
 
 class Slot(NamedTuple):
-    """One slot as it was at one moment.  In an EMPTY slot the fields from ``block_hash`` on
-    are those of its last publication."""
+    """One slot at one moment.  In an EMPTY slot the fields from ``block_hash`` on are those of the
+    last publication."""
 
     generation: Generation
     state: SlotState
@@ -62,25 +62,25 @@ def _state_of(word: int) -> int:
 
 
 class SlotTableView(TableHeader):
-    """A slot table, to read: what tools may do.  Lock-free between processes; no call blocks.
+    """Reads a slot table, as tools may.  Lock-free between processes; no call blocks.
 
     All methods raise CorruptSegment if the table contradicts itself, IndexError for blocks,
     ranks and lease bits that do not exist, SegmentError once the table is closed.
     """
 
     WRITABLE: ClassVar[bool] = False
-    """Whether who has this role maps the table to write to it."""
+    """Whether this role maps the table writable."""
 
     @classmethod
-    def of(cls, name: str, fd: int, *, largest: int = LARGEST_TABLE, keep: bool = False) -> Self:
-        """Map a table whose descriptor was handed on; ``fd`` is closed, or kept to be handed on
-        again.  ``name`` is what to call it, ``largest`` of how many bytes it may be.
+    def from_fd(cls, name: str, fd: int, largest: int = LARGEST_TABLE, keep: bool = False) -> Self:
+        """Map a table from a descriptor, which is closed, or with ``keep`` kept to be handed out
+        again.  ``name``: for messages; ``largest``: most bytes that the table may have.
 
         Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
-        segment = Segment.of(name, fd, cls.WRITABLE, largest)
+        segment = Segment.from_fd(name, fd, cls.WRITABLE, largest)
         if not keep:
-            segment.keep_no_descriptor()
+            segment.close_descriptor()
         try:
             return cls(segment, check_header(segment, TABLE_MAGIC))
         except BaseException:
@@ -88,8 +88,8 @@ class SlotTableView(TableHeader):
             raise
 
     def scan(self) -> bytes:
-        """Records of all READY slots, each untorn.  Slots that change meanwhile may be
-        missing; their changes make events of their own."""
+        """Records of all READY slots, each consistent.  Slots that change meanwhile may be missing;
+        their changes cause events of their own."""
         parts, block = [], 0
         while block < self.num_blocks:
             begin = block
@@ -100,7 +100,7 @@ class SlotTableView(TableHeader):
         return b"".join(parts)
 
     def slot(self, block_id: int) -> Slot:
-        """One slot, untorn unless it changes faster than it can be read."""
+        """One slot, consistent unless it changes faster than it can be read."""
         offset = self._slot_offset(block_id)
         word = self._load(offset)
         for _ in range(_STABLE_READS):
@@ -115,11 +115,11 @@ class SlotTableView(TableHeader):
         return Slot(Generation(word >> GENERATION_SHIFT), state, word & LEASE_MASK, *fields)
 
     def slots(self) -> Iterator[Slot]:
-        """All slots in order of their block ids, each read when it is asked for."""
+        """All slots in order of their block ids, each read when it is requested."""
         return map(self.slot, range(self.num_blocks))
 
     def recheck(self, rank: Rank, records: bytes) -> list[bool]:
-        """Whether each record's bytes, copied from ``rank`` before this call, count."""
+        """For each record: whether its bytes, copied from ``rank`` before this call, count."""
         good = _native.recheck(self._segment.buffer, self.epoch, rank, records)
         return [flag == 1 for flag in good]
 
@@ -128,11 +128,11 @@ class SlotTableView(TableHeader):
         return self._load(self._checksum_offset(rank, block_id))
 
     def check_integrity(self) -> list[str]:
-        """Return what is wrong with the table, in words; nothing on a sound one.
+        """Return the violations of the table's invariants, as text.
 
-        Invariants: a slot is EMPTY, READY or DRAINING; an EMPTY one holds no leases;
-        life words hold the epoch or 0.  May run beside writers: what looks wrong is read
-        again before it is reported.
+        Invariants: a slot is EMPTY, READY or DRAINING; an EMPTY slot has no leases; life words
+        hold the epoch or 0.  May run while others write: a suspect slot is read again before it is
+        reported.
         """
         return self._header_violations() + [
             f"slot {block}: {wrong}"
@@ -177,30 +177,29 @@ def _is_sound(word: int) -> bool:
 
 
 class PeerSlotTable(SlotTableView):
-    """Another engine's slot table: what an importer may do, its scheduler and its ranks."""
+    """Another engine's slot table, for an importer's scheduler and ranks."""
 
     WRITABLE = True
 
     def lease(self, bit: LeaseBit, records: bytes) -> tuple[int, bytes]:
-        """Lease the longest prefix of ``records`` that is still what the records say.
+        """Lease the longest prefix of ``records`` whose slots still match the records.
 
-        Returns its length, and one byte per record: 1 where this call took the lease, 0
-        where the bit was set already, or where nothing was leased.  With NO_LEASE_BIT
-        nothing is taken and the re-check alone protects the copy; the table may then be
-        mapped read-only.
+        Returns its length, and one byte per record: 1 if this call took the lease, 0 if the bit
+        was set already or the block was not leased.  With NO_LEASE_BIT no lease is taken and the
+        re-check alone protects the copy; the table may then be mapped read-only.
         """
         return _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
 
     def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
         """Give back the leases that ``lease`` reported as taken (None: all of the records).
 
-        Returns how many were still held: the exporter may have overridden some.
+        Returns how many were still held: the exporter may have forced some blocks.
         """
         return _native.release(self._segment.buffer, _bounded(bit), records, taken)
 
 
 class RosterSlotTable(SlotTableView):
-    """The slot table of an engine in the roster: what the coordinator may do."""
+    """The slot table of an engine in the roster, for the coordinator."""
 
     WRITABLE = True
     counters: Counters
@@ -210,15 +209,16 @@ class RosterSlotTable(SlotTableView):
         self.counters = Counters(segment)
 
     def descriptor(self, writable: bool) -> int:
-        """A new descriptor of the table, to hand on; the caller's to close.  Only of a table that
-        was kept.  Any thread.  Raises SegmentError."""
+        """A new descriptor of the table, to hand out; the caller closes it.  Only if the table was
+        mapped with ``keep``.  Any thread.  Raises SegmentError."""
         return self._segment.descriptor(writable)
 
     def sweep(self, bits: int) -> int:
-        """Clear the leases of importers whose death is confirmed.  Returns slots changed."""
+        """Clear the leases of importers that are confirmed dead (``bits``: their lease bits).
+        Returns the number of changed slots."""
         return _native.sweep(self._segment.buffer, bits)
 
 
 def _bounded(bit: int) -> int:
-    """The bit, or one that does not exist but fits a C int: it may stem from a spoiled header."""
+    """The bit, or an invalid one that fits a C int: it may come from a corrupt header."""
     return min(bit, NUM_LEASE_BITS)

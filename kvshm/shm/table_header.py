@@ -1,10 +1,10 @@
-"""The header of a slot table: who made it for what, and the words that speak for all slots.
+"""The header of a slot table: its owner, its sizes, and the words that hold for all slots.
 
-A life word holds the epoch while one rank's KV memory is what the table says.  Without it no
-lease succeeds and no re-check passes, so zeroing it withdraws everything at once.
+A life word holds the epoch while one rank's KV memory matches the table.  Without it no lease
+succeeds and no re-check passes, so zeroing it withdraws all blocks at once.
 
-A pulse says that a process may still use the table, and the leases of its engine: the kernel
-marks it when the process dies, before it frees any of its memory.
+A pulse shows that a process may still use the table and its engine's leases: the kernel marks the
+pulse when the process dies, before it frees any of the process's memory.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ def _text(field: bytes) -> str:
 
 
 class TableHeader:
-    """The header of one mapped table, to read.  What never changes is read once; the rest at each
-    call, since others write it."""
+    """Reads the header of one mapped table.  Constant fields are read once, all others at each
+    call, since other processes write them."""
 
     num_blocks: int
     block_size: int
     num_ranks: int
 
     def __init__(self, segment: Segment, header: Header) -> None:
-        """Take over a segment whose common header was checked.  Raises CorruptSegment."""
+        """Take over a segment with a checked common header.  Raises CorruptSegment."""
         self._segment = segment
         self.name, self.epoch, self.pid = segment.name, header.epoch, header.pid
         buffer = segment.buffer
@@ -89,7 +89,7 @@ class TableHeader:
 
     @property
     def nbytes(self) -> int:
-        """Size of the segment, whatever its header states."""
+        """Actual size of the segment; the header may state another one."""
         return self._segment.buffer.nbytes
 
     def _load(self, offset: int) -> int:
@@ -103,7 +103,7 @@ class TableHeader:
         return LIFE_OFFSET + 8 * rank
 
     def life(self, rank: int) -> int:
-        """The rank's life word: the epoch while its KV memory is what the table says."""
+        """The rank's life word: the epoch while its KV memory matches the table."""
         return self._load(self._life_offset(rank))
 
     @property
@@ -120,12 +120,13 @@ class TableHeader:
         return _native.load(self._segment.buffer, RETIRED_OFFSET) != 0
 
     def is_alive(self, rank: int) -> bool:
-        """Whether the rank's KV memory is what the table says, and the table not retired."""
+        """Whether the rank's KV memory matches the table, the table is not retired and no process
+        of its engine has died."""
         buffer, life = self._segment.buffer, self._life_offset(rank)
         alive = _native.load(buffer, life) == self.epoch
         return alive and not _native.load(buffer, RETIRED_OFFSET) and not self.died
 
-    # -- pulses: who of the engine's processes still has the table
+    # -- pulses: which processes of the engine still have the table
 
     def _pulses(self) -> list[int]:
         buffer = self._segment.buffer
@@ -134,49 +135,49 @@ class TableHeader:
 
     @property
     def owner_died(self) -> bool:
-        """Whether the process that made the table has ended, or given it up."""
+        """Whether the process that created the table has ended or given it up."""
         return bool(self._load(PULSES_OFFSET) & PULSE_DIED)
 
     @property
     def owner_begun(self) -> bool:
-        """Whether the process that made the table has ever shown a pulse in it."""
+        """Whether the process that created the table has ever begun its pulse."""
         return self._load(PULSES_OFFSET) != 0
 
     @property
     def died(self) -> bool:
-        """Whether a process without which the epoch is at its end has ended, or given it up."""
+        """Whether the owner or a rank has ended or given the table up: that ends the epoch."""
         buffer, stop = self._segment.buffer, PULSES_OFFSET + 8 * (1 + self.num_ranks)
-        for offset in range(PULSES_OFFSET, stop, 8):  # every load looks several times
+        for offset in range(PULSES_OFFSET, stop, 8):  # fast: each load reads this several times
             if _native.load(buffer, offset) & PULSE_DIED:
                 return True
         return False
 
     @property
     def in_use(self) -> bool:
-        """Whether a process of the engine still has the table, and may give leases back."""
+        """Whether a process of the engine still has the table and may release leases."""
         return any(pulse and not pulse & PULSE_DIED for pulse in self._pulses())
 
     @property
     def heartbeat(self) -> int:
-        """Counts the owner's beats."""
+        """Number of the owner's heartbeats."""
         return self._load(HEARTBEAT_OFFSET)
 
     # -- the owner as an importer
 
     @property
     def leases_taken(self) -> int:
-        """Counts the batches of leases the owner has taken on others' blocks."""
+        """Number of batches of leases that the owner has taken on other engines' blocks."""
         return self._load(LEASES_TAKEN_OFFSET)
 
     @property
     def lease_bit(self) -> LeaseBit:
-        """The owner's bit in others' slots; NO_LEASE_BIT if it has none."""
+        """The owner's lease bit in other engines' slots; NO_LEASE_BIT if it has none."""
         return LeaseBit((self._load(NUM_RANKS_OFFSET) >> 32) - 1)
 
     # -- error log
 
     def errors(self) -> list[LoggedError]:
-        """The errors noted, most recent last."""
+        """The recorded errors, most recent last."""
         return self._errors.read()
 
     # -- integrity

@@ -91,7 +91,7 @@ class RemoteAttachment:
         self,
         source: Sequence[BlockId],
         target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> RemoteCopy:
         lists = {"source": list(source), "target": list(target)}
         number = self.process.call("begin_copy", attachment=self.number, **lists)

@@ -186,15 +186,15 @@ def test_a_copy_cancelled_before_it_began_writes_nothing(rig):
     assert importer.read() == before
 
 
-@pytest.mark.parametrize("go_on", [False, True])
-def test_who_waits_copies_everything_or_has_ended_the_copy(rig, go_on):
+@pytest.mark.parametrize("keep_going", [False, True])
+def test_who_waits_copies_everything_or_has_ended_the_copy(rig, keep_going):
     """Or leaves it to a device, which nobody on this thread can help."""
     exporter, importer, attachment = pair(rig)
     before, wanted = importer.read(), expected(exporter, importer, [0, 1], [2, 3])
     with rig.hold(importer):
-        copy = attachment.begin_copy([0, 1], [2, 3], lambda: go_on)
+        copy = attachment.begin_copy([0, 1], [2, 3], lambda: keep_going)
         waited = copy.poll()
-    assert waited in ((PENDING, DONE) if go_on else (PENDING, FAILED))
+    assert waited in ((PENDING, DONE) if keep_going else (PENDING, FAILED))
     (state,) = rig.finish(copy)
     assert state is (DONE if waited is PENDING else waited)
     assert importer.read() == (wanted if state is DONE else before)

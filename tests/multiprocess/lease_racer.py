@@ -103,13 +103,13 @@ def main(role: str, fd: str, path: str, how: str, amount: str, torn: str, met: s
     happen."""
     chance = random.Random(how)
     if role == "exporter":
-        own = OwnSlotTable.of("the table", int(fd))
+        own = OwnSlotTable.from_fd("the table", int(fd))
         data = open_data(path, own.num_blocks)
         exporter = Exporter(own, data, how == "patient")
         while exporter.counts["reused"] < int(amount) and not own.retired:
             exporter.reuse(BlockId(chance.randrange(own.num_blocks)))
         return exporter.counts
-    table = PeerSlotTable.of("the table", int(fd))
+    table = PeerSlotTable.from_fd("the table", int(fd))
     data = open_data(path, table.num_blocks)
     importer = Importer(table, data, LeaseBit(int(how)))
     while (

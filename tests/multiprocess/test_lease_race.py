@@ -45,7 +45,7 @@ class Race:
 
     def mapped(self, role: type[Role]) -> Role:
         """The table as another process has it."""
-        return role.of(self.table.name, self.table.descriptor(True))
+        return role.from_fd(self.table.name, self.table.descriptor(True))
 
     def start(
         self, role: str, how: str, amount: int, arming: str = "", torn: int = 0, met: int = 0

@@ -19,7 +19,7 @@ from kvshm.shm.layout import BlockRecord, pack_records
 from kvshm.shm.segment import Segment
 from kvshm.tools import dump_index
 from kvshm.tools.chains import tag_of
-from kvshm.tools.report import Filters, describe
+from kvshm.tools.report import Filters, build_report
 
 from .served import AnyTable, Served, ServedNode
 
@@ -49,7 +49,7 @@ class Node(ServedNode):
 
     def report(self, **filters: object) -> dict:
         chosen = Filters(**filters)
-        spaces = describe(self.run_dir, self.namespace, chosen)["namespaces"]
+        spaces = build_report(self.run_dir, self.namespace, chosen)["namespaces"]
         return spaces[0] if spaces else {}
 
     def run(self, *arguments: str) -> int:

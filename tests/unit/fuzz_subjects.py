@@ -40,9 +40,9 @@ from kvshm.shm.layout import (
 )
 from kvshm.shm.own_slot_table import TableSpec
 from kvshm.shm.segment import Segment
-from kvshm.tools.check import look
+from kvshm.tools.check import check_once
 from kvshm.tools.render import render
-from kvshm.tools.report import Filters, describe
+from kvshm.tools.report import Filters, build_report
 
 BLOCKS, RANKS = 20, 2  # a flipped bit of 20 makes it smaller, too
 EPOCH = Epoch(0x1122334455667788)
@@ -223,12 +223,12 @@ class Index(Subject):
         yield "drop_row", lambda r: r.drop_row(0)
         yield "add_row", lambda r: r.add_row(Epoch(9), "x", 4, LeaseBit(1))
         yield "set_row_state", lambda r: r.set_row_state(0, RowState.SUSPECTED)
-        yield "resync", lambda r: r.resync(0, r.heard(0), UNPUBLISHED[:48])
+        yield "resync", lambda r: r.resync(0, r.tombstones(0), UNPUBLISHED[:48])
 
     def _as_owner(self, change: Callable[[Replica], object]) -> None:
         """The segment is its owner's, with what the owner remembers apart from it."""
         fd = self._segment.descriptor(writable=True)
-        owner = Replica(Segment.of(self._name, fd, True, LARGEST_INDEX), self._header)
+        owner = Replica(Segment.from_fd(self._name, fd, True, LARGEST_INDEX), self._header)
         owner._tombstones = {row: bytearray(t) for row, t in self._tombstones.items()}
         try:
             change(owner)
@@ -242,7 +242,7 @@ class Index(Subject):
 
 def dump(run_dir: Path) -> None:
     """The dump, as people and as programs read it, and the check."""
-    report = describe(run_dir, None, Filters(entries=True))
+    report = build_report(run_dir, None, Filters(entries=True))
     render(report, everything=True)
     json.dumps(report)
-    look(run_dir, None)
+    check_once(run_dir, None)

@@ -38,7 +38,7 @@ class PlayedMemory:
         self,
         source: Sequence[BlockId],
         target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> PlayedCopy:
         assert not self.closed
         self._own.copies.append(PlayedCopy(self._own.state))

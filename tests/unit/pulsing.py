@@ -13,7 +13,7 @@ from .served import AnyTable
 SCRIPT = """
 import sys
 from kvshm.shm.own_slot_table import RankSlotTable
-table = RankSlotTable.of("its table", int(sys.argv[1]))
+table = RankSlotTable.from_fd("its table", int(sys.argv[1]))
 table.begin_pulse(int(sys.argv[2]) if sys.argv[2] else None)
 """
 WAIT = "print(flush=True)\ninput()\n"

@@ -100,9 +100,9 @@ class ServedNode:
 
 def again(table: OwnSlotTable, role: type[Role] = AnyTable) -> Role:
     """A second mapping of a table, as another process in this role has it."""
-    return role.of(table.name, table.descriptor(role.WRITABLE))
+    return role.from_fd(table.name, table.descriptor(role.WRITABLE))
 
 
 def read_again(replica: Replica) -> ReplicaReader:
     """A replica as another process reads it."""
-    return ReplicaReader.of(replica.name, replica.descriptor())
+    return ReplicaReader.from_fd(replica.name, replica.descriptor())

@@ -50,8 +50,8 @@ def test_after_a_pause_events_leave_at_once_and_then_what_comes_within_a_moment_
         sent.broadcasts.add(TOPIC, events(number), 100.0 + number / 1000)
         sent.broadcasts.send_due(100.0 + number / 1000)
     assert sent.since() == []
-    assert sent.broadcasts.next_due() == 100.0 + TIMING.relay_seconds
-    sent.broadcasts.send_due(100.0 + TIMING.relay_seconds)
+    assert sent.broadcasts.next_due() == 100.0 + TIMING.relay_delay_seconds
+    sent.broadcasts.send_due(100.0 + TIMING.relay_delay_seconds)
     assert sent.since() == [(TOPIC, [2, 3, 4, 5])]
 
 
@@ -78,6 +78,6 @@ def test_a_topic_of_which_nothing_waits_is_forgotten() -> None:
     sent = Sent()
     for number in range(1000):
         sent.broadcasts.add(b"%032d" % number, gone(1), 100.0)
-    sent.broadcasts.send_due(100.0 + TIMING.relay_seconds)
+    sent.broadcasts.send_due(100.0 + TIMING.relay_delay_seconds)
     assert sent.broadcasts._topics == {}
     assert sent.broadcasts.next_due() == float("inf")

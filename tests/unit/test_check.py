@@ -31,7 +31,7 @@ from kvshm.shm.layout import (
 )
 from kvshm.shm.segment import Segment
 from kvshm.tools import dump_index
-from kvshm.tools.check import check, look
+from kvshm.tools.check import check, check_once
 
 from ..sessions import new_namespace
 from .dumps import coordinator_of, handing_out, put, silent_engine
@@ -294,7 +294,7 @@ def test_what_cannot_be_read_is_a_violation(node: Node) -> None:
 
 def test_what_has_changed_at_the_second_look_is_no_violation(node: Node) -> None:
     put(node.table, slot(20), 0x8)
-    assert len(look(node.run_dir, None).suspects) == 1
+    assert len(check_once(node.run_dir, None).suspects) == 1
 
     def pause(seconds: float) -> None:
         put(node.table, slot(20), 0)
@@ -309,7 +309,7 @@ def test_a_writer_at_work_is_waited_for(node: Node, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         _native, "load", lambda b, at: next(count) if at == SEQUENCE_OFFSET else load(b, at)
     )
-    assert look(node.run_dir, None).suspects == []
+    assert check_once(node.run_dir, None).suspects == []
 
 
 def test_lines_and_json_name_segment_place_and_law(

@@ -90,11 +90,11 @@ def test_dump_index_shows_all_namespaces_where_none_is_named(
 ) -> None:
     looked: list[str | None] = []
 
-    def describe(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
+    def build_report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
         looked.append(namespace)
         return {"namespaces": []}
 
-    monkeypatch.setattr(dump_index, "describe", describe)
+    monkeypatch.setattr(dump_index, "build_report", build_report)
     monkeypatch.setattr(os, "environ", {**setting, "KVSHM_RUN_DIR": str(served.run_dir)})
     assert dump_index.main(option) == 1
     assert set(looked) == {None}

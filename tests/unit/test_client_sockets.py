@@ -22,7 +22,7 @@ from .exporters import Clock
 from .few_descriptors import descriptors
 from .test_missing_coordinator import INFO
 
-LATER = round(TIMING.send_later_seconds * 1e6)
+LATER = round(TIMING.send_delay_seconds * 1e6)
 
 
 class Silent:
@@ -113,7 +113,7 @@ def test_a_batch_does_not_put_off_who_leaves_or_rejoins_meanwhile(
         wake(fd, microseconds)
 
     monkeypatch.setattr(CoordinatorClient, "_run", lambda self, session: None)
-    client = CoordinatorClient(tmp_path, "ns", Silent(), timing=Timing(send_later_seconds=3600.0))  # type: ignore[arg-type]  # asked nothing
+    client = CoordinatorClient(tmp_path, "ns", Silent(), timing=Timing(send_delay_seconds=3600.0))  # type: ignore[arg-type]  # asked nothing
     session = Opened()
     client._session = session  # type: ignore[assignment]  # what of it is used
     assert client._open(session)  # type: ignore[arg-type]  # the same

@@ -14,7 +14,7 @@ from kvshm.config import (
     Role,
     Setting,
     Share,
-    describe,
+    list_settings,
 )
 from kvshm.errors import ConfigError
 
@@ -132,7 +132,7 @@ def test_an_empty_value_counts_as_unset(setting: object) -> None:
 
 def test_table_and_fields_agree() -> None:
     for setting in SETTINGS:
-        assert setting.sentence.endswith(".")
+        assert setting.meaning.endswith(".")
         assert getattr(Config(), setting.field) == setting.default
 
 
@@ -179,13 +179,13 @@ def test_plugins_that_leave_kvshm_out_are_warned_about(
 
 def test_describe_names_value_and_origin() -> None:
     environ = {"KVSHM_VERIFY": "1", "XDG_RUNTIME_DIR": "/run/u"}
-    told = {name: (value, origin) for name, value, origin in describe(environ)}
+    told = {name: (value, origin) for name, value, origin in list_settings(environ)}
     assert list(told) == [s.name for s in SETTINGS]
     assert told["KVSHM_VERIFY"] == ("1", "environment")
     assert told["KVSHM_ROLE"] == ("both", "default")
     assert told["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")
     assert told["KVSHM_FAULT"] == ("unset", "default")
-    (run_dir,) = [d for d in describe({}) if d[0] == "KVSHM_RUN_DIR"]
+    (run_dir,) = [d for d in list_settings({}) if d[0] == "KVSHM_RUN_DIR"]
     assert run_dir[1:] == (f"/tmp/kvshm-{os.geteuid()}", "default")
 
 

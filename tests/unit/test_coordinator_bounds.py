@@ -40,11 +40,11 @@ def test_topics_without_engines_are_forgotten_after_a_while() -> None:
     join(state, going)
     numbers = dict(state.topics)
     say(state, going, Leave(epoch=2))
-    decide(state, ClockTick(), TIMING.leftovers_seconds)
+    decide(state, ClockTick(), TIMING.cleanup_seconds)
     assert state.topics.keys() == numbers.keys(), "looked at once: it may have an engine again"
-    decide(state, ClockTick(), 2 * TIMING.leftovers_seconds)
+    decide(state, ClockTick(), 2 * TIMING.cleanup_seconds)
     assert state.topics.keys() == {staying.fingerprint}
-    decide(state, ClockTick(), 3 * TIMING.leftovers_seconds)
+    decide(state, ClockTick(), 3 * TIMING.cleanup_seconds)
     assert state.idle_topics == set()
     assert join(state, engine(3, fingerprint=going.fingerprint))[0].sequence == 1
 
@@ -53,10 +53,10 @@ def test_a_topic_that_has_an_engine_again_keeps_its_numbers() -> None:
     state = new_state()
     join(state, engine(1))
     say(state, engine(1), Leave(epoch=1))
-    decide(state, ClockTick(), TIMING.leftovers_seconds)
+    decide(state, ClockTick(), TIMING.cleanup_seconds)
     again, _ = join(state, engine(2))
-    decide(state, ClockTick(), 2 * TIMING.leftovers_seconds)
-    decide(state, ClockTick(), 3 * TIMING.leftovers_seconds)
+    decide(state, ClockTick(), 2 * TIMING.cleanup_seconds)
+    decide(state, ClockTick(), 3 * TIMING.cleanup_seconds)
     assert state.topics == {engine(2).fingerprint: again.sequence}
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvshm.coordinator.sockets import Sockets
 from kvshm.errors import KvshmError, RunDirectoryError
-from kvshm.rundir import set_aside
+from kvshm.rundir import closed_socket
 
 NAMES = ("commands", "events")
 
@@ -59,7 +59,7 @@ def test_a_successors_sockets_are_left_alone(folder: Path) -> None:
 def test_a_door_that_cannot_be_shut_keeps_no_other_one_shut(
     folder: Path, blocked: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    aside = set_aside(folder / blocked)
+    aside = closed_socket(folder / blocked)
     [other] = {*NAMES} - {blocked}
     with closing(opened(folder)) as sockets:
         aside.mkdir()

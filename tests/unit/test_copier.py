@@ -84,14 +84,14 @@ def test_who_waits_stops_when_told_to_and_copies_all_else(monkeypatch, cancelled
     copy = BlockCopy(made)
     left = 2
 
-    def go_on() -> bool:
+    def keep_going() -> bool:
         nonlocal left
         left -= 1
         if cancelled and left == 0:
             copy.cancel()
         return cancelled or left > 0
 
-    copy.run(go_on)
+    copy.run(keep_going)
     assert copy.poll() is CopyState.FAILED
     assert memory == b"abcdabgh"
     copy.run(lambda: True)
@@ -104,7 +104,7 @@ def test_who_waits_and_is_not_stopped_copies_everything_past_the_queue(monkeypat
     made, memory = plan([0, 1, 2, 3], [4, 5, 6, 7])
     gate = threading.Event()
     copier.submit(lambda: gate.wait(PATIENCE) and None)
-    copy = copier.carry_out(made, lambda: True)
+    copy = copier.copy_now(made, lambda: True)
     gate.set()
     assert copy.poll() is CopyState.DONE
     assert memory == b"abcdabcd"
@@ -138,13 +138,13 @@ def test_who_waits_is_asked_again_every_few_megabytes():
     made = CopyPlan(runs[0], blocks, runs[1], blocks, keep=(source, target))
     asked = 0
 
-    def go_on() -> bool:
+    def keep_going() -> bool:
         nonlocal asked
         asked += 1
         return True
 
     copy = BlockCopy(made)
-    copy.run(go_on)
+    copy.run(keep_going)
     assert copy.poll() is CopyState.DONE
     assert asked >= 4, "a step does not wait for all 16 MiB once its time is up"
 

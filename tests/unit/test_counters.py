@@ -51,8 +51,8 @@ def test_ids_are_never_renumbered() -> None:
 def test_every_counter_is_explained_and_named_after_its_label() -> None:
     for counter in REGISTRY.values():
         assert getattr(counters, counter.label.upper()) is counter
-        assert counter.sentence[0].isupper()
-        assert counter.sentence.endswith(".")
+        assert counter.meaning[0].isupper()
+        assert counter.meaning.endswith(".")
     assert repr(PUBLISHED) == "<Counter 0 published>"
 
 
@@ -86,7 +86,7 @@ ADD = """
 import sys
 from kvshm.shm.counters import PUBLISHED
 from kvshm.shm.own_slot_table import RankSlotTable
-table = RankSlotTable.of("table", int(sys.argv[1]))
+table = RankSlotTable.from_fd("table", int(sys.argv[1]))
 for _ in range(20_000):
     table.counters.add(PUBLISHED)
 """

@@ -78,7 +78,7 @@ def test_everything_is_mapped_read_only_and_nothing_changes(dumped, busy, monkey
         engines = dumped.engines
         return [bytes(m._segment.buffer) for e in engines for m in (e.table, e.replica)]
 
-    before, opened, real = contents(), [], Segment.of
+    before, opened, real = contents(), [], Segment.from_fd
 
     def spy(name: str, fd: int, writable: bool, largest: int) -> Segment:
         opened.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE)

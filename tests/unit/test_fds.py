@@ -17,7 +17,14 @@ import pytest
 from kvshm.errors import TransportError
 from kvshm.shm import fd_server
 from kvshm.shm.fd_server import MAX_CLIENTS, FdServer
-from kvshm.shm.fds import MAX_FDS, MAX_REPLY_BYTES, close_all, fetch, fetch_and_stay, has_hung_up
+from kvshm.shm.fds import (
+    MAX_FDS,
+    MAX_REPLY_BYTES,
+    close_all,
+    fetch,
+    fetch_keep_open,
+    peer_has_closed,
+)
 
 from ..waiting import PATIENCE, until
 
@@ -275,15 +282,15 @@ except OSError as exc:
 def test_the_end_of_an_open_connection_tells_of_the_owners(path, serve, memory):
     before = open_fds()
     server = serve(memory)
-    reply, fds, connection = fetch_and_stay(path, b"x", PATIENCE)
+    reply, fds, connection = fetch_keep_open(path, b"x", PATIENCE)
     close_all(fds)
-    assert (reply, has_hung_up(connection)) == (b"re:x", False)
+    assert (reply, peer_has_closed(connection)) == (b"re:x", False)
     close_all(fetch(path, b"others come and go", PATIENCE)[1])
-    assert not has_hung_up(connection)
+    assert not peer_has_closed(connection)
     server.close()
-    assert has_hung_up(connection)
+    assert peer_has_closed(connection)
     connection.close()
-    assert has_hung_up(connection)
+    assert peer_has_closed(connection)
     assert open_fds() == before
 
 
@@ -291,12 +298,12 @@ def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, m
     """Nor each other: the oldest is ended, and its peer may ask again."""
     monkeypatch.setattr("kvshm.shm.fd_server.MAX_KEPT", 3)
     server = serve()
-    kept = [fetch_and_stay(path, b"x", PATIENCE)[2] for _ in range(4)]
-    until(lambda: has_hung_up(kept[0]))
-    assert [has_hung_up(one) for one in kept[1:]] == [False] * 3
+    kept = [fetch_keep_open(path, b"x", PATIENCE)[2] for _ in range(4)]
+    until(lambda: peer_has_closed(kept[0]))
+    assert [peer_has_closed(one) for one in kept[1:]] == [False] * 3
     kept[1].send(b"more than one request")
-    until(lambda: has_hung_up(kept[1]))
-    assert [has_hung_up(one) for one in kept[2:]] == [False] * 2
+    until(lambda: peer_has_closed(kept[1]))
+    assert [peer_has_closed(one) for one in kept[2:]] == [False] * 2
     for one in kept:
         one.close()
     until(lambda: not server._kept)
@@ -318,28 +325,28 @@ signal.pause()
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", code], process_group=0, **pipes) as owner:
         assert owner.stdout.readline() == "listening\n"  # its path is there a little before
-        _, _, connection = fetch_and_stay(path, b"x", PATIENCE)
+        _, _, connection = fetch_keep_open(path, b"x", PATIENCE)
         owner.stdin.write("\n")
         owner.stdin.flush()
         assert owner.stdout.readline() == "forked\n"
-        assert not has_hung_up(connection)
+        assert not peer_has_closed(connection)
         os.kill(owner.pid, signal.SIGKILL)
-        until(lambda: has_hung_up(connection))
+        until(lambda: peer_has_closed(connection))
         connection.close()
         os.killpg(owner.pid, signal.SIGKILL)
 
 
 def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
     """A cleaning script has no other effect; who was answered before stays connected."""
-    monkeypatch.setattr("kvshm.shm.fd_server.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 0.05)
     server = serve()
-    connection = fetch_and_stay(path, b"x", PATIENCE)[2]
+    connection = fetch_keep_open(path, b"x", PATIENCE)[2]
     os.unlink(path)
     until(lambda: os.path.lexists(path))
-    reply, fds, again = fetch_and_stay(path, b"x", PATIENCE)
+    reply, fds, again = fetch_keep_open(path, b"x", PATIENCE)
     assert reply
     close_all(fds)
-    assert not has_hung_up(connection)
+    assert not peer_has_closed(connection)
     connection.close()
     again.close()
     server.close()
@@ -347,9 +354,9 @@ def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
 
 
 def test_a_server_may_keep_nobody(path, monkeypatch):
-    server = FdServer(path, lambda request: (b"answer", []), most_kept=0)
-    reply, _, connection = fetch_and_stay(path, b"x", PATIENCE)
+    server = FdServer(path, lambda request: (b"answer", []), max_kept=0)
+    reply, _, connection = fetch_keep_open(path, b"x", PATIENCE)
     assert reply == b"answer"
-    until(lambda: has_hung_up(connection))
+    until(lambda: peer_has_closed(connection))
     connection.close()
     server.close()

@@ -23,7 +23,7 @@ REPLACEMENTS = {
 
 @pytest.mark.parametrize("kind", REPLACEMENTS)
 def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind):
-    monkeypatch.setattr("kvshm.shm.fd_server.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 0.05)
     serve()
     REPLACEMENTS[kind](f"{path}.other")
     os.replace(f"{path}.other", path)
@@ -32,16 +32,16 @@ def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind
 
 
 def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
-    monkeypatch.setattr("kvshm.shm.fd_server.Seldom.passes", lambda self, text: True)
+    monkeypatch.setattr("kvshm.shm.fd_server.RateLimit.allows", lambda self, text: True)
     monkeypatch.setattr(fd_server._log.logger, "propagate", True)
     looks = []
-    monkeypatch.setattr(FdServer, "_patience", lambda self: looks.append(1) or 0.02)
-    monkeypatch.setattr("kvshm.shm.fd_server.LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr(FdServer, "_select_timeout", lambda self: looks.append(1) or 0.02)
+    monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 3600.0)
     server = serve()
     os.unlink(path)
     os.mkdir(path)  # in two steps: the server must not look in between
-    monkeypatch.setattr("kvshm.shm.fd_server.LOOK_SECONDS", 0.02)
-    server._look_at = 0.0
+    monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 0.02)
+    server._next_check = 0.0
     looks.clear()  # what it did before does not count
     until(lambda: len(looks) > 5)
     warnings = [record.getMessage() for record in caplog.records]

@@ -114,14 +114,14 @@ def test_an_epoch_that_could_not_begin_begins_when_the_shortage_is_over(
     with short():
         begin()
         until(lambda: cache.failed)
-        clock.now += TIMING.try_again_seconds[0]
+        clock.now += TIMING.retry_seconds[0]
         until(lambda: len(asked) == 2)
         with cache._lock:  # until it has been tried
             pass
-        clock.now += 2 * TIMING.try_again_seconds[0] - 0.1
+        clock.now += 2 * TIMING.retry_seconds[0] - 0.1
     assert os.listdir(place) == []
     assert cache._open_when_ready() is None, "as the client's thread asks, every 50 ms"
-    assert asked == [1000.0, 1000.0 + TIMING.try_again_seconds[0]]
+    assert asked == [1000.0, 1000.0 + TIMING.retry_seconds[0]]
     clock.now += 0.1
     until(lambda: cache.epoch_state)
     assert not cache.failed
@@ -142,7 +142,7 @@ def test_of_an_epoch_that_a_rank_cannot_open_there_is_another_after_a_pause(
     assert (cache.table, cache.failed, os.listdir(place)) == (None, True, [])
     assert not cache.not_opened(first)
     assert cache._open_when_ready() is None, "not before the pause is over"
-    clock.now += TIMING.try_again_seconds[0]
+    clock.now += TIMING.retry_seconds[0]
     until(lambda: cache.epoch_state)
     assert cache.table.epoch != first
     assert not cache.failed

@@ -30,7 +30,7 @@ from kvshm.errors import (
 from kvshm.ids import Epoch, LeaseBit
 from kvshm.node.handout import Answer, Handouts, HandoutServer, ask, serve_epoch
 from kvshm.rundir import engine_socket, tables_socket
-from kvshm.shm.fds import has_hung_up
+from kvshm.shm.fds import peer_has_closed
 from kvshm.shm.layout import RETIRED_OFFSET, table_bytes
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.shm.slot_table import PeerSlotTable
@@ -286,12 +286,12 @@ def test_who_stands_still_costs_the_timeout(served: ServedNode) -> None:
 STAYS = """
 import sys
 from pathlib import Path
-from kvshm.shm.fds import has_hung_up
+from kvshm.shm.fds import peer_has_closed
 from kvshm.node.handout import ask
 _, connection = ask(Path(sys.argv[1]), "slots", int(sys.argv[2]), False, 60)
 print(flush=True)
 input()
-print(has_hung_up(connection))
+print(peer_has_closed(connection))
 """
 
 
@@ -312,8 +312,8 @@ def test_who_asks_and_stays_without_end_has_a_part_of_the_descriptors_and_crowds
             fd, connection = ask(engine.path, TABLE_KIND, EPOCH, False, 60)
             os.close(fd)
             greedy.append(held.enter_context(connection))
-        until(lambda: [has_hung_up(one) for one in greedy].count(False) == kept - 1)
-        assert not has_hung_up(greedy[-1])
+        until(lambda: [peer_has_closed(one) for one in greedy].count(False) == kept - 1)
+        assert not peer_has_closed(greedy[-1])
         assert other.communicate("\n")[0] == "False\n"
 
 

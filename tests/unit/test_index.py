@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvshm.errors import IndexFull
-from kvshm.replica.index import Applied, Replica
+from kvshm.replica.index import ApplyResult, Replica
 from kvshm.shm.layout import NUM_ROWS, BlockRecord, RowState, pack_records, unpack_records
 
 from .replicas import HASHES, RETRACT, found, packed, record
@@ -14,7 +14,7 @@ from .replicas import HASHES, RETRACT, found, packed, record
 
 
 def test_a_published_prefix_is_found_as_one_run(replica: Replica, row: int) -> None:
-    assert replica.apply(row, packed(range(5))) == Applied(added=5)
+    assert replica.apply(row, packed(range(5))) == ApplyResult(added=5)
     assert replica.lookup(HASHES, 0, 100) == [(row, packed(range(5)))]
     assert replica.lookup(HASHES, 2, 4) == [(row, packed(range(2, 4)))]
     assert replica.lookup(HASHES, 5, 9) == []
@@ -46,20 +46,20 @@ def test_an_equal_tag_is_no_more_than_a_hint(replica: Replica, row: int) -> None
 def test_a_replayed_publish_does_not_resurrect(replica: Replica, row: int) -> None:
     replica.apply(row, packed([7], 3))
     replica.apply(row, packed([7], 3, RETRACT))
-    assert replica.apply(row, packed([7], 3)) == Applied(ignored=1)
+    assert replica.apply(row, packed([7], 3)) == ApplyResult(ignored=1)
     assert found(replica, 7) == []
 
 
 def test_a_retract_that_overtakes_its_publish_holds(replica: Replica, row: int) -> None:
     replica.apply(row, packed([7], 3, RETRACT))
-    assert replica.apply(row, packed([7], 3)) == Applied(ignored=1)
+    assert replica.apply(row, packed([7], 3)) == ApplyResult(ignored=1)
     assert found(replica, 7) == []
     assert replica.apply(row, packed([7], 4)).added == 1
 
 
 def test_an_old_retract_leaves_a_newer_publish_alone(replica: Replica, row: int) -> None:
     replica.apply(row, packed([7], 5))
-    assert replica.apply(row, packed([7], 4, RETRACT)) == Applied(ignored=1)
+    assert replica.apply(row, packed([7], 4, RETRACT)) == ApplyResult(ignored=1)
     assert found(replica, 7) == [(row, 5)]
 
 
@@ -73,7 +73,7 @@ def test_a_reused_block_replaces_its_entry_without_a_retract(replica: Replica, r
 
 def test_a_batch_is_one_ordered_list(replica: Replica, row: int) -> None:
     batch = [record(1, 1), record(1, 1, RETRACT), record(1, 2), record(2, 1), record(1, 1)]
-    assert replica.apply(row, pack_records(batch)) == Applied(added=3, removed=1, ignored=1)
+    assert replica.apply(row, pack_records(batch)) == ApplyResult(added=3, removed=1, ignored=1)
     assert (found(replica, 1), found(replica, 2)) == ([(row, 2)], [(row, 1)])
 
 
@@ -98,7 +98,7 @@ def test_what_is_forgotten_is_a_retract_that_was_lost(replica: Replica, row: int
     replica.apply(row, packed([1, 2], 5))
     replica.forget(row, 1, packed([1], 5))
     replica.forget(row, 1, packed([2], 4))
-    assert replica.apply(row, packed([1], 5)) == Applied(ignored=1), "nor does a replay help"
+    assert replica.apply(row, packed([1], 5)) == ApplyResult(ignored=1), "nor does a replay help"
     assert (found(replica, 1), found(replica, 2)) == ([], [(row, 5)])
 
 
@@ -182,7 +182,7 @@ def test_a_restarted_engine_begins_with_clean_tombstones(replica: Replica) -> No
 
 def test_events_of_a_dropped_row_are_ignored(replica: Replica, row: int) -> None:
     replica.drop_row(row)
-    assert replica.apply(row, packed([1, 2])) == Applied(ignored=2)
+    assert replica.apply(row, packed([1, 2])) == ApplyResult(ignored=2)
     assert replica.count == 0
 
 
@@ -206,9 +206,9 @@ def test_more_engines_than_rows_are_refused(replica: Replica) -> None:
 
 def test_resync_removes_what_the_scan_did_not_see(replica: Replica, row: int) -> None:
     replica.apply(row, packed([1, 2, 3], 5))
-    before = replica.heard(row)
+    before = replica.tombstones(row)
     scanned = packed([2], 5) + packed([3], 6) + packed([4], 1)
-    assert replica.resync(row, before, scanned) == Applied(added=2, removed=2, ignored=1)
+    assert replica.resync(row, before, scanned) == ApplyResult(added=2, removed=2, ignored=1)
     assert [found(replica, n) for n in (1, 2, 3, 4)] == [[], [(row, 5)], [(row, 6)], [(row, 1)]]
 
 
@@ -216,7 +216,7 @@ def test_resync_keeps_what_was_heard_during_the_scan(replica: Replica, row: int)
     """A publish that was applied after ``heard`` was taken, of a block that the scan had
     passed already, and a retract of a block that the scan had still seen."""
     replica.apply(row, packed([1, 2], 5))
-    before = replica.heard(row)
+    before = replica.tombstones(row)
     replica.apply(row, packed([1], 6) + packed([3], 1) + packed([2], 5, RETRACT))
     replica.resync(row, before, packed([2], 5))
     assert [found(replica, n) for n in (1, 2, 3)] == [[(row, 6)], [], [(row, 1)]]
@@ -225,4 +225,4 @@ def test_resync_keeps_what_was_heard_during_the_scan(replica: Replica, row: int)
 def test_a_scan_does_not_resurrect_what_was_retracted(replica: Replica, row: int) -> None:
     scanned = packed([1], 5)
     replica.apply(row, packed([1], 5, RETRACT))
-    assert replica.resync(row, b"", scanned) == Applied(ignored=1)
+    assert replica.resync(row, b"", scanned) == ApplyResult(ignored=1)

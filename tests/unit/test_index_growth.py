@@ -12,7 +12,7 @@ import pytest
 from kvshm import _native
 from kvshm.errors import CorruptSegment, SegmentError, SegmentTooSmall
 from kvshm.replica import index as index_module
-from kvshm.replica.index import Applied, Replica
+from kvshm.replica.index import ApplyResult, Replica
 from kvshm.replica.index_reader import ReplicaReader
 from kvshm.shm import segment as segments
 from kvshm.shm.layout import CAPACITY_OFFSET, ENTRY_BYTES, INDEX_HEADER_BYTES, INDEX_MAGIC, RowState
@@ -29,7 +29,7 @@ def test_a_full_index_grows_and_loses_nothing(replica: Replica) -> None:
     replica.apply(a, packed(range(10, 20), 7, RETRACT))
     small = replica.capacity
     replica.apply(b, packed(range(30), 2))
-    assert replica.apply(a, packed(range(2000), 7)) == Applied(added=1990, ignored=10)
+    assert replica.apply(a, packed(range(2000), 7)) == ApplyResult(added=1990, ignored=10)
     assert replica.capacity > 2000 > small
     assert replica.lookup(HASHES, 0, 10, 1 << a) == [(a, packed(range(10), 7))]
     assert replica.lookup(HASHES, 20, 4096, 1 << a) == [(a, packed(range(20, 2000), 7))]
@@ -94,7 +94,7 @@ def test_the_tombstones_survive_growth(replica: Replica, row: int) -> None:
     replica.apply(row, packed([1], 5))
     replica.apply(row, packed([1], 5, RETRACT))
     replica.apply(row, packed(range(100, 500)))
-    assert replica.apply(row, packed([1], 5)) == Applied(ignored=1)
+    assert replica.apply(row, packed([1], 5)) == ApplyResult(ignored=1)
 
 
 def full_shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -114,7 +114,7 @@ def test_without_room_to_grow_entries_are_refused_never_raised(
 ) -> None:
     full_shared_memory(monkeypatch)
     applied = replica.apply(row, packed(range(100)))
-    assert applied == Applied(added=56, refused=44), "64 entries are filled to 7/8"
+    assert applied == ApplyResult(added=56, refused=44), "64 entries are filled to 7/8"
     assert replica.refused == 44
     assert replica.lookup(HASHES, 0, 100) == [(row, packed(range(56)))]
 
@@ -145,7 +145,7 @@ def test_it_grows_after_all_when_memory_is_there_again(
     with monkeypatch.context() as patch:
         full_shared_memory(patch)
         replica.apply(row, packed(range(100)))
-    assert replica.apply(row, packed(range(200))) == Applied(added=144, ignored=56)
+    assert replica.apply(row, packed(range(200))) == ApplyResult(added=144, ignored=56)
     replica.apply(row, packed(range(1000)))
     assert replica.count == 1000
 
@@ -224,7 +224,7 @@ def test_only_an_index_is_opened_as_one() -> None:
     segment = segments.Segment.create("table", 8192)
     segments.write_header(segment, Header(b"KVSHMSLT", 8192, OWN_EPOCH, 1))
     with pytest.raises(CorruptSegment, match=INDEX_MAGIC.decode()):
-        ReplicaReader.of("table", segment.descriptor(False))
+        ReplicaReader.from_fd("table", segment.descriptor(False))
     segment.close()
 
 
@@ -233,7 +233,7 @@ def test_after_close_writes_are_dropped_without_an_error(namespace: str) -> None
     row = replica.add_row(1, "a", 10, 0)
     replica.close()
     replica.close()
-    assert replica.apply(row, packed([1, 2])) == Applied(ignored=2)
+    assert replica.apply(row, packed([1, 2])) == ApplyResult(ignored=2)
     replica.set_row_state(row, RowState.SUSPECTED)
     assert replica.drop_row(row) == 0
 

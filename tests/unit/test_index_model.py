@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvshm.errors import IndexFull
-from kvshm.replica.index import Replica, published
+from kvshm.replica.index import Replica, published_blocks
 from kvshm.shm.layout import BlockRecord, RecordKind, RowState, pack_records, unpack_records
 
 from .served import read_again
@@ -199,7 +199,7 @@ class GrowingIndex(RuleBasedStateMachine):
     @rule(engine=engines, passed=st.integers(0, NUM_BLOCKS))
     def begin_scan(self, engine: int, passed: int) -> None:
         e = self.engines[engine]
-        e.scan = Scan(self.replica.heard(e.row), e.scanned(0, passed), passed)
+        e.scan = Scan(self.replica.tombstones(e.row), e.scanned(0, passed), passed)
 
     @precondition(lambda self: any(e.scan for e in self.engines))
     @rule()
@@ -212,7 +212,7 @@ class GrowingIndex(RuleBasedStateMachine):
     @rule(engine=engines)
     def scan_at_once(self, engine: int) -> None:
         e = self.engines[engine]
-        self._resync(e, self.replica.heard(e.row), e.scanned(0, NUM_BLOCKS))
+        self._resync(e, self.replica.tombstones(e.row), e.scanned(0, NUM_BLOCKS))
         held = {b: g for (row, b), (g, _) in self.model.published().items() if row == e.row}
         true = {b: e.generation[b] for b in e.ready}
         known = {b: g for b, g in true.items() if (b, g) not in e.forgotten}
@@ -221,7 +221,7 @@ class GrowingIndex(RuleBasedStateMachine):
 
     def _resync(self, e: Engine, before: bytes, seen: list[BlockRecord]) -> None:
         self.replica.resync(e.row, before, pack_records(seen))
-        for block, (tag, generation) in published(before).items():
+        for block, (tag, generation) in published_blocks(before).items():
             if block not in {r.block_id for r in seen}:
                 gone = BlockRecord(tag.to_bytes(32, "little"), block, generation, 0, RETRACT)
                 self.model.apply(e.row, gone)

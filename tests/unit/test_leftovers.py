@@ -13,7 +13,7 @@ from kvshm.errors import RunDirectoryError
 from kvshm.node.leftovers import clear, is_served, left_by_engines
 from kvshm.node.locks import take_lock
 from kvshm.rundir import (
-    MOST_FOUND,
+    MAX_FOUND,
     command_endpoint,
     engine_socket,
     event_endpoint,
@@ -98,9 +98,9 @@ def test_foreign_names_are_left_alone_and_a_scan_is_bounded(served: ServedNode) 
     foreign = ["x", f"{served.namespace}.engine.7.sock", f"{served.namespace}.log", "..sock"]
     for name in foreign:
         (served.run_dir / name).touch()
-    for epoch in range(MOST_FOUND + 10):
+    for epoch in range(MAX_FOUND + 10):
         engine_socket(served.run_dir, served.namespace, epoch).touch()
-    assert len(list_sockets(served.run_dir, None)) == MOST_FOUND
+    assert len(list_sockets(served.run_dir, None)) == MAX_FOUND
     for _ in range(2):  # what one clearing does not come to, the next one does
         clear(served.run_dir, served.namespace)
     assert entries(served) == set(foreign)

@@ -91,11 +91,11 @@ def work_for(session: Session, clock: Clock, seconds: float) -> None:
 def test_a_coordinator_that_never_was_there_is_told_once(
     session: Session, clock: Clock, timing: Timing
 ) -> None:
-    work_for(session, clock, timing.unheard_seconds - 1)
+    work_for(session, clock, timing.absence_seconds - 1)
     assert told(session) == 0
     work_for(session, clock, 2)
     assert told(session) == 1
-    work_for(session, clock, 10 * timing.unheard_seconds)
+    work_for(session, clock, 10 * timing.absence_seconds)
     assert told(session) == 1
 
 
@@ -105,9 +105,9 @@ def test_the_time_begins_when_the_engine_is_ready(
     engine = session._handler
     assert isinstance(engine, Engine)
     engine.info = None  # a model takes minutes to load
-    work_for(session, clock, 3 * timing.unheard_seconds)
+    work_for(session, clock, 3 * timing.absence_seconds)
     engine.info = INFO
-    work_for(session, clock, timing.unheard_seconds - 1)
+    work_for(session, clock, timing.absence_seconds - 1)
     assert told(session) == 0
     work_for(session, clock, 2)
     assert told(session) == 1
@@ -130,7 +130,7 @@ def test_one_that_refuses_is_there(
         session._commands.poll(10_000)
         session.wait()
         session.work()
-    work_for(session, clock, 3 * timing.unheard_seconds)
+    work_for(session, clock, 3 * timing.absence_seconds)
     assert told(session) == 0
 
 

@@ -327,8 +327,8 @@ def test_the_schedulers_thread_waits_for_no_scan_and_no_growth(
         small.load_succeeded(1)
         assert not small.load_failed(1)
         assert (small.stats().usable, len(small.tables_by_bit())) == (3, 3)
-        assert len(small.replica.forgotten) == 2
-    assert not small.replica.forgotten, "the client's thread has done it"
+        assert len(small.replica.stale_records) == 2
+    assert not small.replica.stale_records, "the client's thread has done it"
     assert small.lookup(HASHES, 1, 2) == []
     assert offered(small, 2) == [(3, 2, 0)]
     assert small.replica.check_integrity() == []

@@ -8,7 +8,7 @@ import pytest
 
 from kvshm.node.peers import QUARANTINE_FAILURES, Peers, PeersStats
 from kvshm.node.protocol import EngineInfo
-from kvshm.replica.index import Forgotten
+from kvshm.replica.index import StaleRecords
 from kvshm.shm.counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED
 from kvshm.shm.slot_table import PeerSlotTable
 from kvshm.timing import TIMING
@@ -244,7 +244,7 @@ def test_nothing_is_planned_from_a_peer_that_is_being_attached(
     assert peers.stats().usable == 2
     peers.rank_not_attached(1)
     peers.rank_not_attached(99)
-    clock.now += TIMING.attaching_seconds + 0.001
+    clock.now += TIMING.attach_pause_seconds + 0.001
     assert peers.stats().usable == 2
 
 
@@ -255,7 +255,7 @@ def test_an_attached_peer_stays_in_quarantine(peers: Peers, exporter: Make, cloc
         peers.load_failed(1)
     peers.rank_not_attached(1)
     peers.ranks_attached({1})
-    clock.now += TIMING.attaching_seconds + 0.001
+    clock.now += TIMING.attach_pause_seconds + 0.001
     assert peers.stats().usable == 0
     clock.now += TIMING.quarantine_seconds
     assert peers.stats().usable == 1
@@ -323,7 +323,7 @@ def test_what_was_forgotten_of_one_epoch_is_found_in_the_next(peers: Peers, expo
     assert new.publish(1) == records
     peers.joined(new.info)
     row = peers._view.peers[new.info.epoch].row
-    peers.replica.forgotten.append(Forgotten(row, old.info.epoch, records))
+    peers.replica.stale_records.append(StaleRecords(row, old.info.epoch, records))
     assert offered(peers, 1)
     peers.forget(new.info.epoch, records)
     assert not offered(peers, 1)

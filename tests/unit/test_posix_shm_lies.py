@@ -17,7 +17,7 @@ from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.shm.fd_server import FdServer
 from kvshm.shm.fds import close_all
 from kvshm.transport.memory import KVMemory
-from kvshm.transport.posix_shm import Answer, PosixShmTransport
+from kvshm.transport.posix_shm import MemoryReply, PosixShmTransport
 
 SIZE = 64 << 10
 REGIONS = [Region(0, 4096, 4096, SIZE // 4096)]
@@ -80,7 +80,7 @@ def test_only_memory_that_stays_and_is_stated_is_mapped(
     memory = KVMemory.create(SIZE)
     own = PosixShmTransport(memory, REGIONS, 0, run_dir / "own")
     given = gift()
-    answer = msgspec.msgpack.encode(Answer("ok", 1, stays=True))
+    answer = msgspec.msgpack.encode(MemoryReply("ok", 1, stays=True))
     server = FdServer(run_dir / "liar", lambda request: (answer, given))
     before = len(os.listdir("/proc/self/fd"))
     described = MemoryDescriptor(

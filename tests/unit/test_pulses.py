@@ -307,7 +307,7 @@ def test_where_no_thread_can_be_started_there_is_a_sentence(table: AnyTable) -> 
         "import os, resource, sys, threading\n"
         "from kvshm.shm.own_slot_table import RankSlotTable\n"
         "from kvshm.errors import SegmentError\n"
-        "table = RankSlotTable.of('its table', int(sys.argv[1]))\n"
+        "table = RankSlotTable.from_fd('its table', int(sys.argv[1]))\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (size + 1024, -1))\n"
         "try:\n    table.begin_pulse(None)\n"

@@ -115,8 +115,8 @@ def test_who_copies_for_a_step_stops_when_its_time_is_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def copies(memory: PlayedMemory, source: object, target: object,
-               go_on: Callable[[], bool]) -> PlayedCopy:  # fmt: skip
-        while go_on():
+               keep_going: Callable[[], bool]) -> PlayedCopy:  # fmt: skip
+        while keep_going():
             clock.now += 1.0
         return PlayedCopy(CopyState.FAILED)
 
@@ -139,9 +139,9 @@ def test_a_load_none_of_whose_copies_got_a_turn_says_nothing_of_how_long_it_take
     loads = [load_of(piece_of(peer, n), name=name) for n, name in ((2, "first"), (3, "second"))]
 
     def copies(memory: PlayedMemory, source: object, target: object,
-               go_on: Callable[[], bool]) -> PlayedCopy:  # fmt: skip
+               keep_going: Callable[[], bool]) -> PlayedCopy:  # fmt: skip
         clock.now += 3.0
-        return PlayedCopy(CopyState.DONE if go_on() else CopyState.FAILED)
+        return PlayedCopy(CopyState.DONE if keep_going() else CopyState.FAILED)
 
     def read() -> float:
         clock.now += 0.001

@@ -16,7 +16,7 @@ from kvshm.engine.load_plan import LoadFailure, LoadReport
 from kvshm.errors import TransportError
 from kvshm.ids import Rank
 from kvshm.interfaces import CopyState
-from kvshm.log import SAY_AGAIN_SECONDS, Seldom
+from kvshm.log import REPEAT_SECONDS, RateLimit
 from kvshm.node.peer_list import PeerList, PeerListReader
 from kvshm.node.protocol import EngineInfo, RankInfo
 from kvshm.rank.attachments import (
@@ -310,12 +310,12 @@ def test_a_peer_that_hangs_fails_many_loads_and_a_few_of_them_are_logged(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     peer = exporter()
-    monkeypatch.setattr(attachments, "seldom", Seldom(clock))
+    monkeypatch.setattr(attachments, "log_limit", RateLimit(clock))
     monkeypatch.setattr(attachments, "find", refuse)
     for _ in range(100):
         assert RankLoad(load_of(piece_of(peer, 1)), attachments, table).advance()
     assert len(caplog.records) == 1
-    clock.now += SAY_AGAIN_SECONDS
+    clock.now += REPEAT_SECONDS
     assert RankLoad(load_of(piece_of(peer, 1)), attachments, table).advance()
     assert len(caplog.records) == 2
     assert [error.times for error in table.errors()] == [101], "each is counted"

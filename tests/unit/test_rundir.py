@@ -10,7 +10,7 @@ import pytest
 
 from kvshm.errors import RunDirectoryError
 from kvshm.rundir import (
-    MOST_FOUND,
+    MAX_FOUND,
     SOCKET_PATH_BYTES,
     choose_run_directory,
     command_endpoint,
@@ -129,6 +129,6 @@ def test_sockets_are_found_by_namespace(tmp_path: Path) -> None:
 
 
 def test_a_listing_is_bounded(tmp_path: Path) -> None:
-    for epoch in range(MOST_FOUND + 5):
+    for epoch in range(MAX_FOUND + 5):
         peers_file(tmp_path, "n", epoch).touch()
-    assert len(list_peers_files(tmp_path, "n")) == MOST_FOUND
+    assert len(list_peers_files(tmp_path, "n")) == MAX_FOUND

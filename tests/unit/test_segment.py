@@ -46,7 +46,7 @@ def segment() -> Iterator[Segment]:
 
 def mapped(segment: Segment, writable: bool = True, largest: int = NBYTES) -> Segment:
     """The same memory, as one maps it who was handed it."""
-    return Segment.of("theirs", segment.descriptor(writable), writable, largest)
+    return Segment.from_fd("theirs", segment.descriptor(writable), writable, largest)
 
 
 def opened() -> int:
@@ -155,7 +155,7 @@ def test_who_was_given_it_to_read_cannot_write_to_it(segment: Segment) -> None:
         mmap.mmap(fd, NBYTES)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.pwrite(fd, b"x", 0)
-    reader = Segment.of("theirs", fd, False, NBYTES)
+    reader = Segment.from_fd("theirs", fd, False, NBYTES)
     with pytest.raises(TypeError, match="read-only"):
         reader.buffer[0] = 1
     reader.close()
@@ -203,7 +203,7 @@ def file(directory: Path) -> int:
 def test_what_may_fault_or_is_no_memory_is_not_mapped(odd, why: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]  # gives a descriptor
     before = opened()
     with pytest.raises(SegmentError, match=f"theirs.*{why}"):
-        Segment.of("theirs", odd(tmp_path), True, NBYTES)
+        Segment.from_fd("theirs", odd(tmp_path), True, NBYTES)
     assert opened() == before, "the descriptor is closed"
 
 
@@ -233,7 +233,7 @@ def test_close_may_be_called_twice_and_leaves_no_descriptor() -> None:
 
 def test_what_was_mapped_and_is_not_kept_is_handed_on_no_more(segment: Segment) -> None:
     before = opened()
-    theirs = mapped(segment).keep_no_descriptor()
+    theirs = mapped(segment).close_descriptor()
     assert opened() == before + 1, "Python's, of the mapping"
     theirs.buffer[1] = 5
     assert segment.buffer[1] == 5

@@ -134,7 +134,7 @@ def test_a_table_larger_than_it_may_be_is_not_mapped(table: AnyTable) -> None:
     """The roster says how large it is."""
     largest = table_bytes(5, 2)
     with pytest.raises(SegmentError, match=f"{table.nbytes} bytes, at most {largest} were"):
-        AnyTable.of(table.name, table.descriptor(True), largest=largest)
+        AnyTable.from_fd(table.name, table.descriptor(True), largest=largest)
 
 
 @pytest.mark.parametrize(

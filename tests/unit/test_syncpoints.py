@@ -19,7 +19,7 @@ from kvshm.ids import BlockId, Epoch, Fingerprint, LeaseBit
 from kvshm.shm.layout import SlotState, unpack_records
 from kvshm.shm.own_slot_table import TableSpec
 from kvshm.shm.slot_table import Slot
-from kvshm.syncpoints import VARIABLE, SyncPoint, parse_arming, sync_point
+from kvshm.syncpoints import VARIABLE, SyncPoint, parse_trigger, sync_point
 
 from .served import AnyTable
 
@@ -30,8 +30,8 @@ from kvshm.shm.own_slot_table import OwnSlotTable
 from kvshm.shm.slot_table import PeerSlotTable
 from kvshm.syncpoints import SyncPoint, sync_point
 from kvshm.ids import BlockHash
-peer = PeerSlotTable.of("table", os.dup(int(sys.argv[1])))
-table = OwnSlotTable.of("table", int(sys.argv[1]))
+peer = PeerSlotTable.from_fd("table", os.dup(int(sys.argv[1])))
+table = OwnSlotTable.from_fd("table", int(sys.argv[1]))
 record = BlockRecord(BlockHash(b"h" * 32), 0, 0, 0)
 held = table.publish(pack_records([record]), bytes(8))
 peer.lease(3, held)
@@ -150,7 +150,7 @@ def test_nothing_is_armed_by_default(table: AnyTable) -> None:
 )
 def test_a_setting_that_says_nothing_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=VARIABLE):
-        parse_arming(text)
+        parse_trigger(text)
 
 
 def test_a_bad_setting_stops_the_start(table: AnyTable) -> None:
@@ -160,8 +160,8 @@ def test_a_bad_setting_stops_the_start(table: AnyTable) -> None:
 
 
 def test_what_a_setting_says() -> None:
-    assert parse_arming("COPIED:stop") == (SyncPoint.COPIED, signal.SIGSTOP, 1)
-    assert parse_arming("LEASED:kill:7") == (SyncPoint.LEASED, signal.SIGKILL, 7)
+    assert parse_trigger("COPIED:stop") == (SyncPoint.COPIED, signal.SIGSTOP, 1)
+    assert parse_trigger("LEASED:kill:7") == (SyncPoint.LEASED, signal.SIGKILL, 7)
 
 
 @pytest.mark.parametrize(("point", "nth"), [(-1, 1), (_native.NUM_SYNC_POINTS, 1), (0, 0)])

@@ -136,7 +136,7 @@ def test_a_table_is_kept_until_it_is_forgotten_though_nobody_serves_it_any_more(
     engine.table.set_life(Rank(0))
     engine.table.publish(bytes(48), bytes(8))
     assert engine.table.lease(LeaseBit(5), engine.table.scan())[0] == 1
-    worker = AnyTable.of("w", engine.table.descriptor(True))
+    worker = AnyTable.from_fd("w", engine.table.descriptor(True))
     engine.table.begin_pulse(None)
     worker.begin_pulse(0)
     engine.table.retire()

@@ -28,8 +28,8 @@ def test_who_waits_for_whom_is_kept(factor: float) -> None:
     """Each of these before the next, or engines and coordinator take each other for lost."""
     timing = Timing().scaled(factor)
     order = (
-        timing.relay_seconds,
-        timing.send_later_seconds,
+        timing.relay_delay_seconds,
+        timing.send_delay_seconds,
         timing.return_tick_seconds,
         timing.heartbeat_seconds,
         timing.suspect_seconds,

@@ -107,7 +107,7 @@ def lease_all(e: DrivenEngine) -> set[int]:
     for block in sorted(e.ready()):
         slot = e.table.slot(BlockId(block))
         records.append(BlockRecord(slot.block_hash, BlockId(block), slot.generation, slot.depth))
-    importer = PeerSlotTable.of(e.table.name, e.table.descriptor(True))
+    importer = PeerSlotTable.from_fd(e.table.name, e.table.descriptor(True))
     assert importer.lease(LeaseBit(0), pack_records(records))[0] == len(records)
     return {record.block_id for record in records}
 

@@ -1,5 +1,5 @@
-"""Calls of the driver: through cuda-bindings, which answer (code, values...), and the one that
-they offer only for lists of objects, through the driver's own entry point."""
+"""Calls of the driver: through cuda-bindings, which return (code, values...), and one call through
+the driver's own entry point, since the bindings offer it only for lists of objects."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from .driver import CudaError
 
 _BATCH = "cuMemcpyBatchAsync"
 _CUDA_12_8 = 12080
-"""Newer drivers keep the form that the call had in this version of CUDA."""
+"""Asks newer drivers, too, for the signature that the call had in this version of CUDA."""
 _STREAM_ORDER = 1
 
 
 def call(function: Any, *arguments: Any) -> Any:
-    """Call the driver; return its one value, if it has any.  Raises CudaError."""
+    """Call the driver; return its value, or a tuple if it has not exactly one.  Raises
+    CudaError."""
     try:
         code, *values = function(*arguments)
-    except RuntimeError as exc:  # the bindings' own: an installed driver too old to have it
+    except RuntimeError as exc:  # from the bindings: the installed driver is too old for the call
         raise CudaError(function.__name__, str(exc)) from exc
     if code != cu.CUresult.CUDA_SUCCESS:
         raise CudaError(function.__name__, code.name)
@@ -47,7 +48,7 @@ _BatchEntry = ctypes.CFUNCTYPE(
     ctypes.c_void_p,  # attributes
     ctypes.c_void_p,  # the first copy of each attribute
     ctypes.c_size_t,
-    ctypes.c_void_p,  # which copy was wrong; gone from CUDA 13's form
+    ctypes.c_void_p,  # which copy was wrong; missing in CUDA 13's signature
     ctypes.c_void_p,  # stream
 )
 
@@ -55,7 +56,8 @@ _BatchEntry = ctypes.CFUNCTYPE(
 def copy_batch(
     sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, stream: int
 ) -> None:
-    """Enqueue copies by the copy engines: int64 tensors on the host.  Raises CudaError."""
+    """Enqueue copies for the copy engines, given as int64 tensors on the host.  Raises
+    CudaError."""
     try:
         address, *_ = call(cu.cuGetProcAddress, _BATCH.encode(), _CUDA_12_8, 0)
     except CudaError as exc:

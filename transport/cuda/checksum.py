@@ -1,8 +1,8 @@
 """Checksums of blocks in GPU memory, for KVSHM_VERIFY.
 
-The bytes are copied to the host and hashed there with xxh3, as the CPU's transport does: the
-same blocks have the same checksum on every transport, and no second hash has to be trusted.
-That costs a copy over the bus: acceptable for a setting that is meant for tests.
+The bytes are copied to the host and hashed there with xxh3, as the CPU transport does: equal
+blocks have equal checksums on every transport, and no second hash function is needed.  The price,
+a copy over the bus, is acceptable for a setting that is meant for tests.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def block_checksums(
     driver: Driver, compute: Stream, addresses: Sequence[int], regions: Sequence[Region],
     blocks: Sequence[BlockId],
 ) -> list[int]:  # fmt: skip
-    """xxh3 of each own block, all regions chained, after what the model has put on ``compute``
-    so far.  ``addresses``: of the memories.  Any thread.  Blocks until the GPU is there."""
+    """xxh3 of each own block, all regions chained, after the model's present work on ``compute``.
+    ``addresses``: of the memories.  Any thread.  Blocks until the GPU has done that work."""
     block_bytes = sum(region.block_bytes for region in regions)
     batch = max(1, _BUFFER_BYTES // block_bytes)
     host = driver.host_allocate(min(batch, len(blocks) or 1) * block_bytes)
@@ -45,5 +45,5 @@ def block_checksums(
             found += map(xxhash.xxh3_64_intdigest, hashed)
     finally:
         driver.free_stream(stream)
-    driver.host_free(host)  # not after an error: what is on the stream may still write to it
+    driver.host_free(host)  # not after an error: work on the stream may still write to it
     return found

@@ -1,10 +1,10 @@
 """Copies between GPU caches: enqueued on a stream of their own, polled by an event.
 
-    own compute stream ──┐ (what may still write to the destination, where anything may)
+    own compute stream ──┐ (only if its work may still write to the destination)
     copy stream          └─ ids ─ copy ─ event ─►  poll: event done?  DONE, or FAILED
 
-Nothing here ever waits for a peer: whether its bytes still count is decided by the slots,
-after the event.
+Nothing here waits for a peer.  After the event, the re-check of the slots decides whether the
+peer's bytes still count.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .driver import CudaError, Driver, HostBuffer, RegionTable, Route, Stream
 _log = logger(__name__)
 
 PROGRAMS = 64
-"""How many programs the kernel has unless told otherwise."""
+"""Default number of programs of the kernel."""
 ID_BYTES = 8
 MAX_TILES = 1 << 31
 _IDS_AT = 64
-"""In the host memory of a copy: the stop word, then the ids on a cache line of their own."""
+"""Offset of the ids in a copy's host memory: the stop word before them has its own cache line."""
 _FEWEST_PAIRS = 1024
 
 
 class _CopyBuffers:
-    """What one copy occupies: its event, its stop word and its block ids."""
+    """The resources of one copy: its event, its stop word and its block ids."""
 
     def __init__(self, driver: Driver, pairs: int) -> None:
         self.pairs = pairs
@@ -73,7 +73,7 @@ class CudaCopy:
 
     def poll(self) -> CopyState:
         if self.state is CopyState.PENDING:
-            self._copies.reap()
+            self._copies.finish_ended()
         return self.state
 
     def cancel(self) -> None:
@@ -85,13 +85,13 @@ class CudaCopy:
 
 
 class CopyStream:
-    """The copy stream of one cache.  Any thread; its lock is never held while waiting for the
-    GPU, except in ``close``."""
+    """The copy stream of one cache.  Any thread.  Never waits for the GPU with its lock held,
+    except in ``close``."""
 
     def __init__(self, driver: Driver, compute: Stream, programs: int = PROGRAMS) -> None:
         self._driver = driver
         self.compute = compute
-        """Where the model runs; its owner changes it when the model runs elsewhere."""
+        """The model's stream; the owner changes it when the model runs on another one."""
         self._programs = programs
         self._lock = threading.Lock()
         self._free: list[_CopyBuffers] = []
@@ -100,8 +100,8 @@ class CopyStream:
         self.stream = driver.new_stream()
 
     def prepare(self, table: RegionTable) -> None:
-        """Do now what the first copy would otherwise do: compile the kernel, allocate buffers.
-        Blocks; on the thread that attaches, never the serving one."""
+        """Compile the kernel and allocate buffers, so that the first copy need not.  Blocks: call
+        it on the thread that attaches, never on the serving thread."""
         if table.route is Route.KERNEL:
             self._driver.prepare_kernel(table)
         if self._free or self._pending:
@@ -117,9 +117,9 @@ class CopyStream:
         self, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
         ended: Callable[[], None], late_writers: bool = True,
     ) -> CudaCopy:  # fmt: skip
-        """Enqueue a copy; ``ended`` is called once when nothing of it reads or writes any
-        more.  ``late_writers``: see Transport.  Raises TransportError (also CudaError) with
-        nothing enqueued that writes."""
+        """Enqueue a copy; ``ended`` is called once, when the copy reads and writes nothing any
+        more.  ``late_writers``: see Transport.  Raises TransportError (also CudaError) without
+        having enqueued a write."""
         if len(source) * len(table.rows) * table.chunks >= MAX_TILES:
             raise TransportError(f"{len(source)} blocks are too many for one copy")
         with self._lock:
@@ -135,7 +135,7 @@ class CopyStream:
                     self._enqueue(table, buffers, len(source))
                 self._driver.record(buffers.event, self.stream)
             except BaseException:
-                # What was enqueued may be running: the buffers are not used again before close.
+                # Enqueued work may be running: the buffers are not reused.
                 buffers.stop()
                 raise
             self._pending.append(copy)
@@ -159,45 +159,45 @@ class CopyStream:
                 return self._free.pop(index)
         return _CopyBuffers(self._driver, max(_FEWEST_PAIRS, 1 << (pairs - 1).bit_length()))
 
-    def reap(self) -> None:
-        """Settle the copies that have ended."""
+    def finish_ended(self) -> None:
+        """Set the state of the copies that have ended, and call their ``ended``."""
         with self._lock:
-            ended = [copy for copy in self._pending if self._settle(copy)]
+            ended = [copy for copy in self._pending if self._finish(copy)]
             self._pending = [copy for copy in self._pending if copy.state is CopyState.PENDING]
         for copy in ended:
             copy.ended()
 
-    def _settle(self, copy: CudaCopy) -> bool:
+    def _finish(self, copy: CudaCopy) -> bool:
         try:
             if not self._driver.done(copy.buffers.event):
                 return False
             copy.state = CopyState.FAILED if copy.buffers.stopped else CopyState.DONE
             self._free.append(copy.buffers)
         except CudaError as exc:
-            # Such an error ends the whole context: nothing runs there any more.
+            # Such an error ends the whole context: nothing runs in it any more.
             _log.error("a copy failed on the GPU: %s", exc)
             copy.state = CopyState.FAILED
         return True
 
     def cancel(self, copy: CudaCopy) -> None:
-        """A kernel that has not begun will do nothing; what runs, runs on."""
-        self.reap()
+        """A kernel that has not begun will copy nothing; a running kernel continues."""
+        self.finish_ended()
         with self._lock:
             if copy.state is CopyState.PENDING:
                 copy.buffers.stop()
 
     def fence(self) -> None:
-        """Have the model's stream wait for all copies begun so far.  Blocks until they have
-        ended where the driver refuses that; if it refuses that as well, the context is at its end,
-        and nothing runs there any more."""
+        """Make the model's stream wait for all copies begun so far.  If the driver refuses, block
+        until the copies have ended; if that fails too, the context has ended and nothing runs in
+        it any more."""
         try:
             self._driver.wait(self.compute, self.stream)
         except CudaError as exc:
             _log.error("the model's stream cannot wait for the copies: %s", exc)
-            self._settle_all()
+            self._finish_all()
 
     def close(self) -> None:
-        """Cancel and wait for the stream: then nothing writes any more.  Idempotent."""
+        """Cancel all copies and wait for the stream: then nothing writes any more.  Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -205,7 +205,7 @@ class CopyStream:
             pending = list(self._pending)
         for copy in pending:
             self.cancel(copy)
-        self._settle_all()
+        self._finish_all()
         with self._lock:
             free, self._free = self._free, []
         try:
@@ -215,9 +215,9 @@ class CopyStream:
         except CudaError as exc:
             _log.warning("memory of the copy stream is not freed: %s", exc)
 
-    def _settle_all(self) -> None:
+    def _finish_all(self) -> None:
         try:
             self._driver.synchronize(self.stream)
         except CudaError as exc:
             _log.error("the copy stream ended with an error: %s", exc)
-        self.reap()
+        self.finish_ended()

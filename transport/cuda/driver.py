@@ -1,7 +1,7 @@
 """The few CUDA driver calls that the transport makes, behind one interface.
 
-``NvidiaDriver`` (nvidia) makes them.  Tests give the transport a driver of their own, which
-plays the calls in host memory; the tests of what a driver has to do run over both.
+``NvidiaDriver`` (nvidia) makes them.  Tests give the transport a driver of their own that
+simulates the calls in host memory; the tests of the driver's contract run with both.
 
 Every method may be called by any thread and sets the device's context itself.  Addresses are
 plain integers, as the driver sees them.
@@ -18,12 +18,12 @@ from kvshm.errors import TransportError
 WORDS = (16, 4, 1)
 """Access widths of the kernel, in bytes, widest first."""
 TILE_BYTES = 16384
-"""What a program of the kernel moves in one step: 8 warps of 16-byte accesses, four of them in
-flight per thread."""
+"""Bytes that a program of the kernel moves in one step: 8 warps, 16 bytes per access, four
+accesses in flight per thread."""
 
 
 class CudaError(TransportError):
-    """A driver call failed.  ``code`` is CUDA's name of the error."""
+    """A driver call failed.  ``code`` is CUDA's name for the error."""
 
     def __init__(self, call: str, code: str) -> None:
         super().__init__(f"{call}: {code}")
@@ -43,13 +43,13 @@ class RegionRow(NamedTuple):
 
 
 class Route(Enum):
-    """How the bytes of a pair of caches travel."""
+    """How the bytes get from a peer's cache to the own one."""
 
     KERNEL = "kernel"
     BATCH = "batch"
     """By the copy engines; for large fragments between GPUs."""
     STAGED = "staged"
-    """One by one, through host memory: GPUs that cannot reach each other."""
+    """One by one, through host memory; for GPUs that cannot reach each other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class RegionTable:
     address: int
     route: Route = Route.KERNEL
     word: int = field(init=False)
-    """The widest access that every fragment allows."""
+    """The widest access in bytes that every fragment allows."""
     chunks: int = field(init=False)
     """Tiles of the largest fragment."""
 
@@ -93,12 +93,12 @@ class Driver(Protocol):
 
     @property
     def uuid(self) -> str:
-        """The device's name on every process of the machine, whatever is visible to it."""
+        """Name of the device, equal in all processes of the machine, whichever devices they see."""
         ...
 
     @property
     def process(self) -> str:
-        """A name of this process that no other has."""
+        """A unique name of this process."""
         ...
 
     # -- memory
@@ -108,22 +108,22 @@ class Driver(Protocol):
         ...
 
     def allocate(self, nbytes: int) -> int:
-        """Memory for own use, which no other process can open."""
+        """Memory for this process only: no other process can open it."""
         ...
 
     def free(self, address: int) -> None:
-        """What ``allocate`` gave, once nothing uses it; does not wait for the device."""
+        """Free what ``allocate`` returned, once nothing uses it; does not wait for the device."""
         ...
 
     def allocate_shared(self, nbytes: int) -> int:
-        """Memory that other processes can open by ``ipc_handle``.  Never freed: a peer may
-        have it open, and then freeing it is undefined."""
+        """Memory that other processes can open by ``ipc_handle``.  Never freed: freeing it while a
+        peer has it open is undefined behaviour."""
         ...
 
     def host_allocate(self, nbytes: int) -> HostBuffer: ...
 
     def host_free(self, buffer: HostBuffer) -> None:
-        """Does not wait for the device: the memory is kept for the next one who asks."""
+        """Does not wait for the device: the memory is kept for a later ``host_allocate``."""
         ...
 
     # -- other processes' memory
@@ -133,8 +133,8 @@ class Driver(Protocol):
         ...
 
     def ipc_open(self, handle: bytes, device: str) -> int:
-        """Map another process's allocation; its address here.  ``device``: under which visible
-        GPU it is opened (``""``: under this one)."""
+        """Map another process's allocation and return its address here.  ``device``: the visible
+        GPU in whose context it is opened (``""``: this one)."""
         ...
 
     def ipc_close(self, address: int, device: str) -> None:
@@ -155,28 +155,28 @@ class Driver(Protocol):
         ...
 
     def vmm_map(self, exported: int | bytes, nbytes: int) -> int:
-        """Map another process's VMM memory, all of it, read-only; its address here.  A
+        """Map all of another process's VMM memory read-only and return its address here.  A
         descriptor stays the caller's to close."""
         ...
 
     def vmm_unmap(self, address: int, nbytes: int) -> None: ...
 
     def peer_access(self, device: str) -> bool | None:
-        """Whether this GPU reaches that one's memory; None: it is not visible here."""
+        """Whether this GPU can reach the memory of ``device``; None if that is not visible here."""
         ...
 
     def enable_peer(self, device: str) -> None:
-        """Let this GPU reach the memory that *this process* allocates on that one."""
+        """Let this GPU reach the memory that *this process* allocates on ``device``."""
         ...
 
     # -- work
 
     def new_stream(self) -> Stream:
-        """A stream that waits for no other by itself."""
+        """A stream that does not wait for other streams implicitly."""
         ...
 
     def free_stream(self, stream: Stream) -> None:
-        """Work on it still ends."""
+        """Enqueued work still completes."""
         ...
 
     def compute_stream(self) -> Stream:
@@ -184,34 +184,34 @@ class Driver(Protocol):
         ...
 
     def wait(self, stream: Stream, earlier: Stream) -> None:
-        """What is put on ``stream`` from now on runs after what is on ``earlier`` now."""
+        """Later work on ``stream`` runs after the present work on ``earlier``."""
         ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Between any two addresses, host memory included."""
+        """Copy between any two addresses, host memory included."""
         ...
 
     def copy_batch(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
-        """All fragments by the copy engines.  Block ids are int64."""
+        """Copy all fragments by the copy engines.  Block ids are int64."""
         ...
 
     def copy_loop(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
-        """All fragments one by one; the driver finds a way where GPUs cannot reach each other."""
+        """Copy all fragments one by one; the driver stages them if the GPUs need that."""
         ...
 
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
     ) -> None:
-        """All fragments by one launch of the kernel (kernel).  ``ids`` in device memory,
-        ``stop`` in host memory."""
+        """Copy all fragments by one launch of the kernel (kernel.py).  ``ids`` lies in device
+        memory, ``stop`` in host memory."""
         ...
 
     def prepare_kernel(self, table: RegionTable) -> None:
-        """Make ready to launch the kernel for this table.  May take a second."""
+        """Compile and load the kernel for this table.  May take a second."""
         ...
 
     def new_event(self) -> Any: ...
@@ -221,15 +221,15 @@ class Driver(Protocol):
     def record(self, event: Any, stream: Stream) -> None: ...
 
     def done(self, event: Any) -> bool:
-        """Whether everything before ``record`` has ended; does not block.  An error of that
-        work is raised here."""
+        """Whether all work before ``record`` has ended; does not block.  Raises an error of that
+        work."""
         ...
 
     def synchronize(self, stream: Stream) -> None: ...
 
 
 def write(driver: Driver, address: int, packed: bytes, stream: Stream) -> None:
-    """Write device memory and wait until it is there."""
+    """Write device memory and wait until the write is complete."""
     buffer = driver.host_allocate(len(packed))
     try:
         buffer.view[:] = packed

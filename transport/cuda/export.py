@@ -1,16 +1,16 @@
-"""The exporter's side on CUDA: how other processes get at memory that stays where it is.
+"""The exporter's side on CUDA: how other processes open memory that stays where it is.
 
-Three kinds of memory, told apart by trying.  Each lies in one allocation, at an offset::
+There are three kinds of memory; trying each tells which one it is.  Each memory lies in one
+allocation, at an offset::
 
     kind      memory                                      handed over as
     ipc       cudaMalloc: torch's caching allocator       64 bytes
     fd        VMM: vLLM's cumem allocator                 a descriptor over a socket (vmm)
     fabric    VMM made for fabric handles                 64 bytes
 
-Beside the KV cache lies a *probe*: 4 KiB of random bytes, exported like the cache, that begin
-with the epoch now served.  Peers read it when they attach; so a handle that opens the wrong
-memory, a pair of GPUs that only seems to reach each other, and a stale descriptor all show
-before a block is read.
+In addition to the KV cache a *probe* is exported: 4 KiB of random bytes that begin with the epoch
+now served.  Peers read it when they attach.  So a handle that opens the wrong memory, a pair of
+GPUs that only seem to reach each other, and a stale descriptor are noticed before a block is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HANDLE_BYTES = 64
 PROBE_BYTES = 4096
 PROBE_EPOCH_BYTES = 8
 _PROBE_ALLOCATION = 2 << 20
-"""An allocation of its own: a smaller one shares its handle with strangers' memory."""
+"""Large enough for an allocation of its own: a smaller one shares its handle with other memory."""
 IPC, FD, FABRIC = "ipc", "fd", "fabric"
 
 REMEDY = (
@@ -46,17 +46,17 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Memory on the GPU as its owner knows it."""
+    """Memory on the GPU, as seen by the process that owns it."""
 
     address: int
     nbytes: int
     owner: Any = None
-    """Kept alive by whoever may still read the memory."""
+    """An object that keeps the memory valid; held by everything that may still read it."""
 
 
 class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
-    """How another process opens one memory.  Its first byte lies ``offset`` bytes behind the
-    beginning of what ``handle`` opens, which has ``allocation`` bytes in all."""
+    """How another process opens one memory.  ``handle`` opens an allocation of ``allocation``
+    bytes, in which the memory begins at ``offset``."""
 
     kind: str
     nbytes: int
@@ -67,20 +67,20 @@ class SharedMemory(msgspec.Struct, frozen=True, array_like=True):
     chunks: tuple[int, ...] = ()
     """fabric: ``allocation`` once more."""
     number: int = 0
-    """fd: what to ask the socket for."""
+    """fd: the number of the memory in requests to the socket."""
 
 
 class CudaDetails(msgspec.Struct, frozen=True):
-    """``MemoryDescriptor.details`` of this transport.  Nothing of it depends on the epoch."""
+    """``MemoryDescriptor.details`` of this transport.  Independent of the epoch."""
 
     process: str
     export_id: int = msgspec.field(name="life")
-    """Random; another one whenever the memory or its handles are others.  ``life`` in messages."""
+    """Random; changes whenever the memory or its handles change.  Messages call it ``life``."""
     device: str
     memories: tuple[SharedMemory, ...]
     probe: SharedMemory
     probe_checksum: int
-    """xxh3 of the probe behind its epoch word."""
+    """xxh3 of the probe without its epoch word."""
     socket: str = ""
 
 
@@ -96,8 +96,8 @@ def share(driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
 
 
 def share_as(kind: str, driver: Driver, memory: DeviceMemory, number: int) -> SharedMemory:
-    """Export memory as that kind.  Raises CudaError if it is of another one, and if it lies in
-    several allocations, as expandable segments do: vLLM may move these."""
+    """Export memory as ``kind``.  Raises CudaError if it is of another kind, or lies in several
+    allocations, as expandable segments do: vLLM may move these."""
     base, nbytes = driver.address_range(memory.address)
     offset = memory.address - base
     if offset + memory.nbytes > nbytes:
@@ -107,7 +107,7 @@ def share_as(kind: str, driver: Driver, memory: DeviceMemory, number: int) -> Sh
     if kind == FABRIC:
         handle = driver.vmm_fabric_handle(base)
         return SharedMemory(FABRIC, memory.nbytes, offset, nbytes, handle, (nbytes,))
-    close_all([driver.vmm_descriptor(base)])  # there can be one
+    close_all([driver.vmm_descriptor(base)])  # only shows that a descriptor can be made
     return SharedMemory(FD, memory.nbytes, offset, nbytes, number=number)
 
 
@@ -123,8 +123,8 @@ class Probe:
         self.checksum = xxhash.xxh3_64_intdigest(random)
         write(driver, self.address + PROBE_EPOCH_BYTES, random, stream)
 
-    def serve(self, epoch: Epoch | int) -> None:
-        """Whoever attaches from now on must come for ``epoch``."""
+    def set_epoch(self, epoch: Epoch | int) -> None:
+        """From now on only peers that want ``epoch`` can attach."""
         packed = epoch.to_bytes(PROBE_EPOCH_BYTES, "little")
         write(self._driver, self.address, packed, self._stream)
 
@@ -133,25 +133,25 @@ class Probe:
         return share_as(self._kind, self._driver, memory, number)
 
     def withdraw(self) -> None:
-        """Serve nobody; the memory is kept for this process's next probe."""
-        self.serve(0)
-        _spare[(self._driver.process, self._driver.uuid, self._kind)].append(self.address)
+        """Let no peer attach any more; the memory is kept for this process's next probe."""
+        self.set_epoch(0)
+        _unused_probes[(self._driver.process, self._driver.uuid, self._kind)].append(self.address)
 
 
-_spare: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+_unused_probes: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
 
 
 def _take_allocation(driver: Driver, kind: str) -> int:
-    if spare := _spare[(driver.process, driver.uuid, kind)]:
-        return spare.pop()
+    if unused := _unused_probes[(driver.process, driver.uuid, kind)]:
+        return unused.pop()
     if kind == IPC:
         return driver.allocate_shared(_PROBE_ALLOCATION)
     return driver.vmm_allocate(_PROBE_ALLOCATION, fabric=kind == FABRIC)[0]
 
 
 def probe_epoch(packed: bytes, checksum: int) -> int:
-    """The epoch that a probe read from a peer says.  Raises TransportError if it is no probe
-    of that peer: then what was opened is not its memory."""
+    """The epoch in a probe that was read from a peer.  Raises TransportError if the bytes are not
+    that peer's probe: then the opened memory is not the peer's."""
     if xxhash.xxh3_64_intdigest(packed[PROBE_EPOCH_BYTES:PROBE_BYTES]) != checksum:
         raise TransportError(
             "the peer's memory was opened, but other bytes than its own are read there: no IPC "
@@ -161,8 +161,7 @@ def probe_epoch(packed: bytes, checksum: int) -> int:
 
 
 def check_memories(memories: Sequence[SharedMemory]) -> None:
-    """Raise TransportError for memory that does not lie within its allocation, or whose handle
-    is none."""
+    """Raise TransportError for memory outside its allocation, or with a handle of wrong length."""
     for memory in memories:
         if memory.offset < 0 or memory.nbytes < 0:
             raise TransportError(f"impossible memory: {memory}")

@@ -1,15 +1,15 @@
 """The kernel that copies scattered blocks on one GPU: one launch, whatever the number of blocks.
 
-Imported only when it is compiled: that needs triton, which torch with CUDA brings along.
+Imported only to compile the kernel: that needs triton, which is installed with torch for CUDA.
 Addresses come from a table of regions and a list of block ids, so that a copy of 1,000 blocks
-of 64 regions ships 8 KB of ids and no pointer per fragment::
+of 64 regions sends 8 KB of ids and no pointer per fragment::
 
     table    int64[regions][5]: source address, target address, source stride, target stride,
              bytes per block
     ids      int64[2][pairs]: source blocks, then target blocks
-    stop     int32, in host memory: nothing is copied by a program that finds it set
+    stop     int32, in host memory: a program that finds it set copies nothing
 
-One *tile* is up to ``TILE`` words of one fragment.  Few programs walk over all tiles, so that
+One *tile* is up to ``TILE`` words of one fragment.  A few programs go through all tiles, so that
 a model that runs at the same time keeps its multiprocessors.
 """
 
@@ -56,7 +56,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def, unused-ignore]
         words = tl.load(row + 4) // word_bytes
         reading = source.to(tl.pointer_type(word_type))
         writing = target.to(tl.pointer_type(word_type))
-        if WORD == 16:  # what makes the compiler choose 16-byte accesses
+        if WORD == 16:  # these hints make the compiler choose 16-byte accesses
             reading = tl.multiple_of(reading, 16)
             writing = tl.multiple_of(writing, 16)
             words = tl.multiple_of(words, 2)
@@ -67,9 +67,9 @@ def _copy_kernel(  # type: ignore[no-untyped-def, unused-ignore]
 
 
 def compile_for(capability: int, word: int) -> Any:
-    """Compile the kernel for GPUs of that compute capability (90: Hopper) and that width of
-    access; triton's CompiledKernel.  Its code takes the parameters of ``_copy_kernel`` in order
-    and then pointers to scratch memory that it does not use.  Needs no GPU.  Raises CudaError."""
+    """Compile the kernel for a compute capability (90: Hopper) and a width of access; return
+    triton's CompiledKernel.  Its code takes the parameters of ``_copy_kernel`` in order and then
+    pointers to scratch memory, which it does not use.  Needs no GPU.  Raises CudaError."""
     types = {"table": "i64", "ids": "i64", "stop": "i64"}
     types |= {"pairs": "i32", "regions": "i32", "chunks": "i32"}
     source = ASTSource(
@@ -77,11 +77,11 @@ def compile_for(capability: int, word: int) -> Any:
         signature={**types, "WORD": "constexpr", "TILE": "constexpr"},
         constexprs={"WORD": word, "TILE": TILE_BYTES // min(word, 8)},
     )
-    # Nothing here is a floating-point number; but unasked, triton warns of its default.
+    # The kernel has no floating-point numbers, but triton warns if this option is not given.
     options = {"num_warps": WARPS, "enable_fp_fusion": True}
     try:
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    except Exception as exc:  # triton has no error of its own for what a compiler may hit upon
+    except Exception as exc:  # triton has no common class for the errors of its compiler
         raise CudaError("triton", f"the copy kernel does not compile: {exc}") from exc
     metadata = compiled.metadata
     if metadata.shared or getattr(metadata, "global_scratch_size", 0):

@@ -1,7 +1,7 @@
-"""Launching the copy kernel through the driver, on any stream, for the price of one call.
+"""Launches the copy kernel through the driver, on any stream, by one call.
 
-triton compiles the kernel and is then left out: its own launcher works out at every call how the
-kernel might be specialised for the arguments, and launches on torch's current stream only.
+triton only compiles the kernel: triton's launcher decides at every call how to specialise the
+kernel for the arguments, and launches on torch's current stream only.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from cuda.bindings import driver as cu
 from .calls import call
 from .driver import RegionTable
 
-# What triton appends to a kernel's parameters: pointers to scratch memories, which this kernel
-# does not use.  There were two in every version so far; the driver reads no more than there are.
+# triton appends pointers to scratch memories to a kernel's parameters; this kernel does not use
+# them.  Every version so far has two; the driver reads no more than the kernel has.
 _SCRATCHES = 4
 
 
 class _Parameters(ctypes.Structure):
-    """The kernel's parameters in their order."""
+    """The kernel's parameters, in order."""
 
     _fields_ = (
         ("table", ctypes.c_uint64),
@@ -35,8 +35,8 @@ class _Parameters(ctypes.Structure):
 
 
 class Launcher:
-    """The copy kernel in one context, compiled for its device.  Any thread that has made the
-    context current."""
+    """The copy kernel in one context, compiled for its device.  For any thread with that context
+    as its current one."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -50,8 +50,8 @@ class Launcher:
         self._pointer = ctypes.addressof(self._addresses)
 
     def prepare(self, word: int) -> None:
-        """Compile the kernel for a width of access and load it, if that was not done yet.
-        Blocks, for a second where triton has not compiled it before.  Raises CudaError."""
+        """Compile the kernel for a width of access and load it, unless that was done before.
+        Blocks: a second if triton has not cached the kernel.  Raises CudaError."""
         with self._lock:
             if word not in self._functions:
                 self._functions[word] = self._load(word)
@@ -81,7 +81,7 @@ class Launcher:
             self.prepare(table.word)
         rows = len(table.rows)
         grid = min(programs, pairs * rows * table.chunks)
-        with self._lock:  # the driver takes the parameters over before it returns
+        with self._lock:  # the driver copies the parameters before it returns
             parameters = self._parameters
             parameters.table, parameters.ids, parameters.stop = table.address, ids, stop
             parameters.pairs, parameters.regions = pairs, rows

@@ -1,8 +1,8 @@
 """Other processes' GPU memory, mapped into this one: every allocation once.
 
-A mapping is known by the export_id of the peer's memory and the handle, never by the handle
-alone: drivers hand out byte-identical handles for new memory at an old address.  It is closed
-with its last user, on a thread of its own because closing may wait for the device.
+A mapping is identified by the export_id of the peer's memory and the handle, never by the handle
+alone: drivers return byte-identical handles for new memory at an old address.  A mapping is closed
+with its last user, on a separate thread because closing may wait for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from kvshm.errors import TransportError
 from kvshm.log import logger
-from kvshm.shm.fds import beside, close_all
+from kvshm.shm.fds import close_all, sibling_socket
 
 from .driver import CudaError, Driver
 from .export import FABRIC, FD, IPC, CudaDetails, SharedMemory
@@ -33,7 +33,7 @@ class _Key(NamedTuple):
 
 @dataclass
 class PeerMapping:
-    """One allocation of a peer's, mapped here."""
+    """One allocation of a peer, mapped into this process."""
 
     address: int
     unmap: Callable[[], None] = field(repr=False)
@@ -42,24 +42,24 @@ class PeerMapping:
 
 
 class PeerMappings:
-    """The mappings of one transport.  Any thread; waiting for a peer or for the GPU holds up
-    only those who want the same memory."""
+    """The mappings of one transport.  Any thread; a wait for a peer or for the GPU delays only
+    threads that want the same memory."""
 
     def __init__(self, driver: Driver, own_socket: str) -> None:
-        """``own_socket``: the sockets of peers lie beside it."""
+        """``own_socket``: peers' sockets lie in the same directory."""
         self._driver = driver
         self._own_socket = own_socket
         self._open: dict[_Key, PeerMapping] = {}
         self._changing: set[_Key] = set()
-        """What is just being opened or closed."""
+        """Memories that are being opened or closed."""
         self._changed = threading.Condition()
 
     def __len__(self) -> int:
         return len(self._open) + len(self._changing)
 
     def open(self, details: CudaDetails, memory: SharedMemory, under: str) -> PeerMapping:
-        """Map the allocation that holds ``memory``, or find it mapped.  Blocks.  ``under``: the
-        GPU under which it is opened.  Raises TransportError."""
+        """Map the allocation that holds ``memory``, unless it is mapped already.  Blocks.
+        ``under``: the GPU in whose context it is opened.  Raises TransportError."""
         key = _Key(details.export_id, memory.kind, memory.handle, memory.number)
         with self._changed:
             self._changed.wait_for(lambda: key not in self._changing)
@@ -67,7 +67,7 @@ class PeerMappings:
                 found.users += 1
                 return found
             if key.kind == IPC and self._mapped_for_another_export(key):
-                # The driver would answer with the old mapping, whose memory is gone.
+                # The driver would return the old mapping, whose memory is gone.
                 raise TransportError("an earlier export of this memory is still mapped here")
             self._changing.add(key)
         opened = None
@@ -96,7 +96,7 @@ class PeerMappings:
         if memory.kind == FABRIC:
             address = self._driver.vmm_map(memory.handle, memory.allocation)
         elif memory.kind == FD:
-            socket = beside(self._own_socket, details.socket)
+            socket = sibling_socket(self._own_socket, details.socket)
             fd = fetch_descriptor(socket, details.export_id, memory.number)
             try:
                 address = self._driver.vmm_map(fd, memory.allocation)
@@ -122,7 +122,7 @@ class PeerMappings:
         return address, unmap
 
     def release(self, mapping: PeerMapping) -> None:
-        """One user less; with the last one the memory is unmapped.  May wait for the GPU."""
+        """One user less; after the last one, unmap the memory.  May wait for the GPU."""
         with self._changed:
             mapping.users -= 1
             if mapping.users:

@@ -1,8 +1,8 @@
 """The real driver calls (driver.Driver), through cuda-bindings and torch.
 
-Imported only where a CUDA transport is made.  The driver API is used, not the runtime's: what
-it offers depends on the driver alone, and its errors do not stay behind for torch to find.
-torch is asked for two things: which stream a thread computes on, and arithmetic on long lists of
+Imported only to make a CUDA transport.  Uses the driver API, not the runtime API: its features
+depend on the driver alone, and its errors do not stay pending until torch reports them.  torch
+provides two things: the stream on which a thread computes, and arithmetic on long lists of
 addresses.
 """
 
@@ -26,8 +26,8 @@ from .launch import Launcher
 IPC_HANDLE_BYTES = 64
 _PROCESS = uuid.uuid4().hex
 _host_lock = threading.Lock()
-_host_kept: dict[int, list[int]] = {}
-"""Page-locked memory nobody uses, by size: freeing it would wait for the device."""
+_host_unused: dict[int, list[int]] = {}
+"""Unused page-locked memory by size: freeing it would wait for the device."""
 _FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _FABRIC = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC
 _READ = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READ
@@ -35,14 +35,14 @@ _READ_WRITE = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 _PORTABLE_AND_MAPPED = 3
 _NO_TIMING = 2
 _NON_BLOCKING = 1
-_nothing = nullcontext()
+_no_change = nullcontext()
 
 
 class NvidiaDriver:
-    """One GPU, by torch's index of it."""
+    """One GPU, given by torch's index."""
 
     def __init__(self, ordinal: int) -> None:
-        """Raises CudaError where there is no such GPU or no driver."""
+        """Raises CudaError if there is no such GPU or no driver."""
         _call(cu.cuInit, 0)
         self.ordinal = ordinal
         self._device = _call(cu.cuDeviceGet, ordinal)
@@ -62,15 +62,16 @@ class NvidiaDriver:
 
     @staticmethod
     def _uuid_of(device: Any) -> str:
-        # The second version tells MIG instances apart; newer bindings know only that one.
+        # The second version distinguishes MIG instances; newer bindings have only that one.
         function = getattr(cu, "cuDeviceGetUuid_v2", cu.cuDeviceGetUuid)
         return bytes(_call(function, device).bytes).hex()
 
-    def _current(self, context: Any = None) -> AbstractContextManager[None]:
-        """A helper thread has no context of its own; the serving thread has this one."""
+    def _in_context(self, context: Any = None) -> AbstractContextManager[None]:
+        """A context manager that makes a GPU's context current (None: this GPU's), unless it is
+        already.  On the serving thread it is; helper threads have no context."""
         wanted = self._context if context is None else context
         if int(_call(cu.cuCtxGetCurrent)) == int(wanted):
-            return _nothing
+            return _no_change
         return self._pushed(wanted)
 
     @contextmanager
@@ -81,7 +82,7 @@ class NvidiaDriver:
         finally:
             _call(cu.cuCtxPopCurrent)
 
-    def _here(self, function: Any, *arguments: Any) -> Any:
+    def _call_in_context(self, function: Any, *arguments: Any) -> Any:
         """Call the driver in this GPU's context."""
         if int(_call(cu.cuCtxGetCurrent)) == self._context_number:  # the common case, and cheap
             return _call(function, *arguments)
@@ -102,51 +103,51 @@ class NvidiaDriver:
     # -- memory
 
     def address_range(self, address: int) -> tuple[int, int]:
-        base, nbytes = self._here(cu.cuMemGetAddressRange, address)
+        base, nbytes = self._call_in_context(cu.cuMemGetAddressRange, address)
         return int(base), int(nbytes)
 
     def allocate(self, nbytes: int) -> int:
-        # From the pool: cuMemFree would wait for all of the device, the model included.
-        address = int(self._here(cu.cuMemAllocAsync, nbytes, self._memory_stream))
-        self._here(cu.cuStreamSynchronize, self._memory_stream)
+        # From the pool: cuMemFree would wait for all work of the device, the model's included.
+        address = int(self._call_in_context(cu.cuMemAllocAsync, nbytes, self._memory_stream))
+        self._call_in_context(cu.cuStreamSynchronize, self._memory_stream)
         return address
 
     def free(self, address: int) -> None:
-        self._here(cu.cuMemFreeAsync, address, self._memory_stream)
+        self._call_in_context(cu.cuMemFreeAsync, address, self._memory_stream)
 
     def allocate_shared(self, nbytes: int) -> int:
-        return int(self._here(cu.cuMemAlloc, nbytes))
+        return int(self._call_in_context(cu.cuMemAlloc, nbytes))
 
     def host_allocate(self, nbytes: int) -> HostBuffer:
         rounded = 1 << max(12, (nbytes - 1).bit_length())
         with _host_lock:
-            kept = _host_kept.get(rounded)
+            kept = _host_unused.get(rounded)
             address = kept.pop() if kept else 0
         if not address:
-            address = int(self._here(cu.cuMemHostAlloc, rounded, _PORTABLE_AND_MAPPED))
+            address = int(self._call_in_context(cu.cuMemHostAlloc, rounded, _PORTABLE_AND_MAPPED))
         array = (ctypes.c_char * nbytes).from_address(address)
         return HostBuffer(address, memoryview(array).cast("B"), rounded)
 
     def host_free(self, buffer: HostBuffer) -> None:
         with _host_lock:
-            _host_kept.setdefault(buffer.owner, []).append(buffer.address)
+            _host_unused.setdefault(buffer.owner, []).append(buffer.address)
 
     # -- other processes' memory
 
     def ipc_handle(self, base: int) -> bytes:
-        handle = self._here(cu.cuIpcGetMemHandle, base)
-        # Not its attribute ``reserved``: bindings from 13.4 on have none.
+        handle = self._call_in_context(cu.cuIpcGetMemHandle, base)
+        # Not handle.reserved: the bindings have no such attribute from 13.4 on.
         return ctypes.string_at(int(handle.getPtr()), IPC_HANDLE_BYTES)
 
     def ipc_open(self, handle: bytes, device: str) -> int:
         opened = cu.CUipcMemHandle()
         ctypes.memmove(int(opened.getPtr()), handle, IPC_HANDLE_BYTES)
         flags = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-        with self._current(self._context_of(device)):
+        with self._in_context(self._context_of(device)):
             return int(_call(cu.cuIpcOpenMemHandle, opened, int(flags)))
 
     def ipc_close(self, address: int, device: str) -> None:
-        with self._current(self._context_of(device)):
+        with self._in_context(self._context_of(device)):
             _call(cu.cuIpcCloseMemHandle, address)
 
     def vmm_descriptor(self, address: int) -> int:
@@ -156,7 +157,7 @@ class NvidiaDriver:
         return bytes(self._exported(address, _FABRIC).data)
 
     def _exported(self, address: int, kind: Any) -> Any:
-        with self._current():
+        with self._in_context():
             handle = _call(cu.cuMemRetainAllocationHandle, address)
             try:
                 return _call(cu.cuMemExportToShareableHandle, handle, kind, 0)
@@ -169,7 +170,7 @@ class NvidiaDriver:
         properties.location = self._location()
         properties.requestedHandleTypes = _FABRIC if fabric else _FD
         minimum = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        with self._current():
+        with self._in_context():
             step = int(_call(cu.cuMemGetAllocationGranularity, properties, minimum))
             rounded = -(-nbytes // step) * step
             handle = _call(cu.cuMemCreate, rounded, properties, 0)
@@ -181,12 +182,13 @@ class NvidiaDriver:
             fabric = cu.CUmemFabricHandle()
             fabric.data = exported
             kind, found = _FABRIC, fabric.getPtr()
-        with self._current():
+        with self._in_context():
             handle = _call(cu.cuMemImportFromShareableHandle, found, kind)
             return self._map(handle, nbytes, _READ)
 
     def _map(self, handle: Any, nbytes: int, flags: Any) -> int:
-        """Map physical memory, which only the mapping holds from here on; its address."""
+        """Map physical memory and return its address.  From then on only the mapping keeps the
+        memory."""
         access = cu.CUmemAccessDesc()
         access.location = self._location()
         access.flags = flags
@@ -208,8 +210,8 @@ class NvidiaDriver:
         return location
 
     def vmm_unmap(self, address: int, nbytes: int) -> None:
-        self._here(cu.cuMemUnmap, address, nbytes)
-        self._here(cu.cuMemAddressFree, address, nbytes)
+        self._call_in_context(cu.cuMemUnmap, address, nbytes)
+        self._call_in_context(cu.cuMemAddressFree, address, nbytes)
 
     def peer_access(self, device: str) -> bool | None:
         if device == self.uuid:
@@ -222,7 +224,7 @@ class NvidiaDriver:
     def enable_peer(self, device: str) -> None:
         peer = self._context_of(device)
         try:
-            self._here(cu.cuCtxEnablePeerAccess, peer, 0)
+            self._call_in_context(cu.cuCtxEnablePeerAccess, peer, 0)
         except CudaError as exc:
             if exc.code != "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED":
                 raise
@@ -230,63 +232,63 @@ class NvidiaDriver:
     # -- work
 
     def new_stream(self) -> Stream:
-        # Not one of torch's: those are handed out in turn and may be somebody else's too.
-        return Stream(int(self._here(cu.cuStreamCreate, _NON_BLOCKING)))
+        # Not one of torch's streams: torch gives the same stream to several users.
+        return Stream(int(self._call_in_context(cu.cuStreamCreate, _NON_BLOCKING)))
 
     def free_stream(self, stream: Stream) -> None:
-        self._here(cu.cuStreamDestroy, stream.handle)
+        self._call_in_context(cu.cuStreamDestroy, stream.handle)
 
     def compute_stream(self) -> Stream:
         if not torch.cuda.is_initialized():
-            return Stream(0)  # nobody can have chosen another one yet
+            return Stream(0)  # no other stream can have been chosen yet
         return Stream(int(torch.cuda.current_stream(self.ordinal).cuda_stream))
 
     def wait(self, stream: Stream, earlier: Stream) -> None:
         event = getattr(self._of_thread, "event", None)
         if event is None:
             event = self._of_thread.event = self.new_event()
-        self._here(cu.cuEventRecord, event, earlier.handle)
-        self._here(cu.cuStreamWaitEvent, stream.handle, event, 0)
+        self._call_in_context(cu.cuEventRecord, event, earlier.handle)
+        self._call_in_context(cu.cuStreamWaitEvent, stream.handle, event, 0)
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        self._here(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
+        self._call_in_context(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
 
     def copy_batch(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
-        with self._current():
+        with self._in_context():
             copy_batch(*_fragments(table, sources, targets), stream.handle)
 
     def copy_loop(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
         columns = [column.tolist() for column in _fragments(table, sources, targets)]
-        with self._current():
+        with self._in_context():
             for source, target, nbytes in zip(*columns, strict=True):
                 _call(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
 
     def prepare_kernel(self, table: RegionTable) -> None:
-        with self._current():
+        with self._in_context():
             self._launcher.prepare(table.word)
 
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
     ) -> None:
-        with self._current():
+        with self._in_context():
             self._launcher.launch(table, ids, stop, pairs, stream.handle, programs)
 
     def new_event(self) -> Any:
-        return self._here(cu.cuEventCreate, _NO_TIMING)
+        return self._call_in_context(cu.cuEventCreate, _NO_TIMING)
 
     def free_event(self, event: Any) -> None:
-        self._here(cu.cuEventDestroy, event)
+        self._call_in_context(cu.cuEventDestroy, event)
 
     def record(self, event: Any, stream: Stream) -> None:
-        self._here(cu.cuEventRecord, event, stream.handle)
+        self._call_in_context(cu.cuEventRecord, event, stream.handle)
 
     def done(self, event: Any) -> bool:
         try:
-            self._here(cu.cuEventQuery, event)
+            self._call_in_context(cu.cuEventQuery, event)
         except CudaError as exc:
             if exc.code != "CUDA_ERROR_NOT_READY":
                 raise
@@ -294,13 +296,13 @@ class NvidiaDriver:
         return True
 
     def synchronize(self, stream: Stream) -> None:
-        self._here(cu.cuStreamSynchronize, stream.handle)
+        self._call_in_context(cu.cuStreamSynchronize, stream.handle)
 
 
 def _fragments(
     table: RegionTable, sources: memoryview, targets: memoryview
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Source address, target address and bytes of every fragment."""
+    """Source addresses, target addresses and sizes in bytes of all fragments."""
     rows = torch.tensor(table.rows, dtype=torch.int64)
     source = torch.frombuffer(sources, dtype=torch.int64)
     target = torch.frombuffer(targets, dtype=torch.int64)

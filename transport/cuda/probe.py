@@ -1,4 +1,4 @@
-"""What an importer does with a peer's memory before it counts as reachable."""
+"""What an importer checks and measures before a peer's memory counts as reachable."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MEASURED_ROUTES = (Route.KERNEL, Route.BATCH)
 
 
 class Prober:
-    """Reads probes and measures routes, on a stream of its own that waits for nothing else.
+    """Reads probes and measures routes, on a stream of its own that waits for no other stream.
     Any thread; one at a time."""
 
     def __init__(self, driver: Driver, programs: int) -> None:
@@ -37,8 +37,8 @@ class Prober:
         self._copies = CopyStream(driver, self.stream, programs)
 
     def read(self, probe: int, route: Route, checksum: int) -> int:
-        """Copy a peer's probe as its blocks will be copied; return the epoch it serves.
-        Blocks.  Raises TransportError if other bytes are found."""
+        """Copy a peer's probe by the route of its blocks; return the epoch that the peer serves.
+        Blocks.  Raises TransportError if the bytes are not the probe's."""
         driver = self._driver
         with self._lock:
             scratch, host = driver.allocate(PROBE_BYTES), driver.host_allocate(PROBE_BYTES)
@@ -66,9 +66,9 @@ class Prober:
         finally:
             self._driver.free(table.address)
 
-    def faster(self, row: RegionRow, num_blocks: int, device: str) -> Route:
-        """Which of kernel and copy engines is faster for fragments like ``row``'s from that
-        GPU; measured once per size.  Blocks for some milliseconds; writes only to scratch."""
+    def choose(self, row: RegionRow, num_blocks: int, device: str) -> Route:
+        """Return the faster route, kernel or copy engines, for fragments of ``row``'s size from
+        ``device``; measured once per size.  Blocks for milliseconds; writes only to scratch."""
         with self._lock:
             key = (device, row.block_bytes)
             if key not in self._chosen:
@@ -90,7 +90,7 @@ class Prober:
         return best
 
     def _fastest(self, row: RegionRow, route: Route, blocks: int) -> float:
-        """The least of several times; infinite for copy engines that this driver has not."""
+        """The shortest of several measurements; infinite if the driver has no batched copies."""
         try:
             return min(self._copy(row, route, blocks) for _ in range(_REPEATS))
         except CudaError as exc:
@@ -107,7 +107,7 @@ class Prober:
 def upload(
     driver: Driver, rows: Sequence[RegionRow], stream: Stream, route: Route = Route.KERNEL
 ) -> RegionTable:
-    """Put a table of regions into device memory; its address is the caller's to free."""
+    """Put a table of regions into device memory; the caller frees its address."""
     packed = array("q", [number for row in rows for number in row]).tobytes()
     address = driver.allocate(len(packed))
     write(driver, address, packed, stream)

@@ -1,4 +1,4 @@
-"""Transport for KV caches in GPU memory: peers map it where it lies and copy blocks out of it.
+"""Transport for KV caches in GPU memory: peers map the cache in place and copy blocks out of it.
 
     exporter                                        importer
     KV cache (torch's or vLLM's allocation)         attach: open every allocation once,
@@ -43,10 +43,10 @@ _log = logger(__name__)
 
 
 class CudaAttachment:
-    """A peer rank's memory on this GPU's reach (kvshm.interfaces.Attachment)."""
+    """A peer rank's memory that this GPU can reach (kvshm.interfaces.Attachment)."""
 
     ended = False
-    """No connection is held: who copies watches the process itself."""
+    """The attachment keeps no connection: the importer watches the exporter's process itself."""
 
     def __init__(
         self, own: CudaIpcTransport, descriptor: MemoryDescriptor, table: RegionTable,
@@ -61,12 +61,12 @@ class CudaAttachment:
         self._num_blocks = count_blocks(descriptor.regions)
         self._lock = threading.Lock()
         self._users = 1
-        """The attachment itself until it is closed, and its copies."""
+        """Users of the memory: the attachment until it is closed, and its copies."""
         self._closed = False
 
     def begin_copy(
         self, source: Sequence[BlockId], target: Sequence[BlockId],
-        go_on: Callable[[], bool] | None = None,
+        keep_going: Callable[[], bool] | None = None,
     ) -> CudaCopy:  # fmt: skip
         own = self._own
         check_pairs(source, self._num_blocks, target, own.num_blocks)
@@ -84,14 +84,14 @@ class CudaAttachment:
             raise
 
     def _drop_user(self) -> None:
-        """With the last user nothing of ours reads the memory any more: it is unmapped, on the
-        closing thread."""
+        """One user less.  After the last one nothing here reads the memory, and the closing thread
+        unmaps it."""
         with self._lock:
             self._users -= 1
             if self._users:
                 return
         self._keep = None
-        self._own.let_go(self._mappings, self._table.address)
+        self._own.unmap_later(self._mappings, self._table.address)
 
     def close(self) -> None:
         with self._lock:
@@ -104,8 +104,8 @@ class CudaAttachment:
 class CudaIpcTransport:
     """One rank's KV cache in GPU memory (kvshm.interfaces.Transport).
 
-    ``export`` and the constructor belong to the thread that runs the model (its current
-    stream is what copies wait for); everything else may be called by any thread.
+    ``export`` and the constructor must run on the thread that runs the model (copies wait for its
+    current stream); any thread may call everything else.
     """
 
     name = "cuda_ipc"
@@ -128,11 +128,10 @@ class CudaIpcTransport:
     ) -> None:
         """Share ``memory`` (``Region.handle`` indexes it) as laid out in ``regions``.
 
-        ``socket_path``: where VMM memory is handed over.  ``staging``: copy through host
-        memory where two GPUs cannot reach each other, instead of leaving them unshared.
-        ``programs``: how many programs the copy kernel has.  ``driver``: of the GPU that
-        torch calls current unless given.  The memory stays the caller's.  Raises
-        TransportError.
+        ``socket_path``: the socket that hands out VMM memory.  ``staging``: copy through host
+        memory between GPUs that cannot reach each other, instead of leaving them unshared.
+        ``programs``: number of programs of the copy kernel.  ``driver``: by default that of
+        torch's current GPU.  The memory stays the caller's.  Raises TransportError.
         """
         check_fault(fault)
         self.memory = (memory,) if isinstance(memory, DeviceMemory) else tuple(memory)
@@ -162,22 +161,22 @@ class CudaIpcTransport:
     # -- the exporter's side
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
-        """See Transport.  Epoch 0 describes the memory anew: its handles may have changed."""
+        """See Transport.  Epoch 0 exports the memory anew: its handles may have changed."""
         with self._lock:
             self._check_open()
             self.copy_stream.compute = self.driver.compute_stream()
             if self._details is None or not epoch:
                 self._details = self._describe(self._details)
             assert self._probe is not None
-            self._probe.serve(epoch)
+            self._probe.set_epoch(epoch)
             self.epoch = epoch
             _exports[self._details.export_id] = self
             details = msgspec.msgpack.encode(self._details)
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
     def fence(self) -> Callable[[], bool]:
-        """Returns what tells, without blocking, whether all that is on the compute stream now
-        has ended; a later fence replaces it."""
+        """Return a function that tells, without blocking, whether all present work on the compute
+        stream has ended.  A later fence replaces this one."""
         if self._fence is None:
             self._fence = self.driver.new_event()
         event = self._fence
@@ -191,7 +190,7 @@ class CudaIpcTransport:
         probe = self._probe.share(len(memories))
         kinds = {memory.kind for memory in memories}
         export_id = secrets.randbits(63)
-        # Memory behind a descriptor may be other than before without showing it.
+        # The memory behind a descriptor can change without a visible sign.
         if before is not None and memories == before.memories and kinds == {IPC}:
             export_id = before.export_id
         if FD in kinds:
@@ -215,13 +214,13 @@ class CudaIpcTransport:
         self._check_open()
         opened: list[PeerMapping] = []
         try:
-            addresses, keep = self._reach(details, route, opened)
+            addresses, keep = self._open_memories(details, route, opened)
             found = self._prober.read(addresses.pop(), route, details.probe_checksum)
             if found != descriptor.epoch:
                 raise StaleAttachment(f"the peer serves epoch {found:#x}")
             table = self._table(descriptor, details, addresses, route)
         except BaseException:
-            self.let_go(opened, 0)
+            self.unmap_later(opened, 0)
             raise
         attachment = CudaAttachment(self, descriptor, table, opened, keep)
         with self._lock:
@@ -235,7 +234,7 @@ class CudaIpcTransport:
         """Decide how the peer is reached, if at all."""
         reachable = self.driver.peer_access(details.device)
         if reachable is not False:
-            return Route.KERNEL  # None: not visible here; the probe decides
+            return Route.KERNEL  # None: the GPU is not visible here; the probe decides
         if self.staging:
             return Route.STAGED
         raise TransportError(
@@ -243,12 +242,13 @@ class CudaIpcTransport:
             "(KVSHM_STAGING=1 would let blocks travel through host memory)"
         )
 
-    def _reach(
+    def _open_memories(
         self, details: CudaDetails, route: Route, opened: list[PeerMapping]
     ) -> tuple[list[int], object]:
-        """Addresses of the peer's memories and, last, its probe; what keeps them valid."""
+        """Addresses of the peer's memories and, last, of its probe; an object that keeps them
+        valid."""
         if details.process == self.driver.process:
-            return self._reach_inside(details)
+            return self._memories_in_process(details)
         under = details.device if route is Route.STAGED else ""
         addresses = []
         for memory in (*details.memories, details.probe):
@@ -257,8 +257,8 @@ class CudaIpcTransport:
             addresses.append(mapping.address + memory.offset)
         return addresses, None
 
-    def _reach_inside(self, details: CudaDetails) -> tuple[list[int], object]:
-        """The peer lives in this process: a handle cannot be opened where it was made."""
+    def _memories_in_process(self, details: CudaDetails) -> tuple[list[int], object]:
+        """The same for a peer in this process: a process cannot open its own handles."""
         peer = _exports.get(details.export_id)
         if peer is None or peer._probe is None:
             raise TransportError("the peer, in this process, has closed its transport")
@@ -270,16 +270,16 @@ class CudaIpcTransport:
     def _table(
         self, descriptor: MemoryDescriptor, details: CudaDetails, addresses: list[int], route: Route
     ) -> RegionTable:
-        """Which bytes of the peer's go where, in device memory; ready to copy by."""
+        """The table of regions for copies from this peer, in device memory and ready for use."""
         rows = []
         for mine, theirs in zip(self.regions, descriptor.regions, strict=True):
             source = addresses[theirs.handle] + theirs.offset
             target = self.memory[mine.handle].address + mine.offset
             rows.append(RegionRow(source, target, theirs.stride, mine.stride, mine.block_bytes))
         if route is Route.KERNEL and details.device != self.driver.uuid:
-            route = self._prober.faster(rows[0], descriptor.regions[0].num_blocks, details.device)
+            route = self._prober.choose(rows[0], descriptor.regions[0].num_blocks, details.device)
         if self.fault == ZERO:
-            rows = [row._replace(source=self._zeroed(), source_stride=0) for row in rows]
+            rows = [row._replace(source=self._zero_memory(), source_stride=0) for row in rows]
         table = upload(self.driver, rows, self._prober.stream, route)
         try:
             self.copy_stream.prepare(table)
@@ -288,21 +288,21 @@ class CudaIpcTransport:
             raise
         return table
 
-    def _zeroed(self) -> int:
-        """Device memory full of zeros, as long as the longest block of a region."""
+    def _zero_memory(self) -> int:
+        """Address of zeroed device memory that is as long as the longest block of a region."""
         if not self._zeros:
             nbytes = max(region.block_bytes for region in self.regions)
             self._zeros = self.driver.allocate(nbytes)
             write(self.driver, self._zeros, bytes(nbytes), self._prober.stream)
         return self._zeros
 
-    def let_go(self, mappings: list[PeerMapping], table: int) -> None:
-        """Unmap and free on the closing thread; both may wait for the GPU."""
+    def unmap_later(self, mappings: list[PeerMapping], table: int) -> None:
+        """Unmap and free on the closing thread, since both may wait for the GPU."""
         job = partial(self._unmap, mappings, table)
         try:
             self._closer.submit(job)
         except TransportError:
-            job()  # the transport is closing: nothing is served any more
+            job()  # the transport is closing, so nothing waits for this thread
 
     def _unmap(self, mappings: list[PeerMapping], table: int) -> None:
         for mapping in mappings:
@@ -318,14 +318,14 @@ class CudaIpcTransport:
             raise TransportError("the transport is closed")
 
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
-        """See Transport.  Copies the blocks to the host first: for KVSHM_VERIFY only."""
+        """See Transport.  First copies the blocks to the host: for KVSHM_VERIFY only."""
         check_blocks(blocks, self.num_blocks, "this cache's")
         self._check_open()
         compute, addresses = self.copy_stream.compute, [m.address for m in self.memory]
         return block_checksums(self.driver, compute, addresses, self.regions, blocks)
 
     def close(self) -> None:
-        """See Transport.  Waits for kernels that already run."""
+        """See Transport.  Waits for kernels that are already running."""
         with self._lock:
             if self._closed:
                 return
@@ -338,10 +338,10 @@ class CudaIpcTransport:
         for attachment in list(self._attachments):
             attachment.close()
         self._closer.close()
-        self._withdraw()
+        self._free_memory()
         self._prober.close()
 
-    def _withdraw(self) -> None:
+    def _free_memory(self) -> None:
         try:
             if self._probe is not None:
                 self._probe.withdraw()
@@ -355,11 +355,11 @@ class CudaIpcTransport:
 
 
 _exports: weakref.WeakValueDictionary[int, CudaIpcTransport] = weakref.WeakValueDictionary()
-"""What this process exports, by export_id: for peers in the same process."""
+"""The exports of this process by export_id, for peers in the same process."""
 
 
 def current_driver() -> Driver:
-    """The driver of torch's current GPU.  Raises TransportError where something is missing."""
+    """The driver of torch's current GPU.  Raises TransportError if something is missing."""
     try:
         import torch
 

@@ -1,11 +1,11 @@
-"""VMM memory: handed over as a descriptor over the rank's socket.
+"""VMM memory: the rank's socket hands out a descriptor of it.
 
     importer                                  exporter
       | -- {"life": export id, "memory": 0, "first": 0} -->  |  exports the allocation's descriptor
       | <- {"status": "ok", "nbytes": [n], "more": false} + fd |
 
-The descriptor is made for each request: one that the exporter kept would hold memory that vLLM's
-sleep mode means to give back.
+The descriptor is made for each request: a kept one would hold memory that vLLM's sleep mode wants
+to give back.
 """
 
 from __future__ import annotations
@@ -23,67 +23,67 @@ from .driver import Driver
 _FETCH_TIMEOUT = 5.0
 
 
-class Request(msgspec.Struct, frozen=True):
-    """Which memory of which export.  ``first`` is always 0: the message could once ask for one
-    allocation of several, and peers of protocol 2 may still expect the field."""
+class MemoryRequest(msgspec.Struct, frozen=True):
+    """Asks for one memory of one export.  ``first`` is always 0: earlier versions could ask for
+    one of several allocations, and peers of protocol 2 may still expect the field."""
 
     export_id: int = msgspec.field(name="life")
     memory: int
     first: int = 0
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """ "ok" (the descriptor rides along) or "stale".  ``nbytes`` has one number, of the
-    allocation; ``more`` is always false, for the same peers."""
+class MemoryReply(msgspec.Struct, frozen=True):
+    """ "ok" (with the descriptor) or "stale".  ``nbytes`` has one number: the size of the
+    allocation.  ``more`` is always false, for the same peers."""
 
     status: str
     nbytes: tuple[int, ...] = ()
     more: bool = False
 
 
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_request_decoder = msgspec.msgpack.Decoder(MemoryRequest)
+_reply_decoder = msgspec.msgpack.Decoder(MemoryReply)
 
 
 class DescriptorServer:
-    """Hands out descriptors of one exporter's memories; on the socket's own thread."""
+    """Hands out descriptors of one exporter's memories, on the socket's own thread."""
 
     def __init__(self, driver: Driver, path: str, addresses: Sequence[int]) -> None:
         """``addresses``: of the memories, by number.  Raises TransportError."""
         self._driver = driver
         self._addresses = addresses
         self.export_id = 0
-        """What requests must name; the owner changes it when the memory was made anew."""
-        self._lent: list[int] = []
+        """The id that requests must contain; the owner changes it when the memory changes."""
+        self._sent: list[int] = []
         self._server = FdServer(path, self._answer)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
-        # The server has sent the last answer: that descriptor lives on at the peer's.
-        self._close_lent()
+        # The previous reply was sent: the peer has its own copy of that descriptor.
+        self._close_sent()
         request = _request_decoder.decode(packed)
         if request.export_id != self.export_id or not 0 <= request.memory < len(self._addresses):
-            return msgspec.msgpack.encode(Answer("stale")), []
+            return msgspec.msgpack.encode(MemoryReply("stale")), []
         address = self._addresses[request.memory]
         _, nbytes = self._driver.address_range(address)
-        self._lent = [self._driver.vmm_descriptor(address)]
-        return msgspec.msgpack.encode(Answer("ok", (nbytes,))), self._lent
+        self._sent = [self._driver.vmm_descriptor(address)]
+        return msgspec.msgpack.encode(MemoryReply("ok", (nbytes,))), self._sent
 
-    def _close_lent(self) -> None:
-        close_all(self._lent)
-        self._lent = []
+    def _close_sent(self) -> None:
+        close_all(self._sent)
+        self._sent = []
 
     def close(self) -> None:
         self._server.close()
-        self._close_lent()
+        self._close_sent()
 
 
 def fetch_descriptor(socket: str, export_id: int, memory: int) -> int:
-    """A descriptor of a peer's memory, the caller's to close.  Blocks.  Raises TransportError,
+    """A descriptor of a peer's memory, which the caller closes.  Blocks.  Raises TransportError or
     StaleAttachment."""
-    request = msgspec.msgpack.encode(Request(export_id, memory))
+    request = msgspec.msgpack.encode(MemoryRequest(export_id, memory))
     reply, fds = fetch(socket, request, _FETCH_TIMEOUT)
     try:
-        status = _answer_decoder.decode(reply).status
+        status = _reply_decoder.decode(reply).status
     except msgspec.DecodeError as exc:
         close_all(fds)
         raise TransportError(f"{socket}: undecodable answer: {exc}") from exc
