@@ -23,7 +23,7 @@ REASONS = {
 _READ = (c.LOOKUPS, c.LOOKUP_HITS, c.IMPORTED_BLOCKS, c.LOADS_FAILED, *REASONS)
 
 
-class MissReport:
+class MinuteReport:
     """Compares an engine's counters with their values a period ago.  Used by one thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -28,7 +28,7 @@ from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
 from kvshm.shm.counters import INDEX_FULL, REJOINS, RESYNCS
 
 from .epoch_state import EpochState
-from .minute_report import MissReport
+from .minute_report import MinuteReport
 
 log = logger(__name__)
 
@@ -56,7 +56,7 @@ class RosterHandler:
         self._logged: dict[int, None] = {}  # in the order of logging
         self._joined: Epoch | None = None
         self._refusal = ""
-        self._misses = MissReport()
+        self._misses = MinuteReport()
 
     def describe(self) -> EngineInfo | None:
         state = self._begin()

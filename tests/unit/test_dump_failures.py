@@ -84,7 +84,7 @@ def test_everything_is_mapped_read_only_and_nothing_changes(dumped, busy, monkey
         opened.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE)
         return real(name, fd, writable, largest)
 
-    monkeypatch.setattr(Segment, "of", spy)
+    monkeypatch.setattr(Segment, "from_fd", spy)
     dumped.run("--entries")
     assert opened == [os.O_RDONLY] * 6
     assert contents() == before

@@ -134,8 +134,8 @@ def test_a_peer_is_judged_by_what_is_its_fault_alone(
     """Failures in a row mean quarantine: a peer that is slow to be opened has done nothing."""
     judged: list[str] = []
     peers = cache.epoch_state.peers
-    monkeypatch.setattr(peers, "fail", lambda epoch: judged.append("failed"))
-    monkeypatch.setattr(peers, "fine", lambda epoch: judged.append("fine"))
+    monkeypatch.setattr(peers, "load_failed", lambda epoch: judged.append("failed"))
+    monkeypatch.setattr(peers, "load_succeeded", lambda epoch: judged.append("fine"))
     failure = PieceFailure(Epoch(1), reason, b"")
     reports = [LoadReport("load", TARGETS, (failure,))]
     assert cache.planner.end(load_in(cache), reports) == set(TARGETS)

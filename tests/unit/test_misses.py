@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshm.engine.epoch_state import EpochState
-from kvshm.engine.minute_report import PERIOD_SECONDS, REASONS, MissReport
+from kvshm.engine.minute_report import PERIOD_SECONDS, REASONS, MinuteReport
 from kvshm.engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHandler
 from kvshm.fingerprint import FIELDS
 from kvshm.ids import Epoch, Fingerprint
@@ -52,7 +52,7 @@ def handler(state: EpochState) -> RosterHandler:
 
 
 def test_each_minute_tells_of_hits_and_of_misses(table: AnyTable, clock: Clock) -> None:
-    report = MissReport(clock)
+    report = MinuteReport(clock)
     count = table.counters.add
     clock.now += PERIOD_SECONDS + 1
     assert report.line(table) is None, "nothing has happened"
@@ -78,7 +78,7 @@ def test_each_minute_tells_of_hits_and_of_misses(table: AnyTable, clock: Clock) 
 
 
 def test_each_reason_for_a_miss_is_told(table: AnyTable, clock: Clock) -> None:
-    report = MissReport(clock)
+    report = MinuteReport(clock)
     for number, reason in enumerate(REASONS, start=1):
         table.counters.add(c.LOOKUPS, number)
         table.counters.add(reason, number)
@@ -101,7 +101,7 @@ def test_what_ends_in_a_minute_without_lookups_is_told(
     table: AnyTable, clock: Clock, counter: c.Counter, line: str
 ) -> None:
     """A load takes until the next minute; without room nothing is looked up."""
-    report = MissReport(clock)
+    report = MinuteReport(clock)
     table.counters.add(counter)
     clock.now += PERIOD_SECONDS
     assert report.line(table) == line
@@ -110,7 +110,7 @@ def test_what_ends_in_a_minute_without_lookups_is_told(
 def test_another_epochs_counters_begin_at_zero(
     table: AnyTable, namespace: str, clock: Clock
 ) -> None:
-    report = MissReport(clock)
+    report = MinuteReport(clock)
     table.counters.add(c.LOOKUPS, 5)
     table.counters.add(c.MISS_NO_PEER, 5)
     clock.now += PERIOD_SECONDS

@@ -180,7 +180,15 @@ def test_an_engine_does_what_the_page_says_and_says_so_once(
     nothing = not exports and not imports
     assert exports_and_imports(one) == (exports, imports)
     one.close()
-    kinds = ("exporting and importing", "exporting only: ", "importing only: ", "not sharing")
+    kinds = tuple(
+        f"kvshm: {kind}"
+        for kind in (
+            "exporting and importing",
+            "exporting only: ",
+            "importing only: ",
+            "not sharing",
+        )
+    )
     (line,) = [line for line in lines if line.startswith(kinds)]
     said = kinds[3 if nothing else 1 if not imports else 2 if not exports else 0]
     assert line.startswith(said)

@@ -22,7 +22,7 @@ pytest.importorskip("vllm")
 from local_node import wait_until
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
-from kvshm.engine import minute_report as miss_report
+from kvshm.engine import minute_report
 from kvshm.engine.load_plan import LoadFailure, LoadReport, PieceFailure
 from kvshm.hooks.vllm import plugin, pool_watch
 from kvshm.log import set_level
@@ -171,11 +171,11 @@ def test_an_engine_that_only_imports_follows_no_block(engine: Make) -> None:
 def test_both_sides_name_the_field_that_differs(
     engine: Make, namespace: str, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(miss_report, "PERIOD_SECONDS", 0.0)
+    monkeypatch.setattr(minute_report, "PERIOD_SECONDS", 0.0)
     engine()
     newcomer = engine(prefix_caching_hash_algo="sha256_cbor")
     both = (("sha256", "sha256_cbor"), ("sha256_cbor", "sha256"))
-    wanted = [f"hash_algorithm differs ({ours} here, {theirs} there)" for ours, theirs in both]
+    wanted = [f"hash_algorithm is {ours} here, {theirs} there" for ours, theirs in both]
     for _ in wait_until("both sides say it", 10):
         said = [line for line in lines if "cannot share" in line]
         if all(any(each in line for line in said) for each in wanted):
