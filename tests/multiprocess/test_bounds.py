@@ -206,7 +206,7 @@ def test_thousands_of_files_neither_silence_it_nor_fill_its_log(node: Node) -> N
     a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
     a.joined()
     b.joined()
-    for n in range(20_000):
+    for n in range(10_000):
         name = f"{node.namespace}.rank.{n}.0.sock"
         os.close(os.open(node.run_dir / name, os.O_CREAT, 0o600))
     left = rank_socket(node.run_dir, node.namespace, 1, 1)

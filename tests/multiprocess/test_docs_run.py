@@ -91,7 +91,7 @@ def test_the_dump_has_something_to_show(node: Node, meant: dict[str, str], call:
     done = run(node, "kvshm", "dump-index", *call.split())
     assert done.returncode == 0, done.stdout
     if "--check" in call:
-        assert done.stdout == "sound: 1 index, 2 slots\n"
+        assert done.stdout.startswith("sound: 1 index, 2 slots (")
         (warning,) = done.stderr.splitlines()
         assert "it does not answer" in warning
         return

@@ -31,12 +31,14 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvshm import _native
 from kvshm.hooks.vllm import at_once, before_prefill
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.layout import shared_kv_memory
 from kvshm.rank import attachments, rank_load
 from kvshm.shm.layout import NUM_TICKETS
+from kvshm.shm.own_slot_table import _ticket
 from kvshm.syncpoints import SyncPoint
 from kvshm.transport.cuda import transport as cuda_transport
 
@@ -231,7 +233,9 @@ def everything_held(a: InProcessEngine, b: InProcessEngine) -> dict[str, Any]:
     del noted["attached"]
     return {
         "leases": [i for i, slot in enumerate(a.cache.table.slots()) if slot.leases],
-        "tickets": [i for i in range(NUM_TICKETS) if table._load(table._ticket(i))],
+        "tickets": [
+            i for i in range(NUM_TICKETS) if _native.load(table._segment.buffer, _ticket(i))
+        ],
         "blocks": BLOCKS - 1 - b.engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "noted": {name: kept for name, kept in noted.items() if kept},
         "awaited": set(importer.at_once.withheld),
@@ -253,7 +257,7 @@ def test_an_abort_during_an_import_gives_leases_ticket_and_blocks_back(
 
     def known() -> bool:
         a.step()
-        plan = b.cache.probe(chain, 0, 5)
+        plan = b.cache.planner.probe(chain, 0, 5)
         return plan is not None and plan.num_blocks == 5
 
     b.until(known)
