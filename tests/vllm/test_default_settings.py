@@ -23,8 +23,8 @@ def test_engines_with_default_settings_share(model: Path) -> None:
     with SharedNode(USUAL) as node:
         node.start_coordinator()
         a, b = node.start_engines(
-            EngineSpec("usual-a", model, 0, 64, arguments=compiled),
-            EngineSpec("usual-b", model, 1, 64, arguments=compiled),
+            EngineSpec("usual-a", model, 0, 128, arguments=compiled),
+            EngineSpec("usual-b", model, 1, 128, arguments=compiled),
         )
         node.wait_joined(a, b)
         for exporter, importer, seed in ((a, b, 900), (b, a, 901)):
