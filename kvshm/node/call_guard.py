@@ -23,7 +23,7 @@ class CallGuard:
         name with the types of its arguments."""
         try:
             return method(*args)
-        except Exception:
+        except Exception:  # any: a bug of the engine must not end the client's thread
             kinds = (type(arg).__name__ for arg in args)
             self.log_failure(" ".join([method.__name__, *kinds]), exc_info=True)
             return None

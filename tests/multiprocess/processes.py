@@ -273,10 +273,10 @@ def fresh_node() -> Iterator[Node]:
             node.remove()
 
 
-def wait_until(holds: Callable[[], bool], what: str) -> None:
+def wait_until(holds: Callable[[], bool], what: str, patience: float = PATIENCE_SECONDS) -> None:
     """Wait for a state of shared memory that nobody announces; fails the test if it does
-    not come about."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    not come about within ``patience`` seconds."""
+    deadline = time.monotonic() + patience
     pause = threading.Event()
     while not holds():
         assert time.monotonic() < deadline, f"never came about: {what}"
