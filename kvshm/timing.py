@@ -129,7 +129,7 @@ def timing_in(environ: Mapping[str, str]) -> Timing:
         return Timing()
     try:
         return Timing().scaled(float(text))
-    except ValueError as exc:
+    except (ValueError, ConfigError) as exc:
         raise ConfigError(f"{VARIABLE}={text!r}: wanted a number above 0, as 0.1") from exc
 
 
