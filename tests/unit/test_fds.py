@@ -48,6 +48,11 @@ def connect(path: str) -> socket.socket:
     return peer
 
 
+def accepts(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        return peer.connect_ex(path) == 0
+
+
 def test_descriptors_arrive_usable_and_close_on_exec(path, serve, memory):
     serve(memory, memory)
     reply, fds = fetch(path, b"epoch 7", PATIENCE)
@@ -342,7 +347,7 @@ def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
     server = serve()
     connection = fetch_keep_open(path, b"x", PATIENCE)[2]
     os.unlink(path)
-    until(lambda: os.path.lexists(path))
+    until(lambda: accepts(path))  # its name is there a little before
     reply, fds, again = fetch_keep_open(path, b"x", PATIENCE)
     assert reply
     close_all(fds)
