@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,12 @@ def until(holds: Callable[[], object], what: str = "what was waited for") -> Non
     while not holds():
         assert time.monotonic() < deadline, f"never came about: {what}"
         time.sleep(0.001)
+
+
+def listens(path: str) -> bool:
+    """Whether a process listens at the socket ``path``, whose name is there a little before."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        return peer.connect_ex(path) == 0
 
 
 class NanosecondClock:

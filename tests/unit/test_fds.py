@@ -26,7 +26,7 @@ from kvshm.shm.fds import (
     peer_has_closed,
 )
 
-from ..waiting import PATIENCE, until
+from ..waiting import PATIENCE, listens, until
 
 
 @pytest.fixture
@@ -46,11 +46,6 @@ def connect(path: str) -> socket.socket:
     peer.settimeout(PATIENCE)
     peer.connect(path)
     return peer
-
-
-def accepts(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-        return peer.connect_ex(path) == 0
 
 
 def test_descriptors_arrive_usable_and_close_on_exec(path, serve, memory):
@@ -347,7 +342,7 @@ def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
     server = serve()
     connection = fetch_keep_open(path, b"x", PATIENCE)[2]
     os.unlink(path)
-    until(lambda: accepts(path))  # its name is there a little before
+    until(lambda: listens(path))
     reply, fds, again = fetch_keep_open(path, b"x", PATIENCE)
     assert reply
     close_all(fds)

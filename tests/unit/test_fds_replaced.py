@@ -11,7 +11,7 @@ from kvshm.shm import fd_server
 from kvshm.shm.fd_server import FdServer
 from kvshm.shm.fds import fetch
 
-from ..waiting import PATIENCE, until
+from ..waiting import PATIENCE, listens, until
 
 REPLACEMENTS = {
     "file": lambda path: Path(path).touch(),
@@ -27,7 +27,7 @@ def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind
     serve()
     REPLACEMENTS[kind](f"{path}.other")
     os.replace(f"{path}.other", path)
-    until(lambda: Path(path).is_socket())
+    until(lambda: listens(path))
     assert fetch(path, b"x", PATIENCE)[0] == b"re:x"
 
 
@@ -50,5 +50,5 @@ def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch,
         "or make room in that directory"
     ]
     os.rmdir(path)
-    until(lambda: os.path.lexists(path))
+    until(lambda: listens(path))
     assert fetch(path, b"x", PATIENCE)[0] == b"re:x"
