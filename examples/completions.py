@@ -37,11 +37,13 @@ class Result:
         return same / len(self.tokens)
 
 
-def stream(port: int, path: str, body: Mapping[str, Any]) -> Result:
+def stream(
+    port: int, path: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> Result:
     """Send one greedy request to the server at ``port`` and return its answer.
 
-    Blocks until the last token.  RuntimeError if the server answers with an error or stops
-    in the middle, OSError if it cannot be reached.
+    ``headers`` are sent beside the usual ones.  Blocks until the last token.  RuntimeError if the
+    server answers with an error or stops in the middle, OSError if it cannot be reached.
     """
     greedy = {"temperature": 0, "seed": 1, "ignore_eos": True, "stream": True}
     ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -50,7 +52,7 @@ def stream(port: int, path: str, body: Mapping[str, Any]) -> Result:
     logprobs: list[Logprobs] = []
     text, prompt_tokens, first, last = "", 0, 0.0, 0.0
     begin = time.perf_counter()
-    for chunk in _events(port, path, {**greedy, **ids, **usage, **body}):
+    for chunk in _events(port, path, {**greedy, **ids, **usage, **body}, headers or {}):
         if "error" in chunk:
             raise RuntimeError(f"{path}: {chunk['error']}")
         if chunk.get("usage"):
@@ -67,11 +69,14 @@ def stream(port: int, path: str, body: Mapping[str, Any]) -> Result:
     return Result(tuple(tokens), tuple(logprobs), text, prompt_tokens, first - begin, last)
 
 
-def _events(port: int, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _events(
+    port: int, path: str, body: Mapping[str, Any], headers: Mapping[str, str]
+) -> Iterator[dict[str, Any]]:
     """Yield the server-sent events of one request as they arrive."""
+    sent = {"Content-Type": "application/json", **headers}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=REQUEST_TIMEOUT_S)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(body), sent)
         answer = connection.getresponse()
         if answer.status != 200:
             raise RuntimeError(f"{path}: status {answer.status}: {answer.read()[:2000]!r}")

@@ -1,0 +1,85 @@
+"""Data-parallel ranks of one server share: each is an engine with a KV cache of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from completions import Result, stream
+from local_node import Engine, EngineSpec, wait_until
+from sharing_node import BLOCK_SIZE
+
+from kvshm.ids import Epoch
+from kvshm.node.handout import Handouts
+from kvshm.rundir import list_sockets
+
+from .engines import PATIENCE_S, SharedNode
+from .oracle import Prompt, prompts, shareable
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+
+RANKS = ("0", "1")
+
+
+@pytest.fixture
+def node() -> Iterator[SharedNode]:
+    with SharedNode() as node:
+        yield node
+
+
+def ask(engine: Engine, rank: str, prompt: Prompt) -> Result:
+    """Have one rank of the server answer."""
+    body = {"prompt": list(prompt), "logprobs": 5, "max_tokens": 16}
+    model = {"model": str(engine.spec.model)}
+    return stream(engine.port, "/v1/completions", {**model, **body}, {"X-data-parallel-rank": rank})
+
+
+def known(node: SharedNode) -> dict[Epoch, int]:
+    """How many blocks of others each epoch on the node knows."""
+    handouts = Handouts(node.run_dir, node.namespace)
+    entries = {}
+    for found in list_sockets(node.run_dir, node.namespace):
+        if found.epoch is not None:
+            with contextlib.closing(handouts.replica(found.epoch)) as replica:
+                entries[found.epoch] = len(list(replica.entries()))
+    return entries
+
+
+def imported_tokens(engine: Engine, rank: str) -> int:
+    (value,) = (
+        int(value)
+        for name, value in engine.metrics().items()
+        if name.startswith("vllm:kvshm_imported_tokens_total") and f'engine="{rank}"' in name
+    )
+    return value
+
+
+def test_a_rank_imports_what_the_other_has_computed(node: SharedNode, model: Path) -> None:
+    node.start_coordinator()
+    (engine,) = node.start_engines(
+        EngineSpec(
+            "ranks",
+            model,
+            0,
+            64,
+            arguments=("--data-parallel-size", "2", "--max-model-len", "2048"),
+            environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        )
+    )
+    for _ in wait_until("both ranks have joined", PATIENCE_S):
+        if len(engine.said("joined as")) >= len(RANKS):
+            break
+    expected = dict.fromkeys(RANKS, 0)
+    for exporter, importer in (RANKS, RANKS[::-1]):
+        (prompt,) = prompts(1, seed=410 + int(exporter))
+        before = known(node)
+        ask(engine, exporter, prompt)
+        for _ in wait_until("the other rank knows the blocks", PATIENCE_S):
+            if sum(known(node).values()) >= sum(before.values()) + shareable(prompt):
+                break
+        imported = ask(engine, importer, prompt)
+        expected[importer] += shareable(prompt) * BLOCK_SIZE
+        assert {rank: imported_tokens(engine, rank) for rank in RANKS} == expected
+        assert imported == ask(engine, exporter, prompt)
