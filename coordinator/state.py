@@ -1,8 +1,8 @@
 """What the coordinator does about each input.  Pure.
 
 ``decide`` is the only function that changes a ``State``.  It does no I/O, reads no clock and
-never raises for what an engine sent: it returns actions, and the shell (server.py) carries
-them out in their order.
+never raises for what an engine sent: it returns actions, and the shell around it (server.py,
+which has the sockets) carries them out in their order.
 """
 
 from __future__ import annotations
@@ -70,11 +70,12 @@ def decide(state: State, item: Input, now: float) -> list[Action]:
 
 
 def _on_check_result(state: State, result: CheckResult, now: float) -> list[Action]:
-    """During the check the epoch may have ended, or its process may have used up its places."""
+    """Admit or refuse the engine whose table was checked.  During the check its epoch may have
+    ended, or its process may have got as many places in the roster as one process can have."""
     epoch = result.join.engine.epoch
     if result.refusal is not None:
         return refuse(state, result.sender, result.join.engine, result.refusal)
-    state.kept.add(epoch)
+    state.kept.add(epoch)  # the shell keeps the checked table
     if epoch in state.ended:
         return state.release_tables()
     refusal = refuse_place(state, result.sender, result.join.engine)
@@ -104,7 +105,7 @@ def _on_message(
             actions += _end(state, engine.info, "left")
             actions.append(_log_end(state, "leave", engine.info, "left"))
         case Heartbeat(sequence=sequence):
-            # Higher than relayed: the engine dropped events.  The next tick tells all engines.
+            # If it is higher, the engine dropped events.  The next tick tells all engines.
             engine.sequence = max(engine.sequence, sequence)
         case Events():
             actions += _relay(state, sender, engine, message)
@@ -138,9 +139,9 @@ def _relay(state: State, sender: Sender, engine: Engine, events: Events) -> list
 
 
 def _on_death(state: State, died: ProcessDeath, now: float) -> list[Action]:
-    """The death of any process of an engine ends the epoch.  After a worker's death, the line about
-    the end waits: a Leave may follow, which makes it a normal end.  An engine that leaves gives up
-    its table, and its Leave may come later."""
+    """The death of any process of an engine ends the epoch.  After a worker's death the log line
+    about the end is held back: if a Leave follows, the end was in order.  An engine that leaves
+    retires its table (``died.retired``), then gives it up; its Leave may come later."""
     actions: list[Action] = []
     engine = state.engines.get(died.epoch)
     if engine is not None:
@@ -164,7 +165,8 @@ def _end_by_death(state: State, info: EngineInfo, died: ProcessDeath) -> list[Ac
 
 
 def _on_leave_after_end(state: State, sender: Sender, epoch: int) -> list[Action]:
-    """The engine sends its Leave after its worker has ended: the worker did not crash."""
+    """The epoch has ended already.  If it ended with a worker, this Leave shows that the worker did
+    not crash."""
     engine, _ = state.ended_by_worker.get(epoch, (None, 0.0))
     if engine is None or (sender.uid, sender.pid) != (state.uid, engine.pid):
         return []
@@ -175,8 +177,8 @@ def _on_leave_after_end(state: State, sender: Sender, epoch: int) -> list[Action
 def _end(state: State, info: EngineInfo, reason: str, bit: int = NO_LEASE_BIT) -> list[Action]:
     """End this epoch: tell all engines, then clear the leases.
 
-    ``bit``: the lease bit of a dead engine.  A process that leaves keeps its bit and returns the
-    leases of its last copies itself: a sweep would clear leases that protect these copies.
+    ``bit``: the lease bit of a dead engine, to be swept.  Not given for an engine that leaves: it
+    returns the leases of its last copies itself, and a sweep would clear them during these copies.
     """
     state.end(info.epoch)
     gone = state.broadcast(info.fingerprint, EngineGone, epoch=info.epoch, reason=reason)
@@ -234,13 +236,13 @@ def _discount_own_pause(state: State, now: float) -> None:
     since = 0.0 if state.last_clock is None else now - state.last_clock
     state.last_clock = now
     if since > 2 * state.timing.heartbeat_seconds:
-        still = (
+        discount = (
             math.inf
             if since > state.timing.suspect_seconds
             else since - state.timing.heartbeat_seconds
         )
         for engine in state.engines.values():
-            engine.last_heard = min(now, engine.last_heard + still)
+            engine.last_heard = min(now, engine.last_heard + discount)
 
 
 def _suspect(state: State, engine: Engine, now: float) -> list[Action]:
@@ -254,7 +256,8 @@ def _suspect(state: State, engine: Engine, now: float) -> list[Action]:
 
 
 def _ticks(state: State) -> list[Action]:
-    """One Tick for each topic that has engines; ticks are not numbered themselves."""
+    """One Tick for each topic that has engines.  A Tick repeats the number of the topic's last
+    broadcast and gets none of its own; ``strangers`` counts the engines of other topics."""
     heard: dict[bytes, dict[int, int]] = {}
     for epoch, engine in state.engines.items():
         heard.setdefault(engine.info.fingerprint, {})[epoch] = engine.sequence

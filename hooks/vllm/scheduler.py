@@ -34,15 +34,15 @@ from .vllm_scheduler import VllmScheduler
 log = logger(__name__)
 
 MAX_FENCES = 1000
-"""How often an idle engine asks its ranks whether they have passed a fence, with a millisecond of
-vLLM's between two questions."""
+"""How often an idle engine asks its ranks whether they have passed a fence.  vLLM waits for a
+millisecond between two questions."""
 
 NOT_SYNCED = object()
 """``_synced_state`` while the ranks lack something: equal to no state of the cache."""
 
 
 class SchedulerSide:
-    """One engine's scheduler.  All methods run on the EngineCore's main thread."""
+    """kvshm beside one engine's scheduler.  All methods run on the EngineCore's main thread."""
 
     def __init__(
         self,
@@ -73,16 +73,16 @@ class SchedulerSide:
         self._requests: dict[str, Any] = {}
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
-        self._importing = False
+        self._role_imports = False  # whether the engine's role lets it import
         self._ranks: Ranks | None = None
         self._step = 0
         self._fences = 0
         """Steps without a forward pass since the last step with one."""
         self._synced_state: object = NOT_SYNCED
         """The cache's ``epoch_state`` if the ranks know everything about it."""
-        self._announced: int | None = None
-        self._resets = 0
-        self._describe = False
+        self._announced: int | None = None  # the last epoch that the ranks were told to open
+        self._resets = 0  # number of the last reset; 0: there was none
+        self._describe = False  # whether the next step with a forward pass asks for descriptions
         self._descriptions: dict[int, RankDescription] = {}
         self._awaited: int | None = 0
         """The step whose output completes the ranks' descriptions (0: the start completes them);
@@ -102,8 +102,8 @@ class SchedulerSide:
         if role.refusal is not None:
             return role.refusal
         log_role(role, self._config)
-        self._importing = not role.no_imports
-        if self._importing and scheduler is not None:
+        self._role_imports = not role.no_imports
+        if self._role_imports and scheduler is not None:
             scheduler.recompute()
         self.importer.room = PoolRoom(manager, self._requests, self._block_size)
         return None
@@ -126,7 +126,7 @@ class SchedulerSide:
 
     def may_import(self) -> bool:
         """Whether imports may begin now."""
-        return self._importing and self._vllm is not None and self._vllm.may_import()
+        return self._role_imports and self._vllm is not None and self._vllm.may_import()
 
     def prepare_pool_reset(self) -> None:
         """vLLM is about to reset its cache, for which all blocks must be free."""
@@ -144,12 +144,12 @@ class SchedulerSide:
         return given_up | ended
 
     def enable_loads_at_once(self, before_output: Callable[[Any, Any], None]) -> None:
-        """Let steps wait for short imports, unless these would wait for something else: on a GPU
-        a drafter writes late, so that copies have to wait for the model.  Another connector may
-        load into the same step, so that kvshm must be the only one."""
+        """Let steps wait for short imports.  Not on a GPU with speculation: a drafter writes late,
+        so a copy would first wait for the model.  Nor beside another connector, which may load
+        into the same step."""
         device = self._vllm_config.device_config.device_type
         early = device == "cpu" or not self._vllm_config.speculative_config
-        if self._importing and early and self._vllm is not None and self._vllm.alone:
+        if self._role_imports and early and self._vllm is not None and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
     def reset(self) -> None:
@@ -177,8 +177,8 @@ class SchedulerSide:
         self._check_descriptions(0)
 
     def _check_descriptions(self, step: int) -> None:
-        """At the awaited ``step``: if a description is missing, no epoch can begin: log that, and
-        stop waiting and keeping marks."""
+        """``step`` has ended.  If descriptions were due by then, one is missing, and no epoch can
+        begin: log that, stop waiting for descriptions and keep no marks of blocks."""
         if self._awaited is None or step < self._awaited:
             return
         silent = sorted(set(range(self._num_ranks)) - self._descriptions.keys())
@@ -191,7 +191,8 @@ class SchedulerSide:
 
     def ranks_described(self, ranks: dict[int, RankDescription], answers: int = 0) -> None:
         """Ranks have described themselves; with the last description the next epoch can begin.
-        Ignores answers to an earlier reset: the weights may have changed since."""
+        ``answers``: number of the reset after which they were asked.  Descriptions of an earlier
+        reset are ignored: the weights may have changed since."""
         if answers != self._resets:
             return
         self._descriptions.update(ranks)
@@ -224,8 +225,9 @@ class SchedulerSide:
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be imported (None: ask again), and
-        whether vLLM must hold the request back until they have arrived."""
-        if not self._importing or (self._vllm and self._vllm.fence and not self.may_import()):
+        whether vLLM must hold the request back until they have arrived.  Nothing is imported while
+        steps from before a reset may still write to free blocks."""
+        if not self._role_imports or (self._vllm and self._vllm.fence and not self.may_import()):
             self.importer.at_once.forget(request.request_id)
             return 0, False
         found = self.importer.match(request, num_local_tokens)
@@ -282,8 +284,8 @@ class SchedulerSide:
         )
         if metadata.describe:
             self._awaited = self._step
-        # The ranks digest their weights in a step that runs the model: an idle step may come
-        # between a reset and the change of weights for which the reset was made.
+        # The ranks digest their weights in a step that runs the model, because an idle step may
+        # come between a reset and the change of weights for which the reset was made.
         self._describe = self._describe and not busy
         waits = epoch_state is None and tracker is not None and tracker.expecting
         self._synced_state = NOT_SYNCED if waits or self._config.verify else epoch_state
@@ -315,7 +317,7 @@ class SchedulerSide:
         at_once, tracker = self.importer.at_once, self.tracker
         for done in self.importer.finish_awaited(metadata.at_once, reports):
             if not done.good.blocks:
-                if tracker is not None:  # before ``failed`` empties the table
+                if tracker is not None:  # before ``failed`` frees the request's blocks
                     tracker.blocks_failed(done.bad)
                 at_once.failed(done.request_id, done.load_id)
                 continue

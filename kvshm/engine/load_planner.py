@@ -69,7 +69,7 @@ class LoadPlanner:
 
     def has_peers(self) -> bool:
         """Whether ``probe`` could find another engine.  If not, the counters record a lookup
-        without a result, and the reason."""
+        without a result, and the reason; without an epoch nothing is counted."""
         epoch = self._cache.epoch_state
         if epoch is None or (reason := epoch.peers.why_no_peer()) is None:
             return epoch is not None
@@ -77,14 +77,16 @@ class LoadPlanner:
         return False
 
     def attached(self, epochs: Collection[int]) -> None:
-        """All ranks have attached these peers: they are no longer avoided for not being so."""
+        """All ranks have attached these peers.  If a peer was avoided because a rank had not
+        attached it, it may be used again."""
         if (epoch := self._cache.epoch_state) is not None:
             epoch.peers.ranks_attached(epochs)
 
     def probe(self, hashes: Sequence[BlockHash | bytes], start: int, stop: int) -> Plan | None:
         """Find the longest run of blocks from ``start`` on, before ``stop``, that usable peers
-        seem to hold.  Only reads the own replica.  None if no peer has the first block, and if no
-        load can succeed: this engine leaves, or the coordinator has ended its epoch."""
+        seem to hold.  Only reads the own replica.  None if no peer has the first block, if the run
+        is shorter than ``min_prefix_tokens``, if this engine does not import, or if no load can
+        succeed: this engine leaves, or some of its ranks are no longer alive in its epoch."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving or not self._config.imports:
             return None
@@ -114,9 +116,9 @@ class LoadPlanner:
         return Plan(epoch.table.epoch, start, tuple(runs), self._clock(), nbytes)
 
     def worth(self, plan: Plan, waiting: float) -> bool:
-        """Whether to import the plan's blocks rather than compute them: because a setting says
-        so, because it is estimated to be faster, or as a trial.  ``waiting``: seconds the request
-        loses in addition to the copy."""
+        """Whether to import the plan's blocks rather than compute them: because
+        ``min_prefix_tokens`` is set, because it is estimated to be faster, or as a trial.
+        ``waiting``: seconds by which an import delays the request in addition to the copy."""
         epoch = self._cache.epoch_state
         if epoch is None or self._config.min_prefix_tokens is not Auto.AUTO:
             return True
@@ -140,19 +142,20 @@ class LoadPlanner:
         every rank has to carry out.  ``attached``: all ranks have reported that they have attached
         the plan's peers, so the load need not describe the peers' memory.
 
-        ``targets`` are the own blocks to fill, one per block of the plan.  Those whose source
-        cannot be leased any more are listed as lost; the ranks need the load all the same.
+        ``targets`` are the own blocks to fill, one per block of the plan.  From the first on whose
+        source cannot be leased any more, all are listed as lost.  Hand the ranks the load even if
+        all are lost: the request waits for their reports.
         """
         epoch = self._cache.epoch_state
-        nothing = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
+        all_lost = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
         if epoch is None or epoch.table.epoch != plan.epoch:
-            return nothing
+            return all_lost
         table = epoch.table
         fresh = self._clock() - plan.made_at <= PLAN_SECONDS
         ticket = table.take_ticket(table.num_ranks) if fresh else None
         if ticket is None:
             table.counters.add(c.MISS_LEASE_LOST)
-            return nothing
+            return all_lost
         bit = table.lease_bit  # read once: a rejoin may change it
         pieces = tuple(self._lease(epoch, bit, plan, targets, attached))
         leased = sum(len(piece.targets) for piece in pieces)
@@ -191,7 +194,7 @@ class LoadPlanner:
                     block_bytes=peer.block_bytes,
                 )
             done += leased
-            if first_lost < len(records):  # reused: the next lookup finds another owner
+            if first_lost < len(records):  # the peer reused it: let the next lookup find another
                 lost = records[first_lost : first_lost + RECORD_BYTES]
                 epoch.peers.forget(Epoch(peer.info.epoch), lost)
                 return
@@ -200,7 +203,7 @@ class LoadPlanner:
         """Account for a load that all ranks have reported.  Returns the targets that any rank
         reports as bad: they must not be used.  Peers that failed are avoided from now on.
 
-        If the load's epoch has ended since the ranks checked it, all its targets are bad: blocks
+        If the load's epoch has ended since the ranks' re-checks, all its targets are bad: blocks
         of the old weights must not be published in the next epoch.
         """
         epoch, reports, targets = self._cache.epoch_state, list(reports), load.targets
@@ -224,8 +227,8 @@ class LoadPlanner:
         return results
 
     def _learn(self, epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
-        """Add the load's time on its slowest rank to the estimates.  An incomplete load is added
-        only if it took longer than expected."""
+        """Add the load's time on its slowest rank to the estimates.  A load of which some bytes
+        may not have been copied is added only if it took longer than expected."""
         seconds = max((report.seconds for report in reports), default=0.0)
         reasons = {failure.reason for report in reports for failure in report.failures}
         if not load.nbytes or not seconds:

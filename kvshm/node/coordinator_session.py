@@ -7,10 +7,10 @@
        ^  ^                no reply, or refused            |                |
        |  +------------------------------------------------+                |
        +--------------------------------------------------------------------+
-         broadcasts or own events lost; coordinator lost; rejoin()
+         broadcasts missed; own events dropped; coordinator lost; rejoin()
 
-An engine that lost broadcasts or own events keeps its place in the roster (``is_member``) and sends
-events while it joins again.
+An engine that missed broadcasts or dropped events of its own keeps its place in the roster
+(``is_member``) and sends events while it joins again.
 """
 
 from __future__ import annotations
@@ -89,16 +89,20 @@ class CoordinatorSession:
         self._state = _State.WAITING
         self._topic = b""
         self._attempts = self._epoch = self._sequence = 0
+        """Joins in a row that failed; epoch of the last Join; number of its last events."""
         self._coordinator_epoch = 0
         """The epoch of the coordinator that has this engine in its roster; 0: none."""
         self._lease_bit: int = NO_LEASE_BIT
         self._events_lost = False
+        """Whether events were dropped since the last Join, so that the peers must scan."""
         self._readable: Mapping[object, int] = {}
         self._early: list[AnyBroadcast] = []
         """Broadcasts that arrived between Join and Joined."""
-        self._next_try = self._next_beat = self._member_due = self._last_heard = clock()
+        self._next_try = self._next_beat = self._regular_beat = self._last_heard = clock()
+        """``_next_beat`` is ``_regular_beat``, or sooner when a coordinator is back."""
         self._reply_due = self._give_up_missing_at = 0.0
-        self._missing_at: float | None = math.inf
+        """``_give_up_missing_at``: when engines that a new coordinator lacks count as gone."""
+        self._absence_due: float | None = math.inf
         """When to report that no coordinator has answered; None: one has, or it is reported."""
 
     @property
@@ -174,8 +178,8 @@ class CoordinatorSession:
     def rejoin(self) -> None:
         """Leave with the old epoch and join with a new description.
 
-        Never leaves the epoch that ``describe`` returns now: ``work`` may already have joined with
-        this epoch, and the coordinator lets no epoch join again after a Leave.
+        If ``work`` has begun to join with the epoch that ``describe`` returns now, no Leave is
+        sent: the coordinator lets no epoch join again after its Leave.
         """
         info = self.guard.call(self._handler.describe)
         present = info is not None and info.epoch == self._epoch
@@ -184,7 +188,7 @@ class CoordinatorSession:
         if self._state is _State.WAITING or not present:
             self._join_at(self._clock())
 
-    # -- the loop's two halves
+    # -- the two halves of the client's loop
 
     def wait(self) -> Collection[object]:
         """Wait until a message arrives, a thread wakes this one or a timer is due.  Returns the
@@ -209,14 +213,15 @@ class CoordinatorSession:
         if self._order.missing and self._clock() >= self._give_up_missing_at:
             self._order.give_up_missing()
         self._pass_on()
+        # Scans stop once a heartbeat is due, and go on in the next round.
         self.guard.call(self._handler.scan_again, lambda: self._clock() >= self._next_beat)
         now = self._clock()
         if now >= self._next_beat:
             self._send_heartbeat(now)
         if now - self._last_heard > self._timing.silence_seconds:
             self._on_coordinator_lost(now)
-        if self._missing_at is not None and now >= self._missing_at:
-            self._missing_at = None
+        if self._absence_due is not None and now >= self._absence_due:
+            self._absence_due = None
             self._pass_on(Coordinator.MISSING)
         if self._state is _State.JOINED and self._events_lost:
             self._join_at(now)
@@ -284,8 +289,8 @@ class CoordinatorSession:
         self._subscribe(info.fingerprint)
         self._early.clear()
         self._events_lost = False
-        if self._missing_at is not None:
-            self._missing_at = min(self._missing_at, now + self._timing.absence_seconds)
+        if self._absence_due is not None:
+            self._absence_due = min(self._absence_due, now + self._timing.absence_seconds)
         engine = msgspec.structs.replace(info, lease_bit=self._lease_bit)
         if not self._send(Join(protocol=PROTOCOL_VERSION, engine=engine, sequence=self._sequence)):
             self._back_off(now)
@@ -317,19 +322,19 @@ class CoordinatorSession:
 
     def _send_heartbeat(self, now: float) -> None:
         """Send a heartbeat: once a second, and at once when a coordinator is back."""
-        if now >= self._member_due:
-            self._member_due = now + self._timing.heartbeat_seconds
+        if now >= self._regular_beat:
+            self._regular_beat = now + self._timing.heartbeat_seconds
             self.guard.call(self._handler.beat)
         if self.is_member:
             self._send(Heartbeat(epoch=self._epoch, sequence=self._sequence))
-        self._next_beat = self._member_due
+        self._next_beat = self._regular_beat
 
     # -- what the coordinator sends
 
     def _on_reply(self, frame: bytes) -> None:
         reply = decode_reply(frame)
         self._last_heard = now = self._clock()
-        self._missing_at = None
+        self._absence_due = None
         if reply.engine_epoch != self._epoch:
             return
         if isinstance(reply, JoinFirst):
@@ -369,10 +374,11 @@ class CoordinatorSession:
     def _on_broadcast(self, frame: bytes) -> None:
         topic, messages = open_broadcast(frame)
         if topic != self._topic:
-            return  # a topic left a moment ago
+            return  # a topic from which this engine has just unsubscribed
         self._last_heard = self._clock()
         joined = self._state is _State.JOINED
-        for message in messages[self._order.receive_events(messages) if joined else 0 :]:
+        taken = self._order.receive_events(messages) if joined else 0
+        for message in messages[taken:]:
             self._handle(self._on_message, message)
 
     def _on_message(self, message: AnyBroadcast | Raw) -> None:

@@ -1,8 +1,8 @@
 """One load on one rank, from attaching the peers to the report.
 
-Runs on the rank's load thread, or, for a load at once, on its main thread.  Every failure ends in
-a report with bad targets, which the engine recomputes.  A load never ends without a report, and
-reports only after the last of its copies has ended.
+Runs on the rank's load thread or, for a load at once (one that a step waits for), on its main
+thread.  Every failure ends in a report with bad targets, which the engine recomputes.  A load never
+ends without a report, and reports only after the last of its copies has ended.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class RankLoad:
         until: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``until``: a step waits for the load until then, by ``clock``; None for a load that is
-        not at once.  A load at once waits for no attach."""
+        """``table``: the engine's own; None outside an epoch.  ``until``: when, by ``clock``, the
+        step stops waiting for this load at once; None if no step waits.  A load at once waits for
+        no attach."""
         self._load = load
         self._attachments = attachments
         self._rank = attachments.rank
@@ -68,7 +69,7 @@ class RankLoad:
         self._clock = clock
         self._begun_at = 0.0
         self._queued = False
-        """Whether its copies began behind those of another load, so that they cannot be timed."""
+        """Whether another load was copying when its copies began, so that they cannot be timed."""
         self.abandoned = False
         """Whether the load was reported as lost before its copies had ended."""
         self._parts = [_Part(piece) for piece in load.pieces]
@@ -113,14 +114,16 @@ class RankLoad:
             for part in self._parts:
                 part.failure = part.failure or LoadFailure.TOO_LATE
         try:
-            stopped = [self._writes_no_more(part) for part in self._parts]  # cancels each copy
+            stopped = [self._stop_copy(part) for part in self._parts]  # a list: cancels each copy
             return all(stopped)
         except Exception as exc:
             self._discard_all(exc)
             return False
 
     @staticmethod
-    def _writes_no_more(part: _Part) -> bool:
+    def _stop_copy(part: _Part) -> bool:
+        """Cancel the copy.  Returns whether all that the model computes from now on comes after the
+        copy's last write."""
         if part.copy is None or part.copy.poll() is not CopyState.PENDING:
             return True
         part.copy.cancel()
@@ -153,10 +156,10 @@ class RankLoad:
                 at_once = self._until is not None
                 part.failure = LoadFailure.NOT_ATTACHED if at_once else None
                 return at_once
-            if not self._in_time():  # before the first byte: no time to learn from
+            if not self._in_time():  # nothing was copied, so the report has no time of a copy
                 part.failure = LoadFailure.TOO_LATE
                 return True
-            self._join_queue()
+            self._note_copying()
             sync_point(SyncPoint.COPY_BEGINS)
             self._begun_at = self._begun_at or self._clock()
             part.copy = part.peer.memory.begin_copy(
@@ -175,7 +178,7 @@ class RankLoad:
             )
         return True
 
-    def _join_queue(self) -> None:
+    def _note_copying(self) -> None:
         if not self._begun_at:
             self._queued = bool(self._attachments.copying)
             self._attachments.copying.add(self)
@@ -206,7 +209,7 @@ class RankLoad:
             return
         sync_point(SyncPoint.COPIED)
         wanted = []
-        if self._verify:
+        if self._verify:  # before the re-check, so that it covers the checksums too
             wanted = [part.peer.table.checksum(self._rank, s) for s in _sources(piece)]
         good = part.peer.table.recheck(self._rank, piece.records)
         if self._own_epoch_ended():
@@ -222,7 +225,7 @@ class RankLoad:
 
     def _compare(self, piece: Piece, good: list[bool], wanted: list[int]) -> None:
         """KVSHM_VERIFY: compare the copied bytes with the exporter's checksums.  Blocks without a
-        checksum are not compared."""
+        checksum are not compared.  Stores the checksums for importers that copy these blocks."""
         found = self._attachments.transport.checksum(piece.targets)
         triples = zip(good, wanted, found, strict=True)
         same = [not ok or not want or want == have for ok, want, have in triples]
@@ -269,8 +272,8 @@ class RankLoad:
     def _is_last(self) -> bool:
         """Whether no other rank needs the leases.  True also for a rank without a table of the
         load's epoch: that rank cannot count itself in the ticket, so no rank would ever be last.
-        True is safe then, because leases only save copies in vain, and the other ranks' copies
-        are re-checked.  The ticket stays in use until its table ends."""
+        To release the leases early is safe: a lease only makes it likely that a copy passes its
+        re-check.  The ticket stays in use until its table ends."""
         if self._table is None or self._table.epoch != self._load.epoch:
             return True
         try:
@@ -284,8 +287,8 @@ class RankLoad:
             self._table.counters.add(counter, amount)
 
     def _log_problem(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
-        """Record a problem in the own table and log it, as ``logged`` if that is given, because
-        the log has room for more text."""
+        """Record a problem as ``text`` in the own table, which has room for few characters, and in
+        the log, there as ``logged`` if that is given."""
         if self._attachments.log_limit.allows(logged or text):
             log.warning("%s", logged or text, exc_info=None if isinstance(exc, KvshmError) else exc)
         with suppress(Exception):  # it is logged already; an error here must not lose the load

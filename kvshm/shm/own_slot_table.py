@@ -102,19 +102,23 @@ class RankSlotTable(SlotTableView):
         self._pulse: object = None
 
     def begin_pulse(self, rank: int | None) -> None:
-        """Let the kernel mark the end of this process, which is the rank's (None: the owner's).
-        The process also counts as ended once this object is closed or freed.  Raises SegmentError
-        if the kernel or the limits of the process do not allow that."""
+        """Have the kernel mark a pulse of the table when this process dies.  ``rank``: the rank
+        whose process this is; None: this is the owner.  The process also counts as dead once this
+        object is closed or freed.  Raises SegmentError if the kernel or the limits of the process
+        do not allow that."""
         if rank is not None:
             self._life_offset(rank)
         offset = PULSES_OFFSET + 8 * (0 if rank is None else 1 + rank)
         try:
             self._pulse = _native.pulse(self._segment.buffer, offset)
         except OSError as exc:
-            raise SegmentError(f"{self.name}: a death could not be told: {exc}") from exc
+            raise SegmentError(
+                f"{self.name}: the kernel cannot mark the death of this process: {exc}"
+            ) from exc
 
     def set_life(self, rank: int) -> None:
-        """State that the rank's KV memory is exported and matches the table; that rank only."""
+        """State that the rank's KV memory is exported and matches the table.  Only the rank itself
+        calls this."""
         self._store(self._life_offset(rank), self.epoch)
 
     def end_life(self, rank: int | None) -> None:
@@ -124,12 +128,14 @@ class RankSlotTable(SlotTableView):
             self._store(self._life_offset(ended), 0)
 
     def set_checksum(self, rank: Rank, block_id: int, checksum: int) -> None:
-        """Store the checksum, before the block is published; that rank only."""
+        """Store the checksum of the rank's part of a block, before the block is published.  Only
+        the rank itself calls this."""
         self._store(self._checksum_offset(rank, block_id), checksum)
 
     def finish_ticket(self, ticket: int) -> bool:
-        """State that a rank has finished the load; once per rank.  True for the last rank, which
-        then releases the leases.  IndexError for a ticket that does not exist."""
+        """State that a rank has finished the load that took this ticket; once per rank.  True for
+        the last rank, which then releases the leases.  IndexError for a ticket that does not
+        exist."""
         while left := self._load(_ticket(ticket)):
             if _native.compare_exchange(self._segment.buffer, _ticket(ticket), left, left - 1):
                 return left == 1
@@ -172,7 +178,8 @@ class OwnSlotTable(RankSlotTable):
         return cls(segment, header, clock)
 
     def publish(self, records: bytes, parents: bytes) -> bytes:
-        """Make blocks readable by other engines.  ``parents``: 8 bytes of each parent's hash.
+        """Make blocks readable by other engines.  ``parents``: for each block the first 8 bytes of
+        the hash of the block before it; 0 for the first block of a chain.
 
         Returns the records of the blocks that are READY now, with their generations: the event to
         send.  A slot that is not EMPTY is not changed.
@@ -182,9 +189,10 @@ class OwnSlotTable(RankSlotTable):
     def publish_marked(
         self, marks: bytearray, pool: Sequence[Any], runs: list[tuple[list[bytes], int, bytes]]
     ) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
-        """The same for blocks in runs (``engine.marks.Run``) whose hashes in ``pool`` are those of
-        their places in the chain; counts them.  Returns the event to send, and the runs with blocks
-        that have no hash yet or a slot that is still draining."""
+        """Publish the blocks of ``runs`` (``engine.marks.Run``), each if ``pool`` gives the block
+        the hash that its run's chain has for it.  Adds the number of published blocks to the
+        counter PUBLISHED.  Returns the event to send, and the runs with blocks that have no hash
+        yet or a slot that is still draining."""
         buffer = self._segment.buffer
         return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.offset)
 
@@ -199,8 +207,9 @@ class OwnSlotTable(RankSlotTable):
     def retract_marked(
         self, marks: bytearray, blocks: Sequence[Any]
     ) -> tuple[bytes, list[BlockId]]:
-        """The same for the ``blocks`` (ids, or blocks of the pool) that are published according to
-        ``marks`` (``engine.marks.Marks``); counts them.  Clears the marks of all ``blocks``."""
+        """Withdraw those ``blocks`` (ids, or blocks of the pool) that are published according to
+        ``marks`` (``engine.marks.Marks``).  Adds their number to the counter RETRACTED, clears the
+        marks of all ``blocks``, and returns what ``retract`` returns."""
         return _native.marks_retract(self._segment.buffer, marks, blocks, RETRACTED.offset)
 
     def drain(self, blocks: Sequence[BlockId], slow: int) -> list[BlockId]:
@@ -235,11 +244,13 @@ class OwnSlotTable(RankSlotTable):
     # -- the owner as an importer
 
     def count_lease_batch(self) -> None:
-        """Count a batch of leases on other engines' blocks in ``leases_taken``."""
+        """Count a batch of leases on other engines' blocks in the header's ``leases_taken``, by
+        which exporters see that this importer goes on.  The counter LEASES_TAKEN counts leases."""
         self._store(LEASES_TAKEN_OFFSET, self.leases_taken + 1)
 
     def set_lease_bit(self, bit: LeaseBit) -> None:
-        """Set the owner's lease bit in other engines' slots; NO_LEASE_BIT if it has none."""
+        """Record in the header which lease bit the owner uses in other engines' slots;
+        NO_LEASE_BIT if it has none."""
         if not -1 <= bit < NUM_LEASE_BITS:
             raise IndexError(f"there is no lease bit {bit}")
         self._store(NUM_RANKS_OFFSET, (bit + 1) << 32 | self.num_ranks)
@@ -247,8 +258,9 @@ class OwnSlotTable(RankSlotTable):
     def take_ticket(self, ranks: int) -> int | None:
         """Begin a load that ``ranks`` ranks will finish; the last one releases its leases.
 
-        Returns the ticket, or None if all are in use.  Tickets are used in turn, so that a freed
-        ticket is not reused at once.
+        A ticket is a word of the header that counts the ranks still at work on one load.  Returns
+        its number, or None if all are in use.  Tickets are used in turn, so that a freed ticket is
+        not reused at once.
         """
         if not 0 < ranks <= MAX_RANKS:
             raise ValueError(f"a load of {ranks} ranks")
@@ -260,6 +272,7 @@ class OwnSlotTable(RankSlotTable):
         return None
 
     def _age_ms(self) -> int:
+        """Milliseconds since the table was created."""
         return min(max((self._clock() - self.created_ns) // 1_000_000, 0), _MAX_MS)
 
 

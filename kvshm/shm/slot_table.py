@@ -1,10 +1,10 @@
-"""The slot table: one record per KV block of one engine, in one epoch, in shared memory.
+"""The slot table: one slot per KV block of one engine, in one epoch, in shared memory.
 
 Each role has a type with the operations that the role may use: importers lease, re-check and
 release, the coordinator sweeps, tools only read.  The types of the engine itself are in
-kvshm/shm/own_slot_table.py.  Records and parents are packed (kvshm/shm/layout.py).
-docs/protocol.md draws the protocol, core.c describes its memory order; this module checks
-arguments and keeps no state of the table.
+kvshm/shm/own_slot_table.py.  Methods take and return blocks as packed records: hash, id,
+generation, depth and kind of each (kvshm/shm/layout.py).  docs/protocol.md draws the protocol,
+core.c describes its memory order; this module checks arguments and keeps no state of the table.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from .table_header import TableHeader
 LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
 _SCAN_BATCH = 4096
 _STABLE_READS = 8
+"""How often one slot is read until two reads in a row agree."""
 _SLOT = struct.Struct("<Q32sQII8x")
 assert _SLOT.size == SLOT_BYTES
 
@@ -73,8 +74,8 @@ class SlotTableView(TableHeader):
 
     @classmethod
     def from_fd(cls, name: str, fd: int, largest: int = LARGEST_TABLE, keep: bool = False) -> Self:
-        """Map a table from a descriptor, which is closed, or with ``keep`` kept to be handed out
-        again.  ``name``: for messages; ``largest``: most bytes that the table may have.
+        """Map the table that ``fd`` describes.  Closes ``fd``, or with ``keep`` keeps it open for
+        ``descriptor``.  ``name``: for messages; ``largest``: most bytes that the table may have.
 
         Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
@@ -89,7 +90,7 @@ class SlotTableView(TableHeader):
 
     def scan(self) -> bytes:
         """Records of all READY slots, each consistent.  Slots that change meanwhile may be missing;
-        their changes cause events of their own."""
+        their owner sends an event for each change."""
         parts, block = [], 0
         while block < self.num_blocks:
             begin = block
@@ -119,7 +120,8 @@ class SlotTableView(TableHeader):
         return map(self.slot, range(self.num_blocks))
 
     def recheck(self, rank: Rank, records: bytes) -> list[bool]:
-        """For each record: whether its bytes, copied from ``rank`` before this call, count."""
+        """For each record: whether the block's bytes, copied from ``rank`` before this call, may be
+        used: slot, life word and pulse are those of the copied contents."""
         good = _native.recheck(self._segment.buffer, self.epoch, rank, records)
         return [flag == 1 for flag in good]
 
@@ -143,7 +145,7 @@ class SlotTableView(TableHeader):
     def _slot_violation(self, block_id: int) -> str:
         offset = self._slot_offset(block_id)
         word = self._load(offset)
-        if _is_sound(word) or self._load(offset) != word:
+        if _is_consistent(word) or self._load(offset) != word:
             return ""
         return f"state {_state_of(word)} with leases {word & LEASE_MASK:#x}"
 
@@ -169,7 +171,7 @@ class SlotTableView(TableHeader):
         return f"<{type(self).__name__} {self.name} [{states}, {leased} leased{retired}]>"
 
 
-def _is_sound(word: int) -> bool:
+def _is_consistent(word: int) -> bool:
     state = _state_of(word)
     if state == SlotState.EMPTY:
         return not word & LEASE_MASK
@@ -193,7 +195,8 @@ class PeerSlotTable(SlotTableView):
     def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
         """Give back the leases that ``lease`` reported as taken (None: all of the records).
 
-        Returns how many were still held: the exporter may have forced some blocks.
+        Returns how many were still held: the exporter may have forced some blocks, that is,
+        reused them in spite of the leases.
         """
         return _native.release(self._segment.buffer, _bounded(bit), records, taken)
 

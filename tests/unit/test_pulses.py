@@ -319,7 +319,7 @@ def test_where_no_thread_can_be_started_there_is_a_sentence(table: AnyTable) -> 
         argv, pass_fds=[fd], capture_output=True, text=True, timeout=100, check=False
     )
     os.close(fd)
-    assert done.stderr.startswith("its table: a death could not be told: ")
+    assert done.stderr.startswith("its table: the kernel cannot mark the death of this process: ")
     assert table._pulses() == [0] * (1 + RANKS)
 
 
