@@ -13,7 +13,6 @@ entries are refused.
 from __future__ import annotations
 
 import os
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 from kvshm import _native
 from kvshm.errors import IndexFull, KvshmError, SegmentError
-from kvshm.ids import Epoch, Generation, LeaseBit
+from kvshm.ids import Epoch, LeaseBit
 from kvshm.log import logger
 from kvshm.shm.available_memory import check_available
 from kvshm.shm.layout import (
@@ -50,8 +49,6 @@ log = logger(__name__)
 
 MIN_CAPACITY = 8
 
-_TOMBSTONE = struct.Struct("<QII")
-assert _TOMBSTONE.size == TOMBSTONE_BYTES
 _SCANNED_BYTES = 1 + 2 * RECORD_BYTES // TOMBSTONE_BYTES
 """Bytes that a scan takes per byte of tombstones: a copy of the tombstones, two of the records."""
 
@@ -64,13 +61,6 @@ class ApplyResult(NamedTuple):
     ignored: int = 0
     refused: int = 0
     """Publishes without room in the index."""
-
-
-class HeardBlock(NamedTuple):
-    """The last event of a block, if that was a publish."""
-
-    tag: int
-    generation: Generation
 
 
 class StaleRecords(NamedTuple):
@@ -212,25 +202,6 @@ class Replica(ReplicaReader):
         """
         return self.apply(row, _native.index_stale(before, scanned) + scanned)
 
-    def check_integrity(self) -> list[str]:
-        """Also checks that exactly the blocks published by their tombstones have entries.  Takes
-        the lock."""
-        with self._exclusive():
-            wrong = super().check_integrity()
-            held = {
-                (e.row, int(e.block_id)): HeardBlock(e.tag, e.generation) for e in self.entries()
-            }
-        heard = {
-            (row, block): known
-            for row in self._tombstones
-            for block, known in published_blocks(self.tombstones(row)).items()
-        }
-        return wrong + [
-            f"row, block {place}: {held.get(place)} held, {heard.get(place)} heard of"
-            for place in sorted(held.keys() | heard.keys())
-            if held.get(place) != heard.get(place)
-        ]
-
     def close(self) -> None:
         """Unmap.  Idempotent; waits for a write under way."""
         with self._exclusive():
@@ -341,15 +312,6 @@ def _check_memory(name: str, nbytes: int, what: str) -> None:
             f"{name} needs {nbytes} bytes for {what}: {exc.strerror}; free memory, or raise the "
             "container's limit"
         ) from exc
-
-
-def published_blocks(heard: bytes) -> dict[int, HeardBlock]:
-    """The blocks that are published according to ``heard`` (tombstones), by block id."""
-    return {
-        block_id: HeardBlock(tag, Generation(generation))
-        for block_id, (tag, state, generation) in enumerate(_TOMBSTONE.iter_unpack(heard))
-        if state == RecordKind.PUBLISH
-    }
 
 
 def _write_row(buffer: memoryview, row: Row) -> None:

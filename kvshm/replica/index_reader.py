@@ -1,4 +1,4 @@
-"""Reading a replica index: look up prefixes, list rows and entries, check the whole.
+"""Reading a replica index: look up prefixes, list rows and entries.
 
 Any process of the same user that has a descriptor may map an engine's replica read-only and read
 it while its owner writes, as the tools do.  The result of a lookup is a hint: the lease in the
@@ -21,7 +21,6 @@ from kvshm.shm.layout import (
 )
 from kvshm.shm.segment import Header, Segment, check_header
 
-from .index_check import violations
 from .index_layout import Entry, Row, entries, live_mask, rows
 
 LARGEST_INDEX = index_bytes(2 * MAX_BLOCKS * NUM_ROWS)
@@ -96,10 +95,6 @@ class ReplicaReader:
     def entries(self) -> Iterator[Entry]:
         """Yield all entries.  An entry that moves meanwhile may be missing or appear twice."""
         return entries(self._segment.buffer)
-
-    def check_integrity(self) -> list[str]:
-        """Return the violations of the index, as text; empty if nothing was being written."""
-        return violations(self._segment.buffer)
 
     def close(self) -> None:
         """Unmap.  Idempotent."""
