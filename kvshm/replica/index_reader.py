@@ -31,6 +31,8 @@ class ReplicaReader:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
+        self.name = segment.name
+        """The name of the segment, for people."""
 
     @staticmethod
     def from_fd(name: str, fd: int) -> ReplicaReader:
@@ -40,18 +42,16 @@ class ReplicaReader:
         Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
         segment = Segment.from_fd(name, fd, False, LARGEST_INDEX).close_descriptor()
+        reader = ReplicaReader(segment)
         try:
             check_header(segment, INDEX_MAGIC)
-            check_capacity(segment)
+            capacity, nbytes = reader.capacity, segment.buffer.nbytes
+            if capacity & (capacity - 1) or index_bytes(capacity) != nbytes:
+                raise CorruptSegment(f"{name} states {capacity} entries, has {nbytes} bytes")
         except BaseException:
             segment.close()
             raise
-        return ReplicaReader(segment)
-
-    @property
-    def name(self) -> str:
-        """The name of the segment, for people."""
-        return self._segment.name
+        return reader
 
     @property
     def header(self) -> Header:
@@ -102,12 +102,3 @@ class ReplicaReader:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} [{self.count} of {self.capacity} entries]>"
-
-
-def check_capacity(segment: Segment) -> None:
-    """Raise CorruptSegment unless the stated capacity fits the segment."""
-    capacity = _native.load(segment.buffer, CAPACITY_OFFSET)
-    if capacity & (capacity - 1) or index_bytes(capacity) != segment.buffer.nbytes:
-        raise CorruptSegment(
-            f"{segment.name} states {capacity} entries, has {segment.buffer.nbytes} bytes"
-        )
