@@ -2,7 +2,7 @@
 
 An engine writes its own replica, in its scheduler process.  Lookups there and in other processes
 (kvshm/replica/index_reader.py) run concurrently with the writer, without a lock.  A thread that
-must not wait leaves its work to the writer (``forget``, ``close_soon``).  Events may be lost,
+must not wait leaves its work to the writer (``forget``, ``close``).  Events may be lost,
 repeated or out of order: a private tombstone per block of each engine records the highest
 generation heard of and whether it was retracted, so that old events change nothing.
 
@@ -84,12 +84,13 @@ class Replica(ReplicaReader):
 
     def __init__(self, segment: Segment, header: Header) -> None:
         super().__init__(segment)
+        self.refused = 0
+        """Number of publishes dropped so far for lack of room."""
         self._header = header
         self._lock = threading.Lock()
         self.stale_records = deque()
         self._ending = False
         self._tombstones: dict[int, bytearray] = {}
-        self._refused = 0
         self._grow_at = 0
 
     @classmethod
@@ -107,11 +108,6 @@ class Replica(ReplicaReader):
         """A new read-only descriptor of the present segment, to hand out; the caller closes it.
         Any thread.  Raises SegmentError."""
         return self._segment.descriptor(writable=False)
-
-    @property
-    def refused(self) -> int:
-        """Number of publishes dropped so far for lack of room."""
-        return self._refused
 
     # -- rows
 
@@ -203,13 +199,8 @@ class Replica(ReplicaReader):
         return self.apply(row, _native.index_stale(before, scanned) + scanned)
 
     def close(self) -> None:
-        """Unmap.  Idempotent; waits for a write under way."""
-        with self._exclusive():
-            super().close()
-
-    def close_soon(self) -> None:
-        """``close`` without waiting: if another thread is writing, that thread closes the replica
-        before it returns."""
+        """Unmap.  Idempotent.  Never waits: if another thread is writing, that thread unmaps the
+        segment before it returns."""
         self._ending = True
         self._run_pending()
 
@@ -264,17 +255,17 @@ class Replica(ReplicaReader):
         while full and self._grow():
             more = apply(self._segment.buffer, batches)
             added, removed, full = added + more[0], removed + more[1], more[3]
-        self._refused += full
+        self.refused += full
         return ApplyResult(added, removed, ignored, full)
 
     def _grow(self) -> bool:
         """Try to grow.  After a failure, retry only when twice as many events were refused."""
-        if self._refused < self._grow_at:
+        if self.refused < self._grow_at:
             return False
         try:
             self._enlarge()
         except IndexFull as exc:
-            self._grow_at = 2 * self._refused + 1
+            self._grow_at = 2 * self.refused + 1
             log.warning("%s; new entries are refused", exc)
             return False
         self._grow_at = 0
