@@ -168,7 +168,7 @@ class RankCache:
                 time.sleep(STEP_POLL_SECONDS)
             for load in ongoing:
                 self._abandon(load)
-                reports.append(load.lost_report())
+                reports.append(load.failed_report(LoadFailure.TOO_LATE))
                 self._loads.put(load)  # the load thread releases the leases after the copies
         if self._rank == 0 and table is not None and (late := sum(_is_late(r) for r in reports)):
             table.counters.add(LOADS_TOO_LATE, late)
