@@ -21,7 +21,7 @@ from kvshm.shm.layout import (
     RowState,
 )
 
-from .index_layout import ROW_STRUCT, Entry, Row, all_entries, entry_of, rows
+from .index_layout import ROW_STRUCT, Entry, Row, rows, used_entries
 
 _WORD = (1 << 64) - 1
 
@@ -33,7 +33,7 @@ def violations(buffer: memoryview) -> list[str]:
     row has, and no other entry of the row names that block.  A search from the home of its tag
     meets no free entry before it.  Rows have different epochs.  The sequence is even.
     """
-    used = {place: entry_of(f) for place, f in enumerate(all_entries(buffer)) if f[3]}
+    used = dict(used_entries(buffer))
     taken = {row.row: row for row in rows(buffer)}
     wrong = _miscounted(buffer, used.values(), taken)
     twice = Counter((entry.row, entry.block_id) for entry in used.values())

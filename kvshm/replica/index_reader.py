@@ -17,11 +17,12 @@ from kvshm.shm.layout import (
     INDEX_MAGIC,
     MAX_BLOCKS,
     NUM_ROWS,
+    RowState,
     index_bytes,
 )
 from kvshm.shm.segment import Header, Segment, check_header
 
-from .index_layout import Entry, Row, entries, live_mask, rows
+from .index_layout import Entry, Row, rows, used_entries
 
 LARGEST_INDEX = index_bytes(2 * MAX_BLOCKS * NUM_ROWS)
 
@@ -83,10 +84,11 @@ class ReplicaReader:
         ``rows_mask`` None means all live rows.  Any process; does not mutate.
         """
         buffer = self._segment.buffer
-        mask = live_mask(buffer) if rows_mask is None else rows_mask
+        if rows_mask is None:
+            rows_mask = sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
         if not isinstance(hashes, list):
             hashes, start, stop = list(hashes[start:stop]), 0, stop - start
-        return _native.index_lookup(buffer, hashes, start, stop, mask)
+        return _native.index_lookup(buffer, hashes, start, stop, rows_mask)
 
     def rows(self) -> list[Row]:
         """Return the engines that the replica knows."""
@@ -94,7 +96,7 @@ class ReplicaReader:
 
     def entries(self) -> Iterator[Entry]:
         """Yield all entries.  An entry that moves meanwhile may be missing or appear twice."""
-        return entries(self._segment.buffer)
+        return (entry for _, entry in used_entries(self._segment.buffer))
 
     def close(self) -> None:
         """Unmap.  Idempotent."""
