@@ -42,7 +42,7 @@ from kvshm.shm.layout import (
 )
 from kvshm.shm.segment import INDEX_KIND, Header, Segment, SegmentName, write_header
 
-from .index_layout import ROW_NAME_BYTES, ROW_STRUCT, Row
+from .index_layout import ROW_NAME_BYTES, ROW_STRUCT
 from .index_reader import ReplicaReader
 
 log = logger(__name__)
@@ -121,9 +121,10 @@ class Replica(ReplicaReader):
             if row is None:
                 raise IndexFull(f"{self.name} has {NUM_ROWS} rows and all are taken")
             _check_memory(self.name, num_blocks * TOMBSTONE_BYTES, f"what is heard of {name}")
-            fresh = Row(row, epoch, RowState.FREE, num_blocks, 0, lease_bit, name)
-            _write_row(self._segment.buffer, fresh)
-            _set_state(self._segment.buffer, row, RowState.LIVE)
+            buffer, text = self._segment.buffer, name.encode()[:ROW_NAME_BYTES]
+            fresh = (epoch, RowState.FREE, num_blocks, 0, lease_bit + 1, text)
+            ROW_STRUCT.pack_into(buffer, ROWS_OFFSET + row * ROW_BYTES, *fresh)
+            _set_state(buffer, row, RowState.LIVE)
             self._tombstones[row] = bytearray(num_blocks * TOMBSTONE_BYTES)
             return row
 
@@ -240,7 +241,7 @@ class Replica(ReplicaReader):
         tombstones = self._tombstones.get(stale.row)
         if tombstones is None or self._segment.closed:
             return
-        if _epoch_of(self._segment.buffer, stale.row) != stale.epoch:
+        if _native.load(self._segment.buffer, ROWS_OFFSET + stale.row * ROW_BYTES) != stale.epoch:
             return
         retracts = (r._replace(kind=RecordKind.RETRACT) for r in unpack_records(stale.records))
         with suppress(KvshmError, IndexError, ValueError):  # not a block of this engine: no entry
@@ -264,25 +265,21 @@ class Replica(ReplicaReader):
             return False
         try:
             self._enlarge()
-        except IndexFull as exc:
+        except SegmentError as exc:
             self._grow_at = 2 * self.refused + 1
-            log.warning("%s; new entries are refused", exc)
+            log.warning("%s is full and cannot grow: %s; new entries are refused", self.name, exc)
             return False
         self._grow_at = 0
         return True
 
     def _enlarge(self) -> None:
-        old = self._segment
+        larger = _new_segment(self.name, 2 * self.capacity, self._header)
         try:
-            larger = _new_segment(self.name, 2 * self.capacity, self._header)
-        except SegmentError as exc:
-            raise IndexFull(f"{self.name} is full and cannot grow: {exc}") from exc
-        try:
-            _native.index_copy(old.buffer, larger.buffer)
+            _native.index_copy(self._segment.buffer, larger.buffer)
         except BaseException:
             larger.close()
             raise
-        # Not closed: a lookup under way may still use the old mapping.
+        # The old segment is not closed: a lookup under way may still use its mapping.
         self._segment = larger
 
 
@@ -303,16 +300,6 @@ def _check_memory(name: str, nbytes: int, what: str) -> None:
             f"{name} needs {nbytes} bytes for {what}: {exc.strerror}; free memory, or raise the "
             "container's limit"
         ) from exc
-
-
-def _write_row(buffer: memoryview, row: Row) -> None:
-    name = row.name.encode()[:ROW_NAME_BYTES]
-    fields = (row.epoch, row.state, row.num_blocks, row.entries, row.lease_bit + 1, name)
-    ROW_STRUCT.pack_into(buffer, ROWS_OFFSET + row.row * ROW_BYTES, *fields)
-
-
-def _epoch_of(buffer: memoryview, row: int) -> int:
-    return _native.load(buffer, ROWS_OFFSET + row * ROW_BYTES)
 
 
 def _set_state(buffer: memoryview, row: int, state: RowState) -> None:

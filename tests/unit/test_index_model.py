@@ -16,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvshm.errors import IndexFull
+from kvshm.errors import SegmentTooSmall
 from kvshm.replica.index import Replica
 from kvshm.shm.layout import BlockRecord, RecordKind, RowState, pack_records, unpack_records
 
@@ -125,7 +125,7 @@ class GrowingIndex(RuleBasedStateMachine):
 
     @staticmethod
     def _no_memory() -> None:
-        raise IndexFull("no shared memory left")
+        raise SegmentTooSmall("no shared memory left")
 
     def teardown(self) -> None:
         self.replica.close()
