@@ -159,9 +159,11 @@ class RankLoad:
             if not self._in_time():  # before the first byte: no time to learn from
                 part.failure = LoadFailure.TOO_LATE
                 return True
-            self._join_queue()
+            if not self._begun_at:
+                self._queued = bool(self._attachments.copying)
+                self._attachments.copying.add(self)
+                self._begun_at = self._clock()
             sync_point(SyncPoint.COPY_BEGINS)
-            self._begun_at = self._begun_at or self._clock()
             part.copy = part.peer.memory.begin_copy(
                 block_ids(part.piece.records),
                 part.piece.targets,
@@ -177,11 +179,6 @@ class RankLoad:
                 f"cannot read from engine {who}: {exc}",
             )
         return True
-
-    def _join_queue(self) -> None:
-        if not self._begun_at:
-            self._queued = bool(self._attachments.copying)
-            self._attachments.copying.add(self)
 
     def _in_time(self) -> bool:
         return self._until is None or self._clock() < self._until
