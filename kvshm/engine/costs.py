@@ -60,16 +60,12 @@ class LinearFit:
         self._all = weight * DECAY + 1.0, counts * DECAY + count, total * DECAY + seconds
         self.fit = self._compute_fit()
 
-    @property
-    def largest(self) -> tuple[float, float] | None:
-        """Mean count and mean seconds of the largest size; None without observations."""
-        return max(self._means(), default=None)
-
-    def _means(self) -> list[tuple[float, float]]:
+    def means(self) -> list[tuple[float, float]]:
+        """Mean count and mean seconds of each size, in no order."""
         return [(count / weight, total / weight) for weight, count, total in self._sizes.values()]
 
     def _compute_fit(self) -> tuple[float, float] | None:
-        means = self._means()
+        means = self.means()
         most, longest = max(means, default=(0.0, 0.0))
         small = [(seconds, count) for count, seconds in means if count * _MIN_SPREAD <= most]
         if not small:
@@ -132,8 +128,8 @@ class Costs:
             return None
         if (line := self._steps.fit) is not None:
             return line[1] * tokens
-        most = self._steps.largest
-        return most[1] / most[0] * tokens if most else None
+        most, longest = max(self._steps.means())
+        return longest / most * tokens
 
     def step_seconds(self) -> float:
         """Mean seconds of a step; 0 before the first."""
