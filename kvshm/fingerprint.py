@@ -26,37 +26,37 @@ KVSHM_ABI = _field(
     "kvshm_abi",
     "Layout of shared memory and version of the protocol: others cannot be read at all.",
 )
-VLLM_VERSION = _field("vllm_version", "Another vLLM may compute, lay out or hash otherwise.")
+VLLM_VERSION = _field("vllm_version", "Another version may compute, lay out or hash differently.")
 HARDWARE = _field(
     "hardware", "Kernels are chosen, and round, by the GPU or the CPU's instruction set."
 )
 MODEL = _field("model", "The architecture: which computation the weights are for.")
-QUANTIZATION = _field("quantization", "Equal weights are used otherwise by another method.")
-DTYPE = _field("dtype", "What the model computes in, however it was spelt.")
+QUANTIZATION = _field("quantization", "Another method computes differently with the same weights.")
+DTYPE = _field("dtype", "The number format in which the model computes, however it is written.")
 PARALLEL = _field("parallel", "Which part of a block lies on which rank.")
-ROPE = _field("rope", "Keys are stored with their positions turned in.")
+ROPE = _field("rope", "The cache holds keys that are already rotated by their positions.")
 MODEL_CONFIG = _field(
     "model_config", "The rest of the model's configuration with all overrides: epsilons, scales."
 )
 WEIGHTS = _field(
     "weights", "Digest of every parameter and buffer; FP8 scales of the cache are among them."
 )
-KV_DTYPE = _field("kv_dtype", "What a block's bytes mean, however it was spelt.")
+KV_DTYPE = _field("kv_dtype", "What a block's bytes mean, however it is written.")
 MAX_MODEL_LEN = _field(
     "max_model_len",
-    "Only where code of the model reads it (dynamic and long RoPE among others), "
-    "else `any`: then it changes nothing before the context ends.",
+    "Counts if the model's code reads it (dynamic and long RoPE among others). If not, it is "
+    "`any`: it changes nothing before the context ends.",
 )
-LORA = _field("lora", "With adapters loaded other kernels run, also for requests that name none.")
+LORA = _field("lora", "An engine with adapters runs other kernels, even for requests without one.")
 SPECULATIVE = _field(
     "speculative",
-    "Draft layers keep their part in the same blocks. Drafting without a model "
+    "The layers of a draft model have a part in each block. Drafting without a model "
     "(ngram, suffix) changes no block and counts as `off`.",
 )
 MULTIMODAL = _field(
-    "multimodal", "Keys of images name the input, not how this model's files preprocess it."
+    "multimodal", "A block hash covers an image, but not how the model preprocesses the image."
 )
-BLOCK_SIZE = _field("block_size", "How many tokens a block and a hash stand for.")
+BLOCK_SIZE = _field("block_size", "How many tokens a block and a hash cover.")
 BATCH_INVARIANT = _field(
     "batch_invariant", "Such an engine promises a rounding that others do not keep."
 )

@@ -92,13 +92,11 @@ class Copy(Protocol):
     def cancel(self) -> None:
         """Request an early end: parts not yet started are skipped, and the copy ends FAILED (or
         DONE, if it was faster).  Only ``poll`` tells when the copy has ended."""
-        ...
 
     def fence(self) -> bool:
         """Make all work that the model launches from now on wait for the end of this copy, without
         blocking the caller.  False if the transport cannot do that: then call ``poll``.  Only on
         the thread that runs the model."""
-        ...
 
 
 class Attachment(Protocol):
@@ -111,7 +109,6 @@ class Attachment(Protocol):
     def ended(self) -> bool:
         """Whether the transport knows that the export or its process has ended.  Later copies may
         still be right.  Does not block."""
-        ...
 
     def begin_copy(
         self,
@@ -130,12 +127,10 @@ class Attachment(Protocol):
         ``close``, before anything is written.  The source may be revoked at any time; the caller's
         re-check decides whether the bytes count.
         """
-        ...
 
     def close(self) -> None:
         """Unmap the peer's memory once all copies from it have ended.  Never blocks.
         Idempotent."""
-        ...
 
 
 class Transport(Protocol):
@@ -151,22 +146,18 @@ class Transport(Protocol):
         """Describe own memory to peers under ``epoch``.  A second call replaces the first: the old
         descriptor is stale from then on, while copies under way continue.  Raises TransportError
         if peers cannot be served."""
-        ...
 
     def attach(self, descriptor: MemoryDescriptor) -> Attachment:
         """Open a peer's memory.  May block for as long as a socket round trip or a mapping
         takes: call it off the serving thread.  Raises TransportError (unreachable, layouts
         differ) or StaleAttachment (the peer serves another epoch)."""
-        ...
 
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
         """64-bit xxh3 of own blocks, all regions of a block chained in order."""
-        ...
 
     def close(self) -> None:
         """End the export, cancel copies and close every attachment.  Idempotent.  Returns when
         nothing writes to own memory any more: blocks for the copy of one block at most."""
-        ...
 
 
 def load_transport(name: str) -> Any:

@@ -145,26 +145,22 @@ class SharedCache:
         self._requested = self.epoch_state = self._cleanup_dir = None
 
     def _open_when_ready(self) -> EpochState | None:
-        """Return the present epoch; begin it if it is due.  Client's thread."""
+        """Return the present epoch; try to begin it if it is due.  Client's thread."""
         with self._lock:
-            requested = self._requested
-            if self.epoch_state is None and requested is not None and requested.pause.over:
-                fields = requested.fields()
-                if fields is not None:
-                    self.epoch_state = self._try_to_begin(fields, requested)
-            return self.epoch_state
-
-    def _try_to_begin(self, fields: Fields, requested: _EpochRequest) -> EpochState | None:
-        requested.pause.tried()  # first, so that every failure is followed by a pause
-        try:
-            state = begin_epoch(self._config, self._spec, fields, requested.ranks, self._run_dir)
-        except (KvshmError, OSError) as exc:  # for example, no memory, descriptors or threads left
-            level = logging.DEBUG if self.failed else logging.WARNING
-            log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)
-            self.failed = True
-            return None
-        self.failed = False
-        return state
+            wanted = self._requested
+            if self.epoch_state is not None or wanted is None or not wanted.pause.over:
+                return self.epoch_state
+            if (fields := wanted.fields()) is None:
+                return None
+            wanted.pause.tried()  # first, so that every failure is followed by a pause
+            try:
+                state = begin_epoch(self._config, self._spec, fields, wanted.ranks, self._run_dir)
+            except (KvshmError, OSError) as exc:  # for example, no memory or threads left
+                level = logging.DEBUG if self.failed else logging.WARNING
+                log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)
+                state = None
+            self.epoch_state, self.failed = state, state is None
+            return state
 
     # -- counters and errors in the own slot table
 

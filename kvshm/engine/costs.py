@@ -43,9 +43,8 @@ class LinearFit:
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[float, float, float]] = {}  # weight, count, seconds
         self._all = _EMPTY
-        self._fit: tuple[float, float] | None = None
-        self._is_current = True
-        """Whether ``_fit`` covers all observations; it is read several times for each ``add``."""
+        self.fit: tuple[float, float] | None = None
+        """Fixed seconds and seconds for each, neither below 0; None while all sizes are alike."""
 
     def add(self, count: float, seconds: float) -> None:
         """Add an observation: ``count`` tokens or bytes, more than 0, took ``seconds``."""
@@ -56,28 +55,18 @@ class LinearFit:
             seconds = min(seconds, OUTLIER_FACTOR * mean)
             if OUTLIER_FACTOR * seconds < mean:  # no accident makes it quick: the mean was too slow
                 weight, counts, total = _EMPTY
-        self._is_current = False
         self._sizes[size] = weight * DECAY + 1.0, counts * DECAY + count, total * DECAY + seconds
         weight, counts, total = self._all
         self._all = weight * DECAY + 1.0, counts * DECAY + count, total * DECAY + seconds
+        self.fit = self._compute_fit()
 
-    @property
-    def largest(self) -> tuple[float, float] | None:
-        """Mean count and mean seconds of the largest size; None without observations."""
-        return max(self._means(), default=None)
-
-    def fit(self) -> tuple[float, float] | None:
-        """Fixed seconds and seconds for each, neither below 0; None while all sizes are alike."""
-        if not self._is_current:
-            self._fit, self._is_current = self._compute_fit(), True
-        return self._fit
-
-    def _means(self) -> list[tuple[float, float]]:
+    def means(self) -> list[tuple[float, float]]:
+        """Mean count and mean seconds of each size, in no order."""
         return [(count / weight, total / weight) for weight, count, total in self._sizes.values()]
 
     def _compute_fit(self) -> tuple[float, float] | None:
-        means = self._means()
-        most, longest = max(means, default=(0.0, 0.0))
+        means = self.means()
+        most, longest = max(means)
         small = [(seconds, count) for count, seconds in means if count * _MIN_SPREAD <= most]
         if not small:
             return None
@@ -137,10 +126,10 @@ class Costs:
         While all steps had about one size, a step's fixed part is taken as 0."""
         if self._prefills == 0:
             return None
-        if (line := self._steps.fit()) is not None:
+        if (line := self._steps.fit) is not None:
             return line[1] * tokens
-        most = self._steps.largest
-        return most[1] / most[0] * tokens if most else None
+        most, longest = max(self._steps.means())
+        return longest / most * tokens
 
     def step_seconds(self) -> float:
         """Mean seconds of a step; 0 before the first."""
@@ -149,7 +138,7 @@ class Costs:
 
     def load_seconds(self, nbytes: int) -> float:
         """Seconds a load of ``nbytes`` takes; assumed until loads were measured."""
-        line, mean = self._loads.fit(), self._loads.mean
+        line, mean = self._loads.fit, self._loads.mean
         if line is not None:
             return line[0] + line[1] * nbytes
         if mean is not None:  # one size only: more bytes take the assumed rate

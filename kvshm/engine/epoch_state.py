@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-import msgspec
+from msgspec.structs import replace
 
 from kvshm.config import Config
 from kvshm.fingerprint import fingerprint
@@ -120,13 +120,8 @@ def begin_epoch(
         fingerprint=Fingerprint(table.fingerprint),
         fields=dict(fields),
         num_blocks=spec.num_blocks,
-        ranks=[_of_epoch(rank, epoch) for rank in ranks],
+        ranks=[replace(rank, memory=replace(rank.memory, epoch=epoch)) for rank in ranks],
         imports_only=not config.exports,
         kvshm_version=__version__,
     )
     return EpochState(table, peers, server, info)
-
-
-def _of_epoch(rank: RankInfo, epoch: Epoch) -> RankInfo:
-    memory = msgspec.structs.replace(rank.memory, epoch=epoch)
-    return msgspec.structs.replace(rank, memory=memory)

@@ -31,7 +31,6 @@ class Marks:
     IndexError for unknown blocks."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
         self.packed = bytearray(8 * num_blocks)
         """All marks, for ``OwnSlotTable``, whose methods publish and retract by them."""
         self._words = memoryview(self.packed).cast("I")
@@ -56,7 +55,7 @@ class Marks:
 
     def clear_all(self) -> None:
         """Make the contents of all blocks unknown, and none of them published."""
-        _native.marks_change(self.packed, range(self._num_blocks), 0)
+        _native.marks_change(self.packed, range(len(self._words) // 2), 0)
 
     def make_sound(self, blocks: Iterable[BlockId]) -> None:
         """Mark blocks as sound: their contents are trusted, or will be when their step ends."""

@@ -8,7 +8,7 @@ leases any more before that step is dispatched.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvshm.ids import BlockId
@@ -85,17 +85,15 @@ class Publisher:
             return runs
         published, left = epoch.table.publish_marked(marks.packed, pool, runs)
         if published:
-            if epoch.outbox:  # earlier retracts are sent first
-                self.flush()
+            self.flush()  # earlier retracts are sent first
             self._send(published)
         return left
 
-    def retract(self, blocks: Iterable[BlockId]) -> None:
+    def retract(self, blocks: Sequence[BlockId]) -> None:
         """Retract published blocks at once: from now on no new lease on them succeeds.
         ``drain_before_dispatch`` waits for the leases still held."""
         if (epoch := self._cache.epoch_state) is not None:
-            ids = blocks if isinstance(blocks, list) else list(blocks)
-            records, draining = epoch.table.retract(ids)
+            records, draining = epoch.table.retract(blocks)
             epoch.outbox.append(records)
             epoch.draining.extend(draining)
             epoch.table.counters.add(RETRACTED, len(records) // RECORD_BYTES)
@@ -121,8 +119,7 @@ class Publisher:
         if (epoch := self._cache.epoch_state) is not None:
             if epoch.draining:
                 self._drain(epoch)
-            if epoch.outbox:
-                self.flush()
+            self.flush()
 
     def flush(self) -> None:
         """Send the events of retracted blocks; never blocks."""

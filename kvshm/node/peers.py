@@ -289,7 +289,7 @@ class Peers:
         """Forget all peers and end the replica; later calls do nothing.  Idempotent."""
         self._closed = True
         self._view = _NO_PEERS
-        self.replica.close_soon()
+        self.replica.close()
         if self._peer_list is not None:
             self._peer_list.end()
 

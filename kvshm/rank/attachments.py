@@ -133,7 +133,9 @@ class AttachmentCache:
                 return peer
             if not piece.memory:
                 raise StillAttaching("it was attached, and has been let go")
-            self._check_failed(piece.peer)
+            until, reason = self._failed.get(piece.peer, (0.0, ""))
+            if self._clock() < until:
+                raise TransportError(reason)
             since = self._attaching.get(piece.peer)
             if since is None:
                 self._begin_attach(piece.peer, piece.memory)
@@ -167,22 +169,15 @@ class AttachmentCache:
                 if len(self._attaching) >= MAX_ATTACHING or self._closed:
                     return
                 known = epoch in self._peers or epoch in self._attaching or epoch in self._failed
-                early = self._early.get(epoch)
-            if known or info.imports_only or self._tries.get(epoch, 0) >= MAX_TRIES:
-                continue
-            if early is not None and early.life(self.rank) != epoch:
-                continue
-            self._tries[epoch] = self._tries.get(epoch, 0) + 1
-            memory = [rank.memory for rank in info.ranks]
-            with self._lock:
-                self._begin_attach(epoch, memory)
+                early, tries = self._early.get(epoch), self._tries.get(epoch, 0)
+                if known or info.imports_only or tries >= MAX_TRIES:
+                    continue
+                if early is not None and early.life(self.rank) != epoch:
+                    continue
+                self._tries[epoch] = tries + 1
+                self._begin_attach(epoch, [rank.memory for rank in info.ranks])
 
     # -- attaching
-
-    def _check_failed(self, peer: Epoch) -> None:
-        until, reason = self._failed.get(peer, (0.0, ""))
-        if self._clock() < until:
-            raise TransportError(reason)
 
     def _begin_attach(self, epoch: Epoch, memory: Sequence[MemoryDescriptor]) -> None:
         thread = threading.Thread(

@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvshm.engine.load_plan import Load, LoadFailure, LoadReport
 from kvshm.errors import MemoryInUse
@@ -70,7 +71,8 @@ class RankCache:
         self._clock = clock
         self.failed = ""
         """Why ``open_epoch`` failed; empty if it succeeded."""
-        self._table: RankSlotTable | None = None
+        self.table: RankSlotTable | None = None
+        """The engine's own slot table, mapped by this rank; None outside an epoch."""
         self._attachments = AttachmentCache(transport, rank, handouts, clock)
         self._tidy_at = clock() + TIDY_SECONDS
         self._tidy_failed = False
@@ -82,11 +84,6 @@ class RankCache:
         self._inherited = False
         start_thread(self._thread)
         guard_forks(self)
-
-    @property
-    def table(self) -> RankSlotTable | None:
-        """The engine's own slot table, mapped by this rank; None outside an epoch."""
-        return self._table
 
     def attached(self) -> frozenset[Epoch]:
         """The peers whose memory this rank has mapped: a load from them begins at once.  A peer
@@ -103,7 +100,7 @@ class RankCache:
         """
         self.end_epoch()
         try:
-            self._table = self._export(epoch)
+            self.table = self._export(epoch)
         except Exception as exc:
             self.failed = f"rank {self._rank} cannot export: {exc}"
             raise
@@ -127,14 +124,14 @@ class RankCache:
         Loads under way begin no further copy and deliver nothing.  The old table stays mapped
         until the loads that use it have ended.
         """
-        table, self._table = self._table, None
+        table, self.table = self.table, None
         self._attachments.follow(None)
         if table is not None:
             table.end_life(self._rank)
 
     def begin_load(self, load: Load) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
-        table = self._table
+        table = self.table
         self._unreported += 1
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
@@ -149,7 +146,7 @@ class RankCache:
         of one block, at most.  Loads that have not ended by then are reported as lost.  Raises
         MemoryInUse if a copy cannot be stopped: the model must not run.
         """
-        table = self._table
+        table = self.table
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, len(loads))
         clock, until = self._clock, self._clock() + patience
@@ -168,7 +165,7 @@ class RankCache:
                 time.sleep(STEP_POLL_SECONDS)
             for load in ongoing:
                 self._abandon(load)
-                reports.append(load.lost_report())
+                reports.append(load.failed_report(LoadFailure.TOO_LATE))
                 self._loads.put(load)  # the load thread releases the leases after the copies
         if self._rank == 0 and table is not None and (late := sum(_is_late(r) for r in reports)):
             table.counters.add(LOADS_TOO_LATE, late)
@@ -204,7 +201,7 @@ class RankCache:
     def write_checksums(self, blocks: list[BlockId]) -> None:
         """KVSHM_VERIFY: record the checksums of own blocks that were just computed, before
         they are published.  Blocks while they are hashed."""
-        table = self._table
+        table = self.table
         if table is None or not self._verify or not blocks:
             return
         for block, checksum in zip(blocks, self._transport.checksum(blocks), strict=True):
@@ -222,7 +219,7 @@ class RankCache:
 
     def forget_in_child(self) -> None:
         """Memory and epoch belong to the parent (kvshm/forks.py)."""
-        self._inherited, self._table = True, None
+        self._inherited, self.table = True, None
 
     # -- the load thread
 
@@ -230,25 +227,17 @@ class RankCache:
         active: list[RankLoad] = []
         closing = False
         while active or not closing:
-            started, closing = self._next(bool(active), closing)
-            if started is not None:
-                active.append(started)
+            with suppress(queue.Empty):
+                load = self._loads.get(timeout=POLL_SECONDS if active else TIDY_SECONDS)
+                if load is None:
+                    closing = True
+                else:
+                    active.append(load)
             ended = [load for load in active if load.advance()]
             active = [load for load in active if load not in ended]
             self._reports.extend(load.report for load in ended if not load.abandoned)
             self._tidy(active)
         self._attachments.close()
-
-    def _next(self, busy: bool, closing: bool) -> tuple[RankLoad | None, bool]:
-        """Return the next load to start, if there is one, and whether ``close`` was called."""
-        if closing:
-            time.sleep(POLL_SECONDS)
-            return None, True
-        try:
-            load = self._loads.get(timeout=POLL_SECONDS if busy else TIDY_SECONDS)
-        except queue.Empty:
-            return None, False
-        return load, load is None
 
     def _tidy(self, active: list[RankLoad]) -> None:
         """Once in TIDY_SECONDS, busy or not: unmap peers that have ended, attach new ones.  Never

@@ -8,7 +8,7 @@ ends without a report, and reports only after the last of its copies has ended.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -95,10 +95,13 @@ class RankLoad:
         except Exception as exc:
             self._discard_all(exc)
             return False  # its copies may still write: the next call polls them again
-        bad = tuple(dict.fromkeys(self._bad))
-        self.report = LoadReport(self._load.load_id, bad, tuple(self._failures), self._elapsed())
-        if any(failure.reason is LoadFailure.TOO_LATE for failure in self._failures):
-            self.report = self.lost_report()
+        if self._discarded:
+            self.report = self.failed_report(LoadFailure.COPY_FAILED)
+        elif any(failure.reason is LoadFailure.TOO_LATE for failure in self._failures):
+            self.report = self.failed_report(LoadFailure.TOO_LATE)
+        else:
+            load_id, bad = self._load.load_id, tuple(dict.fromkeys(self._bad))
+            self.report = LoadReport(load_id, bad, tuple(self._failures), self._elapsed())
         return True
 
     def _elapsed(self) -> float:
@@ -129,10 +132,10 @@ class RankLoad:
         part.copy.cancel()
         return part.copy.fence() or part.copy.poll() is not CopyState.PENDING
 
-    def lost_report(self) -> LoadReport:
-        """Return the report of a load whose time is up.  It has the time the load has taken so
-        far, so that the estimate for the next load grows."""
-        failures = tuple(PieceFailure(p.peer, LoadFailure.TOO_LATE, b"") for p in self._load.pieces)
+    def failed_report(self, reason: LoadFailure) -> LoadReport:
+        """Return the report of a load of which no block may be used.  If its time is up, the report
+        has the time the load has taken so far, so that the estimate for the next load grows."""
+        failures = tuple(PieceFailure(piece.peer, reason, b"") for piece in self._load.pieces)
         bad = self._load.targets + self._load.lost
         return LoadReport(self._load.load_id, bad, failures, self._elapsed())
 
@@ -159,11 +162,13 @@ class RankLoad:
             if not self._in_time():  # nothing was copied, so the report has no time of a copy
                 part.failure = LoadFailure.TOO_LATE
                 return True
-            self._note_copying()
+            if not self._begun_at:
+                self._queued = bool(self._attachments.copying)
+                self._attachments.copying.add(self)
+                self._begun_at = self._clock()
             sync_point(SyncPoint.COPY_BEGINS)
-            self._begun_at = self._begun_at or self._clock()
             part.copy = part.peer.memory.begin_copy(
-                _sources(part.piece),
+                block_ids(part.piece.records),
                 part.piece.targets,
                 None if self._until is None else self._in_time,
             )
@@ -178,48 +183,38 @@ class RankLoad:
             )
         return True
 
-    def _note_copying(self) -> None:
-        if not self._begun_at:
-            self._queued = bool(self._attachments.copying)
-            self._attachments.copying.add(self)
-
     def _in_time(self) -> bool:
         return self._until is None or self._clock() < self._until
 
     def _discard_all(self, exc: Exception) -> None:
         """Deliver nothing of this load.  The problem is logged once per load."""
-        if self._discarded:
-            return
-        self._discarded = True
-        self._bad = [*self._load.targets, *self._load.lost]
-        self._failures = [
-            PieceFailure(piece.peer, LoadFailure.COPY_FAILED, b"") for piece in self._load.pieces
-        ]
-        self._log_problem(f"a load could not be checked and is discarded: {exc}", exc)
+        if not self._discarded:
+            self._discarded = True
+            self._log_problem(f"a load could not be checked and is discarded: {exc}", exc)
 
     def _decide(self, part: _Part) -> None:
         """Decide which of a piece's targets may be used.  Its copy has ended."""
-        piece, count = part.piece, len(part.piece.targets)
+        piece, places = part.piece, range(len(part.piece.targets))
         if part.copy is None or part.peer is None:
-            self._reject(piece, [False] * count, part.failure or LoadFailure.UNREACHABLE)
+            self._reject(piece, places, part.failure or LoadFailure.UNREACHABLE)
             return
         if self.abandoned or part.copy.poll() is not CopyState.DONE:
             reason = LoadFailure.COPY_FAILED if self._in_time() else LoadFailure.TOO_LATE
-            self._reject(piece, [False] * count, reason)
+            self._reject(piece, places, reason)
             return
         sync_point(SyncPoint.COPIED)
         wanted = []
         if self._verify:  # before the re-check, so that it covers the checksums too
-            wanted = [part.peer.table.checksum(self._rank, s) for s in _sources(piece)]
+            wanted = [part.peer.table.checksum(self._rank, s) for s in block_ids(piece.records)]
         good = part.peer.table.recheck(self._rank, piece.records)
         if self._own_epoch_ended():
-            self._reject(piece, [False] * count, LoadFailure.OWN_RESET)
+            self._reject(piece, places, LoadFailure.OWN_RESET)
             return
-        self._count(BLOCKS_COPIED, count)
-        self._count(BYTES_COPIED, count * piece.block_bytes)
-        if not all(good):
-            self._count(RECHECK_FAILED, good.count(False))
-            self._reject(piece, good, LoadFailure.RECLAIMED)
+        self._count(BLOCKS_COPIED, len(places))
+        self._count(BYTES_COPIED, len(places) * piece.block_bytes)
+        if reused := [place for place in places if not good[place]]:
+            self._count(RECHECK_FAILED, len(reused))
+            self._reject(piece, reused, LoadFailure.RECLAIMED)
         if self._verify:
             self._compare(piece, good, wanted)
 
@@ -227,13 +222,12 @@ class RankLoad:
         """KVSHM_VERIFY: compare the copied bytes with the exporter's checksums.  Blocks without a
         checksum are not compared.  Stores the checksums for importers that copy these blocks."""
         found = self._attachments.transport.checksum(piece.targets)
-        triples = zip(good, wanted, found, strict=True)
-        same = [not ok or not want or want == have for ok, want, have in triples]
-        compared = [ok and want != 0 for ok, want in zip(good, wanted, strict=True)]
-        self._count(VERIFIED, sum(a and b for a, b in zip(compared, same, strict=True)))
-        if not all(same):
-            self._count(MISMATCHED, same.count(False))
-            self._reject(piece, same, LoadFailure.MISMATCH)
+        compared = [place for place, want in enumerate(wanted) if want and good[place]]
+        differ = [place for place in compared if found[place] != wanted[place]]
+        self._count(VERIFIED, len(compared) - len(differ))
+        if differ:
+            self._count(MISMATCHED, len(differ))
+            self._reject(piece, differ, LoadFailure.MISMATCH)
             what = "copied bytes differ from what it published"
             who = self._attachments.name_of(piece.peer)
             self._log_problem(f"engine {piece.peer:016x}: {what}", logged=f"engine {who}: {what}")
@@ -243,13 +237,11 @@ class RankLoad:
 
     def _own_epoch_ended(self) -> bool:
         table = self._table
-        if table is None or table.epoch != self._load.epoch:
-            return True
-        return not table.is_alive(self._rank)
+        return table is None or table.epoch != self._load.epoch or not table.is_alive(self._rank)
 
-    def _reject(self, piece: Piece, good: list[bool], reason: LoadFailure) -> None:
+    def _reject(self, piece: Piece, bad: Sequence[int], reason: LoadFailure) -> None:
+        """``bad``: places of blocks in the piece."""
         size = RECORD_BYTES
-        bad = [i for i, ok in enumerate(good) if not ok]
         self._bad += [piece.targets[i] for i in bad]
         records = b"".join(piece.records[i * size : (i + 1) * size] for i in bad)
         self._failures.append(PieceFailure(piece.peer, reason, records))
@@ -294,7 +286,3 @@ class RankLoad:
         with suppress(Exception):  # it is logged already; an error here must not lose the load
             if self._table is not None:
                 self._table.log_error(text)
-
-
-def _sources(piece: Piece) -> list[BlockId]:
-    return block_ids(piece.records)

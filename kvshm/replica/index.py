@@ -2,7 +2,7 @@
 
 An engine writes its own replica, in its scheduler process.  Lookups there and in other processes
 (kvshm/replica/index_reader.py) run concurrently with the writer, without a lock.  A thread that
-must not wait leaves its work to the writer (``forget``, ``close_soon``).  Events may be lost,
+must not wait leaves its work to the writer (``forget``, ``close``).  Events may be lost,
 repeated or out of order: a private tombstone per block of each engine records the highest
 generation heard of and whether it was retracted, so that old events change nothing.
 
@@ -13,7 +13,6 @@ entries are refused.
 from __future__ import annotations
 
 import os
-import struct
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ from typing import NamedTuple
 
 from kvshm import _native
 from kvshm.errors import IndexFull, KvshmError, SegmentError
-from kvshm.ids import Epoch, Generation, LeaseBit
+from kvshm.ids import Epoch, LeaseBit
 from kvshm.log import logger
 from kvshm.shm.available_memory import check_available
 from kvshm.shm.layout import (
@@ -43,15 +42,13 @@ from kvshm.shm.layout import (
 )
 from kvshm.shm.segment import INDEX_KIND, Header, Segment, SegmentName, write_header
 
-from .index_layout import ROW_NAME_BYTES, ROW_STRUCT, Row
+from .index_layout import ROW_NAME_BYTES, ROW_STRUCT
 from .index_reader import ReplicaReader
 
 log = logger(__name__)
 
 MIN_CAPACITY = 8
 
-_TOMBSTONE = struct.Struct("<QII")
-assert _TOMBSTONE.size == TOMBSTONE_BYTES
 _SCANNED_BYTES = 1 + 2 * RECORD_BYTES // TOMBSTONE_BYTES
 """Bytes that a scan takes per byte of tombstones: a copy of the tombstones, two of the records."""
 
@@ -64,13 +61,6 @@ class ApplyResult(NamedTuple):
     ignored: int = 0
     refused: int = 0
     """Publishes without room in the index."""
-
-
-class HeardBlock(NamedTuple):
-    """The last event of a block, if that was a publish."""
-
-    tag: int
-    generation: Generation
 
 
 class StaleRecords(NamedTuple):
@@ -94,12 +84,13 @@ class Replica(ReplicaReader):
 
     def __init__(self, segment: Segment, header: Header) -> None:
         super().__init__(segment)
+        self.refused = 0
+        """Number of publishes dropped so far for lack of room."""
         self._header = header
         self._lock = threading.Lock()
         self.stale_records = deque()
         self._ending = False
         self._tombstones: dict[int, bytearray] = {}
-        self._refused = 0
         self._grow_at = 0
 
     @classmethod
@@ -118,11 +109,6 @@ class Replica(ReplicaReader):
         Any thread.  Raises SegmentError."""
         return self._segment.descriptor(writable=False)
 
-    @property
-    def refused(self) -> int:
-        """Number of publishes dropped so far for lack of room."""
-        return self._refused
-
     # -- rows
 
     def add_row(self, epoch: Epoch, name: str, num_blocks: int, lease_bit: LeaseBit) -> int:
@@ -135,9 +121,10 @@ class Replica(ReplicaReader):
             if row is None:
                 raise IndexFull(f"{self.name} has {NUM_ROWS} rows and all are taken")
             _check_memory(self.name, num_blocks * TOMBSTONE_BYTES, f"what is heard of {name}")
-            fresh = Row(row, epoch, RowState.FREE, num_blocks, 0, lease_bit, name)
-            _write_row(self._segment.buffer, fresh)
-            _set_state(self._segment.buffer, row, RowState.LIVE)
+            buffer, text = self._segment.buffer, name.encode()[:ROW_NAME_BYTES]
+            fresh = (epoch, RowState.FREE, num_blocks, 0, lease_bit + 1, text)
+            ROW_STRUCT.pack_into(buffer, ROWS_OFFSET + row * ROW_BYTES, *fresh)
+            _set_state(buffer, row, RowState.LIVE)
             self._tombstones[row] = bytearray(num_blocks * TOMBSTONE_BYTES)
             return row
 
@@ -212,33 +199,9 @@ class Replica(ReplicaReader):
         """
         return self.apply(row, _native.index_stale(before, scanned) + scanned)
 
-    def check_integrity(self) -> list[str]:
-        """Also checks that exactly the blocks published by their tombstones have entries.  Takes
-        the lock."""
-        with self._exclusive():
-            wrong = super().check_integrity()
-            held = {
-                (e.row, int(e.block_id)): HeardBlock(e.tag, e.generation) for e in self.entries()
-            }
-        heard = {
-            (row, block): known
-            for row in self._tombstones
-            for block, known in published_blocks(self.tombstones(row)).items()
-        }
-        return wrong + [
-            f"row, block {place}: {held.get(place)} held, {heard.get(place)} heard of"
-            for place in sorted(held.keys() | heard.keys())
-            if held.get(place) != heard.get(place)
-        ]
-
     def close(self) -> None:
-        """Unmap.  Idempotent; waits for a write under way."""
-        with self._exclusive():
-            super().close()
-
-    def close_soon(self) -> None:
-        """``close`` without waiting: if another thread is writing, that thread closes the replica
-        before it returns."""
+        """Unmap.  Idempotent.  Never waits: if another thread is writing, that thread unmaps the
+        segment before it returns."""
         self._ending = True
         self._run_pending()
 
@@ -278,7 +241,7 @@ class Replica(ReplicaReader):
         tombstones = self._tombstones.get(stale.row)
         if tombstones is None or self._segment.closed:
             return
-        if _epoch_of(self._segment.buffer, stale.row) != stale.epoch:
+        if _native.load(self._segment.buffer, ROWS_OFFSET + stale.row * ROW_BYTES) != stale.epoch:
             return
         retracts = (r._replace(kind=RecordKind.RETRACT) for r in unpack_records(stale.records))
         with suppress(KvshmError, IndexError, ValueError):  # not a block of this engine: no entry
@@ -293,34 +256,30 @@ class Replica(ReplicaReader):
         while full and self._grow():
             more = apply(self._segment.buffer, batches)
             added, removed, full = added + more[0], removed + more[1], more[3]
-        self._refused += full
+        self.refused += full
         return ApplyResult(added, removed, ignored, full)
 
     def _grow(self) -> bool:
         """Try to grow.  After a failure, retry only when twice as many events were refused."""
-        if self._refused < self._grow_at:
+        if self.refused < self._grow_at:
             return False
         try:
             self._enlarge()
-        except IndexFull as exc:
-            self._grow_at = 2 * self._refused + 1
-            log.warning("%s; new entries are refused", exc)
+        except SegmentError as exc:
+            self._grow_at = 2 * self.refused + 1
+            log.warning("%s is full and cannot grow: %s; new entries are refused", self.name, exc)
             return False
         self._grow_at = 0
         return True
 
     def _enlarge(self) -> None:
-        old = self._segment
+        larger = _new_segment(self.name, 2 * self.capacity, self._header)
         try:
-            larger = _new_segment(self.name, 2 * self.capacity, self._header)
-        except SegmentError as exc:
-            raise IndexFull(f"{self.name} is full and cannot grow: {exc}") from exc
-        try:
-            _native.index_copy(old.buffer, larger.buffer)
+            _native.index_copy(self._segment.buffer, larger.buffer)
         except BaseException:
             larger.close()
             raise
-        # Not closed: a lookup under way may still use the old mapping.
+        # The old segment is not closed: a lookup under way may still use its mapping.
         self._segment = larger
 
 
@@ -341,25 +300,6 @@ def _check_memory(name: str, nbytes: int, what: str) -> None:
             f"{name} needs {nbytes} bytes for {what}: {exc.strerror}; free memory, or raise the "
             "container's limit"
         ) from exc
-
-
-def published_blocks(heard: bytes) -> dict[int, HeardBlock]:
-    """The blocks that are published according to ``heard`` (tombstones), by block id."""
-    return {
-        block_id: HeardBlock(tag, Generation(generation))
-        for block_id, (tag, state, generation) in enumerate(_TOMBSTONE.iter_unpack(heard))
-        if state == RecordKind.PUBLISH
-    }
-
-
-def _write_row(buffer: memoryview, row: Row) -> None:
-    name = row.name.encode()[:ROW_NAME_BYTES]
-    fields = (row.epoch, row.state, row.num_blocks, row.entries, row.lease_bit + 1, name)
-    ROW_STRUCT.pack_into(buffer, ROWS_OFFSET + row.row * ROW_BYTES, *fields)
-
-
-def _epoch_of(buffer: memoryview, row: int) -> int:
-    return _native.load(buffer, ROWS_OFFSET + row * ROW_BYTES)
 
 
 def _set_state(buffer: memoryview, row: int, state: RowState) -> None:

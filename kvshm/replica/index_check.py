@@ -5,8 +5,9 @@ All functions read a buffer, mapped or copied, and trust no number in it.
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
 from kvshm import _native
 from kvshm.shm.layout import (
@@ -20,7 +21,7 @@ from kvshm.shm.layout import (
     RowState,
 )
 
-from .index_layout import ROW_STRUCT, Entry, Row, all_entries, entry_of, rows
+from .index_layout import ROW_STRUCT, Entry, Row, rows, used_entries
 
 _WORD = (1 << 64) - 1
 
@@ -32,11 +33,10 @@ def violations(buffer: memoryview) -> list[str]:
     row has, and no other entry of the row names that block.  A search from the home of its tag
     meets no free entry before it.  Rows have different epochs.  The sequence is even.
     """
-    used = {place: entry_of(f) for place, f in enumerate(all_entries(buffer)) if f[3]}
-    places, found = list(used), list(used.values())
+    used = dict(used_entries(buffer))
     taken = {row.row: row for row in rows(buffer)}
-    wrong = _miscounted(buffer, found, taken)
-    twice = Counter((entry.row, entry.block_id) for entry in found)
+    wrong = _miscounted(buffer, used.values(), taken)
+    twice = Counter((entry.row, entry.block_id) for entry in used.values())
     for place, entry in used.items():
         if entry.row in taken and entry.block_id >= taken[entry.row].num_blocks:
             blocks = taken[entry.row].num_blocks
@@ -46,11 +46,11 @@ def violations(buffer: memoryview) -> list[str]:
     ]
     capacity = (buffer.nbytes - INDEX_HEADER_BYTES) // ENTRY_BYTES
     return wrong + [
-        f"entry {place}: cannot be found by its tag" for place in _hidden(places, found, capacity)
+        f"entry {place}: cannot be found by its tag" for place in _hidden(used, capacity)
     ]
 
 
-def _miscounted(buffer: memoryview, found: Sequence[Entry], taken: dict[int, Row]) -> list[str]:
+def _miscounted(buffer: memoryview, found: Collection[Entry], taken: dict[int, Row]) -> list[str]:
     count, sequence = (_native.load(buffer, at) for at in (COUNT_OFFSET, SEQUENCE_OFFSET))
     wrong = [] if len(found) == count else [f"header: {count} entries counted, {len(found)} in use"]
     if sequence % 2:
@@ -79,27 +79,14 @@ def _row_violations(buffer: memoryview, taken: dict[int, Row]) -> list[str]:
     return wrong
 
 
-def _hidden(places: Sequence[int], found: Sequence[Entry], capacity: int) -> Iterator[int]:
+def _hidden(used: Mapping[int, Entry], capacity: int) -> Iterator[int]:
     """Yield the places that a search cannot reach: a free entry lies between home and place."""
-    if not places:
-        return
-    begin = places[0]
-    if begin == 0 and places[-1] == capacity - 1:  # the first run began before the end
-        begin = _begin_of_last_run(places) - capacity
-    for before, place, entry in zip([places[0] - 1, *places], places, found, strict=False):
-        if place != before + 1:
-            begin = place
-        if (place - _home(entry.tag, capacity)) % capacity > place - begin:
-            yield place
-
-
-def _begin_of_last_run(places: Sequence[int]) -> int:
-    begin = places[-1]
-    for place in reversed(places):
-        if begin - place > 1:
-            break
-        begin = place
-    return begin
+    free = [place for place in range(capacity) if place not in used]
+    for place, entry in used.items():
+        if free:
+            last_free = free[bisect(free, place) - 1]  # before the first one comes the last one
+            if (place - _home(entry.tag, capacity)) % capacity >= (place - last_free) % capacity:
+                yield place
 
 
 def _home(tag: int, capacity: int) -> int:

@@ -28,9 +28,6 @@ assert ENTRY_STRUCT.size == ENTRY_BYTES
 _ENTRIES_AT_ONCE = 4096
 _TAKEN = frozenset(RowState) - {RowState.FREE}
 
-Fields = tuple[int, int, int, int, int]
-"""Tag, block id, generation, row + 1 and depth of an entry, as stored."""
-
 
 class Row(NamedTuple):
     """One engine that the replica knows."""
@@ -65,24 +62,12 @@ def rows(buffer: memoryview) -> Iterator[Row]:
             yield Row(row, epoch, RowState(state), num_blocks, count, LeaseBit(bit - 1), text)
 
 
-def live_mask(buffer: memoryview) -> int:
-    """Bit mask of the rows that lookups may use."""
-    return sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
-
-
-def all_entries(buffer: memoryview) -> Iterator[Fields]:
-    """Yield all entries in order of their places, free ones included."""
+def used_entries(buffer: memoryview) -> Iterator[tuple[int, Entry]]:
+    """Yield the entries in use, each with its place, in order of their places."""
     chunk = _ENTRIES_AT_ONCE * ENTRY_BYTES
     for offset in range(INDEX_HEADER_BYTES, buffer.nbytes, chunk):
-        yield from ENTRY_STRUCT.iter_unpack(bytes(buffer[offset : offset + chunk]))
-
-
-def entries(buffer: memoryview) -> Iterator[Entry]:
-    """Yield the entries in use."""
-    return (entry_of(fields) for fields in all_entries(buffer) if fields[3])
-
-
-def entry_of(fields: Fields) -> Entry:
-    """Convert the fields of an entry in use."""
-    tag, block_id, generation, owner, depth = fields
-    return Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)
+        first = (offset - INDEX_HEADER_BYTES) // ENTRY_BYTES
+        stored = ENTRY_STRUCT.iter_unpack(bytes(buffer[offset : offset + chunk]))
+        for place, (tag, block_id, generation, owner, depth) in enumerate(stored, first):
+            if owner:  # row + 1; 0 in a free entry
+                yield place, Entry(tag, owner - 1, BlockId(block_id), Generation(generation), depth)

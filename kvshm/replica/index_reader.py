@@ -1,4 +1,4 @@
-"""Reading a replica index: look up prefixes, list rows and entries, check the whole.
+"""Reading a replica index: look up prefixes, list rows and entries.
 
 Any process of the same user that has a descriptor may map an engine's replica read-only and read
 it while its owner writes, as the tools do.  The result of a lookup is a hint: the lease in the
@@ -17,12 +17,12 @@ from kvshm.shm.layout import (
     INDEX_MAGIC,
     MAX_BLOCKS,
     NUM_ROWS,
+    RowState,
     index_bytes,
 )
 from kvshm.shm.segment import Header, Segment, check_header
 
-from .index_check import violations
-from .index_layout import Entry, Row, entries, live_mask, rows
+from .index_layout import Entry, Row, rows, used_entries
 
 LARGEST_INDEX = index_bytes(2 * MAX_BLOCKS * NUM_ROWS)
 
@@ -32,6 +32,8 @@ class ReplicaReader:
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
+        self.name = segment.name
+        """The name of the segment, for people."""
 
     @staticmethod
     def from_fd(name: str, fd: int) -> ReplicaReader:
@@ -41,18 +43,16 @@ class ReplicaReader:
         Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
         """
         segment = Segment.from_fd(name, fd, False, LARGEST_INDEX).close_descriptor()
+        reader = ReplicaReader(segment)
         try:
             check_header(segment, INDEX_MAGIC)
-            check_capacity(segment)
+            capacity, nbytes = reader.capacity, segment.buffer.nbytes
+            if capacity & (capacity - 1) or index_bytes(capacity) != nbytes:
+                raise CorruptSegment(f"{name} states {capacity} entries, has {nbytes} bytes")
         except BaseException:
             segment.close()
             raise
-        return ReplicaReader(segment)
-
-    @property
-    def name(self) -> str:
-        """The name of the segment, for people."""
-        return self._segment.name
+        return reader
 
     @property
     def header(self) -> Header:
@@ -84,10 +84,11 @@ class ReplicaReader:
         ``rows_mask`` None means all live rows.  Any process; does not mutate.
         """
         buffer = self._segment.buffer
-        mask = live_mask(buffer) if rows_mask is None else rows_mask
+        if rows_mask is None:
+            rows_mask = sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
         if not isinstance(hashes, list):
             hashes, start, stop = list(hashes[start:stop]), 0, stop - start
-        return _native.index_lookup(buffer, hashes, start, stop, mask)
+        return _native.index_lookup(buffer, hashes, start, stop, rows_mask)
 
     def rows(self) -> list[Row]:
         """Return the engines that the replica knows."""
@@ -95,11 +96,7 @@ class ReplicaReader:
 
     def entries(self) -> Iterator[Entry]:
         """Yield all entries.  An entry that moves meanwhile may be missing or appear twice."""
-        return entries(self._segment.buffer)
-
-    def check_integrity(self) -> list[str]:
-        """Return the violations of the index, as text; empty if nothing was being written."""
-        return violations(self._segment.buffer)
+        return (entry for _, entry in used_entries(self._segment.buffer))
 
     def close(self) -> None:
         """Unmap.  Idempotent."""
@@ -107,12 +104,3 @@ class ReplicaReader:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name} [{self.count} of {self.capacity} entries]>"
-
-
-def check_capacity(segment: Segment) -> None:
-    """Raise CorruptSegment unless the stated capacity fits the segment."""
-    capacity = _native.load(segment.buffer, CAPACITY_OFFSET)
-    if capacity & (capacity - 1) or index_bytes(capacity) != segment.buffer.nbytes:
-        raise CorruptSegment(
-            f"{segment.name} states {capacity} entries, has {segment.buffer.nbytes} bytes"
-        )

@@ -76,10 +76,6 @@ class TableSpec:
         """Size of the segment."""
         return table_bytes(self.num_blocks, self.num_ranks)
 
-    def segment_name(self, epoch: Epoch) -> str:
-        """The segment's name in one epoch, for people."""
-        return str(SegmentName(self.namespace, TABLE_KIND, self.engine, epoch))
-
     def write(self, segment: Segment, created_ns: int) -> None:
         """Fill the constant fields of a new segment's header."""
         buffer, model = segment.buffer, self.model.encode()[:MODEL_NAME_BYTES]
@@ -170,7 +166,8 @@ class OwnSlotTable(RankSlotTable):
 
         ``pid``: the owner's pid, for people (default: this process).  Raises SegmentTooSmall.
         """
-        segment = Segment.create(spec.segment_name(epoch), spec.nbytes)
+        name = str(SegmentName(spec.namespace, TABLE_KIND, spec.engine, epoch))
+        segment = Segment.create(name, spec.nbytes)
         spec.write(segment, clock())
         owner = os.getpid() if pid is None else pid
         header = Header(TABLE_MAGIC, TABLE_HEADER_BYTES, epoch, owner)

@@ -43,7 +43,7 @@ def replica(namespace: str) -> Iterator[Replica]:
     """An index of 64 entries, sound when the test ends."""
     replica = Replica.create(namespace, "b", replicas.OWN_EPOCH, 64)
     yield replica
-    assert replica.check_integrity() == []
+    assert replicas.wrong_in(replica) == []
     replica.close()
 
 
@@ -63,7 +63,7 @@ def peers(served: ServedNode, clock: Clock) -> Iterator[Peers]:
     peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts, clock=clock)
     yield peers
     if not peers._closed:
-        assert peers.replica.check_integrity() == []
+        assert replicas.wrong_in(peers.replica) == []
     peers.close()
 
 

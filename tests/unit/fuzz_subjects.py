@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from replicas import wrong_in
 from served import AnyTable, Served, ServedNode
 
 from kvshm.ids import (
@@ -23,6 +24,7 @@ from kvshm.ids import (
     Rank,
 )
 from kvshm.replica.index import Replica
+from kvshm.replica.index_check import violations
 from kvshm.replica.index_reader import LARGEST_INDEX, ReplicaReader
 from kvshm.shm.layout import (
     EPOCH_OFFSET,
@@ -210,13 +212,13 @@ class Index(Subject):
         yield "lookup in all rows", lambda: reader.lookup(HASHES, 0, BLOCKS, (1 << 64) - 1)
         yield "rows", reader.rows
         yield "entries", lambda: list(reader.entries())
-        yield "check_integrity", reader.check_integrity
+        yield "violations", lambda: violations(reader.buffer)
         yield "repr", reader.__repr__
 
     @staticmethod
     def _changes() -> Iterator[tuple[str, Callable[[Replica], object]]]:
         yield "lookup", lambda r: r.lookup(HASHES, 0, BLOCKS)
-        yield "check_integrity", lambda r: r.check_integrity()
+        yield "check", wrong_in
         yield "apply", lambda r: r.apply(0, UNPUBLISHED[:96])
         yield "apply that grows", lambda r: r.apply(0, MANY)
         yield "forget", lambda r: r.forget(0, Epoch(1), PUBLISHED)

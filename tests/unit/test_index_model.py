@@ -16,10 +16,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvshm.errors import IndexFull
-from kvshm.replica.index import Replica, published_blocks
+from kvshm.errors import SegmentTooSmall
+from kvshm.replica.index import Replica
 from kvshm.shm.layout import BlockRecord, RecordKind, RowState, pack_records, unpack_records
 
+from .replicas import published_blocks, wrong_in
 from .served import read_again
 
 PUBLISH, RETRACT = RecordKind.PUBLISH, RecordKind.RETRACT
@@ -124,7 +125,7 @@ class GrowingIndex(RuleBasedStateMachine):
 
     @staticmethod
     def _no_memory() -> None:
-        raise IndexFull("no shared memory left")
+        raise SegmentTooSmall("no shared memory left")
 
     def teardown(self) -> None:
         self.replica.close()
@@ -256,7 +257,7 @@ class GrowingIndex(RuleBasedStateMachine):
     def holds_what_the_rule_leaves(self) -> None:
         held = {(e.row, e.block_id): (e.generation, e.tag) for e in self.replica.entries()}
         assert held == self.model.published()
-        assert self.replica.check_integrity() == []
+        assert wrong_in(self.replica) == []
 
     @invariant()
     def rows_are_all_there(self) -> None:

@@ -264,7 +264,7 @@ def test_what_the_replica_had_no_room_for_is_counted(
     table: AnyTable, peers: Peers, handler: RosterHandler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for refused in (2, 2, 5):
-        monkeypatch.setattr(peers.replica, "_refused", refused)
+        monkeypatch.setattr(peers.replica, "refused", refused)
         handler.beat()
         assert table.counters.snapshot()["index_full"] == refused
 
