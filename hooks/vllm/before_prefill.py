@@ -305,8 +305,7 @@ class RequestImporter:
             self._record_late(own)
             heard = len(own) == self._num_ranks and bool(load.pieces) and not load.lost
             if not heard or any(report.bad for report in own):
-                targets = tuple(t for piece in load.pieces for t in piece.targets)
-                own.append(LoadReport(load.load_id, targets))
+                own.append(LoadReport(load.load_id, load.targets))
                 self._failed.add(self._imports[load.load_id].request_id)
             self._reports[load.load_id] = own
             results.append(self._finish(load.load_id))

@@ -263,7 +263,7 @@ class SchedulerSide:
         if (tracker := self.tracker) is not None:
             tracker.update_expecting(epoch_state)
             for load in (*loads, *at_once):
-                tracker.blocks_promised([t for piece in load.pieces for t in piece.targets])
+                tracker.blocks_promised(load.targets)
             # Before publishing: this same schedule() may have hashed a block that the step writes.
             if busy:
                 completes = tracker.step_built(self._step, output.num_scheduled_tokens)

@@ -222,8 +222,7 @@ class WorkerSide:
             load = metadata.loads[0]
             self._under_way.add(load.load_id)
             if self._cache is None:
-                targets = tuple(t for piece in load.pieces for t in piece.targets)
-                self._ended(LoadReport(load.load_id, targets + load.lost))
+                self._ended(LoadReport(load.load_id, load.targets + load.lost))
             else:
                 self._cache.begin_load(load)
             metadata.loads.pop(0)  # only now: ``give_up`` reports a load that failed to begin
