@@ -30,7 +30,7 @@ from .pool_watch import block_tables
 
 
 class LoadedBlocks(NamedTuple):
-    """Consecutive blocks of a request that a load has filled."""
+    """Consecutive blocks of a request that a load fills."""
 
     chain: list[bytes]
     """The request's block hashes; grows as the request does."""

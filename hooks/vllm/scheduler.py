@@ -317,9 +317,9 @@ class SchedulerSide:
             if not done.good.blocks:
                 if tracker is not None:  # before ``failed`` empties the table
                     tracker.blocks_failed(done.bad)
-                at_once.failed(done.request_id, done.load_id)
+                at_once.failed(done.request_id, done.load.load_id)
                 continue
-            at_once.arrived(done.request_id, done.load_id)
+            at_once.arrived(done.request_id, done.load.load_id)
             if tracker is not None:
                 tracker.blocks_loaded(done.good, tracker.shares(done.request_id))
 
