@@ -151,25 +151,15 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def get_handshake_metadata(self) -> RankDescription | None:
-        # A MultiConnector would give this answer to its other connectors as well.
-        return None if is_beside_others(self) else self.describe()
+        if self._worker is None or is_beside_others(self):
+            return None  # a MultiConnector would give the answer to its other connectors as well
+        return self._worker.describe()
 
     @guarded(_nothing)
-    def describe(self) -> RankDescription | None:
-        """Describe this rank to the scheduler (ranks.Ranks)."""
-        return self._worker.describe() if self._worker else None
-
-    @guarded(lambda self, load_ids: set())
-    def wait_for_end(self, load_ids: list[str]) -> set[str]:
-        """Wait for these loads, up to GIVE_UP_SECONDS; returns those that have ended without a
-        report (ranks.Ranks)."""
-        return self._worker.wait_for_end(load_ids) if self._worker else set()
-
-    @guarded(_nothing)
-    def forget_loads(self, load_ids: list[str]) -> None:
-        """Report nothing of these loads (ranks.Ranks)."""
-        if self._worker:
-            self._worker.forget(load_ids)
+    def answer_scheduler(self, question: str, *args: Any) -> Any:
+        """Answer what the scheduler asks this rank between steps (ranks.Ranks): call the method
+        ``question`` of WorkerSide.  None: this rank cannot answer."""
+        return getattr(self._worker, question)(*args) if self._worker else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._connector_metadata = connector_metadata

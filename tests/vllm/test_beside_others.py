@@ -165,9 +165,9 @@ def test_a_worker_beside_others_is_asked_and_gives_no_handshake(
     group = MultiConnector(config, KVConnectorRole.WORKER, imagined_cache(8))
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", group)
     assert group.get_handshake_metadata() is None
-    from kvshm.hooks.vllm.ranks import _describe
+    from kvshm.hooks.vllm.ranks import ask_rank
 
-    answer = _describe(None)
+    answer = ask_rank(None, "describe")
     assert answer is not None
     assert answer.refusal == "the KV cache was not registered"
     group.shutdown()
