@@ -303,16 +303,12 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             ids = [block.block_id for block in blocks.blocks[0]]
             self._scheduler.importer.allocation_failed(request, ids, num_external_tokens)
 
+    # After any error here, the loads must still be handed over.
+    @guarded(lambda self, output: self._scheduler.build_after_failure(output))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMetadata(step=0)
-        try:
-            return self._scheduler.build(scheduler_output)
-        except Exception as exc:  # any, as in ``guarded``; the loads must still be handed over
-            if self.strict:
-                raise
-            report(self, "build_connector_meta", exc)
-            return self._scheduler.build_after_failure(scheduler_output)
+        return self._scheduler.build(scheduler_output)
 
     # After any error here, compute everything again, even blocks that were right.
     @guarded(lambda self, *_: self._scheduler.importer.at_once.undo_all())
