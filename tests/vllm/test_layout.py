@@ -203,7 +203,7 @@ def test_other_allocations_are_torchs_own(call: Callable[[], torch.Tensor]) -> N
 
 def test_a_failure_restores_torch() -> None:
     zeros = torch.zeros
-    with pytest.raises(RuntimeError, match="boom"), shared_kv_memory(bytearray):  # type: ignore[type-var]
+    with pytest.raises(RuntimeError, match="boom"), shared_kv_memory(bytearray):  # type: ignore[arg-type]
         raise RuntimeError("boom")
     assert torch.zeros is zeros
 
