@@ -16,15 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 from kvshm.errors import KvshmError
 from kvshm.interfaces import Region
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 
 @dataclass(frozen=True)
