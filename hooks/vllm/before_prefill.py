@@ -10,7 +10,6 @@ Imports whole blocks only, never the prompt's last token, and nothing for a requ
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
@@ -74,8 +73,8 @@ class RequestImporter:
         cache: SharedCache,
         config: Config,
         block_size: int,
-        clock: Callable[[], float] = time.monotonic,
-        num_ranks: int = 1,
+        num_ranks: int,
+        clock: Callable[[], float],
     ) -> None:
         self._cache, self._planner = cache, cache.planner
         self._config = config

@@ -42,20 +42,14 @@ from kvshm.rundir import open_run_directory, require_room
 from kvshm.shm.counters import HOOK_ERRORS
 
 from .boundary import guarded, report
-from .limits import kv_role_limit
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others
-from .refusals import (
-    cache_refusal,
-    config_refusal,
-    version_refusal,
-    version_warning,
-)
+from .refusals import cache_refusal, config_refusal, version_refusal, version_warning
 from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
 from .shutdown import wait_for_engine_cores
-from .vllm_scheduler import VllmScheduler
+from .vllm_scheduler import VllmScheduler, kv_role_limit
 from .worker import WorkerSide
 
 log = logger(__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Set
@@ -21,7 +22,6 @@ from kvshm.shm.counters import LOADS_AT_ONCE
 from .after_prefill import BlockTracker, CompletedRuns
 from .before_prefill import RequestImporter
 from .identity import scheduler_fields, with_none_hash
-from .limits import log_role, scheduler_limits
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
 from .pool_room import PoolRoom
@@ -29,7 +29,7 @@ from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
 from .ranks import Ranks
 from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
-from .vllm_scheduler import VllmScheduler
+from .vllm_scheduler import VllmScheduler, scheduler_limits
 
 log = logger(__name__)
 
@@ -44,14 +44,7 @@ NOT_SYNCED = object()
 class SchedulerSide:
     """One engine's scheduler.  All methods run on the EngineCore's main thread."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: Config, run_dir: Path, vllm_config: Any, kv_cache_config: Any):
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -67,9 +60,10 @@ class SchedulerSide:
         on_shutdown_signal(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self.importer = RequestImporter(
-            self.cache, config, self._block_size, clock, num_ranks=self._num_ranks
+            self.cache, config, self._block_size, self._num_ranks, time.monotonic
         )
-        self._times = StepTimes(self.cache.planner.costs, clock, vllm_config.scheduler_config)
+        costs = self.cache.planner.costs
+        self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
         self._requests: dict[str, Any] = {}
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
@@ -101,7 +95,7 @@ class SchedulerSide:
         role = self._config.decide_role(*limits)
         if role.refusal is not None:
             return role.refusal
-        log_role(role, self._config)
+        self._log_role(role)
         self._importing = not role.no_imports
         if self._importing and scheduler is not None:
             scheduler.recompute()
@@ -123,6 +117,16 @@ class SchedulerSide:
                 self.tracker = tracker
         except PoolChanged as exc:
             yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)
+
+    def _log_role(self, role: Decision) -> None:
+        """Log the role and its cause: a warning unless kvshm's own settings are the cause."""
+        level = logging.INFO if role == self._config.decide_role() else logging.WARNING
+        if role.no_imports:
+            log.log(level, "exporting only: %s", role.no_imports)
+        elif role.no_exports:
+            log.log(level, "importing only: %s", role.no_exports)
+        else:
+            log.info("exporting and importing")
 
     def may_import(self) -> bool:
         """Whether imports may begin now."""
@@ -199,9 +203,8 @@ class SchedulerSide:
             return
         self._awaited = None
         ordered = [self._descriptions[rank] for rank in sorted(self._descriptions)]
-        refusals = [d.refusal for d in ordered if d.refusal]
-        if refusals:
-            log.warning("not sharing the prefix cache: %s", refusals[0])
+        if refusal := next((d.refusal for d in ordered if d.refusal), ""):
+            log.warning("not sharing the prefix cache: %s", refusal)
             self.withdraw()
             return
         of_ranks = [d.fields for d in ordered]

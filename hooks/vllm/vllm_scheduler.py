@@ -7,14 +7,26 @@ imports might fill them while such a step still writes.  And a load under way ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm.config import KVTransferConfig
+
 from kvshm.log import logger
+from kvshm.roles import Limit
 
 from .call_stack import callers_with
 
 log = logger(__name__)
+
+
+def kv_role_limit(transfer: KVTransferConfig, of: str = "") -> Limit:
+    """Return the limit that a connector's kv_role sets; ``of`` names the connector."""
+    return Limit(
+        f"kv_role={transfer.kv_role}{of}",
+        no_exports=not transfer.is_kv_producer,
+        no_imports=not transfer.is_kv_consumer,
+    )
 
 
 class VllmScheduler:
@@ -45,16 +57,6 @@ class VllmScheduler:
         if not self.scheduler.recompute_kv_load_failures:
             log.info("kv_load_failure_policy=fail overridden with recompute for all connectors")
         self.scheduler.recompute_kv_load_failures = True
-
-    @property
-    def transfer(self) -> Any:
-        """The outermost connector's configuration."""
-        return self.scheduler.vllm_config.kv_transfer_config
-
-    def holds_back_freed_blocks(self) -> bool:
-        """Whether vLLM hands out a freed block only when no step under way writes to it."""
-        one_at_a_time = self.scheduler.vllm_config.max_concurrent_batches <= 1
-        return bool(self.scheduler.defer_block_free or one_at_a_time)
 
     def may_import(self) -> bool:
         """Whether no step writes to free blocks any more: all steps that were dispatched before the
@@ -112,3 +114,15 @@ class VllmScheduler:
             return self._reset(reset_running_requests, *args, **kwargs)
         finally:
             self._preempts, self._ran = False, []
+
+
+def scheduler_limits(found: VllmScheduler | None) -> Iterator[Limit]:
+    """Yield the limits that vLLM's scheduler sets: without the scheduler a failed load would be an
+    error, and a step under way may write to a block while an import fills it."""
+    if found is None:
+        yield Limit("vLLM's scheduler was not found", no_exports=False, no_imports=True)
+        return
+    config = found.scheduler.vllm_config
+    yield kv_role_limit(config.kv_transfer_config, " of the engine")
+    late = not found.scheduler.defer_block_free and config.max_concurrent_batches > 1
+    yield Limit("this vLLM frees blocks while they are written", no_exports=False, no_imports=late)
