@@ -64,7 +64,6 @@ class SchedulerSide:
         )
         costs = self.cache.planner.costs
         self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
-        self._requests: dict[str, Any] = {}
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
         self._importing = False
@@ -99,7 +98,7 @@ class SchedulerSide:
         self._importing = not role.no_imports
         if self._importing and scheduler is not None:
             scheduler.recompute()
-        self.importer.room = PoolRoom(manager, self._requests, self._block_size)
+            self.importer.room = PoolRoom(manager, scheduler.scheduler.requests, self._block_size)
         return None
 
     def _watch(self, manager: Any, listener: PoolListener, role: Decision) -> Iterator[Limit]:
@@ -215,12 +214,10 @@ class SchedulerSide:
     # -- requests
 
     def new_request(self, request: Any) -> None:
-        self._requests[request.request_id] = request
         if self.tracker is not None:
             self.tracker.track(request)
 
     def request_finished(self, request: Any) -> None:
-        self._requests.pop(request.request_id, None)
         if self.tracker is not None:
             self.tracker.untrack(request.request_id)
         self.importer.request_finished(request.request_id)
@@ -228,7 +225,7 @@ class SchedulerSide:
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be imported (None: ask again), and
         whether vLLM must hold the request back until they have arrived."""
-        if not self._importing or (self._vllm and self._vllm.fence and not self.may_import()):
+        if not self.may_import():
             self.importer.at_once.forget(request.request_id)
             return 0, False
         found = self.importer.match(request, num_local_tokens)
@@ -283,11 +280,10 @@ class SchedulerSide:
             fence=0 if busy or tracker is None else tracker.fence,
             checksums=blocks_of(run for _, run in completes) if self._config.verify else [],
         )
-        if metadata.describe:
-            self._awaited = self._step
         # The ranks digest their weights in a step that runs the model: an idle step may come
         # between a reset and the change of weights for which the reset was made.
-        self._describe = self._describe and not busy
+        if metadata.describe:
+            self._awaited, self._describe = self._step, False
         waits = epoch_state is None and tracker is not None and tracker.expecting
         self._synced_state = NOT_SYNCED if waits or self._config.verify else epoch_state
         self.importer.step_dispatched()
@@ -348,8 +344,6 @@ class SchedulerSide:
                 self.tracker.blocks_failed(own.union(BlockId(b) for b in invalid))
             self.importer.reported(loads)
         if report is not None:
-            if report.step and self._times.measured:
-                self._times.ended(report.step)
             self._handle_report(report)
         elif self._times.unanswered() and self.tracker and self.tracker.expecting:
             self._descriptions, self._awaited = {}, 0  # no worker runs kvshm's connector
@@ -363,7 +357,9 @@ class SchedulerSide:
             self.cache.publisher.flush()
 
     def _handle_report(self, report: RankReport) -> None:
-        """Handle what the ranks report of epochs, weights and attached peers."""
+        """Handle what the ranks report of times, epochs, weights and attached peers."""
+        if report.step:
+            self._times.ended(report.step)
         if report.attached:
             self.cache.planner.attached(self.importer.record_attached(report.attached))
         if report.failed:
