@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from kvshm.errors import KvshmError
+from kvshm.errors import KvshmError, TransportError
 from kvshm.interfaces import Region
 
 
@@ -149,11 +149,12 @@ class shared_kv_memory:  # noqa: N801 - a context manager, used like a function
     def __exit__(self, *_: object) -> None:
         torch.zeros = self._zeros
 
-    def memory_of(self, placement: Placement) -> Memory | None:
-        """Return the memory if the KV cache really lies in it, else None."""
-        if self.memory is not None and self.memory.address != placement.address:
-            self.failure = "vLLM's KV cache is not what was allocated first"
-            return None
+    def memory_of(self, placement: Placement) -> Memory:
+        """Return the memory.  Raises TransportError if the KV cache does not really lie in it."""
+        if self.memory is None:
+            raise TransportError(self.failure)
+        if self.memory.address != placement.address:
+            raise TransportError("vLLM's KV cache is not what was allocated first")
         return self.memory
 
     def _allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
