@@ -131,20 +131,17 @@ class BlockTracker:
         if self._publisher.retract_marked(self._marks, blocks):
             self.pending_changes = True
 
-    def epoch_ended(self) -> None:
-        """Forget all marks: no block computed so far may be published any more, nor any block
-        computed on top of it.  vLLM may keep such blocks, for running requests or as its cache."""
+    def stop_expecting(self) -> None:
+        """The epoch has ended, and none will begin for the time being.  Forget all marks: no block
+        computed so far may be published any more, nor any block computed on top of it.  vLLM may
+        keep such blocks, for running requests or as its cache."""
+        self.expecting = False
         self._epochs += 1
         self._marks.clear_all()
         self._steps.clear()
         self._computed.clear()
         self._promised.clear()
         self._held.clear()
-
-    def stop_expecting(self) -> None:
-        """No epoch will begin for the time being."""
-        self.epoch_ended()
-        self.expecting = False
 
     def update_expecting(self, epoch_state: object | None) -> None:
         """Call before a step is built, with the cache's ``epoch_state``.  If no epoch can begin,
