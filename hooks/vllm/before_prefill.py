@@ -175,11 +175,8 @@ class RequestImporter:
         """Whether the step may wait for the copy: it must be short, and its peers attached."""
         peers, now = {Epoch(run.peer.info.epoch) for run in plan.runs}, self._clock()
         self._late_until = {e: until for e, until in self._late_until.items() if now < until}
-        if not peers.isdisjoint(self._late_until):
-            return False
-        if not peers <= self.record_attached({}):
-            return False
-        return self.at_once.accepts(seconds + self._queued_seconds(), alone)
+        ready = peers.isdisjoint(self._late_until) and peers <= self.record_attached({})
+        return ready and self.at_once.accepts(seconds + self._queued_seconds(), alone)
 
     def _queued_seconds(self) -> float:
         """Estimated seconds of the copies that earlier steps have begun: a rank makes one copy
@@ -362,7 +359,7 @@ class RequestImporter:
 
     def _twin_is_loading(self, request_id: str, chain: list[bytes], start: int) -> bool:
         """Whether to wait, for a limited time, for another request's import of this block."""
-        other = self._first_hashes.get(chain[start]) if start < len(chain) else None
+        other = self._first_hashes.get(chain[start])
         if other is None or other == request_id:
             self._waiting_since.pop(request_id, None)
             return False

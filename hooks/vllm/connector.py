@@ -60,9 +60,6 @@ Config.from_env(os.environ)
 wait_for_engine_cores()
 
 
-_NOBODY: frozenset[str] = frozenset()
-
-
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -319,7 +316,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         said: Any = connector_output.kv_connector_worker_meta
         if type(said) is not QuietReport and not isinstance(said, RankReport):
             said = None  # another connector's, or none
-        finished = connector_output.finished_recving or _NOBODY
+        finished = connector_output.finished_recving or set()
         self._scheduler.output(finished, said, connector_output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

@@ -121,10 +121,9 @@ def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
 
 def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
     """vLLM itself stops with an error for any connector with this allocator setting."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     if vllm_config.model_config.enable_cumem_allocator:
         return None
-    for name in names:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:True" in environ.get(name, ""):
             return f"{name} has expandable_segments:True, which may move the KV cache"
     return None
