@@ -39,9 +39,8 @@ class VllmScheduler:
         """Whether kvshm's connector is the engine's only one."""
         self.fence = 0
         """The step that must have ended before anything may be imported; 0: none."""
-        self._preempts = False
-        self._ran: list[Any] = []
-        """The requests that the present reset preempts, in their order."""
+        self._ran: list[Any] | None = None
+        """The requests that the present reset preempts, in their order; None: it preempts none."""
         self._reset = scheduler.reset_prefix_cache
         scheduler.reset_prefix_cache = self._reset_prefix_cache
 
@@ -75,8 +74,8 @@ class VllmScheduler:
         if not self.alone:
             return  # another connector may import as well
         self._free_deferred()
-        if self._preempts and not self.scheduler.running:
-            self._requeue(give_up() | set(self.scheduler.finished_recving_kv_req_ids))
+        if self._ran is not None and not self.scheduler.running:
+            self._requeue(self._ran, give_up() | set(self.scheduler.finished_recving_kv_req_ids))
 
     def _free_deferred(self) -> None:
         scheduler = self.scheduler
@@ -85,9 +84,9 @@ class VllmScheduler:
             self.fence = max(fence, self.fence)
             scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
-    def _requeue(self, request_ids: set[str]) -> None:
+    def _requeue(self, ran: list[Any], request_ids: set[str]) -> None:
         """Do now what vLLM does later when all blocks of a load have failed: the requests wait
-        without blocks, in their order and behind the requests that were running."""
+        without blocks, in their order and behind the requests that ``ran``."""
         scheduler = self.scheduler
         for request in [scheduler.requests[name] for name in request_ids]:
             if request.is_finished():
@@ -101,19 +100,18 @@ class VllmScheduler:
             scheduler.deferred_waiting.discard(request)
             scheduler._inflight_prefills.discard(request)
         scheduler.kv_holding_waiting.remove_requests(holding)
-        scheduler.waiting.remove_requests(self._ran)
-        for request in reversed([*self._ran, *holding]):
+        scheduler.waiting.remove_requests(ran)
+        for request in reversed([*ran, *holding]):
             scheduler.waiting.prepend_request(request)
 
     def _reset_prefix_cache(
         self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        self._preempts = reset_running_requests
-        self._ran = list(self.scheduler.running)
+        self._ran = list(self.scheduler.running) if reset_running_requests else None
         try:
             return self._reset(reset_running_requests, *args, **kwargs)
         finally:
-            self._preempts, self._ran = False, []
+            self._ran = None
 
 
 def scheduler_limits(found: VllmScheduler | None) -> Iterator[Limit]:
