@@ -271,8 +271,8 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler:
-            self._scheduler.new_request(request)
+        if self._scheduler and self._scheduler.tracker:
+            self._scheduler.tracker.track(request)
 
     @guarded(lambda self, request, computed: (0, False))
     def get_num_new_matched_tokens(

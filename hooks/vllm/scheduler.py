@@ -213,10 +213,6 @@ class SchedulerSide:
 
     # -- requests
 
-    def new_request(self, request: Any) -> None:
-        if self.tracker is not None:
-            self.tracker.track(request)
-
     def request_finished(self, request: Any) -> None:
         if self.tracker is not None:
             self.tracker.untrack(request.request_id)
