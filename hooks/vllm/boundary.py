@@ -26,7 +26,6 @@ class Bounded(Protocol):
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Record the failure and make the state safe: nothing guards the published blocks from
         here on, so all of them must be withdrawn."""
-        ...
 
 
 _logged: set[str] = set()

@@ -42,11 +42,8 @@ def combined_config(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTrans
     made = copy.copy(transfer)
     made.kv_connector, made.kv_connector_module_path = MULTI, None
     made.kv_load_failure_policy = "recompute"
-    own = {**ours, "kv_role": transfer.kv_role}
-    made.kv_connector_extra_config = {
-        **transfer.kv_connector_extra_config,
-        _CHILDREN: [*_children(transfer), own],
-    }
+    children = [*_children(transfer), {**ours, "kv_role": transfer.kv_role}]
+    made.kv_connector_extra_config = {**transfer.kv_connector_extra_config, _CHILDREN: children}
     return made
 
 
