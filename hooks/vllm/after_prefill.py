@@ -219,9 +219,8 @@ class BlockTracker:
         be ``shown``.  Blocks of a load that began in an earlier epoch are ignored."""
         chain, first, blocks = loaded
         promised = [self._promised.pop(block, None) is not None for block in blocks]
-        if self._held:
-            for block in blocks:
-                self._held.pop(block, None)
+        for block in blocks if self._held else ():
+            self._held.pop(block, None)
         if shown and all(promised):
             self._computed.append((chain, first, self._marks.tag(blocks)))
         elif shown:

@@ -139,7 +139,6 @@ class shared_kv_memory:  # noqa: N801 - a context manager, used like a function
         self.memory: Memory | None = None
         self.failure = "vLLM did not allocate its KV cache in the known way"
         self._create = create
-        self._zeros = torch.zeros
 
     def __enter__(self) -> shared_kv_memory:
         self._zeros = torch.zeros

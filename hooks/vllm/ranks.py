@@ -42,11 +42,10 @@ class Ranks:
             self._ask("forget", sorted(ended))
         return ended
 
-    def _ask(self, question: str, *args: Any) -> list[Any]:
-        """Call a method of every rank's WorkerSide; returns the answers by rank, None from a rank
-        that cannot answer."""
-        answers: list[Any] = self._executor.collective_rpc(ask_rank, args=(question, *args))
-        return answers
+    def _ask(self, question: str, *args: Any) -> Any:
+        """Call a method of every rank's WorkerSide; returns a list of the answers by rank, None
+        from a rank that cannot answer."""
+        return self._executor.collective_rpc(ask_rank, args=(question, *args))
 
 
 def is_beside_others(connector: object) -> bool:
