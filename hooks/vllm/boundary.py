@@ -60,4 +60,4 @@ def report(owner: Bounded, hook: str, exc: Exception) -> None:
     try:
         owner.hook_failed(hook, exc)
     except Exception:
-        log.exception("%s failed, and so did making its state safe", hook)
+        log.exception("%s failed, and kvshm could not make its state safe", hook)

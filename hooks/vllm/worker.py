@@ -185,7 +185,7 @@ class WorkerSide:
             pass  # the epoch ended while the step was under way; the next step says so
         except (SegmentError, TransportError):  # for example no descriptors or threads
             level = logging.DEBUG if self._could_not_open else logging.WARNING
-            log.log(level, "%s (serving on, another epoch is tried)", cache.failed)
+            log.log(level, "%s (the engine serves on and tries another epoch)", cache.failed)
             self._could_not_open = True
             self._next_report().not_opened = epoch
 
