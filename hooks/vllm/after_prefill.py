@@ -30,7 +30,7 @@ from .pool_watch import block_tables
 
 
 class LoadedBlocks(NamedTuple):
-    """Consecutive blocks of a request that a load has filled."""
+    """Consecutive blocks of a request that a load fills."""
 
     chain: list[bytes]
     """The request's block hashes; grows as the request does."""
@@ -131,20 +131,17 @@ class BlockTracker:
         if self._publisher.retract_marked(self._marks, blocks):
             self.pending_changes = True
 
-    def epoch_ended(self) -> None:
-        """Forget all marks: no block computed so far may be published any more, nor any block
-        computed on top of it.  vLLM may keep such blocks, for running requests or as its cache."""
+    def stop_expecting(self) -> None:
+        """The epoch has ended, and none will begin for the time being.  Forget all marks: no block
+        computed so far may be published any more, nor any block computed on top of it.  vLLM may
+        keep such blocks, for running requests or as its cache."""
+        self.expecting = False
         self._epochs += 1
         self._marks.clear_all()
         self._steps.clear()
         self._computed.clear()
         self._promised.clear()
         self._held.clear()
-
-    def stop_expecting(self) -> None:
-        """No epoch will begin for the time being."""
-        self.epoch_ended()
-        self.expecting = False
 
     def update_expecting(self, epoch_state: object | None) -> None:
         """Call before a step is built, with the cache's ``epoch_state``.  If no epoch can begin,
@@ -222,9 +219,8 @@ class BlockTracker:
         be ``shown``.  Blocks of a load that began in an earlier epoch are ignored."""
         chain, first, blocks = loaded
         promised = [self._promised.pop(block, None) is not None for block in blocks]
-        if self._held:
-            for block in blocks:
-                self._held.pop(block, None)
+        for block in blocks if self._held else ():
+            self._held.pop(block, None)
         if shown and all(promised):
             self._computed.append((chain, first, self._marks.tag(blocks)))
         elif shown:

@@ -10,9 +10,8 @@ Imports whole blocks only, never the prompt's last token, and nothing for a requ
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count, takewhile
 from typing import Any
 
@@ -44,26 +43,26 @@ TWIN_WAIT_SECONDS = 0.1
 """How long a request waits for another request's import of the same prefix."""
 
 
-@dataclass(frozen=True)
-class PendingImport:
-    """A load under way."""
+@dataclass
+class Import:
+    """One request's import: its load, and what the ranks report of that load."""
 
     request_id: str
     load: Load
-    targets: tuple[BlockId, ...]
-    first_index: int
-    """Index of the first target in the request's block table."""
-    chain: list[bytes]
+    blocks: LoadedBlocks
+    """The blocks that the load is to fill."""
+    reports: list[LoadReport] = field(default_factory=list)
+    bad: set[BlockId] = field(default_factory=set)
+    """Once the load has ended: the blocks that it did not fill."""
 
-
-@dataclass
-class ImportResult:
-    """What one import has brought.  If a step waited for it, no ``good`` blocks means failure."""
-
-    load_id: str
-    request_id: str
-    good: LoadedBlocks
-    bad: set[BlockId]
+    @property
+    def good(self) -> LoadedBlocks:
+        """The imported blocks: those before the first bad block.  If a step waited for the load,
+        no good block means failure."""
+        if not self.bad:
+            return self.blocks
+        filled = takewhile(lambda block: block not in self.bad, self.blocks.blocks)
+        return self.blocks._replace(blocks=tuple(filled))
 
 
 class RequestImporter:
@@ -74,8 +73,8 @@ class RequestImporter:
         cache: SharedCache,
         config: Config,
         block_size: int,
-        clock: Callable[[], float] = time.monotonic,
-        num_ranks: int = 1,
+        num_ranks: int,
+        clock: Callable[[], float],
     ) -> None:
         self._cache, self._planner = cache, cache.planner
         self._config = config
@@ -94,9 +93,10 @@ class RequestImporter:
         self._begun = 0.0
         """Estimated seconds of the asynchronous copies that the step being built begins."""
         self._plans: dict[str, Plan] = {}
-        self._new: list[Load] = []
-        self._imports: dict[str, PendingImport] = {}
-        self._reports: dict[str, list[LoadReport]] = {}
+        self._imports: dict[str, Import] = {}
+        """Imports under way, by the ids of their loads."""
+        self._new: dict[str, Import] = {}
+        """Those whose load the step being built hands over to the ranks."""
         self._first_hashes: dict[bytes, str] = {}
         self._waiting_since: dict[str, float] = {}
         self._failed: set[str] = set()
@@ -175,17 +175,13 @@ class RequestImporter:
         """Whether the step may wait for the copy: it must be short, and its peers attached."""
         peers, now = {Epoch(run.peer.info.epoch) for run in plan.runs}, self._clock()
         self._late_until = {e: until for e, until in self._late_until.items() if now < until}
-        if not peers.isdisjoint(self._late_until):
-            return False
-        if not peers <= self.record_attached({}):
-            return False
-        return self.at_once.accepts(seconds + self._queued_seconds(), alone)
+        ready = peers.isdisjoint(self._late_until) and peers <= self.record_attached({})
+        return ready and self.at_once.accepts(seconds + self._queued_seconds(), alone)
 
     def _queued_seconds(self) -> float:
         """Estimated seconds of the copies that earlier steps have begun: a rank makes one copy
         after the other."""
-        new = {load.load_id for load in self._new}
-        begun = (self._imports[name].load for name in self.under_way() - new)
+        begun = (self._imports[name].load for name in self.under_way() - self._new.keys())
         return sum(self._planner.load_seconds(load) for load in begun)
 
     def _fits(self, request: Any, blocks: int, awaited: tuple[bool, ...]) -> bool:
@@ -226,13 +222,11 @@ class RequestImporter:
         count = num_external // self._block_size
         first = plan.start if plan else len(block_ids) - count
         targets = tuple(block_ids[first : first + count])
-        load_id = self._load_id(request.request_id)
         # Register a load before anything can fail: from here on the request waits for a report.
-        self._register(request, first, self._empty(load_id, targets), targets)
+        made = self._register(request, first, targets)
         if plan is not None and plan.num_blocks == count:
             awaited = self.at_once.withholds(request.request_id)
-            load = self._planner.begin(plan, load_id, targets, attached=awaited)
-            self._register(request, first, load, targets)
+            made.load = self._planner.begin(plan, made.load.load_id, targets, attached=awaited)
 
     def allocation_failed(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
         """``allocated`` failed: register an empty load unless one was registered by then."""
@@ -240,27 +234,25 @@ class RequestImporter:
         if self.at_once.withholds(request_id) or request_id in self._imports:
             return  # ``loads`` registers an empty load for the former
         first = len(block_ids) - num_external // self._block_size
-        targets = tuple(block_ids[first:])
-        self._register(request, first, self._empty(request_id, targets), targets)
+        self._register(request, first, tuple(block_ids[first:]))
 
-    def _load_id(self, request_id: str) -> str:
-        """vLLM knows an asynchronous load by its request's id.  vLLM does not know the loads that
-        a step waits for, and an earlier load of the request may still lack its report."""
-        if not self.at_once.withholds(request_id):
-            return request_id
-        return f"{request_id}{SEPARATOR}{next(self._attempts)}"
-
-    def _register(
-        self, request: Any, first: int, load: Load, targets: tuple[BlockId, ...] = ()
-    ) -> None:
+    def _register(self, request: Any, first: int, targets: tuple[BlockId, ...]) -> Import:
+        """Register an import whose load has no copies yet: every target is a load error, so vLLM
+        computes it.  ``first``: index of the first target in the request's block table."""
         self.has_news = True
-        request_id, chain = request.request_id, request.block_hashes
-        self._imports[load.load_id] = PendingImport(request_id, load, targets, first, chain)
-        if first < len(chain):
-            self._first_hashes[chain[first]] = request_id
-        self._new = [other for other in self._new if other.load_id != load.load_id] + [load]
-        if SEPARATOR in load.load_id:
-            self.at_once.begun(request_id, load.load_id)
+        load_id = request_id = request.request_id
+        if awaited := self.at_once.withholds(request_id):
+            # vLLM knows an asynchronous load by its request's id.  vLLM does not know the loads
+            # that a step waits for, and an earlier load of the request may still lack its report.
+            load_id = f"{request_id}{SEPARATOR}{next(self._attempts)}"
+        load = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), targets)
+        made = Import(request_id, load, LoadedBlocks(request.block_hashes, first, targets))
+        self._imports[load_id] = self._new[load_id] = made
+        if first < len(request.block_hashes):
+            self._first_hashes[request.block_hashes[first]] = request_id
+        if awaited:
+            self.at_once.begun(request_id, load_id)
+        return made
 
     def loads(self, scheduled: Container[str]) -> tuple[list[Load], list[Load]]:
         """Return the asynchronous loads and the loads at once of the step being built, which
@@ -268,9 +260,10 @@ class RequestImporter:
         if not (self._new or self.at_once.withheld):
             return [], []
         for request in self.at_once.without_load(scheduled):
-            self._register(request, 0, self._empty(self._load_id(request.request_id), ()))
-        asynchronous = [load for load in self._new if SEPARATOR not in load.load_id]
-        return asynchronous, [load for load in self._new if SEPARATOR in load.load_id]
+            self._register(request, 0, ())
+        loads = [made.load for made in self._new.values()]
+        asynchronous = [load for load in loads if SEPARATOR not in load.load_id]
+        return asynchronous, [load for load in loads if SEPARATOR in load.load_id]
 
     def linger(self, begun: Sequence[Load], busy: bool) -> float:
         """Seconds that the end of the step being built may wait for loads under way: more than 0
@@ -280,35 +273,31 @@ class RequestImporter:
 
     def step_dispatched(self) -> None:
         """The step with the loads is dispatched."""
-        self.has_news, self._new, self._begun = False, [], 0.0
+        self.has_news, self._new, self._begun = False, {}, 0.0
 
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget imports of these requests that are still unfinished although all ranks have
         reported: something failed, and requests for the same prefix must not wait for them."""
         for request_id in request_ids:
-            self._reports.pop(request_id, None)
             if (done := self._imports.pop(request_id, None)) is not None:
-                self._forget_first(request_id, done)
+                self._forget_first(done)
                 self._failed.add(request_id)
                 self._end(request_id)
 
-    def finish_awaited(
-        self, loads: Iterable[Load], reports: Sequence[LoadReport]
-    ) -> list[ImportResult]:
+    def finish_awaited(self, loads: Iterable[Load], reports: Sequence[LoadReport]) -> list[Import]:
         """A step that waited for these loads has ended with these ``reports`` of its ranks.  A
         load counts only as a whole: its request has computed on top of all its blocks."""
         results = []
         for load in loads:
-            if load.load_id not in self._imports:
+            if (done := self._imports.get(load.load_id)) is None:
                 continue
             own = [report for report in reports if report.load_id == load.load_id]
             self._record_late(own)
             heard = len(own) == self._num_ranks and bool(load.pieces) and not load.lost
             if not heard or any(report.bad for report in own):
-                targets = tuple(t for piece in load.pieces for t in piece.targets)
-                own.append(LoadReport(load.load_id, targets))
-                self._failed.add(self._imports[load.load_id].request_id)
-            self._reports[load.load_id] = own
+                own.append(LoadReport(load.load_id, load.targets))
+                self._failed.add(done.request_id)
+            done.reports = own
             results.append(self._finish(load.load_id))
         return results
 
@@ -320,29 +309,25 @@ class RequestImporter:
     def reported(self, reports: Iterable[LoadReport]) -> None:
         """Keep what ranks have reported; a load is finished only when vLLM calls ``finish``."""
         for report in (r for r in reports if r.load_id in self._imports):
-            self._reports.setdefault(report.load_id, []).append(report)
+            self._imports[report.load_id].reports.append(report)
 
-    def finish(self, request_ids: Iterable[str]) -> list[ImportResult]:
+    def finish(self, request_ids: Iterable[str]) -> list[Import]:
         """All ranks have reported these requests: finish their imports."""
         ended = [request_id for request_id in request_ids if request_id in self._imports]
         self.unscheduled.update(set(ended) - self._ended)
         return [self._finish(request_id) for request_id in ended]
 
-    def _finish(self, load_id: str) -> ImportResult:
+    def _finish(self, load_id: str) -> Import:
+        """End an import.  A rank without a report has not filled any block."""
         done = self._imports.pop(load_id)
-        request_id = done.request_id
-        self._forget_first(request_id, done)
-        reports = self._reports.pop(load_id, [])
-        if len(reports) < self._num_ranks:
-            reports.append(LoadReport(load_id, done.targets))
-        bad = self._planner.end(done.load, reports)
-        if bad:
-            self._failed.add(request_id)
-        self._end(request_id)
-        # A block counts only if everything before it does.
-        good = tuple(takewhile(lambda t: t not in bad, done.targets)) if bad else done.targets
-        blocks = LoadedBlocks(done.chain, done.first_index, good)
-        return ImportResult(load_id, request_id, blocks, bad)
+        self._forget_first(done)
+        if len(done.reports) < self._num_ranks:
+            done.reports.append(LoadReport(load_id, tuple(done.blocks.blocks)))
+        done.bad = self._planner.end(done.load, done.reports)
+        if done.bad:
+            self._failed.add(done.request_id)
+        self._end(done.request_id)
+        return done
 
     def _end(self, request_id: str) -> None:
         """A load has ended; if its request ended earlier, forget the request."""
@@ -355,9 +340,8 @@ class RequestImporter:
         return {load_id for load_id in self._imports if SEPARATOR not in load_id}
 
     def discard_loads(self, request_ids: Iterable[str]) -> None:
-        """Finish loads that have ended without a report, as if they had brought nothing."""
+        """Finish loads that have ended and that no rank will report: they bring nothing."""
         for request_id in request_ids:
-            self.reported([LoadReport(request_id, self._imports[request_id].targets)])
             self._finish(request_id)
 
     def request_finished(self, request_id: str) -> None:
@@ -375,22 +359,18 @@ class RequestImporter:
 
     def _twin_is_loading(self, request_id: str, chain: list[bytes], start: int) -> bool:
         """Whether to wait, for a limited time, for another request's import of this block."""
-        other = self._first_hashes.get(chain[start]) if start < len(chain) else None
+        other = self._first_hashes.get(chain[start])
         if other is None or other == request_id:
             self._waiting_since.pop(request_id, None)
             return False
         since = self._waiting_since.setdefault(request_id, self._clock())
         return self._clock() - since < TWIN_WAIT_SECONDS
 
-    def _forget_first(self, request_id: str, done: PendingImport) -> None:
-        for first in done.chain[done.first_index : done.first_index + 1]:
-            if self._first_hashes.get(first) == request_id:
-                del self._first_hashes[first]
-
-    @staticmethod
-    def _empty(load_id: str, targets: tuple[BlockId, ...]) -> Load:
-        """Return a load without copies: every target is a load error, so vLLM computes it."""
-        return Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), targets)
+    def _forget_first(self, done: Import) -> None:
+        chain, first, _ = done.blocks
+        for block_hash in chain[first : first + 1]:
+            if self._first_hashes.get(block_hash) == done.request_id:
+                del self._first_hashes[block_hash]
 
 
 def _asked_to_share(params: object) -> bool:

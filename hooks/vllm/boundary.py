@@ -26,7 +26,6 @@ class Bounded(Protocol):
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Record the failure and make the state safe: nothing guards the published blocks from
         here on, so all of them must be withdrawn."""
-        ...
 
 
 _logged: set[str] = set()
@@ -61,4 +60,4 @@ def report(owner: Bounded, hook: str, exc: Exception) -> None:
     try:
         owner.hook_failed(hook, exc)
     except Exception:
-        log.exception("%s failed, and so did making its state safe", hook)
+        log.exception("%s failed, and kvshm could not make its state safe", hook)

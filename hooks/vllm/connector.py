@@ -42,20 +42,14 @@ from kvshm.rundir import open_run_directory, require_room
 from kvshm.shm.counters import HOOK_ERRORS
 
 from .boundary import guarded, report
-from .limits import kv_role_limit
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others
-from .refusals import (
-    cache_refusal,
-    config_refusal,
-    version_refusal,
-    version_warning,
-)
+from .refusals import cache_refusal, config_refusal, version_refusal, version_warning
 from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
 from .shutdown import wait_for_engine_cores
-from .vllm_scheduler import VllmScheduler
+from .vllm_scheduler import VllmScheduler, kv_role_limit
 from .worker import WorkerSide
 
 log = logger(__name__)
@@ -64,9 +58,6 @@ log = logger(__name__)
 # with the reason and before a model is loaded.
 Config.from_env(os.environ)
 wait_for_engine_cores()
-
-
-_NOBODY: frozenset[str] = frozenset()
 
 
 def _nothing(*_: Any, **__: Any) -> None:
@@ -151,25 +142,15 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def get_handshake_metadata(self) -> RankDescription | None:
-        # A MultiConnector would give this answer to its other connectors as well.
-        return None if is_beside_others(self) else self.describe()
+        if self._worker is None or is_beside_others(self):
+            return None  # a MultiConnector would give the answer to its other connectors as well
+        return self._worker.describe()
 
     @guarded(_nothing)
-    def describe(self) -> RankDescription | None:
-        """Describe this rank to the scheduler (ranks.Ranks)."""
-        return self._worker.describe() if self._worker else None
-
-    @guarded(lambda self, load_ids: set())
-    def wait_for_end(self, load_ids: list[str]) -> set[str]:
-        """Wait for these loads, up to GIVE_UP_SECONDS; returns those that have ended without a
-        report (ranks.Ranks)."""
-        return self._worker.wait_for_end(load_ids) if self._worker else set()
-
-    @guarded(_nothing)
-    def forget_loads(self, load_ids: list[str]) -> None:
-        """Report nothing of these loads (ranks.Ranks)."""
-        if self._worker:
-            self._worker.forget(load_ids)
+    def answer_scheduler(self, question: str, *args: Any) -> Any:
+        """Answer what the scheduler asks this rank between steps (ranks.Ranks): call the method
+        ``question`` of WorkerSide.  None: this rank cannot answer."""
+        return getattr(self._worker, question)(*args) if self._worker else None
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._connector_metadata = connector_metadata
@@ -290,8 +271,8 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler:
-            self._scheduler.new_request(request)
+        if self._scheduler and self._scheduler.tracker:
+            self._scheduler.tracker.track(request)
 
     @guarded(lambda self, request, computed: (0, False))
     def get_num_new_matched_tokens(
@@ -313,16 +294,12 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             ids = [block.block_id for block in blocks.blocks[0]]
             self._scheduler.importer.allocation_failed(request, ids, num_external_tokens)
 
+    # After any error here, the loads must still be handed over.
+    @guarded(lambda self, output: self._scheduler.build_after_failure(output))
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMetadata(step=0)
-        try:
-            return self._scheduler.build(scheduler_output)
-        except Exception as exc:  # any, as in ``guarded``; the loads must still be handed over
-            if self.strict:
-                raise
-            report(self, "build_connector_meta", exc)
-            return self._scheduler.build_after_failure(scheduler_output)
+        return self._scheduler.build(scheduler_output)
 
     # After any error here, compute everything again, even blocks that were right.
     @guarded(lambda self, *_: self._scheduler.importer.at_once.undo_all())
@@ -339,7 +316,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         said: Any = connector_output.kv_connector_worker_meta
         if type(said) is not QuietReport and not isinstance(said, RankReport):
             said = None  # another connector's, or none
-        finished = connector_output.finished_recving or _NOBODY
+        finished = connector_output.finished_recving or set()
         self._scheduler.output(finished, said, connector_output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:

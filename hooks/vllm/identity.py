@@ -15,19 +15,20 @@ import sys
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+import vllm
+from vllm import envs
+from vllm.config import VllmConfig
+from vllm.v1.core import kv_cache_utils
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvshm import fingerprint as names
 from kvshm.node.protocol import PROTOCOL_VERSION
 from kvshm.shm.layout import LAYOUT_VERSION
 
 from .weights import weights_digest
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
 """Entries of a Hugging Face configuration that do not describe the model, and its dtype, a field of
@@ -37,8 +38,6 @@ its own."""
 def with_none_hash(fields: dict[str, str]) -> dict[str, str] | None:
     """Return ``fields`` with NONE_HASH, the hash before the first block; None while vLLM has not
     chosen that hash, which it does after it has made the connectors.  EngineCore process."""
-    from vllm.v1.core import kv_cache_utils
-
     chosen = getattr(kv_cache_utils, "NONE_HASH", None)
     return None if chosen is None else {**fields, names.NONE_HASH: bytes(chosen).hex()}
 
@@ -75,20 +74,20 @@ def scheduler_fields(
     model, cache = vllm_config.model_config, vllm_config.cache_config
     own = {
         names.KVSHM_ABI: f"layout {LAYOUT_VERSION}, protocol {PROTOCOL_VERSION}",
-        names.VLLM_VERSION: _vllm_version(),
+        names.VLLM_VERSION: str(vllm.__version__),
         names.MODEL: str(model.architecture),
         names.MODEL_CONFIG: _short(_model_config(model)),
         names.ROPE: _rope(model.hf_text_config),
         names.QUANTIZATION: _quantization(model),
         names.DTYPE: str(model.dtype),
         names.KV_DTYPE: _kv_dtype(cache, str(model.dtype)),
-        names.LORA: "on" if vllm_config.lora_config is not None else "off",
+        names.LORA: _on_or_off(vllm_config.lora_config is not None),
         names.SPECULATIVE: _speculative(vllm_config.speculative_config),
         names.MULTIMODAL: _multimodal(model),
         names.BLOCK_SIZE: f"{cache.block_size}, hashed {kv_cache_config.hash_block_size}",
         names.LAYOUT: str(kv_cache_config.kv_cache_layout),
         names.PARALLEL: _parallel(vllm_config.parallel_config),
-        names.BATCH_INVARIANT: _batch_invariant(),
+        names.BATCH_INVARIANT: _on_or_off(envs.VLLM_BATCH_INVARIANT),
         names.EXECUTION: _execution(vllm_config),
         names.HASH_ALGORITHM: str(cache.prefix_caching_hash_algo),
     }
@@ -107,10 +106,8 @@ def _joined(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
     }
 
 
-def _vllm_version() -> str:
-    import vllm
-
-    return str(vllm.__version__)
+def _on_or_off(on: bool) -> str:
+    return "on" if on else "off"
 
 
 def _model_config(model: Any) -> object:
@@ -267,12 +264,6 @@ def _parallel(config: Any) -> str:
         f"pcp {config.prefill_context_parallel_size}, "
         f"interleave {config.cp_kv_cache_interleave_size}"
     )
-
-
-def _batch_invariant() -> str:
-    import vllm.envs as envs
-
-    return "on" if envs.VLLM_BATCH_INVARIANT else "off"
 
 
 def _layers(kv_cache_config: KVCacheConfig) -> object:

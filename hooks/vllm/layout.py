@@ -16,16 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
-from kvshm.errors import KvshmError
+from kvshm.errors import KvshmError, TransportError
 from kvshm.interfaces import Region
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor
 
 
 @dataclass(frozen=True)
@@ -128,10 +125,7 @@ class Memory(Protocol):
     def address(self) -> int: ...
 
 
-M = TypeVar("M", bound=Memory)
-
-
-class shared_kv_memory(Generic[M]):  # noqa: N801 - a context manager, used like a function
+class shared_kv_memory:  # noqa: N801 - a context manager, used like a function
     """Context in which vLLM allocates its KV cache in memory from ``create``.
 
     For the connector's ``get_mem_pool_context``.  vLLM makes the cache of a CPU worker by
@@ -141,30 +135,25 @@ class shared_kv_memory(Generic[M]):  # noqa: N801 - a context manager, used like
     then the cache lies in ordinary memory, and ``failure`` says why.
     """
 
-    def __init__(self, create: Callable[[int], M]) -> None:
-        self.memory: M | None = None
+    def __init__(self, create: Callable[[int], Memory]) -> None:
+        self.memory: Memory | None = None
         self.failure = "vLLM did not allocate its KV cache in the known way"
         self._create = create
-        self._zeros = torch.zeros
 
-    def __enter__(self) -> shared_kv_memory[M]:
+    def __enter__(self) -> shared_kv_memory:
         self._zeros = torch.zeros
         torch.zeros = self._allocate
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         torch.zeros = self._zeros
 
-    def memory_of(self, placement: Placement) -> M | None:
-        """Return the memory if the KV cache really lies in it, else None."""
-        if self.memory is not None and self.memory.address != placement.address:
-            self.failure = "vLLM's KV cache is not what was allocated first"
-            return None
+    def memory_of(self, placement: Placement) -> Memory:
+        """Return the memory.  Raises TransportError if the KV cache does not really lie in it."""
+        if self.memory is None:
+            raise TransportError(self.failure)
+        if self.memory.address != placement.address:
+            raise TransportError("vLLM's KV cache is not what was allocated first")
         return self.memory
 
     def _allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -35,7 +35,6 @@ class RankDescription(KVConnectorHandshakeMetadata):
 class StepMetadata(KVConnectorMetadata):
     """From the scheduler to the ranks, with every step."""
 
-    quiet: ClassVar[bool] = False
     step: int
     open_epoch: int = 0
     """The new epoch, whose slot table every rank must open.  0: no new epoch."""
@@ -60,7 +59,6 @@ class QuietStep(StepMetadata):
     """A step with nothing but its number, as most steps are: cheaper to make, to pickle and to
     unpickle.  All other values are those of the class."""
 
-    quiet = True
     loads = at_once = checksums = _NONE
 
     def __init__(self, step: int) -> None:

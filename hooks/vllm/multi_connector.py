@@ -19,6 +19,7 @@ _CHILDREN = "connectors"
 def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
     """Return why the configured connectors cannot be combined with kvshm's, or None.  Imports
     these connectors."""
+    from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -28,7 +29,7 @@ def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> 
     if vllm_config.device_config.device_type == "cpu":
         unknown.add("get_mem_pool_context")  # kvshm uses it, and only one connector can
     for child in _children(transfer):
-        connector: Any = KVConnectorFactory.get_connector_class(_configuration(child))
+        connector: Any = KVConnectorFactory.get_connector_class(KVTransferConfig(**child))
         own = {n for n in unknown if getattr(connector, n) is not getattr(KVConnectorBase_V1, n)}
         if own:
             return f"{child['kv_connector']} cannot be combined due to its {', '.join(sorted(own))}"
@@ -41,11 +42,8 @@ def combined_config(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTrans
     made = copy.copy(transfer)
     made.kv_connector, made.kv_connector_module_path = MULTI, None
     made.kv_load_failure_policy = "recompute"
-    own = {**ours, "kv_role": transfer.kv_role}
-    made.kv_connector_extra_config = {
-        **transfer.kv_connector_extra_config,
-        _CHILDREN: [*_children(transfer), own],
-    }
+    children = [*_children(transfer), {**ours, "kv_role": transfer.kv_role}]
+    made.kv_connector_extra_config = {**transfer.kv_connector_extra_config, _CHILDREN: children}
     return made
 
 
@@ -57,9 +55,3 @@ def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:
     child = {f.name: getattr(transfer, f.name) for f in fields(transfer) if f.name != "engine_id"}
     child["kv_connector_extra_config"] = {k: v for k, v in extra.items() if k != _CHILDREN}
     return [child]
-
-
-def _configuration(child: dict[str, Any]) -> KVTransferConfig:
-    from vllm.config import KVTransferConfig
-
-    return KVTransferConfig(**child)

@@ -13,13 +13,16 @@ import os
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
+from kvshm.log import logger
+
 from .registration import CONNECTOR, CONNECTOR_MODULE, ensure_recompute, register
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
 
     from kvshm.config import Config
-    from kvshm.log import Logger
+
+log = logger("kvshm")
 
 OUR_CONNECTOR: dict[str, Any] = {
     "kv_connector": CONNECTOR,
@@ -158,18 +161,12 @@ def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
     return combined_config(other, OUR_CONNECTOR)
 
 
-def _logger() -> Logger:
-    from kvshm.log import logger
-
-    return logger("kvshm")
-
-
 def _unexpected(exc: Exception) -> str:
     """Log the exception with its traceback, once; return the reason for ``_decline``."""
     reason = f"this vLLM is not as kvshm knows it: {type(exc).__name__}: {exc}"
     if reason not in _logged:
         _logged.add(reason)
-        _logger().warning("vLLM's configuration is left alone", exc_info=exc)
+        log.warning("vLLM's configuration is left alone", exc_info=exc)
     return reason
 
 
@@ -182,4 +179,4 @@ def _log_once(text: str, level: int = logging.INFO) -> None:
     process that starts the others."""
     if text not in _logged and not current_process().name.startswith(_STARTED_BY_VLLM):
         _logged.add(text)
-        _logger().log(level, text)
+        log.log(level, text)

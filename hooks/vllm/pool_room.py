@@ -16,6 +16,7 @@ class PoolRoom:
     """Reads the pool of one engine; changes nothing.  Scheduler's thread."""
 
     def __init__(self, manager: Any, requests: Mapping[str, Any], block_size: int) -> None:
+        """``manager`` is vLLM's KV cache manager, ``requests`` vLLM's scheduler's, by id."""
         self._manager = manager
         self._requests = requests
         self._block_size = block_size

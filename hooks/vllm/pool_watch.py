@@ -24,19 +24,15 @@ class PoolListener(Protocol):
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """The pool has handed out these blocks for new contents."""
-        ...
 
     def block_changes(self, block: BlockId) -> None:
         """The block loses its hash."""
-        ...
 
     def pool_will_reset(self) -> None:
         """The pool is about to drop every hash if all blocks are free."""
-        ...
 
     def pool_reset(self) -> None:
         """The pool has dropped every hash: new contents may come from other weights."""
-        ...
 
 
 class PoolChanged(KvshmError):

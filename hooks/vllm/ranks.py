@@ -7,23 +7,12 @@ engine: a MultiConnector gives the first answer that it gets to all its connecto
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from .call_stack import callers_with
 from .messages import RankDescription
-
-
-@runtime_checkable
-class AskedRank(Protocol):
-    """The methods that a rank is asked for; only kvshm's connector has them."""
-
-    def describe(self) -> RankDescription | None: ...
-
-    def wait_for_end(self, load_ids: list[str]) -> set[str]: ...
-
-    def forget_loads(self, load_ids: list[str]) -> None: ...
 
 
 class Ranks:
@@ -41,17 +30,22 @@ class Ranks:
 
     def describe(self) -> dict[int, RankDescription]:
         """Return the ranks' descriptions, by rank; blocks while the ranks digest their weights."""
-        answers = self._executor.collective_rpc(_describe)
+        answers = self._ask("describe")
         return {rank: answer for rank, answer in enumerate(answers) if answer is not None}
 
     def give_up(self, load_ids: Iterable[str]) -> set[str]:
         """End loads of an epoch that has ended; returns the loads that no rank copies or will
         report any more.  The ranks report the other loads with a step, as always."""
-        answers = self._executor.collective_rpc(_ended, args=(sorted(load_ids),))
-        ended: set[str] = set.intersection(*map(set, answers)) if answers else set()
+        answers = self._ask("wait_for_end", sorted(load_ids))
+        ended: set[str] = set.intersection(*(a or set() for a in answers)) if answers else set()
         if ended:
-            self._executor.collective_rpc(_forget, args=(sorted(ended),))
+            self._ask("forget", sorted(ended))
         return ended
+
+    def _ask(self, question: str, *args: Any) -> Any:
+        """Call a method of every rank's WorkerSide; returns a list of the answers by rank, None
+        from a rank that cannot answer."""
+        return self._executor.collective_rpc(ask_rank, args=(question, *args))
 
 
 def is_beside_others(connector: object) -> bool:
@@ -59,25 +53,12 @@ def is_beside_others(connector: object) -> bool:
     return has_kv_transfer_group() and get_kv_transfer_group() is not connector
 
 
-# These run in every worker; the first argument is vLLM's worker.
-
-
-def _describe(_: object) -> RankDescription | None:
-    return own.describe() if (own := _own_connector()) else None
-
-
-def _ended(_: object, load_ids: list[str]) -> set[str]:
-    return own.wait_for_end(load_ids) if (own := _own_connector()) else set()
-
-
-def _forget(_: object, load_ids: list[str]) -> None:
-    if own := _own_connector():
-        own.forget_loads(load_ids)
-
-
-def _own_connector() -> AskedRank | None:
+def ask_rank(_: object, question: str, *args: Any) -> Any:
+    """Runs in every worker; the first argument is vLLM's worker.  Returns the answer of kvshm's
+    connector, the only one that has ``answer_scheduler``."""
     if not has_kv_transfer_group():
         return None
     group: Any = get_kv_transfer_group()
     connectors = (group, *getattr(group, "sub_connectors", ()))
-    return next((c for c in connectors if isinstance(c, AskedRank)), None)
+    own = next((each for each in connectors if hasattr(each, "answer_scheduler")), None)
+    return own.answer_scheduler(question, *args) if own else None

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 TESTED_VLLM = ((0, 32),)
 """Major and minor versions.  kvshm relies on private behaviour of vLLM (docs/vllm-facts.md): kvshm
 notices a missing name, but not a changed meaning."""
-SHAREABLE_DEVICES = ("cpu", "cuda")
-"""vLLM's device types for which there is a transport."""
+TRANSPORTS = {"cpu": "posix_shm", "cuda": "cuda_ipc"}
+"""Transports by vLLM's type of the device that holds the KV cache; other types have none."""
 
 
 def version_refusal(version: tuple[int | str, ...], allowed: bool) -> str | None:
@@ -121,10 +121,9 @@ def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
 
 def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
     """vLLM itself stops with an error for any connector with this allocator setting."""
-    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     if vllm_config.model_config.enable_cumem_allocator:
         return None
-    for name in names:
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         if "expandable_segments:True" in environ.get(name, ""):
             return f"{name} has expandable_segments:True, which may move the KV cache"
     return None
@@ -140,7 +139,7 @@ def _platform() -> Any:
 # encoder-decoders and for some pooling models, and the log must name the model as the reason.
 _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
     "there is no transport for KV caches on this device": lambda c: (
-        c.device_config.device_type not in SHAREABLE_DEVICES
+        c.device_config.device_type not in TRANSPORTS
     ),
     # On ROCm too vLLM's device type is "cuda".
     "there is no transport for KV caches on AMD GPUs (ROCm)": lambda _: _platform().is_rocm(),

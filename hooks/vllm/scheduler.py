@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Set
@@ -21,7 +22,6 @@ from kvshm.shm.counters import LOADS_AT_ONCE
 from .after_prefill import BlockTracker, CompletedRuns
 from .before_prefill import RequestImporter
 from .identity import scheduler_fields, with_none_hash
-from .limits import log_role, scheduler_limits
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
 from .pool_room import PoolRoom
@@ -29,7 +29,7 @@ from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
 from .ranks import Ranks
 from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
-from .vllm_scheduler import VllmScheduler
+from .vllm_scheduler import VllmScheduler, scheduler_limits
 
 log = logger(__name__)
 
@@ -44,14 +44,7 @@ NOT_SYNCED = object()
 class SchedulerSide:
     """kvshm beside one engine's scheduler.  All methods run on the EngineCore's main thread."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: Config, run_dir: Path, vllm_config: Any, kv_cache_config: Any):
         self._config = config
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -67,10 +60,10 @@ class SchedulerSide:
         on_shutdown_signal(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self.importer = RequestImporter(
-            self.cache, config, self._block_size, clock, num_ranks=self._num_ranks
+            self.cache, config, self._block_size, self._num_ranks, time.monotonic
         )
-        self._times = StepTimes(self.cache.planner.costs, clock, vllm_config.scheduler_config)
-        self._requests: dict[str, Any] = {}
+        costs = self.cache.planner.costs
+        self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
         self._role_imports = False  # whether the engine's role lets it import
@@ -101,11 +94,11 @@ class SchedulerSide:
         role = self._config.decide_role(*limits)
         if role.refusal is not None:
             return role.refusal
-        log_role(role, self._config)
+        self._log_role(role)
         self._role_imports = not role.no_imports
         if self._role_imports and scheduler is not None:
             scheduler.recompute()
-        self.importer.room = PoolRoom(manager, self._requests, self._block_size)
+            self.importer.room = PoolRoom(manager, scheduler.scheduler.requests, self._block_size)
         return None
 
     def _watch(self, manager: Any, listener: PoolListener, role: Decision) -> Iterator[Limit]:
@@ -123,6 +116,16 @@ class SchedulerSide:
                 self.tracker = tracker
         except PoolChanged as exc:
             yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)
+
+    def _log_role(self, role: Decision) -> None:
+        """Log the role and its cause: a warning unless kvshm's own settings are the cause."""
+        level = logging.INFO if role == self._config.decide_role() else logging.WARNING
+        if role.no_imports:
+            log.log(level, "exporting only: %s", role.no_imports)
+        elif role.no_exports:
+            log.log(level, "importing only: %s", role.no_exports)
+        else:
+            log.info("exporting and importing")
 
     def may_import(self) -> bool:
         """Whether imports may begin now."""
@@ -200,9 +203,8 @@ class SchedulerSide:
             return
         self._awaited = None
         ordered = [self._descriptions[rank] for rank in sorted(self._descriptions)]
-        refusals = [d.refusal for d in ordered if d.refusal]
-        if refusals:
-            log.warning("not sharing the prefix cache: %s", refusals[0])
+        if refusal := next((d.refusal for d in ordered if d.refusal), ""):
+            log.warning("not sharing the prefix cache: %s", refusal)
             self.withdraw()
             return
         of_ranks = [d.fields for d in ordered]
@@ -212,22 +214,15 @@ class SchedulerSide:
 
     # -- requests
 
-    def new_request(self, request: Any) -> None:
-        self._requests[request.request_id] = request
-        if self.tracker is not None:
-            self.tracker.track(request)
-
     def request_finished(self, request: Any) -> None:
-        self._requests.pop(request.request_id, None)
         if self.tracker is not None:
             self.tracker.untrack(request.request_id)
         self.importer.request_finished(request.request_id)
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be imported (None: ask again), and
-        whether vLLM must hold the request back until they have arrived.  Nothing is imported while
-        steps from before a reset may still write to free blocks."""
-        if not self._role_imports or (self._vllm and self._vllm.fence and not self.may_import()):
+        whether vLLM must hold the request back until they have arrived."""
+        if not self.may_import():
             self.importer.at_once.forget(request.request_id)
             return 0, False
         found = self.importer.match(request, num_local_tokens)
@@ -265,7 +260,7 @@ class SchedulerSide:
         if (tracker := self.tracker) is not None:
             tracker.update_expecting(epoch_state)
             for load in (*loads, *at_once):
-                tracker.blocks_promised([t for piece in load.pieces for t in piece.targets])
+                tracker.blocks_promised(load.targets)
             # Before publishing: this same schedule() may have hashed a block that the step writes.
             if busy:
                 completes = tracker.step_built(self._step, output.num_scheduled_tokens)
@@ -282,11 +277,10 @@ class SchedulerSide:
             fence=0 if busy or tracker is None else tracker.fence,
             checksums=blocks_of(run for _, run in completes) if self._config.verify else [],
         )
+        # The ranks digest their weights in a step that runs the model: an idle step may come
+        # between a reset and the change of weights for which the reset was made.
         if metadata.describe:
-            self._awaited = self._step
-        # The ranks digest their weights in a step that runs the model, because an idle step may
-        # come between a reset and the change of weights for which the reset was made.
-        self._describe = self._describe and not busy
+            self._awaited, self._describe = self._step, False
         waits = epoch_state is None and tracker is not None and tracker.expecting
         self._synced_state = NOT_SYNCED if waits or self._config.verify else epoch_state
         self.importer.step_dispatched()
@@ -319,9 +313,9 @@ class SchedulerSide:
             if not done.good.blocks:
                 if tracker is not None:  # before ``failed`` frees the request's blocks
                     tracker.blocks_failed(done.bad)
-                at_once.failed(done.request_id, done.load_id)
+                at_once.failed(done.request_id, done.load.load_id)
                 continue
-            at_once.arrived(done.request_id, done.load_id)
+            at_once.arrived(done.request_id, done.load.load_id)
             if tracker is not None:
                 tracker.blocks_loaded(done.good, tracker.shares(done.request_id))
 
@@ -347,8 +341,6 @@ class SchedulerSide:
                 self.tracker.blocks_failed(own.union(BlockId(b) for b in invalid))
             self.importer.reported(loads)
         if report is not None:
-            if report.step and self._times.measured:
-                self._times.ended(report.step)
             self._handle_report(report)
         elif self._times.unanswered() and self.tracker and self.tracker.expecting:
             self._descriptions, self._awaited = {}, 0  # no worker runs kvshm's connector
@@ -362,7 +354,9 @@ class SchedulerSide:
             self.cache.publisher.flush()
 
     def _handle_report(self, report: RankReport) -> None:
-        """Handle what the ranks report of epochs, weights and attached peers."""
+        """Handle what the ranks report of times, epochs, weights and attached peers."""
+        if report.step:
+            self._times.ended(report.step)
         if report.attached:
             self.cache.planner.attached(self.importer.record_attached(report.attached))
         if report.failed:

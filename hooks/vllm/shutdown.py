@@ -50,10 +50,9 @@ def wait_for_engine_cores() -> None:
     atexit.register(clean_up)
     try:
         from vllm.v1.engine import utils
-    except ImportError:
-        return
-    original = getattr(utils, TOUCHPOINT, None)
-    if original is None:
+
+        original = getattr(utils, TOUCHPOINT)
+    except (ImportError, AttributeError):
         return
 
     @wraps(original)
@@ -98,14 +97,11 @@ def on_shutdown_signal(leave: Callable[[], None]) -> None:
 
 
 def _watch_signals(leave: Callable[[], None]) -> None:
+    if (others := signal.set_wakeup_fd(-1)) != -1:
+        signal.set_wakeup_fd(others)
+        return
     read, write = os.pipe()
     os.set_blocking(write, False)
-    previous = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    if previous != -1:
-        signal.set_wakeup_fd(previous)
-        os.close(read)
-        os.close(write)
-        return
 
     def watch() -> None:
         while not _ENDING.intersection(os.read(read, 64)):
@@ -115,10 +111,10 @@ def _watch_signals(leave: Callable[[], None]) -> None:
     try:
         start_thread(threading.Thread(target=watch, name="kvshm-leaving", daemon=True))
     except KvshmError:
-        signal.set_wakeup_fd(-1)
         os.close(read)
         os.close(write)
         raise
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
     _watched.append(_Wakeup(write))
 
 

@@ -34,7 +34,6 @@ class StepTimes:
         self.measured: deque[_Built] = deque(maxlen=MAX_UNDER_WAY)
         """Steps under way that are measured.  While there are none, ``ended`` need not be
         called."""
-        self._every = STEPS_PER_MEASURED
         self._seen: dict[int, int] = {}
         """Number of steps by kind: decodes are kind 0, quiet prefills go by their size."""
         self._ended_at = 0.0
@@ -49,7 +48,7 @@ class StepTimes:
             # odd numbers.
             kind = 0 if decodes else tokens.bit_length()
             self._seen[kind] = seen = self._seen.get(kind, 0) + 1
-            if seen % self._every:
+            if seen % STEPS_PER_MEASURED:
                 return
         self.measured.append((step, self._clock(), tokens))
 

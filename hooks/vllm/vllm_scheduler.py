@@ -7,14 +7,26 @@ imports might fill them while such a step still writes.  And a load under way ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from vllm.config import KVTransferConfig
+
 from kvshm.log import logger
+from kvshm.roles import Limit
 
 from .call_stack import callers_with
 
 log = logger(__name__)
+
+
+def kv_role_limit(transfer: KVTransferConfig, of: str = "") -> Limit:
+    """Return the limit that a connector's kv_role sets; ``of`` names the connector."""
+    return Limit(
+        f"kv_role={transfer.kv_role}{of}",
+        no_exports=not transfer.is_kv_producer,
+        no_imports=not transfer.is_kv_consumer,
+    )
 
 
 class VllmScheduler:
@@ -27,9 +39,8 @@ class VllmScheduler:
         """Whether kvshm's connector is the engine's only one."""
         self.fence = 0
         """The step that must have ended before anything may be imported; 0: none."""
-        self._preempts = False
-        self._ran: list[Any] = []
-        """The requests that the present reset preempts, in their order."""
+        self._ran: list[Any] | None = None
+        """The requests that the present reset preempts, in their order; None: it preempts none."""
         self._reset = scheduler.reset_prefix_cache
         scheduler.reset_prefix_cache = self._reset_prefix_cache
 
@@ -45,16 +56,6 @@ class VllmScheduler:
         if not self.scheduler.recompute_kv_load_failures:
             log.info("kv_load_failure_policy=fail overridden with recompute for all connectors")
         self.scheduler.recompute_kv_load_failures = True
-
-    @property
-    def transfer(self) -> Any:
-        """The outermost connector's configuration."""
-        return self.scheduler.vllm_config.kv_transfer_config
-
-    def holds_back_freed_blocks(self) -> bool:
-        """Whether vLLM hands out a freed block only when no step under way writes to it."""
-        one_at_a_time = self.scheduler.vllm_config.max_concurrent_batches <= 1
-        return bool(self.scheduler.defer_block_free or one_at_a_time)
 
     def may_import(self) -> bool:
         """Whether no step writes to free blocks any more: all steps that were dispatched before the
@@ -73,8 +74,8 @@ class VllmScheduler:
         if not self.alone:
             return  # another connector may import as well
         self._free_deferred()
-        if self._preempts and not self.scheduler.running:
-            self._requeue(give_up() | set(self.scheduler.finished_recving_kv_req_ids))
+        if self._ran is not None and not self.scheduler.running:
+            self._requeue(self._ran, give_up() | set(self.scheduler.finished_recving_kv_req_ids))
 
     def _free_deferred(self) -> None:
         scheduler = self.scheduler
@@ -83,9 +84,9 @@ class VllmScheduler:
             self.fence = max(fence, self.fence)
             scheduler.kv_cache_manager.block_pool.free_blocks(reversed(blocks))
 
-    def _requeue(self, request_ids: set[str]) -> None:
+    def _requeue(self, ran: list[Any], request_ids: set[str]) -> None:
         """Do now what vLLM does later when all blocks of a load have failed: the requests wait
-        without blocks, in their order and behind the requests that were running."""
+        without blocks, in their order and behind the requests that ``ran``."""
         scheduler = self.scheduler
         for request in [scheduler.requests[name] for name in request_ids]:
             if request.is_finished():
@@ -99,16 +100,27 @@ class VllmScheduler:
             scheduler.deferred_waiting.discard(request)
             scheduler._inflight_prefills.discard(request)
         scheduler.kv_holding_waiting.remove_requests(holding)
-        scheduler.waiting.remove_requests(self._ran)
-        for request in reversed([*self._ran, *holding]):
+        scheduler.waiting.remove_requests(ran)
+        for request in reversed([*ran, *holding]):
             scheduler.waiting.prepend_request(request)
 
     def _reset_prefix_cache(
         self, reset_running_requests: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        self._preempts = reset_running_requests
-        self._ran = list(self.scheduler.running)
+        self._ran = list(self.scheduler.running) if reset_running_requests else None
         try:
             return self._reset(reset_running_requests, *args, **kwargs)
         finally:
-            self._preempts, self._ran = False, []
+            self._ran = None
+
+
+def scheduler_limits(found: VllmScheduler | None) -> Iterator[Limit]:
+    """Yield the limits that vLLM's scheduler sets: without the scheduler a failed load would be an
+    error, and a step under way may write to a block while an import fills it."""
+    if found is None:
+        yield Limit("vLLM's scheduler was not found", no_exports=False, no_imports=True)
+        return
+    config = found.scheduler.vllm_config
+    yield kv_role_limit(config.kv_transfer_config, " of the engine")
+    late = not found.scheduler.defer_block_free and config.max_concurrent_batches > 1
+    yield Limit("this vLLM frees blocks while they are written", no_exports=False, no_imports=late)

@@ -28,13 +28,10 @@ from .call_stack import callers_with
 from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
+from .refusals import TRANSPORTS
 from .weights import WeightsUnknown, watch_weights
 
 log = logger(__name__)
-
-TRANSPORTS = {"cpu": "posix_shm", "cuda": "cuda_ipc"}
-"""Transports by vLLM's name of the device that holds the KV cache (refusals.SHAREABLE_DEVICES)."""
-
 
 GIVE_UP_SECONDS = 1.0
 """How long a reset waits for copies under way, which take milliseconds."""
@@ -99,23 +96,19 @@ class WorkerSide:
                 fault=self._config.fault,
                 **{name: getattr(self._config, name) for name in wanted},
             )
-            self._cache = self._rank_cache(self._transport)
+            handouts = Handouts(run_dir, namespace)
+            self._cache = RankCache(
+                self._transport, self._rank, handouts, verify=self._config.verify
+            )
         except TransportError as exc:
-            self._refuse(str(exc))
+            self._refusal = str(exc)
+            if self._transport is not None:
+                self._transport.close()
+                self._transport = None
             return
         # vLLM frees a block only when no step under way writes to it any more (in an engine that
         # may import); but a drafter still writes after its step's output was handed over.
         self._transport.late_writers = self._vllm_config.speculative_config is not None
-
-    def _rank_cache(self, transport: Transport) -> RankCache:
-        handouts = Handouts(self._run_dir, self._config.namespace)
-        return RankCache(transport, self._rank, handouts, verify=self._config.verify)
-
-    def _refuse(self, reason: str) -> None:
-        self._refusal = reason
-        if self._transport is not None:
-            self._transport.close()
-            self._transport = None
 
     def _weights_change(self) -> None:
         """New weights are about to be loaded: end the epoch of the old ones."""
@@ -134,9 +127,7 @@ class WorkerSide:
             return self._transport_type.adopt(
                 placement.address, placement.nbytes, placement.storage
             )
-        if (memory := self.allocation.memory_of(placement)) is not None:
-            return memory
-        raise TransportError(self.allocation.failure)
+        return self.allocation.memory_of(placement)
 
     def describe(self) -> RankDescription:
         """Return what the engine must know of this rank in order to join.  Digests the weights:
@@ -151,13 +142,10 @@ class WorkerSide:
             self._report.weights_changed = False
         try:
             fields = rank_fields(self._vllm_config, self._kv_cache_config, self._model)
-        except WeightsUnknown as exc:
+            memory = self._transport.export(Epoch(0))  # serves no peer until an epoch is opened
+        except (WeightsUnknown, TransportError) as exc:
             return RankDescription(None, {}, str(exc))
         fields[KERNEL_BLOCKS] = str(self._kernel_blocks)  # decides the order within a block
-        try:
-            memory = self._transport.export(Epoch(0))  # serves no peer until an epoch is opened
-        except TransportError as exc:
-            return RankDescription(None, {}, str(exc))
         return RankDescription(RankInfo(os.getpid(), memory), fields)
 
     # -- every step
@@ -197,7 +185,7 @@ class WorkerSide:
             pass  # the epoch ended while the step was under way; the next step says so
         except (SegmentError, TransportError):  # for example no descriptors or threads
             level = logging.DEBUG if self._could_not_open else logging.WARNING
-            log.log(level, "%s (serving on, another epoch is tried)", cache.failed)
+            log.log(level, "%s (the engine serves on and tries another epoch)", cache.failed)
             self._could_not_open = True
             self._next_report().not_opened = epoch
 
@@ -222,8 +210,7 @@ class WorkerSide:
             load = metadata.loads[0]
             self._under_way.add(load.load_id)
             if self._cache is None:
-                targets = tuple(t for piece in load.pieces for t in piece.targets)
-                self._ended(LoadReport(load.load_id, targets + load.lost))
+                self._ended(LoadReport(load.load_id, load.targets + load.lost))
             else:
                 self._cache.begin_load(load)
             metadata.loads.pop(0)  # only now: ``give_up`` reports a load that failed to begin

@@ -28,6 +28,7 @@ from vllm.v1.request import RequestStatus
 
 from kvshm.engine.load_plan import LoadReport
 from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.ranks import Ranks, ask_rank
 
 from .conftest import Lines
 from .scheduling import (
@@ -165,9 +166,7 @@ def test_a_worker_beside_others_is_asked_and_gives_no_handshake(
     group = MultiConnector(config, KVConnectorRole.WORKER, imagined_cache(8))
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", group)
     assert group.get_handshake_metadata() is None
-    from kvshm.hooks.vllm.ranks import _describe
-
-    answer = _describe(None)
+    answer = ask_rank(None, "describe")
     assert answer is not None
     assert answer.refusal == "the KV cache was not registered"
     group.shutdown()
@@ -247,3 +246,18 @@ def test_the_role_of_the_outer_connector_holds_too(
     e.add("b", prompt(3, first=700), max_tokens=1)
     assert bool(e.schedule().metadata.metadata[e.place].loads) == imports
     e.close()
+
+
+def test_a_rank_that_cannot_answer_describes_nothing_and_ends_no_load() -> None:
+    answers: dict[str, list[Any]] = {
+        "describe": [description(), None],
+        "wait_for_end": [{"a"}, None],
+    }
+
+    class Executor:
+        def collective_rpc(self, _: Any, args: tuple[Any, ...]) -> list[Any]:
+            return answers[args[0]]
+
+    ranks = Ranks(Executor())
+    assert ranks.describe() == {0: description()}
+    assert ranks.give_up({"a"}) == set()

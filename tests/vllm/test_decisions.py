@@ -143,7 +143,7 @@ def test_of_steps_that_only_decode_a_few_are_timed(
     node: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     n = node()
-    n.side._times._every = 4
+    monkeypatch.setattr(step_times, "STEPS_PER_MEASURED", 4)
     seen: list[int] = []
     monkeypatch.setattr(
         n.side.cache.planner.costs, "add_step", lambda tokens, _: seen.append(tokens)

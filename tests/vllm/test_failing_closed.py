@@ -22,7 +22,7 @@ from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
 from .test_undoing import Failing
 
 FAILING: dict[str, Callable[[Any], tuple[Any, str]]] = {
-    "on_new_request": lambda side: (side, "new_request"),
+    "on_new_request": lambda side: (side.tracker, "track"),
     "get_num_new_matched_tokens": lambda side: (side, "match"),
     "update_state_after_alloc": lambda side: (side.importer, "allocated"),
     "blocks_handed_out": lambda side: (side.tracker, "blocks_handed_out"),

@@ -164,7 +164,6 @@ def test_the_cache_lands_in_shared_memory(config: VllmConfig) -> None:
     assert other.tolist() == [0, 0, 0]
     placement = placed(plan, caches)
     memory = context.memory_of(placement)
-    assert memory is not None
     assert (memory.address, memory.nbytes) == (placement.address, placement.nbytes)
     assert more.data_ptr() != placement.address
     assert not placement.storage.any()
@@ -203,7 +202,7 @@ def test_other_allocations_are_torchs_own(call: Callable[[], torch.Tensor]) -> N
 
 def test_a_failure_restores_torch() -> None:
     zeros = torch.zeros
-    with pytest.raises(RuntimeError, match="boom"), shared_kv_memory(bytearray):  # type: ignore[type-var]
+    with pytest.raises(RuntimeError, match="boom"), shared_kv_memory(bytearray):  # type: ignore[arg-type]
         raise RuntimeError("boom")
     assert torch.zeros is zeros
 
@@ -216,8 +215,8 @@ def test_without_room_the_cache_lies_in_ordinary_memory(config: VllmConfig) -> N
     plan = cache_config(config, "LBNHC", 7, EQUAL)
     with context:
         caches = allocated(plan)
-    assert context.memory_of(placed(plan, caches)) is None
-    assert "no room" in context.failure
+    with pytest.raises(TransportError, match="no room"):
+        context.memory_of(placed(plan, caches))
 
 
 def test_memory_that_vllm_did_not_take_for_its_cache_is_not_mistaken_for_it(
@@ -230,6 +229,6 @@ def test_memory_that_vllm_did_not_take_for_its_cache_is_not_mistaken_for_it(
         caches = allocated(plan)
     assert context.memory is not None
     assert context.memory.address == decoy.data_ptr()
-    assert context.memory_of(placed(plan, caches)) is None
-    assert "allocated first" in context.failure
+    with pytest.raises(TransportError, match="allocated first"):
+        context.memory_of(placed(plan, caches))
     context.memory.close()

@@ -24,8 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvshm.config import Config
 from kvshm.hooks.vllm import pool_watch
 from kvshm.hooks.vllm.connector import KvshmConnector
-from kvshm.hooks.vllm.limits import kv_role_limit, scheduler_limits
-from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
+from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler, kv_role_limit, scheduler_limits
 from kvshm.roles import Decision, Limit
 
 from .conftest import Lines

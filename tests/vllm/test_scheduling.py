@@ -13,7 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvshm.engine.load_plan import LoadReport
-from kvshm.hooks.vllm.messages import RankReport
+from kvshm.hooks.vllm.messages import QuietStep, RankReport
 from kvshm.ids import BlockId, LeaseBit
 from kvshm.shm.layout import BlockRecord, SlotState, pack_records, unpack_records
 from kvshm.shm.own_slot_table import OwnSlotTable
@@ -56,7 +56,7 @@ def test_what_a_decode_shows_is_told_with_its_output(
     publisher = e.connector._scheduler.cache.publisher
     monkeypatch.setattr(publisher, "_send", lambda _: told.append(e.ready()))
     while len(e.ready()) < 2:
-        assert e.step().metadata.quiet
+        assert isinstance(e.step().metadata, QuietStep)
     assert told[-1] == e.ready()
 
 
@@ -129,7 +129,7 @@ def test_a_decode_waits_for_leases_on_the_block_that_it_reuses(engine: Make) -> 
         sent = e.schedule()
         assert not draining(e, leased)
         e.run(sent)
-    assert sent.metadata.quiet
+    assert isinstance(sent.metadata, QuietStep)
 
 
 def test_a_quiet_step_waits_for_leases_on_blocks_that_were_evicted(engine: Make) -> None:
@@ -143,7 +143,7 @@ def test_a_quiet_step_waits_for_leases_on_blocks_that_were_evicted(engine: Make)
     e.step()
     e.scheduler.kv_cache_manager.evict_blocks(leased)
     assert set(draining(e, leased)) == leased
-    assert e.step().metadata.quiet
+    assert isinstance(e.step().metadata, QuietStep)
     assert not draining(e, leased)
 
 
