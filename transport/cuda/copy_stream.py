@@ -31,6 +31,18 @@ _IDS_AT = 64
 _FEWEST_PAIRS = 1024
 
 
+def copy_each(
+    driver: Driver, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
+    stream: Stream,
+) -> None:  # fmt: skip
+    """Enqueue a copy for each fragment."""
+    for row in table.rows:
+        for here, there in zip(source, target, strict=True):
+            read = row.source + here * row.source_stride
+            written = row.target + there * row.target_stride
+            driver.copy(written, read, row.block_bytes, stream)
+
+
 class _CopyBuffers:
     """The resources of one copy: its event, its stop word and its block ids."""
 
@@ -132,7 +144,10 @@ class CopyStream:
                 if source:
                     if late_writers:
                         self._driver.wait(self.stream, self.compute)
-                    self._enqueue(table, buffers, len(source))
+                    if table.route is Route.STAGED:
+                        copy_each(self._driver, table, source, target, self.stream)
+                    else:
+                        self._enqueue(table, buffers, len(source))
                 self._driver.record(buffers.event, self.stream)
             except BaseException:
                 # Enqueued work may be running: the buffers are not reused.
@@ -149,9 +164,8 @@ class CopyStream:
                 table, buffers.ids, buffers.host.address, pairs, self.stream, self._programs
             )
         else:
-            copy = driver.copy_batch if table.route is Route.BATCH else driver.copy_loop
             ids = buffers.host.view[_IDS_AT:]
-            copy(table, ids[:half], ids[half : 2 * half], self.stream)
+            driver.copy_batch(table, ids[:half], ids[half : 2 * half], self.stream)
 
     def _take_buffers(self, pairs: int) -> _CopyBuffers:
         for index, buffers in enumerate(self._free):

@@ -168,17 +168,13 @@ class Driver(Protocol):
         """Later work on ``stream`` runs after the present work on ``earlier``."""
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy between any two addresses, host memory included."""
+        """Copy between any two addresses, host memory included; the driver stages the copy if the
+        GPUs need that."""
 
     def copy_batch(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
         """Copy all fragments by the copy engines.  Block ids are int64."""
-
-    def copy_loop(
-        self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
-    ) -> None:
-        """Copy all fragments one by one; the driver stages them if the GPUs need that."""
 
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int

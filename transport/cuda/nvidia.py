@@ -259,14 +259,6 @@ class NvidiaDriver:
         with self._in_context():
             copy_batch(*_fragments(table, sources, targets), stream.handle)
 
-    def copy_loop(
-        self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
-    ) -> None:
-        columns = [column.tolist() for column in _fragments(table, sources, targets)]
-        with self._in_context():
-            for source, target, nbytes in zip(*columns, strict=True):
-                _call(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
-
     def prepare_kernel(self, table: RegionTable) -> None:
         with self._in_context():
             self._launcher.prepare(table.word)
