@@ -33,16 +33,10 @@ from kvshm.shm.fd_server import FdServer
 from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket, socket_name
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
-from .faults import ZERO, check_fault, misdirect
+from .faults import ZERO
 from .memory import KVMemory, check_sealed_memory
-from .regions import (
-    block_checksum,
-    check_blocks,
-    check_bounds,
-    check_layouts,
-    check_pairs,
-    count_blocks,
-)
+from .own_cache import OwnCache
+from .regions import block_checksum, check_blocks, count_blocks
 
 FETCH_TIMEOUT = 5.0
 """Seconds that an exporter's socket may take to answer; a separate thread answers."""
@@ -141,8 +135,7 @@ class PosixAttachment:
         mappings: list[mmap.mmap],
         connection: socket.socket | None,
     ) -> None:
-        check_layouts(own.regions, descriptor.regions)
-        check_bounds(descriptor.regions, [len(mapping) for mapping in mappings])
+        own.check_peer(descriptor, [len(mapping) for mapping in mappings])
         self._connection = connection
         self.epoch = Epoch(descriptor.epoch)
         self._own = own
@@ -167,11 +160,10 @@ class PosixAttachment:
         own, peer = self._own, self._peer
         if peer is None:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
-        check_pairs(source, self._num_blocks, target, own.num_blocks)
+        blocks = own.blocks_to_read(source, self._num_blocks, target)
         regions, zeros = peer.regions, b""
         if own.fault == ZERO:
             regions, zeros = _all_zeros(regions)
-        blocks = misdirect(source, self._num_blocks, own.fault)
         plan = CopyPlan(regions, blocks, own.target, target, (peer, zeros, own.memory))
         copier = own.copier
         return copier.begin(plan) if keep_going is None else copier.copy_now(plan, keep_going)
@@ -197,7 +189,7 @@ def _all_zeros(regions: list[StridedRun]) -> tuple[list[StridedRun], bytes]:
     return [(address, 0, block_bytes, count) for _, _, block_bytes, count in regions], zeros
 
 
-class PosixShmTransport:
+class PosixShmTransport(OwnCache):
     """One rank's KV cache in shared host memory (kvshm.interfaces.Transport).
 
     ``export``, copies and ``checksum`` belong to one thread; ``attach`` and closing may be
@@ -223,39 +215,30 @@ class PosixShmTransport:
         every copy wrong on purpose (faults.py).  The caller closes the memory.  Raises
         TransportError if the regions do not fit the memory.
         """
-        check_fault(fault)
         self.memory = (memory,) if isinstance(memory, KVMemory) else tuple(memory)
-        self.regions = list(regions)
-        check_bounds(self.regions, [m.nbytes for m in self.memory])
-        self.rank = rank
-        self.fault = fault
-        self.num_blocks = count_blocks(self.regions)
+        super().__init__([m.nbytes for m in self.memory], regions, rank, fault)
         self.target = _runs(self.regions, [m.address for m in self.memory])
         self.copier = Copier()
         self._views = [m.buffer.toreadonly() for m in self.memory]
         self._socket_path = os.fspath(socket_path)
         self._lock = threading.Lock()
-        self._closed = False
-        self._epoch = Epoch(0)
         self._fds: list[int] = []
         self._server: FdServer | None = None
         self._attachments: list[PosixAttachment] = []
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
         with self._lock:
-            if self._closed:
-                raise TransportError("the transport is closed")
-            self._epoch = epoch
+            self.check_open()
+            self.epoch = epoch
             while len(self._fds) < len(self.memory):
                 self._fds.append(self.memory[len(self._fds)].read_only_fd())
             if self._server is None:
                 self._server = FdServer(self._socket_path, self._answer)
-        details = msgspec.msgpack.encode(ShmDetails(socket_name(self._socket_path)))
-        return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
+            return self.describe(ShmDetails(socket_name(self._socket_path)))
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
         """Answer one request, on the server's thread, without the lock: ``close`` holds it."""
-        epoch = self._epoch
+        epoch = self.epoch
         try:
             wanted = _request_decoder.decode(packed).epoch
         except msgspec.DecodeError:
@@ -269,8 +252,7 @@ class PosixShmTransport:
         try:
             attachment = PosixAttachment(self, descriptor, mappings, connection)
             with self._lock:
-                if self._closed:
-                    raise TransportError("the transport is closed")
+                self.check_open()
                 self._attachments = [a for a in self._attachments if not a.closed]
                 self._attachments.append(attachment)
         except BaseException:
@@ -287,9 +269,9 @@ class PosixShmTransport:
         """End the export, cancel copies, close attachments.  Idempotent.  Returns when nothing is
         written any more: after the block that is being copied at most."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
         if self._server is not None:
             self._server.close()
         for attachment in self._attachments:

@@ -21,16 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.log import logger
 
-from ..faults import ZERO, check_fault, misdirect
+from ..faults import ZERO
 from ..jobs import JobThread
-from ..regions import check_blocks, check_bounds, check_layouts, check_pairs, count_blocks
+from ..own_cache import OwnCache
+from ..regions import check_blocks, count_blocks
 from .checksum import block_checksums
 from .copy_stream import PROGRAMS, CopyStream, CudaCopy
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, write
@@ -69,8 +68,7 @@ class CudaAttachment:
         keep_going: Callable[[], bool] | None = None,
     ) -> CudaCopy:  # fmt: skip
         own = self._own
-        check_pairs(source, self._num_blocks, target, own.num_blocks)
-        blocks = misdirect(source, self._num_blocks, own.fault)
+        blocks = own.blocks_to_read(source, self._num_blocks, target)
         with self._lock:
             if self._closed:
                 raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
@@ -101,7 +99,7 @@ class CudaAttachment:
         self._drop_user()
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(OwnCache):
     """One rank's KV cache in GPU memory (kvshm.interfaces.Transport).
 
     ``export`` and the constructor must run on the thread that runs the model (copies wait for its
@@ -133,14 +131,8 @@ class CudaIpcTransport:
         ``programs``: number of programs of the copy kernel.  ``driver``: by default that of
         torch's current GPU.  The memory stays the caller's.  Raises TransportError.
         """
-        check_fault(fault)
         self.memory = (memory,) if isinstance(memory, DeviceMemory) else tuple(memory)
-        self.regions = list(regions)
-        check_bounds(self.regions, [m.nbytes for m in self.memory])
-        self.rank = rank
-        self.fault = fault
-        self.num_blocks = count_blocks(self.regions)
-        self.epoch = Epoch(0)
+        super().__init__([m.nbytes for m in self.memory], regions, rank, fault)
         self.staging = staging
         self.driver = current_driver() if driver is None else driver
         compute = self.driver.compute_stream()
@@ -150,7 +142,6 @@ class CudaIpcTransport:
         self._prober = Prober(self.driver, programs)
         self._lock = threading.Lock()
         self._closer = JobThread("kvshm-unmap")
-        self._closed = False
         self._probe: Probe | None = None
         self._server: DescriptorServer | None = None
         self._details: CudaDetails | None = None
@@ -163,7 +154,7 @@ class CudaIpcTransport:
     def export(self, epoch: Epoch) -> MemoryDescriptor:
         """See Transport.  Epoch 0 exports the memory anew: its handles may have changed."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             self.copy_stream.compute = self.driver.compute_stream()
             if self._details is None or not epoch:
                 self._details = self._describe(self._details)
@@ -171,8 +162,7 @@ class CudaIpcTransport:
             self._probe.set_epoch(epoch)
             self.epoch = epoch
             _exports[self._details.export_id] = self
-            details = msgspec.msgpack.encode(self._details)
-        return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
+            return self.describe(self._details)
 
     def fence(self) -> Callable[[], bool]:
         """Return a function that tells, without blocking, whether all present work on the compute
@@ -207,11 +197,10 @@ class CudaIpcTransport:
 
     def attach(self, descriptor: MemoryDescriptor) -> CudaAttachment:
         details = unpack_details(descriptor, self.name, CudaDetails)
-        check_layouts(self.regions, descriptor.regions)
-        check_bounds(descriptor.regions, [m.nbytes for m in details.memories])
+        self.check_peer(descriptor, [m.nbytes for m in details.memories])
         check_memories([*details.memories, details.probe])
         route = self._route(details)
-        self._check_open()
+        self.check_open()
         opened: list[PeerMapping] = []
         try:
             addresses, keep = self._open_memories(details, route, opened)
@@ -224,7 +213,7 @@ class CudaIpcTransport:
             raise
         attachment = CudaAttachment(self, descriptor, table, opened, keep)
         with self._lock:
-            if not self._closed:
+            if not self.closed:
                 self._attachments.add(attachment)
                 return attachment
         attachment.close()
@@ -313,23 +302,19 @@ class CudaIpcTransport:
 
     # -- both
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportError("the transport is closed")
-
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
         """See Transport.  First copies the blocks to the host: for KVSHM_VERIFY only."""
         check_blocks(blocks, self.num_blocks, "this cache's")
-        self._check_open()
+        self.check_open()
         compute, addresses = self.copy_stream.compute, [m.address for m in self.memory]
         return block_checksums(self.driver, compute, addresses, self.regions, blocks)
 
     def close(self) -> None:
         """See Transport.  Waits for kernels that are already running."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             if self._details is not None:
                 _exports.pop(self._details.export_id, None)
         if self._server is not None:
