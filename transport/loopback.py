@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region, unpack_details
 
-from .faults import ZERO
 from .own_cache import OwnCache
 from .regions import block_checksum, check_blocks, count_blocks, spans
 
@@ -127,7 +127,7 @@ class LoopbackAttachment:
         here, there = spans(self.own.regions, target), spans(self._regions, source)
         for (own, start, end), (peer, first, last) in zip(here, there, strict=True):
             block = self._memory[peer][first:last]
-            zero = self.own.fault == ZERO
+            zero = self.own.fault == Fault.ZERO
             self.own.memory[own][start:end] = bytes(len(block)) if zero else block
 
     def close(self) -> None:

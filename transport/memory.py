@@ -108,6 +108,3 @@ class KVMemory:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __repr__(self) -> str:
-        return f"<KVMemory {self.nbytes} bytes{' closed' if self._fd < 0 else ''}>"

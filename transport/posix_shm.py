@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from kvshm import _native
+from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
@@ -33,7 +34,6 @@ from kvshm.shm.fd_server import FdServer
 from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket, socket_name
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
-from .faults import ZERO
 from .memory import KVMemory, check_sealed_memory
 from .own_cache import OwnCache
 from .regions import block_checksum, check_blocks, count_blocks
@@ -162,7 +162,7 @@ class PosixAttachment:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
         blocks = own.blocks_to_read(source, self._num_blocks, target)
         regions, zeros = peer.regions, b""
-        if own.fault == ZERO:
+        if own.fault == Fault.ZERO:
             regions, zeros = _all_zeros(regions)
         plan = CopyPlan(regions, blocks, own.target, target, (peer, zeros, own.memory))
         copier = own.copier

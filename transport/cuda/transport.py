@@ -21,12 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.log import logger
 
-from ..faults import ZERO
 from ..jobs import JobThread
 from ..own_cache import OwnCache
 from ..regions import check_blocks, count_blocks
@@ -267,7 +267,7 @@ class CudaIpcTransport(OwnCache):
             rows.append(RegionRow(source, target, theirs.stride, mine.stride, mine.block_bytes))
         if route is Route.KERNEL and details.device != self.driver.uuid:
             route = self._prober.choose(rows[0], descriptor.regions[0].num_blocks, details.device)
-        if self.fault == ZERO:
+        if self.fault == Fault.ZERO:
             rows = [row._replace(source=self._zero_memory(), source_stride=0) for row in rows]
         table = upload(self.driver, rows, self._prober.stream, route)
         try:
