@@ -16,7 +16,6 @@ from kvshm.node.protocol import MAX_COMMAND_BYTES, decode_command, encode, forei
 from . import logfmt
 from .actions import (
     Action,
-    BadJoin,
     BadMessage,
     CheckResult,
     CheckTable,
@@ -217,8 +216,7 @@ def _read(frames: list[zmq.Frame], num_parts: int) -> Input:
     try:
         return EngineMessage(sender, decode_command(frame))
     except ProtocolError as exc:
-        join = foreign_join(frame)
-        return BadMessage(sender, str(exc)) if join is None else BadJoin(sender, join, str(exc))
+        return BadMessage(sender, str(exc), foreign_join(frame))
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

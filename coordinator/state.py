@@ -29,7 +29,6 @@ from kvshm.shm.layout import RECORD_BYTES
 
 from .actions import (
     Action,
-    BadJoin,
     BadMessage,
     CheckResult,
     ClockTick,
@@ -57,9 +56,9 @@ def decide(state: State, item: Input, now: float) -> list[Action]:
             return _on_message(state, item.sender, item.message, now)
         case CheckResult():
             return _on_check_result(state, item, now)
-        case BadJoin():
-            return on_bad_join(state, item.sender, item.join, item.error)
         case BadMessage():
+            if item.join is not None:
+                return on_bad_join(state, item.sender, item.join, item.error)
             return state.report(item.sender, "garbled", item.error)
         case ProcessDeath():
             return _on_death(state, item, now)
