@@ -23,7 +23,6 @@ from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_d
 from kvshm.version import __version__
 
 from . import logfmt
-from .actions import Log
 from .notify import READY, STOPPING, notify
 from .roster import State
 from .server import Server
@@ -124,7 +123,7 @@ class _Lock:
             fd = take_lock(self._path)
         self.close()
         self._fd = fd
-        logfmt.write(Log(logging.WARNING, "restored", {"path": self._path}))
+        logfmt.write(logging.WARNING, "restored", path=self._path)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -139,11 +138,10 @@ def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
     lock.close()
     cleared = clear(run_dir, namespace)
     for removed in cleared.removed:
-        logfmt.write(Log(logging.INFO, "removed", {"name": removed}))
+        logfmt.write(logging.INFO, "removed", name=removed)
     for left in cleared.left:
-        logfmt.write(Log(logging.DEBUG, "left-alone", {"reason": left}))
-    about: dict[str, object] = {"pid": os.getpid(), "complaints": reports}
-    logfmt.write(Log(logging.INFO, "ended", about))
+        logfmt.write(logging.DEBUG, "left-alone", reason=left)
+    logfmt.write(logging.INFO, "ended", pid=os.getpid(), complaints=reports)
 
 
 def _serve(
@@ -155,8 +153,8 @@ def _serve(
     server = Server(state, tables, lambda: _sweep_files(run_dir, namespace), lock.keep)
     tables.serve()
     server.open(*endpoints, signals.wake.fileno())
-    about: dict[str, object] = {"pid": os.getpid(), "run_dir": run_dir, "namespace": namespace}
-    logfmt.write(Log(logging.INFO, "serving", {**about, "version": __version__}))
+    about = {"run_dir": run_dir, "namespace": namespace, "version": __version__}
+    logfmt.write(logging.INFO, "serving", pid=os.getpid(), **about)
     notify(READY, os.environ)
     try:
         server.run(lambda: signals.received)
@@ -173,9 +171,9 @@ def _sweep_files(run_dir: Path, namespace: str) -> None:
         with suppress(OSError):
             path.unlink(missing_ok=True)
             if number < MOST_NAMED:
-                logfmt.write(Log(logging.INFO, "removed", {"path": path}))
+                logfmt.write(logging.INFO, "removed", path=path)
     if len(left) > MOST_NAMED:
-        logfmt.write(Log(logging.INFO, "removed", {"more": len(left) - MOST_NAMED}))
+        logfmt.write(logging.INFO, "removed", more=len(left) - MOST_NAMED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = _config(arguments, os.environ)
         logfmt.start(config.log_level)
         for warning in config.warnings:
-            logfmt.write(Log(logging.WARNING, "unknown-setting", {"reason": warning}))
+            logfmt.write(logging.WARNING, "unknown-setting", reason=warning)
         raise_descriptor_limit()
         require_descriptors(DESCRIPTORS)
         signals = _Signals()  # before any file is made that has to be removed

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping
 
 from . import logfmt
-from .actions import Log
 
 READY = "READY=1"
 STOPPING = "STOPPING=1"
@@ -28,5 +27,5 @@ def notify(state: str, environ: Mapping[str, str]) -> None:
             manager.setblocking(False)
             manager.sendto(state.encode(), address)
     except OSError as exc:
-        about: dict[str, object] = {"socket": environ["NOTIFY_SOCKET"], "reason": exc}
-        logfmt.write(Log(logging.WARNING, "not-notified", about))
+        asked = environ["NOTIFY_SOCKET"]
+        logfmt.write(logging.WARNING, "not-notified", socket=asked, reason=exc)

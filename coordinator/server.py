@@ -169,11 +169,10 @@ class Server:
         if kind in self._failed:
             return
         self._failed.add(kind)
-        about: dict[str, object] = {"what": what, "reason": exc}
         if isinstance(exc, KvshmError | OSError):
-            logfmt.write(Log(logging.WARNING, "failed", about))
+            logfmt.write(logging.WARNING, "failed", what=what, reason=exc)
         else:
-            logfmt.write(Log(logging.ERROR, "bug", about), exc)
+            logfmt.write_bug(what, exc)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -190,8 +189,8 @@ class Server:
                 self._tables.sweep_bits(bits)
             case SweepFiles():
                 self._sweep_files()
-            case Log():
-                logfmt.write(action)
+            case Log(level, event, fields):
+                logfmt.write(level, event, **fields)
             case _:
                 raise AssertionError(f"no such action: {action}")
 
@@ -202,7 +201,7 @@ class Server:
         try:
             self._sockets.router.send_multipart([route, frame], zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # the engine has gone, or does not read
-            logfmt.write(Log(logging.DEBUG, "unsent", {"route": route.hex(), "reason": exc}))
+            logfmt.write(logging.DEBUG, "unsent", route=route.hex(), reason=exc)
 
 
 def _read(frames: list[zmq.Frame], num_parts: int) -> Input:

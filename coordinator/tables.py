@@ -34,7 +34,7 @@ from kvshm.shm.segment import TABLE_KIND
 from kvshm.shm.slot_table import RosterSlotTable
 
 from . import logfmt
-from .actions import CheckResult, Input, Log, ProcessDeath, Refusal, Sender, TableUnused
+from .actions import CheckResult, Input, ProcessDeath, Refusal, Sender, TableUnused
 from .versions import who_upgrades
 
 MAX_CHECKS = 64
@@ -222,11 +222,10 @@ class Tables:
                 swept = member.table.sweep(bits)
                 member.table.counters.add(SWEPT, swept)
             except KvshmError as exc:  # its owner has overwritten it
-                about: dict[str, object] = {"epoch": f"{epoch:016x}", "reason": exc}
-                logfmt.write(Log(logging.WARNING, "not-swept", about))
+                logfmt.write(logging.WARNING, "not-swept", epoch=f"{epoch:016x}", reason=exc)
                 continue
             about = {"epoch": f"{epoch:016x}", "bits": f"{bits:#x}", "slots": swept}
-            logfmt.write(Log(logging.DEBUG, "swept", about))
+            logfmt.write(logging.DEBUG, "swept", **about)
 
 
 def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
