@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +30,11 @@ from .sockets import raise_descriptor_limit
 from .tables import Tables
 
 EXIT_CLEAN, EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RUNNING, EXIT_RUN_DIRECTORY = range(5)
+_EXIT_STATUS: dict[type[Exception], int] = {
+    ConfigError: EXIT_USAGE,
+    AlreadyRunning: EXIT_RUNNING,
+    RunDirectoryError: EXIT_RUN_DIRECTORY,
+}
 
 DESCRIPTORS = 34
 """Descriptors that the coordinator needs to serve one engine."""
@@ -47,7 +52,9 @@ no file has been made by then.
 """
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _config(argv: Sequence[str] | None) -> Config:
+    """The settings.  Options override the environment variables, and are checked in the same way.
+    Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="kvshm-coordinator",
         description="Knows the vLLM engines of this machine that share their prefix caches.",
@@ -66,17 +73,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--log-level", help="debug, info, warning or error (default: $KVSHM_LOG_LEVEL)"
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    return parser.parse_args(argv)
-
-
-def _config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """Options override the environment variables, and are checked in the same way."""
+    asked = parser.parse_args(argv)
     options = {
-        "--run-dir": arguments.run_dir,
-        "--namespace": arguments.namespace,
-        "--log-level": arguments.log_level,
+        "--run-dir": asked.run_dir,
+        "--namespace": asked.namespace,
+        "--log-level": asked.log_level,
     }
-    return Config.from_env(environ, options)
+    return Config.from_env(os.environ, options)
 
 
 class _Signals:
@@ -178,9 +181,8 @@ def _sweep_files(run_dir: Path, namespace: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the coordinator until SIGTERM or SIGINT; return the exit status."""
-    arguments = _arguments(argv)
     try:
-        config = _config(arguments, os.environ)
+        config = _config(argv)
         logfmt.start(config.log_level)
         for warning in config.warnings:
             logfmt.write(logging.WARNING, "unknown-setting", reason=warning)
@@ -190,21 +192,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.umask(0o077)
         run_dir = open_run_directory(config.run_dir, os.environ)
         _run(run_dir, config.namespace, signals)
-    except ConfigError as exc:
-        return _fail(EXIT_USAGE, exc)
-    except AlreadyRunning as exc:
-        return _fail(EXIT_RUNNING, exc)
-    except RunDirectoryError as exc:
-        return _fail(EXIT_RUN_DIRECTORY, exc)
     except (KvshmError, OSError) as exc:
-        return _fail(EXIT_UNEXPECTED, exc)
+        logfmt.end(f"kvshm-coordinator: {exc}")
+        return _EXIT_STATUS.get(type(exc), EXIT_UNEXPECTED)
     logfmt.end()
     return EXIT_CLEAN
-
-
-def _fail(status: int, exc: Exception) -> int:
-    logfmt.end(f"kvshm-coordinator: {exc}")
-    return status
 
 
 if __name__ == "__main__":
