@@ -139,10 +139,8 @@ def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:
     """
     engine, known = join.engine, state.engines.get(join.engine.epoch)
     others = state.engines.keys() - {engine.epoch}
-    last_first = not state.grace_over
-    bit = state.bits.grant(
-        engine.epoch, sender.pid, engine.lease_bit, others, last_first=last_first
-    )
+    returning = not state.grace_over
+    bit = state.bits.grant(engine.epoch, sender.pid, engine.lease_bit, others, returning)
     info = msgspec.structs.replace(engine, lease_bit=bit)
     state.engines[engine.epoch] = Engine(info, sender.pid, join.sequence, now)
     actions = state.release_tables()
