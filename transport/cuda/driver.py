@@ -91,13 +91,10 @@ class Stream(NamedTuple):
 class Driver(Protocol):
     """One GPU as one process sees it.  Methods raise CudaError unless they say otherwise."""
 
-    @property
-    def uuid(self) -> str:
-        """Name of the device, equal in all processes of the machine, whichever devices they see."""
-
-    @property
-    def process(self) -> str:
-        """A unique name of this process."""
+    uuid: str
+    """Name of the device, equal in all processes of the machine, whichever devices they see."""
+    process: str
+    """A unique name of this process."""
 
     # -- memory
 
