@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvshm.errors import TransportError
 from kvshm.ids import BlockId
@@ -72,27 +73,25 @@ class _CopyBuffers:
         driver.free(self.ids)
 
 
+@dataclass(eq=False, slots=True)
 class CudaCopy:
     """A copy on the stream (kvshm.interfaces.Copy)."""
 
-    def __init__(
-        self, copies: CopyStream, buffers: _CopyBuffers, ended: Callable[[], None]
-    ) -> None:
-        self.buffers = buffers
-        self.state = CopyState.PENDING
-        self.ended = ended
-        self._copies = copies
+    copies: CopyStream
+    buffers: _CopyBuffers
+    ended: Callable[[], None]
+    state: CopyState = CopyState.PENDING
 
     def poll(self) -> CopyState:
         if self.state is CopyState.PENDING:
-            self._copies.finish_ended()
+            self.copies.finish_ended()
         return self.state
 
     def cancel(self) -> None:
-        self._copies.cancel(self)
+        self.copies.cancel(self)
 
     def fence(self) -> bool:
-        self._copies.fence()
+        self.copies.fence()
         return True
 
 
