@@ -20,7 +20,6 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -74,20 +73,18 @@ def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRu
     ]
 
 
-def _map_read_only(fds: Sequence[int]) -> list[mmap.mmap]:
+def _map_read_only(descriptor: MemoryDescriptor, fds: Sequence[int]) -> list[mmap.mmap]:
+    """Map the peer's memories.  Raises TransportError unless there is exactly one descriptor for
+    each memory of the regions, and each is sealed."""
+    wanted = 1 + max((region.handle for region in descriptor.regions), default=-1)
+    if len(fds) != wanted:
+        raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
     try:
         for fd in fds:
             check_sealed_memory(fd)
         return [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
     except (OSError, ValueError) as exc:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
-
-
-def _check_count(descriptor: MemoryDescriptor, fds: Sequence[int]) -> None:
-    """Raise TransportError unless there is exactly one descriptor per memory of the regions."""
-    wanted = 1 + max((region.handle for region in descriptor.regions), default=-1)
-    if len(fds) != wanted:
-        raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
 
 
 def _fetch_memory(
@@ -106,8 +103,7 @@ def _fetch_memory(
             raise StaleAttachment(
                 f"{socket_path} serves epoch {answer.epoch:#x}, not {descriptor.epoch:#x}"
             )
-        _check_count(descriptor, fds)
-        mappings, stays = _map_read_only(fds), answer.stays
+        mappings, stays = _map_read_only(descriptor, fds), answer.stays
         return mappings, connection if stays else None
     except msgspec.DecodeError as exc:
         raise TransportError(f"{socket_path}: undecodable answer: {exc}") from exc
@@ -115,14 +111,6 @@ def _fetch_memory(
         close_all(fds)
         if not stays:
             connection.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _PeerMemory:
-    """A peer's mapped memory, unmapped when neither attachment nor pending copy holds it."""
-
-    regions: list[StridedRun]
-    mappings: list[mmap.mmap]
 
 
 class PosixAttachment:
@@ -141,11 +129,13 @@ class PosixAttachment:
         self._own = own
         self._num_blocks = count_blocks(descriptor.regions)
         addresses = [_native.address(mapping) for mapping in mappings]
-        self._peer: _PeerMemory | None = _PeerMemory(_runs(descriptor.regions, addresses), mappings)
+        self._regions = _runs(descriptor.regions, addresses)
+        self._mappings: list[mmap.mmap] | None = mappings
+        """Unmapped when neither the attachment nor a pending copy holds the list."""
 
     @property
     def closed(self) -> bool:
-        return self._peer is None
+        return self._mappings is None
 
     @property
     def ended(self) -> bool:
@@ -157,26 +147,26 @@ class PosixAttachment:
         target: Sequence[BlockId],
         keep_going: Callable[[], bool] | None = None,
     ) -> BlockCopy:
-        own, peer = self._own, self._peer
-        if peer is None:
+        own, mappings = self._own, self._mappings
+        if mappings is None:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
         blocks = own.blocks_to_read(source, self._num_blocks, target)
-        regions, zeros = peer.regions, b""
+        regions, zeros = self._regions, b""
         if own.fault == Fault.ZERO:
             regions, zeros = _all_zeros(regions)
-        plan = CopyPlan(regions, blocks, own.target, target, (peer, zeros, own.memory))
+        plan = CopyPlan(regions, blocks, own.target, target, (mappings, zeros, own.memory))
         copier = own.copier
         return copier.begin(plan) if keep_going is None else copier.copy_now(plan, keep_going)
 
     def close(self) -> None:
         """Unmap on the copy thread, after this attachment's copies.  Idempotent, never blocks."""
-        peer, self._peer = self._peer, None
-        if peer is None:
+        mappings, self._mappings = self._mappings, None
+        if mappings is None:
             return
         if self._connection is not None:
             self._connection.close()
-        last = [peer]  # clearing the list unmaps the memory, unless a copy still holds it
-        del peer
+        last = [mappings]  # clearing this list unmaps the memory, unless a copy still holds it
+        del mappings
         # A closed transport has no queue any more: the memory is then unmapped on return.
         with suppress(TransportError):
             self._own.copier.submit(last.clear)
