@@ -230,14 +230,12 @@ def _end_grace(state: State, now: float) -> list[Action]:
 def _discount_own_pause(state: State, now: float) -> None:
     """Do not count time in which this process was stopped as silence of the engines: their messages
     are still unread.  After a long stop every engine has its full time again."""
+    timing = state.timing
     since = 0.0 if state.last_clock is None else now - state.last_clock
     state.last_clock = now
-    if since > 2 * state.timing.heartbeat_seconds:
-        still = (
-            math.inf
-            if since > state.timing.suspect_seconds
-            else since - state.timing.heartbeat_seconds
-        )
+    if since > 2 * timing.heartbeat_seconds:
+        long = since > timing.suspect_seconds
+        still = math.inf if long else since - timing.heartbeat_seconds
         for engine in state.engines.values():
             engine.last_heard = min(now, engine.last_heard + still)
 
