@@ -17,9 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
@@ -146,7 +144,7 @@ class CudaIpcTransport(OwnCache):
         self._server: DescriptorServer | None = None
         self._details: CudaDetails | None = None
         self._zeros = 0
-        self._fence: Any = None
+        self._fence = self.driver.new_event()
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
 
     # -- the exporter's side
@@ -167,11 +165,8 @@ class CudaIpcTransport(OwnCache):
     def fence(self) -> Callable[[], bool]:
         """Return a function that tells, without blocking, whether all present work on the compute
         stream has ended.  A later fence replaces this one."""
-        if self._fence is None:
-            self._fence = self.driver.new_event()
-        event = self._fence
-        self.driver.record(event, self.driver.compute_stream())
-        return lambda: self.driver.done(event)
+        self.driver.record(self._fence, self.driver.compute_stream())
+        return lambda: self.driver.done(self._fence)
 
     def _describe(self, before: CudaDetails | None) -> CudaDetails:
         memories = tuple(share(self.driver, m, i) for i, m in enumerate(self.memory))
@@ -287,18 +282,18 @@ class CudaIpcTransport(OwnCache):
 
     def unmap_later(self, mappings: list[PeerMapping], table: int) -> None:
         """Unmap and free on the closing thread, since both may wait for the GPU."""
-        job = partial(self._unmap, mappings, table)
-        try:
-            self._closer.submit(job)
-        except TransportError:
-            job()  # the transport is closing, so nothing waits for this thread
 
-    def _unmap(self, mappings: list[PeerMapping], table: int) -> None:
-        for mapping in mappings:
-            self.mappings.release(mapping)
-        if table:
-            with suppress(CudaError):
-                self.driver.free(table)
+        def unmap() -> None:
+            for mapping in mappings:
+                self.mappings.release(mapping)
+            if table:
+                with suppress(CudaError):
+                    self.driver.free(table)
+
+        try:
+            self._closer.submit(unmap)
+        except TransportError:
+            unmap()  # the transport is closing, so nothing waits for this thread
 
     # -- both
 
@@ -332,8 +327,7 @@ class CudaIpcTransport(OwnCache):
                 self._probe.withdraw()
             if self._zeros:
                 self.driver.free(self._zeros)
-            if self._fence is not None:
-                self.driver.free_event(self._fence)
+            self.driver.free_event(self._fence)
         except CudaError as exc:
             _log.warning("memory of the transport is not freed: %s", exc)
         self._probe = None
