@@ -45,10 +45,6 @@ class LeaseBits:
         """Mask of the bits without an owner."""
         return sum(1 << n for n, bit in enumerate(self._bits) if not bit.owner)
 
-    def owner(self, number: int) -> int:
-        """The epoch that owns a bit; 0: none."""
-        return self._bits[number].owner
-
     def grant(
         self, epoch: int, pid: int, presented: int, roster: Set[int], last_first: bool
     ) -> int:

@@ -185,11 +185,7 @@ class Sockets:
         self._is_hidden = False
 
     def close(self) -> None:
-        """Close all connections and remove the names."""
-        self._disconnect_all()
-        self._context.term()
-
-    def _disconnect_all(self) -> None:
+        """Close all connections and remove the names.  Blocks until libzmq has freed everything."""
         for name in self._names:  # first: no connection may come while the monitors are emptied
             name.remove()
         self._empty_monitors()  # a full monitor would block libzmq's thread, and then this thread
@@ -205,6 +201,7 @@ class Sockets:
         self._monitors.clear()
         self.router.close()
         self.publisher.close()
+        self._context.term()
 
     def _empty_monitors(self) -> None:
         for monitor in self._monitors:
@@ -252,7 +249,7 @@ class Sockets:
         self.check()  # must not take the names of another coordinator
         remedy = "end the process that sends or subscribes without end, or does not read"
         self._warn("hung-up-on-all", bytes=memory, limit=MAX_MEMORY, remedy=remedy)
-        self.close()  # waits until libzmq's threads have freed everything
+        self.close()
         _trim_heap()
         try:
             self._make()
