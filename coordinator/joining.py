@@ -25,10 +25,10 @@ from kvshm.node.protocol import (
     check_version,
 )
 from kvshm.shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
+from kvshm.version import __version__
 
 from .actions import Action, CheckTable, Log, Refusal, Sender, SendReply, SweepBits
 from .roster import Engine, State
-from .versions import who_upgrades
 
 MAX_FIELDS_CHARACTERS = 1 << 16
 """Of one engine's fingerprint fields: the fields of all engines have to fit one Joined."""
@@ -83,6 +83,18 @@ def _refuse_protocol(protocol: int, engine: EngineInfo | ForeignEngine) -> Refus
     except VersionMismatch as exc:
         return who_upgrades("protocol", exc, engine.kvshm_version)
     return None
+
+
+def who_upgrades(what: str, mismatch: VersionMismatch, engine_version: str) -> Refusal:
+    """Refuse an engine whose ``what`` ("protocol", "layout") differs from the coordinator's."""
+    theirs = f"{what} {mismatch.theirs} (kvshm {engine_version or 'unknown'})"
+    ours = f"{what} {mismatch.ours} (kvshm {__version__})"
+    if mismatch.theirs < mismatch.ours:
+        remedy = f"upgrade kvshm in the engine's environment to {__version__}, restart the engine"
+    else:
+        newer = engine_version or "the engine's version"
+        remedy = f"upgrade kvshm in the coordinator's environment to {newer}, restart it"
+    return Refusal(f"the engine has {theirs}, the coordinator {ours}", remedy)
 
 
 def _refuse_message(engine: EngineInfo) -> Refusal | None:

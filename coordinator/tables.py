@@ -35,7 +35,7 @@ from kvshm.shm.slot_table import RosterSlotTable
 
 from . import logfmt
 from .actions import CheckResult, Input, ProcessDeath, Refusal, Sender, TableUnused
-from .versions import who_upgrades
+from .joining import who_upgrades
 
 MAX_CHECKS = 64
 """Engines whose tables are fetched at the same time; further engines have to try again."""
