@@ -219,10 +219,8 @@ class CopyStream:
         for copy in pending:
             self.cancel(copy)
         self._finish_all()
-        with self._lock:
-            free, self._free = self._free, []
         try:
-            for buffers in free:
+            for buffers in self._free:  # no copy takes or returns buffers any more
                 buffers.free(self._driver)
             self._driver.free_stream(self.stream)
         except CudaError as exc:

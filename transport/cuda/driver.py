@@ -27,7 +27,6 @@ class CudaError(TransportError):
 
     def __init__(self, call: str, code: str) -> None:
         super().__init__(f"{call}: {code}")
-        self.call = call
         self.code = code
 
 

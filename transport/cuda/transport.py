@@ -133,8 +133,7 @@ class CudaIpcTransport(OwnCache):
         super().__init__([m.nbytes for m in self.memory], regions, rank, fault)
         self.staging = staging
         self.driver = current_driver() if driver is None else driver
-        compute = self.driver.compute_stream()
-        self.copy_stream = CopyStream(self.driver, compute, programs)
+        self.copy_stream = CopyStream(self.driver, self.driver.compute_stream(), programs)
         self._socket_path = str(socket_path)
         self.mappings = PeerMappings(self.driver, self._socket_path)
         self._prober = Prober(self.driver, programs)
