@@ -87,10 +87,9 @@ class _Signals:
 
     def __init__(self) -> None:
         self.received = False
-        self.wake, write = socket.socketpair()
-        self._write = write
-        write.setblocking(False)
-        signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        self.wake, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 

@@ -188,6 +188,8 @@ def _joined(state: State, info: EngineInfo) -> Joined:
     others = [e for e in state.engines.values() if e.info.epoch != info.epoch]
     roster = [e for e in others if e.info.fingerprint == info.fingerprint]
     incompatible = [e.info for e in others if e.info.fingerprint != info.fingerprint]
+    strangers = [describe_incompatible(info, other) for other in incompatible]
+    strangers.sort(key=lambda e: (len(e.differences), e.name, e.pid))  # the most similar first
     return Joined(
         protocol=PROTOCOL_VERSION,
         coordinator_epoch=state.epoch,
@@ -197,14 +199,8 @@ def _joined(state: State, info: EngineInfo) -> Joined:
         roster=[e.info for e in roster],
         sequences={e.info.epoch: e.sequence for e in roster},
         suspected=[e.info.epoch for e in roster if e.suspected],
-        strangers=incompatible_engines(info, incompatible),
+        strangers=strangers,
     )
-
-
-def incompatible_engines(info: EngineInfo, others: list[EngineInfo]) -> list[Stranger]:
-    """Describe how engines of other fingerprints differ, the most similar first."""
-    engines = [describe_incompatible(info, other) for other in others]
-    return sorted(engines, key=lambda e: (len(e.differences), e.name, e.pid))
 
 
 def describe_incompatible(one: EngineInfo, other: EngineInfo) -> Stranger:

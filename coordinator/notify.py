@@ -17,15 +17,13 @@ def notify(state: str, environ: Mapping[str, str]) -> None:
 
     Does not block and does not raise: a failure is logged.
     """
-    address = environ.get("NOTIFY_SOCKET", "")
-    if not address:
+    named = environ.get("NOTIFY_SOCKET", "")
+    if not named:
         return
-    if address.startswith("@"):  # an abstract socket
-        address = "\0" + address[1:]
+    address = "\0" + named[1:] if named.startswith("@") else named  # "@": an abstract socket
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
             manager.setblocking(False)
             manager.sendto(state.encode(), address)
     except OSError as exc:
-        asked = environ["NOTIFY_SOCKET"]
-        logfmt.write(logging.WARNING, "not-notified", socket=asked, reason=exc)
+        logfmt.write(logging.WARNING, "not-notified", socket=named, reason=exc)
