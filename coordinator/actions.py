@@ -44,7 +44,7 @@ class BadMessage(NamedTuple):
     sender: Sender
     error: str
     join: ForeignJoin | None = None
-    """What is known of it if it is a Join: of another version, or malformed."""
+    """What is known of the message if it is a Join: of another version, or malformed."""
 
 
 class CheckResult(NamedTuple):

@@ -123,7 +123,8 @@ def refuse_place(state: State, sender: Sender, engine: EngineInfo) -> Refusal | 
 
 
 def _refuse_one_more(state: State, pid: int) -> Refusal | None:
-    """Not for pid 0: several processes that are not visible here may have it."""
+    """Refuse an engine of a process that has enough of them.  Pid 0 is never refused: several
+    processes that are not visible here may have it."""
     present = {epoch for epoch, other in state.engines.items() if other.pid == pid != 0}
     if len(present) >= MAX_OF_PROCESS:
         return Refusal(f"process {pid} has {len(present)} engines here already", _LEAVE)

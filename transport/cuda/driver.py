@@ -144,7 +144,8 @@ class Driver(Protocol):
     def vmm_unmap(self, address: int, nbytes: int) -> None: ...
 
     def peer_access(self, device: str) -> bool | None:
-        """Whether this GPU can reach the memory of ``device``; None if that is not visible here."""
+        """Whether this GPU can reach the memory of ``device``; None if this process cannot see
+        ``device``."""
 
     def enable_peer(self, device: str) -> None:
         """Let this GPU reach the memory that *this process* allocates on ``device``."""

@@ -214,7 +214,7 @@ class CudaIpcTransport(OwnCache):
         raise TransportError("the transport is closed")
 
     def _route(self, details: CudaDetails) -> Route:
-        """Decide how the peer is reached, if at all."""
+        """Decide how this GPU reaches the peer's.  Raises TransportError if it cannot."""
         reachable = self.driver.peer_access(details.device)
         if reachable is not False:
             return Route.KERNEL  # None: the GPU is not visible here; the probe decides
@@ -241,7 +241,8 @@ class CudaIpcTransport(OwnCache):
         return addresses, None
 
     def _memories_in_process(self, details: CudaDetails) -> tuple[list[int], object]:
-        """The same for a peer in this process: a process cannot open its own handles."""
+        """Addresses and keeper of the memories of a peer in this process, which cannot open its own
+        handles."""
         peer = _exports.get(details.export_id)
         if peer is None or peer._probe is None:
             raise TransportError("the peer, in this process, has closed its transport")
