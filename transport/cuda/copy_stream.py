@@ -143,10 +143,7 @@ class CopyStream:
                 if source:
                     if late_writers:
                         self._driver.wait(self.stream, self.compute)
-                    if table.route is Route.STAGED:
-                        copy_each(self._driver, table, source, target, self.stream)
-                    else:
-                        self._enqueue(table, buffers, len(source))
+                    self._enqueue(table, buffers, source, target)
                 self._driver.record(buffers.event, self.stream)
             except BaseException:
                 # Enqueued work may be running: the buffers are not reused.
@@ -155,16 +152,21 @@ class CopyStream:
             self._pending.append(copy)
         return copy
 
-    def _enqueue(self, table: RegionTable, buffers: _CopyBuffers, pairs: int) -> None:
-        driver, half = self._driver, pairs * ID_BYTES
-        if table.route is Route.KERNEL:
-            driver.copy(buffers.ids, buffers.host.address + _IDS_AT, 2 * half, self.stream)
-            driver.copy_kernel(
-                table, buffers.ids, buffers.host.address, pairs, self.stream, self._programs
-            )
+    def _enqueue(
+        self, table: RegionTable, buffers: _CopyBuffers, source: Sequence[BlockId],
+        target: Sequence[BlockId],
+    ) -> None:  # fmt: skip
+        driver, stream, host = self._driver, self.stream, buffers.host
+        half = len(source) * ID_BYTES
+        if table.route is Route.STAGED:
+            copy_each(driver, table, source, target, stream)
+        elif table.route is Route.BATCH:
+            ids = host.view[_IDS_AT:]
+            driver.copy_batch(table, ids[:half], ids[half : 2 * half], stream)
         else:
-            ids = buffers.host.view[_IDS_AT:]
-            driver.copy_batch(table, ids[:half], ids[half : 2 * half], self.stream)
+            driver.copy(buffers.ids, host.address + _IDS_AT, 2 * half, stream)
+            programs = self._programs
+            driver.copy_kernel(table, buffers.ids, host.address, len(source), stream, programs)
 
     def _take_buffers(self, pairs: int) -> _CopyBuffers:
         for index, buffers in enumerate(self._free):
