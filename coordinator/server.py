@@ -68,13 +68,12 @@ class Server:
         self._sockets = Sockets(clock)
         self._reader = MessageReader()
         self._broadcasts = BroadcastQueue(self._send_broadcast, state.timing)
-        self._poller = self._sockets.poller
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
         """Let engines connect; the caller holds the lock.  Input on ``wake_fd`` only ends a
         wait.  Raises RunDirectoryError."""
         self._sockets.open(command_endpoint, event_endpoint)
-        self._poller.register(wake_fd, zmq.POLLIN)
+        self._sockets.poller.register(wake_fd, zmq.POLLIN)
 
     def close(self) -> None:
         self._tables.close()
@@ -103,7 +102,7 @@ class Server:
 
     def _wait(self, seconds: float) -> None:
         self._watch()
-        ready = dict(self._poller.poll(max(0, int(seconds * 1000) + 1)))
+        ready = dict(self._sockets.poller.poll(max(0, int(seconds * 1000) + 1)))
         if self._sockets.accepted(ready):
             self._sockets.look()
         if self._sockets.router in ready:
@@ -117,9 +116,9 @@ class Server:
         """Poll the open connections and no others."""
         present = {connection.fileno() for connection in self._tables.connections()}
         for gone in self._watched - present:
-            self._poller.unregister(gone)
+            self._sockets.poller.unregister(gone)
         for new in present - self._watched:
-            self._poller.register(new, zmq.POLLIN)
+            self._sockets.poller.register(new, zmq.POLLIN)
         self._watched = present
 
     def _receive(self) -> None:

@@ -206,8 +206,7 @@ def _on_clock(state: State, now: float) -> list[Action]:
     for engine, until in list(state.ended_by_worker.values()):
         if now >= until:
             del state.ended_by_worker[engine.info.epoch]
-            reason = "a worker's process died"
-            actions.append(_log_end(state, "death", engine.info, reason))
+            actions.append(_log_end(state, "death", engine.info, "a worker's process died"))
     if now >= state.next_leftovers:
         state.next_leftovers = now + state.timing.cleanup_seconds
         state.forget_idle_topics()

@@ -54,8 +54,7 @@ class LoopbackCopy:
         source: Sequence[BlockId],
         target: Sequence[BlockId],
     ) -> None:
-        self.importer = attachment.own
-        self._attachment = attachment
+        self.attachment = attachment
         self._left = deque(zip(source, target, strict=True))
         self._cancelled = False
         self._state = CopyState.PENDING
@@ -74,7 +73,7 @@ class LoopbackCopy:
         if self._state is not CopyState.PENDING:
             return
         if self._left and not self._cancelled:
-            self._attachment.copy_block(*self._left.popleft())
+            self.attachment.copy_block(*self._left.popleft())
         elif self._left:
             self._state = CopyState.FAILED
         else:
@@ -173,6 +172,6 @@ class LoopbackTransport(OwnCache):
         self.closed = True
         self.network.exports.pop(id(self), None)
         for copy in self.network.copies:
-            if copy.importer is self:
+            if copy.attachment.own is self:
                 copy.cancel()
                 copy.advance()
