@@ -23,6 +23,7 @@ from gpu_peer import Cache, GpuPeer, block_ids
 from measurement import percentiles, report
 
 from kvshm.ids import BlockId
+from kvshm.transport.cuda.copy_stream import copy_each
 
 FRAGMENTS = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]
 COUNTS = (1, 16, 256)
@@ -118,7 +119,7 @@ def ways_of(
     import torch
 
     driver, stream = cache.transport.driver, cache.transport.driver.new_stream()
-    table = cache.attachments[-1]._way.table
+    table = cache.attachments[-1]._table
     from_ids, tfrom_ids = (memoryview(array("q", ids)).cast("B") for ids in (source, target))
     here, other = cache.view(), torch.empty_like(cache.tensor)
     there = other.view(LAYERS, cache.blocks, cache.block_bytes).transpose(0, 1)
@@ -131,7 +132,7 @@ def ways_of(
     return {
         "transport": lambda: cache.copy(source, target),
         "contiguous": lambda: driver.copy(other.data_ptr(), peer, payload, stream),
-        "loop": lambda: driver.copy_loop(table, from_ids, tfrom_ids, stream),
+        "loop": lambda: copy_each(driver, table, source, target, stream),
         "batch": lambda: driver.copy_batch(table, from_ids, tfrom_ids, stream),
         "torch indexing, own memory": indexed,
     }

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_d
 from kvshm.version import __version__
 
 from . import logfmt
-from .actions import Log
 from .notify import READY, STOPPING, notify
 from .roster import State
 from .server import Server
@@ -31,6 +30,11 @@ from .sockets import raise_descriptor_limit
 from .tables import Tables
 
 EXIT_CLEAN, EXIT_UNEXPECTED, EXIT_USAGE, EXIT_RUNNING, EXIT_RUN_DIRECTORY = range(5)
+_EXIT_STATUS: dict[type[Exception], int] = {
+    ConfigError: EXIT_USAGE,
+    AlreadyRunning: EXIT_RUNNING,
+    RunDirectoryError: EXIT_RUN_DIRECTORY,
+}
 
 DESCRIPTORS = 34
 """Descriptors that the coordinator needs to serve one engine."""
@@ -48,7 +52,9 @@ no file has been made by then.
 """
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _config(argv: Sequence[str] | None) -> Config:
+    """The settings.  Options override the environment variables, and are checked in the same way.
+    Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="kvshm-coordinator",
         description="Knows the vLLM engines of this machine that share their prefix caches.",
@@ -67,17 +73,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--log-level", help="debug, info, warning or error (default: $KVSHM_LOG_LEVEL)"
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    return parser.parse_args(argv)
-
-
-def _config(arguments: argparse.Namespace, environ: Mapping[str, str]) -> Config:
-    """Options override the environment variables, and are checked in the same way."""
+    asked = parser.parse_args(argv)
     options = {
-        "--run-dir": arguments.run_dir,
-        "--namespace": arguments.namespace,
-        "--log-level": arguments.log_level,
+        "--run-dir": asked.run_dir,
+        "--namespace": asked.namespace,
+        "--log-level": asked.log_level,
     }
-    return Config.from_env(environ, options)
+    return Config.from_env(os.environ, options)
 
 
 class _Signals:
@@ -85,10 +87,9 @@ class _Signals:
 
     def __init__(self) -> None:
         self.received = False
-        self.wake, write = socket.socketpair()
-        self._write = write
-        write.setblocking(False)
-        signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+        self.wake, self._write = socket.socketpair()
+        self._write.setblocking(False)
+        signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
 
@@ -124,7 +125,7 @@ class _Lock:
             fd = take_lock(self._path)
         self.close()
         self._fd = fd
-        logfmt.write(Log(logging.WARNING, "restored", {"path": self._path}))
+        logfmt.write(logging.WARNING, "restored", path=self._path)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -139,11 +140,10 @@ def _run(run_dir: Path, namespace: str, signals: _Signals) -> None:
     lock.close()
     cleared = clear(run_dir, namespace)
     for removed in cleared.removed:
-        logfmt.write(Log(logging.INFO, "removed", {"name": removed}))
+        logfmt.write(logging.INFO, "removed", name=removed)
     for left in cleared.left:
-        logfmt.write(Log(logging.DEBUG, "left-alone", {"reason": left}))
-    about: dict[str, object] = {"pid": os.getpid(), "complaints": reports}
-    logfmt.write(Log(logging.INFO, "ended", about))
+        logfmt.write(logging.DEBUG, "left-alone", reason=left)
+    logfmt.write(logging.INFO, "ended", pid=os.getpid(), complaints=reports)
 
 
 def _serve(
@@ -155,8 +155,8 @@ def _serve(
     server = Server(state, tables, lambda: _sweep_files(run_dir, namespace), lock.keep)
     tables.serve()
     server.open(*endpoints, signals.wake.fileno())
-    about: dict[str, object] = {"pid": os.getpid(), "run_dir": run_dir, "namespace": namespace}
-    logfmt.write(Log(logging.INFO, "serving", {**about, "version": __version__}))
+    about = {"run_dir": run_dir, "namespace": namespace, "version": __version__}
+    logfmt.write(logging.INFO, "serving", pid=os.getpid(), **about)
     notify(READY, os.environ)
     try:
         server.run(lambda: signals.received)
@@ -173,40 +173,29 @@ def _sweep_files(run_dir: Path, namespace: str) -> None:
         with suppress(OSError):
             path.unlink(missing_ok=True)
             if number < MOST_NAMED:
-                logfmt.write(Log(logging.INFO, "removed", {"path": path}))
+                logfmt.write(logging.INFO, "removed", path=path)
     if len(left) > MOST_NAMED:
-        logfmt.write(Log(logging.INFO, "removed", {"more": len(left) - MOST_NAMED}))
+        logfmt.write(logging.INFO, "removed", more=len(left) - MOST_NAMED)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the coordinator until SIGTERM or SIGINT; return the exit status."""
-    arguments = _arguments(argv)
     try:
-        config = _config(arguments, os.environ)
+        config = _config(argv)
         logfmt.start(config.log_level)
         for warning in config.warnings:
-            logfmt.write(Log(logging.WARNING, "unknown-setting", {"reason": warning}))
+            logfmt.write(logging.WARNING, "unknown-setting", reason=warning)
         raise_descriptor_limit()
         require_descriptors(DESCRIPTORS)
         signals = _Signals()  # before any file is made that has to be removed
         os.umask(0o077)
         run_dir = open_run_directory(config.run_dir, os.environ)
         _run(run_dir, config.namespace, signals)
-    except ConfigError as exc:
-        return _fail(EXIT_USAGE, exc)
-    except AlreadyRunning as exc:
-        return _fail(EXIT_RUNNING, exc)
-    except RunDirectoryError as exc:
-        return _fail(EXIT_RUN_DIRECTORY, exc)
     except (KvshmError, OSError) as exc:
-        return _fail(EXIT_UNEXPECTED, exc)
+        logfmt.end(f"kvshm-coordinator: {exc}")
+        return _EXIT_STATUS.get(type(exc), EXIT_UNEXPECTED)
     logfmt.end()
     return EXIT_CLEAN
-
-
-def _fail(status: int, exc: Exception) -> int:
-    logfmt.end(f"kvshm-coordinator: {exc}")
-    return status
 
 
 if __name__ == "__main__":

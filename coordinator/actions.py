@@ -43,14 +43,8 @@ class BadMessage(NamedTuple):
 
     sender: Sender
     error: str
-
-
-class BadJoin(NamedTuple):
-    """A Join arrived that could not be decoded: of another version, or malformed."""
-
-    sender: Sender
-    join: ForeignJoin
-    error: str
+    join: ForeignJoin | None = None
+    """What is known of the message if it is a Join: of another version, or malformed."""
 
 
 class CheckResult(NamedTuple):
@@ -81,7 +75,7 @@ class ClockTick(NamedTuple):
     """About a second has passed."""
 
 
-Input = EngineMessage | BadMessage | BadJoin | CheckResult | ProcessDeath | TableUnused | ClockTick
+Input = EngineMessage | BadMessage | CheckResult | ProcessDeath | TableUnused | ClockTick
 
 # -- actions
 

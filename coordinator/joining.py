@@ -25,10 +25,10 @@ from kvshm.node.protocol import (
     check_version,
 )
 from kvshm.shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
+from kvshm.version import __version__
 
 from .actions import Action, CheckTable, Log, Refusal, Sender, SendReply, SweepBits
 from .roster import Engine, State
-from .versions import who_upgrades
 
 MAX_FIELDS_CHARACTERS = 1 << 16
 """Of one engine's fingerprint fields: the fields of all engines have to fit one Joined."""
@@ -85,6 +85,18 @@ def _refuse_protocol(protocol: int, engine: EngineInfo | ForeignEngine) -> Refus
     return None
 
 
+def who_upgrades(what: str, mismatch: VersionMismatch, engine_version: str) -> Refusal:
+    """Refuse an engine whose ``what`` ("protocol", "layout") differs from the coordinator's."""
+    theirs = f"{what} {mismatch.theirs} (kvshm {engine_version or 'unknown'})"
+    ours = f"{what} {mismatch.ours} (kvshm {__version__})"
+    if mismatch.theirs < mismatch.ours:
+        remedy = f"upgrade kvshm in the engine's environment to {__version__}, restart the engine"
+    else:
+        newer = engine_version or "the engine's version"
+        remedy = f"upgrade kvshm in the coordinator's environment to {newer}, restart it"
+    return Refusal(f"the engine has {theirs}, the coordinator {ours}", remedy)
+
+
 def _refuse_message(engine: EngineInfo) -> Refusal | None:
     if (
         engine.epoch == 0
@@ -111,7 +123,8 @@ def refuse_place(state: State, sender: Sender, engine: EngineInfo) -> Refusal | 
 
 
 def _refuse_one_more(state: State, pid: int) -> Refusal | None:
-    """Not for pid 0: several processes that are not visible here may have it."""
+    """Refuse an engine of a process that has enough of them.  Pid 0 is never refused: several
+    processes that are not visible here may have it."""
     present = {epoch for epoch, other in state.engines.items() if other.pid == pid != 0}
     if len(present) >= MAX_OF_PROCESS:
         return Refusal(f"process {pid} has {len(present)} engines here already", _LEAVE)
@@ -139,10 +152,8 @@ def admit(state: State, sender: Sender, join: Join, now: float) -> list[Action]:
     """
     engine, known = join.engine, state.engines.get(join.engine.epoch)
     others = state.engines.keys() - {engine.epoch}
-    last_first = not state.grace_over
-    bit = state.bits.grant(
-        engine.epoch, sender.pid, engine.lease_bit, others, last_first=last_first
-    )
+    returning = not state.grace_over
+    bit = state.bits.grant(engine.epoch, sender.pid, engine.lease_bit, others, returning)
     info = msgspec.structs.replace(engine, lease_bit=bit)
     state.engines[engine.epoch] = Engine(info, sender.pid, join.sequence, now)
     actions = state.release_tables()
@@ -178,6 +189,8 @@ def _joined(state: State, info: EngineInfo) -> Joined:
     others = [e for e in state.engines.values() if e.info.epoch != info.epoch]
     roster = [e for e in others if e.info.fingerprint == info.fingerprint]
     incompatible = [e.info for e in others if e.info.fingerprint != info.fingerprint]
+    strangers = [describe_incompatible(info, other) for other in incompatible]
+    strangers.sort(key=lambda e: (len(e.differences), e.name, e.pid))  # the most similar first
     return Joined(
         protocol=PROTOCOL_VERSION,
         coordinator_epoch=state.epoch,
@@ -187,14 +200,8 @@ def _joined(state: State, info: EngineInfo) -> Joined:
         roster=[e.info for e in roster],
         sequences={e.info.epoch: e.sequence for e in roster},
         suspected=[e.info.epoch for e in roster if e.suspected],
-        strangers=incompatible_engines(info, incompatible),
+        strangers=strangers,
     )
-
-
-def incompatible_engines(info: EngineInfo, others: list[EngineInfo]) -> list[Stranger]:
-    """Describe how engines of other fingerprints differ, the most similar first."""
-    engines = [describe_incompatible(info, other) for other in others]
-    return sorted(engines, key=lambda e: (len(e.differences), e.name, e.pid))
 
 
 def describe_incompatible(one: EngineInfo, other: EngineInfo) -> Stranger:

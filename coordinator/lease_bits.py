@@ -7,7 +7,7 @@ next owner's leases, and a leave does not prove that no copy is under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from kvshm.ids import NO_LEASE_BIT
@@ -45,10 +45,6 @@ class LeaseBits:
         """Mask of the bits without an owner."""
         return sum(1 << n for n, bit in enumerate(self._bits) if not bit.owner)
 
-    def owner(self, number: int) -> int:
-        """The epoch that owns a bit; 0: none."""
-        return self._bits[number].owner
-
     def grant(
         self, epoch: int, pid: int, presented: int, roster: Set[int], last_first: bool
     ) -> int:
@@ -59,26 +55,21 @@ class LeaseBits:
         not in the roster is the process's own from an earlier epoch.  ``last_first``: take the
         highest bit that was never used, because other engines may yet return with theirs.
         """
-        for number in self._preferences(epoch, pid, presented, roster, last_first):
-            bit = self._bits[number]
-            bit.owner, bit.pid, bit.used = epoch, pid, True
-            bit.holders.add(epoch)
-            return number
-        return NO_LEASE_BIT
-
-    def _preferences(
-        self, epoch: int, pid: int, presented: int, roster: Set[int], last_first: bool
-    ) -> Iterable[int]:
-        numbers = range(NUM_LEASE_BITS)
-        own = [n for n in numbers if self._is_own(self._bits[n], epoch, pid, roster)]
-        free = [n for n in numbers if not self._bits[n].owner]
-        if presented in own or presented in free:
-            yield presented
-        yield from (n for n in own if self._bits[n].owner == epoch)
-        never_used = [n for n in free if not self._bits[n].used]
-        yield from reversed(never_used) if last_first else never_used
-        yield from free
-        yield from own
+        bits = self._bits
+        own = [n for n, bit in enumerate(bits) if self._is_own(bit, epoch, pid, roster)]
+        free = [n for n, bit in enumerate(bits) if not bit.owner]
+        never_used = [n for n in free if not bits[n].used]
+        if last_first:
+            never_used.reverse()
+        of_epoch = [n for n in own if bits[n].owner == epoch]
+        preferences = [*of_epoch, *never_used, *free, *own]
+        if not preferences:
+            return NO_LEASE_BIT
+        number = presented if presented in preferences else preferences[0]
+        bit = bits[number]
+        bit.owner, bit.pid, bit.used = epoch, pid, True
+        bit.holders.add(epoch)
+        return number
 
     @staticmethod
     def _is_own(bit: _Bit, epoch: int, pid: int, roster: Set[int]) -> bool:

@@ -12,8 +12,6 @@ import sys
 import time
 from contextlib import suppress
 
-from .actions import Log
-
 MAX_VALUE = 1000
 """At most so many characters of a value are written."""
 
@@ -48,9 +46,14 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
 
 
-def write(log: Log, exc: Exception | None = None) -> None:
-    """Write a line of the coordinator, with the traceback of ``exc``."""
-    _LOGGER.log(log.level, "%s", line(log.event, log.fields), exc_info=exc)
+def write(level: int, event: str, **fields: object) -> None:
+    """Write a line of the coordinator."""
+    _LOGGER.log(level, "%s", line(event, fields))
+
+
+def write_bug(what: str, exc: Exception) -> None:
+    """Write that ``what`` has raised ``exc``, with the traceback."""
+    _LOGGER.error("%s", line("bug", {"what": what, "reason": exc}), exc_info=exc)
 
 
 class _Formatter(logging.Formatter):

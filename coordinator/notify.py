@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping
 
 from . import logfmt
-from .actions import Log
 
 READY = "READY=1"
 STOPPING = "STOPPING=1"
@@ -18,15 +17,13 @@ def notify(state: str, environ: Mapping[str, str]) -> None:
 
     Does not block and does not raise: a failure is logged.
     """
-    address = environ.get("NOTIFY_SOCKET", "")
-    if not address:
+    named = environ.get("NOTIFY_SOCKET", "")
+    if not named:
         return
-    if address.startswith("@"):  # an abstract socket
-        address = "\0" + address[1:]
+    address = "\0" + named[1:] if named.startswith("@") else named  # "@": an abstract socket
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
             manager.setblocking(False)
             manager.sendto(state.encode(), address)
     except OSError as exc:
-        about: dict[str, object] = {"socket": environ["NOTIFY_SOCKET"], "reason": exc}
-        logfmt.write(Log(logging.WARNING, "not-notified", about))
+        logfmt.write(logging.WARNING, "not-notified", socket=named, reason=exc)

@@ -16,7 +16,6 @@ from kvshm.node.protocol import MAX_COMMAND_BYTES, decode_command, encode, forei
 from . import logfmt
 from .actions import (
     Action,
-    BadJoin,
     BadMessage,
     CheckResult,
     CheckTable,
@@ -69,13 +68,12 @@ class Server:
         self._sockets = Sockets(clock)
         self._reader = MessageReader()
         self._broadcasts = BroadcastQueue(self._send_broadcast, state.timing)
-        self._poller = self._sockets.poller
 
     def open(self, command_endpoint: str, event_endpoint: str, wake_fd: int) -> None:
         """Let engines connect; the caller holds the lock.  Input on ``wake_fd`` only ends a
         wait.  Raises RunDirectoryError."""
         self._sockets.open(command_endpoint, event_endpoint)
-        self._poller.register(wake_fd, zmq.POLLIN)
+        self._sockets.poller.register(wake_fd, zmq.POLLIN)
 
     def close(self) -> None:
         self._tables.close()
@@ -104,7 +102,7 @@ class Server:
 
     def _wait(self, seconds: float) -> None:
         self._watch()
-        ready = dict(self._poller.poll(max(0, int(seconds * 1000) + 1)))
+        ready = dict(self._sockets.poller.poll(max(0, int(seconds * 1000) + 1)))
         if self._sockets.accepted(ready):
             self._sockets.look()
         if self._sockets.router in ready:
@@ -118,9 +116,9 @@ class Server:
         """Poll the open connections and no others."""
         present = {connection.fileno() for connection in self._tables.connections()}
         for gone in self._watched - present:
-            self._poller.unregister(gone)
+            self._sockets.poller.unregister(gone)
         for new in present - self._watched:
-            self._poller.register(new, zmq.POLLIN)
+            self._sockets.poller.register(new, zmq.POLLIN)
         self._watched = present
 
     def _receive(self) -> None:
@@ -170,11 +168,10 @@ class Server:
         if kind in self._failed:
             return
         self._failed.add(kind)
-        about: dict[str, object] = {"what": what, "reason": exc}
         if isinstance(exc, KvshmError | OSError):
-            logfmt.write(Log(logging.WARNING, "failed", about))
+            logfmt.write(logging.WARNING, "failed", what=what, reason=exc)
         else:
-            logfmt.write(Log(logging.ERROR, "bug", about), exc)
+            logfmt.write_bug(what, exc)
 
     def _do(self, action: Action) -> None:
         match action:
@@ -191,8 +188,8 @@ class Server:
                 self._tables.sweep_bits(bits)
             case SweepFiles():
                 self._sweep_files()
-            case Log():
-                logfmt.write(action)
+            case Log(level, event, fields):
+                logfmt.write(level, event, **fields)
             case _:
                 raise AssertionError(f"no such action: {action}")
 
@@ -203,7 +200,7 @@ class Server:
         try:
             self._sockets.router.send_multipart([route, frame], zmq.NOBLOCK)
         except zmq.ZMQError as exc:  # the engine has gone, or does not read
-            logfmt.write(Log(logging.DEBUG, "unsent", {"route": route.hex(), "reason": exc}))
+            logfmt.write(logging.DEBUG, "unsent", route=route.hex(), reason=exc)
 
 
 def _read(frames: list[zmq.Frame], num_parts: int) -> Input:
@@ -217,8 +214,7 @@ def _read(frames: list[zmq.Frame], num_parts: int) -> Input:
     try:
         return EngineMessage(sender, decode_command(frame))
     except ProtocolError as exc:
-        join = foreign_join(frame)
-        return BadMessage(sender, str(exc)) if join is None else BadJoin(sender, join, str(exc))
+        return BadMessage(sender, str(exc), foreign_join(frame))
 
 
 def _credentials(frame: zmq.Frame) -> tuple[int, int]:

@@ -33,7 +33,6 @@ from kvshm.rundir import closed_socket
 from kvshm.shm.fds import FileId, file_at, remove_own
 
 from . import logfmt
-from .actions import Log
 
 BACKLOG = 2
 """Connections that may wait to be accepted when a socket loses its name."""
@@ -173,7 +172,7 @@ class Sockets:
         self._listen()
         if self._limit < FEW_DESCRIPTORS:
             remedy = f"permit at least {FEW_DESCRIPTORS} open files (ulimit -Hn)"
-            self._warn("few", "few-descriptors", {"limit": self._limit, "remedy": remedy})
+            self._warn("few-descriptors", limit=self._limit, remedy=remedy)
 
     def _listen(self) -> None:
         for made, name in zip((self.router, self.publisher), self._names, strict=True):
@@ -186,11 +185,7 @@ class Sockets:
         self._is_hidden = False
 
     def close(self) -> None:
-        """Close all connections and remove the names."""
-        self._disconnect_all()
-        self._context.term()
-
-    def _disconnect_all(self) -> None:
+        """Close all connections and remove the names.  Blocks until libzmq has freed everything."""
         for name in self._names:  # first: no connection may come while the monitors are emptied
             name.remove()
         self._empty_monitors()  # a full monitor would block libzmq's thread, and then this thread
@@ -206,6 +201,7 @@ class Sockets:
         self._monitors.clear()
         self.router.close()
         self.publisher.close()
+        self._context.term()
 
     def _empty_monitors(self) -> None:
         for monitor in self._monitors:
@@ -240,23 +236,20 @@ class Sockets:
     def _set_hidden(self, hidden: bool, used: int | None) -> None:
         if hidden and not self._is_hidden:
             remedy = "end the processes that connect so often, or raise the limit (ulimit -n)"
-            limit = self._max_descriptors
-            self._warn("full", "full", {"descriptors": used, "limit": limit, "remedy": remedy})
+            self._warn("full", descriptors=used, limit=self._max_descriptors, remedy=remedy)
         self._is_hidden = hidden
         for name in self._names:  # a name that cannot be moved is tried again at the next look
             try:
                 name.set_hidden(hidden)
             except OSError as exc:
-                what = "shut" if hidden else "open"
-                self._warn("names", "failed", {"what": what, "reason": exc})
+                self._warn("failed", what="shut" if hidden else "open", reason=exc)
 
     def _recreate(self, memory: int) -> None:
         """Free what libzmq keeps for clients: parts of messages, subscriptions, queues."""
         self.check()  # must not take the names of another coordinator
-        about: dict[str, object] = {"bytes": memory, "limit": MAX_MEMORY}
-        about["remedy"] = "end the process that sends or subscribes without end, or does not read"
-        self._warn("memory", "hung-up-on-all", about)
-        self.close()  # waits until libzmq's threads have freed everything
+        remedy = "end the process that sends or subscribes without end, or does not read"
+        self._warn("hung-up-on-all", bytes=memory, limit=MAX_MEMORY, remedy=remedy)
+        self.close()
         _trim_heap()
         try:
             self._make()
@@ -269,11 +262,11 @@ class Sockets:
                 "permitted; start the coordinator again"
             )
 
-    def _warn(self, kind: str, event: str, about: dict[str, object]) -> None:
+    def _warn(self, event: str, **fields: object) -> None:
         now = self._clock()
-        if now - self._last_logged.get(kind, -_LOG_AGAIN_SECONDS) >= _LOG_AGAIN_SECONDS:
-            self._last_logged[kind] = now
-            logfmt.write(Log(logging.WARNING, event, about))
+        if now - self._last_logged.get(event, -_LOG_AGAIN_SECONDS) >= _LOG_AGAIN_SECONDS:
+            self._last_logged[event] = now
+            logfmt.write(logging.WARNING, event, **fields)
 
 
 def _trim_heap() -> None:

@@ -29,7 +29,6 @@ from kvshm.shm.layout import RECORD_BYTES
 
 from .actions import (
     Action,
-    BadJoin,
     BadMessage,
     CheckResult,
     ClockTick,
@@ -57,9 +56,9 @@ def decide(state: State, item: Input, now: float) -> list[Action]:
             return _on_message(state, item.sender, item.message, now)
         case CheckResult():
             return _on_check_result(state, item, now)
-        case BadJoin():
-            return on_bad_join(state, item.sender, item.join, item.error)
         case BadMessage():
+            if item.join is not None:
+                return on_bad_join(state, item.sender, item.join, item.error)
             return state.report(item.sender, "garbled", item.error)
         case ProcessDeath():
             return _on_death(state, item, now)
@@ -209,8 +208,7 @@ def _on_clock(state: State, now: float) -> list[Action]:
     for engine, until in list(state.ended_by_worker.values()):
         if now >= until:
             del state.ended_by_worker[engine.info.epoch]
-            reason = "a worker's process died"
-            actions.append(_log_end(state, "death", engine.info, reason))
+            actions.append(_log_end(state, "death", engine.info, "a worker's process died"))
     if now >= state.next_leftovers:
         state.next_leftovers = now + state.timing.cleanup_seconds
         state.forget_idle_topics()
@@ -233,14 +231,12 @@ def _end_grace(state: State, now: float) -> list[Action]:
 def _discount_own_pause(state: State, now: float) -> None:
     """Do not count time in which this process was stopped as silence of the engines: their messages
     are still unread.  After a long stop every engine has its full time again."""
+    timing = state.timing
     since = 0.0 if state.last_clock is None else now - state.last_clock
     state.last_clock = now
-    if since > 2 * state.timing.heartbeat_seconds:
-        discount = (
-            math.inf
-            if since > state.timing.suspect_seconds
-            else since - state.timing.heartbeat_seconds
-        )
+    if since > 2 * timing.heartbeat_seconds:
+        long = since > timing.suspect_seconds
+        discount = math.inf if long else since - timing.heartbeat_seconds
         for engine in state.engines.values():
             engine.last_heard = min(now, engine.last_heard + discount)
 

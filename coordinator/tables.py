@@ -34,8 +34,8 @@ from kvshm.shm.segment import TABLE_KIND
 from kvshm.shm.slot_table import RosterSlotTable
 
 from . import logfmt
-from .actions import CheckResult, Input, Log, ProcessDeath, Refusal, Sender, TableUnused
-from .versions import who_upgrades
+from .actions import CheckResult, Input, ProcessDeath, Refusal, Sender, TableUnused
+from .joining import who_upgrades
 
 MAX_CHECKS = 64
 """Engines whose tables are fetched at the same time; further engines have to try again."""
@@ -51,6 +51,9 @@ class _TableCheck:
     join: Join
     connection: socket.socket
     until: float
+
+    def result(self, refusal: Refusal | None) -> CheckResult:
+        return CheckResult(self.sender, self.join, refusal)
 
 
 @dataclass
@@ -136,7 +139,7 @@ class Tables:
                 del self._checks[number]
                 check.connection.close()
                 reason = f"it does not hand out its slot table within {FETCH_SECONDS:g} s"
-                yield self._refused(check, Refusal(reason, _AGAIN, retry=True))
+                yield check.result(Refusal(reason, _AGAIN, retry=True))
         for epoch, member in list(self._members.items()):
             yield from self._ends(epoch, member)
 
@@ -172,7 +175,7 @@ class Tables:
             self._ask(check)
         except (OSError, KvshmError) as exc:
             connection.close()
-            return self._refused(check, _refusal(exc, join.engine))
+            return check.result(_refusal(exc, join.engine))
         self._checks[connection.fileno()] = check
         return None
 
@@ -191,21 +194,17 @@ class Tables:
             table = _receive(connection, engine)
         except (OSError, KvshmError) as exc:
             connection.close()
-            return self._refused(check, _refusal(exc, engine))
+            return check.result(_refusal(exc, engine))
         refusal = _compare(table, engine)
         if refusal is not None:
             table.close()
             connection.close()
-            return self._refused(check, refusal)
+            return check.result(refusal)
         old = self._members.get(engine.epoch)
         self._members[engine.epoch] = _Member(table, check.sender.pid, connection)
         if old is not None:  # closed last: the server's thread may hand it out until then
             old.close()
-        return CheckResult(check.sender, check.join, None)
-
-    @staticmethod
-    def _refused(check: _TableCheck, refusal: Refusal) -> Input:
-        return CheckResult(check.sender, check.join, refusal)
+        return check.result(None)
 
     # -- after an end
 
@@ -222,11 +221,10 @@ class Tables:
                 swept = member.table.sweep(bits)
                 member.table.counters.add(SWEPT, swept)
             except KvshmError as exc:  # its owner has overwritten it
-                about: dict[str, object] = {"epoch": f"{epoch:016x}", "reason": exc}
-                logfmt.write(Log(logging.WARNING, "not-swept", about))
+                logfmt.write(logging.WARNING, "not-swept", epoch=f"{epoch:016x}", reason=exc)
                 continue
             about = {"epoch": f"{epoch:016x}", "bits": f"{bits:#x}", "slots": swept}
-            logfmt.write(Log(logging.DEBUG, "swept", about))
+            logfmt.write(logging.DEBUG, "swept", **about)
 
 
 def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:

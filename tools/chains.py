@@ -8,7 +8,7 @@ has no successor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvshm.shm.slot_table import Slot
 
@@ -16,20 +16,18 @@ _Place = tuple[int, int]
 """Tag of a block's hash, and the block's depth: both follow from a successor's slot."""
 
 
-@dataclass(frozen=True)
-class Chain:
-    """One chain, by its last block."""
+class Chain(NamedTuple):
+    """One chain, by its last block, as ``--json`` shows it."""
 
     tip: int
     """Block id of the last block."""
-    slot: Slot
+    block_hash: str
+    """Its hash, hexadecimal."""
+    depth: int
     length: int
     """Number of consecutive blocks in use up to and including the tip."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the chain begins at token 0.  Otherwise no prompt can hit it."""
-        return self.length == self.slot.depth + 1
+    complete: bool
+    """Whether the chain begins at token 0.  Otherwise no prompt can hit it."""
 
 
 def tag_of(block_hash: bytes) -> int:
@@ -51,5 +49,6 @@ def find_chains(
         if wanted(block, slot) or parent in touched:
             touched.add(place)
         if place not in followed and place in touched:
-            found.append(Chain(block, slot, lengths[place]))
+            length, block_hash = lengths[place], slot.block_hash.hex()
+            found.append(Chain(block, block_hash, slot.depth, length, length == slot.depth + 1))
     return sorted(found, key=lambda chain: (-chain.length, chain.tip))

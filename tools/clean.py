@@ -41,12 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = Config.from_env(os.environ, options)
         run_dir = open_run_directory(config.run_dir, os.environ)
         found = clear(run_dir, config.namespace, dry_run=asked.dry_run)
-    except ConfigError as exc:
-        print(f"kvshm clean: {exc}", file=sys.stderr)
-        return EXIT_USAGE
     except (KvshmError, OSError) as exc:
         print(f"kvshm clean: {exc}", file=sys.stderr)
-        return EXIT_LEFT
+        return EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_LEFT
     for what in found.removed:
         print(f"would remove {what}" if asked.dry_run else f"removed {what}")
     for what in found.left:

@@ -116,7 +116,7 @@ def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
 
 def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> int:
     """Print the report; return the exit status."""
-    filters = Filters(asked.engine, asked.hash, asked.leased, asked.entries)
+    filters = Filters(asked.engine, asked.hash or "", asked.leased, asked.entries)
     report = _report(run_dir, namespace, filters)
     parts = ["engines", "replicas", "unreadable"]
     if filters == Filters():

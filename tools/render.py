@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
-Json = dict[str, Any]
+from .report import Json
+
 Columns = Mapping[str, str | Callable[[Json], object]]
 """Head of each column -> the key of its values in the report, or a function of the row."""
 

@@ -34,8 +34,9 @@ class Filters:
 
     engine: str | None = None
     """Name, pid or epoch (hexadecimal) of an engine."""
-    block_hash: str | None = None
-    """Hexadecimal beginning of block hashes: list the matching blocks, leased or not."""
+    block_hash: str = ""
+    """Beginning of block hashes, in lower-case hexadecimal digits: list the matching blocks, leased
+    or not."""
     leased: bool = False
     """Show only leased blocks."""
     entries: bool = False
@@ -43,22 +44,17 @@ class Filters:
 
     @property
     def replica_entries(self) -> bool:
-        return self.entries or self.block_hash is not None
+        return self.entries or self.block_hash != ""
 
     @property
     def narrow(self) -> bool:
         """Whether engines without a matching block are left out."""
-        return self.leased or self.block_hash is not None
+        return self.leased or self.block_hash != ""
 
     def selects(self, engine: Mapping[str, Any]) -> bool:
         """Whether the filter selects this engine."""
         known = (engine.get("engine"), str(engine.get("pid")), f"0x{engine['epoch']}")
         return self.engine is None or self.engine in (*known, engine["epoch"])
-
-    @property
-    def prefix(self) -> str:
-        """What the hashes of selected blocks begin with."""
-        return (self.block_hash or "").lower()
 
 
 def build_report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
@@ -98,6 +94,7 @@ def _namespace(fetched: list[Segments], filters: Filters) -> Json:
     tables.sort(key=lambda found: [found[0][key] for key in ("fingerprint", "engine", "epoch")])
     for engine, slots in tables:
         _fill(engine, slots, holders, filters)
+    selected = [one for one in fetched if filters.selects({"epoch": f"{one.epoch:016x}"})]
     return {
         "engines": [
             engine
@@ -113,15 +110,11 @@ def _namespace(fetched: list[Segments], filters: Filters) -> Json:
         ],
         "unreadable": [
             {"segment": problem.segment, "problem": problem.text}
-            for one in fetched
-            if filters.selects({"epoch": f"{one.epoch:016x}"})
+            for one in selected
             for problem in one.problems
         ],
         "ended": [
-            ended
-            for one in fetched
-            if one.ended
-            and filters.selects(ended := {"epoch": f"{one.epoch:016x}", "socket": str(one.path)})
+            {"epoch": f"{one.epoch:016x}", "socket": str(one.path)} for one in selected if one.ended
         ],
     }
 
@@ -165,17 +158,8 @@ def _fill(
     if asked.leased:
         engine |= {"counters": {}, "errors": []}
         return
-    found = find_chains(slots, lambda _, slot: slot.block_hash.hex().startswith(asked.prefix))
-    engine["chains"] = [
-        {
-            "tip": chain.tip,
-            "block_hash": chain.slot.block_hash.hex(),
-            "depth": chain.slot.depth,
-            "length": chain.length,
-            "complete": chain.complete,
-        }
-        for chain in found
-    ]
+    found = find_chains(slots, lambda _, slot: slot.block_hash.hex().startswith(asked.block_hash))
+    engine["chains"] = [chain._asdict() for chain in found]
 
 
 def _states(num_blocks: int, slots: Mapping[int, Slot]) -> dict[str, int]:
@@ -210,7 +194,7 @@ def _blocks(slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters)
     only_leased = asked.leased or not asked.replica_entries
     for block, slot in slots.items():
         block_hash = slot.block_hash.hex()
-        if block_hash.startswith(asked.prefix) and (slot.leases or not only_leased):
+        if block_hash.startswith(asked.block_hash) and (slot.leases or not only_leased):
             bits = (bit for bit in range(slot.leases.bit_length()) if slot.leases >> bit & 1)
             yield {
                 "block_id": block,
@@ -258,7 +242,7 @@ def _replica(name: SegmentName, reader: ReplicaReader, filters: Filters) -> Json
                 "depth": entry.depth,
             }
             for entry in entries
-            if _tag(entry).startswith(filters.prefix[: 2 * TAG_BYTES])
+            if _tag(entry).startswith(filters.block_hash[: 2 * TAG_BYTES])
         ],
     }
 

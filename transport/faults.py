@@ -2,7 +2,13 @@
 
 A check that has never failed proves nothing.  These faults are real wrong copies, made where a
 bug of a transport would make them, so the layers above must notice them.  Only an argument of the
-transport switches a fault on; None means correct copies.
+transport switches a fault on; None means correct copies::
+
+    wrong-block   each target gets the first target's block, and the first gets the second's (for a
+                  single block: the neighbouring block).  Swapping blocks would not do: attention
+                  ignores the order of blocks, so the answer would differ only by rounding.
+    shift         each target gets the block after its source; after the peer's last comes block 0
+    zero          each target gets zeros
 """
 
 from __future__ import annotations
@@ -13,15 +19,6 @@ from kvshm.config import Fault
 from kvshm.errors import TransportError
 from kvshm.ids import BlockId
 
-WRONG_BLOCK = Fault.WRONG_BLOCK
-"""Each target gets the first target's block, and the first gets the second's (for a single block:
-the neighbouring block).  Swapping blocks would not do: attention ignores the order of blocks, so
-the model's answer would differ only by rounding."""
-SHIFT = Fault.SHIFT
-"""Each target gets the block after its source; after the peer's last block comes block 0."""
-ZERO = Fault.ZERO
-"""Each target gets zeros."""
-
 
 def check_fault(fault: str | None) -> None:
     """Raise TransportError for an unknown fault."""
@@ -31,8 +28,8 @@ def check_fault(fault: str | None) -> None:
 
 def misdirect(source: Sequence[BlockId], num_blocks: int, fault: str | None) -> Sequence[BlockId]:
     """Return the blocks that ``fault`` reads in place of ``source``."""
-    if fault == SHIFT or (fault == WRONG_BLOCK and len(source) == 1):
+    if fault == Fault.SHIFT or (fault == Fault.WRONG_BLOCK and len(source) == 1):
         return [BlockId((block + 1) % num_blocks) for block in source]
-    if fault == WRONG_BLOCK:
+    if fault == Fault.WRONG_BLOCK:
         return [source[1], *[source[0]] * (len(source) - 1)]
     return source

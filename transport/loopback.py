@@ -13,20 +13,13 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region, unpack_details
 
-from .faults import ZERO, check_fault, misdirect
-from .regions import (
-    block_checksum,
-    check_blocks,
-    check_bounds,
-    check_layouts,
-    check_pairs,
-    count_blocks,
-    spans,
-)
+from .own_cache import OwnCache
+from .regions import block_checksum, check_blocks, count_blocks, spans
 
 
 class LoopbackNetwork:
@@ -61,8 +54,7 @@ class LoopbackCopy:
         source: Sequence[BlockId],
         target: Sequence[BlockId],
     ) -> None:
-        self.importer = attachment.own
-        self._attachment = attachment
+        self.attachment = attachment
         self._left = deque(zip(source, target, strict=True))
         self._cancelled = False
         self._state = CopyState.PENDING
@@ -81,7 +73,7 @@ class LoopbackCopy:
         if self._state is not CopyState.PENDING:
             return
         if self._left and not self._cancelled:
-            self._attachment.copy_block(*self._left.popleft())
+            self.attachment.copy_block(*self._left.popleft())
         elif self._left:
             self._state = CopyState.FAILED
         else:
@@ -108,8 +100,7 @@ class LoopbackAttachment:
             raise TransportError(f"no transport exports {export}")
         if peer.epoch != descriptor.epoch:
             raise StaleAttachment(f"the peer serves epoch {peer.epoch:#x}")
-        check_layouts(own.regions, descriptor.regions)
-        check_bounds(descriptor.regions, [len(memory) for memory in peer.memory])
+        own.check_peer(descriptor, [len(memory) for memory in peer.memory])
         self.epoch = Epoch(descriptor.epoch)
         self.own = own
         self._memory = [memory.toreadonly() for memory in peer.memory]
@@ -126,9 +117,7 @@ class LoopbackAttachment:
         """``keep_going`` is ignored: only the network's clock moves a copy."""
         if self._closed or self.own.closed:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
-        check_pairs(source, self._num_blocks, target, self.own.num_blocks)
-        source = misdirect(source, self._num_blocks, self.own.fault)
-        copy = LoopbackCopy(self, source, target)
+        copy = LoopbackCopy(self, self.own.blocks_to_read(source, self._num_blocks, target), target)
         self.own.network.copies.append(copy)
         return copy
 
@@ -137,13 +126,14 @@ class LoopbackAttachment:
         here, there = spans(self.own.regions, target), spans(self._regions, source)
         for (own, start, end), (peer, first, last) in zip(here, there, strict=True):
             block = self._memory[peer][first:last]
-            self.own.memory[own][start:end] = bytes(len(block)) if self.own.zeroes else block
+            zero = self.own.fault == Fault.ZERO
+            self.own.memory[own][start:end] = bytes(len(block)) if zero else block
 
     def close(self) -> None:
         self._closed = True
 
 
-class LoopbackTransport:
+class LoopbackTransport(OwnCache):
     """One rank's KV cache in bytearrays (kvshm.interfaces.Transport).  One thread only."""
 
     name = "loopback"
@@ -158,30 +148,19 @@ class LoopbackTransport:
         fault: str | None = None,
     ) -> None:
         """Share ``memory`` (``Region.handle`` indexes it) with the others on ``network``."""
-        check_fault(fault)
         memories = (memory,) if isinstance(memory, bytearray) else memory
         self.memory = [memoryview(m) for m in memories]
-        self.regions = list(regions)
-        check_bounds(self.regions, [len(m) for m in self.memory])
-        self.rank = rank
+        super().__init__([len(m) for m in self.memory], regions, rank, fault)
         self.network = network
-        self.fault = fault
-        self.zeroes = fault == ZERO
-        self.num_blocks = count_blocks(self.regions)
-        self.epoch = Epoch(0)
-        self.closed = False
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
-        if self.closed:
-            raise TransportError("the transport is closed")
+        self.check_open()
         self.epoch = epoch
         self.network.exports[id(self)] = self
-        details = msgspec.msgpack.encode(LoopbackDetails(id(self)))
-        return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
+        return self.describe(LoopbackDetails(id(self)))
 
     def attach(self, descriptor: MemoryDescriptor) -> LoopbackAttachment:
-        if self.closed:
-            raise TransportError("the transport is closed")
+        self.check_open()
         return LoopbackAttachment(self, descriptor)
 
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
@@ -193,6 +172,6 @@ class LoopbackTransport:
         self.closed = True
         self.network.exports.pop(id(self), None)
         for copy in self.network.copies:
-            if copy.importer is self:
+            if copy.attachment.own is self:
                 copy.cancel()
                 copy.advance()

@@ -68,16 +68,14 @@ class KVMemory:
             raise TransportError(f"KV memory must have at least one byte, not {nbytes}")
         try:
             fd = os.memfd_create("kvshm-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            try:
+                reserve(fd, nbytes)
+                memory = cls(fd, nbytes)
+            except BaseException:
+                os.close(fd)
+                raise
         except OSError as exc:
-            raise TransportError(f"KV memory of {nbytes} bytes: {exc}") from exc
-        try:
-            reserve(fd, nbytes)
-            memory = cls(fd, nbytes)
-        except BaseException as exc:
-            os.close(fd)
-            if isinstance(exc, OSError):
-                raise TransportError(f"KV memory of {nbytes} bytes: {exc.strerror}") from exc
-            raise
+            raise TransportError(f"KV memory of {nbytes} bytes: {exc.strerror}") from exc
         with suppress(OSError):  # a kernel without transparent huge pages
             memory._mapping.madvise(mmap.MADV_HUGEPAGE)
         _seal(fd)
@@ -108,6 +106,3 @@ class KVMemory:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __repr__(self) -> str:
-        return f"<KVMemory {self.nbytes} bytes{' closed' if self._fd < 0 else ''}>"

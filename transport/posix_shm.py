@@ -20,12 +20,12 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from kvshm import _native
+from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
@@ -33,16 +33,9 @@ from kvshm.shm.fd_server import FdServer
 from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket, socket_name
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
-from .faults import ZERO, check_fault, misdirect
 from .memory import KVMemory, check_sealed_memory
-from .regions import (
-    block_checksum,
-    check_blocks,
-    check_bounds,
-    check_layouts,
-    check_pairs,
-    count_blocks,
-)
+from .own_cache import OwnCache
+from .regions import block_checksum, check_blocks, count_blocks
 
 FETCH_TIMEOUT = 5.0
 """Seconds that an exporter's socket may take to answer; a separate thread answers."""
@@ -80,20 +73,18 @@ def _runs(regions: Sequence[Region], addresses: Sequence[int]) -> list[StridedRu
     ]
 
 
-def _map_read_only(fds: Sequence[int]) -> list[mmap.mmap]:
+def _map_read_only(descriptor: MemoryDescriptor, fds: Sequence[int]) -> list[mmap.mmap]:
+    """Map the peer's memories.  Raises TransportError unless there is exactly one descriptor for
+    each memory of the regions, and each is sealed."""
+    wanted = 1 + max((region.handle for region in descriptor.regions), default=-1)
+    if len(fds) != wanted:
+        raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
     try:
         for fd in fds:
             check_sealed_memory(fd)
         return [mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ) for fd in fds]
     except (OSError, ValueError) as exc:
         raise TransportError(f"the peer's KV memory cannot be mapped: {exc}") from exc
-
-
-def _check_count(descriptor: MemoryDescriptor, fds: Sequence[int]) -> None:
-    """Raise TransportError unless there is exactly one descriptor per memory of the regions."""
-    wanted = 1 + max((region.handle for region in descriptor.regions), default=-1)
-    if len(fds) != wanted:
-        raise TransportError(f"the peer sent {len(fds)} descriptors, its regions lie in {wanted}")
 
 
 def _fetch_memory(
@@ -112,8 +103,7 @@ def _fetch_memory(
             raise StaleAttachment(
                 f"{socket_path} serves epoch {answer.epoch:#x}, not {descriptor.epoch:#x}"
             )
-        _check_count(descriptor, fds)
-        mappings, stays = _map_read_only(fds), answer.stays
+        mappings, stays = _map_read_only(descriptor, fds), answer.stays
         return mappings, connection if stays else None
     except msgspec.DecodeError as exc:
         raise TransportError(f"{socket_path}: undecodable answer: {exc}") from exc
@@ -121,14 +111,6 @@ def _fetch_memory(
         close_all(fds)
         if not stays:
             connection.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _PeerMemory:
-    """A peer's mapped memory, unmapped when neither attachment nor pending copy holds it."""
-
-    regions: list[StridedRun]
-    mappings: list[mmap.mmap]
 
 
 class PosixAttachment:
@@ -141,18 +123,19 @@ class PosixAttachment:
         mappings: list[mmap.mmap],
         connection: socket.socket | None,
     ) -> None:
-        check_layouts(own.regions, descriptor.regions)
-        check_bounds(descriptor.regions, [len(mapping) for mapping in mappings])
+        own.check_peer(descriptor, [len(mapping) for mapping in mappings])
         self._connection = connection
         self.epoch = Epoch(descriptor.epoch)
         self._own = own
         self._num_blocks = count_blocks(descriptor.regions)
         addresses = [_native.address(mapping) for mapping in mappings]
-        self._peer: _PeerMemory | None = _PeerMemory(_runs(descriptor.regions, addresses), mappings)
+        self._regions = _runs(descriptor.regions, addresses)
+        self._mappings: list[mmap.mmap] | None = mappings
+        """Unmapped when neither the attachment nor a pending copy holds the list."""
 
     @property
     def closed(self) -> bool:
-        return self._peer is None
+        return self._mappings is None
 
     @property
     def ended(self) -> bool:
@@ -164,27 +147,26 @@ class PosixAttachment:
         target: Sequence[BlockId],
         keep_going: Callable[[], bool] | None = None,
     ) -> BlockCopy:
-        own, peer = self._own, self._peer
-        if peer is None:
+        own, mappings = self._own, self._mappings
+        if mappings is None:
             raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
-        check_pairs(source, self._num_blocks, target, own.num_blocks)
-        regions, zeros = peer.regions, b""
-        if own.fault == ZERO:
+        blocks = own.blocks_to_read(source, self._num_blocks, target)
+        regions, zeros = self._regions, b""
+        if own.fault == Fault.ZERO:
             regions, zeros = _all_zeros(regions)
-        blocks = misdirect(source, self._num_blocks, own.fault)
-        plan = CopyPlan(regions, blocks, own.target, target, (peer, zeros, own.memory))
+        plan = CopyPlan(regions, blocks, own.target, target, (mappings, zeros, own.memory))
         copier = own.copier
         return copier.begin(plan) if keep_going is None else copier.copy_now(plan, keep_going)
 
     def close(self) -> None:
         """Unmap on the copy thread, after this attachment's copies.  Idempotent, never blocks."""
-        peer, self._peer = self._peer, None
-        if peer is None:
+        mappings, self._mappings = self._mappings, None
+        if mappings is None:
             return
         if self._connection is not None:
             self._connection.close()
-        last = [peer]  # clearing the list unmaps the memory, unless a copy still holds it
-        del peer
+        last = [mappings]  # clearing this list unmaps the memory, unless a copy still holds it
+        del mappings
         # A closed transport has no queue any more: the memory is then unmapped on return.
         with suppress(TransportError):
             self._own.copier.submit(last.clear)
@@ -197,7 +179,7 @@ def _all_zeros(regions: list[StridedRun]) -> tuple[list[StridedRun], bytes]:
     return [(address, 0, block_bytes, count) for _, _, block_bytes, count in regions], zeros
 
 
-class PosixShmTransport:
+class PosixShmTransport(OwnCache):
     """One rank's KV cache in shared host memory (kvshm.interfaces.Transport).
 
     ``export``, copies and ``checksum`` belong to one thread; ``attach`` and closing may be
@@ -223,39 +205,30 @@ class PosixShmTransport:
         every copy wrong on purpose (faults.py).  The caller closes the memory.  Raises
         TransportError if the regions do not fit the memory.
         """
-        check_fault(fault)
         self.memory = (memory,) if isinstance(memory, KVMemory) else tuple(memory)
-        self.regions = list(regions)
-        check_bounds(self.regions, [m.nbytes for m in self.memory])
-        self.rank = rank
-        self.fault = fault
-        self.num_blocks = count_blocks(self.regions)
+        super().__init__([m.nbytes for m in self.memory], regions, rank, fault)
         self.target = _runs(self.regions, [m.address for m in self.memory])
         self.copier = Copier()
         self._views = [m.buffer.toreadonly() for m in self.memory]
         self._socket_path = os.fspath(socket_path)
         self._lock = threading.Lock()
-        self._closed = False
-        self._epoch = Epoch(0)
         self._fds: list[int] = []
         self._server: FdServer | None = None
         self._attachments: list[PosixAttachment] = []
 
     def export(self, epoch: Epoch) -> MemoryDescriptor:
         with self._lock:
-            if self._closed:
-                raise TransportError("the transport is closed")
-            self._epoch = epoch
+            self.check_open()
+            self.epoch = epoch
             while len(self._fds) < len(self.memory):
                 self._fds.append(self.memory[len(self._fds)].read_only_fd())
             if self._server is None:
                 self._server = FdServer(self._socket_path, self._answer)
-        details = msgspec.msgpack.encode(ShmDetails(socket_name(self._socket_path)))
-        return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
+            return self.describe(ShmDetails(socket_name(self._socket_path)))
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
         """Answer one request, on the server's thread, without the lock: ``close`` holds it."""
-        epoch = self._epoch
+        epoch = self.epoch
         try:
             wanted = _request_decoder.decode(packed).epoch
         except msgspec.DecodeError:
@@ -269,8 +242,7 @@ class PosixShmTransport:
         try:
             attachment = PosixAttachment(self, descriptor, mappings, connection)
             with self._lock:
-                if self._closed:
-                    raise TransportError("the transport is closed")
+                self.check_open()
                 self._attachments = [a for a in self._attachments if not a.closed]
                 self._attachments.append(attachment)
         except BaseException:
@@ -287,9 +259,9 @@ class PosixShmTransport:
         """End the export, cancel copies, close attachments.  Idempotent.  Returns when nothing is
         written any more: after the block that is being copied at most."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
         if self._server is not None:
             self._server.close()
         for attachment in self._attachments:

@@ -25,17 +25,14 @@ def check_bounds(regions: Sequence[Region], sizes: Sequence[int]) -> None:
     for number, region in enumerate(regions):
         if not 0 <= region.handle < len(sizes):
             raise TransportError(f"region {number} lies in memory {region.handle} of {len(sizes)}")
-        if region.num_blocks < 1 or region.offset < 0 or not _disjoint(region):
+        disjoint = 1 <= region.block_bytes <= region.stride
+        if region.num_blocks < 1 or region.offset < 0 or not disjoint:
             raise TransportError(f"region {number} is impossible: {region}")
         end = region.offset + (region.num_blocks - 1) * region.stride + region.block_bytes
         if end > sizes[region.handle]:
             raise TransportError(
                 f"region {number} ends at byte {end}, its memory at {sizes[region.handle]}"
             )
-
-
-def _disjoint(region: Region) -> bool:
-    return 1 <= region.block_bytes <= region.stride
 
 
 def check_layouts(own: Sequence[Region], peer: Sequence[Region]) -> None:

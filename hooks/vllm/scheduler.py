@@ -221,7 +221,8 @@ class SchedulerSide:
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be imported (None: ask again), and
-        whether vLLM must hold the request back until they have arrived."""
+        whether vLLM must hold the request back until they have arrived.  Nothing is imported while
+        steps from before a reset may still write to free blocks."""
         if not self.may_import():
             self.importer.at_once.forget(request.request_id)
             return 0, False

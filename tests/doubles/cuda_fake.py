@@ -279,8 +279,6 @@ class FakeDriver:
         rows = [number for row in table.rows for number in row]
         self._put(stream, lambda: self._fragments(rows, *ids))
 
-    copy_loop = copy_batch
-
     def prepare_kernel(self, table: RegionTable) -> None: ...
 
     def copy_kernel(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvshm.coordinator.actions import (
-    BadJoin,
+    BadMessage,
     CheckResult,
     CheckTable,
     ClockTick,
@@ -96,7 +96,7 @@ def test_what_a_complaint_keeps_of_its_senders_words_is_bounded() -> None:
     state = new_state()
     for n in range(1000):
         join = ForeignJoin(99, ForeignEngine(n + 1, "e", "9" * 10_000))
-        decide(state, BadJoin(sender_of(engine(5)), join, "undecodable"), 0.0)
+        decide(state, BadMessage(sender_of(engine(5)), "undecodable", join), 0.0)
     assert max(len(about) for _, about in state.reports) < 300
     assert list(state.reports.values()) == [1000]
 

@@ -115,14 +115,17 @@ def test_a_dead_rank_ends_the_epoch_and_the_bit_waits_for_the_rest() -> None:
     actions = decide(state, ProcessDeath(5, owner=False), 0.0)
     assert only(actions, SweepBits) == [SweepBits(1)]
     assert not only(actions, ReleaseTable)
-    assert state.bits.owner(0) == 5
+    assert state.bits.of_process(5) == {5}
+    assert not state.bits.free & 1
     again = decide(state, ProcessDeath(5, owner=True), 0.0)
     assert not only(again, SweepBits)
     assert not published(again)
-    assert state.bits.owner(0) == 5
+    assert state.bits.of_process(5) == {5}
+    assert not state.bits.free & 1
     actions = decide(state, TableUnused(5), 0.0)
     assert only(actions, SweepBits) == [SweepBits(1)]  # again, now that it is certain
-    assert state.bits.owner(0) == 0
+    assert state.bits.of_process(5) == set()
+    assert state.bits.free & 1
 
 
 def test_one_process_with_two_engines() -> None:
@@ -147,7 +150,8 @@ def test_leave_keeps_the_bit_for_the_same_process() -> None:
     assert reply.lease_bit == 0
     # The old table goes, and the bit stays with the new one.
     assert decide(state, TableUnused(5), 0.0) == [ReleaseTable(5)]
-    assert state.bits.owner(0) == 7
+    assert state.bits.of_process(5) == {7}
+    assert not state.bits.free & 1
     assert not only(decide(state, ProcessDeath(7, owner=False), 0.0), ReleaseTable)
     assert decide(state, TableUnused(7), 0.0) == [SweepBits(1), ReleaseTable(7)]
 

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from kvshm.coordinator.actions import (
-    BadJoin,
     BadMessage,
     CheckResult,
     CheckTable,
@@ -176,7 +175,7 @@ def test_other_protocols_are_refused_and_who_must_upgrade_is_named(
         actions = say(state, info, Join(protocol=protocol, engine=info))
     else:
         join = ForeignJoin(protocol, ForeignEngine(5, "e5", "9.8"))
-        actions = decide(state, BadJoin(sender_of(info), join, "undecodable"), 0.0)
+        actions = decide(state, BadMessage(sender_of(info), "undecodable", join), 0.0)
     (reply,) = [a.message for a in only(actions, SendReply)]
     assert isinstance(reply, Refused)
     assert reply.engine_epoch == 5
@@ -342,7 +341,7 @@ def test_who_sends_a_malformed_join_is_told_what_is_wrong_with_it() -> None:
     state, own = new_state(), ForeignJoin(PROTOCOL_VERSION, ForeignEngine(5, "e5"))
     lines = []
     for n in range(3):
-        actions = decide(state, BadJoin(sender_of(engine(5)), own, f"of {n} bytes"), 0.0)
+        actions = decide(state, BadMessage(sender_of(engine(5)), f"of {n} bytes", own), 0.0)
         [send], lines = only(actions, SendReply), lines + only(actions, Log)
         assert isinstance(send.message, Refused)
         assert (send.message.engine_epoch, send.message.retry) == (5, False)

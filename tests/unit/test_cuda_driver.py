@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from gpu_memory import no_gpu
 
+from kvshm.transport.cuda.copy_stream import copy_each
 from kvshm.transport.cuda.driver import CudaError, Driver, RegionRow, RegionTable, write
 from kvshm.transport.cuda.probe import upload
 from kvshm.transport.cuda.transport import current_driver
@@ -141,9 +142,11 @@ def submit(
     stream: Any, stopped: bool = False,
 ) -> None:  # fmt: skip
     one, other = array("q", sources), array("q", targets)
-    if way != "kernel":
-        copy = driver.copy_batch if way == "batch" else driver.copy_loop
-        copy(table, memoryview(one).cast("B"), memoryview(other).cast("B"), stream)
+    if way == "batch":
+        driver.copy_batch(table, memoryview(one).cast("B"), memoryview(other).cast("B"), stream)
+        return
+    if way == "loop":
+        copy_each(driver, table, sources, targets, stream)
         return
     ids = driver.allocate(len(sources) * 16)
     write(driver, ids, (one + other).tobytes(), stream)

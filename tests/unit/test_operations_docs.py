@@ -25,7 +25,7 @@ SEVERITY = {
 }
 """By the function that logs."""
 LEVELS = {*SEVERITY, "log", "Limit"}
-EVENTS = {"Log", "report", "_log_end"}
+EVENTS = {"Log", "report", "line", "write", "_warn", "_log_end"}
 ENGINE = ("kvshm", "hooks/vllm", "transport")
 
 

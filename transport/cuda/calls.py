@@ -14,7 +14,8 @@ from .driver import CudaError
 _BATCH = "cuMemcpyBatchAsync"
 _CUDA_12_8 = 12080
 """Asks newer drivers, too, for the signature that the call had in this version of CUDA."""
-_STREAM_ORDER = 1
+_BatchEntry = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_size_t] * 9)
+"""The call in that version: it returns a code and takes nine words, addresses and numbers."""
 
 
 def call(function: Any, *arguments: Any) -> Any:
@@ -29,30 +30,6 @@ def call(function: Any, *arguments: Any) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: order of access to the source, two location hints, flags."""
-
-    _fields_ = (
-        ("src_access_order", ctypes.c_int),
-        ("hints", ctypes.c_int * 4),
-        ("flags", ctypes.c_uint),
-    )
-
-
-_BatchEntry = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.c_void_p,  # targets
-    ctypes.c_void_p,  # sources
-    ctypes.c_void_p,  # bytes
-    ctypes.c_size_t,
-    ctypes.c_void_p,  # attributes
-    ctypes.c_void_p,  # the first copy of each attribute
-    ctypes.c_size_t,
-    ctypes.c_void_p,  # which copy was wrong; missing in CUDA 13's signature
-    ctypes.c_void_p,  # stream
-)
-
-
 def copy_batch(
     sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, stream: int
 ) -> None:
@@ -63,12 +40,13 @@ def copy_batch(
     except CudaError as exc:
         raise CudaError(_BATCH, f"not in this driver ({exc.code})") from exc
     entry = _BatchEntry(int(address))
-    attributes = _Attributes(_STREAM_ORDER)
-    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
+    attributes = cu.CUmemcpyAttributes_v1()
+    attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)  # the only attribute's first copy
     code = entry(
         targets.data_ptr(), sources.data_ptr(), sizes.data_ptr(), sizes.numel(),
-        ctypes.addressof(attributes), ctypes.addressof(first), 1,
-        ctypes.addressof(failed), stream,
+        int(attributes.getPtr()), ctypes.addressof(first), 1,
+        ctypes.addressof(failed), stream,  # CUDA 13's signature lacks ``failed``
     )  # fmt: skip
     if code:
         raise CudaError(_BATCH, cu.CUresult(code).name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvshm.errors import TransportError
 from kvshm.ids import BlockId
@@ -29,6 +30,18 @@ MAX_TILES = 1 << 31
 _IDS_AT = 64
 """Offset of the ids in a copy's host memory: the stop word before them has its own cache line."""
 _FEWEST_PAIRS = 1024
+
+
+def copy_each(
+    driver: Driver, table: RegionTable, source: Sequence[BlockId], target: Sequence[BlockId],
+    stream: Stream,
+) -> None:  # fmt: skip
+    """Enqueue a copy for each fragment."""
+    for row in table.rows:
+        for here, there in zip(source, target, strict=True):
+            read = row.source + here * row.source_stride
+            written = row.target + there * row.target_stride
+            driver.copy(written, read, row.block_bytes, stream)
 
 
 class _CopyBuffers:
@@ -60,27 +73,25 @@ class _CopyBuffers:
         driver.free(self.ids)
 
 
+@dataclass(eq=False, slots=True)
 class CudaCopy:
     """A copy on the stream (kvshm.interfaces.Copy)."""
 
-    def __init__(
-        self, copies: CopyStream, buffers: _CopyBuffers, ended: Callable[[], None]
-    ) -> None:
-        self.buffers = buffers
-        self.state = CopyState.PENDING
-        self.ended = ended
-        self._copies = copies
+    copies: CopyStream
+    buffers: _CopyBuffers
+    ended: Callable[[], None]
+    state: CopyState = CopyState.PENDING
 
     def poll(self) -> CopyState:
         if self.state is CopyState.PENDING:
-            self._copies.finish_ended()
+            self.copies.finish_ended()
         return self.state
 
     def cancel(self) -> None:
-        self._copies.cancel(self)
+        self.copies.cancel(self)
 
     def fence(self) -> bool:
-        self._copies.fence()
+        self.copies.fence()
         return True
 
 
@@ -132,7 +143,7 @@ class CopyStream:
                 if source:
                     if late_writers:
                         self._driver.wait(self.stream, self.compute)
-                    self._enqueue(table, buffers, len(source))
+                    self._enqueue(table, buffers, source, target)
                 self._driver.record(buffers.event, self.stream)
             except BaseException:
                 # Enqueued work may be running: the buffers are not reused.
@@ -141,17 +152,21 @@ class CopyStream:
             self._pending.append(copy)
         return copy
 
-    def _enqueue(self, table: RegionTable, buffers: _CopyBuffers, pairs: int) -> None:
-        driver, half = self._driver, pairs * ID_BYTES
-        if table.route is Route.KERNEL:
-            driver.copy(buffers.ids, buffers.host.address + _IDS_AT, 2 * half, self.stream)
-            driver.copy_kernel(
-                table, buffers.ids, buffers.host.address, pairs, self.stream, self._programs
-            )
+    def _enqueue(
+        self, table: RegionTable, buffers: _CopyBuffers, source: Sequence[BlockId],
+        target: Sequence[BlockId],
+    ) -> None:  # fmt: skip
+        driver, stream, host = self._driver, self.stream, buffers.host
+        half = len(source) * ID_BYTES
+        if table.route is Route.STAGED:
+            copy_each(driver, table, source, target, stream)
+        elif table.route is Route.BATCH:
+            ids = host.view[_IDS_AT:]
+            driver.copy_batch(table, ids[:half], ids[half : 2 * half], stream)
         else:
-            copy = driver.copy_batch if table.route is Route.BATCH else driver.copy_loop
-            ids = buffers.host.view[_IDS_AT:]
-            copy(table, ids[:half], ids[half : 2 * half], self.stream)
+            driver.copy(buffers.ids, host.address + _IDS_AT, 2 * half, stream)
+            programs = self._programs
+            driver.copy_kernel(table, buffers.ids, host.address, len(source), stream, programs)
 
     def _take_buffers(self, pairs: int) -> _CopyBuffers:
         for index, buffers in enumerate(self._free):
@@ -206,10 +221,8 @@ class CopyStream:
         for copy in pending:
             self.cancel(copy)
         self._finish_all()
-        with self._lock:
-            free, self._free = self._free, []
         try:
-            for buffers in free:
+            for buffers in self._free:  # no copy takes or returns buffers any more
                 buffers.free(self._driver)
             self._driver.free_stream(self.stream)
         except CudaError as exc:

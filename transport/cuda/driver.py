@@ -27,7 +27,6 @@ class CudaError(TransportError):
 
     def __init__(self, call: str, code: str) -> None:
         super().__init__(f"{call}: {code}")
-        self.call = call
         self.code = code
 
 
@@ -91,128 +90,97 @@ class Stream(NamedTuple):
 class Driver(Protocol):
     """One GPU as one process sees it.  Methods raise CudaError unless they say otherwise."""
 
-    @property
-    def uuid(self) -> str:
-        """Name of the device, equal in all processes of the machine, whichever devices they see."""
-        ...
-
-    @property
-    def process(self) -> str:
-        """A unique name of this process."""
-        ...
+    uuid: str
+    """Name of the device, equal in all processes of the machine, whichever devices they see."""
+    process: str
+    """A unique name of this process."""
 
     # -- memory
 
     def address_range(self, address: int) -> tuple[int, int]:
         """Base and length of the allocation that holds ``address``."""
-        ...
 
     def allocate(self, nbytes: int) -> int:
         """Memory for this process only: no other process can open it."""
-        ...
 
     def free(self, address: int) -> None:
         """Free what ``allocate`` returned, once nothing uses it; does not wait for the device."""
-        ...
 
     def allocate_shared(self, nbytes: int) -> int:
         """Memory that other processes can open by ``ipc_handle``.  Never freed: freeing it while a
         peer has it open is undefined behaviour."""
-        ...
 
     def host_allocate(self, nbytes: int) -> HostBuffer: ...
 
     def host_free(self, buffer: HostBuffer) -> None:
         """Does not wait for the device: the memory is kept for a later ``host_allocate``."""
-        ...
 
     # -- other processes' memory
 
     def ipc_handle(self, base: int) -> bytes:
         """64 bytes by which other processes can open the allocation at ``base``."""
-        ...
 
     def ipc_open(self, handle: bytes, device: str) -> int:
         """Map another process's allocation and return its address here.  ``device``: the visible
         GPU in whose context it is opened (``""``: this one)."""
-        ...
 
     def ipc_close(self, address: int, device: str) -> None:
         """May wait for the device."""
-        ...
 
     def vmm_descriptor(self, address: int) -> int:
         """A new descriptor, the caller's to close, of the VMM memory that holds ``address``."""
-        ...
 
     def vmm_fabric_handle(self, address: int) -> bytes:
         """64 bytes by which other processes can map the VMM memory that holds ``address``."""
-        ...
 
     def vmm_allocate(self, nbytes: int, *, fabric: bool) -> tuple[int, int]:
         """VMM memory that can be exported: address, and bytes after rounding up.  Never
         freed, as for ``allocate_shared``."""
-        ...
 
     def vmm_map(self, exported: int | bytes, nbytes: int) -> int:
         """Map all of another process's VMM memory read-only and return its address here.  A
         descriptor stays the caller's to close."""
-        ...
 
     def vmm_unmap(self, address: int, nbytes: int) -> None: ...
 
     def peer_access(self, device: str) -> bool | None:
-        """Whether this GPU can reach the memory of ``device``; None if that is not visible here."""
-        ...
+        """Whether this GPU can reach the memory of ``device``; None if this process cannot see
+        ``device``."""
 
     def enable_peer(self, device: str) -> None:
         """Let this GPU reach the memory that *this process* allocates on ``device``."""
-        ...
 
     # -- work
 
     def new_stream(self) -> Stream:
         """A stream that does not wait for other streams implicitly."""
-        ...
 
     def free_stream(self, stream: Stream) -> None:
         """Enqueued work still completes."""
-        ...
 
     def compute_stream(self) -> Stream:
         """The calling thread's current stream: where its model runs."""
-        ...
 
     def wait(self, stream: Stream, earlier: Stream) -> None:
         """Later work on ``stream`` runs after the present work on ``earlier``."""
-        ...
 
     def copy(self, target: int, source: int, nbytes: int, stream: Stream) -> None:
-        """Copy between any two addresses, host memory included."""
-        ...
+        """Copy between any two addresses, host memory included; the driver stages the copy if the
+        GPUs need that."""
 
     def copy_batch(
         self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
     ) -> None:
         """Copy all fragments by the copy engines.  Block ids are int64."""
-        ...
-
-    def copy_loop(
-        self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
-    ) -> None:
-        """Copy all fragments one by one; the driver stages them if the GPUs need that."""
-        ...
 
     def copy_kernel(
         self, table: RegionTable, ids: int, stop: int, pairs: int, stream: Stream, programs: int
     ) -> None:
         """Copy all fragments by one launch of the kernel (kernel.py).  ``ids`` lies in device
         memory, ``stop`` in host memory."""
-        ...
 
     def prepare_kernel(self, table: RegionTable) -> None:
         """Compile and load the kernel for this table.  May take a second."""
-        ...
 
     def new_event(self) -> Any: ...
 
@@ -223,7 +191,6 @@ class Driver(Protocol):
     def done(self, event: Any) -> bool:
         """Whether all work before ``record`` has ended; does not block.  Raises an error of that
         work."""
-        ...
 
     def synchronize(self, stream: Stream) -> None: ...
 

@@ -45,20 +45,14 @@ class NvidiaDriver:
         """Raises CudaError if there is no such GPU or no driver."""
         _call(cu.cuInit, 0)
         self.ordinal = ordinal
+        self.process = _PROCESS
         self._device = _call(cu.cuDeviceGet, ordinal)
+        self.uuid = self._uuid_of(self._device)
         self._context = _call(cu.cuDevicePrimaryCtxRetain, self._device)
         self._context_number = int(self._context)
         self._launcher = Launcher(self._device)
         self._of_thread = threading.local()
         self._memory_stream = self.new_stream().handle
-
-    @property
-    def uuid(self) -> str:
-        return self._uuid_of(self._device)
-
-    @property
-    def process(self) -> str:
-        return _PROCESS
 
     @staticmethod
     def _uuid_of(device: Any) -> str:
@@ -258,14 +252,6 @@ class NvidiaDriver:
     ) -> None:
         with self._in_context():
             copy_batch(*_fragments(table, sources, targets), stream.handle)
-
-    def copy_loop(
-        self, table: RegionTable, sources: memoryview, targets: memoryview, stream: Stream
-    ) -> None:
-        columns = [column.tolist() for column in _fragments(table, sources, targets)]
-        with self._in_context():
-            for source, target, nbytes in zip(*columns, strict=True):
-                _call(cu.cuMemcpyAsync, target, source, nbytes, stream.handle)
 
     def prepare_kernel(self, table: RegionTable) -> None:
         with self._in_context():

@@ -17,20 +17,17 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
+from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.log import logger
 
-from ..faults import ZERO, check_fault, misdirect
 from ..jobs import JobThread
-from ..regions import check_blocks, check_bounds, check_layouts, check_pairs, count_blocks
+from ..own_cache import OwnCache
+from ..regions import check_blocks, count_blocks
 from .checksum import block_checksums
 from .copy_stream import PROGRAMS, CopyStream, CudaCopy
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, write
@@ -69,8 +66,7 @@ class CudaAttachment:
         keep_going: Callable[[], bool] | None = None,
     ) -> CudaCopy:  # fmt: skip
         own = self._own
-        check_pairs(source, self._num_blocks, target, own.num_blocks)
-        blocks = misdirect(source, self._num_blocks, own.fault)
+        blocks = own.blocks_to_read(source, self._num_blocks, target)
         with self._lock:
             if self._closed:
                 raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
@@ -101,7 +97,7 @@ class CudaAttachment:
         self._drop_user()
 
 
-class CudaIpcTransport:
+class CudaIpcTransport(OwnCache):
     """One rank's KV cache in GPU memory (kvshm.interfaces.Transport).
 
     ``export`` and the constructor must run on the thread that runs the model (copies wait for its
@@ -133,29 +129,21 @@ class CudaIpcTransport:
         ``programs``: number of programs of the copy kernel.  ``driver``: by default that of
         torch's current GPU.  The memory stays the caller's.  Raises TransportError.
         """
-        check_fault(fault)
         self.memory = (memory,) if isinstance(memory, DeviceMemory) else tuple(memory)
-        self.regions = list(regions)
-        check_bounds(self.regions, [m.nbytes for m in self.memory])
-        self.rank = rank
-        self.fault = fault
-        self.num_blocks = count_blocks(self.regions)
-        self.epoch = Epoch(0)
+        super().__init__([m.nbytes for m in self.memory], regions, rank, fault)
         self.staging = staging
         self.driver = current_driver() if driver is None else driver
-        compute = self.driver.compute_stream()
-        self.copy_stream = CopyStream(self.driver, compute, programs)
+        self.copy_stream = CopyStream(self.driver, self.driver.compute_stream(), programs)
         self._socket_path = str(socket_path)
         self.mappings = PeerMappings(self.driver, self._socket_path)
         self._prober = Prober(self.driver, programs)
         self._lock = threading.Lock()
         self._closer = JobThread("kvshm-unmap")
-        self._closed = False
         self._probe: Probe | None = None
         self._server: DescriptorServer | None = None
         self._details: CudaDetails | None = None
         self._zeros = 0
-        self._fence: Any = None
+        self._fence = self.driver.new_event()
         self._attachments: weakref.WeakSet[CudaAttachment] = weakref.WeakSet()
 
     # -- the exporter's side
@@ -163,7 +151,7 @@ class CudaIpcTransport:
     def export(self, epoch: Epoch) -> MemoryDescriptor:
         """See Transport.  Epoch 0 exports the memory anew: its handles may have changed."""
         with self._lock:
-            self._check_open()
+            self.check_open()
             self.copy_stream.compute = self.driver.compute_stream()
             if self._details is None or not epoch:
                 self._details = self._describe(self._details)
@@ -171,17 +159,13 @@ class CudaIpcTransport:
             self._probe.set_epoch(epoch)
             self.epoch = epoch
             _exports[self._details.export_id] = self
-            details = msgspec.msgpack.encode(self._details)
-        return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
+            return self.describe(self._details)
 
     def fence(self) -> Callable[[], bool]:
         """Return a function that tells, without blocking, whether all present work on the compute
         stream has ended.  A later fence replaces this one."""
-        if self._fence is None:
-            self._fence = self.driver.new_event()
-        event = self._fence
-        self.driver.record(event, self.driver.compute_stream())
-        return lambda: self.driver.done(event)
+        self.driver.record(self._fence, self.driver.compute_stream())
+        return lambda: self.driver.done(self._fence)
 
     def _describe(self, before: CudaDetails | None) -> CudaDetails:
         memories = tuple(share(self.driver, m, i) for i, m in enumerate(self.memory))
@@ -207,11 +191,10 @@ class CudaIpcTransport:
 
     def attach(self, descriptor: MemoryDescriptor) -> CudaAttachment:
         details = unpack_details(descriptor, self.name, CudaDetails)
-        check_layouts(self.regions, descriptor.regions)
-        check_bounds(descriptor.regions, [m.nbytes for m in details.memories])
+        self.check_peer(descriptor, [m.nbytes for m in details.memories])
         check_memories([*details.memories, details.probe])
         route = self._route(details)
-        self._check_open()
+        self.check_open()
         opened: list[PeerMapping] = []
         try:
             addresses, keep = self._open_memories(details, route, opened)
@@ -224,14 +207,14 @@ class CudaIpcTransport:
             raise
         attachment = CudaAttachment(self, descriptor, table, opened, keep)
         with self._lock:
-            if not self._closed:
+            if not self.closed:
                 self._attachments.add(attachment)
                 return attachment
         attachment.close()
         raise TransportError("the transport is closed")
 
     def _route(self, details: CudaDetails) -> Route:
-        """Decide how the peer is reached, if at all."""
+        """Decide how this GPU reaches the peer's.  Raises TransportError if it cannot."""
         reachable = self.driver.peer_access(details.device)
         if reachable is not False:
             return Route.KERNEL  # None: the GPU is not visible here; the probe decides
@@ -258,7 +241,8 @@ class CudaIpcTransport:
         return addresses, None
 
     def _memories_in_process(self, details: CudaDetails) -> tuple[list[int], object]:
-        """The same for a peer in this process: a process cannot open its own handles."""
+        """Addresses and keeper of the memories of a peer in this process, which cannot open its own
+        handles."""
         peer = _exports.get(details.export_id)
         if peer is None or peer._probe is None:
             raise TransportError("the peer, in this process, has closed its transport")
@@ -278,7 +262,7 @@ class CudaIpcTransport:
             rows.append(RegionRow(source, target, theirs.stride, mine.stride, mine.block_bytes))
         if route is Route.KERNEL and details.device != self.driver.uuid:
             route = self._prober.choose(rows[0], descriptor.regions[0].num_blocks, details.device)
-        if self.fault == ZERO:
+        if self.fault == Fault.ZERO:
             rows = [row._replace(source=self._zero_memory(), source_stride=0) for row in rows]
         table = upload(self.driver, rows, self._prober.stream, route)
         try:
@@ -298,38 +282,34 @@ class CudaIpcTransport:
 
     def unmap_later(self, mappings: list[PeerMapping], table: int) -> None:
         """Unmap and free on the closing thread, since both may wait for the GPU."""
-        job = partial(self._unmap, mappings, table)
-        try:
-            self._closer.submit(job)
-        except TransportError:
-            job()  # the transport is closing, so nothing waits for this thread
 
-    def _unmap(self, mappings: list[PeerMapping], table: int) -> None:
-        for mapping in mappings:
-            self.mappings.release(mapping)
-        if table:
-            with suppress(CudaError):
-                self.driver.free(table)
+        def unmap() -> None:
+            for mapping in mappings:
+                self.mappings.release(mapping)
+            if table:
+                with suppress(CudaError):
+                    self.driver.free(table)
+
+        try:
+            self._closer.submit(unmap)
+        except TransportError:
+            unmap()  # the transport is closing, so nothing waits for this thread
 
     # -- both
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise TransportError("the transport is closed")
 
     def checksum(self, blocks: Sequence[BlockId]) -> list[int]:
         """See Transport.  First copies the blocks to the host: for KVSHM_VERIFY only."""
         check_blocks(blocks, self.num_blocks, "this cache's")
-        self._check_open()
+        self.check_open()
         compute, addresses = self.copy_stream.compute, [m.address for m in self.memory]
         return block_checksums(self.driver, compute, addresses, self.regions, blocks)
 
     def close(self) -> None:
         """See Transport.  Waits for kernels that are already running."""
         with self._lock:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             if self._details is not None:
                 _exports.pop(self._details.export_id, None)
         if self._server is not None:
@@ -347,8 +327,7 @@ class CudaIpcTransport:
                 self._probe.withdraw()
             if self._zeros:
                 self.driver.free(self._zeros)
-            if self._fence is not None:
-                self.driver.free_event(self._fence)
+            self.driver.free_event(self._fence)
         except CudaError as exc:
             _log.warning("memory of the transport is not freed: %s", exc)
         self._probe = None
