@@ -19,9 +19,7 @@ typedef struct {
 static inline int open_index(kvshm_segment segment, index_view *index)
 {
     uint64_t bytes;
-    int status = kvshm_open_segment(segment, KVSHM_INDEX_HEADER_BYTES, &bytes);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_segment(segment, KVSHM_INDEX_HEADER_BYTES, &bytes));
     uint64_t capacity = get(segment.base + KVSHM_CAPACITY_OFFSET);
     uint64_t room = (bytes - KVSHM_INDEX_HEADER_BYTES) / KVSHM_ENTRY_BYTES;
     if (capacity < 8 || capacity & (capacity - 1) || capacity > room)

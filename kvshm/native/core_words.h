@@ -15,6 +15,14 @@ static inline void sync_point(enum kvshm_sync_point point)
         kvshm_sync_hook((int)point);
 }
 
+/* Return from the function with the status of `call` unless that is KVSHM_OK. */
+#define RETURN_UNLESS_OK(call)            \
+    do {                                  \
+        int status_of_call = (call);      \
+        if (status_of_call != KVSHM_OK)   \
+            return status_of_call;        \
+    } while (0)
+
 /* -- words -------------------------------------------------------------------------------- */
 
 static inline _Atomic uint64_t *word_at(const uint8_t *address)

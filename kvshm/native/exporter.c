@@ -26,9 +26,7 @@ int64_t kvshm_publish(kvshm_segment segment, kvshm_record *records, const uint64
                       size_t count, uint32_t published_ms)
 {
     table_view table;
-    int status = kvshm_open_for_records(segment, &table, records, count);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_records(segment, &table, records, count));
     int64_t published = 0;
     for (size_t i = 0; i < count; i++) {
         if (count - i > SLOTS_AHEAD)
@@ -73,10 +71,8 @@ int64_t kvshm_retract(kvshm_segment segment, const uint32_t *blocks, size_t coun
                       kvshm_record *out, uint32_t *draining, size_t *num_draining)
 {
     table_view table;
-    int status = kvshm_open_for_blocks(segment, &table, blocks, count);
     *num_draining = 0;
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_blocks(segment, &table, blocks, count));
     int64_t retracted = 0;
     for (size_t i = 0; i < count; i++) {
         if (count - i > SLOTS_AHEAD)
@@ -114,9 +110,7 @@ static bool must_wait(uint8_t *slot, uint32_t slow)
 int64_t kvshm_drain(kvshm_segment segment, uint32_t *blocks, size_t count, uint32_t slow)
 {
     table_view table;
-    int status = kvshm_open_for_blocks(segment, &table, blocks, count);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_blocks(segment, &table, blocks, count));
     int64_t waiting = 0;
     for (size_t i = 0; i < count; i++)
         if (must_wait(slot_of(&table, blocks[i]), slow))
@@ -128,10 +122,8 @@ int64_t kvshm_drain(kvshm_segment segment, uint32_t *blocks, size_t count, uint3
 int64_t kvshm_force(kvshm_segment segment, const uint32_t *blocks, size_t count, uint32_t *holders)
 {
     table_view table;
-    int status = kvshm_open_for_blocks(segment, &table, blocks, count);
     *holders = 0;
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_blocks(segment, &table, blocks, count));
     int64_t forced = 0;
     for (size_t i = 0; i < count; i++) {
         uint8_t *slot = slot_of(&table, blocks[i]);
@@ -152,9 +144,7 @@ int64_t kvshm_force(kvshm_segment segment, const uint32_t *blocks, size_t count,
 int64_t kvshm_reset(kvshm_segment segment)
 {
     table_view table;
-    int status = kvshm_open_table(segment, &table);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     int64_t occupied = 0;
     for (uint32_t block = 0; block < table.num_blocks; block++) {
         uint8_t *slot = slot_of(&table, block);

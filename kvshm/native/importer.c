@@ -54,9 +54,7 @@ int64_t kvshm_lease(kvshm_segment segment, uint64_t epoch, int bit, const kvshm_
                     size_t count, uint8_t *taken)
 {
     table_view table;
-    int status = kvshm_open_table(segment, &table);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     if (bit < -1 || bit >= KVSHM_NUM_LEASE_BITS)
         return KVSHM_OUT_OF_RANGE;
     if (!alive(&table, epoch))
@@ -92,9 +90,7 @@ int64_t kvshm_release(kvshm_segment segment, int bit, const kvshm_record *record
                       const uint8_t *taken)
 {
     table_view table;
-    int status = kvshm_open_for_records(segment, &table, records, count);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_records(segment, &table, records, count));
     if (bit < 0 || bit >= KVSHM_NUM_LEASE_BITS)
         return KVSHM_OUT_OF_RANGE;
     int64_t released = 0;
@@ -111,9 +107,7 @@ int64_t kvshm_recheck(kvshm_segment segment, uint64_t epoch, uint32_t rank,
     /* acquire fence: every byte copied before this line was read before the words below */
     atomic_thread_fence(memory_order_acquire);
     table_view table;
-    int status = kvshm_open_for_records(segment, &table, records, count);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_records(segment, &table, records, count));
     if (rank >= table.num_ranks)
         return KVSHM_OUT_OF_RANGE;
     bool valid = get(table.base + KVSHM_EPOCH_OFFSET) == epoch &&
@@ -132,9 +126,7 @@ int64_t kvshm_recheck(kvshm_segment segment, uint64_t epoch, uint32_t rank,
 int64_t kvshm_sweep(kvshm_segment segment, uint32_t bits)
 {
     table_view table;
-    int status = kvshm_open_table(segment, &table);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     int64_t changed = 0;
     for (uint32_t block = 0; block < table.num_blocks; block++)
         changed += clear_leases(slot_of(&table, block), bits & LEASES, NULL);
@@ -159,9 +151,7 @@ static bool read_ready(const uint8_t *slot, kvshm_record *record)
 int64_t kvshm_scan(kvshm_segment segment, uint32_t *next, kvshm_record *records, size_t count)
 {
     table_view table;
-    int status = kvshm_open_table(segment, &table);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     size_t found = 0;
     for (; *next < table.num_blocks && found < count; ++*next)
         if (read_ready(slot_of(&table, *next), &records[found]))

@@ -102,9 +102,7 @@ int64_t kvshm_index_lookup(kvshm_segment segment, kvshm_record *records, size_t 
                            uint64_t rows, uint8_t *owners)
 {
     index_view index;
-    int status = open_index(segment, &index);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(open_index(segment, &index));
     const uint8_t *sequence = index.base + KVSHM_SEQUENCE_OFFSET;
     size_t length = 0;
     for (int attempt = 0; attempt < 4; attempt++) {

@@ -133,8 +133,7 @@ static int apply_record(const index_view *index, tombstone *known, uint32_t row,
             applied->full++;
             return KVSHM_OK;
         }
-        if (status != KVSHM_OK)
-            return status;
+        RETURN_UNLESS_OK(status);
         applied->added++;
     }
     *known = heard;
@@ -147,9 +146,7 @@ int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t t
 {
     index_view index;
     *applied = (kvshm_applied){0, 0, 0, 0};
-    int status = open_index(segment, &index);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(open_index(segment, &index));
     if ((uintptr_t)tombstones % 8)
         return KVSHM_INVALID;
     if (row >= KVSHM_NUM_ROWS)
@@ -157,6 +154,7 @@ int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t t
     for (size_t i = 0; i < count; i++)
         if (records[i].block_id >= tombstone_bytes / KVSHM_TOMBSTONE_BYTES)
             return KVSHM_OUT_OF_RANGE;
+    int status = KVSHM_OK;
     uint64_t sequence = begin_write(&index);
     for (size_t i = 0; i < count && status == KVSHM_OK; i++) {
         tombstone *known = (tombstone *)(void *)tombstones + records[i].block_id;
@@ -193,11 +191,10 @@ size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
 int64_t kvshm_index_drop_row(kvshm_segment segment, uint32_t row)
 {
     index_view index;
-    int status = open_index(segment, &index);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(open_index(segment, &index));
     if (row >= KVSHM_NUM_ROWS)
         return KVSHM_OUT_OF_RANGE;
+    int status = KVSHM_OK;
     int64_t dropped = 0;
     uint64_t sequence = begin_write(&index);
     for (uint64_t position = 0; position < index.capacity && status == KVSHM_OK;) {
@@ -237,13 +234,11 @@ static bool is_sound(const index_view *index, entry e)
 int64_t kvshm_index_copy(kvshm_segment segment, kvshm_segment larger)
 {
     index_view from, to;
-    int status = open_index(segment, &from);
-    if (status == KVSHM_OK)
-        status = open_index(larger, &to);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(open_index(segment, &from));
+    RETURN_UNLESS_OK(open_index(larger, &to));
     if (get(to.base + KVSHM_COUNT_OFFSET))
         return KVSHM_INVALID;
+    int status = KVSHM_OK;
     int64_t copied = 0;
     uint64_t sequence = begin_write(&to);
     for (uint32_t row = 0; row < KVSHM_NUM_ROWS; row++)
