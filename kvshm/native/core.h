@@ -123,8 +123,8 @@ typedef struct {
  * signed 32-bit distance), or equal with publish -> retract; others, and those of an unknown
  * kind, are counted as ignored.  A newer publish replaces the block's entry.  When the index is
  * filled to 7/8 a publish is counted in `full`, its tombstone unchanged, so that it can be
- * applied again to a larger index.  Returns KVSHM_OK; a block id beyond the tombstones is
- * KVSHM_OUT_OF_RANGE before anything is applied. */
+ * applied again to a larger index.  The call adds its counts to `*applied`.  Returns KVSHM_OK; a
+ * block id beyond the tombstones is KVSHM_OUT_OF_RANGE before anything is applied. */
 int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tombstone_bytes,
                           uint32_t row, const kvshm_record *records, size_t count,
                           kvshm_applied *applied);

@@ -17,28 +17,22 @@ typedef struct {
     size_t count;
 } batch;
 
-/* The record's alignment, since bytes begin at a multiple of it, whatever the build. */
-_Static_assert(_Alignof(kvshm_record) <= 8, "records lie in a bytes object as they are");
-
 static bool take_batch(PyObject *item, batch *taken)
 {
     PyObject *packed;
-    char *data;
-    Py_ssize_t size;
     if (!PyTuple_Check(item)) {
         PyErr_SetString(PyExc_TypeError, "a batch is a tuple");
         return false;
     }
     if (!PyArg_ParseTuple(item, "w*IS:batch", &taken->tombstones, &taken->row, &packed))
         return false;
-    if (PyBytes_AsStringAndSize(packed, &data, &size) == 0 &&
-        (size_t)size % sizeof(kvshm_record) == 0 && (uintptr_t)data % _Alignof(kvshm_record) == 0) {
-        taken->records = (const void *)data;
-        taken->count = (size_t)size / sizeof(kvshm_record);
+    size_t size = (size_t)PyBytes_Size(packed);
+    taken->records = (const void *)PyBytes_AsString(packed);
+    taken->count = size / sizeof(kvshm_record);
+    if (size % sizeof(kvshm_record) == 0 &&
+        (uintptr_t)taken->records % _Alignof(kvshm_record) == 0)
         return true;
-    }
-    if (!PyErr_Occurred())
-        PyErr_Format(PyExc_ValueError, "%zd bytes are no whole number of records", size);
+    PyErr_Format(PyExc_ValueError, "%zu bytes are no whole number of records", size);
     PyBuffer_Release(&taken->tombstones);
     return false;
 }
@@ -46,19 +40,11 @@ static bool take_batch(PyObject *item, batch *taken)
 static int64_t apply_batches(kvshm_segment index, const batch *batches, size_t count,
                              kvshm_applied *sum)
 {
-    for (size_t i = 0; i < count; i++) {
-        const batch *b = &batches[i];
-        kvshm_applied one;
-        int64_t status = kvshm_index_apply(index, b->tombstones.buf, (uint64_t)b->tombstones.len,
-                                           b->row, b->records, b->count, &one);
-        sum->added += one.added;
-        sum->removed += one.removed;
-        sum->ignored += one.ignored;
-        sum->full += one.full;
-        if (status < 0)
-            return status;
-    }
-    return KVSHM_OK;
+    int64_t status = KVSHM_OK;
+    for (const batch *b = batches; b < batches + count && status == KVSHM_OK; b++)
+        status = kvshm_index_apply(index, b->tombstones.buf, (uint64_t)b->tombstones.len, b->row,
+                                   b->records, b->count, sum);
+    return status;
 }
 
 /* All of them with one handing over of the GIL: who gives it up beside a busy scheduler gets it
@@ -227,20 +213,6 @@ static PyObject *lookup_all(PyObject *module, const Py_buffer *index, PyObject *
     return runs;
 }
 
-/* A lookup finds nobody for the first hash, mostly: the others are not even looked at then. */
-static PyObject *lookup(PyObject *module, const Py_buffer *index, PyObject *hashes,
-                        Py_ssize_t start, size_t count, uint64_t rows)
-{
-    kvshm_record first;
-    uint8_t owner;
-    if (count && !copy_hashes(hashes, start, 1, &first))
-        return NULL;
-    int64_t length = kvshm_index_lookup(segment_of(index), &first, count > 0, rows, &owner);
-    if (length < 0)
-        return kvshm_raise(module, index, length);
-    return length ? lookup_all(module, index, hashes, start, count, rows) : PyList_New(0);
-}
-
 static PyObject *native_index_lookup(PyObject *module, PyObject *args)
 {
     BUFFER(index);
@@ -254,7 +226,15 @@ static PyObject *native_index_lookup(PyObject *module, PyObject *args)
     if (stop > available)
         stop = available;
     size_t count = start < 0 || stop < start ? 0 : (size_t)(stop - start);
-    return lookup(module, &index, hashes, start, count, rows);
+    /* Most lookups find nobody for the first hash.  Then the other hashes are not read. */
+    kvshm_record first;
+    uint8_t owner;
+    if (count && !copy_hashes(hashes, start, 1, &first))
+        return NULL;
+    int64_t length = kvshm_index_lookup(segment_of(&index), &first, count > 0, rows, &owner);
+    if (length < 0)
+        return kvshm_raise(module, &index, length);
+    return length ? lookup_all(module, &index, hashes, start, count, rows) : PyList_New(0);
 }
 
 /* -- copies ---------------------------------------------------------------------------------- */

@@ -145,7 +145,6 @@ int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t t
                           kvshm_applied *applied)
 {
     index_view index;
-    *applied = (kvshm_applied){0, 0, 0, 0};
     RETURN_UNLESS_OK(open_index(segment, &index));
     if ((uintptr_t)tombstones % 8)
         return KVSHM_INVALID;
