@@ -128,13 +128,12 @@ int64_t kvshm_force(kvshm_segment segment, const uint32_t *blocks, size_t count,
     for (size_t i = 0; i < count; i++) {
         uint8_t *slot = slot_of(&table, blocks[i]);
         uint64_t word = get_acquire(slot);
-        while (state_of(word) == KVSHM_DRAINING) {
-            if (!vacate(slot, &word))
-                continue;
+        while (state_of(word) == KVSHM_DRAINING && !vacate(slot, &word)) {
+        }
+        if (state_of(word) == KVSHM_DRAINING) { /* as it was before this call vacated it */
             *holders |= (uint32_t)(word & LEASES);
             forced++;
             sync_point(KVSHM_SYNC_FORCED);
-            break;
         }
     }
     fence_before_reuse();

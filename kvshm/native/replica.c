@@ -29,11 +29,15 @@ static void end_write(const index_view *index, uint64_t sequence)
                           memory_order_release);
 }
 
+static uint8_t *row_at(const index_view *index, uint32_t row)
+{
+    return index->base + KVSHM_ROWS_OFFSET + row * KVSHM_ROW_BYTES;
+}
+
 static void count_entry(const index_view *index, uint32_t row, uint64_t change)
 {
     uint8_t *total = index->base + KVSHM_COUNT_OFFSET;
-    uint8_t *of_row =
-        index->base + KVSHM_ROWS_OFFSET + row * KVSHM_ROW_BYTES + KVSHM_ROW_ENTRIES_OFFSET;
+    uint8_t *of_row = row_at(index, row) + KVSHM_ROW_ENTRIES_OFFSET;
     put(total, get(total) + change);
     put(of_row, get(of_row) + change);
 }
@@ -207,11 +211,6 @@ int64_t kvshm_index_drop_row(kvshm_segment segment, uint32_t row)
     }
     end_write(&index, sequence);
     return status == KVSHM_OK ? dropped : status;
-}
-
-static uint8_t *row_at(const index_view *index, uint32_t row)
-{
-    return index->base + KVSHM_ROWS_OFFSET + row * KVSHM_ROW_BYTES;
 }
 
 static void copy_row(const index_view *from, const index_view *to, uint32_t row)
