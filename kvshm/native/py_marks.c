@@ -14,8 +14,7 @@ static mark *mark_at(const marks_view *marks, PyObject *sequence, Py_ssize_t ind
                  ? Py_NewRef(item)
                  : kvshm_get(places, item, KVSHM_BLOCK_ID);
     Py_XDECREF(item);
-    long long value = id ? PyLong_AsLongLong(id) : -1;
-    Py_XDECREF(id);
+    long long value = number_of(id);
     if (value >= 0 && (unsigned long long)value < marks->count)
         return &marks->of[value];
     if (!PyErr_Occurred())
@@ -61,9 +60,8 @@ static PyObject *native_marks_change(PyObject *module, PyObject *args)
     ARRAY(shown, uint32_t);
     PyObject *blocks;
     unsigned int keep;
-    if (!PyArg_ParseTuple(args, "w*OI:marks_change", &marks.buffer, &blocks, &keep) ||
-        !view_marks(&marks) ||
-        !change_all(&marks, blocks, kvshm_places_of(module, KVSHM_BLOCKS), keep & SOUND, &shown))
+    if (!PyArg_ParseTuple(args, "O&OI:marks_change", kvshm_to_marks, &marks, &blocks, &keep) ||
+        !change_all(&marks, blocks, &kvshm_state_of(module)->blocks, keep & SOUND, &shown))
         return NULL;
     return kvshm_list_of_blocks(shown.of, shown.count);
 }
@@ -75,9 +73,9 @@ static PyObject *native_marks_retract(PyObject *module, PyObject *args)
     ARRAY(shown, uint32_t);
     PyObject *blocks;
     unsigned long long counter;
-    if (!PyArg_ParseTuple(args, "w*w*OK:marks_retract", &table, &marks.buffer, &blocks, &counter) ||
-        !view_marks(&marks) ||
-        !change_all(&marks, blocks, kvshm_places_of(module, KVSHM_BLOCKS), 0, &shown))
+    if (!PyArg_ParseTuple(args, "w*O&OK:marks_retract", &table, kvshm_to_marks, &marks, &blocks,
+                          &counter) ||
+        !change_all(&marks, blocks, &kvshm_state_of(module)->blocks, 0, &shown))
         return NULL;
     return kvshm_counted(module, &table, counter,
                          kvshm_retract_blocks(module, &table, shown.of, shown.count));
@@ -88,10 +86,10 @@ static PyObject *native_marks_sound(PyObject *module, PyObject *args)
     MARKS(marks);
     PyObject *table;
     Py_ssize_t stop, sound = 0;
-    kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
-    if (!PyArg_ParseTuple(args, "y*On:marks_sound", &marks.buffer, &table, &stop))
+    kvshm_places *places = &kvshm_state_of(module)->blocks;
+    if (!PyArg_ParseTuple(args, "O&On:marks_sound", kvshm_to_marks, &marks, &table, &stop))
         return NULL;
-    Py_ssize_t length = view_marks(&marks) ? PySequence_Size(table) : -1;
+    Py_ssize_t length = PySequence_Size(table);
     for (; sound < stop && sound < length; sound++) {
         const mark *one = mark_at(&marks, table, sound, places);
         if (!one || !(one->flags & SOUND))
@@ -107,9 +105,9 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
     ARRAY(shown, uint32_t);
     PyObject *table;
     Py_ssize_t first, last, complete;
-    kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
-    if (!PyArg_ParseTuple(args, "w*Onnn:marks_write", &marks.buffer, &table, &first, &last,
-                          &complete))
+    kvshm_places *places = &kvshm_state_of(module)->blocks;
+    if (!PyArg_ParseTuple(args, "O&Onnn:marks_write", kvshm_to_marks, &marks, &table, &first,
+                          &last, &complete))
         return NULL;
     Py_ssize_t length = PySequence_Size(table);
     if (length < 0)
@@ -119,7 +117,7 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
     size_t room = last > first ? (size_t)(last - first) : 0, whole = 0, num_shown = 0;
     pair *pair_at = kvshm_make_room(&pairs, room);
     uint32_t *shown_at = kvshm_make_room(&shown, room);
-    if (!pair_at || !shown_at || !view_marks(&marks))
+    if (!pair_at || !shown_at)
         return NULL;
     for (Py_ssize_t i = first; i < last; i++) {
         mark *one = mark_at(&marks, table, i, places);

@@ -7,8 +7,10 @@
 
 #include "core.h"
 
-extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[],
-    kvshm_pulse_methods[];
+extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[];
+
+PyObject *kvshm_pulse(PyObject *module, PyObject *args);
+PyObject *kvshm_marks_step(PyObject *module, PyObject *args);
 
 /* Results: status below 0 -> exception (CorruptSegment, IndexError, ValueError) and NULL. */
 PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status);
@@ -52,6 +54,14 @@ static inline void *kvshm_make_room(kvshm_array *array, size_t count)
  * copies a sequence of block ids to uint32_t: IndexError for an impossible block id. */
 int kvshm_to_array(PyObject *object, void *array);
 int kvshm_to_blocks(PyObject *object, void *array);
+
+/* Convert an object to a number and release it; -1 with an exception, which NULL stands for. */
+static inline long long number_of(PyObject *value)
+{
+    long long number = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return number;
+}
 
 /* An element of a sequence, as a new reference; NULL with an exception. */
 static inline PyObject *kvshm_item(PyObject *sequence, Py_ssize_t index)
@@ -121,7 +131,6 @@ typedef struct {
     size_t at[KVSHM_MAX_PLACES];  /* in words */
 } kvshm_places;
 
-enum kvshm_kept { KVSHM_BLOCKS, KVSHM_TRACKED, KVSHM_NUM_KEPT };
 enum kvshm_of_block { KVSHM_BLOCK_ID, KVSHM_BLOCK_HASH, KVSHM_REF_CNT };
 enum kvshm_of_tracked { KVSHM_REQUEST, KVSHM_COMPLETE, KVSHM_EPOCHS, KVSHM_PREEMPTIONS };
 
@@ -134,9 +143,13 @@ enum kvshm_of_request {
     KVSHM_NUM_REQUEST_NAMES
 };
 
-/* From the module's state. */
-PyObject *const *kvshm_request_names(PyObject *module);
-kvshm_places *kvshm_places_of(PyObject *module, enum kvshm_kept which);
+typedef struct {
+    PyObject *corrupt_segment; /* the exception */
+    kvshm_places blocks, tracked;
+    PyObject *request_names[KVSHM_NUM_REQUEST_NAMES];
+} kvshm_state;
+
+static inline kvshm_state *kvshm_state_of(PyObject *module) { return PyModule_GetState(module); }
 
 /* May run Python code. */
 void kvshm_find_places(kvshm_places *places, PyTypeObject *type);
@@ -150,8 +163,6 @@ static inline PyObject *kvshm_get(kvshm_places *places, PyObject *object, int wh
         Py_TYPE(object) == places->type ? ((PyObject **)object)[places->at[which]] : NULL;
     return kept ? Py_NewRef(kept) : PyObject_GetAttrString(object, places->names[which].asked_for);
 }
-
-PyObject *kvshm_marks_step(PyObject *module, PyObject *args);
 
 static inline PyObject *bytes_of(const void *data, size_t size)
 {

@@ -51,14 +51,6 @@ void kvshm_find_places(kvshm_places *places, PyTypeObject *type)
 
 /* -- a step's requests ----------------------------------------------------------------------- */
 
-/* Convert an attribute's value to a number; -1 with an exception. */
-static long long number_of(PyObject *value)
-{
-    long long number = value ? PyLong_AsLongLong(value) : -1;
-    Py_XDECREF(value);
-    return number;
-}
-
 typedef struct {
     PyObject *const *names; /* of a request's attributes */
     kvshm_places *places;
@@ -112,8 +104,8 @@ static bool add_if_needed(const walk *w, PyObject *found, PyObject *tracked, PyO
 PyObject *kvshm_marks_step(PyObject *module, PyObject *args)
 {
     PyObject *requests, *scheduled, *found;
-    walk w = {.places = kvshm_places_of(module, KVSHM_TRACKED),
-              .names = kvshm_request_names(module)};
+    walk w = {.places = &kvshm_state_of(module)->tracked,
+              .names = kvshm_state_of(module)->request_names};
     if (!PyArg_ParseTuple(args, "O!O!LLL:marks_step", &PyDict_Type, &requests, &PyDict_Type,
                           &scheduled, &w.size, &w.epochs, &w.drafts))
         return NULL;

@@ -94,11 +94,9 @@ static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, p
     PyObject *hash = block ? kvshm_get(b->places, block, KVSHM_BLOCK_HASH) : NULL;
     bool done = hash != NULL;
     if (hash == Py_None) {
-        PyObject *users = kvshm_get(b->places, block, KVSHM_REF_CNT);
-        long number = users ? PyLong_AsLong(users) : -1;
-        Py_XDECREF(users);
+        long long users = number_of(kvshm_get(b->places, block, KVSHM_REF_CNT));
         done = !PyErr_Occurred();
-        b->waiting[run] |= number > 0;
+        b->waiting[run] |= users > 0;
     } else if (hash)
         done = add_record(b, chain, index, run, one.block, hash);
     Py_XDECREF(hash);
@@ -189,13 +187,13 @@ PyObject *kvshm_marks_publish(PyObject *module, PyObject *args)
     PyObject *runs, *result = NULL;
     unsigned int published_ms;
     unsigned long long counter;
-    batch b = {.marks = &marks, .places = kvshm_places_of(module, KVSHM_BLOCKS)};
-    if (!PyArg_ParseTuple(args, "w*w*OO!IK:marks_publish", &table, &marks.buffer, &b.pool,
+    batch b = {.marks = &marks, .places = &kvshm_state_of(module)->blocks};
+    if (!PyArg_ParseTuple(args, "w*O&OO!IK:marks_publish", &table, kvshm_to_marks, &marks, &b.pool,
                           &PyList_Type, &runs, &published_ms, &counter))
         return NULL;
     /* a new list, which no Python code that runs meanwhile can change */
     runs = PyList_GetSlice(runs, 0, PyList_Size(runs));
-    Py_ssize_t room = runs && view_marks(&marks) ? count_pairs(runs) : -1;
+    Py_ssize_t room = runs ? count_pairs(runs) : -1;
     if (room >= 0 && (b.room = kvshm_new_records((size_t)room, &b.records)) &&
         (b.parents = kvshm_make_room(&parents, (size_t)room)) &&
         (b.runs = kvshm_make_room(&run_of, (size_t)room)) &&

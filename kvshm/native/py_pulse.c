@@ -22,7 +22,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -92,24 +91,26 @@ static void *beat(void *argument)
     return NULL;
 }
 
-/* Map the word's page a second time, and a page for the list head; false with errno. */
-static bool map_pages(pulse *held, uint8_t *word)
+/* Map the word's page a second time, and a page for the list head.  Returns 0 or an errno. */
+static int map_pages(pulse *held, uint8_t *word)
 {
     size_t bytes = held->page_bytes = (size_t)sysconf(_SC_PAGESIZE);
     size_t within = (uintptr_t)word % bytes;
     /* man mremap: an old size of 0 makes a new mapping of the same pages, if they are shared */
     void *page = mremap(word - within, 0, bytes, MREMAP_MAYMOVE);
     if (page == MAP_FAILED)
-        return false;
+        return errno;
     held->page = page;
     held->word = (_Atomic uint32_t *)(void *)((uint8_t *)page + within);
     void *head = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (head == MAP_FAILED)
-        return false;
+        return errno;
     held->robust = head;
-    return madvise(head, bytes, MADV_DONTFORK) == 0; /* a forked child cannot overwrite it */
+    /* a forked child cannot overwrite it */
+    return madvise(head, bytes, MADV_DONTFORK) == 0 ? 0 : errno;
 }
 
+/* Returns 0 or an errno. */
 static int start_thread(pulse *held)
 {
     pthread_t thread;
@@ -149,13 +150,10 @@ static PyObject *begin(uint8_t *word)
     pulse *held = calloc(1, sizeof *held);
     if (!held)
         return PyErr_NoMemory();
-    if (!map_pages(held, word)) {
-        int error = errno;
-        discard(held);
-        return failed(error);
-    }
     atomic_store(&held->holders, 2);
-    int error = start_thread(held);
+    int error = map_pages(held, word);
+    if (!error)
+        error = start_thread(held);
     if (error) {
         discard(held);
         return failed(error);
@@ -176,7 +174,7 @@ static PyObject *begin(uint8_t *word)
     return capsule;
 }
 
-static PyObject *native_pulse(PyObject *module, PyObject *args)
+PyObject *kvshm_pulse(PyObject *module, PyObject *args)
 {
     BUFFER(segment);
     unsigned long long offset;
@@ -187,8 +185,3 @@ static PyObject *native_pulse(PyObject *module, PyObject *args)
     return status < 0 ? kvshm_raise(module, &segment, status)
                       : begin((uint8_t *)segment.buf + offset);
 }
-
-PyMethodDef kvshm_pulse_methods[] = {
-    {"pulse", native_pulse, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};

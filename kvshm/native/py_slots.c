@@ -175,7 +175,6 @@ static PyObject *native_recheck(PyObject *module, PyObject *args)
                           &records) ||
         !kvshm_make_room(&good, records.count))
         return NULL;
-    memset(good.of, 0, good.count);
     int64_t passed;
     WITHOUT_GIL(records.count, passed = kvshm_recheck(segment_of(&table), epoch, rank, records.of,
                                                       records.count, good.of));
