@@ -124,7 +124,7 @@ int kvshm_open_segment(kvshm_segment segment, uint32_t header_bytes, uint64_t *b
         return KVSHM_CORRUPT;
     if ((uintptr_t)segment.base % 8)
         return KVSHM_INVALID;
-    /* acquire: pairs with kvshm_mark_ready, the header below is whole */
+    /* acquire: pairs with kvshm_mark_ready, so that the rest of the header is complete */
     uint32_t version = atomic_load_explicit(
         (_Atomic uint32_t *)(uintptr_t)(segment.base + KVSHM_VERSION_OFFSET), memory_order_acquire);
     *bytes = get(segment.base + KVSHM_SEGMENT_BYTES_OFFSET);
@@ -189,7 +189,7 @@ int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value)
 {
     RETURN_UNLESS_OK(check_word(segment, offset));
     atomic_store_explicit(word_at(segment.base + offset), value, memory_order_seq_cst);
-    /* seq_cst: no later write passes a zeroed life word (a store alone lets it, on Arm) */
+    /* seq_cst: no later write passes a zeroed life word.  On Arm one may pass a store alone. */
     atomic_thread_fence(memory_order_seq_cst);
     return KVSHM_OK;
 }
@@ -197,7 +197,7 @@ int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value)
 int64_t kvshm_add(kvshm_segment segment, uint64_t offset, uint64_t delta, uint64_t *before)
 {
     RETURN_UNLESS_OK(check_word(segment, offset));
-    /* acq_rel: more than counters need */
+    /* acq_rel: counters would need less */
     *before = atomic_fetch_add_explicit(word_at(segment.base + offset), delta,
                                         memory_order_acq_rel);
     return KVSHM_OK;
@@ -213,7 +213,7 @@ int64_t kvshm_compare_exchange(kvshm_segment segment, uint64_t offset, uint64_t 
 int64_t kvshm_mark_ready(kvshm_segment segment, uint32_t layout_version)
 {
     RETURN_UNLESS_OK(check_word(segment, KVSHM_VERSION_OFFSET));
-    /* release: openers who see the version see the whole header */
+    /* release: openers that see the version see the whole header */
     atomic_store_explicit((_Atomic uint32_t *)(uintptr_t)(segment.base + KVSHM_VERSION_OFFSET),
                           layout_version, memory_order_release);
     return KVSHM_OK;
@@ -224,9 +224,10 @@ int64_t kvshm_mark_ready(kvshm_segment segment, uint32_t layout_version)
 static int check_region(const kvshm_region *region, const uint32_t *blocks, size_t count)
 {
     uint64_t reach;
-    if (region->num_blocks && (__builtin_mul_overflow(region->num_blocks - 1, region->stride, &reach) ||
-                               __builtin_add_overflow(reach, region->block_bytes, &reach) ||
-                               __builtin_add_overflow(reach, (uintptr_t)region->base, &reach)))
+    if (region->num_blocks &&
+        (__builtin_mul_overflow(region->num_blocks - 1, region->stride, &reach) ||
+         __builtin_add_overflow(reach, region->block_bytes, &reach) ||
+         __builtin_add_overflow(reach, (uintptr_t)region->base, &reach)))
         return KVSHM_INVALID;
     for (size_t i = 0; i < count; i++)
         if (blocks[i] >= region->num_blocks)

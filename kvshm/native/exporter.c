@@ -17,8 +17,8 @@ static bool publish_slot(uint8_t *slot, kvshm_record *record, uint64_t parent,
     put(slot + KVSHM_SLOT_DEPTH_OFFSET, (uint64_t)published_ms << 32 | record->depth);
     record->generation = generation_of(word);
     sync_point(KVSHM_SYNC_PUBLISH_FILLED);
-    /* SYNC POINT: importers may lease the block from here on.  One try: only a reset may write an
-     * EMPTY slot, too, and the reset must win. */
+    /* SYNC POINT: from here on importers may lease the block.  A failed CAS is not repeated: apart
+     * from this function only a reset changes an EMPTY slot, and the reset must win. */
     return swap(slot, &word, make_word(record->generation, KVSHM_READY, 0));
 }
 
@@ -41,20 +41,22 @@ int64_t kvshm_publish(kvshm_segment segment, kvshm_record *records, const uint64
     return published;
 }
 
-/* Change the loaded word to (generation + 1, EMPTY, no leases). */
+/* Change the loaded word to (generation + 1, EMPTY, no leases).  False if the slot's word is not
+ * the loaded one any more; `*word` then holds the new one. */
 static bool vacate(uint8_t *slot, uint64_t *word)
 {
     return swap(slot, word, make_word(generation_of(*word) + 1, KVSHM_EMPTY, 0));
 }
 
-/* Call it before anything learns that a block may be written: no later write to the block can
- * pass the words changed before. */
+/* The exporter calls this before it tells anyone that a block may be written: then no write to the
+ * block is seen before the words that were changed. */
 static void fence_before_reuse(void)
 {
     atomic_thread_fence(memory_order_seq_cst);
 }
 
-/* Leave READY.  Returns the word as it was before that (or as found). */
+/* Take the slot out of READY.  Returns the word before the change; if the slot was not READY, the
+ * word that it has. */
 static uint64_t leave_ready(uint8_t *slot)
 {
     uint64_t word = get_acquire(slot);
@@ -81,7 +83,7 @@ int64_t kvshm_retract(kvshm_segment segment, const uint32_t *blocks, size_t coun
         uint64_t before = leave_ready(slot);
         if (state_of(before) == KVSHM_READY) {
             kvshm_record *record = &out[retracted++];
-            read_fields(slot, record); /* frozen until this process publishes again */
+            read_fields(slot, record); /* only this process changes them, when it publishes */
             record->block_id = blocks[i];
             record->generation = generation_of(before);
             record->kind = KVSHM_RETRACT;
@@ -130,7 +132,7 @@ int64_t kvshm_force(kvshm_segment segment, const uint32_t *blocks, size_t count,
         uint64_t word = get_acquire(slot);
         while (state_of(word) == KVSHM_DRAINING && !vacate(slot, &word)) {
         }
-        if (state_of(word) == KVSHM_DRAINING) { /* as it was before this call vacated it */
+        if (state_of(word) == KVSHM_DRAINING) { /* `word` is what this call replaced */
             *holders |= (uint32_t)(word & LEASES);
             forced++;
             sync_point(KVSHM_SYNC_FORCED);

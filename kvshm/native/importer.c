@@ -21,7 +21,7 @@ static bool has_died(const table_view *table, uint32_t process)
 
 static bool alive(const table_view *table, uint64_t epoch)
 {
-    /* acquire: whoever finds the table alive also finds it as it was made */
+    /* acquire: a caller that finds the table alive sees the table as its owner made it */
     bool good = get_acquire(table->base + KVSHM_EPOCH_OFFSET) == epoch &&
                 get_acquire(table->base + KVSHM_RETIRED_OFFSET) == 0 && !has_died(table, 0);
     for (uint32_t rank = 0; good && rank < table->num_ranks; rank++)
@@ -30,8 +30,9 @@ static bool alive(const table_view *table, uint64_t epoch)
     return good;
 }
 
-/* Set `mask` if the slot is READY with the record's generation and hash.  Returns -1 if not,
- * else whether the bit is new.  Without a mask nothing is written. */
+/* Set the bit of `mask` in the slot's word if the slot is READY with the record's generation and
+ * hash.  Returns -1 if the slot is not so, else whether the bit is new.  If `mask` is 0, the
+ * function only checks the slot. */
 static int lease_slot(uint8_t *slot, const kvshm_record *record, uint64_t mask)
 {
     uint64_t word = get_acquire(slot); /* acquire: the hash is read after the word */
@@ -43,8 +44,8 @@ static int lease_slot(uint8_t *slot, const kvshm_record *record, uint64_t mask)
         if (!mask)
             return 0;
         uint64_t before = word;
-        /* SYNC POINT: from here on the exporter waits for us.  Also tried when the bit is set
-         * already: only a CAS proves that word and hash belonged together. */
+        /* SYNC POINT: from here on the exporter waits for this lease.  The CAS is made even if the
+         * bit is set already, because only a CAS proves that word and hash belonged together. */
         if (swap(slot, &word, word | mask))
             return !(before & mask);
     }
@@ -74,8 +75,9 @@ int64_t kvshm_lease(kvshm_segment segment, uint64_t epoch, int bit, const kvshm_
     return (int64_t)length;
 }
 
-/* Clear `mask` while the slot fits.  release: own reads of the block come before it; the
- * exporter's acquiring CAS then writes after them. */
+/* Clear the bits of `mask`, if the slot has that generation (NULL: any).  Returns whether a bit was
+ * cleared.  release: this process's reads of the block come before the change; the exporter's CAS
+ * acquires the change, so the exporter writes the block after those reads. */
 static bool clear_leases(uint8_t *slot, uint64_t mask, const uint32_t *generation)
 {
     uint64_t word = get(slot);
@@ -104,7 +106,7 @@ int64_t kvshm_release(kvshm_segment segment, int bit, const kvshm_record *record
 int64_t kvshm_recheck(kvshm_segment segment, uint64_t epoch, uint32_t rank,
                       const kvshm_record *records, size_t count, uint8_t *good)
 {
-    /* acquire fence: every byte copied before this line was read before the words below */
+    /* acquire fence: every byte copied before this line was read before the words below are */
     atomic_thread_fence(memory_order_acquire);
     table_view table;
     RETURN_UNLESS_OK(kvshm_open_for_records(segment, &table, records, count));
@@ -133,15 +135,15 @@ int64_t kvshm_sweep(kvshm_segment segment, uint32_t bits)
     return changed;
 }
 
-/* A seq-lock read of one slot.  A slot that changes meanwhile is left out: its change makes
- * an event of its own. */
+/* Read one slot as a seq-lock.  Returns false if the slot is not READY or changes meanwhile: the
+ * change causes an event of its own. */
 static bool read_ready(const uint8_t *slot, kvshm_record *record)
 {
     uint64_t before = get_acquire(slot); /* acquire: the fields are read after the word */
     if (state_of(before) != KVSHM_READY)
         return false;
     read_fields(slot, record);
-    atomic_thread_fence(memory_order_acquire); /* ... and before it is read again */
+    atomic_thread_fence(memory_order_acquire); /* acquire: it is read again after the fields */
     uint64_t after = get(slot);
     record->generation = generation_of(before);
     record->kind = KVSHM_PUBLISH;

@@ -1,15 +1,15 @@
-/* Glue between Python and the core: marks (kvshm/engine/marks.py).  One call per request and step walks
- * vLLM's own block objects; nothing here needs another process.  All calls keep the GIL. */
+/* Glue between Python and the core: marks (kvshm/engine/marks.py).  One call per request and step
+ * reads vLLM's own block objects.  Calls keep the GIL; only a large retract releases it. */
 
 #include "py_marks.h"
 
-/* The mark of element `index` of a sequence: a number, or an object that has a block_id.  NULL
+/* The mark of element `index` of a sequence of block ids, or of objects that have a block_id.  NULL
  * with an exception. */
 static mark *mark_at(const marks_view *marks, PyObject *sequence, Py_ssize_t index,
                      kvshm_places *places)
 {
     PyObject *item = kvshm_item(sequence, index), *id = NULL;
-    if (item) /* the type that is met most is compared first: PyLong_Check is a call */
+    if (item) /* the most frequent type is compared first, because PyLong_Check is a call */
         id = Py_TYPE(item) != places->type && PyLong_Check(item)
                  ? Py_NewRef(item)
                  : kvshm_get(places, item, KVSHM_BLOCK_ID);
@@ -27,7 +27,8 @@ static uint32_t block_of(const marks_view *marks, const mark *one)
     return (uint32_t)(one - marks->of);
 }
 
-/* The contents change: all but the flags in `keep` is forgotten.  Whether it was published. */
+/* The contents change: clear all flags except those in `keep`.  Returns whether the block was
+ * published. */
 static bool change(mark *one, uint32_t keep)
 {
     bool shown = one->flags & SHOWN;
@@ -36,8 +37,8 @@ static bool change(mark *one, uint32_t keep)
     return shown;
 }
 
-/* Change all blocks of a sequence; `shown` gets those that were published.  False with an
- * exception. */
+/* Change the marks of all blocks of a sequence; `shown` gets the blocks that were published.  False
+ * with an exception. */
 static bool change_all(const marks_view *marks, PyObject *blocks, kvshm_places *places,
                        uint32_t keep, kvshm_array *shown)
 {

@@ -1,4 +1,4 @@
-/* Marks as C sees them (kvshm/engine/marks.py): shared by what changes them and what publishes by them. */
+/* Marks in C (kvshm/engine/marks.py): for py_marks.c, which changes them, and py_publish.c. */
 
 #ifndef KVSHM_NATIVE_MARKS_H
 #define KVSHM_NATIVE_MARKS_H

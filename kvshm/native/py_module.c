@@ -1,7 +1,7 @@
 /* Glue between Python and the core: module, arguments, words, sync points.
  *
- * Large batches of blocks run without the GIL; their buffers are held meanwhile.  What a
- * buffer must allow is stated by its format: w* is written, y* only read. */
+ * Large batches of blocks run without the GIL; their buffers are held meanwhile.  The format of a
+ * buffer argument says what happens to the buffer: w* is written, y* only read. */
 
 #include "py_module.h"
 
@@ -169,7 +169,7 @@ static atomic_int armed_countdown;
 
 static void at_sync_point(int point)
 {
-    /* raise, not kill: the signal is delivered to this very thread before raise returns */
+    /* raise, not kill: this very thread gets the signal before raise returns */
     if (point == armed_point && atomic_fetch_sub(&armed_countdown, 1) == 1)
         raise(armed_signal);
 }
@@ -191,7 +191,7 @@ static PyObject *native_arm_sync_point(PyObject *module, PyObject *args)
 
 /* -- module ---------------------------------------------------------------------------------- */
 
-/* Refuse to load unless layout.py states the layout that this was built with. */
+/* Refuse to load unless layout.py states the layout that this module was built with. */
 static int check_layout(void)
 {
     PyObject *records = PyImport_ImportModule("kvshm.shm.layout");
@@ -253,7 +253,8 @@ static PyObject *native_timer(PyObject *module, PyObject *args)
     return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
 }
 
-/* What gives up the GIL here, as os.eventfd_write does, loses it to the thread that is woken. */
+/* Keeps the GIL.  A function that releases it, as os.eventfd_write does, must wait for the thread
+ * that it wakes, which takes the GIL. */
 static PyObject *native_wake(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -264,7 +265,7 @@ static PyObject *native_wake(PyObject *module, PyObject *args)
     struct itimerspec when = {.it_value = {.tv_sec = microseconds / 1000000,
                                            .tv_nsec = microseconds % 1000000 * 1000L}};
     if (microseconds == 0)
-        when.it_value.tv_nsec = 1; /* 0 would end the timer */
+        when.it_value.tv_nsec = 1; /* 0 would stop the timer */
     if (timerfd_settime(fd, 0, &when, NULL) < 0)
         return PyErr_SetFromErrno(PyExc_OSError);
     Py_RETURN_NONE;

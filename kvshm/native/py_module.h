@@ -1,4 +1,4 @@
-/* What the parts of the glue share: arguments in, results and errors out. */
+/* What the files of the glue share: arguments, results, errors, and the module's state. */
 #ifndef KVSHM_NATIVE_H
 #define KVSHM_NATIVE_H
 
@@ -12,7 +12,8 @@ extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_metho
 PyObject *kvshm_pulse(PyObject *module, PyObject *args);
 PyObject *kvshm_marks_step(PyObject *module, PyObject *args);
 
-/* Results: status below 0 -> exception (CorruptSegment, IndexError, ValueError) and NULL. */
+/* Raise the exception that a status below 0 stands for: CorruptSegment, IndexError or ValueError.
+ * Returns NULL. */
 PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status);
 
 static inline kvshm_segment segment_of(const Py_buffer *buffer)
@@ -20,17 +21,17 @@ static inline kvshm_segment segment_of(const Py_buffer *buffer)
     return (kvshm_segment){buffer->buf, (uint64_t)buffer->len};
 }
 
-/* status below 0 -> exception and NULL, else the number. */
+/* A status as a Python number; NULL with an exception if it is below 0. */
 static inline PyObject *kvshm_number(PyObject *module, const Py_buffer *segment, int64_t status)
 {
     return status < 0 ? kvshm_raise(module, segment, status) : PyLong_FromLongLong(status);
 }
 
-/* A buffer that is released at the end of the block in which it is declared; empty if no argument
- * was read into it. */
+/* Declare a buffer, which is empty until an argument is read into it, and released when its block
+ * ends. */
 #define BUFFER(name) __attribute__((cleanup(PyBuffer_Release))) Py_buffer name = {0}
 
-/* An array that is freed when its block ends, with the GIL. */
+/* An array that is freed when its block ends; the thread must hold the GIL then. */
 typedef struct {
     size_t size, count; /* of an element; of elements */
     void *of;
@@ -55,7 +56,7 @@ static inline void *kvshm_make_room(kvshm_array *array, size_t count)
 int kvshm_to_array(PyObject *object, void *array);
 int kvshm_to_blocks(PyObject *object, void *array);
 
-/* Convert an object to a number and release it; -1 with an exception, which NULL stands for. */
+/* The number that an object stands for, which is released; -1 with an exception, also for NULL. */
 static inline long long number_of(PyObject *value)
 {
     long long number = value ? PyLong_AsLongLong(value) : -1;
@@ -83,7 +84,8 @@ static inline PyObject *kvshm_new_records(size_t count, kvshm_record **records)
     return room;
 }
 
-/* The first `count` records of such an object, which is consumed; without a copy if all. */
+/* The first `count` records of such an object, which is released.  If it has no more records, it is
+ * returned and nothing is copied. */
 static inline PyObject *kvshm_keep_records(PyObject *room, size_t count)
 {
     Py_ssize_t size = (Py_ssize_t)(count * sizeof(kvshm_record));
@@ -98,14 +100,14 @@ static inline PyObject *kvshm_keep_records(PyObject *room, size_t count)
 PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const uint32_t *blocks,
                                size_t count);
 
-/* Add to the table's counter at `offset` how many records a result of (records, ...) has, which
- * may be NULL; returns it. */
+/* Add the number of records in `result`, a tuple (records, ...), to the table's counter at
+ * `offset`.  Returns `result`; NULL with an exception, also if `result` is NULL. */
 PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offset,
                         PyObject *result);
 
-/* The GIL is released around large batches only.  A thread that releases it must wait until the
- * thread that took it releases it again, which takes longer than a small batch: a scheduler would
- * stop in the middle of a step. */
+/* The GIL is released around large batches only.  A thread that releases the GIL must then wait
+ * until the thread that took it releases it, which takes longer than a small batch: a scheduler
+ * would stand still in the middle of a step. */
 #define KVSHM_LARGE_BATCH 512
 
 #define WITHOUT_GIL(count, work)                                                       \

@@ -33,7 +33,7 @@ static const char *chain_hash(PyObject *chain, Py_ssize_t index, Py_ssize_t *len
     return NULL;
 }
 
-/* The parent of the next record: usually the previous record. */
+/* Set the parent of the next record, which is usually the previous record. */
 static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run)
 {
     uint64_t *parent = &b->parents[b->count];
@@ -50,14 +50,15 @@ static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run
     return hash || !PyErr_Occurred();
 }
 
-/* With the usual length as a constant, memcmp needs no call. */
+/* Most hashes have one length.  memcmp needs no call if the length is a constant. */
 static bool hashes_equal(const char *one, const char *other, size_t length)
 {
     return length == KVSHM_HASH_BYTES ? memcmp(one, other, KVSHM_HASH_BYTES) == 0
                                       : memcmp(one, other, length) == 0;
 }
 
-/* For a block with a hash: add its record if the hash is the one of its place in the chain. */
+/* Add the record of a block with a hash, if the chain has the same hash at `index`.  False with an
+ * exception. */
 static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, uint32_t block,
                        PyObject *hash)
 {
@@ -82,7 +83,8 @@ static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run
     return true;
 }
 
-/* Handle one block of a run.  A block without a hash waits while it may still get one. */
+/* Handle one block of a run.  A block without a hash waits while a request uses it, because it may
+ * still get a hash. */
 static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, pair one)
 {
     if (one.block >= b->marks->count)

@@ -86,7 +86,8 @@ static void *beat(void *argument)
         wait_while(&held->state, BEATING);
         atomic_store_explicit(held->word, KVSHM_PULSE_DIED, memory_order_release);
     }
-    syscall(SYS_set_robust_list, NULL, sizeof *robust); /* its page goes before the thread does */
+    /* the list head's page is unmapped before the thread ends */
+    syscall(SYS_set_robust_list, NULL, sizeof *robust);
     drop_holder(held);
     return NULL;
 }
@@ -106,7 +107,7 @@ static int map_pages(pulse *held, uint8_t *word)
     if (head == MAP_FAILED)
         return errno;
     held->robust = head;
-    /* a forked child cannot overwrite it */
+    /* a forked child does not get the page, so it cannot overwrite the list head */
     return madvise(head, bytes, MADV_DONTFORK) == 0 ? 0 : errno;
 }
 
@@ -120,7 +121,7 @@ static int start_thread(pulse *held)
         return error;
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    sigset_t all, before; /* signals must go to threads that run Python */
+    sigset_t all, before; /* the thread blocks all signals: threads that run Python handle them */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     error = pthread_create(&thread, &attributes, beat, held);

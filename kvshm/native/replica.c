@@ -1,8 +1,8 @@
-/* Replica index: its one writer; core_index.h has the layout, lookup.c the readers.  Contracts:
+/* Replica index: its one writer.  core_index.h has the layout, lookup.c the readers.  Contracts:
  * core.h.
  *
- * Removal shifts later entries back instead of leaving marks, so that chains stay as short as
- * the fill allows, and the fill is kept at 7/8 or less, so that each chain ends. */
+ * A removal leaves no mark; it moves later entries back, so that chains stay short.  At most 7/8 of
+ * the entries are in use, so that each chain ends. */
 
 #include "core_index.h"
 
@@ -18,7 +18,7 @@ static uint64_t begin_write(const index_view *index)
 {
     uint64_t sequence = get(index->base + KVSHM_SEQUENCE_OFFSET) | 1;
     put(index->base + KVSHM_SEQUENCE_OFFSET, sequence);
-    atomic_thread_fence(memory_order_release); /* odd before the first entry changes */
+    atomic_thread_fence(memory_order_release); /* release: odd before the first entry changes */
     return sequence;
 }
 
@@ -53,12 +53,12 @@ static int insert(const index_view *index, entry value)
             count_entry(index, row_of(value), 1);
             return KVSHM_OK;
         }
-    return KVSHM_CORRUPT; /* the count said there was room */
+    return KVSHM_CORRUPT; /* the count said that there was room */
 }
 
-/* Remove the entry of `row` at `hole` and close the hole: move back each later entry of the chain
- * whose home allows it.  The caller has checked `row`; read again it might be another one, since
- * any process of the user may write here. */
+/* Remove the entry of `row` at position `hole` and close the hole: move back each later entry of
+ * the chain whose home allows that.  The row comes from the caller, who has checked it: any process
+ * of the user may write to the index, so the entry may name another row when it is read again. */
 static int remove_at(const index_view *index, uint64_t hole, uint32_t row)
 {
     uint64_t mask = index->capacity - 1, position = hole;
@@ -79,7 +79,7 @@ static int remove_at(const index_view *index, uint64_t hole, uint32_t row)
     return KVSHM_CORRUPT;
 }
 
-/* Returns 1 if the block's entry was removed, 0 if there was none. */
+/* Returns 1 if the block's entry was removed, 0 if there was none, or a status below 0. */
 static int remove_entry(const index_view *index, uint64_t tag, uint32_t row, uint32_t block)
 {
     uint64_t position = home_of(index, tag);
@@ -104,7 +104,8 @@ typedef struct {
 
 _Static_assert(sizeof(tombstone) == KVSHM_TOMBSTONE_BYTES, "tombstones have no padding");
 
-/* Newer than everything heard of the block?  Generations wrap, hence the signed distance. */
+/* Whether the record is newer than everything known of its block.  The distance is signed because
+ * generations wrap. */
 static bool is_news(const tombstone *known, const kvshm_record *record)
 {
     int32_t distance = (int32_t)(record->generation - known->generation);
@@ -133,7 +134,7 @@ static int apply_record(const index_view *index, tombstone *known, uint32_t row,
         int status = insert(index, (entry){heard.tag,
                                            (uint64_t)record->generation << 32 | record->block_id,
                                            (uint64_t)record->depth << 32 | (row + 1)});
-        if (status == KVSHM_FULL) { /* never after a removal, so the tombstone still holds */
+        if (status == KVSHM_FULL) { /* then nothing was removed: the tombstone is still right */
             applied->full++;
             return KVSHM_OK;
         }
@@ -206,7 +207,7 @@ int64_t kvshm_index_drop_row(kvshm_segment segment, uint32_t row)
             position++;
             continue;
         }
-        status = remove_at(&index, position, row); /* may bring another one here: look again */
+        status = remove_at(&index, position, row); /* may move another entry here: look again */
         dropped++;
     }
     end_write(&index, sequence);
@@ -220,7 +221,8 @@ static void copy_row(const index_view *from, const index_view *to, uint32_t row)
             at == KVSHM_ROW_ENTRIES_OFFSET ? 0 : get(row_at(from, row) + at));
 }
 
-/* Does it name a block of a row that is taken?  Else somebody spoiled it: a miss. */
+/* Whether the entry names a block of a row in use.  If not, another process has overwritten it;
+ * without the entry, lookups of its hash miss. */
 static bool is_sound(const index_view *index, entry e)
 {
     if (is_free(e) || row_of(e) >= KVSHM_NUM_ROWS)
