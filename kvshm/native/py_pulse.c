@@ -2,11 +2,11 @@
  *
  * The word is a robust futex (man 2 set_robust_list): a dedicated thread writes its id into the
  * word and registers the word as the lock that it is taking.  When the thread ends with its
- * process, by whatever signal, the kernel replaces the id by FUTEX_OWNER_DIED.  It does so in the
- * thread's exit, before the thread releases the process's memory and descriptors, which are freed
- * only after the last thread has released them.  So a peer that finds the word unmarked after
- * reading the process's memory has read valid memory (Linux, kernel/exit.c: do_exit calls exit_mm,
- * and thereby futex_exit_release, before exit_files).
+ * process, by whatever signal, the kernel replaces the id by FUTEX_OWNER_DIED.  The kernel does
+ * that in the thread's exit, before the thread releases the process's memory and descriptors, which
+ * are freed only after the last thread has released them.  So a peer that finds the word unmarked
+ * after it has read the process's memory has read valid memory (Linux, kernel/exit.c: do_exit calls
+ * exit_mm, and thereby futex_exit_release, before exit_files).
  *
  * The thread never runs Python.  It has its own mapping of the word, because Python's mapping may
  * be closed before the process ends.  The registration (robust list head) lies in shared memory,
