@@ -139,12 +139,6 @@ static void end(PyObject *capsule)
     drop_holder(held);
 }
 
-static PyObject *failed(int error)
-{
-    errno = error;
-    return PyErr_SetFromErrno(PyExc_OSError);
-}
-
 /* Begin to beat in the 8-byte word at an address; NULL with OSError. */
 static PyObject *begin(uint8_t *word)
 {
@@ -157,7 +151,8 @@ static PyObject *begin(uint8_t *word)
         error = start_thread(held);
     if (error) {
         discard(held);
-        return failed(error);
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
     }
     Py_BEGIN_ALLOW_THREADS
     wait_while(&held->state, STARTING);
@@ -165,7 +160,8 @@ static PyObject *begin(uint8_t *word)
     if (atomic_load(&held->state) == FAILED) {
         error = held->error;
         drop_holder(held);
-        return failed(error);
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
     }
     PyObject *capsule = PyCapsule_New(held, CAPSULE, end);
     if (!capsule) {
