@@ -1,13 +1,13 @@
-"""Write what the code states where it has to be said again: the settings, from kvshm/config.py,
-the fingerprint's fields, from kvshm/fingerprint.py, and the numbers of the layout, from
-kvshm/shm/layout.py, which kvshm/native/layout.h has for C.
+"""Write the parts of docs/ that the code states: the settings of kvshm/config.py, the fields of
+kvshm/fingerprint.py, and the numbers of kvshm/shm/layout.py.  Also writes kvshm/native/layout.h,
+which states those numbers for C.
 
     make docs
 
-In the pages they stand between two comments, ``<!-- name -->`` and ``<!-- end of name -->``,
-numbers of the layout in the rows that name them; the rest of a page is written by hand.  A test
-holds what is committed against what this gives.  Nothing here imports the native module, which
-refuses to load until it was built with this header.
+In a page a generated part stands between two comments, ``<!-- name -->`` and ``<!-- end of name
+-->``; numbers of the layout stand in the rows that name their constants.  The rest of a page is
+written by hand.  Tests compare the committed files with the generated ones.  This program must not
+import the native module, which refuses to load unless it was built with the generated header.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TIME_SCALE = (
     "1",
     "Multiply all times that coordinator and engines wait for each other (`kvshm/timing.py`).",
 )
-"""Both are read before there are settings, and set by tests only."""
+"""SYNC_POINT and TIME_SCALE are read before there are settings, and only tests set them."""
 
 
 def configuration(page: str) -> str:

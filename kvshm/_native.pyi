@@ -1,14 +1,14 @@
 """Atomic operations on shared memory, in C.
 
-core.h describes the functions that the core has too.  What the core writes through a pointer is
-returned here, after the count or instead of it.
+core.h describes the functions that the core has too.  What a core function writes through a
+pointer is returned here, after the count or instead of the count.
 
 Every buffer is an mmap, bytearray, bytes or memoryview of contiguous bytes; a segment must be
 8-byte aligned and is given whole.  "records" are packed 48-byte records (kvshm/shm/layout.py).
-Large batches of records or blocks, scans and copies release the GIL.  All raise CorruptSegment
-if a header contradicts itself or the buffer's length, IndexError for a block, rank, bit, row or
-offset that does not exist, ValueError or TypeError for other bad arguments (BufferError or
-TypeError if a buffer that is written is read-only).  Nothing here blocks or waits.
+Large batches of records or blocks, scans and copies release the GIL.  All functions raise
+CorruptSegment if a header contradicts itself or the buffer's length, IndexError for a block, rank,
+bit, row or offset that does not exist, ValueError or TypeError for other bad arguments (BufferError
+or TypeError if a buffer that is written is read-only).  No function blocks, except ``pulse``.
 """
 
 from collections.abc import Sequence
@@ -35,14 +35,14 @@ def reset(table: Buffer, /) -> int: ...
 # -- marks of the exporter's own blocks (kvshm/engine/marks.py): 8 bytes each, private memory
 
 def marks_change(marks: Buffer, blocks: Sequence[int], keep: int, /) -> list[int]:
-    """Advance the generation and clear all flags except those in ``keep``.  Returns the blocks that
-    were published."""
+    """Advance the blocks' versions and clear all flags except those in ``keep``.  Returns the
+    blocks that were published."""
 
 def marks_retract(
     table: Buffer, marks: Buffer, blocks: Sequence[int], counter: int, /
 ) -> tuple[bytes, list[BlockId]]:
-    """``marks_change``, and ``retract`` for the blocks that were published; adds the number of
-    READY ones to the word at offset ``counter`` of the table."""
+    """``marks_change``, then ``retract`` for the blocks that were published.  Adds the number of
+    blocks that were READY to the word at offset ``counter`` of the table."""
 
 def marks_sound(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
     """Length of the sound prefix of ``table[:stop]``, whose elements have a ``block_id``."""
@@ -50,15 +50,17 @@ def marks_sound(marks: Buffer, table: Sequence[Any], stop: int, /) -> int:
 def marks_write(
     marks: Buffer, table: Sequence[Any], first: int, last: int, complete: int, /
 ) -> tuple[bytes, list[BlockId]]:
-    """Change ``table[first:last]``; the blocks below ``complete`` become sound.  Returns these as
-    packed pairs of block and generation, and the blocks that were published."""
+    """Advance the versions of ``table[first:last]`` and clear their flags; those before index
+    ``complete`` become sound.  Returns the sound ones as packed pairs of block and version, and
+    the blocks that were published."""
 
 def marks_step(
     requests: dict[str, Any], scheduled: dict[str, int], size: int, epochs: int, drafts: int, /
 ) -> list[tuple[Any, int, int]]:
-    """The followed objects of the step's requests that write a block with a mark, complete a block,
-    or have another table than before; each with the first block that the step writes and the token
-    before which the step ends.  ``drafts`` is not 0 if tokens may be rejected."""
+    """The values of ``requests`` whose request, in this step, writes a block that may have a mark,
+    completes a block, or may have another table than before.  Each comes with the first block that
+    the step writes and the token before which the step ends.  ``drafts`` is not 0 if tokens may be
+    rejected."""
 
 def marks_publish(
     table: Buffer,
@@ -71,9 +73,9 @@ def marks_publish(
 ) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
     """Publish the blocks in ``runs`` (chain, index of the first block, packed pairs) that are
     unchanged and whose ``pool[block].block_hash`` is the chain's at their index.  Returns the
-    records published, and the runs that hold a block without a hash which is in use
-    (``ref_cnt``), or one whose slot is not EMPTY.  How many were published is added to the word
-    at offset ``counter`` of the table."""
+    records published, and the runs with a block that is in use (``ref_cnt``) and has no hash yet,
+    or with a block whose slot is not EMPTY.  Adds the number of published blocks to the word at
+    offset ``counter`` of the table."""
 
 # -- slots: importer's side
 
@@ -100,8 +102,8 @@ def index_apply(
 ) -> tuple[int, int, int, int]:
     """Apply batches of events in order, each (tombstones, row, records) of one engine; returns
     (added, removed, ignored, full) in total.  ``tombstones`` (written) holds 16 bytes per block of
-    that engine, initially zeros.  Maintains the count of the index and the entries of its rows.
-    If a batch raises, the batches before it are applied."""
+    that engine, initially zeros.  If the core refuses a batch, the batches before it stay
+    applied."""
 
 def index_stale(before: Buffer, scanned: Buffer, /) -> bytes: ...
 def index_drop_row(index: Buffer, row: int, /) -> int: ...
@@ -109,8 +111,8 @@ def index_copy(index: Buffer, larger: Buffer, /) -> int: ...
 def index_lookup(
     index: Buffer, hashes: list[bytes], start: int, stop: int, rows: int, /
 ) -> list[tuple[int, bytes]]:
-    """Longest run of ``hashes[start:stop]`` (1 to 32 bytes each) held by rows in the mask
-    ``rows``, cut where the owner changes: row and records of each part."""
+    """The longest prefix of ``hashes[start:stop]`` (1 to 32 bytes each) that rows in the mask
+    ``rows`` hold, cut where the owner changes: row and records of each part."""
 
 # -- copies
 
@@ -129,7 +131,8 @@ def pulse(segment: Buffer, offset: int, /) -> object:
     """Make the kernel write PULSE_DIED to the word at ``offset`` of a shared mapping when this
     process dies, before it frees any of the process's memory or descriptors.  PULSE_DIED is also
     written when the returned object is freed.  Until then the word holds the id of a thread.  Waits
-    for that thread to start.  Raises OSError: no thread left, or no robust futexes."""
+    until that thread has started.  Raises OSError if no thread can be started, or if the kernel has
+    no robust futexes."""
 
 # -- threads
 
@@ -138,9 +141,9 @@ def timer() -> int:
     Raises OSError."""
 
 def wake(timer: int, microseconds: int, /) -> None:
-    """Make ``timer`` readable after ``microseconds``; replaces an earlier time.  Keeps the GIL: the
-    thread that waits for the timer runs when the caller waits, not in the middle of the caller's
-    work.  Raises OSError."""
+    """Make ``timer`` readable after ``microseconds``; replaces an earlier time.  Keeps the GIL, so
+    that the thread which waits for the timer runs when the caller waits, not in the middle of the
+    caller's work.  Raises OSError."""
 
 # -- tests
 

@@ -124,7 +124,7 @@ int kvshm_open_segment(kvshm_segment segment, uint32_t header_bytes, uint64_t *b
         return KVSHM_CORRUPT;
     if ((uintptr_t)segment.base % 8)
         return KVSHM_INVALID;
-    /* acquire: pairs with kvshm_mark_ready, the header below is whole */
+    /* acquire: pairs with kvshm_mark_ready, so that the rest of the header is complete */
     uint32_t version = atomic_load_explicit(
         (_Atomic uint32_t *)(uintptr_t)(segment.base + KVSHM_VERSION_OFFSET), memory_order_acquire);
     *bytes = get(segment.base + KVSHM_SEGMENT_BYTES_OFFSET);
@@ -137,9 +137,7 @@ int kvshm_open_segment(kvshm_segment segment, uint32_t header_bytes, uint64_t *b
 int kvshm_open_table(kvshm_segment segment, table_view *table)
 {
     uint64_t bytes;
-    int status = kvshm_open_segment(segment, KVSHM_TABLE_HEADER_BYTES, &bytes);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_segment(segment, KVSHM_TABLE_HEADER_BYTES, &bytes));
     table->base = segment.base;
     table->slots = segment.base + KVSHM_TABLE_HEADER_BYTES;
     table->num_blocks = get_half(segment.base + KVSHM_NUM_BLOCKS_OFFSET);
@@ -154,21 +152,21 @@ int kvshm_open_table(kvshm_segment segment, table_view *table)
 int kvshm_open_for_records(kvshm_segment segment, table_view *table, const kvshm_record *records,
                             size_t count)
 {
-    int status = kvshm_open_table(segment, table);
-    for (size_t i = 0; status == KVSHM_OK && i < count; i++)
+    RETURN_UNLESS_OK(kvshm_open_table(segment, table));
+    for (size_t i = 0; i < count; i++)
         if (records[i].block_id >= table->num_blocks)
-            status = KVSHM_OUT_OF_RANGE;
-    return status;
+            return KVSHM_OUT_OF_RANGE;
+    return KVSHM_OK;
 }
 
 int kvshm_open_for_blocks(kvshm_segment segment, table_view *table, const uint32_t *blocks,
                            size_t count)
 {
-    int status = kvshm_open_table(segment, table);
-    for (size_t i = 0; status == KVSHM_OK && i < count; i++)
+    RETURN_UNLESS_OK(kvshm_open_table(segment, table));
+    for (size_t i = 0; i < count; i++)
         if (blocks[i] >= table->num_blocks)
-            status = KVSHM_OUT_OF_RANGE;
-    return status;
+            return KVSHM_OUT_OF_RANGE;
+    return KVSHM_OK;
 }
 
 /* -- words of a header ----------------------------------------------------------------------- */
@@ -182,47 +180,43 @@ static int check_word(kvshm_segment segment, uint64_t offset)
 
 int64_t kvshm_load(kvshm_segment segment, uint64_t offset, uint64_t *value)
 {
-    int status = check_word(segment, offset);
-    if (status == KVSHM_OK)
-        *value = get_acquire(segment.base + offset);
-    return status;
+    RETURN_UNLESS_OK(check_word(segment, offset));
+    *value = get_acquire(segment.base + offset);
+    return KVSHM_OK;
 }
 
 int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value)
 {
-    int status = check_word(segment, offset);
-    if (status == KVSHM_OK) {
-        atomic_store_explicit(word_at(segment.base + offset), value, memory_order_seq_cst);
-        /* seq_cst: no later write passes a zeroed life word (a store alone lets it, on Arm) */
-        atomic_thread_fence(memory_order_seq_cst);
-    }
-    return status;
+    RETURN_UNLESS_OK(check_word(segment, offset));
+    atomic_store_explicit(word_at(segment.base + offset), value, memory_order_seq_cst);
+    /* seq_cst: no later write passes a zeroed life word.  On Arm one may pass a store alone. */
+    atomic_thread_fence(memory_order_seq_cst);
+    return KVSHM_OK;
 }
 
 int64_t kvshm_add(kvshm_segment segment, uint64_t offset, uint64_t delta, uint64_t *before)
 {
-    int status = check_word(segment, offset);
-    if (status == KVSHM_OK) /* acq_rel: more than counters need */
-        *before = atomic_fetch_add_explicit(word_at(segment.base + offset), delta,
-                                            memory_order_acq_rel);
-    return status;
+    RETURN_UNLESS_OK(check_word(segment, offset));
+    /* acq_rel: counters would need less */
+    *before = atomic_fetch_add_explicit(word_at(segment.base + offset), delta,
+                                        memory_order_acq_rel);
+    return KVSHM_OK;
 }
 
 int64_t kvshm_compare_exchange(kvshm_segment segment, uint64_t offset, uint64_t *expected,
                                uint64_t desired)
 {
-    int status = check_word(segment, offset);
-    return status == KVSHM_OK ? swap(segment.base + offset, expected, desired) : status;
+    RETURN_UNLESS_OK(check_word(segment, offset));
+    return swap(segment.base + offset, expected, desired);
 }
 
 int64_t kvshm_mark_ready(kvshm_segment segment, uint32_t layout_version)
 {
-    int status = check_word(segment, KVSHM_VERSION_OFFSET);
-    if (status == KVSHM_OK) /* release: openers who see the version see the whole header */
-        atomic_store_explicit(
-            (_Atomic uint32_t *)(uintptr_t)(segment.base + KVSHM_VERSION_OFFSET), layout_version,
-            memory_order_release);
-    return status;
+    RETURN_UNLESS_OK(check_word(segment, KVSHM_VERSION_OFFSET));
+    /* release: openers that see the version see the whole header */
+    atomic_store_explicit((_Atomic uint32_t *)(uintptr_t)(segment.base + KVSHM_VERSION_OFFSET),
+                          layout_version, memory_order_release);
+    return KVSHM_OK;
 }
 
 /* -- copies ---------------------------------------------------------------------------------- */
@@ -230,9 +224,10 @@ int64_t kvshm_mark_ready(kvshm_segment segment, uint32_t layout_version)
 static int check_region(const kvshm_region *region, const uint32_t *blocks, size_t count)
 {
     uint64_t reach;
-    if (region->num_blocks && (__builtin_mul_overflow(region->num_blocks - 1, region->stride, &reach) ||
-                               __builtin_add_overflow(reach, region->block_bytes, &reach) ||
-                               __builtin_add_overflow(reach, (uintptr_t)region->base, &reach)))
+    if (region->num_blocks &&
+        (__builtin_mul_overflow(region->num_blocks - 1, region->stride, &reach) ||
+         __builtin_add_overflow(reach, region->block_bytes, &reach) ||
+         __builtin_add_overflow(reach, (uintptr_t)region->base, &reach)))
         return KVSHM_INVALID;
     for (size_t i = 0; i < count; i++)
         if (blocks[i] >= region->num_blocks)
@@ -244,16 +239,12 @@ int64_t kvshm_copy_blocks(const kvshm_region *from, const kvshm_region *to, size
                           const uint32_t *source, const uint32_t *target, size_t count,
                           const int32_t *stop)
 {
-    int status = KVSHM_OK;
-    for (size_t r = 0; r < regions && status == KVSHM_OK; r++) {
-        status = from[r].block_bytes == to[r].block_bytes ? KVSHM_OK : KVSHM_INVALID;
-        if (status == KVSHM_OK)
-            status = check_region(&from[r], source, count);
-        if (status == KVSHM_OK)
-            status = check_region(&to[r], target, count);
+    for (size_t r = 0; r < regions; r++) {
+        if (from[r].block_bytes != to[r].block_bytes)
+            return KVSHM_INVALID;
+        RETURN_UNLESS_OK(check_region(&from[r], source, count));
+        RETURN_UNLESS_OK(check_region(&to[r], target, count));
     }
-    if (status != KVSHM_OK)
-        return status;
     size_t done = 0;
     for (; done < count; done++) {
         /* relaxed: a request to end early orders nothing */

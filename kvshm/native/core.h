@@ -1,6 +1,6 @@
-/* kvshm native core: everything that needs an atomic read-modify-write across processes, or
- * a loop over thousands of blocks.  Knows no Python, so that sanitizers and a plain C driver
- * can run it.  The layout and its box diagrams are in layout.py, which layout.h is made from.
+/* kvshm's native core: everything that needs an atomic read-modify-write across processes, or
+ * a loop over thousands of blocks.  The core knows no Python, so that sanitizers and a plain C
+ * driver can run it.  layout.py draws the layout; layout.h is made from it.
  *
  * Every function takes whole segments as (base, length) and checks each offset and count
  * against them: a corrupt segment gives KVSHM_CORRUPT, never a fault.  Segments must be
@@ -17,7 +17,7 @@ enum kvshm_status {
     KVSHM_OK = 0,
     KVSHM_CORRUPT = -1,   /* a header contradicts itself or the segment's length */
     KVSHM_OUT_OF_RANGE = -2, /* a block id, rank, bit or row that does not exist */
-    KVSHM_FULL = -3,      /* the index has no free entry (within the core only) */
+    KVSHM_FULL = -3,      /* the index is filled to 7/8 (within the core only) */
     KVSHM_INVALID = -4,   /* misaligned memory, or arguments that contradict each other */
 };
 
@@ -38,29 +38,28 @@ typedef struct {
 
 /* -- slots: exporter's side ---------------------------------------------------------- */
 
-/* EMPTY -> READY for each record; fills in its generation and kind.  parents[i] is the parent
- * tag.  A slot that is not EMPTY is not changed, and its record gets kind 0.  Returns how many
- * were published. */
+/* EMPTY -> READY for each record; fills in the record's generation and kind.  parents[i]: the first
+ * 8 bytes of the parent's hash.  A slot that is not EMPTY is not changed, and its record gets kind
+ * 0.  Returns how many slots are READY by this call. */
 int64_t kvshm_publish(kvshm_segment table, kvshm_record *records, const uint64_t *parents,
                       size_t count, uint32_t published_ms);
 
 /* READY -> EMPTY at generation + 1 if there is no lease, else -> DRAINING.  `out` gets a RETRACT
  * record (hash and OLD generation) for each slot that was READY.  `draining` gets the blocks that
- * the caller must wait for, *num_draining their number: blocks that are DRAINING now, or were so
- * before.  Returns the number of records in `out`.
+ * the caller must wait for: those that are DRAINING after the call, if they have leases.
+ * *num_draining gets their number.  Returns the number of records in `out`.
  * retract, drain, force and reset end with a seq_cst fence: a block that is EMPTY after the call
  * may be written. */
 int64_t kvshm_retract(kvshm_segment table, const uint32_t *blocks, size_t count,
                       kvshm_record *out, uint32_t *draining, size_t *num_draining);
 
-/* For blocks in DRAINING: those without leases other than `slow` become EMPTY at
- * generation + 1.  The others stay and are packed to the front of `blocks`.  Returns how many
- * stay; blocks that are not DRAINING do not stay.  One pass; the caller repeats it within its
- * budget. */
+/* Blocks that are DRAINING, with no leases but those in `slow`, become EMPTY at generation + 1.
+ * The other DRAINING blocks are packed to the front of `blocks`.  Returns their number.  The
+ * function looks at each block once; the caller repeats the call within its drain budget. */
 int64_t kvshm_drain(kvshm_segment table, uint32_t *blocks, size_t count, uint32_t slow);
 
 /* Force DRAINING blocks to EMPTY at generation + 1 with no leases; *holders gets the union of
- * the lease bits that were overridden.  Returns slots forced. */
+ * the lease bits that were overridden.  Returns how many slots were forced. */
 int64_t kvshm_force(kvshm_segment table, const uint32_t *blocks, size_t count, uint32_t *holders);
 
 /* Every slot -> EMPTY at generation + 1, whatever its state and leases.  Returns how many
@@ -72,9 +71,9 @@ int64_t kvshm_reset(kvshm_segment table);
 /* Lease the longest possible prefix of `records` (hash and generation must match, READY) for
  * lease bit `bit` (-1: check only; the table may then be mapped read-only).  taken[i] = 1 if
  * the bit was set by this call, 0 if it was set already (another load of this engine holds
- * it) or bit is -1.  Nothing is leased if the table is retired, its epoch is not `epoch`, a
+ * the lease) or bit is -1.  Nothing is leased if the table is retired, its epoch is not `epoch`, a
  * life word is not `epoch`, or one of its processes has died.  A block id that does not exist
- * ends the prefix: a record comes from a hint.  Returns the length of the leased prefix. */
+ * ends the prefix, because records come from hints.  Returns the length of the leased prefix. */
 int64_t kvshm_lease(kvshm_segment table, uint64_t epoch, int bit, const kvshm_record *records,
                     size_t count, uint8_t *taken);
 
@@ -83,29 +82,33 @@ int64_t kvshm_lease(kvshm_segment table, uint64_t epoch, int bit, const kvshm_re
 int64_t kvshm_release(kvshm_segment table, int bit, const kvshm_record *records, size_t count,
                       const uint8_t *taken);
 
-/* After the last byte was copied: acquire fence, then good[i] = the slot is not EMPTY, its
- * generation is the record's, the rank's life word is still `epoch` and its process has not
- * died (else none is good).
- * Returns how many are good. */
+/* Call this after the last byte was copied.  After an acquire fence, good[i] = 1 if the slot is not
+ * EMPTY and has the record's generation.  No record is good if the table's epoch or the rank's life
+ * word is not `epoch`, or if the rank's process has died.  Returns how many are good. */
 int64_t kvshm_recheck(kvshm_segment table, uint64_t epoch, uint32_t rank,
                       const kvshm_record *records, size_t count, uint8_t *good);
 
-/* Clear the lease bits in `bits` in every slot (their owner is dead).  Returns slots changed. */
+/* Clear the lease bits in `bits` in every slot; their owners are dead.  Returns how many slots
+ * changed. */
 int64_t kvshm_sweep(kvshm_segment table, uint32_t bits);
 
 /* Collect stable READY slots from block `*next` on, at most `count`; advances *next (to
- * num_blocks at the end).  A slot that changes during the call may be left out: its change
- * makes an event of its own.  Returns how many records were written. */
+ * num_blocks at the end).  A slot that changes during the call may be left out: the change
+ * causes an event of its own.  Returns how many records were written. */
 int64_t kvshm_scan(kvshm_segment table, uint32_t *next, kvshm_record *records, size_t count);
 
 /* -- words of a table's header --------------------------------------------------------- */
 
 /* 8-byte atomics at a checked, aligned offset of a segment. */
-int64_t kvshm_load(kvshm_segment segment, uint64_t offset, uint64_t *value);      /* acquire */
-int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value); /* seq_cst + fence */
-int64_t kvshm_add(kvshm_segment segment, uint64_t offset, uint64_t delta, uint64_t *before); /* acq_rel */
+/* acquire */
+int64_t kvshm_load(kvshm_segment segment, uint64_t offset, uint64_t *value);
+/* seq_cst, then a seq_cst fence */
+int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value);
+/* acq_rel */
+int64_t kvshm_add(kvshm_segment segment, uint64_t offset, uint64_t delta, uint64_t *before);
+/* acq_rel; returns 1 if the word was exchanged, else 0 */
 int64_t kvshm_compare_exchange(kvshm_segment segment, uint64_t offset, uint64_t *expected,
-                               uint64_t desired);               /* acq_rel; 1 done, 0 not */
+                               uint64_t desired);
 /* The 4-byte layout version, written last with release order. */
 int64_t kvshm_mark_ready(kvshm_segment segment, uint32_t layout_version);
 
@@ -115,49 +118,50 @@ typedef struct {
     uint64_t added, removed, ignored, full;
 } kvshm_applied;
 
-/* An entry's tag is the first 8 bytes of its hash.  Each call keeps the index's count and its
- * row's entries up to date.  Two processes must never write one index, nor two threads. */
+/* An entry's tag is the first 8 bytes of its hash.  Each call keeps the index's count and the
+ * entries that each row counts up to date.  An index may have one writing thread, no more. */
 
-/* Apply an ordered batch of one engine's events.  `tombstones` holds 16 zeroed bytes per block
- * of that engine.  A record counts only if its generation is newer than the tombstone's (as a
- * signed 32-bit distance), or equal with publish -> retract; others, and those of an unknown
- * kind, are counted as ignored.  A newer publish replaces the block's entry.  When the index is
- * filled to 7/8 a publish is counted in `full`, its tombstone unchanged, so that it can be
- * applied again to a larger index.  Returns KVSHM_OK; a block id beyond the tombstones is
- * KVSHM_OUT_OF_RANGE before anything is applied. */
+/* Apply an ordered batch of one engine's events.  `tombstones` holds 16 bytes per block of that
+ * engine, zeros at first.  A record is applied only if its generation is newer than the tombstone's (as a
+ * signed 32-bit distance), or if it retracts the generation that the tombstone has as published;
+ * other records, and those of an unknown kind, are counted as ignored.  A newer publish replaces
+ * the block's entry.  When the index is filled to 7/8, a publish is counted in `full` and leaves
+ * its tombstone unchanged, so that it can be applied again to a larger index.  The call adds its
+ * counts to `*applied`.  Returns KVSHM_OK, or KVSHM_OUT_OF_RANGE before anything is applied if a
+ * block id lies beyond the tombstones. */
 int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tombstone_bytes,
                           uint32_t row, const kvshm_record *records, size_t count,
                           kvshm_applied *applied);
 
 /* A RETRACT record for every block that is published according to `tombstones` but missing in
- * `scanned`.  Returns their number; `out` gets the records unless it is NULL.  `seen`: one zeroed
+ * `scanned`.  Returns the number of records; `out` gets them unless it is NULL.  `seen`: one zeroed
  * byte per block, for the call's own use.  Blocks beyond the tombstones are skipped:
  * kvshm_index_apply refuses them. */
 size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
                          const kvshm_record *scanned, size_t count, uint8_t *seen,
                          kvshm_record *out);
 
-/* Remove all entries of a row; the caller zeroes its tombstones.  Returns how many. */
+/* Remove all entries of a row; the caller zeroes its tombstones.  Returns how many were removed. */
 int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
 
-/* Fill an index that is not yet in use and has room from another one: copy the rows, and the
- * entries that name a row and a block of it.  Returns the number of entries; KVSHM_INVALID if they
- * do not fit or `to` is not empty. */
+/* Copy an index into a larger one that is not in use yet: the rows, and the entries that name a row
+ * in use and a block of that row's engine.  Returns the number of copied entries; KVSHM_INVALID if
+ * they do not fit or `to` is not empty. */
 int64_t kvshm_index_copy(kvshm_segment from, kvshm_segment to);
 
 /* Find the longest prefix of the hashes in `records` for which rows in `rows` (bit mask) have
  * entries.  records[i] gets block_id, generation and depth, owners[i] the row; the prefix has as
- * few owners as possible.  Lock-free against the writer: a torn read is a miss or a wrong hint,
- * which the lease refuses.  Returns the prefix's length; later records are not valid. */
+ * few owners as possible.  Takes no lock against the writer: a torn read is a miss, or a wrong
+ * hint, which the lease refuses.  Returns the prefix's length; later records are not valid. */
 int64_t kvshm_index_lookup(kvshm_segment index, kvshm_record *records, size_t count,
                            uint64_t rows, uint8_t *owners);
 
 /* -- copies ---------------------------------------------------------------------------- */
 
-/* Copy blocks source[i] of every region of `from` onto target[i] of the same region of `to`,
- * in order.  Checks all ids, and that the regions agree in block_bytes, before the first byte.
- * `stop`, if not NULL, is read before each block: non-zero ends the copy early.  Returns the
- * number of blocks copied in all regions. */
+/* Copy blocks source[i] of every region of `from` onto target[i] of the same region of `to`, in
+ * order.  Checks all ids, and that the regions agree in block_bytes, before it copies a byte.
+ * Reads `stop`, unless NULL, before each block, and ends early if it is not 0.  Returns the number
+ * of blocks copied in all regions. */
 int64_t kvshm_copy_blocks(const kvshm_region *from, const kvshm_region *to, size_t regions,
                           const uint32_t *source, const uint32_t *target, size_t count,
                           const int32_t *stop);

@@ -1,7 +1,7 @@
-/* How the replica index lies in memory, for its writer (replica.c) and its readers (lookup.c).
+/* The replica index in memory, for its writer (replica.c) and its readers (lookup.c).
  *
- * Open addressing with linear probing over 24-byte entries: an entry lies between its home (tag
- * mixed, modulo capacity) and the first free entry after it. */
+ * The index uses open addressing with linear probing over 24-byte entries: an entry lies between
+ * its home (the mixed tag, modulo the capacity) and the first free entry after its home. */
 #ifndef KVSHM_CORE_INDEX_H
 #define KVSHM_CORE_INDEX_H
 
@@ -19,9 +19,7 @@ typedef struct {
 static inline int open_index(kvshm_segment segment, index_view *index)
 {
     uint64_t bytes;
-    int status = kvshm_open_segment(segment, KVSHM_INDEX_HEADER_BYTES, &bytes);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_segment(segment, KVSHM_INDEX_HEADER_BYTES, &bytes));
     uint64_t capacity = get(segment.base + KVSHM_CAPACITY_OFFSET);
     uint64_t room = (bytes - KVSHM_INDEX_HEADER_BYTES) / KVSHM_ENTRY_BYTES;
     if (capacity < 8 || capacity & (capacity - 1) || capacity > room)
@@ -37,7 +35,8 @@ static inline uint64_t tag_of(const uint8_t *hash)
     return tag;
 }
 
-/* Where the chain of a tag begins (murmur3's finalizer: a hash need not be uniform). */
+/* Where the chain of a tag begins.  murmur3's finalizer mixes the tag, because hashes need not be
+ * uniform. */
 static inline uint64_t home_of(const index_view *index, uint64_t tag)
 {
     tag = (tag ^ tag >> 33) * 0xff51afd7ed558ccdULL;

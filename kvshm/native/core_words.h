@@ -1,5 +1,5 @@
-/* What the parts of the core share: atomic access to words, and checked views of segments.
- * Nothing outside the core includes this. */
+/* What the files of the core share: atomic access to words, and checked views of segments.  Only
+ * the core includes this file. */
 #ifndef KVSHM_CORE_WORDS_H
 #define KVSHM_CORE_WORDS_H
 
@@ -14,6 +14,14 @@ static inline void sync_point(enum kvshm_sync_point point)
     if (kvshm_sync_hook)
         kvshm_sync_hook((int)point);
 }
+
+/* Return from the function with the status of `call` unless that is KVSHM_OK. */
+#define RETURN_UNLESS_OK(call)            \
+    do {                                  \
+        int status_of_call = (call);      \
+        if (status_of_call != KVSHM_OK)   \
+            return status_of_call;        \
+    } while (0)
 
 /* -- words -------------------------------------------------------------------------------- */
 
@@ -42,7 +50,8 @@ static inline uint64_t get_acquire(const uint8_t *address)
     return atomic_load_explicit(word_at(address), memory_order_acquire);
 }
 
-/* acq_rel: what the other side did before its change is seen, own writes go before ours. */
+/* acq_rel: the caller sees what other processes did before they changed the word, and they see the
+ * caller's earlier writes once they see this change. */
 static inline bool swap(uint8_t *address, uint64_t *expected, uint64_t desired)
 {
     return atomic_compare_exchange_strong_explicit(word_at(address), expected, desired,
@@ -66,10 +75,10 @@ typedef struct {
     uint32_t num_blocks, num_ranks;
 } table_view;
 
-/* Check the header all segments share; *bytes gets the segment's own length. */
+/* Check the header that all segments share; *bytes gets the length that the segment states. */
 int kvshm_open_segment(kvshm_segment segment, uint32_t header_bytes, uint64_t *bytes);
 
-/* Check a slot table; the second and third form also check every block id they are given. */
+/* Check a slot table; the second and third function also check every block id. */
 int kvshm_open_table(kvshm_segment segment, table_view *table);
 int kvshm_open_for_records(kvshm_segment segment, table_view *table, const kvshm_record *records,
                            size_t count);
@@ -81,10 +90,10 @@ static inline uint8_t *slot_of(const table_view *table, uint32_t block_id)
     return table->slots + (uint64_t)block_id * KVSHM_SLOT_BYTES;
 }
 
-/* How many blocks ahead of the one that is changed its slot is fetched. */
+/* While one block's slot is changed, the slot of the block this far ahead is fetched. */
 enum { SLOTS_AHEAD = 12 };
 
-/* The hash of a slot may change under a reader's hands, hence word by word and atomically. */
+/* Read a slot's hash and depth.  They may change meanwhile, so each word is read atomically. */
 static inline void read_fields(const uint8_t *slot, kvshm_record *record)
 {
     for (int i = 0; i < KVSHM_HASH_BYTES; i += 8) {

@@ -17,8 +17,8 @@ static bool publish_slot(uint8_t *slot, kvshm_record *record, uint64_t parent,
     put(slot + KVSHM_SLOT_DEPTH_OFFSET, (uint64_t)published_ms << 32 | record->depth);
     record->generation = generation_of(word);
     sync_point(KVSHM_SYNC_PUBLISH_FILLED);
-    /* SYNC POINT: importers may lease the block from here on.  One try: only a reset may write an
-     * EMPTY slot, too, and the reset must win. */
+    /* SYNC POINT: from here on importers may lease the block.  A failed CAS is not repeated: apart
+     * from this function only a reset changes an EMPTY slot, and the reset must win. */
     return swap(slot, &word, make_word(record->generation, KVSHM_READY, 0));
 }
 
@@ -26,9 +26,7 @@ int64_t kvshm_publish(kvshm_segment segment, kvshm_record *records, const uint64
                       size_t count, uint32_t published_ms)
 {
     table_view table;
-    int status = kvshm_open_for_records(segment, &table, records, count);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_records(segment, &table, records, count));
     int64_t published = 0;
     for (size_t i = 0; i < count; i++) {
         if (count - i > SLOTS_AHEAD)
@@ -43,20 +41,22 @@ int64_t kvshm_publish(kvshm_segment segment, kvshm_record *records, const uint64
     return published;
 }
 
-/* Change the loaded word to (generation + 1, EMPTY, no leases). */
+/* Change the loaded word to (generation + 1, EMPTY, no leases).  False if the slot's word is not
+ * the loaded one any more; `*word` then holds the new one. */
 static bool vacate(uint8_t *slot, uint64_t *word)
 {
     return swap(slot, word, make_word(generation_of(*word) + 1, KVSHM_EMPTY, 0));
 }
 
-/* Call it before anything learns that a block may be written: no later write to the block can
- * pass the words changed before. */
+/* The exporter calls this before it tells anyone that a block may be written: then no write to the
+ * block is seen before the words that were changed. */
 static void fence_before_reuse(void)
 {
     atomic_thread_fence(memory_order_seq_cst);
 }
 
-/* Leave READY.  Returns the word as it was before that (or as found). */
+/* Take the slot out of READY.  Returns the word before the change; if the slot was not READY, the
+ * word that it has. */
 static uint64_t leave_ready(uint8_t *slot)
 {
     uint64_t word = get_acquire(slot);
@@ -73,10 +73,8 @@ int64_t kvshm_retract(kvshm_segment segment, const uint32_t *blocks, size_t coun
                       kvshm_record *out, uint32_t *draining, size_t *num_draining)
 {
     table_view table;
-    int status = kvshm_open_for_blocks(segment, &table, blocks, count);
     *num_draining = 0;
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_blocks(segment, &table, blocks, count));
     int64_t retracted = 0;
     for (size_t i = 0; i < count; i++) {
         if (count - i > SLOTS_AHEAD)
@@ -85,7 +83,7 @@ int64_t kvshm_retract(kvshm_segment segment, const uint32_t *blocks, size_t coun
         uint64_t before = leave_ready(slot);
         if (state_of(before) == KVSHM_READY) {
             kvshm_record *record = &out[retracted++];
-            read_fields(slot, record); /* frozen until this process publishes again */
+            read_fields(slot, record); /* only this process changes them, when it publishes */
             record->block_id = blocks[i];
             record->generation = generation_of(before);
             record->kind = KVSHM_RETRACT;
@@ -114,9 +112,7 @@ static bool must_wait(uint8_t *slot, uint32_t slow)
 int64_t kvshm_drain(kvshm_segment segment, uint32_t *blocks, size_t count, uint32_t slow)
 {
     table_view table;
-    int status = kvshm_open_for_blocks(segment, &table, blocks, count);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_blocks(segment, &table, blocks, count));
     int64_t waiting = 0;
     for (size_t i = 0; i < count; i++)
         if (must_wait(slot_of(&table, blocks[i]), slow))
@@ -128,21 +124,18 @@ int64_t kvshm_drain(kvshm_segment segment, uint32_t *blocks, size_t count, uint3
 int64_t kvshm_force(kvshm_segment segment, const uint32_t *blocks, size_t count, uint32_t *holders)
 {
     table_view table;
-    int status = kvshm_open_for_blocks(segment, &table, blocks, count);
     *holders = 0;
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_blocks(segment, &table, blocks, count));
     int64_t forced = 0;
     for (size_t i = 0; i < count; i++) {
         uint8_t *slot = slot_of(&table, blocks[i]);
         uint64_t word = get_acquire(slot);
-        while (state_of(word) == KVSHM_DRAINING) {
-            if (!vacate(slot, &word))
-                continue;
+        while (state_of(word) == KVSHM_DRAINING && !vacate(slot, &word)) {
+        }
+        if (state_of(word) == KVSHM_DRAINING) { /* `word` is what this call replaced */
             *holders |= (uint32_t)(word & LEASES);
             forced++;
             sync_point(KVSHM_SYNC_FORCED);
-            break;
         }
     }
     fence_before_reuse();
@@ -152,9 +145,7 @@ int64_t kvshm_force(kvshm_segment segment, const uint32_t *blocks, size_t count,
 int64_t kvshm_reset(kvshm_segment segment)
 {
     table_view table;
-    int status = kvshm_open_table(segment, &table);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     int64_t occupied = 0;
     for (uint32_t block = 0; block < table.num_blocks; block++) {
         uint8_t *slot = slot_of(&table, block);

@@ -21,7 +21,7 @@ static bool has_died(const table_view *table, uint32_t process)
 
 static bool alive(const table_view *table, uint64_t epoch)
 {
-    /* acquire: whoever finds the table alive also finds it as it was made */
+    /* acquire: a caller that finds the table alive sees the table as its owner made it */
     bool good = get_acquire(table->base + KVSHM_EPOCH_OFFSET) == epoch &&
                 get_acquire(table->base + KVSHM_RETIRED_OFFSET) == 0 && !has_died(table, 0);
     for (uint32_t rank = 0; good && rank < table->num_ranks; rank++)
@@ -30,8 +30,9 @@ static bool alive(const table_view *table, uint64_t epoch)
     return good;
 }
 
-/* Set `mask` if the slot is READY with the record's generation and hash.  Returns -1 if not,
- * else whether the bit is new.  Without a mask nothing is written. */
+/* Set the bit of `mask` in the slot's word if the slot is READY with the record's generation and
+ * hash.  Returns -1 if the slot is not so, else whether the bit is new.  If `mask` is 0, the
+ * function only checks the slot. */
 static int lease_slot(uint8_t *slot, const kvshm_record *record, uint64_t mask)
 {
     uint64_t word = get_acquire(slot); /* acquire: the hash is read after the word */
@@ -43,8 +44,8 @@ static int lease_slot(uint8_t *slot, const kvshm_record *record, uint64_t mask)
         if (!mask)
             return 0;
         uint64_t before = word;
-        /* SYNC POINT: from here on the exporter waits for us.  Also tried when the bit is set
-         * already: only a CAS proves that word and hash belonged together. */
+        /* SYNC POINT: from here on the exporter waits for this lease.  The CAS is made even if the
+         * bit is set already, because only a CAS proves that word and hash belonged together. */
         if (swap(slot, &word, word | mask))
             return !(before & mask);
     }
@@ -54,9 +55,7 @@ int64_t kvshm_lease(kvshm_segment segment, uint64_t epoch, int bit, const kvshm_
                     size_t count, uint8_t *taken)
 {
     table_view table;
-    int status = kvshm_open_table(segment, &table);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     if (bit < -1 || bit >= KVSHM_NUM_LEASE_BITS)
         return KVSHM_OUT_OF_RANGE;
     if (!alive(&table, epoch))
@@ -76,8 +75,9 @@ int64_t kvshm_lease(kvshm_segment segment, uint64_t epoch, int bit, const kvshm_
     return (int64_t)length;
 }
 
-/* Clear `mask` while the slot fits.  release: own reads of the block come before it; the
- * exporter's acquiring CAS then writes after them. */
+/* Clear the bits of `mask`, if the slot has that generation (NULL: any).  Returns whether a bit was
+ * cleared.  release: this process's reads of the block come before the change; the exporter's CAS
+ * acquires the change, so the exporter writes the block after those reads. */
 static bool clear_leases(uint8_t *slot, uint64_t mask, const uint32_t *generation)
 {
     uint64_t word = get(slot);
@@ -92,9 +92,7 @@ int64_t kvshm_release(kvshm_segment segment, int bit, const kvshm_record *record
                       const uint8_t *taken)
 {
     table_view table;
-    int status = kvshm_open_for_records(segment, &table, records, count);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_records(segment, &table, records, count));
     if (bit < 0 || bit >= KVSHM_NUM_LEASE_BITS)
         return KVSHM_OUT_OF_RANGE;
     int64_t released = 0;
@@ -108,12 +106,10 @@ int64_t kvshm_release(kvshm_segment segment, int bit, const kvshm_record *record
 int64_t kvshm_recheck(kvshm_segment segment, uint64_t epoch, uint32_t rank,
                       const kvshm_record *records, size_t count, uint8_t *good)
 {
-    /* acquire fence: every byte copied before this line was read before the words below */
+    /* acquire fence: every byte copied before this line was read before the words below are */
     atomic_thread_fence(memory_order_acquire);
     table_view table;
-    int status = kvshm_open_for_records(segment, &table, records, count);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_for_records(segment, &table, records, count));
     if (rank >= table.num_ranks)
         return KVSHM_OUT_OF_RANGE;
     bool valid = get(table.base + KVSHM_EPOCH_OFFSET) == epoch &&
@@ -132,24 +128,22 @@ int64_t kvshm_recheck(kvshm_segment segment, uint64_t epoch, uint32_t rank,
 int64_t kvshm_sweep(kvshm_segment segment, uint32_t bits)
 {
     table_view table;
-    int status = kvshm_open_table(segment, &table);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     int64_t changed = 0;
     for (uint32_t block = 0; block < table.num_blocks; block++)
         changed += clear_leases(slot_of(&table, block), bits & LEASES, NULL);
     return changed;
 }
 
-/* A seq-lock read of one slot.  A slot that changes meanwhile is left out: its change makes
- * an event of its own. */
+/* Read one slot as a seq-lock.  Returns false if the slot is not READY or changes meanwhile: the
+ * change causes an event of its own. */
 static bool read_ready(const uint8_t *slot, kvshm_record *record)
 {
     uint64_t before = get_acquire(slot); /* acquire: the fields are read after the word */
     if (state_of(before) != KVSHM_READY)
         return false;
     read_fields(slot, record);
-    atomic_thread_fence(memory_order_acquire); /* ... and before it is read again */
+    atomic_thread_fence(memory_order_acquire); /* acquire: it is read again after the fields */
     uint64_t after = get(slot);
     record->generation = generation_of(before);
     record->kind = KVSHM_PUBLISH;
@@ -159,9 +153,7 @@ static bool read_ready(const uint8_t *slot, kvshm_record *record)
 int64_t kvshm_scan(kvshm_segment segment, uint32_t *next, kvshm_record *records, size_t count)
 {
     table_view table;
-    int status = kvshm_open_table(segment, &table);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
     size_t found = 0;
     for (; *next < table.num_blocks && found < count; ++*next)
         if (read_ready(slot_of(&table, *next), &records[found]))

@@ -5,7 +5,7 @@
 #include <stdbool.h>
 #include <string.h>
 
-/* A hash is looked up in a fraction of the time that a record takes elsewhere. */
+/* A lookup handles this many hashes in the time that another call needs for one record. */
 #define LOOKUPS_PER_RECORD 8
 
 /* -- index ----------------------------------------------------------------------------------- */
@@ -17,28 +17,22 @@ typedef struct {
     size_t count;
 } batch;
 
-/* The record's alignment, since bytes begin at a multiple of it, whatever the build. */
-_Static_assert(_Alignof(kvshm_record) <= 8, "records lie in a bytes object as they are");
-
 static bool take_batch(PyObject *item, batch *taken)
 {
     PyObject *packed;
-    char *data;
-    Py_ssize_t size;
     if (!PyTuple_Check(item)) {
         PyErr_SetString(PyExc_TypeError, "a batch is a tuple");
         return false;
     }
     if (!PyArg_ParseTuple(item, "w*IS:batch", &taken->tombstones, &taken->row, &packed))
         return false;
-    if (PyBytes_AsStringAndSize(packed, &data, &size) == 0 &&
-        (size_t)size % sizeof(kvshm_record) == 0 && (uintptr_t)data % _Alignof(kvshm_record) == 0) {
-        taken->records = (const void *)data;
-        taken->count = (size_t)size / sizeof(kvshm_record);
+    size_t size = (size_t)PyBytes_Size(packed);
+    taken->records = (const void *)PyBytes_AsString(packed);
+    taken->count = size / sizeof(kvshm_record);
+    if (size % sizeof(kvshm_record) == 0 &&
+        (uintptr_t)taken->records % _Alignof(kvshm_record) == 0)
         return true;
-    }
-    if (!PyErr_Occurred())
-        PyErr_Format(PyExc_ValueError, "%zd bytes are no whole number of records", size);
+    PyErr_Format(PyExc_ValueError, "%zu bytes are no whole number of records", size);
     PyBuffer_Release(&taken->tombstones);
     return false;
 }
@@ -46,23 +40,15 @@ static bool take_batch(PyObject *item, batch *taken)
 static int64_t apply_batches(kvshm_segment index, const batch *batches, size_t count,
                              kvshm_applied *sum)
 {
-    for (size_t i = 0; i < count; i++) {
-        const batch *b = &batches[i];
-        kvshm_applied one;
-        int64_t status = kvshm_index_apply(index, b->tombstones.buf, (uint64_t)b->tombstones.len,
-                                           b->row, b->records, b->count, &one);
-        sum->added += one.added;
-        sum->removed += one.removed;
-        sum->ignored += one.ignored;
-        sum->full += one.full;
-        if (status < 0)
-            return status;
-    }
-    return KVSHM_OK;
+    int64_t status = KVSHM_OK;
+    for (const batch *b = batches; b < batches + count && status == KVSHM_OK; b++)
+        status = kvshm_index_apply(index, b->tombstones.buf, (uint64_t)b->tombstones.len, b->row,
+                                   b->records, b->count, sum);
+    return status;
 }
 
-/* All of them with one handing over of the GIL: who gives it up beside a busy scheduler gets it
- * back milliseconds later. */
+/* Apply all batches, and release the GIL once at most: beside a busy scheduler a thread gets the
+ * GIL back only after milliseconds. */
 static PyObject *apply_taken(PyObject *module, const Py_buffer *index, const batch *batches,
                              size_t count)
 {
@@ -85,7 +71,7 @@ static PyObject *native_index_apply(PyObject *module, PyObject *args)
     PyObject *list;
     if (!PyArg_ParseTuple(args, "w*O!:index_apply", &index, &PyList_Type, &list))
         return NULL;
-    PyObject *items = PyList_AsTuple(list); /* keeps them, whatever becomes of the list */
+    PyObject *items = PyList_AsTuple(list); /* keeps the batches, even if the list changes */
     size_t count = items ? (size_t)PyTuple_Size(items) : 0, taken = 0;
     batch *batch_at = items ? kvshm_make_room(&batches, count) : NULL;
     while (batch_at && taken < count &&
@@ -99,7 +85,8 @@ static PyObject *native_index_apply(PyObject *module, PyObject *args)
     return result;
 }
 
-/* Twice over the blocks, since what is stale may be nothing or all of them. */
+/* The core walks the blocks twice, to count the records and to write them: no block may be stale,
+ * or every one. */
 static PyObject *native_index_stale(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -144,8 +131,9 @@ static PyObject *native_index_copy(PyObject *module, PyObject *args)
     return kvshm_number(module, &to, copied);
 }
 
-/* How many objects ahead of the one that is read memory is fetched. */
-enum { AHEAD = 16, DIGEST_AT = 32 /* behind the head of a bytes object, about */ };
+/* While one hash is read, the memory of the hash this far ahead is fetched.  A bytes object has a
+ * head of about DIGEST_AT bytes. */
+enum { AHEAD = 16, DIGEST_AT = 32 };
 
 static bool copy_digest(PyObject *item, uint8_t *to)
 {
@@ -157,7 +145,7 @@ static bool copy_digest(PyObject *item, uint8_t *to)
         PyErr_Format(PyExc_ValueError, "a block hash has 1 to 32 bytes, not %zd", size);
         return false;
     }
-    if (size == KVSHM_HASH_BYTES) { /* as most are: a copy without a call */
+    if (size == KVSHM_HASH_BYTES) { /* most hashes: with a constant size memcpy needs no call */
         memcpy(to, digest, KVSHM_HASH_BYTES);
         return true;
     }
@@ -173,8 +161,8 @@ static void fetch(PyObject *hashes, Py_ssize_t index)
     __builtin_prefetch(item + DIGEST_AT + KVSHM_HASH_BYTES - 1);
 }
 
-/* The hashes from `start` on of a list that has them all, each padded with zeros; false with an
- * exception.  Runs no Python code, so that the list stays as it is. */
+/* Copy `count` hashes of a list from `start` on, each padded with zeros; the list has them all.
+ * False with an exception.  Runs no Python code, so that nothing changes the list meanwhile. */
 static bool copy_hashes(PyObject *hashes, Py_ssize_t start, size_t count, kvshm_record *records)
 {
     Py_ssize_t stop = start + (Py_ssize_t)count;
@@ -189,7 +177,8 @@ static bool copy_hashes(PyObject *hashes, Py_ssize_t start, size_t count, kvshm_
     return true;
 }
 
-/* Cut at each change of owner: (row, records) each.  `packed` holds `count` records. */
+/* Cut the first `length` records at each change of owner: a list of (row, records).  `packed` holds
+ * `count` records. */
 static PyObject *list_of_runs(PyObject *packed, size_t count, const uint8_t *owners,
                               size_t length)
 {
@@ -227,20 +216,6 @@ static PyObject *lookup_all(PyObject *module, const Py_buffer *index, PyObject *
     return runs;
 }
 
-/* A lookup finds nobody for the first hash, mostly: the others are not even looked at then. */
-static PyObject *lookup(PyObject *module, const Py_buffer *index, PyObject *hashes,
-                        Py_ssize_t start, size_t count, uint64_t rows)
-{
-    kvshm_record first;
-    uint8_t owner;
-    if (count && !copy_hashes(hashes, start, 1, &first))
-        return NULL;
-    int64_t length = kvshm_index_lookup(segment_of(index), &first, count > 0, rows, &owner);
-    if (length < 0)
-        return kvshm_raise(module, index, length);
-    return length ? lookup_all(module, index, hashes, start, count, rows) : PyList_New(0);
-}
-
 static PyObject *native_index_lookup(PyObject *module, PyObject *args)
 {
     BUFFER(index);
@@ -254,7 +229,15 @@ static PyObject *native_index_lookup(PyObject *module, PyObject *args)
     if (stop > available)
         stop = available;
     size_t count = start < 0 || stop < start ? 0 : (size_t)(stop - start);
-    return lookup(module, &index, hashes, start, count, rows);
+    /* Most lookups find nobody for the first hash.  Then the other hashes are not read. */
+    kvshm_record first;
+    uint8_t owner;
+    if (count && !copy_hashes(hashes, start, 1, &first))
+        return NULL;
+    int64_t length = kvshm_index_lookup(segment_of(&index), &first, count > 0, rows, &owner);
+    if (length < 0)
+        return kvshm_raise(module, &index, length);
+    return length ? lookup_all(module, &index, hashes, start, count, rows) : PyList_New(0);
 }
 
 /* -- copies ---------------------------------------------------------------------------------- */

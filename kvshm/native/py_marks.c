@@ -1,21 +1,20 @@
-/* Glue between Python and the core: marks (kvshm/engine/marks.py).  One call per request and step walks
- * vLLM's own block objects; nothing here needs another process.  All calls keep the GIL. */
+/* Glue between Python and the core: marks (kvshm/engine/marks.py).  One call per request and step
+ * reads vLLM's own block objects.  Calls keep the GIL; only a large retract releases it. */
 
 #include "py_marks.h"
 
-/* The mark of element `index` of a sequence: a number, or an object that has a block_id.  NULL
+/* The mark of element `index` of a sequence of block ids, or of objects that have a block_id.  NULL
  * with an exception. */
 static mark *mark_at(const marks_view *marks, PyObject *sequence, Py_ssize_t index,
                      kvshm_places *places)
 {
     PyObject *item = kvshm_item(sequence, index), *id = NULL;
-    if (item) /* the type that is met most is compared first: PyLong_Check is a call */
+    if (item) /* the most frequent type is compared first, because PyLong_Check is a call */
         id = Py_TYPE(item) != places->type && PyLong_Check(item)
                  ? Py_NewRef(item)
                  : kvshm_get(places, item, KVSHM_BLOCK_ID);
     Py_XDECREF(item);
-    long long value = id ? PyLong_AsLongLong(id) : -1;
-    Py_XDECREF(id);
+    long long value = number_of(id);
     if (value >= 0 && (unsigned long long)value < marks->count)
         return &marks->of[value];
     if (!PyErr_Occurred())
@@ -28,7 +27,8 @@ static uint32_t block_of(const marks_view *marks, const mark *one)
     return (uint32_t)(one - marks->of);
 }
 
-/* The contents change: all but the flags in `keep` is forgotten.  Whether it was published. */
+/* The contents change: clear all flags except those in `keep`.  Returns whether the block was
+ * published. */
 static bool change(mark *one, uint32_t keep)
 {
     bool shown = one->flags & SHOWN;
@@ -37,8 +37,8 @@ static bool change(mark *one, uint32_t keep)
     return shown;
 }
 
-/* Change all blocks of a sequence; `shown` gets those that were published.  False with an
- * exception. */
+/* Change the marks of all blocks of a sequence; `shown` gets the blocks that were published.  False
+ * with an exception. */
 static bool change_all(const marks_view *marks, PyObject *blocks, kvshm_places *places,
                        uint32_t keep, kvshm_array *shown)
 {
@@ -61,9 +61,8 @@ static PyObject *native_marks_change(PyObject *module, PyObject *args)
     ARRAY(shown, uint32_t);
     PyObject *blocks;
     unsigned int keep;
-    if (!PyArg_ParseTuple(args, "w*OI:marks_change", &marks.buffer, &blocks, &keep) ||
-        !view_marks(&marks) ||
-        !change_all(&marks, blocks, kvshm_places_of(module, KVSHM_BLOCKS), keep & SOUND, &shown))
+    if (!PyArg_ParseTuple(args, "O&OI:marks_change", kvshm_to_marks, &marks, &blocks, &keep) ||
+        !change_all(&marks, blocks, &kvshm_state_of(module)->blocks, keep & SOUND, &shown))
         return NULL;
     return kvshm_list_of_blocks(shown.of, shown.count);
 }
@@ -75,9 +74,9 @@ static PyObject *native_marks_retract(PyObject *module, PyObject *args)
     ARRAY(shown, uint32_t);
     PyObject *blocks;
     unsigned long long counter;
-    if (!PyArg_ParseTuple(args, "w*w*OK:marks_retract", &table, &marks.buffer, &blocks, &counter) ||
-        !view_marks(&marks) ||
-        !change_all(&marks, blocks, kvshm_places_of(module, KVSHM_BLOCKS), 0, &shown))
+    if (!PyArg_ParseTuple(args, "w*O&OK:marks_retract", &table, kvshm_to_marks, &marks, &blocks,
+                          &counter) ||
+        !change_all(&marks, blocks, &kvshm_state_of(module)->blocks, 0, &shown))
         return NULL;
     return kvshm_counted(module, &table, counter,
                          kvshm_retract_blocks(module, &table, shown.of, shown.count));
@@ -88,10 +87,10 @@ static PyObject *native_marks_sound(PyObject *module, PyObject *args)
     MARKS(marks);
     PyObject *table;
     Py_ssize_t stop, sound = 0;
-    kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
-    if (!PyArg_ParseTuple(args, "y*On:marks_sound", &marks.buffer, &table, &stop))
+    kvshm_places *places = &kvshm_state_of(module)->blocks;
+    if (!PyArg_ParseTuple(args, "O&On:marks_sound", kvshm_to_marks, &marks, &table, &stop))
         return NULL;
-    Py_ssize_t length = view_marks(&marks) ? PySequence_Size(table) : -1;
+    Py_ssize_t length = PySequence_Size(table);
     for (; sound < stop && sound < length; sound++) {
         const mark *one = mark_at(&marks, table, sound, places);
         if (!one || !(one->flags & SOUND))
@@ -107,9 +106,9 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
     ARRAY(shown, uint32_t);
     PyObject *table;
     Py_ssize_t first, last, complete;
-    kvshm_places *places = kvshm_places_of(module, KVSHM_BLOCKS);
-    if (!PyArg_ParseTuple(args, "w*Onnn:marks_write", &marks.buffer, &table, &first, &last,
-                          &complete))
+    kvshm_places *places = &kvshm_state_of(module)->blocks;
+    if (!PyArg_ParseTuple(args, "O&Onnn:marks_write", kvshm_to_marks, &marks, &table, &first,
+                          &last, &complete))
         return NULL;
     Py_ssize_t length = PySequence_Size(table);
     if (length < 0)
@@ -119,7 +118,7 @@ static PyObject *native_marks_write(PyObject *module, PyObject *args)
     size_t room = last > first ? (size_t)(last - first) : 0, whole = 0, num_shown = 0;
     pair *pair_at = kvshm_make_room(&pairs, room);
     uint32_t *shown_at = kvshm_make_room(&shown, room);
-    if (!pair_at || !shown_at || !view_marks(&marks))
+    if (!pair_at || !shown_at)
         return NULL;
     for (Py_ssize_t i = first; i < last; i++) {
         mark *one = mark_at(&marks, table, i, places);

@@ -1,4 +1,4 @@
-/* Marks as C sees them (kvshm/engine/marks.py): shared by what changes them and what publishes by them. */
+/* Marks in C (kvshm/engine/marks.py): for py_marks.c, which changes them, and py_publish.c. */
 
 #ifndef KVSHM_NATIVE_MARKS_H
 #define KVSHM_NATIVE_MARKS_H
@@ -27,14 +27,18 @@ static inline void release_marks(marks_view *marks) { PyBuffer_Release(&marks->b
 
 #define MARKS(name) __attribute__((cleanup(release_marks))) marks_view name = {0}
 
-static inline bool view_marks(marks_view *marks)
+/* For O& of PyArg_ParseTuple: a writable buffer as marks. */
+static inline int kvshm_to_marks(PyObject *object, void *address)
 {
+    marks_view *marks = address;
+    if (PyObject_GetBuffer(object, &marks->buffer, PyBUF_WRITABLE) < 0)
+        return 0;
     marks->of = marks->buffer.buf;
     marks->count = (size_t)marks->buffer.len / sizeof(mark);
     if ((uintptr_t)marks->of % _Alignof(mark) == 0)
-        return true;
+        return 1;
     PyErr_SetString(PyExc_ValueError, "misaligned marks");
-    return false;
+    return 0;
 }
 
 PyObject *kvshm_marks_publish(PyObject *module, PyObject *args);

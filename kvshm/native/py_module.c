@@ -1,7 +1,7 @@
 /* Glue between Python and the core: module, arguments, words, sync points.
  *
- * Large batches of blocks run without the GIL; their buffers are held meanwhile.  What a
- * buffer must allow is stated by its format: w* is written, y* only read. */
+ * Large batches of blocks run without the GIL; their buffers are held meanwhile.  The format of a
+ * buffer argument says what happens to the buffer: w* is written, y* only read. */
 
 #include "py_module.h"
 
@@ -12,12 +12,6 @@
 #include <sys/timerfd.h>
 #include <unistd.h>
 
-typedef struct {
-    PyObject *corrupt_segment;
-    kvshm_places places[KVSHM_NUM_KEPT];
-    PyObject *request_names[KVSHM_NUM_REQUEST_NAMES];
-} module_state;
-
 static const char *const request_names[KVSHM_NUM_REQUEST_NAMES] = {
     [KVSHM_COMPUTED] = "num_computed_tokens",
     [KVSHM_REQUEST_PREEMPTIONS] = "num_preemptions",
@@ -25,46 +19,31 @@ static const char *const request_names[KVSHM_NUM_REQUEST_NAMES] = {
     [KVSHM_PLACEHOLDERS] = "num_output_placeholders",
 };
 
-static const kvshm_places unknown[KVSHM_NUM_KEPT] = {
-    [KVSHM_BLOCKS].names = {{"block_id", "block_id"},
-                            {"block_hash", "_block_hash"},
-                            {"ref_cnt", "ref_cnt"}},
-    [KVSHM_TRACKED].names = {{"request", "request"},
-                             {"complete", "complete"},
-                             {"epochs", "epochs"},
-                             {"preemptions", "preemptions"}},
-};
+static const kvshm_places unknown_blocks = {
+    .names = {{"block_id", "block_id"}, {"block_hash", "_block_hash"}, {"ref_cnt", "ref_cnt"}}};
 
-kvshm_places *kvshm_places_of(PyObject *module, enum kvshm_kept which)
-{
-    return &((module_state *)PyModule_GetState(module))->places[which];
-}
-
-PyObject *const *kvshm_request_names(PyObject *module)
-{
-    return ((module_state *)PyModule_GetState(module))->request_names;
-}
+static const kvshm_places unknown_tracked = {.names = {{"request", "request"},
+                                                       {"complete", "complete"},
+                                                       {"epochs", "epochs"},
+                                                       {"preemptions", "preemptions"}}};
 
 PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status)
 {
-    module_state *state = PyModule_GetState(module);
     uint64_t version = 0, bytes = 0;
     kvshm_segment memory = segment_of(segment);
     switch (status) {
     case KVSHM_CORRUPT:
         kvshm_load(memory, KVSHM_VERSION_OFFSET, &version);
         kvshm_load(memory, KVSHM_SEGMENT_BYTES_OFFSET, &bytes);
-        return PyErr_Format(state->corrupt_segment,
+        return PyErr_Format(kvshm_state_of(module)->corrupt_segment,
                             "%zd bytes are mapped, but their header says layout %llu, header "
                             "%llu bytes, segment %llu bytes, or its counts do not fit in them",
                             segment->len, (unsigned long long)(uint32_t)version,
                             (unsigned long long)(version >> 32), (unsigned long long)bytes);
     case KVSHM_OUT_OF_RANGE:
-        PyErr_SetString(PyExc_IndexError, "no such block, rank, lease bit, row or offset");
-        return NULL;
+        return PyErr_Format(PyExc_IndexError, "no such block, rank, lease bit, row or offset");
     default:
-        PyErr_SetString(PyExc_ValueError, "misaligned memory, or regions that do not match");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "misaligned memory, or regions that do not match");
     }
 }
 
@@ -190,7 +169,7 @@ static atomic_int armed_countdown;
 
 static void at_sync_point(int point)
 {
-    /* raise, not kill: the signal is delivered to this very thread before raise returns */
+    /* raise, not kill: this very thread gets the signal before raise returns */
     if (point == armed_point && atomic_fetch_sub(&armed_countdown, 1) == 1)
         raise(armed_signal);
 }
@@ -201,10 +180,8 @@ static PyObject *native_arm_sync_point(PyObject *module, PyObject *args)
     int point, signal_number, nth;
     if (!PyArg_ParseTuple(args, "iii:arm_sync_point", &point, &signal_number, &nth))
         return NULL;
-    if (point < 0 || point >= KVSHM_SYNC_CORE_COUNT || nth < 1) {
-        PyErr_SetString(PyExc_ValueError, "no such sync point, or nth below 1");
-        return NULL;
-    }
+    if (point < 0 || point >= KVSHM_SYNC_CORE_COUNT || nth < 1)
+        return PyErr_Format(PyExc_ValueError, "no such sync point, or nth below 1");
     armed_point = point;
     armed_signal = signal_number;
     atomic_store(&armed_countdown, nth);
@@ -214,7 +191,7 @@ static PyObject *native_arm_sync_point(PyObject *module, PyObject *args)
 
 /* -- module ---------------------------------------------------------------------------------- */
 
-/* Refuse to load unless layout.py states the layout that this was built with. */
+/* Refuse to load unless layout.py states the layout that this module was built with. */
 static int check_layout(void)
 {
     PyObject *records = PyImport_ImportModule("kvshm.shm.layout");
@@ -228,8 +205,9 @@ static int check_layout(void)
 
 static int native_exec(PyObject *module)
 {
-    module_state *state = PyModule_GetState(module);
-    memcpy(state->places, unknown, sizeof unknown);
+    kvshm_state *state = kvshm_state_of(module);
+    state->blocks = unknown_blocks;
+    state->tracked = unknown_tracked;
     for (int i = 0; i < KVSHM_NUM_REQUEST_NAMES; i++)
         if (!(state->request_names[i] = PyUnicode_InternFromString(request_names[i])))
             return -1;
@@ -241,31 +219,29 @@ static int native_exec(PyObject *module)
     if (!state->corrupt_segment || check_layout() < 0 ||
         PyModule_AddIntConstant(module, "NUM_SYNC_POINTS", KVSHM_SYNC_CORE_COUNT) < 0 ||
         PyModule_AddFunctions(module, kvshm_slot_methods) < 0 ||
-        PyModule_AddFunctions(module, kvshm_index_methods) < 0 ||
-        PyModule_AddFunctions(module, kvshm_mark_methods) < 0)
+        PyModule_AddFunctions(module, kvshm_index_methods) < 0)
         return -1;
-    return PyModule_AddFunctions(module, kvshm_pulse_methods);
+    return PyModule_AddFunctions(module, kvshm_mark_methods);
 }
 
 static int native_traverse(PyObject *module, visitproc visit, void *arg)
 {
-    module_state *state = PyModule_GetState(module);
+    kvshm_state *state = kvshm_state_of(module);
     Py_VISIT(state->corrupt_segment);
-    for (int i = 0; i < KVSHM_NUM_KEPT; i++)
-        Py_VISIT((PyObject *)state->places[i].tried);
+    Py_VISIT((PyObject *)state->blocks.tried);
+    Py_VISIT((PyObject *)state->tracked.tried);
     return 0;
 }
 
 static int native_clear(PyObject *module)
 {
-    module_state *state = PyModule_GetState(module);
+    kvshm_state *state = kvshm_state_of(module);
     Py_CLEAR(state->corrupt_segment);
     for (int i = 0; i < KVSHM_NUM_REQUEST_NAMES; i++)
         Py_CLEAR(state->request_names[i]);
-    for (int i = 0; i < KVSHM_NUM_KEPT; i++) {
-        state->places[i].type = NULL;
-        Py_CLEAR(state->places[i].tried);
-    }
+    state->blocks.type = state->tracked.type = NULL;
+    Py_CLEAR(state->blocks.tried);
+    Py_CLEAR(state->tracked.tried);
     return 0;
 }
 
@@ -277,7 +253,8 @@ static PyObject *native_timer(PyObject *module, PyObject *args)
     return fd < 0 ? PyErr_SetFromErrno(PyExc_OSError) : PyLong_FromLong(fd);
 }
 
-/* What gives up the GIL here, as os.eventfd_write does, loses it to the thread that is woken. */
+/* Keeps the GIL.  A function that releases it, as os.eventfd_write does, must wait for the thread
+ * that it wakes, which takes the GIL. */
 static PyObject *native_wake(PyObject *module, PyObject *args)
 {
     (void)module;
@@ -288,7 +265,7 @@ static PyObject *native_wake(PyObject *module, PyObject *args)
     struct itimerspec when = {.it_value = {.tv_sec = microseconds / 1000000,
                                            .tv_nsec = microseconds % 1000000 * 1000L}};
     if (microseconds == 0)
-        when.it_value.tv_nsec = 1; /* 0 would end the timer */
+        when.it_value.tv_nsec = 1; /* 0 would stop the timer */
     if (timerfd_settime(fd, 0, &when, NULL) < 0)
         return PyErr_SetFromErrno(PyExc_OSError);
     Py_RETURN_NONE;
@@ -303,6 +280,7 @@ static PyMethodDef word_methods[] = {
     {"address", native_address, METH_VARARGS, NULL},
     {"timer", native_timer, METH_NOARGS, NULL},
     {"wake", native_wake, METH_VARARGS, NULL},
+    {"pulse", kvshm_pulse, METH_VARARGS, NULL},
     {"arm_sync_point", native_arm_sync_point, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -316,7 +294,7 @@ static PyModuleDef native_module = {
     PyModuleDef_HEAD_INIT,
     .m_name = "kvshm._native",
     .m_doc = "Atomic operations on kvshm's shared memory; contracts in _native.pyi.",
-    .m_size = sizeof(module_state),
+    .m_size = sizeof(kvshm_state),
     .m_methods = word_methods,
     .m_slots = native_slots,
     .m_traverse = native_traverse,

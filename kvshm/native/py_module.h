@@ -1,4 +1,4 @@
-/* What the parts of the glue share: arguments in, results and errors out. */
+/* What the files of the glue share: arguments, results, errors, and the module's state. */
 #ifndef KVSHM_NATIVE_H
 #define KVSHM_NATIVE_H
 
@@ -7,10 +7,13 @@
 
 #include "core.h"
 
-extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[],
-    kvshm_pulse_methods[];
+extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[];
 
-/* Results: status below 0 -> exception (CorruptSegment, IndexError, ValueError) and NULL. */
+PyObject *kvshm_pulse(PyObject *module, PyObject *args);
+PyObject *kvshm_marks_step(PyObject *module, PyObject *args);
+
+/* Raise the exception that a status below 0 stands for: CorruptSegment, IndexError or ValueError.
+ * Returns NULL. */
 PyObject *kvshm_raise(PyObject *module, const Py_buffer *segment, int64_t status);
 
 static inline kvshm_segment segment_of(const Py_buffer *buffer)
@@ -18,17 +21,17 @@ static inline kvshm_segment segment_of(const Py_buffer *buffer)
     return (kvshm_segment){buffer->buf, (uint64_t)buffer->len};
 }
 
-/* status below 0 -> exception and NULL, else the number. */
+/* A status as a Python number; NULL with an exception if it is below 0. */
 static inline PyObject *kvshm_number(PyObject *module, const Py_buffer *segment, int64_t status)
 {
     return status < 0 ? kvshm_raise(module, segment, status) : PyLong_FromLongLong(status);
 }
 
-/* A buffer that is released at the end of the block in which it is declared; empty if no argument
- * was read into it. */
+/* Declare a buffer, which is empty until an argument is read into it, and released when its block
+ * ends. */
 #define BUFFER(name) __attribute__((cleanup(PyBuffer_Release))) Py_buffer name = {0}
 
-/* An array that is freed when its block ends, with the GIL. */
+/* An array that is freed when its block ends; the thread must hold the GIL then. */
 typedef struct {
     size_t size, count; /* of an element; of elements */
     void *of;
@@ -53,6 +56,14 @@ static inline void *kvshm_make_room(kvshm_array *array, size_t count)
 int kvshm_to_array(PyObject *object, void *array);
 int kvshm_to_blocks(PyObject *object, void *array);
 
+/* The number that an object stands for, which is released; -1 with an exception, also for NULL. */
+static inline long long number_of(PyObject *value)
+{
+    long long number = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return number;
+}
+
 /* An element of a sequence, as a new reference; NULL with an exception. */
 static inline PyObject *kvshm_item(PyObject *sequence, Py_ssize_t index)
 {
@@ -73,7 +84,8 @@ static inline PyObject *kvshm_new_records(size_t count, kvshm_record **records)
     return room;
 }
 
-/* The first `count` records of such an object, which is consumed; without a copy if all. */
+/* The first `count` records of such an object, which is released.  If it has no more records, it is
+ * returned and nothing is copied. */
 static inline PyObject *kvshm_keep_records(PyObject *room, size_t count)
 {
     Py_ssize_t size = (Py_ssize_t)(count * sizeof(kvshm_record));
@@ -88,14 +100,14 @@ static inline PyObject *kvshm_keep_records(PyObject *room, size_t count)
 PyObject *kvshm_retract_blocks(PyObject *module, const Py_buffer *table, const uint32_t *blocks,
                                size_t count);
 
-/* Add to the table's counter at `offset` how many records a result of (records, ...) has, which
- * may be NULL; returns it. */
+/* Add the number of records in `result`, a tuple (records, ...), to the table's counter at
+ * `offset`.  Returns `result`; NULL with an exception, also if `result` is NULL. */
 PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offset,
                         PyObject *result);
 
-/* The GIL is released around large batches only.  A thread that releases it must wait until the
- * thread that took it releases it again, which takes longer than a small batch: a scheduler would
- * stop in the middle of a step. */
+/* The GIL is released around large batches only.  A thread that releases the GIL must then wait
+ * until the thread that took it releases it, which takes longer than a small batch: a scheduler
+ * would stand still in the middle of a step. */
 #define KVSHM_LARGE_BATCH 512
 
 #define WITHOUT_GIL(count, work)                                                       \
@@ -121,7 +133,6 @@ typedef struct {
     size_t at[KVSHM_MAX_PLACES];  /* in words */
 } kvshm_places;
 
-enum kvshm_kept { KVSHM_BLOCKS, KVSHM_TRACKED, KVSHM_NUM_KEPT };
 enum kvshm_of_block { KVSHM_BLOCK_ID, KVSHM_BLOCK_HASH, KVSHM_REF_CNT };
 enum kvshm_of_tracked { KVSHM_REQUEST, KVSHM_COMPLETE, KVSHM_EPOCHS, KVSHM_PREEMPTIONS };
 
@@ -134,9 +145,13 @@ enum kvshm_of_request {
     KVSHM_NUM_REQUEST_NAMES
 };
 
-/* From the module's state. */
-PyObject *const *kvshm_request_names(PyObject *module);
-kvshm_places *kvshm_places_of(PyObject *module, enum kvshm_kept which);
+typedef struct {
+    PyObject *corrupt_segment; /* the exception */
+    kvshm_places blocks, tracked;
+    PyObject *request_names[KVSHM_NUM_REQUEST_NAMES];
+} kvshm_state;
+
+static inline kvshm_state *kvshm_state_of(PyObject *module) { return PyModule_GetState(module); }
 
 /* May run Python code. */
 void kvshm_find_places(kvshm_places *places, PyTypeObject *type);
@@ -150,8 +165,6 @@ static inline PyObject *kvshm_get(kvshm_places *places, PyObject *object, int wh
         Py_TYPE(object) == places->type ? ((PyObject **)object)[places->at[which]] : NULL;
     return kept ? Py_NewRef(kept) : PyObject_GetAttrString(object, places->names[which].asked_for);
 }
-
-PyObject *kvshm_marks_step(PyObject *module, PyObject *args);
 
 static inline PyObject *bytes_of(const void *data, size_t size)
 {

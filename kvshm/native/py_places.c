@@ -1,6 +1,6 @@
 /* Glue between Python and the core: attributes of vLLM's objects, and the walk over a step's
  * requests.  A class with __slots__ keeps an attribute at the same place in all its objects.  An
- * experiment finds the place, once per class; other classes are read through Python's getattr. */
+ * experiment finds the place, once per class; objects of other classes are read through getattr. */
 
 #include "py_module.h"
 
@@ -9,7 +9,7 @@
 
 /* -- places ---------------------------------------------------------------------------------- */
 
-/* The one word of a new object that changes with the attribute; 0 if there is no such word. */
+/* Find the word of a new object that holds the attribute; 0 if there is not exactly one. */
 static size_t place_of(PyTypeObject *type, const kvshm_name *name, size_t words)
 {
     size_t found = 0, matches = 0;
@@ -51,41 +51,34 @@ void kvshm_find_places(kvshm_places *places, PyTypeObject *type)
 
 /* -- a step's requests ----------------------------------------------------------------------- */
 
-/* Convert an attribute's value to a number; -1 with an exception. */
-static long long number_of(PyObject *value)
-{
-    long long number = value ? PyLong_AsLongLong(value) : -1;
-    Py_XDECREF(value);
-    return number;
-}
-
 typedef struct {
     PyObject *const *names; /* of a request's attributes */
     kvshm_places *places;
     long long size, epochs, drafts;
 } walk;
 
-/* Whether the step leaves the block that it begins in without a mark, and makes none.  1, 0, or
- * -1 with an exception; sets the first block that it writes and where it ends. */
+/* Whether the step writes a block that may have a mark, completes a block, or may have another
+ * table than before: 1, 0, or -1 with an exception.  Sets the first block that the step writes, and
+ * the token before which the step ends. */
 static int must_look(const walk *w, PyObject *tracked, PyObject *request, long long count,
                      long long *first, long long *end)
 {
     long long begin = number_of(PyObject_GetAttr(request, w->names[KVSHM_COMPUTED])), known = 0;
     *end = begin + count;
     if (w->drafts) {
-        /* A step under way may have its drafts rejected: then this one begins further back, but
-         * never before the last token that is known. */
+        /* The drafts of a step under way may be rejected.  Then this step begins further back, but
+         * never before the last known token. */
         known = number_of(PyObject_GetAttr(request, w->names[KVSHM_TOKENS]));
         begin = begin < known - 1 ? begin : known - 1;
     }
-    *first = begin >= 0 ? begin / w->size : -1; /* a place before the table: the caller raises */
+    *first = begin >= 0 ? begin / w->size : -1; /* before the table: marks_write refuses it */
     bool look = *first < number_of(kvshm_get(w->places, tracked, KVSHM_COMPLETE)) ||
                 number_of(kvshm_get(w->places, tracked, KVSHM_EPOCHS)) != w->epochs ||
                 number_of(kvshm_get(w->places, tracked, KVSHM_PREEMPTIONS)) !=
                     number_of(PyObject_GetAttr(request, w->names[KVSHM_REQUEST_PREEMPTIONS]));
     if (!look && *end / w->size > *first) {
         look = true;
-        if (w->drafts) { /* drafts complete nothing */
+        if (w->drafts) { /* drafts complete no block */
             known += number_of(PyObject_GetAttr(request, w->names[KVSHM_PLACEHOLDERS]));
             look = (*end < known ? *end : known) / w->size > *first;
         }
@@ -112,8 +105,8 @@ static bool add_if_needed(const walk *w, PyObject *found, PyObject *tracked, PyO
 PyObject *kvshm_marks_step(PyObject *module, PyObject *args)
 {
     PyObject *requests, *scheduled, *found;
-    walk w = {.places = kvshm_places_of(module, KVSHM_TRACKED),
-              .names = kvshm_request_names(module)};
+    walk w = {.places = &kvshm_state_of(module)->tracked,
+              .names = kvshm_state_of(module)->request_names};
     if (!PyArg_ParseTuple(args, "O!O!LLL:marks_step", &PyDict_Type, &requests, &PyDict_Type,
                           &scheduled, &w.size, &w.epochs, &w.drafts))
         return NULL;

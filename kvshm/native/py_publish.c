@@ -33,7 +33,7 @@ static const char *chain_hash(PyObject *chain, Py_ssize_t index, Py_ssize_t *len
     return NULL;
 }
 
-/* The parent of the next record: usually the previous record. */
+/* Set the parent of the next record, which is usually the previous record. */
 static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run)
 {
     uint64_t *parent = &b->parents[b->count];
@@ -50,14 +50,15 @@ static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run
     return hash || !PyErr_Occurred();
 }
 
-/* With the usual length as a constant, memcmp needs no call. */
+/* Most hashes have one length.  memcmp needs no call if the length is a constant. */
 static bool hashes_equal(const char *one, const char *other, size_t length)
 {
     return length == KVSHM_HASH_BYTES ? memcmp(one, other, KVSHM_HASH_BYTES) == 0
                                       : memcmp(one, other, length) == 0;
 }
 
-/* For a block with a hash: add its record if the hash is the one of its place in the chain. */
+/* Add the record of a block with a hash, if the chain has the same hash at `index`.  False with an
+ * exception. */
 static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, uint32_t block,
                        PyObject *hash)
 {
@@ -82,7 +83,8 @@ static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run
     return true;
 }
 
-/* Handle one block of a run.  A block without a hash waits while it may still get one. */
+/* Handle one block of a run.  A block without a hash waits while a request uses it, because it may
+ * still get a hash. */
 static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, pair one)
 {
     if (one.block >= b->marks->count)
@@ -94,11 +96,9 @@ static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, p
     PyObject *hash = block ? kvshm_get(b->places, block, KVSHM_BLOCK_HASH) : NULL;
     bool done = hash != NULL;
     if (hash == Py_None) {
-        PyObject *users = kvshm_get(b->places, block, KVSHM_REF_CNT);
-        long number = users ? PyLong_AsLong(users) : -1;
-        Py_XDECREF(users);
+        long long users = number_of(kvshm_get(b->places, block, KVSHM_REF_CNT));
         done = !PyErr_Occurred();
-        b->waiting[run] |= number > 0;
+        b->waiting[run] |= users > 0;
     } else if (hash)
         done = add_record(b, chain, index, run, one.block, hash);
     Py_XDECREF(hash);
@@ -189,13 +189,13 @@ PyObject *kvshm_marks_publish(PyObject *module, PyObject *args)
     PyObject *runs, *result = NULL;
     unsigned int published_ms;
     unsigned long long counter;
-    batch b = {.marks = &marks, .places = kvshm_places_of(module, KVSHM_BLOCKS)};
-    if (!PyArg_ParseTuple(args, "w*w*OO!IK:marks_publish", &table, &marks.buffer, &b.pool,
+    batch b = {.marks = &marks, .places = &kvshm_state_of(module)->blocks};
+    if (!PyArg_ParseTuple(args, "w*O&OO!IK:marks_publish", &table, kvshm_to_marks, &marks, &b.pool,
                           &PyList_Type, &runs, &published_ms, &counter))
         return NULL;
     /* a new list, which no Python code that runs meanwhile can change */
     runs = PyList_GetSlice(runs, 0, PyList_Size(runs));
-    Py_ssize_t room = runs && view_marks(&marks) ? count_pairs(runs) : -1;
+    Py_ssize_t room = runs ? count_pairs(runs) : -1;
     if (room >= 0 && (b.room = kvshm_new_records((size_t)room, &b.records)) &&
         (b.parents = kvshm_make_room(&parents, (size_t)room)) &&
         (b.runs = kvshm_make_room(&run_of, (size_t)room)) &&

@@ -2,11 +2,11 @@
  *
  * The word is a robust futex (man 2 set_robust_list): a dedicated thread writes its id into the
  * word and registers the word as the lock that it is taking.  When the thread ends with its
- * process, by whatever signal, the kernel replaces the id by FUTEX_OWNER_DIED.  It does so in the
- * thread's exit, before the thread releases the process's memory and descriptors, which are freed
- * only after the last thread has released them.  So a peer that finds the word unmarked after
- * reading the process's memory has read valid memory (Linux, kernel/exit.c: do_exit calls exit_mm,
- * and thereby futex_exit_release, before exit_files).
+ * process, by whatever signal, the kernel replaces the id by FUTEX_OWNER_DIED.  The kernel does
+ * that in the thread's exit, before the thread releases the process's memory and descriptors, which
+ * are freed only after the last thread has released them.  So a peer that finds the word unmarked
+ * after it has read the process's memory has read valid memory (Linux, kernel/exit.c: do_exit calls
+ * exit_mm, and thereby futex_exit_release, before exit_files).
  *
  * The thread never runs Python.  It has its own mapping of the word, because Python's mapping may
  * be closed before the process ends.  The registration (robust list head) lies in shared memory,
@@ -22,7 +22,6 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
@@ -87,29 +86,32 @@ static void *beat(void *argument)
         wait_while(&held->state, BEATING);
         atomic_store_explicit(held->word, KVSHM_PULSE_DIED, memory_order_release);
     }
-    syscall(SYS_set_robust_list, NULL, sizeof *robust); /* its page goes before the thread does */
+    /* the list head's page is unmapped before the thread ends */
+    syscall(SYS_set_robust_list, NULL, sizeof *robust);
     drop_holder(held);
     return NULL;
 }
 
-/* Map the word's page a second time, and a page for the list head; false with errno. */
-static bool map_pages(pulse *held, uint8_t *word)
+/* Map the word's page a second time, and a page for the list head.  Returns 0 or an errno. */
+static int map_pages(pulse *held, uint8_t *word)
 {
     size_t bytes = held->page_bytes = (size_t)sysconf(_SC_PAGESIZE);
     size_t within = (uintptr_t)word % bytes;
     /* man mremap: an old size of 0 makes a new mapping of the same pages, if they are shared */
     void *page = mremap(word - within, 0, bytes, MREMAP_MAYMOVE);
     if (page == MAP_FAILED)
-        return false;
+        return errno;
     held->page = page;
     held->word = (_Atomic uint32_t *)(void *)((uint8_t *)page + within);
     void *head = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (head == MAP_FAILED)
-        return false;
+        return errno;
     held->robust = head;
-    return madvise(head, bytes, MADV_DONTFORK) == 0; /* a forked child cannot overwrite it */
+    /* a forked child does not get the page, so it cannot overwrite the list head */
+    return madvise(head, bytes, MADV_DONTFORK) == 0 ? 0 : errno;
 }
 
+/* Returns 0 or an errno. */
 static int start_thread(pulse *held)
 {
     pthread_t thread;
@@ -119,7 +121,7 @@ static int start_thread(pulse *held)
         return error;
     pthread_attr_setstacksize(&attributes, STACK_BYTES);
     pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    sigset_t all, before; /* signals must go to threads that run Python */
+    sigset_t all, before; /* the thread blocks all signals: threads that run Python handle them */
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     error = pthread_create(&thread, &attributes, beat, held);
@@ -137,28 +139,20 @@ static void end(PyObject *capsule)
     drop_holder(held);
 }
 
-static PyObject *failed(int error)
-{
-    errno = error;
-    return PyErr_SetFromErrno(PyExc_OSError);
-}
-
 /* Begin to beat in the 8-byte word at an address; NULL with OSError. */
 static PyObject *begin(uint8_t *word)
 {
     pulse *held = calloc(1, sizeof *held);
     if (!held)
         return PyErr_NoMemory();
-    if (!map_pages(held, word)) {
-        int error = errno;
-        discard(held);
-        return failed(error);
-    }
     atomic_store(&held->holders, 2);
-    int error = start_thread(held);
+    int error = map_pages(held, word);
+    if (!error)
+        error = start_thread(held);
     if (error) {
         discard(held);
-        return failed(error);
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
     }
     Py_BEGIN_ALLOW_THREADS
     wait_while(&held->state, STARTING);
@@ -166,7 +160,8 @@ static PyObject *begin(uint8_t *word)
     if (atomic_load(&held->state) == FAILED) {
         error = held->error;
         drop_holder(held);
-        return failed(error);
+        errno = error;
+        return PyErr_SetFromErrno(PyExc_OSError);
     }
     PyObject *capsule = PyCapsule_New(held, CAPSULE, end);
     if (!capsule) {
@@ -176,7 +171,7 @@ static PyObject *begin(uint8_t *word)
     return capsule;
 }
 
-static PyObject *native_pulse(PyObject *module, PyObject *args)
+PyObject *kvshm_pulse(PyObject *module, PyObject *args)
 {
     BUFFER(segment);
     unsigned long long offset;
@@ -187,8 +182,3 @@ static PyObject *native_pulse(PyObject *module, PyObject *args)
     return status < 0 ? kvshm_raise(module, &segment, status)
                       : begin((uint8_t *)segment.buf + offset);
 }
-
-PyMethodDef kvshm_pulse_methods[] = {
-    {"pulse", native_pulse, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
-};

@@ -1,5 +1,5 @@
 /* Glue between Python and the core: slots.  Each function checks its arguments, runs the core's
- * function of the same name without the GIL, and packs what it found. */
+ * function of the same name (without the GIL for a large batch), and packs the result. */
 
 #include "py_module.h"
 
@@ -63,10 +63,10 @@ PyObject *kvshm_counted(PyObject *module, const Py_buffer *table, uint64_t offse
                         PyObject *result)
 {
     Py_ssize_t bytes = result ? PyBytes_Size(PyTuple_GetItem(result, 0)) : 0;
-    uint64_t before;
+    uint64_t before, count = (uint64_t)bytes / KVSHM_RECORD_BYTES;
     int64_t status = KVSHM_OK;
-    if (bytes > 0)
-        status = kvshm_add(segment_of(table), offset, (uint64_t)bytes / KVSHM_RECORD_BYTES, &before);
+    if (count > 0)
+        status = kvshm_add(segment_of(table), offset, count, &before);
     if (status < 0) {
         Py_DECREF(result);
         return kvshm_raise(module, table, status);
@@ -175,7 +175,6 @@ static PyObject *native_recheck(PyObject *module, PyObject *args)
                           &records) ||
         !kvshm_make_room(&good, records.count))
         return NULL;
-    memset(good.of, 0, good.count);
     int64_t passed;
     WITHOUT_GIL(records.count, passed = kvshm_recheck(segment_of(&table), epoch, rank, records.of,
                                                       records.count, good.of));

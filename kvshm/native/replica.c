@@ -1,8 +1,8 @@
-/* Replica index: its one writer; core_index.h has the layout, lookup.c the readers.  Contracts:
+/* Replica index: its one writer.  core_index.h has the layout, lookup.c the readers.  Contracts:
  * core.h.
  *
- * Removal shifts later entries back instead of leaving marks, so that chains stay as short as
- * the fill allows, and the fill is kept at 7/8 or less, so that each chain ends. */
+ * A removal leaves no mark; it moves later entries back, so that chains stay short.  At most 7/8 of
+ * the entries are in use, so that each chain ends. */
 
 #include "core_index.h"
 
@@ -18,7 +18,7 @@ static uint64_t begin_write(const index_view *index)
 {
     uint64_t sequence = get(index->base + KVSHM_SEQUENCE_OFFSET) | 1;
     put(index->base + KVSHM_SEQUENCE_OFFSET, sequence);
-    atomic_thread_fence(memory_order_release); /* odd before the first entry changes */
+    atomic_thread_fence(memory_order_release); /* release: odd before the first entry changes */
     return sequence;
 }
 
@@ -29,11 +29,15 @@ static void end_write(const index_view *index, uint64_t sequence)
                           memory_order_release);
 }
 
+static uint8_t *row_at(const index_view *index, uint32_t row)
+{
+    return index->base + KVSHM_ROWS_OFFSET + row * KVSHM_ROW_BYTES;
+}
+
 static void count_entry(const index_view *index, uint32_t row, uint64_t change)
 {
     uint8_t *total = index->base + KVSHM_COUNT_OFFSET;
-    uint8_t *of_row =
-        index->base + KVSHM_ROWS_OFFSET + row * KVSHM_ROW_BYTES + KVSHM_ROW_ENTRIES_OFFSET;
+    uint8_t *of_row = row_at(index, row) + KVSHM_ROW_ENTRIES_OFFSET;
     put(total, get(total) + change);
     put(of_row, get(of_row) + change);
 }
@@ -49,12 +53,12 @@ static int insert(const index_view *index, entry value)
             count_entry(index, row_of(value), 1);
             return KVSHM_OK;
         }
-    return KVSHM_CORRUPT; /* the count said there was room */
+    return KVSHM_CORRUPT; /* the count said that there was room */
 }
 
-/* Remove the entry of `row` at `hole` and close the hole: move back each later entry of the chain
- * whose home allows it.  The caller has checked `row`; read again it might be another one, since
- * any process of the user may write here. */
+/* Remove the entry of `row` at position `hole` and close the hole: move back each later entry of
+ * the chain whose home allows that.  The row comes from the caller, who has checked it: any process
+ * of the user may write to the index, so the entry may name another row when it is read again. */
 static int remove_at(const index_view *index, uint64_t hole, uint32_t row)
 {
     uint64_t mask = index->capacity - 1, position = hole;
@@ -75,7 +79,7 @@ static int remove_at(const index_view *index, uint64_t hole, uint32_t row)
     return KVSHM_CORRUPT;
 }
 
-/* Returns 1 if the block's entry was removed, 0 if there was none. */
+/* Returns 1 if the block's entry was removed, 0 if there was none, or a status below 0. */
 static int remove_entry(const index_view *index, uint64_t tag, uint32_t row, uint32_t block)
 {
     uint64_t position = home_of(index, tag);
@@ -100,7 +104,8 @@ typedef struct {
 
 _Static_assert(sizeof(tombstone) == KVSHM_TOMBSTONE_BYTES, "tombstones have no padding");
 
-/* Newer than everything heard of the block?  Generations wrap, hence the signed distance. */
+/* Whether the record is newer than everything known of its block.  The distance is signed because
+ * generations wrap. */
 static bool is_news(const tombstone *known, const kvshm_record *record)
 {
     int32_t distance = (int32_t)(record->generation - known->generation);
@@ -129,12 +134,11 @@ static int apply_record(const index_view *index, tombstone *known, uint32_t row,
         int status = insert(index, (entry){heard.tag,
                                            (uint64_t)record->generation << 32 | record->block_id,
                                            (uint64_t)record->depth << 32 | (row + 1)});
-        if (status == KVSHM_FULL) { /* never after a removal, so the tombstone still holds */
+        if (status == KVSHM_FULL) { /* then nothing was removed: the tombstone is still right */
             applied->full++;
             return KVSHM_OK;
         }
-        if (status != KVSHM_OK)
-            return status;
+        RETURN_UNLESS_OK(status);
         applied->added++;
     }
     *known = heard;
@@ -146,10 +150,7 @@ int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t t
                           kvshm_applied *applied)
 {
     index_view index;
-    *applied = (kvshm_applied){0, 0, 0, 0};
-    int status = open_index(segment, &index);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(open_index(segment, &index));
     if ((uintptr_t)tombstones % 8)
         return KVSHM_INVALID;
     if (row >= KVSHM_NUM_ROWS)
@@ -157,6 +158,7 @@ int64_t kvshm_index_apply(kvshm_segment segment, uint8_t *tombstones, uint64_t t
     for (size_t i = 0; i < count; i++)
         if (records[i].block_id >= tombstone_bytes / KVSHM_TOMBSTONE_BYTES)
             return KVSHM_OUT_OF_RANGE;
+    int status = KVSHM_OK;
     uint64_t sequence = begin_write(&index);
     for (size_t i = 0; i < count && status == KVSHM_OK; i++) {
         tombstone *known = (tombstone *)(void *)tombstones + records[i].block_id;
@@ -193,11 +195,10 @@ size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
 int64_t kvshm_index_drop_row(kvshm_segment segment, uint32_t row)
 {
     index_view index;
-    int status = open_index(segment, &index);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(open_index(segment, &index));
     if (row >= KVSHM_NUM_ROWS)
         return KVSHM_OUT_OF_RANGE;
+    int status = KVSHM_OK;
     int64_t dropped = 0;
     uint64_t sequence = begin_write(&index);
     for (uint64_t position = 0; position < index.capacity && status == KVSHM_OK;) {
@@ -206,16 +207,11 @@ int64_t kvshm_index_drop_row(kvshm_segment segment, uint32_t row)
             position++;
             continue;
         }
-        status = remove_at(&index, position, row); /* may bring another one here: look again */
+        status = remove_at(&index, position, row); /* may move another entry here: look again */
         dropped++;
     }
     end_write(&index, sequence);
     return status == KVSHM_OK ? dropped : status;
-}
-
-static uint8_t *row_at(const index_view *index, uint32_t row)
-{
-    return index->base + KVSHM_ROWS_OFFSET + row * KVSHM_ROW_BYTES;
 }
 
 static void copy_row(const index_view *from, const index_view *to, uint32_t row)
@@ -225,7 +221,8 @@ static void copy_row(const index_view *from, const index_view *to, uint32_t row)
             at == KVSHM_ROW_ENTRIES_OFFSET ? 0 : get(row_at(from, row) + at));
 }
 
-/* Does it name a block of a row that is taken?  Else somebody spoiled it: a miss. */
+/* Whether the entry names a block of a row in use.  If not, another process has overwritten it;
+ * without the entry, lookups of its hash miss. */
 static bool is_sound(const index_view *index, entry e)
 {
     if (is_free(e) || row_of(e) >= KVSHM_NUM_ROWS)
@@ -237,13 +234,11 @@ static bool is_sound(const index_view *index, entry e)
 int64_t kvshm_index_copy(kvshm_segment segment, kvshm_segment larger)
 {
     index_view from, to;
-    int status = open_index(segment, &from);
-    if (status == KVSHM_OK)
-        status = open_index(larger, &to);
-    if (status != KVSHM_OK)
-        return status;
+    RETURN_UNLESS_OK(open_index(segment, &from));
+    RETURN_UNLESS_OK(open_index(larger, &to));
     if (get(to.base + KVSHM_COUNT_OFFSET))
         return KVSHM_INVALID;
+    int status = KVSHM_OK;
     int64_t copied = 0;
     uint64_t sequence = begin_write(&to);
     for (uint32_t row = 0; row < KVSHM_NUM_ROWS; row++)

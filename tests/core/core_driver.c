@@ -252,7 +252,7 @@ static void *write_index(void *argument)
     uint64_t seed = 1;
     for (uint32_t round = 0; round < BATCHES; round++) {
         kvshm_record batch[4];
-        kvshm_applied applied;
+        kvshm_applied applied = {0};
         uint32_t row = below(&seed, 2);
         for (int i = 0; i < 4; i++)
             batch[i] = event(below(&seed, 24), below(&seed, 16), round, 1 + below(&seed, 2));

@@ -69,7 +69,7 @@ static void find_stale(const uint8_t *tombstones, const kvshm_record *scanned)
 static void call_index(kvshm_segment index, uint8_t *tombstones, uint64_t *seed)
 {
     arrays a = new_arrays(seed);
-    kvshm_applied applied;
+    kvshm_applied applied = {0};
     uint64_t rows = random_word(seed) | random_word(seed);
     switch (below(seed, 6)) {
     case 5: find_stale(tombstones, a.records); break;

@@ -60,7 +60,7 @@ static void begin_again(kvshm_segment index, uint8_t *tombstones)
 static void write_and_read(kvshm_segment index, uint8_t *tombstones, uint32_t round)
 {
     kvshm_record batch[4];
-    kvshm_applied applied;
+    kvshm_applied applied = {0};
     uint8_t owners[4];
     for (uint32_t i = 0; i < 4; i++)
         batch[i] = event((round * 4 + i) % 24, (round + i) % HEARD_OF, round, KVSHM_PUBLISH);

@@ -62,7 +62,7 @@ static tombstone tombstones[ROWS][BLOCKS];
 
 static void apply(const publication *p, uint32_t kind)
 {
-    kvshm_applied applied;
+    kvshm_applied applied = {0};
     kvshm_record record;
     *(uint64_t *)record.hash = p->tag;
     record.block_id = p->block;
