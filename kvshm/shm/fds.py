@@ -48,22 +48,8 @@ def peer_credentials(connection: socket.socket) -> Credentials:
     return Credentials(*_PEER_CREDENTIALS.unpack(packed))
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Return the uid of the process at the other end."""
-    return peer_credentials(connection).uid
-
-
-def check_path(path: str) -> None:
-    """Raise TransportError for a path that is too long for a socket."""
-    if error := path_too_long(path):
-        raise TransportError(error)
-
-
-class FileId(NamedTuple):
-    """Identifies the file at a path.  Unique while a socket is bound to the file."""
-
-    device: int
-    inode: int
+FileId = tuple[int, int]
+"""Device and inode of the file at a path.  Unique while a socket is bound to the file."""
 
 
 def file_at(path: str | Path) -> FileId | None:
@@ -73,7 +59,7 @@ def file_at(path: str | Path) -> FileId | None:
         found = os.lstat(path)
     except FileNotFoundError:
         return None
-    return FileId(found.st_dev, found.st_ino)
+    return found.st_dev, found.st_ino
 
 
 def remove_own(path: str | Path, own: FileId | None) -> None:
@@ -108,6 +94,10 @@ def _received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def new_socket(path: str) -> socket.socket:
+    """Return a socket that can be bound or connected to ``path``.  Raises TransportError: path too
+    long, or no descriptors left."""
+    if error := path_too_long(path):
+        raise TransportError(error)
     try:
         return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as exc:
@@ -125,8 +115,8 @@ def close_all(fds: Iterable[int]) -> None:
 
 def _exchange(connection: socket.socket, path: str, request: bytes) -> tuple[bytes, list[int]]:
     connection.connect(path)
-    if peer_uid(connection) != os.geteuid():
-        raise TransportError(f"{path}: served by uid {peer_uid(connection)}, not by this user")
+    if (uid := peer_credentials(connection).uid) != os.geteuid():
+        raise TransportError(f"{path}: served by uid {uid}, not by this user")
     connection.send(request)
     return receive(connection, path)
 
@@ -176,7 +166,6 @@ def fetch_keep_open(
     """The same as ``fetch``, and also return the connection, which the caller closes.
     ``peer_has_closed`` tells when the owner closes it; owners of older versions do so at once."""
     name = os.fspath(path)
-    check_path(name)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:
         raise TransportError(f"request has {len(request)} bytes, 1 to {MAX_REQUEST_BYTES} fit")
     connection = new_socket(name)
