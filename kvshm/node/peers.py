@@ -94,6 +94,7 @@ class Peers:
         self.replica = Replica.create(namespace, engine, epoch, INITIAL_CAPACITY)
         self._closed = False
         self._peers: dict[int, Peer] = {}  # the client's thread only
+        self._suspected: set[int] = set()  # likewise; engines that are not attached included
         self._view = _NO_PEERS
         self._peer_list = listed
         self._retries = RetryQueue(clock, timing)  # the client's thread only
@@ -123,17 +124,20 @@ class Peers:
 
     def suspected(self, epoch: Epoch) -> None:
         """Keep everything of an engine, but offer none of its blocks."""
-        self._suspect(epoch, True, RowState.SUSPECTED)
+        self._suspected.add(epoch)
+        self._set_row_state(epoch, RowState.SUSPECTED)
 
     def recovered(self, epoch: Epoch) -> None:
         """Offer a suspected engine's blocks again."""
-        self._suspect(epoch, False, RowState.LIVE)
+        self._suspected.discard(epoch)
+        self._set_row_state(epoch, RowState.LIVE)
 
     def gone(self, epoch: Epoch) -> str:
         """Drop an engine that is gone; return its name for the log.  Plans keep its table."""
         who = peer.info.log_name if (peer := self._find(epoch)) else engine_name(epoch)
         self._drop(epoch)
         self._retries.remove(epoch)
+        self._suspected.discard(epoch)
         self._warned = {c for c in self._warned if c[0] != epoch}
         return who
 
@@ -168,9 +172,10 @@ class Peers:
             self._leave_out(peer.info, exc)
 
     def attach_again(self) -> None:
-        """Try again to attach engines that could not be attached.  About once a second."""
+        """Try again to attach engines that could not be attached and are not suspected.  About once
+        a second."""
         for info in self._retries.due():
-            if self._attach(info):
+            if info.epoch not in self._suspected and self._attach(info):
                 self.rescan(Epoch(info.epoch))
 
     def look_for_deaths(self) -> None:
@@ -304,7 +309,8 @@ class Peers:
 
     def _update_view(self) -> None:
         """Show changes to the scheduler's thread."""
-        rows = {peer.row: peer for peer in self._peers.values() if peer.offers_blocks}
+        living = [peer for epoch, peer in self._peers.items() if epoch not in self._suspected]
+        rows = {p.row: p for p in living if not (p.dead or p.info.imports_only)}
         self._view = _PeerView(dict(self._peers), rows, sum(1 << row for row in rows))
         if self._closed:  # possibly since the line above
             self._view = _NO_PEERS
@@ -321,10 +327,8 @@ class Peers:
         table = peer.table
         return not (table.retired or table.owner_died) and peer.paused_until <= self._clock()
 
-    def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
-        self._retries.set_suspected(epoch, suspected)
+    def _set_row_state(self, epoch: Epoch, state: RowState) -> None:
         if (peer := self._find(epoch)) is not None:
-            peer.suspected = suspected
             self._update_view()
             self.replica.set_row_state(peer.row, state)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from kvshm.timing import TIMING, Timing
 
@@ -30,32 +29,20 @@ class RetryPause:
         return self._until is None or self._clock() >= self._until
 
 
-@dataclass
-class _Waiting:
-    info: EngineInfo
-    pause: RetryPause
-    suspected: bool = False
-
-
 class RetryQueue:
     """Engines that could not be attached, by epoch.  Used by one thread."""
 
     def __init__(self, clock: Callable[[], float], timing: Timing = TIMING) -> None:
         self._clock = clock
         self._timing = timing
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, tuple[EngineInfo, RetryPause]] = {}
 
     def add(self, info: EngineInfo) -> None:
         """Have an engine tried again after a pause."""
-        new = _Waiting(info, RetryPause(self._clock, self._timing))
-        waiting = self._waiting.setdefault(info.epoch, new)
-        waiting.info = info
-        waiting.pause.tried()
-
-    def set_suspected(self, epoch: int, suspected: bool) -> None:
-        """Say whether an engine is suspected: while suspected, the engine is not tried."""
-        if (waiting := self._waiting.get(epoch)) is not None:
-            waiting.suspected = suspected
+        new = info, RetryPause(self._clock, self._timing)
+        _, pause = self._waiting.get(info.epoch, new)
+        pause.tried()
+        self._waiting[info.epoch] = info, pause
 
     def remove(self, epoch: int) -> None:
         """Forget an engine that was attached or is gone."""
@@ -63,4 +50,4 @@ class RetryQueue:
 
     def due(self) -> list[EngineInfo]:
         """The engines to try now."""
-        return [w.info for w in self._waiting.values() if w.pause.over and not w.suspected]
+        return [info for info, pause in self._waiting.values() if pause.over]

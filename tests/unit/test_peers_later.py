@@ -9,7 +9,7 @@ import pytest
 from kvshm.node.peers import Peers, PeersStats
 from kvshm.replica import index
 
-from .exporters import Clock, Make, offered
+from .exporters import Clock, Make, break_version, mend_version, offered
 from .few_descriptors import descriptors
 
 
@@ -70,3 +70,21 @@ def test_an_engine_for_which_there_is_no_memory_is_left_out_until_there_is(
     clock.now += 60
     peers.attach_again()
     assert offered(peers, 2) == [(2, 2, 0)]
+
+
+def test_a_suspected_engine_whose_table_breaks_is_not_tried_before_it_recovers(
+    peers: Peers, exporter: Make, clock: Clock
+) -> None:
+    a = exporter("a")
+    a.publish(1)
+    peers.joined(a.info)
+    peers.suspected(a.info.epoch)
+    break_version(a)
+    peers.rescan(a.info.epoch)
+    mend_version(a)
+    clock.now += 60
+    peers.attach_again()
+    assert offered(peers, 1) == []
+    peers.recovered(a.info.epoch)
+    peers.attach_again()
+    assert offered(peers, 1) == [(1, 1, 0)]
