@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvshm.log import logger
+from kvshm.log import RateLimit, logger
 
 T = TypeVar("T")
 _log = logger(__name__)
@@ -16,7 +18,7 @@ class CallGuard:
 
     def __init__(self) -> None:
         self.errors = 0
-        self._logged: set[str] = set()
+        self._log_limit = RateLimit(time.monotonic, math.inf)
 
     def call(self, method: Callable[..., T], *args: object) -> T | None:
         """Return the result of ``method``, None if it raises.  A kind of failure is the method's
@@ -32,7 +34,5 @@ class CallGuard:
         """Count a failure, and log the first of its kind.  The kind is the text before the
         colon."""
         self.errors += 1
-        kind = what.partition(":")[0]
-        if kind not in self._logged:
-            self._logged.add(kind)
+        if self._log_limit.allows(what):
             _log.error("%s failed (logged once; the client goes on)", what, exc_info=exc_info)

@@ -11,13 +11,14 @@ and passes its changes of the replica to the replica's writer (kvshm/replica/ind
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady
 from kvshm.ids import Epoch, LeaseBit
-from kvshm.log import engine_name, logger
+from kvshm.log import RateLimit, engine_name, logger
 from kvshm.replica.index import Replica, StaleRecords
 from kvshm.shm.counters import (
     MISS_FINGERPRINT,
@@ -104,7 +105,7 @@ class Peers:
         thread that waits for the coordinator sends no heartbeats."""
         self._last_pause_end = 0.0
         """When the last pause of any peer ends.  The scheduler's thread only."""
-        self._warned: set[tuple[int, str]] = set()
+        self._log_limit = RateLimit(clock, math.inf)
         self.num_incompatible = 0
         """Engines of other fingerprints on this node; set on the client's thread."""
 
@@ -138,7 +139,6 @@ class Peers:
         self._drop(epoch)
         self._retries.remove(epoch)
         self._suspected.discard(epoch)
-        self._warned = {c for c in self._warned if c[0] != epoch}
         return who
 
     def apply_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
@@ -368,9 +368,7 @@ class Peers:
 
     def _warn_once(self, info: EngineInfo, what: str) -> None:
         """Log once for each engine and kind of warning, which is the text before the colon."""
-        kind = (info.epoch, what.partition(":")[0])
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if self._log_limit.allows(f"{info.epoch} {what}"):
             log.warning("engine %s %s", info.log_name, what)
 
 
