@@ -10,15 +10,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
 from . import _native
-from .config import TEST_SYNC_POINT
 from .errors import ConfigError
 
-VARIABLE = TEST_SYNC_POINT
+VARIABLE = "KVSHM_TEST_SYNC_POINT"
 
 
 class SyncPoint(IntEnum):
@@ -71,31 +69,27 @@ def parse_trigger(text: str) -> SyncPointTrigger:
     return SyncPointTrigger(SyncPoint[name], _ACTIONS[action], times)
 
 
-class _ArmedTrigger(NamedTuple):
-    trigger: SyncPointTrigger
-    visits: Iterator[int]
+_armed: SyncPointTrigger | None = None
+"""The trigger of this process, if its point is in Python."""
+_visits = itertools.count(1)
 
 
-_armed: _ArmedTrigger | None = None
-
-
-def arm(trigger: SyncPointTrigger) -> None:
-    """Set the trigger of this process; for points in Python a second call replaces the first."""
+def _arm(trigger: SyncPointTrigger) -> None:
     global _armed
     if trigger.point < _native.NUM_SYNC_POINTS:
         _native.arm_sync_point(trigger.point, trigger.action, trigger.nth)
     else:
-        _armed = _ArmedTrigger(trigger, itertools.count(1))
+        _armed = trigger
 
 
 def sync_point(point: SyncPoint) -> None:
     """Mark a SYNC POINT of the Python code."""
-    if _armed is None or _armed.trigger.point is not point:
+    if _armed is None or _armed.point is not point:
         return
-    if next(_armed.visits) == _armed.trigger.nth:
+    if next(_visits) == _armed.nth:
         # raise_signal, not kill: this thread must receive the signal
-        signal.raise_signal(_armed.trigger.action)
+        signal.raise_signal(_armed.action)
 
 
 if VARIABLE in os.environ:
-    arm(parse_trigger(os.environ[VARIABLE]))
+    _arm(parse_trigger(os.environ[VARIABLE]))
