@@ -29,13 +29,12 @@ from kvshm.shm.counters import (
 )
 from kvshm.shm.layout import RECORD_BYTES, RowState
 from kvshm.shm.slot_table import PeerSlotTable
-from kvshm.timing import TIMING, Timing
+from kvshm.timing import TIMING, RetryPause, Timing
 
 from .handout import Handouts
 from .peer import Peer, PlannedRun, check_table
 from .peer_list import PeerList
 from .protocol import EngineInfo
-from .retry_queue import RetryQueue
 from .scan_queue import ScanQueue
 
 log = logger(__name__)
@@ -98,7 +97,8 @@ class Peers:
         self._suspected: set[int] = set()  # likewise; engines that are not attached included
         self._view = _NO_PEERS
         self._peer_list = listed
-        self._retries = RetryQueue(clock, timing)  # the client's thread only
+        self._retries: dict[int, tuple[EngineInfo, RetryPause]] = {}  # likewise
+        """Engines that could not be attached, by epoch."""
         self.scan_queue = ScanQueue(clock, timing)  # likewise
         self._no_attach_until = 0.0
         """No peer is attached before this time, because the coordinator has just not answered: a
@@ -137,7 +137,7 @@ class Peers:
         """Drop an engine that is gone; return its name for the log.  Plans keep its table."""
         who = peer.info.log_name if (peer := self._find(epoch)) else engine_name(epoch)
         self._drop(epoch)
-        self._retries.remove(epoch)
+        self._retries.pop(epoch, None)
         self._suspected.discard(epoch)
         return who
 
@@ -174,7 +174,7 @@ class Peers:
     def attach_again(self) -> None:
         """Try again to attach engines that could not be attached and are not suspected.  About once
         a second."""
-        for info in self._retries.due():
+        for info in [info for info, pause in self._retries.values() if pause.over]:
             if info.epoch not in self._suspected and self._attach(info):
                 self.rescan(Epoch(info.epoch))
 
@@ -336,7 +336,7 @@ class Peers:
         if self._closed:
             return False
         if self._clock() < self._no_attach_until:
-            self._retries.add(info)
+            self._try_later(info)
             return False
         try:
             table = self._handouts.roster_table(info.epoch, info.num_blocks, len(info.ranks))
@@ -348,7 +348,7 @@ class Peers:
                 self._no_attach_until = self._clock() + self._timing.handout_pause_seconds
             self._leave_out(info, exc)
             return False
-        self._retries.remove(info.epoch)
+        self._retries.pop(info.epoch, None)
         self._peers[info.epoch] = Peer(info, table, row)
         self._update_view()
         self._write_list()
@@ -360,11 +360,16 @@ class Peers:
 
     def _leave_out(self, info: EngineInfo, reason: Exception) -> None:
         if isinstance(reason, SegmentNotFound):  # it has left, or has begun another epoch
-            self._retries.remove(info.epoch)
+            self._retries.pop(info.epoch, None)
             log.info("engine %s has ended its epoch: %s", info.log_name, reason)
             return
-        self._retries.add(info)
+        self._try_later(info)
         self._warn_once(info, f"is left out: {reason}")
+
+    def _try_later(self, info: EngineInfo) -> None:
+        _, pause = self._retries.get(info.epoch, (info, RetryPause(self._clock, self._timing)))
+        pause.tried()
+        self._retries[info.epoch] = info, pause
 
     def _warn_once(self, info: EngineInfo, what: str) -> None:
         """Log once for each engine and kind of warning, which is the text before the colon."""
