@@ -113,14 +113,6 @@ def close_all(fds: Iterable[int]) -> None:
         os.close(fd)
 
 
-def _exchange(connection: socket.socket, path: str, request: bytes) -> tuple[bytes, list[int]]:
-    connection.connect(path)
-    if (uid := peer_credentials(connection).uid) != os.geteuid():
-        raise TransportError(f"{path}: served by uid {uid}, not by this user")
-    connection.send(request)
-    return receive(connection, path)
-
-
 def receive(connection: socket.socket, path: str) -> tuple[bytes, list[int]]:
     """Receive the reply to a sent request, and its descriptors.  Raises TransportError or OSError;
     no descriptor stays open after an error."""
@@ -171,7 +163,11 @@ def fetch_keep_open(
     connection = new_socket(name)
     try:
         connection.settimeout(timeout)
-        reply, fds = _exchange(connection, name, request)
+        connection.connect(name)
+        if (uid := peer_credentials(connection).uid) != os.geteuid():
+            raise TransportError(f"{name}: served by uid {uid}, not by this user")
+        connection.send(request)
+        reply, fds = receive(connection, name)
         connection.setblocking(False)
     except BaseException as exc:
         connection.close()
