@@ -14,10 +14,9 @@ _log = logger(__name__)
 
 
 class CallGuard:
-    """Counts failures, and logs the first of each kind.  Used by one thread."""
+    """Logs the first failure of each kind.  Used by one thread."""
 
     def __init__(self) -> None:
-        self.errors = 0
         self._log_limit = RateLimit(time.monotonic, math.inf)
 
     def call(self, method: Callable[..., T], *args: object) -> T | None:
@@ -31,8 +30,6 @@ class CallGuard:
             return None
 
     def log_failure(self, what: str, *, exc_info: bool = False) -> None:
-        """Count a failure, and log the first of its kind.  The kind is the text before the
-        colon."""
-        self.errors += 1
+        """Log a failure if it is the first of its kind, which is the text before the colon."""
         if self._log_limit.allows(what):
             _log.error("%s failed (logged once; the client goes on)", what, exc_info=exc_info)

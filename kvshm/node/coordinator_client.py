@@ -123,11 +123,6 @@ class CoordinatorClient:
             _log.warning("client's thread has not ended within %.1f s", timeout)
 
     @property
-    def errors(self) -> int:
-        """How many calls of the engine and how many messages have failed so far."""
-        return self._session.guard.errors if self._session else 0
-
-    @property
     def is_member(self) -> bool:
         """Whether the coordinator has this engine in its roster, as far as known."""
         return self._session is not None and self._session.is_member
