@@ -45,7 +45,7 @@ def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
     living = {found.epoch for found, served in sockets.items() if served}
     lists = list_peers_files(run_dir, namespace)
     return [found.path for found, served in sockets.items() if not served] + [
-        path for epoch, path in lists if epoch not in living
+        found.path for found in lists if found.epoch not in living
     ]
 
 
