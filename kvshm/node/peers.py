@@ -171,9 +171,11 @@ class Peers:
             self._drop(epoch)
             self._leave_out(peer.info, exc)
 
-    def attach_again(self) -> None:
-        """Try again to attach engines that could not be attached and are not suspected.  About once
-        a second."""
+    def try_again(self) -> None:
+        """Try again what has failed: to write the list for the own ranks, and to attach engines
+        that are not suspected.  About once a second."""
+        if self._peer_list is not None:
+            self._peer_list.write_again()
         for info in [info for info, pause in self._retries.values() if pause.over]:
             if info.epoch not in self._suspected and self._attach(info):
                 self.rescan(Epoch(info.epoch))
@@ -188,11 +190,6 @@ class Peers:
                 self.replica.set_row_state(peer.row, RowState.SUSPECTED)
                 if not peer.table.retired:  # else it has ended its epoch in order
                     log.warning("engine %s has died", peer.info.log_name)
-
-    def write_again(self) -> None:
-        """Write the list for the own ranks again if that has failed.  About once a second."""
-        if self._peer_list is not None:
-            self._peer_list.write_again()
 
     # -- the scheduler's thread: nothing here waits for the client's thread
 
