@@ -143,9 +143,11 @@ class SlotTableView(TableHeader):
     def _slot_violation(self, block_id: int) -> str:
         offset = self._slot_offset(block_id)
         word = self._load(offset)
-        if _is_sound(word) or self._load(offset) != word:
+        state, leases = _state_of(word), word & LEASE_MASK
+        sound = state in (SlotState.READY, SlotState.DRAINING)
+        if sound or (state == SlotState.EMPTY and not leases) or self._load(offset) != word:
             return ""
-        return f"state {_state_of(word)} with leases {word & LEASE_MASK:#x}"
+        return f"state {state} with leases {leases:#x}"
 
     def _slot_offset(self, block_id: int) -> int:
         if not 0 <= block_id < self.num_blocks:
@@ -167,13 +169,6 @@ class SlotTableView(TableHeader):
         leased = sum(bool(word & LEASE_MASK) for word in words)
         retired = ", retired" if self.retired else ""
         return f"<{type(self).__name__} {self.name} [{states}, {leased} leased{retired}]>"
-
-
-def _is_sound(word: int) -> bool:
-    state = _state_of(word)
-    if state == SlotState.EMPTY:
-        return not word & LEASE_MASK
-    return state in (SlotState.READY, SlotState.DRAINING)
 
 
 class PeerSlotTable(SlotTableView):
