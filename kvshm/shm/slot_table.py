@@ -19,7 +19,7 @@ from kvshm import syncpoints as syncpoints  # arms the core's sync points, if a 
 from kvshm.errors import CorruptSegment
 from kvshm.ids import BlockHash, Generation, LeaseBit, Rank
 
-from .counters import Counters
+from .counters import SWEPT
 from .layout import (
     GENERATION_SHIFT,
     LEASE_MASK,
@@ -33,7 +33,7 @@ from .layout import (
     SlotState,
     table_bytes,
 )
-from .segment import Header, Segment, check_header
+from .segment import Segment, check_header
 from .table_header import TableHeader
 
 LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
@@ -197,11 +197,6 @@ class RosterSlotTable(SlotTableView):
     """The slot table of an engine in the roster, for the coordinator."""
 
     WRITABLE = True
-    counters: Counters
-
-    def __init__(self, segment: Segment, header: Header) -> None:
-        super().__init__(segment, header)
-        self.counters = Counters(segment)
 
     def descriptor(self, writable: bool) -> int:
         """A new descriptor of the table, to hand out; the caller closes it.  Only if the table was
@@ -210,8 +205,10 @@ class RosterSlotTable(SlotTableView):
 
     def sweep(self, bits: int) -> int:
         """Clear the leases of importers that are confirmed dead (``bits``: their lease bits).
-        Returns the number of changed slots."""
-        return _native.sweep(self._segment.buffer, bits)
+        Counts the changed slots, and returns their number."""
+        swept = _native.sweep(self._segment.buffer, bits)
+        _native.add(self._segment.buffer, SWEPT.offset, swept)
+        return swept
 
 
 def _bounded(bit: int) -> int:
