@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 from enum import IntEnum
 from typing import NamedTuple
@@ -58,15 +59,13 @@ class SyncPointTrigger(NamedTuple):
 
 def parse_trigger(text: str) -> SyncPointTrigger:
     """Return what ``<name>:<stop|kill>[:<nth>]`` asks for.  Raises ConfigError."""
-    name, _, rest = text.partition(":")
-    action, _, nth = rest.partition(":")
-    times = int(nth) if nth.isascii() and nth.isdigit() else 0 if nth else 1
-    if name not in SyncPoint.__members__ or action not in _ACTIONS or times < 1:
+    found = re.fullmatch(r"(\w+):(stop|kill)(?::([1-9][0-9]*))?", text)
+    if found is None or found[1] not in SyncPoint.__members__:
         raise ConfigError(
             f"{VARIABLE}={text!r}: wanted <name>:<stop|kill>[:<nth>] with a name of"
             f" {', '.join(SyncPoint.__members__)}"
         )
-    return SyncPointTrigger(SyncPoint[name], _ACTIONS[action], times)
+    return SyncPointTrigger(SyncPoint[found[1]], _ACTIONS[found[2]], int(found[3] or 1))
 
 
 _armed: SyncPointTrigger | None = None
