@@ -150,6 +150,8 @@ class EventOrder:
         return Verdict.MEMBER
 
     def _apply(self, broadcast: AnyBroadcast) -> None:
+        """Apply the next broadcast, unless it is about this engine itself or about an epoch that is
+        not in the roster."""
         match broadcast:
             case EngineJoined(engine=info) if info.epoch != self._own_epoch:
                 self.last_events[info.epoch] = broadcast.engine_sequence
@@ -166,8 +168,6 @@ class EventOrder:
                 self._remove(epoch, broadcast.reason)
             case StrangerJoined():
                 self._add(broadcast)
-            case _:
-                return  # about this engine itself, or an epoch that is not in the roster
 
     def _take_events(self, events: EngineEvents) -> None:
         epoch, last = events.epoch, self.last_events[events.epoch]

@@ -176,8 +176,7 @@ class Segment:
             mapping.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.close_descriptor()
+        self.close_descriptor()
 
     def __repr__(self) -> str:
         size = "closed" if self._buffer is None else f"{self._buffer.nbytes} bytes"
