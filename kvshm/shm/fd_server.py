@@ -22,6 +22,7 @@ from .fds import (
     MAX_REQUEST_BYTES,
     FileId,
     file_at,
+    is_served,
     new_socket,
     peer_credentials,
     remove_own,
@@ -54,18 +55,10 @@ def _max_kept() -> int:
 
 def _remove_stale(path: str) -> None:
     """Remove what a dead process left at ``path``; TransportError if one serves there."""
-    if os.path.islink(path):  # no socket of kvshm is a link; its target is not ours
-        Path(path).unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        probe.setblocking(False)
-        try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            Path(path).unlink(missing_ok=True)
-        except FileNotFoundError:
-            pass
-        else:
-            raise TransportError(f"{path}: another process serves this socket")
+    # No socket of kvshm is a link; what the link leads to is not ours.
+    if not os.path.islink(path) and is_served(path):
+        raise TransportError(f"{path}: another process serves this socket")
+    Path(path).unlink(missing_ok=True)
 
 
 def _listen(path: str) -> tuple[socket.socket, FileId | None]:

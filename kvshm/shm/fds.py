@@ -16,6 +16,7 @@ process has ended.  The transport defines what the bytes mean; usually they are 
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -30,6 +31,7 @@ MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 65536
 MAX_FDS = 253
 """The kernel's SCM_MAX_FD: most descriptors in one message."""
+_UNSERVED = (errno.ECONNREFUSED, errno.ENOENT, errno.ELOOP)
 _PEER_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
 
 
@@ -66,6 +68,13 @@ def remove_own(path: str | Path, own: FileId | None) -> None:
     """Remove ``path`` unless another file is there.  Raises OSError."""
     if own is not None and file_at(path) == own:
         os.unlink(path)
+
+
+def is_served(path: str | Path) -> bool:
+    """Whether a process serves the socket; False for a file that is no socket.  Never blocks, and
+    makes no connection: connecting with another socket type is enough to find out."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(os.fspath(path)) not in _UNSERVED
 
 
 # -- asking
