@@ -30,7 +30,7 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket, socket_name
+from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
 from .faults import ZERO, check_fault, misdirect
@@ -250,7 +250,7 @@ class PosixShmTransport:
                 self._fds.append(self.memory[len(self._fds)].read_only_fd())
             if self._server is None:
                 self._server = FdServer(self._socket_path, self._answer)
-        details = msgspec.msgpack.encode(ShmDetails(socket_name(self._socket_path)))
+        details = msgspec.msgpack.encode(ShmDetails(os.path.basename(self._socket_path)))
         return MemoryDescriptor(self.name, epoch, self.rank, self.regions, details)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:

@@ -80,14 +80,9 @@ def is_served(path: str | Path) -> bool:
 # -- asking
 
 
-def socket_name(path: str | Path) -> str:
-    """The name by which peers are told of the socket at ``path``.  Other containers may see the
-    shared directory at another path."""
-    return os.path.basename(path)
-
-
 def sibling_socket(own_path: str | Path, name: str) -> str:
-    """The path of socket ``name`` of a peer, in the directory of the own socket.  TransportError
+    """The path of socket ``name`` of a peer, in the directory of the own socket.  Peers are told
+    the name only: other containers may see the shared directory at another path.  TransportError
     if ``name`` is not a file name."""
     if not name or os.path.basename(name) != name:
         raise TransportError(f"{name!r} is no name of a socket in the run directory")
