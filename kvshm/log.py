@@ -41,7 +41,8 @@ def engine_name(epoch: int = 0, name: str = "", pid: int = 0) -> str:
 
 
 class RateLimit:
-    """Lets a log line of one kind through once in ``seconds``, by default a minute.  Any thread."""
+    """Lets a log line of one kind through once in ``seconds``, by default a minute.  ``math.inf``:
+    once for good, or until MAX_KINDS other kinds were logged.  Any thread."""
 
     def __init__(self, clock: Callable[[], float], seconds: float = REPEAT_SECONDS) -> None:
         self._clock = clock

@@ -94,12 +94,13 @@ class Peers:
         self.replica = Replica.create(namespace, engine, epoch, INITIAL_CAPACITY)
         self._closed = False
         self._peers: dict[int, Peer] = {}  # the client's thread only
-        self._suspected: set[int] = set()  # likewise; engines that are not attached included
+        self._suspected: set[int] = set()
+        """Engines that the coordinator suspects, attached or not.  The client's thread only."""
         self._view = _NO_PEERS
         self._peer_list = listed
-        self._retries: dict[int, tuple[EngineInfo, RetryPause]] = {}  # likewise
-        """Engines that could not be attached, by epoch."""
-        self.scan_queue = ScanQueue(clock, timing)  # likewise
+        self._retries: dict[int, tuple[EngineInfo, RetryPause]] = {}
+        """Engines that could not be attached, by epoch.  The client's thread only."""
+        self.scan_queue = ScanQueue(clock, timing)  # the client's thread only
         self._no_attach_until = 0.0
         """No peer is attached before this time, because the coordinator has just not answered: a
         thread that waits for the coordinator sends no heartbeats."""
@@ -306,8 +307,8 @@ class Peers:
 
     def _update_view(self) -> None:
         """Show changes to the scheduler's thread."""
-        living = [peer for epoch, peer in self._peers.items() if epoch not in self._suspected]
-        rows = {p.row: p for p in living if not (p.dead or p.info.imports_only)}
+        heard = [peer for epoch, peer in self._peers.items() if epoch not in self._suspected]
+        rows = {p.row: p for p in heard if not (p.dead or p.info.imports_only)}
         self._view = _PeerView(dict(self._peers), rows, sum(1 << row for row in rows))
         if self._closed:  # possibly since the line above
             self._view = _NO_PEERS

@@ -91,8 +91,8 @@ class UpdateHandler(Protocol):
 
 
 class CallGuard:
-    """Calls from the client's thread into the engine: the thread goes on if the engine raises, and
-    logs the first failure of each kind.  Used by one thread."""
+    """Makes the client's calls of the engine: if the engine raises, the client goes on and logs the
+    first failure of each kind.  Used by one thread."""
 
     def __init__(self) -> None:
         self._log_limit = RateLimit(time.monotonic, math.inf)

@@ -196,7 +196,7 @@ class FdServer:
         _log.warning("%s was removed or replaced, and is there again", self.path)
 
     def _warn_once(self, text: str, *about: object) -> None:
-        """Log a warning that was not logged since the socket was made."""
+        """Log a warning unless it was logged before, since the socket was made (again)."""
         if (warning := text % about) not in self._logged:
             self._logged.add(warning)
             _log.warning("%s", warning)
