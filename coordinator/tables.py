@@ -27,7 +27,6 @@ from kvshm.errors import (
 from kvshm.node.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_answer
 from kvshm.node.protocol import EngineInfo, Join
 from kvshm.rundir import engine_socket, tables_socket
-from kvshm.shm.counters import SWEPT
 from kvshm.shm.fds import peer_credentials, peer_has_closed, receive
 from kvshm.shm.layout import table_bytes
 from kvshm.shm.segment import TABLE_KIND
@@ -219,7 +218,6 @@ class Tables:
         for epoch, member in self._members.items():
             try:
                 swept = member.table.sweep(bits)
-                member.table.counters.add(SWEPT, swept)
             except KvshmError as exc:  # its owner has overwritten it
                 logfmt.write(logging.WARNING, "not-swept", epoch=f"{epoch:016x}", reason=exc)
                 continue

@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvshm import timing
-from kvshm.config import SETTINGS, TEST_SYNC_POINT, Setting
+from kvshm import syncpoints, timing
+from kvshm.config import SETTINGS, Setting
 from kvshm.fingerprint import FIELDS
 from kvshm.shm.layout import RecordKind, SlotState, digest, numbers
 
@@ -28,7 +28,7 @@ HEADER = Path(__file__).parents[1] / "kvshm" / "native" / "layout.h"
 ROW = re.compile(r"^\| \d+ (\|(?: \d+ \|)?) `([A-Z_]+)`", re.MULTILINE)
 HEAD = ("setting", "accepts", "default", "what it does")
 SYNC_POINT = (
-    f"`{TEST_SYNC_POINT}`",
+    f"`{syncpoints.VARIABLE}`",
     "`<name>:<stop or kill>[:<nth>]`",
     "unset",
     "Stop or kill the process at a sync point (`kvshm/syncpoints.py`).",

@@ -18,7 +18,7 @@ from kvshm.errors import SegmentError
 from kvshm.ids import Epoch
 from kvshm.node.handout import Handouts
 from kvshm.replica.index_reader import ReplicaReader
-from kvshm.rundir import FoundSocket, list_sockets
+from kvshm.rundir import FoundFile, list_sockets
 from kvshm.shm.counters import PUBLISHED
 from kvshm.shm.layout import RowState, SlotState
 from kvshm.shm.slot_table import SlotTableView
@@ -64,7 +64,7 @@ class SharingNode(Node):
         """Return the names of the sockets at which the engine hands out a table and a replica."""
         return {found.path.name for found in self._served(engine)}
 
-    def _served(self, engine: Engine) -> list[FoundSocket]:
+    def _served(self, engine: Engine) -> list[FoundFile]:
         """The sockets at which the engine's processes hand out an epoch's table and replica."""
         pids, served = engine.processes(), []
         for found in list_sockets(self.run_dir, self.namespace):

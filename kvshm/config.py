@@ -23,9 +23,8 @@ PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
 """Bytes of a socket's path that are kept free for its name, in addition to the namespace."""
 
-TEST_SYNC_POINT = "KVSHM_TEST_SYNC_POINT"
-"""Read by kvshm/syncpoints.py at its import, before there are settings."""
-_READ_ELSEWHERE = frozenset({TEST_SYNC_POINT, "KVSHM_TEST_TIME_SCALE"})
+_READ_ELSEWHERE = frozenset({"KVSHM_TEST_SYNC_POINT", "KVSHM_TEST_TIME_SCALE"})
+"""Read at the import of kvshm/syncpoints.py and kvshm/timing.py, before there are settings."""
 
 _BOOLEANS = {"0": False, "no": False, "false": False, "off": False}
 _BOOLEANS |= {"1": True, "yes": True, "true": True, "on": True}

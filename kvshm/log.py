@@ -41,16 +41,18 @@ def engine_name(epoch: int = 0, name: str = "", pid: int = 0) -> str:
 
 
 class RateLimit:
-    """Lets a log line of one kind through once a minute.  Any thread."""
+    """Lets a log line of one kind through once in ``seconds``, by default a minute.  ``math.inf``:
+    once for good, or until MAX_KINDS other kinds were logged.  Any thread."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], seconds: float = REPEAT_SECONDS) -> None:
         self._clock = clock
+        self._seconds = seconds
         self._last_logged: dict[str, float] = {}
 
     def allows(self, text: str) -> bool:
         """Whether to log ``text`` now.  Its kind is the part before the colon."""
         kind, now = text.partition(":")[0], self._clock()
-        if now - self._last_logged.get(kind, -REPEAT_SECONDS) < REPEAT_SECONDS:
+        if now - self._last_logged.get(kind, -self._seconds) < self._seconds:
             return False
         if len(self._last_logged) >= MAX_KINDS:
             self._last_logged.clear()

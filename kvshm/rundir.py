@@ -147,12 +147,6 @@ def peers_file(run_dir: Path, namespace: str, epoch: int) -> Path:
     return run_dir / f"{namespace}.peers.{epoch:016x}"
 
 
-def list_peers_files(run_dir: Path, namespace: str) -> list[tuple[int, Path]]:
-    """Return (epoch, path) of the namespace's lists of peers, half-written ones included."""
-    found = _matching(run_dir, _PEERS_FILE, namespace)
-    return [(int(match["epoch"], 16), path) for match, path in found]
-
-
 def require_room(run_dir: Path, namespace: str) -> None:
     """Check that the paths of all sockets of an engine fit.  Raises RunDirectoryError: better
     before the engine begins to share than rank by rank."""
@@ -167,38 +161,38 @@ def start_command(run_dir: Path, namespace: str) -> str:
 def list_coordinators(run_dir: Path, namespace: str | None) -> list[str]:
     """Return the namespaces in which a coordinator serves or has left its socket.  ``namespace``:
     only this one (None: all)."""
-    return [match["namespace"] for match, _ in _matching(run_dir, _TABLES_SOCKET, namespace)]
+    return [found.namespace for found in _find(run_dir, _TABLES_SOCKET, namespace)]
 
 
-class FoundSocket(NamedTuple):
-    """A socket of an engine or a rank in the run directory, served or not."""
+class FoundFile(NamedTuple):
+    """A socket or a list of peers in the run directory; its process may have ended."""
 
     namespace: str
     epoch: Epoch | None
-    """The engine's epoch; None for a rank's socket."""
+    """The engine's epoch; None if the name has none, as that of a rank's socket."""
     path: Path
 
 
-def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundSocket]:
+def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundFile]:
     """Return the sockets of engines and ranks, of one namespace (None: of all)."""
-    return [
-        FoundSocket(match["namespace"], _epoch(match["epoch"]), path)
-        for match, path in _matching(run_dir, _SOCKET, namespace)
-    ]
+    return _find(run_dir, _SOCKET, namespace)
 
 
-def _matching(
-    run_dir: Path, pattern: re.Pattern[str], namespace: str | None
-) -> list[tuple[re.Match[str], Path]]:
+def list_peers_files(run_dir: Path, namespace: str) -> list[FoundFile]:
+    """Return the namespace's lists of peers, half-written ones included."""
+    return _find(run_dir, _PEERS_FILE, namespace)
+
+
+def _find(run_dir: Path, pattern: re.Pattern[str], namespace: str | None) -> list[FoundFile]:
     """The entries whose names match, sorted, at most MAX_FOUND.  Reads only the names."""
     matches = filter(None, map(pattern.fullmatch, os.listdir(run_dir)))
     ours = (match for match in matches if namespace in (None, match["namespace"]))
-    found = sorted(islice(ours, MAX_FOUND), key=lambda match: match.string)
-    return [(match, run_dir / match.string) for match in found]
-
-
-def _epoch(digits: str | None) -> Epoch | None:
-    return None if digits is None else Epoch(int(digits, 16))
+    found = []
+    for match in sorted(islice(ours, MAX_FOUND), key=lambda match: match.string):
+        epoch = match.groupdict().get("epoch")
+        number = None if epoch is None else Epoch(int(epoch, 16))
+        found.append(FoundFile(match["namespace"], number, run_dir / match.string))
+    return found
 
 
 def path_too_long(path: str | Path) -> str:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
-from collections.abc import Iterator
 from enum import IntEnum
 from typing import NamedTuple
 
 from . import _native
-from .config import TEST_SYNC_POINT
 from .errors import ConfigError
 
-VARIABLE = TEST_SYNC_POINT
+VARIABLE = "KVSHM_TEST_SYNC_POINT"
 
 
 class SyncPoint(IntEnum):
@@ -60,42 +59,36 @@ class SyncPointTrigger(NamedTuple):
 
 def parse_trigger(text: str) -> SyncPointTrigger:
     """Return what ``<name>:<stop|kill>[:<nth>]`` asks for.  Raises ConfigError."""
-    name, _, rest = text.partition(":")
-    action, _, nth = rest.partition(":")
-    times = int(nth) if nth.isascii() and nth.isdigit() else 0 if nth else 1
-    if name not in SyncPoint.__members__ or action not in _ACTIONS or times < 1:
+    found = re.fullmatch(r"(\w+):(stop|kill)(?::([1-9][0-9]*))?", text)
+    if found is None or found[1] not in SyncPoint.__members__:
         raise ConfigError(
             f"{VARIABLE}={text!r}: wanted <name>:<stop|kill>[:<nth>] with a name of"
             f" {', '.join(SyncPoint.__members__)}"
         )
-    return SyncPointTrigger(SyncPoint[name], _ACTIONS[action], times)
+    return SyncPointTrigger(SyncPoint[found[1]], _ACTIONS[found[2]], int(found[3] or 1))
 
 
-class _ArmedTrigger(NamedTuple):
-    trigger: SyncPointTrigger
-    visits: Iterator[int]
+_armed: SyncPointTrigger | None = None
+"""The trigger of this process, if its point is in Python."""
+_visits = itertools.count(1)
 
 
-_armed: _ArmedTrigger | None = None
-
-
-def arm(trigger: SyncPointTrigger) -> None:
-    """Set the trigger of this process; for points in Python a second call replaces the first."""
+def _arm(trigger: SyncPointTrigger) -> None:
     global _armed
     if trigger.point < _native.NUM_SYNC_POINTS:
         _native.arm_sync_point(trigger.point, trigger.action, trigger.nth)
     else:
-        _armed = _ArmedTrigger(trigger, itertools.count(1))
+        _armed = trigger
 
 
 def sync_point(point: SyncPoint) -> None:
     """Mark a SYNC POINT of the Python code."""
-    if _armed is None or _armed.trigger.point is not point:
+    if _armed is None or _armed.point is not point:
         return
-    if next(_armed.visits) == _armed.trigger.nth:
+    if next(_visits) == _armed.nth:
         # raise_signal, not kill: this thread must receive the signal
-        signal.raise_signal(_armed.trigger.action)
+        signal.raise_signal(_armed.action)
 
 
 if VARIABLE in os.environ:
-    arm(parse_trigger(os.environ[VARIABLE]))
+    _arm(parse_trigger(os.environ[VARIABLE]))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -135,3 +135,24 @@ def timing_in(environ: Mapping[str, str]) -> Timing:
 
 TIMING = timing_in(os.environ)
 """The timing of this process."""
+
+
+class RetryPause:
+    """The pause between two tries after a lack of memory or descriptors: twice as long after each
+    try, up to a bound."""
+
+    def __init__(self, clock: Callable[[], float], timing: Timing = TIMING) -> None:
+        self._clock = clock
+        self._first, self._longest = timing.retry_seconds
+        self._seconds = 0.0
+        self._until: float | None = None
+
+    def tried(self) -> None:
+        """Begin the next pause; call it with each try."""
+        self._seconds = min(self._longest, 2 * self._seconds or self._first)
+        self._until = self._clock() + self._seconds
+
+    @property
+    def over(self) -> bool:
+        """Whether a try is due; True before the first try."""
+        return self._until is None or self._clock() >= self._until

@@ -17,9 +17,9 @@ from typing import NamedTuple
 from kvshm.errors import CorruptSegment, KvshmError, TransportError
 from kvshm.ids import Epoch
 from kvshm.node.handout import Handouts
-from kvshm.node.leftovers import is_served
 from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import list_sockets, tables_socket
+from kvshm.shm.fds import is_served
 from kvshm.shm.layout import SlotState
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 from kvshm.shm.slot_table import Slot, SlotTableView

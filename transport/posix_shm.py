@@ -30,7 +30,7 @@ from kvshm.errors import StaleAttachment, TransportError
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
 from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket, socket_name
+from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
 from .memory import KVMemory, check_sealed_memory
@@ -224,7 +224,7 @@ class PosixShmTransport(OwnCache):
                 self._fds.append(self.memory[len(self._fds)].read_only_fd())
             if self._server is None:
                 self._server = FdServer(self._socket_path, self._answer)
-            return self.describe(ShmDetails(socket_name(self._socket_path)))
+            return self.describe(ShmDetails(os.path.basename(self._socket_path)))
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
         """Answer one request, on the server's thread, without the lock: ``close`` holds it."""

@@ -26,9 +26,9 @@ from kvshm.log import engine_name, logger
 from kvshm.node.coordinator_client import CoordinatorClient
 from kvshm.node.leftovers import clear
 from kvshm.node.protocol import RankInfo
-from kvshm.node.retry_queue import RetryPause
 from kvshm.rundir import start_command
 from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.timing import RetryPause
 
 from .epoch_state import EngineSpec, EpochState, begin_epoch
 from .load_planner import LoadPlanner

@@ -119,8 +119,7 @@ class RosterHandler:
         if (state := self._present()) is not None:
             state.table.beat()
             state.peers.look_for_deaths()
-            state.peers.write_again()
-            state.peers.attach_again()
+            state.peers.try_again()
             counters, refused = state.table.counters, state.peers.replica.refused
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
             if (line := self._misses.line(state.table)) is not None:

@@ -23,6 +23,7 @@ from kvshm.forks import guard_forks
 from kvshm.log import logger
 from kvshm.resources import start_thread
 from kvshm.shm.counters import EVENTS_DROPPED, EVENTS_UNHEARD
+from kvshm.shm.fds import close_all
 from kvshm.shm.layout import RECORD_BYTES
 from kvshm.timing import TIMING, Timing
 
@@ -61,10 +62,12 @@ class CoordinatorClient:
         self._later_us = round(timing.send_delay_seconds * 1e6)
         self._outbox: deque[bytes | None] = deque()
         """Batches of events; None stands for ``rejoin``."""
-        self._timers: list[weakref.finalize[..., CoordinatorClient]] = []
-        self._wake_now, self._wake_later = self._timer(), self._timer()
+        timers = _open_timers()
+        self._wake_now, self._wake_later = timers
         """Two timers, because setting a timer cancels its earlier setting: a batch would delay the
         ``leave`` or ``rejoin`` of another thread."""
+        self._close_timers = weakref.finalize(self, close_all, timers)
+        self._close_timers.atexit = False
         self._will_wake = False
         """Whether the client's thread will wake up and read the outbox."""
         self._closing = threading.Event()
@@ -120,32 +123,9 @@ class CoordinatorClient:
             _log.warning("client's thread has not ended within %.1f s", timeout)
 
     @property
-    def errors(self) -> int:
-        """How many calls of the engine and how many messages have failed so far."""
-        return self._session.guard.errors if self._session else 0
-
-    @property
     def is_member(self) -> bool:
         """Whether the coordinator has this engine in its roster, as far as known."""
         return self._session is not None and self._session.is_member
-
-    def _timer(self) -> int:
-        """Return a new timer descriptor, which wakes the thread and is closed with this object."""
-        try:
-            timer = _native.timer()
-        except OSError as exc:
-            self._close_timers()
-            raise KvshmError(
-                f"no timer can be opened: {exc.strerror}; raise the limit of open files (ulimit -n)"
-            ) from exc
-        closing = weakref.finalize(self, os.close, timer)
-        closing.atexit = False
-        self._timers.append(closing)
-        return timer
-
-    def _close_timers(self) -> None:
-        for closing in self._timers:
-            closing()
 
     def _put(self, item: bytes | None, microseconds: int) -> None:
         if self._usable and not self._closing.is_set():
@@ -219,6 +199,20 @@ class CoordinatorClient:
         if lost := self._overflows - self._overflows_reported:
             self._overflows_reported += lost
             session.skip_events(lost, EVENTS_DROPPED)
+
+
+def _open_timers() -> list[int]:
+    """Return two timer descriptors, which wake the client's thread.  Raises KvshmError."""
+    timers: list[int] = []
+    try:
+        for _ in range(2):
+            timers.append(_native.timer())
+    except OSError as exc:
+        close_all(timers)
+        raise KvshmError(
+            f"no timer can be opened: {exc.strerror}; raise the limit of open files (ulimit -n)"
+        ) from exc
+    return timers
 
 
 def _next_message(queued: deque[bytes | None], limit: int) -> list[bytes]:

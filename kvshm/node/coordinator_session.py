@@ -32,7 +32,6 @@ from kvshm.rundir import command_endpoint, event_endpoint
 from kvshm.shm.counters import BAD_MESSAGES, EVENTS_DROPPED, EVENTS_SENT, Counter
 from kvshm.timing import TIMING, Timing
 
-from .call_guard import CallGuard
 from .event_order import EventOrder, Verdict
 from .protocol import (
     MAX_COMMAND_BYTES,
@@ -55,7 +54,7 @@ from .protocol import (
     open_broadcast,
 )
 from .receiving import received
-from .updates import Coordinator, Update, UpdateHandler
+from .updates import CallGuard, Coordinator, Update, UpdateHandler
 
 LINGER_MS = 500
 DESCRIPTORS = 24  # enough for a context with two sockets, and for the tables made after that

@@ -90,11 +90,8 @@ class EventOrder:
                 self._remove(epoch, "no longer in the roster")
         for epoch, info in roster.items():
             self._add_engine(info, joined.sequences.get(epoch, 0))
-        suspected = roster.keys() & joined.suspected
-        for epoch in sorted(self._suspected - suspected - self.missing):
-            self._recover(epoch)
-        for epoch in sorted(suspected - self._suspected):
-            self._suspect(epoch)
+        for epoch in roster:
+            self._set_suspected(epoch, epoch in joined.suspected)
 
     def receive_events(self, broadcasts: Sequence[object]) -> int:
         """The fast path: take the events at the beginning of ``broadcasts`` up to the first gap or
@@ -153,24 +150,24 @@ class EventOrder:
         return Verdict.MEMBER
 
     def _apply(self, broadcast: AnyBroadcast) -> None:
+        """Apply the next broadcast, unless it is about this engine itself or about an epoch that is
+        not in the roster."""
         match broadcast:
             case EngineJoined(engine=info) if info.epoch != self._own_epoch:
                 self.last_events[info.epoch] = broadcast.engine_sequence
                 self.missing.discard(info.epoch)
                 self._add(broadcast)
-                self._recover(info.epoch)
+                self._set_suspected(info.epoch, False)
             case EngineEvents(epoch=epoch) if epoch in self.last_events:
                 self._take_events(broadcast)
             case EngineSuspected(epoch=epoch) if epoch in self.last_events:
-                self._suspect(epoch)
+                self._set_suspected(epoch, True)
             case EngineRecovered(epoch=epoch):
-                self._recover(epoch)
+                self._set_suspected(epoch, False)
             case EngineGone(epoch=epoch) if epoch in self.last_events:
                 self._remove(epoch, broadcast.reason)
             case StrangerJoined():
                 self._add(broadcast)
-            case _:
-                return  # about this engine itself, or an epoch that is not in the roster
 
     def _take_events(self, events: EngineEvents) -> None:
         epoch, last = events.epoch, self.last_events[events.epoch]
@@ -191,14 +188,10 @@ class EventOrder:
         elif known != sequence:
             self._add(EventsLost(info.epoch))
 
-    def _suspect(self, epoch: int) -> None:
-        self._suspected.add(epoch)
-        self._add_broadcast(EngineSuspected, epoch=epoch)
-
-    def _recover(self, epoch: int) -> None:
-        if epoch in self._suspected:
-            self._suspected.discard(epoch)
-            self._add_broadcast(EngineRecovered, epoch=epoch)
+    def _set_suspected(self, epoch: int, suspected: bool) -> None:
+        if suspected != (epoch in self._suspected):
+            self._suspected ^= {epoch}
+            self._add_broadcast(EngineSuspected if suspected else EngineRecovered, epoch=epoch)
 
     def _remove(self, epoch: int, reason: str) -> None:
         del self.last_events[epoch]

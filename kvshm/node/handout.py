@@ -12,7 +12,6 @@ coordinator, which answers even for an engine that is stopped; ranks and tools a
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -31,7 +30,7 @@ from kvshm.replica.index import Replica
 from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import engine_socket, peers_file, tables_socket
 from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import close_all, fetch_keep_open
+from kvshm.shm.fds import close_all, fetch
 from kvshm.shm.layout import table_bytes
 from kvshm.shm.own_slot_table import OwnSlotTable
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
@@ -61,9 +60,6 @@ class Answer(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-_request_decoder = msgspec.msgpack.Decoder(Request)
-_answer_decoder = msgspec.msgpack.Decoder(Answer)
-
 Find = Callable[[Request], int]
 """Returns a descriptor, which the server closes once it is sent.  Runs on the server's thread;
 raises SegmentError if there is none."""
@@ -85,7 +81,7 @@ class HandoutServer:
         # The descriptor of the previous answer was sent, or never will be.
         self._forget_sent()
         try:
-            self._sent = [self._find(_request_decoder.decode(packed))]
+            self._sent = [self._find(msgspec.msgpack.decode(packed, type=Request))]
         except (msgspec.DecodeError, SegmentNotFound) as exc:
             return msgspec.msgpack.encode(Answer(False, str(exc))), []
         except SegmentError as exc:  # the segment exists, but no descriptors are left: no answer
@@ -119,14 +115,10 @@ def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> HandoutSer
 # -- asking
 
 
-FdAndSocket = tuple[int, socket.socket]
-"""A descriptor and the connection that it came by; the caller closes both."""
-
-
 def read_answer(reply: bytes, fds: list[int], what: str) -> int:
     """Return the one descriptor of an answer; close further descriptors.  Raises SegmentError."""
     try:
-        answer = _answer_decoder.decode(reply)
+        answer = msgspec.msgpack.decode(reply, type=Answer)
     except msgspec.DecodeError as exc:
         close_all(fds)
         raise SegmentError(f"{what}: undecodable answer: {exc}") from exc
@@ -149,20 +141,15 @@ def _error_class(cause: BaseException | None) -> type[SegmentError]:
     return SegmentNotReady if isinstance(cause, TimeoutError) else SegmentError
 
 
-def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> FdAndSocket:
-    """Ask the server at ``path`` for a segment.  Blocks for ``timeout`` seconds at most.  Raises
-    SegmentNotFound if the segment does not exist (any more), SegmentNotReady if there is no answer
-    in time, or SegmentError."""
+def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> int:
+    """Ask the server at ``path`` for a segment; return a descriptor, which the caller closes.
+    Blocks for ``timeout`` seconds at most.  Raises SegmentNotFound if the segment does not exist
+    (any more), SegmentNotReady if there is no answer in time, or SegmentError."""
     try:
-        request = encode_request(kind, epoch, writable)
-        reply, fds, connection = fetch_keep_open(path, request, timeout)
+        reply, fds = fetch(path, encode_request(kind, epoch, writable), timeout)
     except TransportError as exc:
         raise _error_class(exc.__cause__)(str(exc)) from exc
-    try:
-        return read_answer(reply, fds, os.fspath(path)), connection
-    except BaseException:
-        connection.close()
-        raise
+    return read_answer(reply, fds, os.fspath(path))
 
 
 class Handouts:
@@ -204,8 +191,7 @@ class Handouts:
 
     def replica(self, epoch: Epoch | int) -> ReplicaReader:
         """Fetch an engine's present replica from the engine, to read."""
-        fd, connection = ask(self._engine_socket(epoch), INDEX_KIND, epoch, False, self._timeout)
-        connection.close()
+        fd = ask(self._engine_socket(epoch), INDEX_KIND, epoch, False, self._timeout)
         return ReplicaReader.from_fd(self._segment_name(INDEX_KIND, epoch), fd)
 
     def _table(
@@ -216,8 +202,7 @@ class Handouts:
         largest: int = LARGEST_TABLE,
         timeout: float | None = None,
     ) -> Role:
-        fd, connection = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
-        connection.close()
+        fd = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
         table = role.from_fd(self._segment_name(TABLE_KIND, epoch), fd, largest=largest)
         if table.epoch != epoch:
             table.close()

@@ -8,9 +8,7 @@ whichever container it runs.
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,17 +22,9 @@ from kvshm.rundir import (
     lock_path,
     tables_socket,
 )
+from kvshm.shm.fds import is_served
 
 from .locks import CLEANUP_SECONDS, cleanup_lock, take_lock
-
-_UNSERVED = (errno.ECONNREFUSED, errno.ENOENT, errno.ELOOP)
-
-
-def is_served(path: Path) -> bool:
-    """Whether a process serves the socket; False for a file that is no socket.  Never blocks, and
-    makes no connection: connecting with another socket type is enough to find out."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
-        return probe.connect_ex(os.fspath(path)) not in _UNSERVED
 
 
 def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
@@ -45,7 +35,7 @@ def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
     living = {found.epoch for found, served in sockets.items() if served}
     lists = list_peers_files(run_dir, namespace)
     return [found.path for found, served in sockets.items() if not served] + [
-        path for epoch, path in lists if epoch not in living
+        found.path for found in lists if found.epoch not in living
     ]
 
 

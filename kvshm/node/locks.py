@@ -13,7 +13,7 @@ import fcntl
 import os
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -53,11 +53,7 @@ def take_lock(path: Path) -> int:
 
 
 @contextmanager
-def cleanup_lock(
-    run_dir: Path,
-    patience: float = CLEANUP_SECONDS,
-    clock: Callable[[], float] = time.monotonic,
-) -> Iterator[bool]:
+def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[bool]:
     """Hold the run directory's lock: only one process at a time cleans up, and none while a
     coordinator takes its locks.  Yields False if ``patience`` seconds were not enough.
 
@@ -71,8 +67,8 @@ def cleanup_lock(
             "or set KVSHM_RUN_DIR to a directory of your own"
         ) from exc
     try:
-        deadline = clock() + patience
-        while not (held := _try_lock(fd)) and clock() < deadline:
+        deadline = time.monotonic() + patience
+        while not (held := _try_lock(fd)) and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
         yield held
     finally:

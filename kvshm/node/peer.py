@@ -18,13 +18,12 @@ class Peer:
     """Another engine in one epoch, attached for as long as this object exists.
 
     Its table stays mapped until the last plan that holds the peer is gone.  The client's thread
-    changes ``suspected`` and ``dead``, the scheduler's thread the fields after them.
+    changes ``dead``, the scheduler's thread the fields after it.
     """
 
     info: EngineInfo
     table: PeerSlotTable
     row: int
-    suspected: bool = False
     dead: bool = False
     """One of its processes has ended; a coordinator reports that, too."""
     failures: int = 0
@@ -37,11 +36,6 @@ class Peer:
 
     def __post_init__(self) -> None:
         self.block_bytes = self.info.ranks[0].memory.block_bytes if self.info.ranks else 0
-
-    @property
-    def offers_blocks(self) -> bool:
-        """Whether the peer may have blocks to import, as far as known."""
-        return not (self.suspected or self.dead or self.info.imports_only)
 
 
 class PlannedRun(NamedTuple):

@@ -40,42 +40,39 @@ class PeerList:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._unwritten: bytes | None = None
-        self._written = b""
-        self._ended = self._failed = False
+        self._content = b""
+        self._written = self._ended = self._failed = False
 
     def write(self, peers: Iterable[EngineInfo]) -> None:
         """Replace the list.  Never raises: without it ranks attach on first use."""
         # The fingerprint's fields are long, and ranks do not need them.
         slim = [msgspec.structs.replace(info, fields={}) for info in peers]
-        self._unwritten = msgspec.msgpack.encode(slim)
+        self._content, self._written = msgspec.msgpack.encode(slim), False
         self.write_again()
 
     def write_again(self) -> None:
-        """Write the list again if that failed or the file was removed.  Call it now and then.
-        Never raises."""
-        if self._unwritten is None and self._written and not self._path.exists():
-            self._unwritten = self._written  # another process has removed it
-        if self._unwritten is None:
+        """Write the list again if that failed or another process has removed the file.  Call it now
+        and then.  Never raises."""
+        content = self._content
+        if not content or (self._written and self._path.exists()):
             return
         fresh = self._path.with_name(f"{self._path.name}.new")
         try:
-            _write_new(fresh, self._unwritten)
+            _write_new(fresh, content)
             fresh.replace(self._path)
+            self._written, self._failed = True, False
         except OSError as exc:
             if not self._failed:
                 log.warning("%s: %s; ranks attach peers when they are needed", self._path, exc)
             self._failed = True
             with suppress(OSError):
                 fresh.unlink(missing_ok=True)
-        else:
-            self._written, self._unwritten, self._failed = self._unwritten, None, False
         if self._ended:  # possibly since it was written
             self.end()
 
     def end(self) -> None:
         """Remove the list for good.  Any thread."""
-        self._ended, self._written = True, b""
+        self._ended, self._content = True, b""
         with suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -104,16 +101,12 @@ class PeerListReader:
             if seen == self._seen or found.st_uid != os.geteuid():
                 return None
             listed = self._read()
+            self._seen = seen  # not before: with more descriptors the next call may succeed
+            return _decoder.decode(listed)
         except FileNotFoundError:
             return None
-        except OSError as exc:  # for instance too few descriptors: the next call may succeed
-            self._warn_once(exc)
-            return None
-        self._seen = seen
-        try:
-            return _decoder.decode(listed)
-        except (msgspec.DecodeError, ValueError, RecursionError) as exc:  # ValueError: no UTF-8
-            self._warn_once(exc)
+        except (OSError, msgspec.DecodeError, ValueError, RecursionError) as exc:
+            self._warn_once(exc)  # ValueError: no UTF-8
             return None
 
     def _read(self) -> bytes:

@@ -11,13 +11,14 @@ and passes its changes of the replica to the replica's writer (kvshm/replica/ind
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kvshm.errors import KvshmError, SegmentNotFound, SegmentNotReady
 from kvshm.ids import Epoch, LeaseBit
-from kvshm.log import engine_name, logger
+from kvshm.log import RateLimit, engine_name, logger
 from kvshm.replica.index import Replica, StaleRecords
 from kvshm.shm.counters import (
     MISS_FINGERPRINT,
@@ -28,13 +29,12 @@ from kvshm.shm.counters import (
 )
 from kvshm.shm.layout import RECORD_BYTES, RowState
 from kvshm.shm.slot_table import PeerSlotTable
-from kvshm.timing import TIMING, Timing
+from kvshm.timing import TIMING, RetryPause, Timing
 
 from .handout import Handouts
 from .peer import Peer, PlannedRun, check_table
 from .peer_list import PeerList
 from .protocol import EngineInfo
-from .retry_queue import RetryQueue
 from .scan_queue import ScanQueue
 
 log = logger(__name__)
@@ -94,16 +94,19 @@ class Peers:
         self.replica = Replica.create(namespace, engine, epoch, INITIAL_CAPACITY)
         self._closed = False
         self._peers: dict[int, Peer] = {}  # the client's thread only
+        self._suspected: set[int] = set()
+        """Engines that the coordinator suspects, attached or not.  The client's thread only."""
         self._view = _NO_PEERS
         self._peer_list = listed
-        self._retries = RetryQueue(clock, timing)  # the client's thread only
-        self.scan_queue = ScanQueue(clock, timing)  # likewise
+        self._retries: dict[int, tuple[EngineInfo, RetryPause]] = {}
+        """Engines that could not be attached, by epoch.  The client's thread only."""
+        self.scan_queue = ScanQueue(clock, timing)  # the client's thread only
         self._no_attach_until = 0.0
         """No peer is attached before this time, because the coordinator has just not answered: a
         thread that waits for the coordinator sends no heartbeats."""
         self._last_pause_end = 0.0
         """When the last pause of any peer ends.  The scheduler's thread only."""
-        self._warned: set[tuple[int, str]] = set()
+        self._log_limit = RateLimit(clock, math.inf)
         self.num_incompatible = 0
         """Engines of other fingerprints on this node; set on the client's thread."""
 
@@ -123,18 +126,20 @@ class Peers:
 
     def suspected(self, epoch: Epoch) -> None:
         """Keep everything of an engine, but offer none of its blocks."""
-        self._suspect(epoch, True, RowState.SUSPECTED)
+        self._suspected.add(epoch)
+        self._set_row_state(epoch, RowState.SUSPECTED)
 
     def recovered(self, epoch: Epoch) -> None:
         """Offer a suspected engine's blocks again."""
-        self._suspect(epoch, False, RowState.LIVE)
+        self._suspected.discard(epoch)
+        self._set_row_state(epoch, RowState.LIVE)
 
     def gone(self, epoch: Epoch) -> str:
         """Drop an engine that is gone; return its name for the log.  Plans keep its table."""
         who = peer.info.log_name if (peer := self._find(epoch)) else engine_name(epoch)
         self._drop(epoch)
-        self._retries.remove(epoch)
-        self._warned = {c for c in self._warned if c[0] != epoch}
+        self._retries.pop(epoch, None)
+        self._suspected.discard(epoch)
         return who
 
     def apply_events(self, batches: Sequence[tuple[int, bytes]]) -> None:
@@ -167,10 +172,13 @@ class Peers:
             self._drop(epoch)
             self._leave_out(peer.info, exc)
 
-    def attach_again(self) -> None:
-        """Try again to attach engines that could not be attached.  About once a second."""
-        for info in self._retries.due():
-            if self._attach(info):
+    def try_again(self) -> None:
+        """Try again what has failed: to write the list for the own ranks, and to attach engines
+        that are not suspected.  About once a second."""
+        if self._peer_list is not None:
+            self._peer_list.write_again()
+        for info in [info for info, pause in self._retries.values() if pause.over]:
+            if info.epoch not in self._suspected and self._attach(info):
                 self.rescan(Epoch(info.epoch))
 
     def look_for_deaths(self) -> None:
@@ -183,11 +191,6 @@ class Peers:
                 self.replica.set_row_state(peer.row, RowState.SUSPECTED)
                 if not peer.table.retired:  # else it has ended its epoch in order
                     log.warning("engine %s has died", peer.info.log_name)
-
-    def write_again(self) -> None:
-        """Write the list for the own ranks again if that has failed.  About once a second."""
-        if self._peer_list is not None:
-            self._peer_list.write_again()
 
     # -- the scheduler's thread: nothing here waits for the client's thread
 
@@ -304,7 +307,8 @@ class Peers:
 
     def _update_view(self) -> None:
         """Show changes to the scheduler's thread."""
-        rows = {peer.row: peer for peer in self._peers.values() if peer.offers_blocks}
+        heard = [peer for epoch, peer in self._peers.items() if epoch not in self._suspected]
+        rows = {p.row: p for p in heard if not (p.dead or p.info.imports_only)}
         self._view = _PeerView(dict(self._peers), rows, sum(1 << row for row in rows))
         if self._closed:  # possibly since the line above
             self._view = _NO_PEERS
@@ -321,10 +325,8 @@ class Peers:
         table = peer.table
         return not (table.retired or table.owner_died) and peer.paused_until <= self._clock()
 
-    def _suspect(self, epoch: Epoch, suspected: bool, state: RowState) -> None:
-        self._retries.set_suspected(epoch, suspected)
+    def _set_row_state(self, epoch: Epoch, state: RowState) -> None:
         if (peer := self._find(epoch)) is not None:
-            peer.suspected = suspected
             self._update_view()
             self.replica.set_row_state(peer.row, state)
 
@@ -332,7 +334,7 @@ class Peers:
         if self._closed:
             return False
         if self._clock() < self._no_attach_until:
-            self._retries.add(info)
+            self._try_later(info)
             return False
         try:
             table = self._handouts.roster_table(info.epoch, info.num_blocks, len(info.ranks))
@@ -344,7 +346,7 @@ class Peers:
                 self._no_attach_until = self._clock() + self._timing.handout_pause_seconds
             self._leave_out(info, exc)
             return False
-        self._retries.remove(info.epoch)
+        self._retries.pop(info.epoch, None)
         self._peers[info.epoch] = Peer(info, table, row)
         self._update_view()
         self._write_list()
@@ -356,17 +358,20 @@ class Peers:
 
     def _leave_out(self, info: EngineInfo, reason: Exception) -> None:
         if isinstance(reason, SegmentNotFound):  # it has left, or has begun another epoch
-            self._retries.remove(info.epoch)
+            self._retries.pop(info.epoch, None)
             log.info("engine %s has ended its epoch: %s", info.log_name, reason)
             return
-        self._retries.add(info)
+        self._try_later(info)
         self._warn_once(info, f"is left out: {reason}")
+
+    def _try_later(self, info: EngineInfo) -> None:
+        _, pause = self._retries.get(info.epoch, (info, RetryPause(self._clock, self._timing)))
+        pause.tried()
+        self._retries[info.epoch] = info, pause
 
     def _warn_once(self, info: EngineInfo, what: str) -> None:
         """Log once for each engine and kind of warning, which is the text before the colon."""
-        kind = (info.epoch, what.partition(":")[0])
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if self._log_limit.allows(f"{info.epoch} {what}"):
             log.warning("engine %s %s", info.log_name, what)
 
 

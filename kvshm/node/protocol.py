@@ -16,6 +16,7 @@ from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw
+from msgspec.msgpack import Decoder, Encoder
 
 from kvshm.errors import ProtocolError, VersionMismatch
 from kvshm.interfaces import MemoryDescriptor
@@ -252,16 +253,14 @@ AnyBroadcast = (
     | Tick
 )
 
-_encoder = msgspec.msgpack.Encoder()
-_command_decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_events_decoder = msgspec.msgpack.Decoder(Events)
-_foreign_decoder = msgspec.msgpack.Decoder(ForeignJoin)
-_reply_decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
-_broadcasts_decoder: msgspec.msgpack.Decoder[list[AnyBroadcast]] = msgspec.msgpack.Decoder(
-    list[AnyBroadcast]
-)
-_frame_decoder = msgspec.msgpack.Decoder(list[Raw])
-_broadcast_decoder: msgspec.msgpack.Decoder[AnyBroadcast] = msgspec.msgpack.Decoder(AnyBroadcast)
+_encoder = Encoder()
+_command_decoder: Decoder[Command] = Decoder(Command)
+_events_decoder = Decoder(Events)
+_foreign_decoder = Decoder(ForeignJoin)
+_reply_decoder: Decoder[Reply] = Decoder(Reply)
+_broadcasts_decoder: Decoder[list[AnyBroadcast]] = Decoder(list[AnyBroadcast])
+_frame_decoder = Decoder(list[Raw])
+_broadcast_decoder: Decoder[AnyBroadcast] = Decoder(AnyBroadcast)
 
 T = TypeVar("T")
 
@@ -272,9 +271,7 @@ def encode(message: Message) -> bytes:
 
 
 def _decode(
-    decoder: msgspec.msgpack.Decoder[T],
-    frame: bytes | memoryview | Raw,
-    limit: int = MAX_MESSAGE_BYTES,
+    decoder: Decoder[T], frame: bytes | memoryview | Raw, limit: int = MAX_MESSAGE_BYTES
 ) -> T:
     size = len(memoryview(frame))
     if size > limit:

@@ -37,7 +37,7 @@ class ErrorLog:
         """Record an error, or count it if it is recorded already.  A full log drops the error whose
         last occurrence is oldest.  The text is cut to 104 bytes."""
         wanted = text.encode("utf-8", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
-        entries = [self._read(place) for place in range(NUM_ERRORS)]
+        entries = self._entries()
         place = next((i for i, entry in enumerate(entries) if entry[3] == wanted), None)
         if place is None:
             place = min(range(NUM_ERRORS), key=lambda i: entries[i][2])
@@ -48,14 +48,12 @@ class ErrorLog:
 
     def read(self) -> list[LoggedError]:
         """The recorded errors, most recent last."""
-        entries = [self._read(place) for place in range(NUM_ERRORS)]
-        used = sorted((entry for entry in entries if entry[0]), key=lambda entry: entry[2])
+        used = sorted((entry for entry in self._entries() if entry[0]), key=lambda entry: entry[2])
         return [
             LoggedError(count, first, last, text.rstrip(b"\0").decode("utf-8", "replace"))
             for count, first, last, text in used
         ]
 
-    def _read(self, place: int) -> tuple[int, int, int, bytes]:
-        offset = ERRORS_OFFSET + place * ERROR_BYTES
-        count, first_ns, last_ns, text = _ENTRY.unpack_from(self._segment.buffer, offset)
-        return count, first_ns, last_ns, text
+    def _entries(self) -> list[tuple[int, int, int, bytes]]:
+        end = ERRORS_OFFSET + NUM_ERRORS * ERROR_BYTES
+        return list(_ENTRY.iter_unpack(self._segment.buffer[ERRORS_OFFSET:end]))

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from kvshm.errors import TransportError
@@ -21,11 +21,10 @@ from kvshm.resources import start_thread
 from .fds import (
     MAX_REQUEST_BYTES,
     FileId,
-    check_path,
     file_at,
+    is_served,
     new_socket,
     peer_credentials,
-    peer_uid,
     remove_own,
 )
 
@@ -56,33 +55,31 @@ def _max_kept() -> int:
 
 def _remove_stale(path: str) -> None:
     """Remove what a dead process left at ``path``; TransportError if one serves there."""
-    if os.path.islink(path):  # no socket of kvshm is a link; its target is not ours
-        Path(path).unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        probe.setblocking(False)
+    # No socket of kvshm is a link; what the link leads to is not ours.
+    if not os.path.islink(path) and is_served(path):
+        raise TransportError(f"{path}: another process serves this socket")
+    Path(path).unlink(missing_ok=True)
+
+
+def _listen(path: str) -> tuple[socket.socket, FileId | None]:
+    """Listen at ``path``, with mode 0600 before a peer can connect; return the socket and the id of
+    its file.  Raises TransportError."""
+    with ExitStack() as undo:
+        listener = undo.enter_context(new_socket(path))
         try:
-            probe.connect(path)
-        except ConnectionRefusedError:
-            Path(path).unlink(missing_ok=True)
-        except FileNotFoundError:
-            pass
-        else:
-            raise TransportError(f"{path}: another process serves this socket")
-
-
-def _bind(listener: socket.socket, path: str) -> FileId | None:
-    """Listen at ``path``, with mode 0600 before a peer can connect; return the id of the file."""
-    try:
-        _remove_stale(path)
-        listener.bind(path)
-        Path(path).chmod(0o600)
-        listener.listen(MAX_CLIENTS)
-        return file_at(path)
-    except OSError as exc:
-        raise TransportError(
-            f"{path}: cannot serve descriptors here: {exc.strerror}; remove what lies there, or "
-            "make room in that directory"
-        ) from exc
+            _remove_stale(path)
+            listener.bind(path)
+            Path(path).chmod(0o600)
+            listener.listen(MAX_CLIENTS)
+            own = file_at(path)
+        except OSError as exc:
+            raise TransportError(
+                f"{path}: cannot serve descriptors here: {exc.strerror}; remove what lies there, "
+                "or make room in that directory"
+            ) from exc
+        listener.setblocking(False)
+        undo.pop_all()
+    return listener, own
 
 
 class FdServer:
@@ -105,49 +102,39 @@ class FdServer:
         """Listen at ``path``.  ``max_kept`` replaces the module's bounds.  Raises TransportError:
         path too long, in use or not writable; no descriptors or threads left."""
         self.path = os.fspath(path)
-        check_path(self.path)
         self._answer = answer
         self._client_timeout = client_timeout
         self._max_kept = max_kept
         self._deadlines: dict[socket.socket, float] = {}
         self._kept: dict[socket.socket, int] = {}  # their pids, in the order of their answers
         self._log_limit = RateLimit(time.monotonic)
-        self._bind_errors: set[str] = set()  # why the socket could not be made again
-        self._logged: set[int | None] = set()  # errors of accept that were logged
-        self._listener = new_socket(self.path)
-        self._listener.setblocking(False)
+        self._logged: set[str] = set()  # errors of the listener that were logged
+        self._closed = False
+        self._next_check = time.monotonic() + CHECK_SECONDS
+        # poll, not epoll: an epoll object would be shared with a forked child.
+        self._selector = selectors.PollSelector()
+        self._thread = threading.Thread(target=self._serve, name="kvshm-fds", daemon=True)
         try:
             self._waker, self._woken = socket.socketpair()
         except OSError as exc:
-            self._listener.close()
             raise TransportError(f"{self.path}: cannot serve descriptors here: {exc}") from exc
-        try:
-            self._own = _bind(self._listener, self.path)
-        except TransportError:
-            self._close_sockets()
-            raise
-        # poll, not epoll: an epoll object would be shared with a forked child.
-        self._selector = selectors.PollSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._next_check = time.monotonic() + CHECK_SECONDS
-        self._closing = threading.Event()
-        self._closed = False
-        guard_forks(self)
-        self._thread = threading.Thread(target=self._serve, name="kvshm-fds", daemon=True)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._waker.close)
+            undo.callback(self._woken.close)
+            self._listener, self._own = _listen(self.path)
+            undo.callback(self._close_sockets)
+            undo.callback(self._remove_name)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            guard_forks(self)
             start_thread(self._thread)
-        except TransportError:
-            self._remove_name()
-            self._close_sockets()
-            raise
+            undo.pop_all()
 
     def close(self) -> None:
         """Stop answering and remove the socket.  Idempotent; waits for the reply under way."""
         if self._closed:
             return
         self._closed = True
-        self._closing.set()
         self._waker.send(b"x")
         self._thread.join()
         self._remove_name()
@@ -173,7 +160,7 @@ class FdServer:
     # -- on the server's thread
 
     def _serve(self) -> None:
-        while not self._closing.is_set():
+        while not self._closed:
             for key, _ in self._selector.select(self._select_timeout()):
                 if key.fileobj is self._listener:
                     self._accept()
@@ -194,26 +181,25 @@ class FdServer:
 
     def _restore(self) -> None:
         """Make the socket again if its path was removed or replaced: peers cannot find it then."""
-        fresh = None
         try:
             if file_at(self.path) == self._own or not os.path.isdir(os.path.dirname(self.path)):
                 return
-            fresh = new_socket(self.path)
-            fresh.setblocking(False)
-            self._own = _bind(fresh, self.path)
+            fresh, self._own = _listen(self.path)
         except (TransportError, OSError) as exc:
-            if fresh is not None:
-                fresh.close()
-            if str(exc) not in self._bind_errors:
-                self._bind_errors.add(str(exc))
-                _log.warning("%s", exc)
+            self._warn_once("%s", exc)
             return
         self._selector.unregister(self._listener)
         self._listener.close()
         self._listener = fresh
         self._selector.register(fresh, selectors.EVENT_READ)
-        self._bind_errors.clear()
+        self._logged.clear()
         _log.warning("%s was removed or replaced, and is there again", self.path)
+
+    def _warn_once(self, text: str, *about: object) -> None:
+        """Log a warning unless it was logged before, since the socket was made (again)."""
+        if (warning := text % about) not in self._logged:
+            self._logged.add(warning)
+            _log.warning("%s", warning)
 
     def _accept(self) -> None:
         try:
@@ -221,14 +207,12 @@ class FdServer:
         except BlockingIOError:
             return  # the peer closed before it was accepted
         except OSError as exc:
-            if exc.errno not in self._logged:
-                _log.warning("cannot accept at %s: %s", self.path, exc)
-            self._logged.add(exc.errno)
-            self._closing.wait(0.1)  # out of descriptors: the listener stays readable
+            self._warn_once("cannot accept at %s: %s", self.path, exc)
+            time.sleep(0.1)  # out of descriptors: the listener stays readable
             return
-        if peer_uid(client) != os.geteuid():
-            if self._log_limit.allows(f"uid {peer_uid(client)}"):
-                _log.warning("uid %d asked at %s: refused", peer_uid(client), self.path)
+        if (uid := peer_credentials(client).uid) != os.geteuid():
+            if self._log_limit.allows(f"uid {uid}"):
+                _log.warning("uid %d asked at %s: refused", uid, self.path)
             client.close()
             return
         if len(self._deadlines) >= MAX_CLIENTS:

@@ -16,6 +16,7 @@ process has ended.  The transport defines what the bytes mean; usually they are 
 from __future__ import annotations
 
 import array
+import errno
 import os
 import socket
 import struct
@@ -30,6 +31,7 @@ MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 65536
 MAX_FDS = 253
 """The kernel's SCM_MAX_FD: most descriptors in one message."""
+_UNSERVED = (errno.ECONNREFUSED, errno.ENOENT, errno.ELOOP)
 _PEER_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
 
 
@@ -48,22 +50,8 @@ def peer_credentials(connection: socket.socket) -> Credentials:
     return Credentials(*_PEER_CREDENTIALS.unpack(packed))
 
 
-def peer_uid(connection: socket.socket) -> int:
-    """Return the uid of the process at the other end."""
-    return peer_credentials(connection).uid
-
-
-def check_path(path: str) -> None:
-    """Raise TransportError for a path that is too long for a socket."""
-    if error := path_too_long(path):
-        raise TransportError(error)
-
-
-class FileId(NamedTuple):
-    """Identifies the file at a path.  Unique while a socket is bound to the file."""
-
-    device: int
-    inode: int
+FileId = tuple[int, int]
+"""Device and inode of the file at a path.  Unique while a socket is bound to the file."""
 
 
 def file_at(path: str | Path) -> FileId | None:
@@ -73,7 +61,7 @@ def file_at(path: str | Path) -> FileId | None:
         found = os.lstat(path)
     except FileNotFoundError:
         return None
-    return FileId(found.st_dev, found.st_ino)
+    return found.st_dev, found.st_ino
 
 
 def remove_own(path: str | Path, own: FileId | None) -> None:
@@ -82,17 +70,19 @@ def remove_own(path: str | Path, own: FileId | None) -> None:
         os.unlink(path)
 
 
+def is_served(path: str | Path) -> bool:
+    """Whether a process serves the socket; False for a file that is no socket.  Never blocks, and
+    makes no connection: connecting with another socket type is enough to find out."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
+        return probe.connect_ex(os.fspath(path)) not in _UNSERVED
+
+
 # -- asking
 
 
-def socket_name(path: str | Path) -> str:
-    """The name by which peers are told of the socket at ``path``.  Other containers may see the
-    shared directory at another path."""
-    return os.path.basename(path)
-
-
 def sibling_socket(own_path: str | Path, name: str) -> str:
-    """The path of socket ``name`` of a peer, in the directory of the own socket.  TransportError
+    """The path of socket ``name`` of a peer, in the directory of the own socket.  Peers are told
+    the name only: other containers may see the shared directory at another path.  TransportError
     if ``name`` is not a file name."""
     if not name or os.path.basename(name) != name:
         raise TransportError(f"{name!r} is no name of a socket in the run directory")
@@ -108,6 +98,10 @@ def _received_fds(ancillary: Iterable[tuple[int, int, bytes]]) -> list[int]:
 
 
 def new_socket(path: str) -> socket.socket:
+    """Return a socket that can be bound or connected to ``path``.  Raises TransportError: path too
+    long, or no descriptors left."""
+    if error := path_too_long(path):
+        raise TransportError(error)
     try:
         return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     except OSError as exc:
@@ -121,14 +115,6 @@ def close_all(fds: Iterable[int]) -> None:
     """Close every descriptor of ``fds``."""
     for fd in fds:
         os.close(fd)
-
-
-def _exchange(connection: socket.socket, path: str, request: bytes) -> tuple[bytes, list[int]]:
-    connection.connect(path)
-    if peer_uid(connection) != os.geteuid():
-        raise TransportError(f"{path}: served by uid {peer_uid(connection)}, not by this user")
-    connection.send(request)
-    return receive(connection, path)
 
 
 def receive(connection: socket.socket, path: str) -> tuple[bytes, list[int]]:
@@ -176,13 +162,16 @@ def fetch_keep_open(
     """The same as ``fetch``, and also return the connection, which the caller closes.
     ``peer_has_closed`` tells when the owner closes it; owners of older versions do so at once."""
     name = os.fspath(path)
-    check_path(name)
     if not 0 < len(request) <= MAX_REQUEST_BYTES:
         raise TransportError(f"request has {len(request)} bytes, 1 to {MAX_REQUEST_BYTES} fit")
     connection = new_socket(name)
     try:
         connection.settimeout(timeout)
-        reply, fds = _exchange(connection, name, request)
+        connection.connect(name)
+        if (uid := peer_credentials(connection).uid) != os.geteuid():
+            raise TransportError(f"{name}: served by uid {uid}, not by this user")
+        connection.send(request)
+        reply, fds = receive(connection, name)
         connection.setblocking(False)
     except BaseException as exc:
         connection.close()

@@ -12,6 +12,8 @@ import mmap
 import os
 import stat
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from kvshm import _native
@@ -59,6 +61,20 @@ def _reserve(fd: int, name: str, nbytes: int) -> None:
         ) from exc
 
 
+@contextmanager
+def _closing_on_error(fd: int, failed: str) -> Iterator[None]:
+    """A context: an error within it closes ``fd``; an OSError becomes a SegmentError, which begins
+    with ``failed``."""
+    try:
+        yield
+    except OSError as exc:
+        os.close(fd)
+        raise SegmentError(f"{failed}: {exc.strerror}") from exc
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def check_sealed(fd: int, name: str, largest: int) -> int:
     """Return the size of a received segment.  Raises SegmentError unless it is memory of this user
     that cannot shrink and has all its pages, so that reads never fault."""
@@ -97,16 +113,10 @@ class Segment:
             fd = os.memfd_create(name[:_NAME_BYTES], flags)
         except OSError as exc:
             raise SegmentError(f"{name} cannot be created: {exc.strerror}") from exc
-        try:
+        with _closing_on_error(fd, f"{name} cannot be created"):
             _reserve(fd, name, nbytes)
             mapping = mmap.mmap(fd, nbytes)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        except OSError as exc:
-            os.close(fd)
-            raise SegmentError(f"{name} cannot be created: {exc.strerror}") from exc
-        except BaseException:
-            os.close(fd)
-            raise
         return cls(name, fd, mapping)
 
     @classmethod
@@ -116,18 +126,13 @@ class Segment:
 
         Raises SegmentNotReady (not filled yet) or SegmentError.
         """
-        try:
+        with _closing_on_error(fd, f"{name} cannot be mapped"):
             nbytes = check_sealed(fd, name, largest)
             if nbytes < PREFIX_BYTES:
                 raise SegmentNotReady(f"{name} has {nbytes} bytes: its owner is creating it")
             prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-            return cls(name, fd, mmap.mmap(fd, nbytes, prot=prot))
-        except OSError as exc:
-            os.close(fd)
-            raise SegmentError(f"{name} cannot be mapped: {exc}") from exc
-        except BaseException:
-            os.close(fd)
-            raise
+            mapping = mmap.mmap(fd, nbytes, prot=prot)
+        return cls(name, fd, mapping)
 
     def descriptor(self, writable: bool) -> int:
         """A new descriptor of the segment; the caller closes it.  Raises SegmentError."""
@@ -166,15 +171,12 @@ class Segment:
         self._buffer = self._mapping = None
         if buffer is None or mapping is None:
             return
-        try:
+        with suppress(BufferError):
             buffer.release()
             mapping.close()
-        except BufferError:
-            return
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
-            self.close_descriptor()
+        self.close_descriptor()
 
     def __repr__(self) -> str:
         size = "closed" if self._buffer is None else f"{self._buffer.nbytes} bytes"

@@ -19,7 +19,7 @@ from kvshm import syncpoints as syncpoints  # arms the core's sync points, if a 
 from kvshm.errors import CorruptSegment
 from kvshm.ids import BlockHash, Generation, LeaseBit, Rank
 
-from .counters import Counters
+from .counters import SWEPT
 from .layout import (
     GENERATION_SHIFT,
     LEASE_MASK,
@@ -33,7 +33,7 @@ from .layout import (
     SlotState,
     table_bytes,
 )
-from .segment import Header, Segment, check_header
+from .segment import Segment, check_header
 from .table_header import TableHeader
 
 LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
@@ -145,9 +145,11 @@ class SlotTableView(TableHeader):
     def _slot_violation(self, block_id: int) -> str:
         offset = self._slot_offset(block_id)
         word = self._load(offset)
-        if _is_consistent(word) or self._load(offset) != word:
+        state, leases = _state_of(word), word & LEASE_MASK
+        sound = state in (SlotState.READY, SlotState.DRAINING)
+        if sound or (state == SlotState.EMPTY and not leases) or self._load(offset) != word:
             return ""
-        return f"state {_state_of(word)} with leases {word & LEASE_MASK:#x}"
+        return f"state {state} with leases {leases:#x}"
 
     def _slot_offset(self, block_id: int) -> int:
         if not 0 <= block_id < self.num_blocks:
@@ -169,13 +171,6 @@ class SlotTableView(TableHeader):
         leased = sum(bool(word & LEASE_MASK) for word in words)
         retired = ", retired" if self.retired else ""
         return f"<{type(self).__name__} {self.name} [{states}, {leased} leased{retired}]>"
-
-
-def _is_consistent(word: int) -> bool:
-    state = _state_of(word)
-    if state == SlotState.EMPTY:
-        return not word & LEASE_MASK
-    return state in (SlotState.READY, SlotState.DRAINING)
 
 
 class PeerSlotTable(SlotTableView):
@@ -205,11 +200,6 @@ class RosterSlotTable(SlotTableView):
     """The slot table of an engine in the roster, for the coordinator."""
 
     WRITABLE = True
-    counters: Counters
-
-    def __init__(self, segment: Segment, header: Header) -> None:
-        super().__init__(segment, header)
-        self.counters = Counters(segment)
 
     def descriptor(self, writable: bool) -> int:
         """A new descriptor of the table, to hand out; the caller closes it.  Only if the table was
@@ -218,8 +208,10 @@ class RosterSlotTable(SlotTableView):
 
     def sweep(self, bits: int) -> int:
         """Clear the leases of importers that are confirmed dead (``bits``: their lease bits).
-        Returns the number of changed slots."""
-        return _native.sweep(self._segment.buffer, bits)
+        Counts the changed slots, and returns their number."""
+        swept = _native.sweep(self._segment.buffer, bits)
+        _native.add(self._segment.buffer, SWEPT.offset, swept)
+        return swept
 
 
 def _bounded(bit: int) -> int:

@@ -16,7 +16,7 @@ _SCRIPT = Path(__file__).parent / "fake_engine.py"
 PYTHON = (sys.executable,)
 
 
-ANSWERS = {"leased", "errors", "forked"}
+ANSWERS = {"leased", "forked"}
 """What a fake engine says because it was told to do something."""
 
 

@@ -264,8 +264,6 @@ class Engine:
                 self.hears.set()
             case "fail":
                 self.failing.add(order["update"])
-            case "errors":
-                say("errors", count=client.errors)
             case "fork":
                 say("forked", status=self.fork(client))
         say("done", what=order["do"])

@@ -16,9 +16,9 @@ import pytest
 import zmq
 
 from kvshm.ids import Rank
-from kvshm.node.leftovers import is_served
 from kvshm.node.protocol import EngineEvents, open_broadcast
 from kvshm.rundir import event_endpoint, list_sockets
+from kvshm.shm.fds import is_served
 
 from . import toys
 from .engines import FakeEngine

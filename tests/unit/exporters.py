@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 
 from kvshm.interfaces import MemoryDescriptor, Region
 from kvshm.node.peers import Peers
 from kvshm.node.protocol import EngineInfo, RankInfo
-from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
+from kvshm.shm.layout import (
+    LAYOUT_VERSION,
+    VERSION_OFFSET,
+    BlockRecord,
+    pack_records,
+    unpack_records,
+)
 
 from .served import ServedNode
 
@@ -60,6 +67,14 @@ class Exporter:
         """Nobody hands its table out any more."""
         self._node.roster.pop(self.info.epoch, None)
         self.served.close()
+
+
+def break_version(a: Exporter) -> None:
+    struct.pack_into("<I", a.table._segment.buffer, VERSION_OFFSET, 99)
+
+
+def mend_version(a: Exporter) -> None:
+    struct.pack_into("<I", a.table._segment.buffer, VERSION_OFFSET, LAYOUT_VERSION)
 
 
 class Clock:

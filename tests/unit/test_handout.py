@@ -28,9 +28,16 @@ from kvshm.errors import (
     TransportError,
 )
 from kvshm.ids import Epoch, LeaseBit
-from kvshm.node.handout import Answer, Handouts, HandoutServer, ask, serve_epoch
+from kvshm.node.handout import (
+    Answer,
+    Handouts,
+    HandoutServer,
+    ask,
+    encode_request,
+    serve_epoch,
+)
 from kvshm.rundir import engine_socket, tables_socket
-from kvshm.shm.fds import peer_has_closed
+from kvshm.shm.fds import fetch_keep_open, peer_has_closed
 from kvshm.shm.layout import RETIRED_OFFSET, table_bytes
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.shm.slot_table import PeerSlotTable
@@ -41,6 +48,7 @@ from .pages import ROOT
 from .served import AnyTable, Served, ServedNode
 
 EPOCH = Epoch(7)
+WANTED = encode_request(TABLE_KIND, EPOCH, False)
 
 
 @pytest.fixture
@@ -72,8 +80,7 @@ def test_an_engines_table_is_to_be_had_to_write_and_its_replica_to_read(
 
 @pytest.mark.parametrize("kind", [TABLE_KIND, INDEX_KIND])
 def test_what_was_asked_for_to_read_cannot_be_written(engine: Served, kind: str) -> None:
-    fd, connection = ask(engine.path, kind, EPOCH, False, 2.0)
-    connection.close()
+    fd = ask(engine.path, kind, EPOCH, False, 2.0)
     with pytest.raises(PermissionError):
         mmap.mmap(fd, os.fstat(fd).st_size)
     with pytest.raises(PermissionError):
@@ -82,8 +89,7 @@ def test_what_was_asked_for_to_read_cannot_be_written(engine: Served, kind: str)
 
 
 def test_a_replica_is_never_handed_out_to_be_written(engine: Served) -> None:
-    fd, connection = ask(engine.path, INDEX_KIND, EPOCH, True, 2.0)
-    connection.close()
+    fd = ask(engine.path, INDEX_KIND, EPOCH, True, 2.0)
     with pytest.raises(PermissionError):
         mmap.mmap(fd, os.fstat(fd).st_size)
     os.close(fd)
@@ -130,9 +136,7 @@ def test_a_request_that_makes_no_sense_is_answered_and_ends_nothing(
         client.send(request_)
         answer = msgspec.msgpack.decode(client.recv(4096), type=Answer)
     assert not answer.found
-    fd, connection = ask(engine.path, TABLE_KIND, EPOCH, False, 2.0)
-    os.close(fd)
-    connection.close()
+    os.close(ask(engine.path, TABLE_KIND, EPOCH, False, 2.0))
 
 
 def test_what_was_handed_out_costs_the_server_no_descriptor(
@@ -156,7 +160,7 @@ def test_who_has_ended_is_not_found(served: ServedNode, engine: Served) -> None:
 
 
 def test_the_connection_ends_with_the_server(engine: Served) -> None:
-    fd, connection = ask(engine.path, TABLE_KIND, EPOCH, False, 2.0)
+    _, (fd,), connection = fetch_keep_open(engine.path, WANTED, 2.0)
     with pytest.raises(BlockingIOError):
         connection.recv(1)
     engine.close()
@@ -286,9 +290,10 @@ def test_who_stands_still_costs_the_timeout(served: ServedNode) -> None:
 STAYS = """
 import sys
 from pathlib import Path
-from kvshm.shm.fds import peer_has_closed
-from kvshm.node.handout import ask
-_, connection = ask(Path(sys.argv[1]), "slots", int(sys.argv[2]), False, 60)
+from kvshm.shm.fds import fetch_keep_open, peer_has_closed
+from kvshm.node.handout import encode_request
+request = encode_request("slots", int(sys.argv[2]), False)
+_, _, connection = fetch_keep_open(Path(sys.argv[1]), request, 60)
 print(flush=True)
 input()
 print(peer_has_closed(connection))
@@ -309,7 +314,7 @@ def test_who_asks_and_stays_without_end_has_a_part_of_the_descriptors_and_crowds
         held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         greedy = []
         for _ in range(kept + 40):
-            fd, connection = ask(engine.path, TABLE_KIND, EPOCH, False, 60)
+            _, (fd,), connection = fetch_keep_open(engine.path, WANTED, 60)
             os.close(fd)
             greedy.append(held.enter_context(connection))
         until(lambda: [peer_has_closed(one) for one in greedy].count(False) == kept - 1)

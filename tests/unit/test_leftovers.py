@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvshm.errors import RunDirectoryError
-from kvshm.node.leftovers import clear, is_served, left_by_engines
+from kvshm.node.leftovers import clear, left_by_engines
 from kvshm.node.locks import take_lock
 from kvshm.rundir import (
     MAX_FOUND,
@@ -23,6 +23,7 @@ from kvshm.rundir import (
     rank_socket,
     tables_socket,
 )
+from kvshm.shm.fds import is_served
 
 from .served import ServedNode
 

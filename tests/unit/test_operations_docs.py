@@ -18,7 +18,7 @@ SEVERITY = {
     "exception": "Errors",
     "warning": "Warnings",
     "_log_problem": "Warnings",
-    "_complain": "Warnings",
+    "_warn_once": "Warnings",
     "info": "Information",
     "_log_once": "Information",
     "debug": "Debug",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,15 +15,23 @@ from kvshm.node.protocol import EngineInfo
 from kvshm.replica import index
 from kvshm.shm.counters import MISS_NO_OWNER
 from kvshm.shm.layout import (
-    LAYOUT_VERSION,
     NUM_ROWS,
-    VERSION_OFFSET,
     BlockRecord,
     pack_records,
     unpack_records,
 )
 
-from .exporters import HASHES, NUM_BLOCKS, OWN_EPOCH, Clock, Exporter, Make, offered
+from .exporters import (
+    HASHES,
+    NUM_BLOCKS,
+    OWN_EPOCH,
+    Clock,
+    Exporter,
+    Make,
+    break_version,
+    mend_version,
+    offered,
+)
 from .replicas import wrong_in
 from .served import ServedNode
 
@@ -165,14 +172,6 @@ def test_an_engine_that_restarts_in_its_place_is_another_one(peers: Peers, expor
 
 
 # -- engines that cannot be used
-
-
-def break_version(a: Exporter) -> None:
-    struct.pack_into("<I", a.table._segment.buffer, VERSION_OFFSET, 99)
-
-
-def mend_version(a: Exporter) -> None:
-    struct.pack_into("<I", a.table._segment.buffer, VERSION_OFFSET, LAYOUT_VERSION)
 
 
 def test_a_table_that_cannot_be_opened_is_skipped_and_tried_again(

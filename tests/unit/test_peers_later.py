@@ -9,7 +9,7 @@ import pytest
 from kvshm.node.peers import Peers, PeersStats
 from kvshm.replica import index
 
-from .exporters import Clock, Make, offered
+from .exporters import Clock, Make, break_version, mend_version, offered
 from .few_descriptors import descriptors
 
 
@@ -24,18 +24,18 @@ def test_who_could_not_be_attached_is_tried_again_until_it_can(
         peers.joined(b.info)
         for _ in range(5):
             clock.now += 1
-            peers.attach_again()
+            peers.try_again()
     told = [r.getMessage() for r in caplog.records if r.name.endswith(".peers")]
     # Who asks in vain waits for half a second, and asks nobody else in the same turn.
     assert len(told) == len(set(told)) == 2 - left, "each is complained of once"
     peers.gone(b.info.epoch)
     peers.suspected(a.info.epoch)
     clock.now += 60
-    peers.attach_again()
+    peers.try_again()
     assert peers.stats().attached == 0, "who is suspected has nothing to offer"
     peers.recovered(a.info.epoch)
-    peers.attach_again()
-    peers.attach_again()
+    peers.try_again()
+    peers.try_again()
     assert offered(peers, 1) == [(1, 1, 0)]
     assert peers.stats().attached == 1
 
@@ -68,5 +68,23 @@ def test_an_engine_for_which_there_is_no_memory_is_left_out_until_there_is(
     assert "engine b (epoch " in caplog.text
     assert ": 7 are available; free memory" in caplog.text
     clock.now += 60
-    peers.attach_again()
+    peers.try_again()
     assert offered(peers, 2) == [(2, 2, 0)]
+
+
+def test_a_suspected_engine_whose_table_breaks_is_not_tried_before_it_recovers(
+    peers: Peers, exporter: Make, clock: Clock
+) -> None:
+    a = exporter("a")
+    a.publish(1)
+    peers.joined(a.info)
+    peers.suspected(a.info.epoch)
+    break_version(a)
+    peers.rescan(a.info.epoch)
+    mend_version(a)
+    clock.now += 60
+    peers.try_again()
+    assert offered(peers, 1) == []
+    peers.recovered(a.info.epoch)
+    peers.try_again()
+    assert offered(peers, 1) == [(1, 1, 0)]

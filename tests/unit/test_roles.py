@@ -20,7 +20,7 @@ MAY = {
     "table.lease(LeaseBit(0), b'')": {PEER},
     "table.release(LeaseBit(0), b'')": {PEER},
     "table.sweep(1)": {ROSTER},
-    "table.counters.add(PUBLISHED)": {OWN, RANK, ROSTER},
+    "table.counters.add(PUBLISHED)": {OWN, RANK},
     "table.log_error('')": {OWN, RANK},
     "table.begin_pulse(None)": {OWN, RANK},
     "table.set_life(0)": {OWN, RANK},
