@@ -127,13 +127,13 @@ def test_alone_it_prints_its_help_to_those_who_made_a_mistake() -> None:
     assert "``" not in asked.stdout
 
 
-@pytest.mark.parametrize("verb", ["config", "dump-index"])
-def test_a_reader_that_stops_reading_is_no_error(served: ServedNode, verb: str) -> None:
+@pytest.mark.parametrize("called", ["cli config", "cli dump-index", "dump_index"])
+def test_a_reader_that_stops_reading_is_no_error(served: ServedNode, called: str) -> None:
     served.serve("e", 1)
     reads, writes = os.pipe()
     os.close(reads)
     done = subprocess.run(
-        [sys.executable, "-m", "kvshm.tools.cli", verb],
+        [sys.executable, "-m", *f"kvshm.tools.{called}".split()],
         env={**os.environ, "KVSHM_RUN_DIR": str(served.run_dir)},
         stdout=writes,
         stderr=subprocess.PIPE,
