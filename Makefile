@@ -55,6 +55,7 @@ check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check --quiet .
 	$(PYTHON) -m mypy
+	$(PYTHON) -m mypy --package tests
 	$(PYTHON) -m pytest -q tests/test_architecture.py
 
 docs: $(TOOLS) $(KVSHM) ## write the parts of docs/ that the code states

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from cuda_processes import RankProcess, RemoteMemory, RemoteTransport
 from gpu_memory import no_gpu
 
 from kvshm.interfaces import Copy, CopyState, Region, Transport
@@ -27,6 +26,8 @@ from kvshm.transport.loopback import LoopbackNetwork, LoopbackTransport
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport
 from tests.doubles.cuda_fake import FakeDriver, FakeMachine
+
+from .cuda_processes import RankProcess, RemoteMemory, RemoteTransport
 
 PATIENCE = 100.0
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 import xxhash
-from rigs import Layout, Peer, Rig
 
 from kvshm.errors import KvshmError, StaleAttachment, TransportError
 from kvshm.ids import Epoch
 from kvshm.interfaces import Copy, CopyState, Region, load_transport
+
+from .rigs import Layout, Peer, Rig
 
 DONE, FAILED, PENDING = CopyState.DONE, CopyState.FAILED, CopyState.PENDING
 EPOCH = Epoch(0x5EED)

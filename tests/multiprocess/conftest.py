@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from kvshm import timing
+
 from .processes import Node, fresh_node
-from .scripted import UNHURRIED, Script, scripted
+from .scripted import HASTY, UNHURRIED, Script, scripted
 
 
 @pytest.fixture
@@ -18,6 +20,13 @@ def node() -> Iterator[Node]:
 
 
 @pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every process that the test starts keeps less than half of the product's times: for a test
+    that has to wait until one of them is over."""
+    monkeypatch.setenv(timing.VARIABLE, "0.4")
+
+
+@pytest.fixture
 def script() -> Iterator[Script]:
     with scripted(UNHURRIED) as script:
         yield script
@@ -25,6 +34,6 @@ def script() -> Iterator[Script]:
 
 @pytest.fixture
 def hasty_script() -> Iterator[Script]:
-    """Its client waits for a reply no longer than the product does."""
-    with scripted() as script:
+    """Its client waits for a reply half as long as the product does."""
+    with scripted(HASTY) as script:
         yield script

@@ -13,9 +13,10 @@ import signal
 import sys
 from pathlib import Path
 
+from kvshm import _native
 from kvshm.ids import Epoch
 from kvshm.node.handout import HandoutServer
-from kvshm.replica import index
+from kvshm.replica.index import Replica
 from kvshm.rundir import engine_socket
 from kvshm.shm.layout import BlockRecord, RecordKind, pack_records
 
@@ -42,7 +43,7 @@ def line_waiting() -> bool:
     return bool(select.select([sys.stdin], [], [], 0)[0])
 
 
-def churn(replica: index.Replica) -> int:
+def churn(replica: Replica) -> int:
     """Says so when it has been through once: from then on the index does not grow."""
     generation = 0
     while not line_waiting():
@@ -60,12 +61,12 @@ def die() -> None:
 
 def arm() -> None:
     """Die while the index grows, before the larger one is handed out."""
-    copy = index._native.index_copy
-    index._native.index_copy = lambda *segments: (copy(*segments), die())
+    copy = _native.index_copy
+    _native.index_copy = lambda *segments: (copy(*segments), die())
 
 
 def main(run_dir: str, namespace: str) -> None:
-    replica = index.Replica.create(namespace, "writer", EPOCH, CAPACITY)
+    replica = Replica.create(namespace, "writer", EPOCH, CAPACITY)
     path = engine_socket(Path(run_dir), namespace, EPOCH)
     server = HandoutServer(path, lambda _: replica.descriptor())
     replica.add_row(9, "exporter", NUM_BLOCKS, 0)

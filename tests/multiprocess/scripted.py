@@ -34,7 +34,13 @@ from kvshm.timing import TIMING, Timing
 from ..told import told
 from .processes import PATIENCE_SECONDS
 
-UNHURRIED = replace(TIMING, reply_seconds=PATIENCE_SECONDS, silence_seconds=PATIENCE_SECONDS)
+HASTY = TIMING.scaled(0.5)
+UNHURRIED = replace(
+    TIMING,
+    heartbeat_seconds=0.25,
+    reply_seconds=PATIENCE_SECONDS,
+    silence_seconds=PATIENCE_SECONDS,
+)
 """Has the client neither ask again nor take the coordinator for lost because a script answers only
 when its test has come to that."""
 
@@ -99,7 +105,7 @@ class Recorder:
 
 
 @contextmanager
-def scripted(timing: Timing = TIMING) -> Iterator[Script]:
+def scripted(timing: Timing) -> Iterator[Script]:
     """A script and its client."""
     with tempfile.TemporaryDirectory(prefix="kv-") as directory:
         script = Script(Path(directory), timing)

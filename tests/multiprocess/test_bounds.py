@@ -201,8 +201,20 @@ def test_a_run_directory_that_vanishes_ends_it_with_a_sentence(node: Node) -> No
     node.run_dir.mkdir(mode=0o700)
 
 
+LOOKS_OFTEN = """
+import sys
+from dataclasses import replace
+from kvshm import timing
+timing.TIMING = replace(timing.TIMING, cleanup_seconds=3.0)
+from kvshm.coordinator.__main__ import main
+sys.exit(main())
+"""
+
+
 def test_thousands_of_files_neither_silence_it_nor_fill_its_log(node: Node) -> None:
-    coordinator = node.coordinator()
+    place = ("--run-dir", str(node.run_dir), "--namespace", node.namespace)
+    coordinator = node.processes.python("coordinator", "-c", LOOKS_OFTEN, *place)
+    coordinator.wait_err("event=serving")
     a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
     a.joined()
     b.joined()
@@ -213,7 +225,7 @@ def test_thousands_of_files_neither_silence_it_nor_fill_its_log(node: Node) -> N
     leave_socket(left)
     b.process.signal(signal.SIGKILL)
     a.heard("engine_gone", epoch=b.joined()["epoch"])
-    # One look in 30 s at some 4,000 of the files: the socket may be among the last.
+    # One look in 3 s at some 4,000 of the files: the socket may be among the last.
     wait_until(lambda: not left.exists(), "the dead socket has been removed", patience=250)
     assert "event=suspected" not in str(coordinator.err)
     assert len(coordinator.err) < 100

@@ -85,6 +85,7 @@ def test_an_importer_stopped_between_copy_and_check_delivers_nothing_stale(node:
         assert engine.wait() == 0
 
 
+@pytest.mark.usefixtures("hurried")  # a quarantine may have to end
 @pytest.mark.parametrize("point", ["LEASED", "COPY_BEGINS", "COPIED", "PUBLISHED", "RETRACTED"])
 def test_an_engine_killed_anywhere_harms_nobody(node: Node, point: str) -> None:
     """Its leases are swept, its sockets go, and the others deliver no wrong byte."""

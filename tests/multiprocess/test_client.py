@@ -117,6 +117,7 @@ def test_killed_and_restarted_coordinator_costs_nothing(node: Node) -> None:
     assert not [said for said in gone if said["epoch"] in epochs]
 
 
+@pytest.mark.usefixtures("hurried")
 def test_silent_coordinator_is_lost_once_and_found_again(node: Node) -> None:
     coordinator = node.coordinator()
     a = FakeEngine(node, "a")

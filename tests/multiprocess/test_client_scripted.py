@@ -25,10 +25,9 @@ from kvshm.node.protocol import (
 )
 from kvshm.node.updates import EventBatches, Update
 from kvshm.shm.counters import BAD_MESSAGES, EVENTS_DROPPED
-from kvshm.timing import TIMING
 
 from .processes import PATIENCE_SECONDS
-from .scripted import Script, engine_info
+from .scripted import HASTY, Script, engine_info
 
 pytestmark = pytest.mark.multiprocess
 
@@ -223,7 +222,7 @@ def test_a_first_refusal_for_good_is_not_tried_again_soon(hasty_script: Script) 
     script.expect(Join)
     script.answer(Refused(engine_epoch=100, reason="r", remedy="do", retry=False))
     script.engine.wait("refused", ANY)
-    quiet_until = time.monotonic() + 2 * TIMING.reply_seconds
+    quiet_until = time.monotonic() + 2 * HASTY.reply_seconds
     while (left := quiet_until - time.monotonic()) > 0:
         assert not script.is_told(left), "asks again before ``refused_seconds`` are over"
 

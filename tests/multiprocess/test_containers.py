@@ -62,14 +62,22 @@ def inside(container: Managed) -> int:
     return int(children.split()[0])
 
 
-def test_engines_share_across_containers(node: Node) -> None:
-    coordinator(node)
-    engines = [engine(node, seed, "--ranks", "2") for seed in (1, 2)]
-    for outcome in map(result, engines):
+def test_engines_share_across_containers_and_a_death_in_one_is_seen(node: Node) -> None:
+    """The tools see them from outside, where each pid is another's and no /dev/shm is theirs."""
+    serving = coordinator(node)
+    first, second = (engine(node, seed, "--ranks", "2") for seed in (1, 2))
+    for outcome in map(result, (first, second)):
         assert outcome["wrong"] == 0
         assert outcome["violations"] == []
         assert outcome["imported"] > 0
         assert outcome["pid"] <= 10, "its own pid namespace: all of them are about process 1"
+    found = check(node.run_dir, node.namespace)
+    assert (found.checked, found.suspects, found.warnings) == ({"slots": 2, "index": 2}, [], [])
+    assert clear(node.run_dir, node.namespace).coordinator, "it is seen to run"
+    assert len(node.sockets()) == 2
+    first.kill()
+    serving.wait_err("event=death")
+    assert more(second)["wrong"] == 0
 
 
 def test_a_death_in_a_container_is_seen_in_the_others_without_a_coordinator(node: Node) -> None:
@@ -86,25 +94,3 @@ def test_a_death_in_a_container_is_seen_in_the_others_without_a_coordinator(node
     again.wait_err("event=join", since=0)
     wait_until(lambda: str(again.err).count("event=join") == 2, "both that live to come back")
     assert more(third)["wrong"] == 0
-
-
-def test_a_coordinator_sees_a_death_in_a_container(node: Node) -> None:
-    serving = coordinator(node)
-    first, second = engine(node, 1), engine(node, 2)
-    for outcome in map(result, (first, second)):
-        assert outcome["wrong"] == 0
-    first.kill()
-    serving.wait_err("event=death")
-    assert more(second)["wrong"] == 0
-
-
-def test_the_tools_see_who_runs_in_containers(node: Node) -> None:
-    """From outside, where each pid is another's and no /dev/shm is theirs."""
-    coordinator(node)
-    engines = [engine(node, seed) for seed in (1, 2)]
-    for outcome in map(result, engines):
-        assert outcome["wrong"] == 0
-    found = check(node.run_dir, node.namespace)
-    assert (found.checked, found.suspects, found.warnings) == ({"slots": 2, "index": 2}, [], [])
-    assert clear(node.run_dir, node.namespace).coordinator, "it is seen to run"
-    assert len(node.sockets()) == 2

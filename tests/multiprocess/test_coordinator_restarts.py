@@ -13,6 +13,7 @@ from .processes import Node, wait_until
 pytestmark = pytest.mark.multiprocess
 
 
+@pytest.mark.usefixtures("hurried")
 def test_restart_keeps_bits_and_sweeps_those_of_who_died_meanwhile(node: Node) -> None:
     first = node.coordinator()
     a, b = FakeEngine(node, "a"), FakeEngine(node, "b")

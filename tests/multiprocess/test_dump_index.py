@@ -1,11 +1,9 @@
-"""The index dump beside real processes: while they run, stand still, and after they were killed."""
+"""The index dump beside real processes, while they run and after they were killed."""
 
 from __future__ import annotations
 
 import json
 import os
-import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,6 @@ import pytest
 
 import kvshm
 
-from . import toys
 from .processes import Managed, Node
 
 pytestmark = pytest.mark.multiprocess
@@ -117,35 +114,6 @@ def test_of_a_crashed_node_who_lives_is_shown_and_who_is_dead_is_named(node, eng
     ] + ["nothing of kvshm found that was asked for", f"no engine runs in {node.run_dir}"]
 
 
-def test_an_engine_that_is_stopped_is_named_and_the_others_shown(node, engines):
-    engines[0].signal(signal.SIGSTOP)
-    space = read(node)
-    assert [engine["engine"] for engine in space["engines"]] == ["two"]
-    (told,) = space["unreadable"]
-    assert told["segment"] == "engine 000000000000aaaa"
-    assert told["problem"].startswith("it does not answer: ")
-    checked = dump("--check", *place(node))
-    assert (checked.returncode, checked.stdout) == (
-        0,
-        "sound: 1 index, 1 slots (of shared memory; this is no health check)\n",
-    )
-    assert "warning: engine 000000000000aaaa: it does not answer: " in checked.stderr
-
-
-def test_the_coordinator_shows_the_table_of_an_engine_that_is_stopped(node: Node) -> None:
-    coordinator = node.coordinator()
-    engine = toys.start(node, 1, "--peers", "0", "--loads", "0")
-    toys.result(engine)
-    coordinator.wait_err("event=join ")
-    engine.signal(signal.SIGSTOP)
-    space = read(node)
-    assert space["coordinator"] is True
-    assert [(e["pid"], e["alive"]) for e in space["engines"]] == [(engine.pid, True)]
-    assert space["replicas"] == []
-    (told,) = space["unreadable"]
-    assert told["problem"].endswith("its table is shown by the coordinator, its replica is not")
-
-
 def test_it_runs_as_a_file_too(node, engines):
     as_file = dump(*place(node), how=(str(FILE),))
     assert (as_file.returncode, as_file.stderr) == (0, "")
@@ -161,15 +129,3 @@ def test_it_needs_neither_torch_nor_vllm_nor_a_socket_library(node, engines):
         "runpy.run_module('kvshm.tools.dump_index', run_name='__main__')"
     )
     assert dump(*place(node), how=("-c", script)).returncode == 0
-
-
-def test_a_reader_that_stops_reading_is_no_error(node, engines):
-    command = [sys.executable, "-m", "kvshm.tools.dump_index", "--entries", *place(node)]
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", f"{shlex.join(command)} | true"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        env=ENVIRONMENT,
-    )
-    assert done.stderr == ""

@@ -98,26 +98,8 @@ def test_another_user_who_took_the_name_in_tmp_parts_nobody(node: Node) -> None:
         assert coordinator.terminate() == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_a_run_directory_of_another_owner_is_refused(node: Node) -> None:
-    os.chown(node.run_dir, 1, 1)
-    coordinator = node.start_coordinator()
-    assert coordinator.wait() == 4
-    assert "belongs to uid 1, this process runs as uid 0" in str(coordinator.err)
-    assert "set KVSHM_RUN_DIR to a directory of your own" in str(coordinator.err)
-
-
-def test_a_run_directory_that_is_a_link_is_refused(node: Node) -> None:
-    link = node.run_dir / "link"
-    link.symlink_to(node.run_dir)
-    coordinator = node.start_coordinator("--run-dir", str(link))
-    assert coordinator.wait() == 4
-    assert f"run directory {link} is a link; set KVSHM_RUN_DIR" in str(coordinator.err)
-
-
-@pytest.mark.parametrize("length", [70, 200])
-def test_a_path_too_long_for_a_socket_is_refused_by_name(node: Node, length: int) -> None:
-    path = "/tmp/".ljust(length, "x")
+def test_a_path_too_long_for_a_socket_is_refused_by_name(node: Node) -> None:
+    path = "/tmp/".ljust(70, "x")
     coordinator = node.start_coordinator("--run-dir", path)
     assert coordinator.wait() == 2
     assert path in str(coordinator.err)
@@ -234,7 +216,8 @@ def test_namespaces_in_one_run_directory_know_nothing_of_each_other(node: Node) 
     here[1].process.kill()
     here[0].heard("engine_gone")
     wait_until(lambda: len(node.sockets()) == 1, "the dead engine's socket to go")
-    coordinators[0].kill()  # what it left is not the other's to sweep
+    coordinators[0].kill()  # what it and its engine leave is not the other's to sweep
+    here[0].process.kill()
     there.process.kill()
     coordinators[1].wait_err("event=death engine=a")
     wait_until(lambda: other.sockets() == [], "the dead engine's socket to go")

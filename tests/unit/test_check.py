@@ -273,7 +273,6 @@ def test_leases_of_the_dead_wait_for_the_next_coordinator(
     lines = [f"{SLOTS}: slot {block}: leased by bit 1, which nobody holds" for block in (0, 1)]
     assert node.violations() == lines
     with silent_engine(node, 0xE):
-        assert node.violations() == []
         assert node.run() == 0
     told = capsys.readouterr().err
     assert "warning: engine 000000000000000e: it does not answer: " in told

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvshm.config import SETTINGS
-from kvshm.tools import dump_index
+from kvshm.tools import cli, dump_index
 from kvshm.tools.report import Filters, Json
 
 from .served import ServedNode
@@ -61,14 +61,15 @@ def test_dump_index_gets_the_rest_of_the_command_line() -> None:
 
 @pytest.mark.parametrize("what", [[], ["--check"]])
 def test_dump_index_shows_the_place_of_the_settings_unless_options_name_another(
-    served: ServedNode, what: list[str]
+    served: ServedNode, monkeypatch: pytest.MonkeyPatch, what: list[str]
 ) -> None:
     served.serve("e", 1)
     here, other = str(served.run_dir), f"t{uuid.uuid4().hex[:8]}"
 
     def status(*option: str, run_dir: str = here, namespace: str = served.namespace) -> int:
-        place = {"KVSHM_RUN_DIR": run_dir, "KVSHM_NAMESPACE": namespace}
-        return kvshm("dump-index", *what, *option, **place).returncode
+        monkeypatch.setenv("KVSHM_RUN_DIR", run_dir)
+        monkeypatch.setenv("KVSHM_NAMESPACE", namespace)
+        return cli.main(["dump-index", *what, *option])
 
     assert status() == 0
     assert status(namespace=other) == 1
@@ -127,13 +128,13 @@ def test_alone_it_prints_its_help_to_those_who_made_a_mistake() -> None:
     assert "``" not in asked.stdout
 
 
-@pytest.mark.parametrize("verb", ["config", "dump-index"])
-def test_a_reader_that_stops_reading_is_no_error(served: ServedNode, verb: str) -> None:
+@pytest.mark.parametrize("called", ["cli config", "cli dump-index", "dump_index"])
+def test_a_reader_that_stops_reading_is_no_error(served: ServedNode, called: str) -> None:
     served.serve("e", 1)
     reads, writes = os.pipe()
     os.close(reads)
     done = subprocess.run(
-        [sys.executable, "-m", "kvshm.tools.cli", verb],
+        [sys.executable, "-m", *f"kvshm.tools.{called}".split()],
         env={**os.environ, "KVSHM_RUN_DIR": str(served.run_dir)},
         stdout=writes,
         stderr=subprocess.PIPE,

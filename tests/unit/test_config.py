@@ -11,12 +11,12 @@ from kvshm.config import (
     SOCKET_NAME_BYTES,
     Config,
     Fault,
-    Role,
     Setting,
     Share,
     list_settings,
 )
 from kvshm.errors import ConfigError
+from kvshm.roles import Role
 
 BAD = {
     "KVSHM_ENABLE": ["y", "2", "01", " 1"],

@@ -11,7 +11,6 @@ import pytest
 
 from kvshm import _native
 from kvshm.errors import CorruptSegment, SegmentError, SegmentTooSmall
-from kvshm.replica import index as index_module
 from kvshm.replica.index import ApplyResult, Replica
 from kvshm.replica.index_check import violations
 from kvshm.replica.index_reader import ReplicaReader
@@ -106,7 +105,7 @@ def full_shared_memory(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         tried.append(name)
         raise SegmentTooSmall(f"{name} needs {nbytes} bytes, 0 available")
 
-    monkeypatch.setattr(index_module.Segment, "create", create)
+    monkeypatch.setattr(segments.Segment, "create", create)
     return tried
 
 

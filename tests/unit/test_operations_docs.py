@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,7 @@ def severity(call: ast.Call) -> str | None:
     return "Warnings" if "WARNING" in given else SEVERITY[name]
 
 
+@cache
 def lines() -> dict[str, set[str | None]]:
     """Every line of an engine, with the headings that it belongs under."""
     found: dict[str, set[str | None]] = {}

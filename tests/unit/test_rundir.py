@@ -65,7 +65,7 @@ def test_links_files_and_relative_paths_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real")
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirectoryError, match="is a link"):
+    with pytest.raises(RunDirectoryError, match=f"{tmp_path}/link is a link; set KVSHM_RUN_DIR"):
         open_run_directory(str(tmp_path / "link"), {})
     with pytest.raises(RunDirectoryError, match="File exists"):
         open_run_directory(str(tmp_path / "file"), {})
@@ -79,8 +79,10 @@ def test_another_users_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(RunDirectoryError, match="belongs to uid"):
+    owner = tmp_path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    said = f"belongs to uid {owner}, this process runs as uid {owner + 1}; set KVSHM_RUN_DIR to a "
+    with pytest.raises(RunDirectoryError, match=f"{said}directory of your own"):
         open_run_directory(str(tmp_path), {})
 
 

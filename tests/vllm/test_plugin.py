@@ -23,6 +23,7 @@ from kvshm.errors import ConfigError
 from kvshm.hooks.vllm import plugin
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.refusals import version_refusal, version_warning
+from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 
 from .conftest import Lines
 from .tiny_config import GEMMA, engine_config
@@ -72,7 +73,7 @@ def test_disabled_it_touches_nothing(monkeypatch: pytest.MonkeyPatch, value: str
     before = getattr(VllmConfig, plugin.TOUCHPOINT)
     plugin.activate()
     assert getattr(VllmConfig, plugin.TOUCHPOINT) is before
-    assert plugin.CONNECTOR not in KVConnectorFactory._registry
+    assert CONNECTOR not in KVConnectorFactory._registry
 
 
 def test_disabled_it_imports_nothing() -> None:
@@ -91,7 +92,7 @@ def test_a_bad_setting_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHM_ROLE", "reader")
     with pytest.raises(ConfigError, match="KVSHM_ROLE='reader' is not both, producer or consumer"):
         plugin.activate()
-    assert plugin.CONNECTOR not in KVConnectorFactory._registry
+    assert CONNECTOR not in KVConnectorFactory._registry
 
 
 def test_a_misspelt_switch_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +130,7 @@ def test_only_who_imports_is_a_consumer_to_vllm(
 def test_the_connector_is_found_where_users_name_it() -> None:
     """``kv_connector_module_path``, in everybody's scripts: it must never move."""
     module = importlib.import_module("kvshm.hooks.connector")
-    assert module.__name__ == plugin.CONNECTOR_MODULE
+    assert module.__name__ == CONNECTOR_MODULE
     assert module.KvshmConnector is KvshmConnector
 
 
@@ -138,11 +139,11 @@ def test_activating_again_changes_nothing() -> None:
     wrapped = getattr(VllmConfig, plugin.TOUCHPOINT)
     plugin.activate()
     assert getattr(VllmConfig, plugin.TOUCHPOINT) is wrapped
-    assert plugin.CONNECTOR in KVConnectorFactory._registry
+    assert CONNECTOR in KVConnectorFactory._registry
 
 
 @pytest.mark.usefixtures("enabled")
-@pytest.mark.parametrize("module", [None, plugin.CONNECTOR_MODULE])
+@pytest.mark.parametrize("module", [None, CONNECTOR_MODULE])
 def test_our_own_transfer_config_gets_the_policy(
     make_config: MakeConfig, lines: Lines, module: str | None
 ) -> None:
@@ -256,7 +257,7 @@ def test_other_versions_of_vllm_are_left_alone(
     before = getattr(VllmConfig, plugin.TOUCHPOINT)
     plugin.activate()
     assert getattr(VllmConfig, plugin.TOUCHPOINT) is before
-    assert plugin.CONNECTOR not in KVConnectorFactory._registry
+    assert CONNECTOR not in KVConnectorFactory._registry
     assert reason in lines[-1]
 
 
@@ -269,7 +270,7 @@ def test_an_untested_vllm_is_used_where_that_was_asked_for(
     plugin.activate()
     transfer = make_config().kv_transfer_config
     assert transfer is not None
-    assert transfer.kv_connector == plugin.CONNECTOR
+    assert transfer.kv_connector == CONNECTOR
 
 
 def test_sharing_nothing_installs_nothing(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:

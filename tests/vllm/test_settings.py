@@ -108,7 +108,6 @@ def counted(engine: DrivenEngine) -> dict[str, int]:
     ("settings", "blocks"),
     [
         ({}, 3),
-        ({"KVSHM_ROLE": "consumer"}, 3),
         ({"KVSHM_ROLE": "producer"}, 0),
         ({"KVSHM_SHARE": "salted-only"}, 0),
         ({"KVSHM_MAX_IMPORT_BLOCKS": "2"}, 2),
@@ -128,21 +127,9 @@ def test_what_an_engine_imports(engine: Make, settings: dict[str, str], blocks: 
     assert counted(importer)["lookups"] == (blocks > 0 or too_short)
 
 
-@pytest.mark.parametrize(
-    ("settings", "blocks"),
-    [
-        ({"KVSHM_ROLE": "producer"}, 3),
-        ({"KVSHM_ROLE": "consumer"}, 0),
-        ({"KVSHM_SHARE": "salted-only"}, 0),
-    ],
-    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else None,
-)
-def test_what_an_engine_exports(engine: Make, settings: dict[str, str], blocks: int) -> None:
-    assert len(compute(engine(settings))) == blocks
-
-
 def test_salted_only_shares_what_has_a_salt(engine: Make) -> None:
     exporter = engine({"KVSHM_SHARE": "salted-only"})
+    assert compute(exporter, OTHER_PROMPT) == set()
     assert len(compute(exporter, cache_salt="s")) == 3
     importer = engine({"KVSHM_SHARE": "salted-only"})
     know(importer, exporter)
@@ -238,19 +225,6 @@ def test_without_a_touchpoint_for_exports_it_imports_only(
     assert compute(importer, OTHER_PROMPT) == set()
     said = [line for line in lines if "of this vLLM" in line]
     assert said == [f"kvshm: importing only: the block {owner} of this vLLM has no of_old"]
-
-
-def test_without_a_touchpoint_for_resets_it_serves_unshared(
-    engine: Make, lines: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool_watch, "FOR_SHARING", ("of_old",))
-    alone = engine({}, shares=False)
-    alone.add("r", PROMPT)
-    assert alone.schedule().output.num_scheduled_tokens == {"r": len(PROMPT)}
-    said = [line for line in lines if "block pool" in line]
-    assert said == [
-        "kvshm: not sharing the prefix cache: the block pool of this vLLM has no of_old"
-    ]
 
 
 def test_a_failure_policy_is_overridden_and_that_is_said_once(
