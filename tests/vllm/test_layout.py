@@ -19,6 +19,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from kvshm.errors import TransportError
 from kvshm.hooks.vllm.layout import Placement, regions_of, shared_kv_memory
 from kvshm.interfaces import load_transport
+from kvshm.transport.memory import KVMemory
 
 from .tiny_config import cache_config, engine_config, spec
 
@@ -163,7 +164,7 @@ def test_the_cache_lands_in_shared_memory(config: VllmConfig) -> None:
     assert torch.zeros is zeros
     assert other.tolist() == [0, 0, 0]
     placement = placed(plan, caches)
-    memory = context.memory_of(placement)
+    memory: KVMemory = context.memory_of(placement)
     assert (memory.address, memory.nbytes) == (placement.address, placement.nbytes)
     assert more.data_ptr() != placement.address
     assert not placement.storage.any()
@@ -227,8 +228,9 @@ def test_memory_that_vllm_did_not_take_for_its_cache_is_not_mistaken_for_it(
     with context:
         decoy = torch.zeros(64, dtype=torch.int8, device=CPU)
         caches = allocated(plan)
-    assert context.memory is not None
-    assert context.memory.address == decoy.data_ptr()
+    memory: KVMemory | None = context.memory
+    assert memory is not None
+    assert memory.address == decoy.data_ptr()
     with pytest.raises(TransportError, match="allocated first"):
         context.memory_of(placed(plan, caches))
-    context.memory.close()
+    memory.close()
