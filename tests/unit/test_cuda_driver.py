@@ -155,6 +155,19 @@ def submit(
     driver.copy_kernel(table, ids, stop.address, len(sources), stream, 3)
 
 
+def test_bindings_without_the_batched_copy_say_so(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an error of the driver, which makes the transport use another way."""
+    driver = played_driver(request)
+    (source, _), (target, _) = filled(driver, 4096, 8), filled(driver, 4096, 9)
+    stream = driver.new_stream()
+    table = upload(driver, [RegionRow(source, target, 64, 64, 64)], stream)
+    monkeypatch.delattr("cuda.bindings.driver.CUmemcpyAttributes_v1")
+    with pytest.raises(CudaError, match="older than"):
+        submit(driver, "batch", table, [1], [1], stream)
+
+
 def test_a_kernel_that_was_stopped_before_it_began_does_nothing(driver: Driver) -> None:
     (source, _), (target, before) = filled(driver, 4096, 6), filled(driver, 4096, 7)
     stream = driver.new_stream()

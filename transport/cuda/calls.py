@@ -37,10 +37,12 @@ def copy_batch(
     CudaError."""
     try:
         address, *_ = call(cu.cuGetProcAddress, _BATCH.encode(), _CUDA_12_8, 0)
+        attributes = cu.CUmemcpyAttributes_v1()
     except CudaError as exc:
         raise CudaError(_BATCH, f"not in this driver ({exc.code})") from exc
+    except AttributeError as exc:
+        raise CudaError(_BATCH, "not in cuda-bindings older than 12.8") from exc
     entry = _BatchEntry(int(address))
-    attributes = cu.CUmemcpyAttributes_v1()
     attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     first, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)  # the only attribute's first copy
     code = entry(
