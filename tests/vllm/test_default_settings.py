@@ -12,7 +12,7 @@ from sharing_node import BLOCK_SIZE, observe
 from .engines import SharedNode
 from .oracle import ask_both, assert_bit_equal, prompts, shareable
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 USUAL = {"KVSHM_VERIFY": "", "KVSHM_STRICT": ""}
 """A variable that is empty counts as unset."""

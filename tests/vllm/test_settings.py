@@ -194,7 +194,7 @@ def test_misses_after_the_match_are_counted(engine: Make) -> None:
         cache.planner.end(load, [LoadReport(load.load_id, (1, 2, 3), (failure,))])
     assert cache.planner.probe(chain, 0, 3) is None
     stale = exporter.connector._scheduler.cache.publisher
-    stale.retract(exporter.ready())
+    stale.retract([*exporter.ready()])
     cache.planner.begin(plan, "late", [1, 2, 3])
     told = counted(importer)
     assert (told["loads_failed"], told["quarantines"], told["miss_quarantined"]) == (3, 1, 1)
