@@ -66,7 +66,7 @@ class LinearFit:
 
     def _compute_fit(self) -> tuple[float, float] | None:
         means = self.means()
-        most, longest = max(means)
+        most, longest = max(means, default=(0.0, 0.0))
         small = [(seconds, count) for count, seconds in means if count * _MIN_SPREAD <= most]
         if not small:
             return None
