@@ -43,8 +43,9 @@ class LinearFit:
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[float, float, float]] = {}  # weight, count, seconds
         self._all = _EMPTY
-        self.fit: tuple[float, float] | None = None
-        """Fixed seconds and seconds for each, neither below 0; None while all sizes are alike."""
+        self._fit: tuple[float, float] | None = None
+        self._is_current = True
+        """Whether ``_fit`` covers all observations; it is read several times for each ``add``."""
 
     def add(self, count: float, seconds: float) -> None:
         """Add an observation: ``count`` tokens or bytes, more than 0, took ``seconds``."""
@@ -55,10 +56,16 @@ class LinearFit:
             seconds = min(seconds, OUTLIER_FACTOR * mean)
             if OUTLIER_FACTOR * seconds < mean:  # no accident makes it quick: the mean was too slow
                 weight, counts, total = _EMPTY
+        self._is_current = False
         self._sizes[size] = weight * DECAY + 1.0, counts * DECAY + count, total * DECAY + seconds
         weight, counts, total = self._all
         self._all = weight * DECAY + 1.0, counts * DECAY + count, total * DECAY + seconds
-        self.fit = self._compute_fit()
+
+    def fit(self) -> tuple[float, float] | None:
+        """Fixed seconds and seconds for each, neither below 0; None while all sizes are alike."""
+        if not self._is_current:
+            self._fit, self._is_current = self._compute_fit(), True
+        return self._fit
 
     def means(self) -> list[tuple[float, float]]:
         """Mean count and mean seconds of each size, in no order."""
@@ -126,7 +133,7 @@ class Costs:
         While all steps had about one size, a step's fixed part is taken as 0."""
         if self._prefills == 0:
             return None
-        if (line := self._steps.fit) is not None:
+        if (line := self._steps.fit()) is not None:
             return line[1] * tokens
         most, longest = max(self._steps.means())
         return longest / most * tokens
@@ -138,7 +145,7 @@ class Costs:
 
     def load_seconds(self, nbytes: int) -> float:
         """Seconds a load of ``nbytes`` takes; assumed until loads were measured."""
-        line, mean = self._loads.fit, self._loads.mean
+        line, mean = self._loads.fit(), self._loads.mean
         if line is not None:
             return line[0] + line[1] * nbytes
         if mean is not None:  # one size only: more bytes take the assumed rate

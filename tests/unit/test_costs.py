@@ -33,7 +33,7 @@ def test_a_line_is_found_again(fixed: float, each: float) -> None:
     line = LinearFit()
     for count in (1, 10, 100, 1000) * 5:
         line.add(count, fixed + each * count)
-    fit = line.fit
+    fit = line.fit()
     assert fit is not None
     assert fit[0] + 1000 * fit[1] == pytest.approx(fixed + 1000 * each, rel=1e-3, abs=1e-6)
 
