@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 ROOM = ROOT / "build" / "coverage"
+NATIVE = ROOT / "kvshm" / "native"
 PACKAGES = ("kvshm", "coordinator", "transport", "hooks", "tools")
 WORST = 8
 COUNTED = ("-O0", "-g", "-fPIC", "--coverage", "-fprofile-update=atomic", "-fprofile-abs-path")
@@ -76,13 +77,12 @@ def total(name: str, files: Iterable[Reached]) -> Reached:
 
 
 def build_native() -> None:
-    """Build the native module with counters.  Its sources are linked beside it, where tests look
-    for them."""
+    """Build the native module with counters.  The folder of its sources is linked beside it,
+    where tests look for it."""
     (extension,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
         "ext-modules"
     ]
-    for source in (ROOT / "kvshm" / "native").glob("*.[ch]"):
-        (ROOM / source.name).symlink_to(source)
+    (ROOM / NATIVE.name).symlink_to(NATIVE)
     compiler = [os.environ.get("CC", "cc"), *extension["extra-compile-args"], *COUNTED]
     include = f"-I{sysconfig.get_paths()['include']}"
     objects = []
@@ -142,8 +142,8 @@ def c_files() -> list[Reached]:
     for report in map(json.loads, said.splitlines()):
         for file in report["files"]:
             path = Path(file["file"])
-            if path.suffix == ".c" and path.is_relative_to(ROOT / "kvshm" / "native"):
-                files.setdefault(f"kvshm/{path.name}", []).extend(file["lines"])
+            if path.suffix == ".c" and path.is_relative_to(NATIVE):
+                files.setdefault(str(path.relative_to(ROOT)), []).extend(file["lines"])
     return [
         Reached(
             name,
