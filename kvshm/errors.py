@@ -70,8 +70,9 @@ class TransportError(KvshmError):
 
 
 class MemoryInUse(TransportError):
-    """A copy may still write where the model is about to compute, and cannot be stopped.  The only
-    failure that cannot become a cache miss: the rank must not continue."""
+    """A copy may still write where the model is about to compute, and cannot be stopped, or nothing
+    fills the blocks that the model is about to compute from.  The only failure that cannot become
+    a cache miss: the engine must not continue."""
 
 
 class StillAttaching(TransportError):

@@ -178,6 +178,8 @@ class AtOnce:
                 self._undo(request_id)
             except Exception:  # of vLLM's methods; the other requests must be undone too
                 log.exception("request %s could not be preempted and was ended", request_id)
+                status = type(self.withheld.pop(request_id).request.status)
+                self._scheduler.finish_requests(request_id, status.FINISHED_ERROR)
 
     def _undo(self, request_id: str) -> None:
         scheduler = self._scheduler

@@ -275,14 +275,19 @@ class RequestImporter:
         """The step with the loads is dispatched."""
         self.has_news, self._new, self._begun = False, {}, 0.0
 
-    def drop(self, request_ids: Iterable[str]) -> None:
-        """Forget imports of these requests that are still unfinished although all ranks have
-        reported: something failed, and requests for the same prefix must not wait for them."""
-        for request_id in request_ids:
-            if (done := self._imports.pop(request_id, None)) is not None:
+    def drop(self, load_ids: Iterable[str]) -> None:
+        """Forget these imports, still unfinished although all ranks have reported: something
+        failed, and requests for the same prefix must not wait for them."""
+        for load_id in load_ids:
+            if (done := self._imports.pop(load_id, None)) is not None:
                 self._forget_first(done)
-                self._failed.add(request_id)
-                self._end(request_id)
+                self._failed.add(done.request_id)
+                self._end(done.request_id)
+
+    def undo_awaited(self) -> None:
+        """What handles the loads that steps wait for has failed: treat all of them as failed."""
+        self.at_once.undo_all()
+        self.drop([load_id for load_id in self._imports if SEPARATOR in load_id])
 
     def finish_awaited(self, loads: Iterable[Load], reports: Sequence[LoadReport]) -> list[Import]:
         """A step that waited for these loads has ended with these ``reports`` of its ranks.  A

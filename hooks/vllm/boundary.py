@@ -32,7 +32,7 @@ _logged: set[str] = set()
 
 
 def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
-    """Make a hook return ``fallback(self, *args)`` instead of raising."""
+    """Make a hook return ``fallback(self, *args)`` instead of raising, None if that fails, too."""
 
     def decorate(hook: F) -> F:
         @functools.wraps(hook)
@@ -45,7 +45,13 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
                 if self.strict:
                     raise
                 report(self, hook.__name__, exc)
-                return fallback(self, *args, **kwargs)
+                try:
+                    return fallback(self, *args, **kwargs)
+                except MemoryInUse:
+                    raise
+                except Exception:  # perhaps the same error again
+                    log.exception("%s failed, and so did what takes its place", hook.__name__)
+                    return None
 
         return cast(F, call)
 

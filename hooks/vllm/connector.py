@@ -39,7 +39,6 @@ from kvshm.errors import ConfigError, KvshmError
 from kvshm.ids import BlockId
 from kvshm.log import logger, set_level
 from kvshm.rundir import open_run_directory, require_room
-from kvshm.shm.counters import HOOK_ERRORS
 
 from .boundary import guarded, report
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
@@ -121,10 +120,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Fail closed: withdraw everything, so that no peer reads blocks that nothing guards."""
         if self._scheduler is not None:
-            self._scheduler.tracker = None
-            self._scheduler.cache.count(HOOK_ERRORS)
-            self._scheduler.cache.log_error(f"{hook}: {exc}")
-            self._scheduler.cache.end_epoch()
+            self._scheduler.turn_off(f"{hook}: {exc}")
         if self._worker is not None:
             bound = self._connector_metadata
             self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)
@@ -302,7 +298,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build(scheduler_output)
 
     # After any error here, compute everything again, even blocks that were right.
-    @guarded(lambda self, *_: self._scheduler.importer.at_once.undo_all())
+    @guarded(lambda self, *_: self._scheduler.importer.undo_awaited())
     def before_output(self, output: Any, result: Any) -> None:
         """vLLM is about to handle a step's output: prevent it from delivering tokens that were
         computed from blocks which did not arrive."""

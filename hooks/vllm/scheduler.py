@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Set
@@ -14,10 +13,11 @@ from kvshm.config import Config
 from kvshm.engine.cache import SharedCache
 from kvshm.engine.epoch_state import EngineSpec
 from kvshm.engine.marks import blocks_of
+from kvshm.errors import MemoryInUse
 from kvshm.ids import BlockId
 from kvshm.log import logger
 from kvshm.roles import Decision, Limit
-from kvshm.shm.counters import LOADS_AT_ONCE
+from kvshm.shm.counters import HOOK_ERRORS, LOADS_AT_ONCE
 
 from .after_prefill import BlockTracker, CompletedRuns
 from .before_prefill import RequestImporter
@@ -29,7 +29,7 @@ from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
 from .ranks import Ranks
 from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
-from .vllm_scheduler import VllmScheduler, scheduler_limits
+from .vllm_scheduler import VllmScheduler, log_role, scheduler_limits
 
 log = logger(__name__)
 
@@ -67,6 +67,7 @@ class SchedulerSide:
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
         self._role_imports = False  # whether the engine's role lets it import
+        self._off = False  # whether a hook has failed
         self._ranks: Ranks | None = None
         self._step = 0
         self._fences = 0
@@ -94,7 +95,7 @@ class SchedulerSide:
         role = self._config.decide_role(*limits)
         if role.refusal is not None:
             return role.refusal
-        self._log_role(role)
+        log_role(role, by_settings=role == self._config.decide_role())
         self._role_imports = not role.no_imports
         if self._role_imports and scheduler is not None:
             scheduler.recompute()
@@ -116,16 +117,6 @@ class SchedulerSide:
                 self.tracker = tracker
         except PoolChanged as exc:
             yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)
-
-    def _log_role(self, role: Decision) -> None:
-        """Log the role and its cause: a warning unless kvshm's own settings are the cause."""
-        level = logging.INFO if role == self._config.decide_role() else logging.WARNING
-        if role.no_imports:
-            log.log(level, "exporting only: %s", role.no_imports)
-        elif role.no_exports:
-            log.log(level, "importing only: %s", role.no_exports)
-        else:
-            log.info("exporting and importing")
 
     def may_import(self) -> bool:
         """Whether imports may begin now."""
@@ -158,10 +149,20 @@ class SchedulerSide:
     def reset(self) -> None:
         """End the epoch: withdraw everything now, and have the ranks describe themselves again."""
         self.withdraw()
+        if self._off:
+            return
         self._resets += 1
         self._describe = True
         if self.tracker is not None:
             self.tracker.expecting = True
+
+    def turn_off(self, error: str) -> None:
+        """A hook failed, so nothing guards the published blocks any more: withdraw them, and share
+        nothing until the engine is started again."""
+        self.cache.count(HOOK_ERRORS)
+        self.cache.log_error(error)
+        self._off, self._describe, self._role_imports, self.tracker = True, False, False, None
+        self.withdraw()
 
     def withdraw(self) -> None:
         """Publish and import nothing until another epoch begins."""
@@ -196,7 +197,7 @@ class SchedulerSide:
         """Ranks have described themselves; with the last description the next epoch can begin.
         ``answers``: number of the reset after which they were asked.  Descriptions of an earlier
         reset are ignored: the weights may have changed since."""
-        if answers != self._resets:
+        if self._off or answers != self._resets:
             return
         self._descriptions.update(ranks)
         if len(self._descriptions) < self._num_ranks:
@@ -289,8 +290,13 @@ class SchedulerSide:
 
     def build_after_failure(self, output: Any) -> StepMetadata:
         """Replace ``build`` after an error: share nothing, but hand over the loads, because their
-        requests would wait for ever otherwise."""
-        loads, at_once = self.importer.loads(output.num_scheduled_tokens)
+        requests would wait for ever otherwise.  Raises MemoryInUse if that fails, too."""
+        try:
+            loads, at_once = self.importer.loads(output.num_scheduled_tokens)
+        except Exception as exc:  # perhaps the same error again
+            raise MemoryInUse(
+                f"the step would compute from blocks that nothing fills: {exc}"
+            ) from exc
         self.importer.step_dispatched()
         patience = self.importer.at_once.step_built()
         return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
@@ -361,7 +367,7 @@ class SchedulerSide:
         if report.attached:
             self.cache.planner.attached(self.importer.record_attached(report.attached))
         if report.failed:
-            self.withdraw()
+            self.turn_off("a hook of a rank failed: its traceback is in the log")
         elif report.weights_changed:
             self.reset()
         elif report.not_opened and self.cache.not_opened(report.not_opened) and self.tracker:

@@ -7,13 +7,14 @@ imports might fill them while such a step still writes.  And a load under way ho
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm.config import KVTransferConfig
 
 from kvshm.log import logger
-from kvshm.roles import Limit
+from kvshm.roles import Decision, Limit
 
 from .call_stack import callers_with
 
@@ -27,6 +28,17 @@ def kv_role_limit(transfer: KVTransferConfig, of: str = "") -> Limit:
         no_exports=not transfer.is_kv_producer,
         no_imports=not transfer.is_kv_consumer,
     )
+
+
+def log_role(role: Decision, by_settings: bool) -> None:
+    """Log the role and its cause: a warning unless kvshm's own settings are the cause."""
+    level = logging.INFO if by_settings else logging.WARNING
+    if role.no_imports:
+        log.log(level, "exporting only: %s", role.no_imports)
+    elif role.no_exports:
+        log.log(level, "importing only: %s", role.no_exports)
+    else:
+        log.info("exporting and importing")
 
 
 class VllmScheduler:

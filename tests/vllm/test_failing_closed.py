@@ -14,11 +14,12 @@ pytest.importorskip("vllm")
 from vllm.v1.request import FinishReason
 
 from kvshm.engine.load_plan import LoadReport
+from kvshm.errors import MemoryInUse
 from kvshm.hooks.vllm import boundary
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.shm.counters import HOOK_ERRORS
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, description, prompt
 from .test_undoing import Failing
 
 FAILING: dict[str, Callable[[Any], tuple[Any, str]]] = {
@@ -138,3 +139,77 @@ def test_nothing_computed_on_blocks_that_may_not_have_come_is_delivered(
     assert request.get_finished_reason() is FinishReason.LENGTH
     assert len(node.delivered["r"]) == 5
     assert_off(e, {"build": "build_connector_meta"}.get(hook, hook), tracebacks)
+
+
+@pytest.mark.parametrize("of_a_rank", [False, True])
+def test_what_is_off_stays_off_over_a_reset(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, of_a_rank: bool
+) -> None:
+    e = engine()
+    side = e.connector._scheduler
+    monkeypatch.setattr(e.connector, "strict", False)
+    e.add("first", prompt(3), max_tokens=1)
+    with monkeypatch.context() as patch:
+        if of_a_rank:
+            sent = e.schedule()
+            e.run(sent, RankReport(sent.metadata.step, failed=True))
+        else:
+            patch.setattr(side, "request_finished", broken)
+            e.step()
+    assert e.scheduler.reset_prefix_cache()
+    request = e.add("second", prompt(3, first=900), max_tokens=1)
+    sent = e.schedule()
+    assert not sent.metadata.describe
+    e.run(sent, RankReport(sent.metadata.step, descriptions={0: description()}))
+    assert side.match(request, 0) == (0, False)
+    assert side.cache._requested is None, "the next epoch would begin"
+    assert e.table.counters.read(HOOK_ERRORS) == 1
+
+
+def test_no_import_is_left_of_a_step_whose_output_could_not_be_checked(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = engine()
+    monkeypatch.setattr(e.connector, "strict", False)
+    node = Failing(e, monkeypatch)
+    monkeypatch.setattr(node.side, "before_output", broken)
+    node.ask()
+    node.schedule()
+    assert node.side.importer._imports
+    node.run()
+    assert not node.side.importer._imports
+    assert node.side.importer.linger((), busy=False) == 0.0
+
+
+def test_a_request_that_cannot_be_undone_is_ended(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the error: its blocks may not have come."""
+    e = engine()
+    monkeypatch.setattr(e.connector, "strict", False)
+    node = Failing(e, monkeypatch)
+    monkeypatch.setattr(node.side.importer.at_once, "_undo", broken)
+    request = node.ask()
+    node.schedule()
+    node.run()
+    assert request.get_finished_reason() is FinishReason.ERROR
+    assert node.delivered["r"] == []
+
+
+@pytest.mark.parametrize("awaited", [False, True])
+def test_a_failure_that_comes_again_reaches_vllm_only_where_tokens_could_be_wrong(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, awaited: bool
+) -> None:
+    e = engine()
+    monkeypatch.setattr(e.connector, "strict", False)
+    node = Failing(e, monkeypatch)
+    monkeypatch.setattr(node.side.importer, "_register", broken)
+    monkeypatch.setattr(node.side.importer.at_once, "accepts", lambda *_: awaited)
+    node.ask()
+    if awaited:
+        with pytest.raises(MemoryInUse, match="blocks that nothing fills: a bug"):
+            node.schedule()
+    else:
+        node.schedule()
+        e.add("other", prompt(1, first=900), max_tokens=2)
+        finish(e, "other")
