@@ -133,9 +133,10 @@ def test_only_who_imports_is_a_consumer_to_vllm(
     monkeypatch.setenv("KVSHM_ENABLE", "1")
     monkeypatch.setenv("KVSHM_ROLE", role)
     plugin.activate()
-    transfer = make_config().kv_transfer_config
-    assert transfer is not None
-    assert transfer.kv_role == vllms
+    for given in (None, KVTransferConfig()):
+        transfer = make_config(kv_transfer_config=given).kv_transfer_config
+        assert transfer is not None
+        assert (transfer.kv_connector, transfer.kv_role) == (CONNECTOR, vllms)
 
 
 def test_the_connector_is_found_where_users_name_it() -> None:
