@@ -116,7 +116,10 @@ def _configure(vllm_config: VllmConfig, config: Config) -> None:
     vllm_config.kv_transfer_config = (
         _with_connector(transfer, config) if other is None else _combined(other)
     )
-    _log_once("connector installed: the engine shares its prefix cache if its KV cache allows it")
+    _log_once(
+        "connector installed: the engine shares its prefix cache if its role and its KV cache "
+        "allow it"
+    )
 
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:

@@ -193,6 +193,8 @@ def test_an_engine_does_what_the_page_says_and_says_so_once(
     (line,) = [line for line in lines if line.startswith(kinds)]
     said = kinds[3 if nothing else 1 if not imports else 2 if not exports else 0]
     assert line.startswith(said)
+    promises = [line for line in lines if "shares its prefix cache" in line]
+    assert all("if its role and its KV cache allow it" in promise for promise in promises)
     first_against = next((row for row in cell if not (row.exports and row.imports)), None)
     if first_against is pool:
         assert line.endswith("the block pool of this vLLM has no of_old")
