@@ -15,6 +15,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from . import syncpoints, timing
 from .errors import ConfigError
 from .roles import Decision, Limit, Role, decide_role
 from .rundir import SOCKET_PATH_BYTES, choose_run_directory
@@ -23,8 +24,9 @@ PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
 """Bytes of a socket's path that are kept free for its name, in addition to the namespace."""
 
-_READ_ELSEWHERE = frozenset({"KVSHM_TEST_SYNC_POINT", "KVSHM_TEST_TIME_SCALE"})
-"""Read at the import of kvshm/syncpoints.py and kvshm/timing.py, before there are settings."""
+_READ_ELSEWHERE = frozenset({syncpoints.VARIABLE, timing.VARIABLE})
+"""Read at the import of kvshm/syncpoints.py and kvshm/timing.py, before there are settings; only
+checked here."""
 
 _BOOLEANS = {"0": False, "no": False, "false": False, "off": False}
 _BOOLEANS |= {"1": True, "yes": True, "true": True, "on": True}
@@ -214,6 +216,8 @@ class Config:
         ``options`` of a command line override the settings of the same name (--run-dir overrides
         KVSHM_RUN_DIR) unless they are None.
         """
+        syncpoints.trigger_in(environ)
+        timing.timing_in(environ)
         given = {s.name: (s.name, environ.get(s.name, "")) for s in SETTINGS}
         for option, text in (options or {}).items():
             if text is not None:

@@ -3,6 +3,7 @@
 ``KVSHM_TEST_SYNC_POINT="<name>:<stop|kill>[:<nth>]"`` in the environment, read once when
 this module is imported, makes the process stop (SIGSTOP) or die (SIGKILL) when it reaches
 the named point for the nth time (default: first).  Unset, a sync point costs one comparison.
+``Config.from_env`` refuses a bad value.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import itertools
 import os
 import re
 import signal
+from collections.abc import Mapping
+from contextlib import suppress
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -63,9 +66,15 @@ def parse_trigger(text: str) -> SyncPointTrigger:
     if found is None or found[1] not in SyncPoint.__members__:
         raise ConfigError(
             f"{VARIABLE}={text!r}: wanted <name>:<stop|kill>[:<nth>] with a name of"
-            f" {', '.join(SyncPoint.__members__)}"
+            f" {', '.join(SyncPoint.__members__)}; correct it, or unset it"
         )
     return SyncPointTrigger(SyncPoint[found[1]], _ACTIONS[found[2]], int(found[3] or 1))
+
+
+def trigger_in(environ: Mapping[str, str]) -> SyncPointTrigger | None:
+    """Return what these environment variables ask for, or None.  Raises ConfigError."""
+    text = environ.get(VARIABLE)
+    return parse_trigger(text) if text else None
 
 
 _armed: SyncPointTrigger | None = None
@@ -90,5 +99,6 @@ def sync_point(point: SyncPoint) -> None:
         signal.raise_signal(_armed.action)
 
 
-if VARIABLE in os.environ:
-    _arm(parse_trigger(os.environ[VARIABLE]))
+with suppress(ConfigError):  # Config.from_env raises it, where callers expect that
+    if (_asked := trigger_in(os.environ)) is not None:
+        _arm(_asked)

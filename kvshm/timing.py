@@ -3,7 +3,7 @@
 Every such time is a field of ``Timing``.  Code that waits is given a ``Timing``, by default with
 the product's values.  ``KVSHM_TEST_TIME_SCALE=<factor>`` in the environment, read once when this
 module is imported, multiplies all times of this process (tests only): all processes of a
-namespace need the same factor.
+namespace need the same factor.  ``Config.from_env`` refuses a bad factor.
 
 Some times are not here, because no factor makes the machine faster: how long a descriptor server
 may take to answer (kvshm/node/handout.py), how long files are cleared (kvshm/node/locks.py), and
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -125,16 +126,20 @@ class Timing:
 
 def timing_in(environ: Mapping[str, str]) -> Timing:
     """Return the timing of a process with these environment variables.  Raises ConfigError."""
-    if (text := environ.get(VARIABLE)) is None:
+    if not (text := environ.get(VARIABLE)):
         return Timing()
     try:
         return Timing().scaled(float(text))
     except (ValueError, ConfigError) as exc:
-        raise ConfigError(f"{VARIABLE}={text!r}: wanted a number above 0, as 0.1") from exc
+        raise ConfigError(
+            f"{VARIABLE}={text!r}: wanted a number above 0, as 0.1; correct it, or unset it"
+        ) from exc
 
 
-TIMING = timing_in(os.environ)
+TIMING = Timing()
 """The timing of this process."""
+with suppress(ConfigError):  # Config.from_env raises it, where callers expect that
+    TIMING = timing_in(os.environ)
 
 
 class RetryPause:

@@ -1,8 +1,8 @@
 """Activation by environment variable: vLLM calls ``activate`` in each of its processes.
 
 With ``KVSHM_ENABLE`` unset or 0 kvshm imports and changes nothing.  With 1 kvshm registers its
-connector with vLLM, and every engine configuration that names no connector gets it; with
-KVSHM_BESIDE=1 a configuration that names one gets it too.  vLLM's own way,
+connector with vLLM, and every engine configuration that names no connector gets it, and keeps
+what else it says; with KVSHM_BESIDE=1 a configuration that names one gets it too.  vLLM's own way,
 ``--kv-transfer-config`` with ``kv_connector_module_path``, does not need this module.
 """
 
@@ -100,8 +100,8 @@ def _wrap(config: Config) -> None:
 
 
 def _configure(vllm_config: VllmConfig, config: Config) -> None:
-    """Set an empty kv_transfer_config; combine another connector's with kvshm's, or leave it alone;
-    correct kvshm's own.  If this raises, nothing has changed."""
+    """Add kvshm's connector to a kv_transfer_config without one; combine another connector's with
+    kvshm's, or leave it alone; correct kvshm's own.  If this raises, nothing has changed."""
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.has_connector(CONNECTOR):
         if overridden := ensure_recompute(transfer):
@@ -113,8 +113,13 @@ def _configure(vllm_config: VllmConfig, config: Config) -> None:
     if reason := _refusal(vllm_config, other, config.beside):
         _decline(reason)
         return
-    vllm_config.kv_transfer_config = _transfer_config(other, config)
-    _log_once("connector installed: the engine shares its prefix cache if its KV cache allows it")
+    vllm_config.kv_transfer_config = (
+        _with_connector(transfer, config) if other is None else _combined(other)
+    )
+    _log_once(
+        "connector installed: the engine shares its prefix cache if its role and its KV cache "
+        "allow it"
+    )
 
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
@@ -146,15 +151,21 @@ def touchpoint_refusal() -> str | None:
     return f"this vLLM requires connectors to have {unknown}" if unknown else None
 
 
-def _transfer_config(other: KVTransferConfig | None, config: Config) -> Any:
+def _with_connector(given: KVTransferConfig | None, config: Config) -> KVTransferConfig:
+    """Return ``given``, which names no connector, with kvshm's.  Its kv_role stays the user's."""
+    from dataclasses import replace
+
     from vllm.config import KVTransferConfig
 
+    given = given or KVTransferConfig()
+    # If the engine may import, vLLM holds freed blocks back: an exporter need not pay for it.
+    role = given.kv_role or ("kv_both" if config.imports else "kv_producer")
+    return replace(given, **OUR_CONNECTOR | {"kv_role": role})
+
+
+def _combined(other: KVTransferConfig) -> KVTransferConfig:
     from .multi_connector import combined_config
 
-    if other is None:
-        # If the engine may import, vLLM holds freed blocks back: an exporter need not pay for it.
-        exports_only = {} if config.imports else {"kv_role": "kv_producer"}
-        return KVTransferConfig(**OUR_CONNECTOR | exports_only)
     _log_once(
         f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )

@@ -60,7 +60,12 @@ class SharedCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         who = engine_name(name=spec.name, pid=os.getpid())
-        log.info("engine %s shares its prefix cache, run directory %s", who, run_dir)
+        log.info(
+            "engine %s shares its prefix cache if its role and its KV cache allow it, "
+            "run directory %s",
+            who,
+            run_dir,
+        )
         self._config = config
         self._spec = spec
         self._cleanup_dir: Path | None = run_dir

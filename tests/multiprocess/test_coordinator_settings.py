@@ -51,3 +51,6 @@ def test_a_bad_setting_is_named_with_the_remedy() -> None:
     done = coordinator("--namespace", "Foo Bar")
     assert done.returncode == 2
     assert done.stderr.startswith("kvshm-coordinator: --namespace='Foo Bar' is not 1 to 32 of a-z")
+    done = coordinator(KVSHM_TEST_TIME_SCALE="fast")
+    assert done.returncode == 2
+    assert "KVSHM_TEST_TIME_SCALE='fast': wanted a number above 0" in done.stderr

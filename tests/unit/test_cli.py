@@ -53,6 +53,15 @@ def test_config_names_a_bad_setting_with_its_remedy() -> None:
     )
 
 
+@pytest.mark.parametrize("name", ["KVSHM_TEST_SYNC_POINT", "KVSHM_TEST_TIME_SCALE"])
+def test_config_checks_what_is_read_at_the_import(name: str) -> None:
+    done = kvshm("config", **{name: "fast"})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"kvshm: {name}='fast'")
+    assert len(done.stderr.splitlines()) == 1
+    assert kvshm("config", **{name: ""}).returncode == 0
+
+
 def test_dump_index_gets_the_rest_of_the_command_line() -> None:
     nobody = kvshm("dump-index", "--namespace", f"t{uuid.uuid4().hex[:8]}", "--json")
     assert (nobody.returncode, nobody.stdout.strip()) == (1, '{\n  "namespaces": []\n}')

@@ -44,6 +44,11 @@ BAD = {
     "KVSHM_FAULT": ["wrong"],
     "KVSHM_STRICT": ["very"],
 }
+BAD_AT_IMPORT = {
+    "KVSHM_TEST_SYNC_POINT": ["LEASED", "LEASED:never", "NOWHERE:stop"],
+    "KVSHM_TEST_TIME_SCALE": ["fast", "0", "-1", "nan", "inf"],
+}
+"""Of the variables that are read before there are settings."""
 
 
 def test_defaults() -> None:
@@ -92,7 +97,9 @@ def test_every_value_is_read() -> None:
     assert config.given == {s.name for s in SETTINGS}
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD.items() for v in vs])
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n, vs in (BAD | BAD_AT_IMPORT).items() for v in vs]
+)
 def test_a_bad_value_is_named_with_setting_and_remedy(name: str, value: str) -> None:
     with pytest.raises(ConfigError) as error:
         Config.from_env({name: value})
@@ -124,9 +131,8 @@ def test_every_setting_has_a_bad_value_in_this_file() -> None:
     assert set(BAD) == {s.name for s in SETTINGS}
 
 
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
-def test_an_empty_value_counts_as_unset(setting: object) -> None:
-    name = setting.name  # type: ignore[attr-defined]  # parametrize hands it over untyped
+@pytest.mark.parametrize("name", [*(s.name for s in SETTINGS), *BAD_AT_IMPORT])
+def test_an_empty_value_counts_as_unset(name: str) -> None:
     assert Config.from_env({name: ""}) == Config.from_env({})
 
 

@@ -25,6 +25,8 @@ from .served import AnyTable
 
 ROUND = """
 import os, sys
+from kvshm.config import Config
+Config.from_env(os.environ)
 from kvshm.shm.layout import *
 from kvshm.shm.own_slot_table import OwnSlotTable
 from kvshm.shm.slot_table import PeerSlotTable
@@ -151,6 +153,11 @@ def test_nothing_is_armed_by_default(table: AnyTable) -> None:
 def test_a_setting_that_says_nothing_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=VARIABLE):
         parse_trigger(text)
+
+
+def test_an_empty_setting_arms_nothing(table: AnyTable) -> None:
+    process = start(table, "")
+    assert (process.communicate()[0], process.returncode) == (b"done\n", 0)
 
 
 def test_a_bad_setting_stops_the_start(table: AnyTable) -> None:

@@ -42,14 +42,15 @@ def test_who_waits_for_whom_is_kept(factor: float) -> None:
 
 def test_the_environment_of_a_process_scales_its_times() -> None:
     program = "from kvshm.timing import TIMING; print(TIMING.suspect_seconds)"
-    for environ, seconds in (({}, 3.0), ({"KVSHM_TEST_TIME_SCALE": "0.5"}, 1.5)):
+    for scale, seconds in ((None, 3.0), ("", 3.0), ("0.5", 1.5)):
+        environ = {} if scale is None else {"KVSHM_TEST_TIME_SCALE": scale}
         command = [sys.executable, "-c", program]
         told = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
         assert float(told.stdout) == seconds
         assert timing_in(environ).suspect_seconds == seconds
 
 
-@pytest.mark.parametrize("text", ["", "fast", "0", "-1", "nan", "inf"])
+@pytest.mark.parametrize("text", ["fast", "0", "-1", "nan", "inf"])
 def test_a_scale_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"KVSHM_TEST_TIME_SCALE=.*: wanted a number above 0"):
         timing_in({"KVSHM_TEST_TIME_SCALE": text})

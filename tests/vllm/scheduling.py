@@ -42,9 +42,11 @@ from kvshm.shm.own_slot_table import OwnSlotTable
 BLOCK_SIZE = 16
 
 
-def vllm_config(model: Path, **arguments: Any) -> VllmConfig:
+def vllm_config(
+    model: Path, transfer: KVTransferConfig | None = None, **arguments: Any
+) -> VllmConfig:
     """Configuration of an engine that shares, with small blocks."""
-    transfer = KVTransferConfig(
+    transfer = transfer or KVTransferConfig(
         kv_connector="KvshmConnector",
         kv_connector_module_path="kvshm.hooks.connector",
         kv_role="kv_both",

@@ -95,6 +95,17 @@ def test_a_bad_setting_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CONNECTOR not in KVConnectorFactory._registry
 
 
+@pytest.mark.parametrize("name", ["KVSHM_TEST_SYNC_POINT", "KVSHM_TEST_TIME_SCALE"])
+def test_so_does_a_bad_one_that_is_read_at_the_import(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("KVSHM_ENABLE", "1")
+    monkeypatch.setenv(name, "fast")
+    with pytest.raises(ConfigError, match=f"{name}='fast'.*; correct it, or unset it"):
+        plugin.activate()
+    assert CONNECTOR not in KVConnectorFactory._registry
+
+
 def test_a_misspelt_switch_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSHM_ENABLE", "ture")
     with pytest.raises(ConfigError, match="KVSHM_ENABLE='ture' is not 0 or 1"):
@@ -111,7 +122,8 @@ def test_an_empty_transfer_config_is_filled(make_config: MakeConfig, lines: Line
     assert (transfer.kv_role, transfer.kv_load_failure_policy) == ("kv_both", "recompute")
     assert not config.scheduler_config.disable_hybrid_kv_cache_manager
     make_config()
-    assert len([line for line in lines if "connector installed" in line]) == 1
+    (line,) = [line for line in lines if "connector installed" in line]
+    assert line.endswith("shares its prefix cache if its role and its KV cache allow it")
 
 
 @pytest.mark.parametrize(("role", "vllms"), [("both", "kv_both"), ("producer", "kv_producer")])
@@ -122,9 +134,10 @@ def test_only_who_imports_is_a_consumer_to_vllm(
     monkeypatch.setenv("KVSHM_ENABLE", "1")
     monkeypatch.setenv("KVSHM_ROLE", role)
     plugin.activate()
-    transfer = make_config().kv_transfer_config
-    assert transfer is not None
-    assert transfer.kv_role == vllms
+    for given in (None, KVTransferConfig()):
+        transfer = make_config(kv_transfer_config=given).kv_transfer_config
+        assert transfer is not None
+        assert (transfer.kv_connector, transfer.kv_role) == (CONNECTOR, vllms)
 
 
 def test_the_connector_is_found_where_users_name_it() -> None:

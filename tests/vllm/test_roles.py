@@ -19,11 +19,13 @@ pytest.importorskip("vllm")
 
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.config.kv_transfer import KVRole
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvshm.config import Config
-from kvshm.hooks.vllm import pool_watch
+from kvshm.hooks.vllm import plugin, pool_watch
 from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler, kv_role_limit, scheduler_limits
 from kvshm.roles import Decision, Limit
 
@@ -191,11 +193,43 @@ def test_an_engine_does_what_the_page_says_and_says_so_once(
     (line,) = [line for line in lines if line.startswith(kinds)]
     said = kinds[3 if nothing else 1 if not imports else 2 if not exports else 0]
     assert line.startswith(said)
+    promises = [line for line in lines if "shares its prefix cache" in line]
+    assert all("if its role and its KV cache allow it" in promise for promise in promises)
     first_against = next((row for row in cell if not (row.exports and row.imports)), None)
     if first_against is pool:
         assert line.endswith("the block pool of this vLLM has no of_old")
     elif first_against is not None:
         assert f"={first_against.value}" in line
+
+
+UNNAMED = [cell for cell in REAL if (cell[0].value, cell[3].value) == ("all", "as kvshm knows it")]
+
+
+@pytest.mark.parametrize("cell", UNNAMED, ids=name)
+def test_a_kv_role_without_a_connector_is_that_of_the_connector_which_kvshm_installs(
+    model: Path, engine: Make, monkeypatch: pytest.MonkeyPatch, cell: Any
+) -> None:
+    _, role, kv_role, _ = cell
+    monkeypatch.setattr(VllmConfig, plugin.TOUCHPOINT, getattr(VllmConfig, plugin.TOUCHPOINT))
+    monkeypatch.setattr(KVConnectorFactory, "_registry", dict(KVConnectorFactory._registry))
+    monkeypatch.setenv("KVSHM_ENABLE", "1")
+    monkeypatch.setenv("KVSHM_ROLE", role.value)
+    plugin.activate()
+    extra = {"num_threads": 3}
+    given = KVTransferConfig(
+        kv_role=kv_role.value, engine_id="mine", kv_port=7, kv_connector_extra_config=extra
+    )
+    config = vllm_config(model, given)
+    made = config.kv_transfer_config
+    assert made is not None
+    assert (made.kv_connector, made.kv_connector_module_path) == (CONNECTOR, CONNECTOR_MODULE)
+    assert (made.kv_role, made.kv_load_failure_policy) == (kv_role.value, "recompute")
+    assert (made.engine_id, made.kv_port, made.kv_connector_extra_config) == ("mine", 7, extra)
+    assert given.kv_connector is None
+    one = started(config)
+    exports, imports = all(row.exports for row in cell), all(row.imports for row in cell)
+    assert exports_and_imports(one) == (exports, imports)
+    one.close()
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
