@@ -29,7 +29,7 @@ from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
 from .ranks import Ranks
 from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
-from .vllm_scheduler import VllmScheduler, scheduler_limits
+from .vllm_scheduler import VllmScheduler, engine_transfer, scheduler_limits
 
 log = logger(__name__)
 
@@ -89,7 +89,8 @@ class SchedulerSide:
         """Have ``listener`` watch vLLM's block pool, and decide, from vLLM's objects, whether this
         engine exports and imports; returns why it does neither, or None."""
         self._vllm = scheduler
-        limits = [*scheduler_limits(scheduler)]
+        engine = engine_transfer(self._vllm_config.kv_transfer_config)
+        limits = [*scheduler_limits(scheduler, engine)]
         limits += self._watch(manager, listener, self._config.decide_role(*limits))
         role = self._config.decide_role(*limits)
         if role.refusal is not None:
