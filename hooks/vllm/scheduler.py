@@ -95,6 +95,7 @@ class SchedulerSide:
         role = self._config.decide_role(*limits)
         if role.refusal is not None:
             return role.refusal
+        self.cache.role = role
         self._log_role(role)
         self._role_imports = not role.no_imports
         if self._role_imports and scheduler is not None:

@@ -41,6 +41,7 @@ from .scheduling import (
     imagined_cache,
     own_connector,
     prompt,
+    roles_of_epoch,
 )
 
 OURS = {
@@ -240,6 +241,7 @@ def test_the_role_of_the_outer_connector_holds_too(
     config.scheduler_config.async_scheduling = True
     e = BesideEngine(config, asynchronous=True)
     assert f"kvshm: {line}" in lines
+    assert roles_of_epoch(e) == (exports, imports)
     e.add("a", prompt(3), max_tokens=1)
     e.step()
     assert bool(e.ready()) == exports

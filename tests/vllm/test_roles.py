@@ -28,7 +28,15 @@ from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler, kv_role_limit, schedu
 from kvshm.roles import Decision, Limit
 
 from .conftest import Lines
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, imagined_cache, prompt, vllm_config
+from .scheduling import (
+    BLOCK_SIZE,
+    DrivenEngine,
+    Make,
+    imagined_cache,
+    prompt,
+    roles_of_epoch,
+    vllm_config,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text("utf-8")
 
@@ -175,6 +183,7 @@ def test_an_engine_does_what_the_page_says_and_says_so_once(
     one = started(config)
     exports, imports = all(row.exports for row in cell), all(row.imports for row in cell)
     nothing = not exports and not imports
+    assert roles_of_epoch(one) == (exports, imports)
     assert exports_and_imports(one) == (exports, imports)
     one.close()
     kinds = tuple(
