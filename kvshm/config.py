@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from . import syncpoints, timing
@@ -245,15 +244,9 @@ class Config:
         )
         return decide_role((*settings, *self.limits, *found))
 
-    # Cached: every lookup asks for these, and deciding takes longer than a lookup.
-    @cached_property
-    def exports(self) -> bool:
-        """Whether this engine's blocks may be published."""
-        return not self.decide_role().no_exports
-
-    @cached_property
+    @property
     def imports(self) -> bool:
-        """Whether this engine may import blocks of other engines."""
+        """Whether what is known before the engine runs permits importing."""
         return not self.decide_role().no_imports
 
     def step_budget_ms(self, asynchronous: bool) -> float:

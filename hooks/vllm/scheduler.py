@@ -29,7 +29,7 @@ from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
 from .ranks import Ranks
 from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
-from .vllm_scheduler import VllmScheduler, log_role, scheduler_limits
+from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
 
 log = logger(__name__)
 
@@ -66,7 +66,6 @@ class SchedulerSide:
         self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
-        self._role_imports = False  # whether the engine's role lets it import
         self._off = False  # whether a hook has failed
         self._ranks: Ranks | None = None
         self._step = 0
@@ -90,14 +89,15 @@ class SchedulerSide:
         """Have ``listener`` watch vLLM's block pool, and decide, from vLLM's objects, whether this
         engine exports and imports; returns why it does neither, or None."""
         self._vllm = scheduler
-        limits = [*scheduler_limits(scheduler)]
+        engine = engine_transfer(self._vllm_config.kv_transfer_config)
+        limits = [*scheduler_limits(scheduler, engine)]
         limits += self._watch(manager, listener, self._config.decide_role(*limits))
         role = self._config.decide_role(*limits)
         if role.refusal is not None:
             return role.refusal
+        self.cache.role = role
         log_role(role, by_settings=role == self._config.decide_role())
-        self._role_imports = not role.no_imports
-        if self._role_imports and scheduler is not None:
+        if scheduler is not None and not role.no_imports:
             scheduler.recompute()
             self.importer.room = PoolRoom(manager, scheduler.scheduler.requests, self._block_size)
         return None
@@ -120,7 +120,8 @@ class SchedulerSide:
 
     def may_import(self) -> bool:
         """Whether imports may begin now."""
-        return self._role_imports and self._vllm is not None and self._vllm.may_import()
+        role, vllm = self.cache.role, self._vllm
+        return not (self._off or role.no_imports or vllm is None) and vllm.may_import()
 
     def prepare_pool_reset(self) -> None:
         """vLLM is about to reset its cache, for which all blocks must be free."""
@@ -143,16 +144,15 @@ class SchedulerSide:
         into the same step."""
         device = self._vllm_config.device_config.device_type
         early = device == "cpu" or not self._vllm_config.speculative_config
-        if self._role_imports and early and self._vllm is not None and self._vllm.alone:
+        imports = not self.cache.role.no_imports
+        if imports and early and self._vllm is not None and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
     def reset(self) -> None:
         """End the epoch: withdraw everything now, and have the ranks describe themselves again."""
         self.withdraw()
-        if self._off:
-            return
         self._resets += 1
-        self._describe = True
+        self._describe = not self._off
         if self.tracker is not None:
             self.tracker.expecting = True
 
@@ -161,7 +161,7 @@ class SchedulerSide:
         nothing until the engine is started again."""
         self.cache.count(HOOK_ERRORS)
         self.cache.log_error(error)
-        self._off, self._describe, self._role_imports, self.tracker = True, False, False, None
+        self._off, self._describe, self.tracker = True, False, None
         self.withdraw()
 
     def withdraw(self) -> None:

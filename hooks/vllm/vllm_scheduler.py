@@ -126,13 +126,21 @@ class VllmScheduler:
             self._ran = None
 
 
-def scheduler_limits(found: VllmScheduler | None) -> Iterator[Limit]:
-    """Yield the limits that vLLM's scheduler sets: without the scheduler a failed load would be an
-    error, and a step under way may write to a block while an import fills it."""
+def engine_transfer(own: KVTransferConfig) -> KVTransferConfig:
+    """Return the engine's transfer configuration.  In a MultiConnector vLLM gives kvshm's connector
+    only ``own``; the engine's is that of the outermost connector among the callers."""
+    callers = callers_with("_kv_transfer_config")
+    return callers[-1]._kv_transfer_config if callers else own
+
+
+def scheduler_limits(found: VllmScheduler | None, engine: KVTransferConfig) -> Iterator[Limit]:
+    """Yield the limits that the engine's kv_role and vLLM's scheduler set: without the scheduler a
+    failed load would be an error, and a step under way may write to a block while an import fills
+    it."""
+    yield kv_role_limit(engine, " of the engine")
     if found is None:
         yield Limit("vLLM's scheduler was not found", no_exports=False, no_imports=True)
         return
     config = found.scheduler.vllm_config
-    yield kv_role_limit(config.kv_transfer_config, " of the engine")
     late = not found.scheduler.defer_block_free and config.max_concurrent_batches > 1
     yield Limit("this vLLM frees blocks while they are written", no_exports=False, no_imports=late)

@@ -67,6 +67,9 @@ class SharedCache:
             run_dir,
         )
         self._config = config
+        self.role = config.decide_role()
+        """Whether the engine exports and imports.  Whoever finds more limits in the running engine
+        sets it, before ``open_epoch``: an epoch's roster entry never changes."""
         self._spec = spec
         self._cleanup_dir: Path | None = run_dir
         self._run_dir = run_dir
@@ -82,7 +85,7 @@ class SharedCache:
         handler = RosterHandler(self._open_when_ready, lambda: self.epoch_state, start)
         self._client = CoordinatorClient(run_dir, config.namespace, handler)
         budget = config.step_budget_ms(spec.asynchronous) / 1000
-        self.publisher = Publisher(self, self._client.send_events, budget, config.exports, clock)
+        self.publisher = Publisher(self, self._client.send_events, budget, clock)
         self.planner = LoadPlanner(config, self, clock)
         guard_forks(self)
 
@@ -159,7 +162,14 @@ class SharedCache:
                 return None
             wanted.pause.tried()  # first, so that every failure is followed by a pause
             try:
-                state = begin_epoch(self._config, self._spec, fields, wanted.ranks, self._run_dir)
+                state = begin_epoch(
+                    self._config.namespace,
+                    self._spec,
+                    self.role,
+                    fields,
+                    wanted.ranks,
+                    self._run_dir,
+                )
             except (KvshmError, OSError) as exc:  # for example, no memory or threads left
                 level = logging.DEBUG if self.failed else logging.WARNING
                 log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)

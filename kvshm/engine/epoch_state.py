@@ -12,13 +12,13 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from kvshm.config import Config
 from kvshm.fingerprint import fingerprint
 from kvshm.ids import BlockId, Epoch, Fingerprint
 from kvshm.node.handout import Handouts, HandoutServer, serve_epoch
 from kvshm.node.peer_list import PeerList
 from kvshm.node.peers import Peers
 from kvshm.node.protocol import EngineInfo, RankInfo
+from kvshm.roles import Decision
 from kvshm.rundir import engine_socket, peers_file
 from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.version import __version__
@@ -81,11 +81,14 @@ class HasEpoch(Protocol):
 
     epoch_state: EpochState | None
     """None without an epoch.  Any thread may read it; each read may find another epoch."""
+    role: Decision
+    """Whether the engine exports and imports."""
 
 
 def begin_epoch(
-    config: Config,
+    namespace: str,
     spec: EngineSpec,
+    role: Decision,
     fields: Mapping[str, str],
     ranks: Sequence[RankInfo],
     run_dir: Path,
@@ -93,9 +96,9 @@ def begin_epoch(
     """Begin an epoch with a random number: create its slot table, with this process's pulse, and
     its replica, and serve their descriptors.  ``fields``: the fingerprint's fields.  Raises
     KvshmError or OSError; nothing is left behind then."""
-    epoch, space = Epoch(secrets.randbits(64) | 1), config.namespace
+    epoch = Epoch(secrets.randbits(64) | 1)
     table_spec = TableSpec(
-        namespace=space,
+        namespace=namespace,
         engine=spec.name,
         num_blocks=spec.num_blocks,
         block_size=spec.block_size,
@@ -108,10 +111,10 @@ def begin_epoch(
         undo.callback(table.close)
         table.begin_pulse(None)
         # An engine that does not import attaches no peers.
-        listed = PeerList(peers_file(run_dir, space, epoch)) if config.imports else None
-        peers = Peers(space, spec.name, epoch, Handouts(run_dir, space), listed=listed)
+        listed = None if role.no_imports else PeerList(peers_file(run_dir, namespace, epoch))
+        peers = Peers(namespace, spec.name, epoch, Handouts(run_dir, namespace), listed=listed)
         undo.callback(peers.close)
-        server = serve_epoch(engine_socket(run_dir, space, epoch), table, peers.replica)
+        server = serve_epoch(engine_socket(run_dir, namespace, epoch), table, peers.replica)
         undo.pop_all()
     info = EngineInfo(
         epoch=epoch,
@@ -121,7 +124,7 @@ def begin_epoch(
         fields=dict(fields),
         num_blocks=spec.num_blocks,
         ranks=[replace(rank, memory=replace(rank.memory, epoch=epoch)) for rank in ranks],
-        imports_only=not config.exports,
+        imports_only=bool(role.no_exports),
         kvshm_version=__version__,
     )
     return EpochState(table, peers, server, info)

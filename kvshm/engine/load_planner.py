@@ -88,7 +88,7 @@ class LoadPlanner:
         is shorter than ``min_prefix_tokens``, if this engine does not import, or if no load can
         succeed: this engine leaves, or some of its ranks are no longer alive in its epoch."""
         epoch = self._cache.epoch_state
-        if epoch is None or self.leaving or not self._config.imports:
+        if epoch is None or self.leaving or self._cache.role.no_imports:
             return None
         plan = self._make_plan(epoch, hashes, start, stop)
         return None if plan is None or epoch.has_ended() else plan

@@ -65,23 +65,22 @@ class Publisher:
         cache: HasEpoch,
         send: Callable[[bytes], None],
         budget_seconds: float,
-        exports: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``send`` takes events and does not block.  ``exports``: False publishes nothing."""
+        """``send`` takes events and does not block."""
         self._cache = cache
         self._send = send
         self._budget = budget_seconds
-        self._exports = exports
         self._clock = clock
         self._slow = SlowImporters()
 
     def publish_marked(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
         """Publish those blocks of the runs that have a hash in ``pool``, and send their events.
         The caller guarantees that every byte of the blocks is written on every rank.  Returns the
-        runs of which a block is left: it has no hash yet, or its slot is still draining."""
+        runs of which a block is left: it has no hash yet, or its slot is still draining; all runs
+        if this engine does not export."""
         epoch = self._cache.epoch_state
-        if epoch is None or not self._exports:
+        if epoch is None or self._cache.role.no_exports:
             return runs
         published, left = epoch.table.publish_marked(marks.packed, pool, runs)
         if published:

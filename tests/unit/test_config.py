@@ -205,8 +205,8 @@ def test_describe_names_value_and_origin() -> None:
     ],
 )
 def test_role_and_share(environ: dict[str, str], exports: bool, imports: bool) -> None:
-    config = Config.from_env(environ)
-    assert (config.exports, config.imports) == (exports, imports)
+    role = Config.from_env(environ).decide_role()
+    assert (not role.no_exports, not role.no_imports) == (exports, imports)
 
 
 def test_the_budget_without_asynchronous_scheduling_is_zero_unless_given() -> None:

@@ -28,6 +28,7 @@ from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
 from kvshm.interfaces import Region
 from kvshm.node.peer import Peer, PlannedRun
 from kvshm.node.protocol import RankInfo
+from kvshm.roles import Decision
 from kvshm.shm.counters import MEASURED_US, MISS_CHEAPER, TRIED
 
 from .exporters import HASHES, Exporter
@@ -102,6 +103,17 @@ def test_who_has_left_or_was_ended_plans_no_load(
     assert plan() is found
     cache.leave()
     assert plan() is None
+
+
+def test_an_engine_that_may_not_import_plans_no_load(
+    cache: SharedCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = Plan(Epoch(1), 0, (), 0.0, 0)
+    monkeypatch.setattr(cache.planner, "_make_plan", lambda *_: found)
+    cache.role = Decision("", "found late")
+    assert cache.planner.probe([b"hash"], 0, 1) is None
+    cache.role = Decision("found late", "")
+    assert cache.planner.probe([b"hash"], 0, 1) is found
 
 
 def test_a_plan_says_how_much_each_rank_has_to_copy(cache: SharedCache, served: ServedNode) -> None:

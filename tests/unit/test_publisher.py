@@ -8,6 +8,7 @@ from kvshm.engine.epoch_state import EpochState
 from kvshm.engine.marks import Marks
 from kvshm.engine.publisher import Publisher
 from kvshm.node.peers import Peers
+from kvshm.roles import Decision
 from kvshm.shm.counters import DRAINED, FORCED
 
 from .exporters import HASHES, NUM_BLOCKS, Make
@@ -18,8 +19,9 @@ def test_blocks_taken_from_a_slow_importer_are_no_drained_ones(
 ) -> None:
     table, marks = exporter().table, Marks(NUM_BLOCKS)
     state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
+    cache = SimpleNamespace(epoch_state=state, role=Decision("", ""))
     sent: list[bytes] = []
-    publisher = Publisher(SimpleNamespace(epoch_state=state), sent.append, budget_seconds=0.0)
+    publisher = Publisher(cache, sent.append, budget_seconds=0.0)
 
     def reuse(count: int, leased: int) -> tuple[int, int]:
         pool = [
@@ -38,3 +40,16 @@ def test_blocks_taken_from_a_slow_importer_are_no_drained_ones(
     assert forced == 4, "the budget was spent"
     assert publisher._slow.mask(peers.tables_by_bit) == 1 << 3
     assert reuse(4, leased=2) == (0, 6), "over the leases of the slow importer"
+
+
+def test_an_engine_that_may_not_export_publishes_nothing(exporter: Make, peers: Peers) -> None:
+    table, marks = exporter().table, Marks(NUM_BLOCKS)
+    state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
+    cache = SimpleNamespace(epoch_state=state, role=Decision("found late", ""))
+    sent: list[bytes] = []
+    publisher = Publisher(cache, sent.append, budget_seconds=0.0)
+    pool = [SimpleNamespace(block_id=0, block_hash=HASHES[0] + bytes(4), ref_cnt=1)]
+    runs = [(HASHES, 0, marks.tag(range(1)))]
+    assert (publisher.publish_marked(marks, pool, runs), sent) == (runs, [])
+    cache.role = Decision("", "found late")
+    assert (publisher.publish_marked(marks, pool, runs), len(sent)) == ([], 1)

@@ -208,6 +208,15 @@ def own_connector(scheduler: Any) -> Any:
     return next((one for one in connectors if isinstance(one, KvshmConnector)), None)
 
 
+def roles_of_epoch(engine: DrivenEngine) -> tuple[bool, bool]:
+    """Whether the other engines are told that this one exports, and its ranks that it imports."""
+    side = engine.connector._scheduler
+    if side is None:
+        return False, False
+    state = side.cache.epoch_state
+    return not state.info.imports_only, state.peers._peer_list is not None
+
+
 def imagined_cache(num_blocks: int) -> KVCacheConfig:
     """A cache that no worker has."""
     spec = FullAttentionSpec(

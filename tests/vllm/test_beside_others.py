@@ -29,6 +29,7 @@ from vllm.v1.request import RequestStatus
 from kvshm.engine.load_plan import LoadReport
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.ranks import Ranks, ask_rank
+from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler
 
 from .conftest import Lines
 from .scheduling import (
@@ -40,6 +41,7 @@ from .scheduling import (
     imagined_cache,
     own_connector,
     prompt,
+    roles_of_epoch,
 )
 
 OURS = {
@@ -239,12 +241,30 @@ def test_the_role_of_the_outer_connector_holds_too(
     config.scheduler_config.async_scheduling = True
     e = BesideEngine(config, asynchronous=True)
     assert f"kvshm: {line}" in lines
+    assert roles_of_epoch(e) == (exports, imports)
     e.add("a", prompt(3), max_tokens=1)
     e.step()
     assert bool(e.ready()) == exports
     e.connector._scheduler.importer.match = lambda *_: 2 * BLOCK_SIZE
     e.add("b", prompt(3, first=700), max_tokens=1)
     assert bool(e.schedule().metadata.metadata[e.place].loads) == imports
+    e.close()
+
+
+def test_the_role_of_the_outer_connector_holds_without_vllms_scheduler(
+    model: Path, engine: Make, lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rules out exporting and the other importing, so the engine does neither."""
+    monkeypatch.setattr(VllmScheduler, "of_caller", lambda _: None)
+    config = config_of(model, "NixlConnector", True)
+    assert config.kv_transfer_config is not None
+    config.kv_transfer_config.kv_role = "kv_consumer"
+    e = BesideEngine(config, shares=False)
+    assert [line for line in lines if "only: " in line or "not sharing" in line] == [
+        "kvshm: not sharing the prefix cache: kv_role=kv_consumer of the engine rules out "
+        "exporting, and vLLM's scheduler was not found importing"
+    ]
+    assert e.connector._scheduler is None
     e.close()
 
 
