@@ -37,7 +37,7 @@ TIME_SCALE = (
     f"`{timing.VARIABLE}`",
     "a number above 0",
     "1",
-    "Multiply all times that coordinator and engines wait for each other (`kvshm/timing.py`).",
+    "Multiply the times of `Timing` (`kvshm/timing.py`), in all processes of a namespace alike.",
 )
 """SYNC_POINT and TIME_SCALE are read before there are settings, and only tests set them."""
 

@@ -1,13 +1,19 @@
-"""How long coordinator and engines wait for each other.
+"""How long the coordinator and the scheduler's halves of engines wait for each other.
 
-Every such time is a field of ``Timing``.  Code that waits is given a ``Timing``, by default with
-the product's values.  ``KVSHM_TEST_TIME_SCALE=<factor>`` in the environment, read once when this
-module is imported, multiplies all times of this process (tests only): all processes of a
-namespace need the same factor.  ``Config.from_env`` refuses a bad factor.
+``Timing`` has the times by which these processes keep track of each other: heartbeats and the
+silence that counts as a loss, joins, restarts, events, the end of an engine, pauses before a peer
+is used again, and pauses before memory or descriptors that lacked are asked for again; and how
+often the coordinator cleans up and checks its bounds.  Code that waits for such a time is given a
+``Timing``, by default with the product's values.  ``KVSHM_TEST_TIME_SCALE=<factor>`` in the
+environment, read once when this module is imported, multiplies all times of ``Timing`` in this
+process (tests only): all processes of a namespace need the same factor.  ``Config.from_env`` refuses
+a bad factor.
 
-Some times are not here, because no factor makes the machine faster: how long a descriptor server
-may take to answer (kvshm/node/handout.py), how long files are cleared (kvshm/node/locks.py), and
-libzmq's linger: how long ``close`` waits for a last message to be written if nobody reads it.
+All other times are stated by the modules that wait.  They have no factor, because no factor makes
+the machine faster: how long a descriptor server, a lock, a copy, or the end of a thread or process
+may take, and libzmq's linger; how old a plan may be; how often a descriptor server checks its
+socket, how often slots that drain are looked at, how often a line is logged; and all times of the
+worker's half, which exchanges no messages with the coordinator.
 """
 
 from __future__ import annotations
@@ -96,7 +102,7 @@ class Timing:
     that waits for the table sends no heartbeats meanwhile."""
     attach_pause_seconds: float = 5.0
     """How long no load is planned from a peer that could not be attached in time: as long as the
-    peer's socket may take to answer."""
+    peer's socket may take to answer (``FETCH_TIMEOUT`` of the transports)."""
     retry_seconds: tuple[float, float] = (1.0, 30.0)
     """Pause before a retry after a lack of memory or descriptors: the first pause, and the longest
     after doubling each time."""

@@ -20,7 +20,7 @@ from kvshm.shm.layout import (
 )
 
 ROW_NAME_BYTES = 32
-ROW_STRUCT = struct.Struct(f"<QIIQIxxxx{ROW_NAME_BYTES}s")
+ROW_STRUCT = struct.Struct(f"<QIIQI4x{ROW_NAME_BYTES}s")
 ENTRY_STRUCT = struct.Struct("<QIIII")
 assert ROW_STRUCT.size == ROW_BYTES
 assert ENTRY_STRUCT.size == ENTRY_BYTES

@@ -35,7 +35,7 @@ class ErrorLog:
 
     def add(self, text: str, now_ns: int) -> None:
         """Record an error, or count it if it is recorded already.  A full log drops the error whose
-        last occurrence is oldest.  The text is cut to 104 bytes."""
+        last occurrence is oldest.  The text is cut to TEXT_BYTES."""
         wanted = text.encode("utf-8", "replace")[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")
         entries = self._entries()
         place = next((i for i, entry in enumerate(entries) if entry[3] == wanted), None)

@@ -32,7 +32,7 @@ MAX_REPLY_BYTES = 65536
 MAX_FDS = 253
 """The kernel's SCM_MAX_FD: most descriptors in one message."""
 _UNSERVED = (errno.ECONNREFUSED, errno.ENOENT, errno.ELOOP)
-_PEER_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid: struct ucred
+_PEER_CREDENTIALS = struct.Struct("iI4x")  # struct ucred: pid, uid, and gid, which nobody reads
 
 
 class Credentials(NamedTuple):
@@ -41,7 +41,6 @@ class Credentials(NamedTuple):
     pid: int
     """0 if the process is in a pid namespace that is not visible here."""
     uid: int
-    gid: int
 
 
 def peer_credentials(connection: socket.socket) -> Credentials:

@@ -16,7 +16,8 @@ Slot table: one per exporting engine and epoch
     32    | pid u64, as its owner sees it: for people                       |
     40    | reserved                                                        |
     64    | fingerprint 32 bytes                                            |
-    96    | num_blocks u32 | block_size u32 | num_ranks u32 | lease_bit+1   |
+    96    | num_blocks u32 | block_size u32                                 |
+    104   | num_ranks u32  | lease_bit+1 u32 (0: it has none)               |
     112   | created_ns u64 (CLOCK_REALTIME)                                 |
     120   | heartbeat u64 (counts up about once a second)                   |
     128   | leases_taken u64 (counts up with every batch of leases taken)   |
@@ -60,10 +61,15 @@ Replica index: one per engine, written by that engine's scheduler process only
     64    | capacity u64 (entries, a power of two)                           |
     72    | count u64 (entries in use)                                       |
     80    | sequence u64 (odd while the writer is at work)                   |
+    88    | reserved                                                         |
     4096  | rows: 64 x 64 bytes, one per known engine                        |
     8192  | entries: 24 bytes x capacity                                     |
 
-Row::    epoch u64 | state u32 | num_blocks u32 | entries u64 | lease_bit+1 u32 | u32 | name 32
+Row::
+
+    0   | epoch u64   | state u32       | num_blocks u32                        |
+    16  | entries u64 | lease_bit+1 u32 | u32 | name 32 bytes, zero padded      |
+
 Entry::  tag u64 | place u64 = generation:32 << 32 | block_id:32
          | owner u64 = depth:32 << 32 | row + 1 (0: entry free)
 
@@ -194,13 +200,13 @@ class BlockRecord(NamedTuple):
 
 
 def pack_records(records: Iterable[BlockRecord]) -> bytes:
-    """Return the records as one packed array of 48 bytes each."""
+    """Return the records as one packed array, RECORD_BYTES each."""
     return b"".join(_RECORD.pack(*record) for record in records)
 
 
 def unpack_records(packed: bytes | memoryview) -> Iterator[BlockRecord]:
-    """Yield the records of a packed array.  ValueError if its length is no multiple of 48
-    or a kind is unknown."""
+    """Yield the records of a packed array.  ValueError if its length is no multiple
+    of RECORD_BYTES or a kind is unknown."""
     if len(packed) % RECORD_BYTES:
         raise ValueError(f"{len(packed)} bytes are no whole number of block records")
     for block_hash, block_id, generation, depth, kind in _RECORD.iter_unpack(packed):
@@ -208,7 +214,8 @@ def unpack_records(packed: bytes | memoryview) -> Iterator[BlockRecord]:
 
 
 def block_ids(packed: bytes) -> list[BlockId]:
-    """The block ids of a packed array, in order.  ValueError if its length is no multiple of 48."""
+    """The block ids of a packed array, in order.  ValueError if its length is no multiple of
+    RECORD_BYTES."""
     if len(packed) % RECORD_BYTES:
         raise ValueError(f"{len(packed)} bytes are no whole number of block records")
     words = memoryview(packed).cast("I")

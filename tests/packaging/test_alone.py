@@ -23,6 +23,7 @@ FOLDERS = {
         "test_native.py::test_the_core_knows_no_python": "looks at the C sources",
         "test_syncpoints.py::test_both_languages_number_the_points_alike": "looks at a C header",
         "test_layout_docs.py": "compares a page and a C header with the layout",
+        "test_layout_drawings.py": "compares a page with the layout",
         "test_log.py::test_every_logger_of_the_product_is_one_of_these": "looks at the sources",
         "test_roles.py": "asks mypy, which is not installed there",
         "test_pulses.py": "takes a minute, for the same C code built the same way",

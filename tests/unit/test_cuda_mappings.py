@@ -110,7 +110,7 @@ def test_vmm_memory_described_anew_has_another_export_id(node: Node) -> None:
 def test_a_peer_that_hangs_while_it_hands_over_memory_stops_no_other_attach(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vmm, "_FETCH_TIMEOUT", 90.0)  # longer than anybody waits here
+    monkeypatch.setattr(vmm, "FETCH_TIMEOUT", 90.0)  # longer than anybody waits here
     hung, healthy, two = (node.rank(kind="fd") for _ in range(3))
     descriptor = wire(hung.transport.export(EPOCH))
     silent = with_details(descriptor, socket="hung")

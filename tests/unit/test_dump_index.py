@@ -49,7 +49,9 @@ def test_engines_are_described(dumped, busy):
     assert found["life"] == ["valid", "valid"]
     assert found["lease_bit"] == 0
     assert found["counters"] == {"published": 7}
-    assert [(e["times"], e["text"]) for e in found["errors"]] == [(1, "the dog ate it")]
+    (error,) = found["errors"]
+    assert (error["times"], error["text"]) == (1, "the dog ate it")
+    assert 0 < error["first_ns"] == error["last_ns"], "when it came first, and when last"
     assert found["problems"] == []
     assert engine(dumped.report(), "importer")["life"] == ["ended", "valid"]
     assert [engine(dumped.report(), name)["alive"] for name in ("importer", "crashed")] == [

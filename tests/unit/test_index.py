@@ -6,7 +6,17 @@ import pytest
 
 from kvshm.errors import IndexFull
 from kvshm.replica.index import ApplyResult, Replica
-from kvshm.shm.layout import NUM_ROWS, BlockRecord, RowState, pack_records, unpack_records
+from kvshm.shm.layout import (
+    ENTRY_BYTES,
+    INDEX_HEADER_BYTES,
+    NUM_ROWS,
+    ROW_BYTES,
+    ROWS_OFFSET,
+    BlockRecord,
+    RowState,
+    pack_records,
+    unpack_records,
+)
 
 from .replicas import HASHES, RETRACT, found, packed, record
 
@@ -149,6 +159,21 @@ def test_rows_say_who_they_are(replica: Replica) -> None:
     replica.apply(row, packed([1, 2, 3]))
     [shown] = replica.rows()
     assert shown == (row, 77, RowState.LIVE, 100, 3, 5, ("engine-" + "x" * 40)[:32])
+
+
+def test_rows_and_entries_byte_for_byte(replica: Replica) -> None:
+    """Another version maps this memory: what both sides of this one agree on is not enough."""
+    assert replica.add_row(0x1122334455667788, "engine-7", 100, 5) == 0
+    replica.apply(0, pack_records([record(3, 9, content=4)]))
+    row = "88 77 66 55 44 33 22 11  01 00 00 00  64 00 00 00  01 00 00 00 00 00 00 00"
+    row += "06 00 00 00  00 00 00 00"
+    stored = bytes(replica.buffer[ROWS_OFFSET : ROWS_OFFSET + ROW_BYTES])
+    assert stored == bytes.fromhex(row) + b"engine-7" + bytes(24)
+    entries = bytes(replica.buffer[INDEX_HEADER_BYTES:])
+    at = entries.index(HASHES[4][:8])
+    entry = bytes.fromhex("03 00 00 00  09 00 00 00  01 00 00 00  04 00 00 00")
+    assert entries[at : at + ENTRY_BYTES] == HASHES[4][:8] + entry
+    assert at % ENTRY_BYTES == 0
 
 
 def test_lookups_without_a_mask_use_live_rows_only(replica: Replica, row: int) -> None:

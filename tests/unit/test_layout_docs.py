@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +15,8 @@ import pytest
 
 from kvshm.shm import layout as records
 
-PAGE = Path(__file__).parents[2] / "docs" / "layout.md"
+TREE = Path(__file__).parents[2]
+PAGE = TREE / "docs" / "layout.md"
 ROW = re.compile(r"\| (\d+) \| (?:(\d+) \| )?`?([A-Z_]*)`? \| .* \|")
 NAMED = re.compile(r"[A-Z_]+_(?:OFFSET|BYTES)|(?:NUM|MAX)_[A-Z_]+|LAYOUT_VERSION")
 
@@ -31,6 +36,27 @@ def test_the_committed_page_and_header_are_the_generated_ones() -> None:
     generator = runpy.run_path(str(PAGE.with_name("generate.py")))
     assert generator["layout"](PAGE.read_text()) == PAGE.read_text(), "make docs"
     assert generator["header"](records.numbers()) == generator["HEADER"].read_text(), "make docs"
+
+
+def test_a_changed_number_reaches_page_and_header(tmp_path: Path) -> None:
+    """The native module of the copy was built with the old number and refuses to load."""
+    for folder in ("kvshm", "docs"):
+        shutil.copytree(TREE / folder, tmp_path / folder)
+    module = tmp_path / "kvshm/shm/layout.py"
+    changed, places = re.subn(r"(?m)^NUM_TICKETS = \d+$", "NUM_TICKETS = 77", module.read_text())
+    assert places == 1
+    module.write_text(changed)
+
+    def run(*what: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        command = [sys.executable, *what]
+        return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True)
+
+    assert "built with another layout" in run("-c", "import kvshm._native").stderr
+    generated = run("docs/generate.py")
+    assert generated.returncode == 0, generated.stderr
+    assert "KVSHM_NUM_TICKETS = 77," in (tmp_path / "kvshm/native/layout.h").read_text()
+    assert "| 77 | `NUM_TICKETS` |" in (tmp_path / "docs/layout.md").read_text()
 
 
 @pytest.mark.parametrize("constant", CONSTANTS)

@@ -20,7 +20,8 @@ from kvshm.shm.fds import close_all, fetch
 
 from .driver import Driver
 
-_FETCH_TIMEOUT = 5.0
+FETCH_TIMEOUT = 5.0
+"""Seconds that an exporter's socket may take to answer; a separate thread answers."""
 
 
 class MemoryRequest(msgspec.Struct, frozen=True):
@@ -81,7 +82,7 @@ def fetch_descriptor(socket: str, export_id: int, memory: int) -> int:
     """A descriptor of a peer's memory, which the caller closes.  Blocks.  Raises TransportError or
     StaleAttachment."""
     request = msgspec.msgpack.encode(MemoryRequest(export_id, memory))
-    reply, fds = fetch(socket, request, _FETCH_TIMEOUT)
+    reply, fds = fetch(socket, request, FETCH_TIMEOUT)
     try:
         status = _reply_decoder.decode(reply).status
     except msgspec.DecodeError as exc:
