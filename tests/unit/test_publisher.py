@@ -9,6 +9,7 @@ from kvshm.engine.marks import Marks
 from kvshm.engine.publisher import Publisher
 from kvshm.node.peers import Peers
 from kvshm.shm.counters import DRAINED, FORCED
+from kvshm.shm.layout import SlotState
 
 from .exporters import HASHES, NUM_BLOCKS, Make
 
@@ -38,3 +39,25 @@ def test_blocks_taken_from_a_slow_importer_are_no_drained_ones(
     assert forced == 4, "the budget was spent"
     assert publisher._slow.mask(peers.tables_by_bit) == 1 << 3
     assert reuse(4, leased=2) == (0, 6), "over the leases of the slow importer"
+
+
+def test_a_block_handed_out_between_two_epochs_is_not_sound_in_the_next(
+    exporter: Make, peers: Peers
+) -> None:
+    """Else its new contents would be published as what this engine computed before."""
+    marks = Marks(NUM_BLOCKS)
+    pool = [
+        SimpleNamespace(block_id=b, block_hash=HASHES[b] + bytes(4), ref_cnt=1) for b in range(2)
+    ]
+    assert marks.write(pool, 0, 2, 2)[1] == []
+    between = marks.tag([0, 1])
+    cache = SimpleNamespace(epoch_state=None)
+    sent: list[bytes] = []
+    publisher = Publisher(cache, sent.append, budget_seconds=0.0)
+    assert not publisher.retract_marked(marks, pool[1:])
+    table = exporter().table
+    cache.epoch_state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # not touched
+    assert marks.sound(pool, 2) == 1
+    assert marks.sound(pool[1:], 1) == 0
+    assert not publisher.publish_marked(marks, pool, [(HASHES, 0, between)])
+    assert [table.slot(block).state for block in range(2)] == [SlotState.READY, SlotState.EMPTY]
