@@ -26,7 +26,8 @@ def log_line(stranger: Stranger) -> str:
 
 
 def error_log_entry(stranger: Stranger) -> str:
-    """Return the reason as an entry of the slot table's error log, which ``dump_index`` shows."""
+    """Return the reason as an entry of the slot table's error log, which ``kvshm dump-index``
+    shows."""
     head = f"cannot share with {stranger.name}: "
     return head + reason(stranger, TEXT_BYTES - len(head))
 
