@@ -56,7 +56,7 @@ class RosterHandler:
         self._logged: dict[int, None] = {}  # in the order of logging
         self._joined: Epoch | None = None
         self._refusal = ""
-        self._misses = MinuteReport()
+        self._minute_report = MinuteReport()
 
     def describe(self) -> EngineInfo | None:
         state = self._begin()
@@ -114,15 +114,15 @@ class RosterHandler:
             state.table.counters.add(RESYNCS, scans)
 
     def beat(self) -> None:
-        """About once a second: write the heartbeat, look after the peers, and log misses once a
-        minute."""
+        """About once a second: write the heartbeat and look after the peers; once a minute, log how
+        many lookups found a prefix."""
         if (state := self._present()) is not None:
             state.table.beat()
             state.peers.look_for_deaths()
             state.peers.try_again()
             counters, refused = state.table.counters, state.peers.replica.refused
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
-            if (line := self._misses.line(state.table)) is not None:
+            if (line := self._minute_report.line(state.table)) is not None:
                 log.info("%s", line)
 
     def count(self, counter: int, amount: int = 1) -> None:
