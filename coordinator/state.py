@@ -125,7 +125,7 @@ def _record_message(state: State, engine: Engine, now: float) -> list[Action]:
 
 def _relay(state: State, sender: Sender, engine: Engine, events: Events) -> list[Action]:
     if (size := len(events.records)) % RECORD_BYTES or size > MAX_EVENTS_BYTES:
-        return state.report(sender, "garbled", f"{size} bytes are no records of one message")
+        return state.report(sender, "garbled", f"{size} bytes are not the records of one message")
     if events.sequence <= engine.sequence:
         return state.report(sender, "repeated", f"events {events.sequence} came again")
     engine.sequence = events.sequence
