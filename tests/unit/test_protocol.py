@@ -119,6 +119,33 @@ def test_an_independent_decoder_reads_the_same(decode: Any, message: Message) ->
     assert found["type"] == message.__struct_config__.tag
 
 
+@pytest.mark.parametrize(
+    ("decode", "frame"),
+    [
+        (
+            decode_reply,
+            b"\x8a\xa4type\xa6joined\xa8protocol\x02\xb1coordinator_epoch\x01\xacengine_epoch\x03"
+            b"\xa9lease_bit\xff\xa8sequence\x08\xa6roster\x90\xa9sequences\x81\x03\x04\xa9suspected\x91"
+            b"\x03\xa9strangers\x91\x93\xa1b\x07\x81\xa7weights\x92\xa11\xa12",
+        ),
+        (
+            decode_broadcast,
+            b"\x84\xa4type\xafstranger-joined\xb1coordinator_epoch\x01\xa8sequence\t\xa8stranger"
+            b"\x93\xa1b\x07\x81\xa7weights\x92\xa11\xa12",
+        ),
+        (
+            decode_broadcast,
+            b"\x85\xa4type\xa4tick\xb1coordinator_epoch\x01\xa8sequence\t\xa9sequences\x81\x03\x05"
+            b"\xa9strangers\x01",
+        ),
+    ],
+    ids=["joined", "stranger-joined", "tick"],
+)
+def test_on_the_wire_an_incompatible_engine_is_a_stranger(decode: Any, frame: bytes) -> None:
+    """Engines and coordinators that are older and newer than this one say so."""
+    assert encode(decode(frame)) == frame
+
+
 def untupled(value: Any) -> Any:
     """msgpack has no tuples."""
     if isinstance(value, dict):
