@@ -19,8 +19,8 @@ from .protocol import (
     EngineJoined,
     EngineRecovered,
     EngineSuspected,
+    IncompatibleJoined,
     Joined,
-    StrangerJoined,
     Tick,
 )
 from .updates import EventBatches, EventsLost, Update
@@ -167,7 +167,7 @@ class EventOrder:
                 self._set_suspected(epoch, False)
             case EngineGone(epoch=epoch) if epoch in self.last_events:
                 self._remove(epoch, broadcast.reason)
-            case StrangerJoined():
+            case IncompatibleJoined():
                 self._add(broadcast)
 
     def _take_events(self, events: EngineEvents) -> None:

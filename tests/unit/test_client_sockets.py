@@ -192,7 +192,7 @@ def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> 
     session = CoordinatorSession(tmp_path, "ns", handler, Clock(), lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
     roster = Joined(
         protocol=PROTOCOL_VERSION, coordinator_epoch=1, engine_epoch=1, lease_bit=0, sequence=0,
-        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], strangers=[],
+        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], incompatible=[],
     )  # fmt: skip
     session._on_joined(roster, 0.0)
     heard.clear()
@@ -213,7 +213,7 @@ def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path
     session._topic = INFO.fingerprint
     roster = Joined(
         protocol=PROTOCOL_VERSION, coordinator_epoch=1, engine_epoch=1, lease_bit=0, sequence=0,
-        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], strangers=[],
+        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], incompatible=[],
     )  # fmt: skip
     session._on_joined(roster, 0.0)
     session._pass_on()

@@ -32,6 +32,8 @@ from kvshm.node.protocol import (
     ForeignEngine,
     ForeignJoin,
     Heartbeat,
+    IncompatibleEngine,
+    IncompatibleJoined,
     Join,
     Joined,
     JoinFirst,
@@ -39,8 +41,6 @@ from kvshm.node.protocol import (
     Message,
     RankInfo,
     Refused,
-    Stranger,
-    StrangerJoined,
     Tick,
     check_version,
     decode_broadcast,
@@ -79,7 +79,7 @@ REPLIES: list[Any] = [
         roster=[ENGINE],
         sequences={BIG: 4},
         suspected=[BIG],
-        strangers=[Stranger("b", 7, {"weights": ("1", "2")})],
+        incompatible=[IncompatibleEngine("b", 7, {"weights": ("1", "2")})],
     ),
     Refused(engine_epoch=BIG, reason="r", remedy="m", retry=False),
     JoinFirst(coordinator_epoch=1, engine_epoch=BIG),
@@ -91,8 +91,8 @@ BROADCASTS: list[Any] = [
     EngineRecovered(**NUMBERED, epoch=BIG),
     EngineGone(**NUMBERED, epoch=BIG, reason="left"),
     EngineEvents(**NUMBERED, epoch=BIG, engine_sequence=5, records=b"\x01" * 48),
-    StrangerJoined(**NUMBERED, stranger=Stranger("b", 7, {"weights": ("1", "2")})),
-    Tick(**NUMBERED, sequences={BIG: 5}, strangers=1),
+    IncompatibleJoined(**NUMBERED, engine=IncompatibleEngine("b", 7, {"weights": ("1", "2")})),
+    Tick(**NUMBERED, sequences={BIG: 5}, num_incompatible=1),
 ]
 ALL = [
     *((decode_command, message) for message in COMMANDS),
@@ -295,4 +295,4 @@ def test_the_document_draws_every_message(message: Message) -> None:
     row = re.search(rf"^\| `{message.__struct_config__.tag}` \|[^|]*\| (.*) \|$",
                     DOCUMENT.read_text("utf-8"), re.MULTILINE)  # fmt: skip
     assert row, f"docs/protocol.md does not draw {message.__struct_config__.tag}"
-    assert re.findall(r"`(\w+)`", row[1]) == list(message.__struct_fields__)
+    assert re.findall(r"`(\w+)`", row[1]) == list(message.__struct_encode_fields__)
