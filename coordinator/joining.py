@@ -17,11 +17,11 @@ from kvshm.node.protocol import (
     EngineRecovered,
     ForeignEngine,
     ForeignJoin,
+    IncompatibleEngine,
+    IncompatibleJoined,
     Join,
     Joined,
     Refused,
-    Stranger,
-    StrangerJoined,
     check_version,
 )
 from kvshm.shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
@@ -180,7 +180,7 @@ def _announce_incompatible(state: State, info: EngineInfo) -> list[Action]:
     others = {e.info.fingerprint: e.info for e in state.engines.values()}
     del others[info.fingerprint]
     return [
-        state.broadcast(topic, StrangerJoined, stranger=describe_incompatible(other, info))
+        state.broadcast(topic, IncompatibleJoined, engine=describe_incompatible(other, info))
         for topic, other in others.items()
     ]
 
@@ -188,9 +188,12 @@ def _announce_incompatible(state: State, info: EngineInfo) -> list[Action]:
 def _joined(state: State, info: EngineInfo) -> Joined:
     others = [e for e in state.engines.values() if e.info.epoch != info.epoch]
     roster = [e for e in others if e.info.fingerprint == info.fingerprint]
-    incompatible = [e.info for e in others if e.info.fingerprint != info.fingerprint]
-    strangers = [describe_incompatible(info, other) for other in incompatible]
-    strangers.sort(key=lambda e: (len(e.differences), e.name, e.pid))  # the most similar first
+    incompatible = [
+        describe_incompatible(info, other.info)
+        for other in others
+        if other.info.fingerprint != info.fingerprint
+    ]
+    incompatible.sort(key=lambda e: (len(e.differences), e.name, e.pid))  # the most similar first
     return Joined(
         protocol=PROTOCOL_VERSION,
         coordinator_epoch=state.epoch,
@@ -200,14 +203,15 @@ def _joined(state: State, info: EngineInfo) -> Joined:
         roster=[e.info for e in roster],
         sequences={e.info.epoch: e.sequence for e in roster},
         suspected=[e.info.epoch for e in roster if e.suspected],
-        strangers=strangers,
+        incompatible=incompatible,
     )
 
 
-def describe_incompatible(one: EngineInfo, other: EngineInfo) -> Stranger:
+def describe_incompatible(one: EngineInfo, other: EngineInfo) -> IncompatibleEngine:
     """Say why ``one`` cannot share with ``other``."""
     digests = {"fingerprint": (one.fingerprint.hex(), other.fingerprint.hex())}
-    return Stranger(other.name, other.pid, differences(one.fields, other.fields) or digests)
+    differing = differences(one.fields, other.fields) or digests
+    return IncompatibleEngine(other.name, other.pid, differing)
 
 
 def _log_join(state: State, info: EngineInfo, reply: Joined) -> list[Action]:
@@ -218,10 +222,10 @@ def _log_join(state: State, info: EngineInfo, reply: Joined) -> list[Action]:
     lines: list[Action] = [Log(logging.INFO, "join", {**about, **place, **sizes})]
     if info.lease_bit == NO_LEASE_BIT:
         lines.append(Log(logging.WARNING, "no-lease-bit", about))
-    for stranger in reply.strangers:
-        name, (here, there) = next(iter(stranger.differences.items()))
-        other = {"other": stranger.name, "other_pid": stranger.pid}
+    for engine in reply.incompatible:
+        name, (here, there) = next(iter(engine.differences.items()))
+        other = {"other": engine.name, "other_pid": engine.pid}
         difference = {"differs": name, "here": here, "there": there}
-        count = {"differing_fields": len(stranger.differences)}
+        count = {"differing_fields": len(engine.differences)}
         lines.append(Log(logging.INFO, "cannot-share", {**about, **other, **difference, **count}))
     return lines

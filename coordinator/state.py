@@ -125,7 +125,7 @@ def _record_message(state: State, engine: Engine, now: float) -> list[Action]:
 
 def _relay(state: State, sender: Sender, engine: Engine, events: Events) -> list[Action]:
     if (size := len(events.records)) % RECORD_BYTES or size > MAX_EVENTS_BYTES:
-        return state.report(sender, "garbled", f"{size} bytes are no records of one message")
+        return state.report(sender, "garbled", f"{size} bytes are not the records of one message")
     if events.sequence <= engine.sequence:
         return state.report(sender, "repeated", f"events {events.sequence} came again")
     engine.sequence = events.sequence
@@ -253,7 +253,7 @@ def _suspect(state: State, engine: Engine, now: float) -> list[Action]:
 
 def _ticks(state: State) -> list[Action]:
     """One Tick for each topic that has engines.  A Tick repeats the number of the topic's last
-    broadcast and gets none of its own; ``strangers`` counts the engines of other topics."""
+    broadcast and gets none of its own; ``num_incompatible`` counts the engines of other topics."""
     heard: dict[bytes, dict[int, int]] = {}
     for epoch, engine in state.engines.items():
         heard.setdefault(engine.info.fingerprint, {})[epoch] = engine.sequence
@@ -264,7 +264,7 @@ def _ticks(state: State) -> list[Action]:
                 coordinator_epoch=state.epoch,
                 sequence=state.topics[topic],
                 sequences=sequences,
-                strangers=len(state.engines) - len(sequences),
+                num_incompatible=len(state.engines) - len(sequences),
             ),
         )
         for topic, sequences in heard.items()

@@ -61,7 +61,7 @@ class _Member:
 
     table: RosterSlotTable
     pid: int
-    """As the socket tells."""
+    """From SO_PEERCRED."""
     connection: socket.socket | None
     """None once it has ended."""
     worker_death_reported: bool = False

@@ -324,7 +324,7 @@ def _unknown_names(environ: Mapping[str, str]) -> tuple[str, ...]:
     known = {s.name for s in SETTINGS} | _READ_ELSEWHERE
     ours = (n for n in environ if n.startswith(PREFIX) and not _KUBERNETES.fullmatch(n))
     return tuple(
-        f"{name} is no setting of kvshm and does nothing; {_remedy(name, known)}"
+        f"{name} is not a setting of kvshm and does nothing; {_remedy(name, known)}"
         for name in sorted(ours)
         if name not in known
     )

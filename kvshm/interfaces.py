@@ -3,7 +3,7 @@
 A transport lives in a worker rank's process.  It exports the regions of that rank's own KV
 cache, opens the regions of the same rank of a peer engine, and copies blocks from the
 peer's into its own.  Implementations register under the entry-point group
-``kvshm.transports`` and are opened by name, so nobody imports CUDA who does not use it.
+``kvshm.transports`` and are opened by name, so an engine without CUDA never imports it.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ is used again, and pauses before memory or descriptors that lacked are asked for
 often the coordinator cleans up and checks its bounds.  Code that waits for such a time is given a
 ``Timing``, by default with the product's values.  ``KVSHM_TEST_TIME_SCALE=<factor>`` in the
 environment, read once when this module is imported, multiplies all times of ``Timing`` in this
-process (tests only): all processes of a namespace need the same factor.  ``Config.from_env`` refuses
-a bad factor.
+process (tests only): all processes of a namespace need the same factor.  ``Config.from_env``
+refuses a bad factor.
 
 All other times are stated by the modules that wait.  They have no factor, because no factor makes
 the machine faster: how long a descriptor server, a lock, a copy, or the end of a thread or process

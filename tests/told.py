@@ -10,9 +10,9 @@ from kvshm.node.protocol import (
     EngineJoined,
     EngineRecovered,
     EngineSuspected,
+    IncompatibleJoined,
     Joined,
     Refused,
-    StrangerJoined,
     Tick,
 )
 from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
@@ -26,8 +26,8 @@ _NAMES: dict[type, tuple[str, tuple[str, ...]]] = {
     EngineGone: ("engine_gone", ("epoch", "reason")),
     EventBatches: ("engine_events", ("batches",)),
     EventsLost: ("rescan", ("epoch",)),
-    StrangerJoined: ("stranger_joined", ("stranger",)),
-    Tick: ("strangers_counted", ("strangers",)),
+    IncompatibleJoined: ("incompatible_joined", ("engine",)),
+    Tick: ("incompatible_counted", ("num_incompatible",)),
 }
 
 

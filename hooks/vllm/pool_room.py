@@ -8,7 +8,7 @@ from typing import Any
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""
 SPARE = 8
-"""One of so many blocks of the pool must stay free during an asynchronous import, for requests that
+"""An 8th of the pool's blocks must stay free during an asynchronous import, for requests that
 arrive or decode meanwhile: vLLM schedules no request behind one that waits for blocks."""
 
 

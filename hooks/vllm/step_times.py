@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from kvshm.engine.costs import Costs
 
 STEPS_PER_MEASURED = 8
-"""One of so many steps that only decode is measured.  Once the cost of prefill is known, so is one
-of so many prefill steps in which no request looked for peers."""
+"""Of the steps that only decode, every 8th is measured.  Once the cost of prefill is known, so is
+every 8th prefill step of about one size in which no request looked for peers."""
 MAX_UNDER_WAY = 64
 """Most steps measured at a time; if ranks never report the end of a step, only the latest are
 kept."""

@@ -185,6 +185,7 @@ class SharedCache:
             state.table.counters.add(counter, amount)
 
     def log_error(self, text: str) -> None:
-        """Record an error in the own slot table, where ``dump_index`` shows it.  Any thread."""
+        """Record an error in the own slot table, where ``kvshm dump-index`` shows it.
+        Any thread."""
         if (state := self.epoch_state) is not None:
             state.table.log_error(text)

@@ -23,11 +23,11 @@ WARM_UP_LOADS = 1
 OUTLIER_FACTOR = 4.0
 """A time is cut to this many times the expected one before it is learnt."""
 IMPORTS_PER_TRIAL = 8, 64
-"""Of so many imports in a row without a prefill, one is computed instead, because an engine that
-imports everything would never learn what computing costs.  The first number holds until a prefill
-was seen twice, the second one afterwards."""
+"""Every 8th import in a row without a prefill is computed instead, because an engine that imports
+everything would never learn what computing costs.  Once a prefill was seen twice it is every
+64th."""
 REFUSALS_PER_TRIAL = 64
-"""Of so many imports that are not worth it one is done anyway, to measure loads again."""
+"""Every 64th import that is not worth it is done anyway, to measure loads again."""
 _MIN_SPREAD = 4.0
 """Smallest ratio of two counts from which a slope can be computed."""
 _EMPTY = (0.0, 0.0, 0.0)

@@ -18,10 +18,10 @@ from kvshm.node.protocol import (
     EngineJoined,
     EngineRecovered,
     EngineSuspected,
+    IncompatibleEngine,
+    IncompatibleJoined,
     Joined,
     Refused,
-    Stranger,
-    StrangerJoined,
     Tick,
 )
 from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
@@ -56,7 +56,7 @@ class RosterHandler:
         self._logged: dict[int, None] = {}  # in the order of logging
         self._joined: Epoch | None = None
         self._refusal = ""
-        self._misses = MinuteReport()
+        self._minute_report = MinuteReport()
 
     def describe(self) -> EngineInfo | None:
         state = self._begin()
@@ -80,10 +80,10 @@ class RosterHandler:
             case Joined() | Refused():
                 if update.engine_epoch == state.table.epoch:  # else the epoch has ended meanwhile
                     self._handle_reply(state, update)
-            case StrangerJoined(stranger=stranger):
-                state.table.log_error(incompatible.error_log_entry(stranger))
-                self._log_once(stranger)
-            case Tick(strangers=count):
+            case IncompatibleJoined(engine=other):
+                state.table.log_error(incompatible.error_log_entry(other))
+                self._log_once(other)
+            case Tick(num_incompatible=count):
                 state.peers.num_incompatible = count
             case _:
                 _apply_to_peers(state.peers, update)
@@ -100,10 +100,10 @@ class RosterHandler:
         if self._joined == state.table.epoch:
             state.table.counters.add(REJOINS, 1)
         self._joined = state.table.epoch
-        state.peers.num_incompatible = len(reply.strangers)
-        for stranger in reply.strangers[:MAX_RECORDED]:
-            state.table.log_error(incompatible.error_log_entry(stranger))
-            self._log_once(stranger)
+        state.peers.num_incompatible = len(reply.incompatible)
+        for other in reply.incompatible[:MAX_RECORDED]:
+            state.table.log_error(incompatible.error_log_entry(other))
+            self._log_once(other)
         peers = sum(info.epoch != state.table.epoch for info in reply.roster)
         who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
         log.info("joined as %s, lease bit %d, peers to share with: %d", who, reply.lease_bit, peers)
@@ -114,28 +114,28 @@ class RosterHandler:
             state.table.counters.add(RESYNCS, scans)
 
     def beat(self) -> None:
-        """About once a second: write the heartbeat, look after the peers, and log misses once a
-        minute."""
+        """About once a second: write the heartbeat and look after the peers; once a minute, log how
+        many lookups found a prefix."""
         if (state := self._present()) is not None:
             state.table.beat()
             state.peers.look_for_deaths()
             state.peers.try_again()
             counters, refused = state.table.counters, state.peers.replica.refused
             counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
-            if (line := self._misses.line(state.table)) is not None:
+            if (line := self._minute_report.line(state.table)) is not None:
                 log.info("%s", line)
 
     def count(self, counter: int, amount: int = 1) -> None:
         if (state := self._present()) is not None:
             state.table.counters.add(counter, amount)
 
-    def _log_once(self, stranger: Stranger) -> None:
-        """Log once why this engine cannot share with ``stranger``.  If the other engine serves
+    def _log_once(self, other: IncompatibleEngine) -> None:
+        """Log once why this engine cannot share with ``other``.  If the other engine serves
         another model, log it once for all engines with the same differences."""
-        line, level = incompatible.log_line(stranger), logging.WARNING
+        line, level = incompatible.log_line(other), logging.WARNING
         key = hash(line)
-        if incompatible.has_another_model(stranger):
-            key, level = hash(tuple(stranger.differences.items())), logging.INFO
+        if incompatible.has_another_model(other):
+            key, level = hash(tuple(other.differences.items())), logging.INFO
         if key not in self._logged:
             self._logged[key] = None
             log.log(level, "%s", line)

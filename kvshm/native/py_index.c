@@ -32,7 +32,7 @@ static bool take_batch(PyObject *item, batch *taken)
     if (size % sizeof(kvshm_record) == 0 &&
         (uintptr_t)taken->records % _Alignof(kvshm_record) == 0)
         return true;
-    PyErr_Format(PyExc_ValueError, "%zu bytes are no whole number of records", size);
+    PyErr_Format(PyExc_ValueError, "%zu bytes are not a whole number of records", size);
     PyBuffer_Release(&taken->tombstones);
     return false;
 }

@@ -18,7 +18,7 @@ static mark *mark_at(const marks_view *marks, PyObject *sequence, Py_ssize_t ind
     if (value >= 0 && (unsigned long long)value < marks->count)
         return &marks->of[value];
     if (!PyErr_Occurred())
-        PyErr_Format(PyExc_IndexError, "element %zd is no block that has a mark", index);
+        PyErr_Format(PyExc_IndexError, "element %zd is not a block that has a mark", index);
     return NULL;
 }
 

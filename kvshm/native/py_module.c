@@ -57,8 +57,8 @@ int kvshm_to_array(PyObject *object, void *address)
         return 0;
     size_t bytes = (size_t)given.len;
     if (bytes % array->size) {
-        PyErr_Format(PyExc_ValueError, "%zu bytes are no whole number of %zu-byte elements", bytes,
-                     array->size);
+        PyErr_Format(PyExc_ValueError, "%zu bytes are not a whole number of %zu-byte elements",
+                     bytes, array->size);
         return 0;
     }
     if (!kvshm_make_room(array, bytes / array->size))
@@ -79,7 +79,7 @@ int kvshm_to_blocks(PyObject *object, void *address)
         if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError))
             return 0;
         if (value < 0 || value > UINT32_MAX) {
-            PyErr_Format(PyExc_IndexError, "element %zd is no block id", i);
+            PyErr_Format(PyExc_IndexError, "element %zd is not a block id", i);
             return 0;
         }
         blocks[i] = (uint32_t)value;

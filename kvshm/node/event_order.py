@@ -19,8 +19,8 @@ from .protocol import (
     EngineJoined,
     EngineRecovered,
     EngineSuspected,
+    IncompatibleJoined,
     Joined,
-    StrangerJoined,
     Tick,
 )
 from .updates import EventBatches, EventsLost, Update
@@ -108,7 +108,8 @@ class EventOrder:
         return len(broadcasts)
 
     def _take_next_events(self, events: EngineEvents) -> bool:
-        """Keep the next events of a known engine; whether they are that, or this engine's own."""
+        """Keep ``events`` if they are the next ones of a known engine.  Returns whether they are,
+        or are this engine's own."""
         epoch = events.epoch
         if self.last_events.get(epoch) != events.engine_sequence - 1 or self.full:
             return epoch == self._own_epoch
@@ -166,7 +167,7 @@ class EventOrder:
                 self._set_suspected(epoch, False)
             case EngineGone(epoch=epoch) if epoch in self.last_events:
                 self._remove(epoch, broadcast.reason)
-            case StrangerJoined():
+            case IncompatibleJoined():
                 self._add(broadcast)
 
     def _take_events(self, events: EngineEvents) -> None:

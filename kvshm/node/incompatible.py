@@ -9,7 +9,7 @@ from kvshm.fingerprint import DTYPE, KV_DTYPE, MODEL, MODEL_CONFIG, PARALLEL, QU
 from kvshm.log import engine_name
 from kvshm.shm.error_log import TEXT_BYTES
 
-from .protocol import Stranger
+from .protocol import IncompatibleEngine
 
 LINE_CHARACTERS = 600
 """Enough for the names of all fields of a fingerprint."""
@@ -18,23 +18,24 @@ _OF_ONE_MODEL = {DTYPE, KV_DTYPE, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""
 
 
-def log_line(stranger: Stranger) -> str:
+def log_line(other: IncompatibleEngine) -> str:
     """Return the log line about an incompatible engine: the first differing field with both
     values, and the names of the other differing fields."""
-    who = engine_name(name=stranger.name, pid=stranger.pid)
-    return f"engine {who} cannot share with this one: {reason(stranger, LINE_CHARACTERS)}"
+    who = engine_name(name=other.name, pid=other.pid)
+    return f"engine {who} cannot share with this one: {reason(other, LINE_CHARACTERS)}"
 
 
-def error_log_entry(stranger: Stranger) -> str:
-    """Return the reason as an entry of the slot table's error log, which ``dump_index`` shows."""
-    head = f"cannot share with {stranger.name}: "
-    return head + reason(stranger, TEXT_BYTES - len(head))
+def error_log_entry(other: IncompatibleEngine) -> str:
+    """Return the reason as an entry of the slot table's error log, which ``kvshm dump-index``
+    shows."""
+    head = f"cannot share with {other.name}: "
+    return head + reason(other, TEXT_BYTES - len(head))
 
 
-def reason(stranger: Stranger, size: int) -> str:
+def reason(other: IncompatibleEngine, size: int) -> str:
     """Return the differences in at most ``size`` characters; of long values the part that
     differs."""
-    (name, (ours, theirs)), *others = stranger.differences.items()
+    (name, (ours, theirs)), *others = other.differences.items()
     frame = f"{name} is  here,  there{'; also ...' if others else ''}"
     room = max(1, min(VALUE_CHARACTERS, (size - len(frame)) // 2))
     same = [a == b for a, b in zip(ours, theirs, strict=False)]
@@ -47,9 +48,9 @@ def reason(stranger: Stranger, size: int) -> str:
     return text if len(text) <= size else f"{text[: size - 3]}..."
 
 
-def has_another_model(stranger: Stranger) -> bool:
+def has_another_model(other: IncompatibleEngine) -> bool:
     """Whether the engine probably serves another model: then it is not meant to share."""
-    differing = stranger.differences.keys()
+    differing = other.differences.keys()
     if MODEL in differing or WEIGHTS not in differing:
         return MODEL in differing
     return MODEL_CONFIG in differing or differing.isdisjoint(_OF_ONE_MODEL)

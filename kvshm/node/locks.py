@@ -105,7 +105,7 @@ def _name_holder(fd: int) -> None:
 def _check_file(fd: int, path: Path) -> None:
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode):
-        reason = f"lock file {path} cannot be opened: it is no regular file; remove it"
+        reason = f"lock file {path} cannot be opened: it is not a regular file; remove it"
         raise RunDirectoryError(reason)
     if found.st_uid != os.geteuid():
         raise RunDirectoryError(f"lock file {path} belongs to uid {found.st_uid}: remove it")

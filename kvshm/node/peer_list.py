@@ -115,7 +115,7 @@ class PeerListReader:
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size > MAX_BYTES:
-                raise OSError(errno.EINVAL, f"no file of at most {MAX_BYTES} bytes")
+                raise OSError(errno.EINVAL, f"not a regular file of at most {MAX_BYTES} bytes")
             return os.read(fd, MAX_BYTES)
         finally:
             os.close(fd)

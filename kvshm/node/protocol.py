@@ -135,8 +135,9 @@ class Heartbeat(Message, frozen=True, tag="heartbeat"):
 # -- coordinator to engine
 
 
-class Stranger(msgspec.Struct, frozen=True, array_like=True):
-    """An engine of the roster that is incompatible with the receiving engine, and why."""
+class IncompatibleEngine(msgspec.Struct, frozen=True, array_like=True):
+    """An engine of the roster that is incompatible with the receiving engine, and why.  Messages
+    call it a stranger, whatever the names here are."""
 
     name: str
     pid: int
@@ -145,7 +146,7 @@ class Stranger(msgspec.Struct, frozen=True, array_like=True):
     before consequences; never empty."""
 
 
-class Joined(Message, frozen=True, tag="joined"):
+class Joined(Message, frozen=True, tag="joined", rename={"incompatible": "strangers"}):
     """The roster of the engine's topic, without the engine itself, as of ``sequence``: the next
     broadcast has sequence + 1."""
 
@@ -159,7 +160,7 @@ class Joined(Message, frozen=True, tag="joined"):
     """Engine epoch -> sequence of its last relayed Events."""
     suspected: list[int]
     """Epochs of the roster that are suspected now."""
-    strangers: list[Stranger]
+    incompatible: list[IncompatibleEngine]
     """The incompatible engines, the most similar first."""
 
 
@@ -224,20 +225,22 @@ class EngineEvents(Broadcast, frozen=True, tag="engine-events"):
     records: bytes
 
 
-class StrangerJoined(Broadcast, frozen=True, tag="stranger-joined"):
+class IncompatibleJoined(
+    Broadcast, frozen=True, tag="stranger-joined", rename={"engine": "stranger"}
+):
     """An incompatible engine is new: the engines of this topic cannot share with it, and may log
     that."""
 
-    stranger: Stranger
+    engine: IncompatibleEngine
 
 
-class Tick(Broadcast, frozen=True, tag="tick"):
+class Tick(Broadcast, frozen=True, tag="tick", rename={"num_incompatible": "strangers"}):
     """Sent about once a second without advancing ``sequence``: shows whether the last messages
     were lost."""
 
     sequences: dict[int, int]
     """Engine epoch -> sequence of its last relayed Events."""
-    strangers: int = 0
+    num_incompatible: int = 0
     """How many incompatible engines are in the roster."""
 
 
@@ -249,7 +252,7 @@ AnyBroadcast = (
     | EngineRecovered
     | EngineGone
     | EngineEvents
-    | StrangerJoined
+    | IncompatibleJoined
     | Tick
 )
 

@@ -12,8 +12,8 @@ EngineJoined             Use this engine and scan its slot table.  For an epoch 
 EngineSuspected          Do not use this engine's blocks for now; keep what is known of it.
 EngineRecovered          The suspected engine may be used again.
 EngineGone               The epoch has ended: drop all that is known of it.
-StrangerJoined           An incompatible engine is new on the node.
-Tick                     ``strangers`` is the number of incompatible engines.
+IncompatibleJoined       An incompatible engine is new on the node.
+Tick                     ``num_incompatible`` is the number of incompatible engines.
 ======================== ======================================================================
 """
 

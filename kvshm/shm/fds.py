@@ -70,8 +70,8 @@ def remove_own(path: str | Path, own: FileId | None) -> None:
 
 
 def is_served(path: str | Path) -> bool:
-    """Whether a process serves the socket; False for a file that is no socket.  Never blocks, and
-    makes no connection: connecting with another socket type is enough to find out."""
+    """Whether a process serves the socket; False for a file that is not a socket.  Never blocks,
+    and makes no connection: connecting with another socket type is enough to find out."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         return probe.connect_ex(os.fspath(path)) not in _UNSERVED
 
@@ -84,7 +84,7 @@ def sibling_socket(own_path: str | Path, name: str) -> str:
     the name only: other containers may see the shared directory at another path.  TransportError
     if ``name`` is not a file name."""
     if not name or os.path.basename(name) != name:
-        raise TransportError(f"{name!r} is no name of a socket in the run directory")
+        raise TransportError(f"{name!r} is not the name of a socket in the run directory")
     return os.path.join(os.path.dirname(own_path), name)
 
 
@@ -182,7 +182,7 @@ def fetch_keep_open(
 
 def _what_failed(exc: OSError, timeout: float) -> str:
     if isinstance(exc, FileNotFoundError):
-        return "no such socket, its owner has gone"
+        return "there is no such socket: its owner has gone"
     if isinstance(exc, ConnectionRefusedError):
-        return "nobody listens, its owner has died"
+        return "nobody listens: its owner has died"
     return f"no answer within {timeout} s" if isinstance(exc, TimeoutError) else str(exc)

@@ -205,19 +205,19 @@ def pack_records(records: Iterable[BlockRecord]) -> bytes:
 
 
 def unpack_records(packed: bytes | memoryview) -> Iterator[BlockRecord]:
-    """Yield the records of a packed array.  ValueError if its length is no multiple
+    """Yield the records of a packed array.  ValueError if its length is not a multiple
     of RECORD_BYTES or a kind is unknown."""
     if len(packed) % RECORD_BYTES:
-        raise ValueError(f"{len(packed)} bytes are no whole number of block records")
+        raise ValueError(f"{len(packed)} bytes are not a multiple of {RECORD_BYTES}")
     for block_hash, block_id, generation, depth, kind in _RECORD.iter_unpack(packed):
         yield BlockRecord(block_hash, block_id, generation, depth, RecordKind(kind))
 
 
 def block_ids(packed: bytes) -> list[BlockId]:
-    """The block ids of a packed array, in order.  ValueError if its length is no multiple of
+    """The block ids of a packed array, in order.  ValueError if its length is not a multiple of
     RECORD_BYTES."""
     if len(packed) % RECORD_BYTES:
-        raise ValueError(f"{len(packed)} bytes are no whole number of block records")
+        raise ValueError(f"{len(packed)} bytes are not a multiple of {RECORD_BYTES}")
     words = memoryview(packed).cast("I")
     return cast(list[BlockId], words[HASH_BYTES // 4 :: RECORD_BYTES // 4].tolist())
 

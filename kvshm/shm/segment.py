@@ -80,7 +80,7 @@ def check_sealed(fd: int, name: str, largest: int) -> int:
     that cannot shrink and has all its pages, so that reads never fault."""
     found = os.fstat(fd)
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-        raise SegmentError(f"{name} is no memory of uid {os.geteuid()}")
+        raise SegmentError(f"{name} is not memory of uid {os.geteuid()}")
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:

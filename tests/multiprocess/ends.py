@@ -179,7 +179,7 @@ def flood(run_dir: Path, old: bool) -> None:
 def joined(coordinator: int, sequence: int) -> Joined:
     return Joined(
         protocol=PROTOCOL_VERSION, coordinator_epoch=coordinator, engine_epoch=100, lease_bit=5,
-        sequence=sequence, roster=[engine_info(7)], sequences={7: 0}, suspected=[], strangers=[],
+        sequence=sequence, roster=[engine_info(7)], sequences={7: 0}, suspected=[], incompatible=[],
     )  # fmt: skip
 
 

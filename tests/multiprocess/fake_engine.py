@@ -27,10 +27,10 @@ from kvshm.node.protocol import (
     EngineJoined,
     EngineRecovered,
     EngineSuspected,
+    IncompatibleJoined,
     Joined,
     RankInfo,
     Refused,
-    StrangerJoined,
     Tick,
 )
 from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
@@ -77,7 +77,7 @@ class Engine:
         self.workers = [self._worker(rank) for rank in range(1, options.ranks)]
         self.bit = LeaseBit(-1)
         self.failing: set[str] = set()
-        self.strangers = 0
+        self.num_incompatible = 0
         self.begin_epoch()
 
     def _worker(self, rank: int) -> subprocess.Popen[bytes]:
@@ -182,15 +182,15 @@ class Engine:
                     epoch=self.epoch,
                     coordinator=update.coordinator_epoch,
                     roster=sorted(info.name for info in update.roster),
-                    strangers=[[s.name, s.differences] for s in update.strangers],
+                    incompatible=[[e.name, e.differences] for e in update.incompatible],
                 )
             case Refused():
                 say("refused", reason=update.reason, remedy=update.remedy, retry=update.retry)
-            case StrangerJoined(stranger=stranger):
-                say("stranger_joined", name=stranger.name, differences=stranger.differences)
-            case Tick(strangers=count) if count != self.strangers:
-                self.strangers = count
-                say("strangers_counted", count=count)
+            case IncompatibleJoined(engine=other):
+                say("incompatible_joined", name=other.name, differences=other.differences)
+            case Tick(num_incompatible=count) if count != self.num_incompatible:
+                self.num_incompatible = count
+                say("incompatible_counted", count=count)
             case Coordinator():
                 say(f"coordinator_{update.value}")
             case EngineSuspected(epoch=epoch):

@@ -180,7 +180,7 @@ class Script:
             roster=[engine_info(epoch) for epoch in epochs],
             sequences=epochs,
             suspected=[],
-            strangers=[],
+            incompatible=[],
         )
 
     def events(self, sequence: int, engine_sequence: int, records: bytes) -> EngineEvents:

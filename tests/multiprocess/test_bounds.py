@@ -180,7 +180,7 @@ def test_what_lies_in_the_place_of_a_lock_or_a_socket_is_named_with_its_remedy(n
     os.mkfifo(lock)
     coordinator = node.start_coordinator()
     assert coordinator.wait() == 4
-    assert f"{lock} cannot be opened: it is no regular file; remove it" in str(coordinator.err)
+    assert f"{lock} cannot be opened: it is not a regular file; remove it" in str(coordinator.err)
     lock.unlink()
     place = Path(command_endpoint(node.run_dir, node.namespace).removeprefix("ipc://"))
     place.mkdir()

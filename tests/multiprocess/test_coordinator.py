@@ -227,12 +227,12 @@ def test_other_fingerprints_do_not_meet_and_learn_why(node: Node) -> None:
     )
     joined = other.joined()
     assert joined["roster"] == []
-    assert joined["strangers"] == [["a", {"weights": ["2222", "1111"]}]]
-    told = first.heard("stranger_joined")
+    assert joined["incompatible"] == [["a", {"weights": ["2222", "1111"]}]]
+    told = first.heard("incompatible_joined")
     assert (told["name"], told["differences"]) == ("b", {"weights": ["1111", "2222"]})
-    first.heard("strangers_counted", count=1)
+    first.heard("incompatible_counted", count=1)
     other.process.kill()
-    first.heard("strangers_counted", count=0)
+    first.heard("incompatible_counted", count=0)
     coordinator.wait_err("event=cannot-share engine=b .* differs=weights here=2222 there=1111")
 
 

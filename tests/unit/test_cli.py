@@ -39,7 +39,7 @@ def test_config_warns_of_a_name_that_is_no_setting() -> None:
     done = kvshm("config", KVSHM_ROL="consumer", KVSHM_PORT="tcp://10.0.0.1:5555")
     assert done.returncode == 0
     (warning,) = done.stderr.splitlines()
-    assert warning == "kvshm: KVSHM_ROL is no setting of kvshm and does nothing; " + (
+    assert warning == "kvshm: KVSHM_ROL is not a setting of kvshm and does nothing; " + (
         "did you mean KVSHM_ROLE?"
     )
 

@@ -14,7 +14,14 @@ from kvshm import _native
 from kvshm.node.coordinator_client import CoordinatorClient
 from kvshm.node.coordinator_session import CoordinatorSession
 from kvshm.node.event_order import MAX_KEPT_BYTES
-from kvshm.node.protocol import PROTOCOL_VERSION, EngineEvents, Joined
+from kvshm.node.protocol import (
+    PROTOCOL_VERSION,
+    EngineEvents,
+    EngineSuspected,
+    Joined,
+    broadcast_frame,
+    encode,
+)
 from kvshm.node.updates import EventBatches, Update
 from kvshm.timing import TIMING, Timing
 
@@ -185,7 +192,7 @@ def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> 
     session = CoordinatorSession(tmp_path, "ns", handler, Clock(), lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
     roster = Joined(
         protocol=PROTOCOL_VERSION, coordinator_epoch=1, engine_epoch=1, lease_bit=0, sequence=0,
-        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], strangers=[],
+        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], incompatible=[],
     )  # fmt: skip
     session._on_joined(roster, 0.0)
     heard.clear()
@@ -195,3 +202,28 @@ def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> 
     assert [news.batches for news in heard if isinstance(news, EventBatches)] == [
         [(INFO.epoch, bytes(1)), (INFO.epoch, bytes(MAX_KEPT_BYTES))]
     ]
+
+
+def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path) -> None:
+    """It may still be queued when the engine has subscribed to another one, which counts anew."""
+    heard: list[Update] = []
+    handler = SimpleNamespace(apply=heard.append)
+    clock = Clock()
+    session = CoordinatorSession(tmp_path, "ns", handler, clock, lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
+    session._topic = INFO.fingerprint
+    roster = Joined(
+        protocol=PROTOCOL_VERSION, coordinator_epoch=1, engine_epoch=1, lease_bit=0, sequence=0,
+        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], incompatible=[],
+    )  # fmt: skip
+    session._on_joined(roster, 0.0)
+    session._pass_on()
+    heard.clear()
+    joined_at = session._last_heard
+    clock.now += 1.0
+    told = encode(EngineSuspected(coordinator_epoch=1, sequence=1, epoch=INFO.epoch))
+    session._on_broadcast(broadcast_frame(bytes(32), [told]))
+    session._pass_on()
+    assert (heard, session._last_heard) == ([], joined_at)
+    session._on_broadcast(broadcast_frame(INFO.fingerprint, [told]))
+    session._pass_on()
+    assert len(heard) == 1

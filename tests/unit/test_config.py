@@ -154,7 +154,7 @@ def test_an_unknown_name_is_warned_about_with_the_nearest() -> None:
 def test_a_name_that_is_like_none_of_the_settings_has_no_nearest(name: str) -> None:
     (warning,) = Config.from_env({name: "x"}).warnings
     assert warning == (
-        f"{name} is no setting of kvshm and does nothing; `kvshm config` lists them all"
+        f"{name} is not a setting of kvshm and does nothing; `kvshm config` lists them all"
     )
 
 

@@ -9,9 +9,11 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import zmq
 
-from kvshm.coordinator.sockets import Sockets
+from kvshm.coordinator.sockets import MAX_SUBSCRIPTION_BYTES, Sockets
 from kvshm.errors import KvshmError, RunDirectoryError
+from kvshm.node.protocol import MAX_RECEIVED_BYTES
 from kvshm.rundir import closed_socket
 
 NAMES = ("commands", "events")
@@ -82,3 +84,30 @@ def test_what_lies_in_the_place_of_a_socket_is_named(folder: Path, name: str) ->
     with closing(Sockets()) as sockets, pytest.raises(RunDirectoryError) as raised:
         sockets.open(*(f"ipc://{folder / name}" for name in NAMES))
     assert f"socket {folder / name} cannot be made" in str(raised.value)
+
+
+def test_no_more_than_the_limits_is_received() -> None:
+    with closing(Sockets()) as sockets:
+        assert sockets.router.getsockopt(zmq.MAXMSGSIZE) == MAX_RECEIVED_BYTES
+        assert sockets.publisher.getsockopt(zmq.MAXMSGSIZE) == MAX_SUBSCRIPTION_BYTES
+
+
+def test_a_message_above_the_limit_ends_its_senders_connection_and_no_other(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvshm.coordinator.sockets.MAX_RECEIVED_BYTES", 1000)
+    with zmq.Context() as context, closing(opened(folder)) as sockets:
+        good, bad = (context.socket(zmq.DEALER) for _ in range(2))
+        with good, bad, bad.get_monitor_socket(zmq.EVENT_DISCONNECTED) as ended:
+            for sender, name in ((good, b"good"), (bad, b"bad")):
+                sender.setsockopt(zmq.LINGER, 0)
+                sender.setsockopt(zmq.IDENTITY, name)
+                sender.connect(f"ipc://{folder / 'commands'}")
+                sender.send(bytes(1000))
+            received = [sockets.router.recv_multipart() for _ in range(2)]
+            assert sorted(received) == [[b"bad", bytes(1000)], [b"good", bytes(1000)]]
+            bad.send(bytes(1001))
+            assert ended.poll(30_000), "the connection has ended"
+            good.send(b"on")
+            assert sockets.router.recv_multipart() == [b"good", b"on"]
+            bad.disable_monitor()

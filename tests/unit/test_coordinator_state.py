@@ -33,12 +33,12 @@ from kvshm.node.protocol import (
     ForeignEngine,
     ForeignJoin,
     Heartbeat,
+    IncompatibleEngine,
     Join,
     Joined,
     JoinFirst,
     Leave,
     Refused,
-    Stranger,
     Tick,
 )
 from kvshm.shm.layout import MAX_BLOCKS
@@ -79,7 +79,7 @@ def test_first_join() -> None:
         roster=[],
         sequences={},
         suspected=[],
-        strangers=[],
+        incompatible=[],
     )
     (line,) = only(actions, Log)
     assert (line.event, line.fields["engine"], line.fields["bit"]) == ("join", "e5", 0)
@@ -99,7 +99,7 @@ def test_next_join_gets_the_roster_and_where_it_stands() -> None:
     assert (reply.sequence, reply.lease_bit) == (4, 1)  # join, events, suspected, own join
 
 
-def test_topics_are_numbered_apart_and_strangers_named_most_alike_first() -> None:
+def test_topics_are_numbered_apart_and_incompatible_engines_named_most_alike_first() -> None:
     state = new_state()
     fields = {"model": "m", "weights": "1", "dtype": "bf16"}
     join(state, engine(5, fingerprint=b"5" * 32, fields={**fields, "model": "x", "weights": "9"}))
@@ -108,18 +108,18 @@ def test_topics_are_numbered_apart_and_strangers_named_most_alike_first() -> Non
     reply, actions = join(state, engine(8, fields={**fields, "extra": "y"}))
     assert reply.sequence == 1
     assert reply.roster == []
-    assert [(s.name, s.differences) for s in reply.strangers] == [
+    assert [(s.name, s.differences) for s in reply.incompatible] == [
         ("e7", {"extra": ("y", "")}),
         ("e6", {"weights": ("1", "2"), "extra": ("y", "")}),
         ("e5", {"model": ("m", "x"), "weights": ("1", "9"), "extra": ("y", "")}),
     ]
-    told = {topic: message.stranger for topic, message in only(actions, SendBroadcast)[1:]}
+    told = {topic: message.engine for topic, message in only(actions, SendBroadcast)[1:]}
     assert told == {
-        b"5" * 32: Stranger(
+        b"5" * 32: IncompatibleEngine(
             "e8", 8, {"model": ("x", "m"), "weights": ("9", "1"), "extra": ("", "y")}
         ),
-        b"6" * 32: Stranger("e8", 8, {"weights": ("2", "1"), "extra": ("", "y")}),
-        b"7" * 32: Stranger("e8", 8, {"extra": ("", "y")}),
+        b"6" * 32: IncompatibleEngine("e8", 8, {"weights": ("2", "1"), "extra": ("", "y")}),
+        b"7" * 32: IncompatibleEngine("e8", 8, {"extra": ("", "y")}),
     }
     lines = [line.fields for line in only(actions, Log) if line.event == "cannot-share"]
     assert [(line["other"], line["differs"]) for line in lines] == [

@@ -54,7 +54,7 @@ def joined(sequence: int, coordinator: int = 1, own: int = OWN, **engines: int) 
         roster=[engine(epoch) for epoch in epochs],
         sequences=epochs,
         suspected=[],
-        strangers=[],
+        incompatible=[],
     )
 
 

@@ -233,7 +233,7 @@ def found(count: int) -> Respond:
     [
         (found(0), "came with 0 descriptors"),
         (found(2), "came with 2 descriptors"),
-        (found(1), "is no memory of uid"),
+        (found(1), "is not memory of uid"),
         (lambda client: client.send(b"\xc1"), "undecodable answer"),
         (lambda client: socket.send_fds(client, [b"\xc1"], [0, 1]), "undecodable answer"),
         (lambda client: client.send(msgspec.msgpack.encode(Answer(False, "why"))), "why"),

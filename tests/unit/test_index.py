@@ -100,7 +100,7 @@ def test_a_block_the_engine_does_not_have_is_refused_before_anything(replica: Re
     with pytest.raises(IndexError):
         replica.apply(row, packed([1, 10]))
     assert replica.count == 0
-    with pytest.raises(ValueError, match="no whole number"):
+    with pytest.raises(ValueError, match="not a whole number"):
         replica.apply(row, packed([1])[:-1])
 
 

@@ -62,10 +62,17 @@ def test_what_a_coordinator_left_goes_too_and_of_other_namespaces_nothing(
         ends = (command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace))
         for path in (*ends, os.fspath(tables_socket(run_dir, namespace))):
             left_socket(Path(path.removeprefix("ipc://")))
+    other = ServedNode(run_dir, "other")
+    living = other.serve("living", 1)  # an epoch in the other namespace alone
+    peers_file(run_dir, "other", 1).touch()
+    left_socket(rank_socket(run_dir, "other", "abc", 0))
+    kept = {name for name in entries(served) if name.startswith("other.")}
+    assert len(kept) == 6
     assert len(clear(run_dir, served.namespace, dry_run=True).removed) == 3
     assert len(clear(run_dir, served.namespace).removed) == 3
-    assert len(entries(served)) == 3
-    assert all(name.startswith("other.") for name in entries(served))
+    assert entries(served) == kept
+    assert is_served(living.path)
+    other.close()
 
 
 MAKE: dict[str, Callable[[Path], object]] = {

@@ -16,7 +16,7 @@ from kvshm.ids import Epoch, Fingerprint
 from kvshm.node import incompatible
 from kvshm.node.peer_list import PeerList
 from kvshm.node.peers import Peers
-from kvshm.node.protocol import Joined, Refused, Stranger, StrangerJoined, Tick
+from kvshm.node.protocol import IncompatibleEngine, IncompatibleJoined, Joined, Refused, Tick
 from kvshm.shm import counters as c
 from kvshm.shm.error_log import TEXT_BYTES
 from kvshm.shm.own_slot_table import TableSpec
@@ -25,11 +25,13 @@ from .exporters import OWN_EPOCH, Clock
 from .served import AnyTable
 
 WEIGHTS = "0123456789abcdef" * 2
-OTHER = Stranger("vllm-7", 7, {"dtype": ("bf16", "f16"), "weights": (WEIGHTS, WEIGHTS[::-1])})
+OTHER = IncompatibleEngine(
+    "vllm-7", 7, {"dtype": ("bf16", "f16"), "weights": (WEIGHTS, WEIGHTS[::-1])}
+)
 
 
-def new(stranger: Stranger) -> StrangerJoined:
-    return StrangerJoined(coordinator_epoch=1, sequence=1, stranger=stranger)
+def new(other: IncompatibleEngine) -> IncompatibleJoined:
+    return IncompatibleJoined(coordinator_epoch=1, sequence=1, engine=other)
 
 
 @pytest.fixture
@@ -137,10 +139,10 @@ def test_an_incompatible_engine_is_named_with_what_differs() -> None:
 
 def test_of_many_fields_all_are_named_and_the_line_stays_short() -> None:
     many = dict.fromkeys(FIELDS, ("1" * 999, "1" * 500 + "2"))
-    line = incompatible.log_line(Stranger("x", 1, many))
+    line = incompatible.log_line(IncompatibleEngine("x", 1, many))
     assert all(name in line for name in FIELDS)
     assert len(line) < 700
-    endless = Stranger("x", 1, {f"field{i}": ("1", "2") for i in range(10_000)})
+    endless = IncompatibleEngine("x", 1, {f"field{i}": ("1", "2") for i in range(10_000)})
     assert len(incompatible.log_line(endless)) < 700
     assert incompatible.log_line(endless).endswith("...")
 
@@ -154,7 +156,7 @@ def test_a_note_fits_the_error_log_and_shows_where_values_differ(
     ours, theirs = "s" * same + "1" * 60, "s" * same + "2" * 60
     differing = {"batch_invariant": (ours, theirs)}
     differing |= {f"field{i}": ("1", "2") for i in range(others)}
-    text = incompatible.error_log_entry(Stranger(name, 4194304, differing))
+    text = incompatible.error_log_entry(IncompatibleEngine(name, 4194304, differing))
     assert len(text) <= TEXT_BYTES
     if len(name) < 20:
         assert "1 here, " in text
@@ -182,13 +184,13 @@ def test_another_model_is_told_from_one_that_is_set_up_otherwise(
     fields: str, another: bool
 ) -> None:
     differing = dict.fromkeys(fields.split(), ("1", "2"))
-    assert incompatible.has_another_model(Stranger("x", 1, differing)) == another
+    assert incompatible.has_another_model(IncompatibleEngine("x", 1, differing)) == another
 
 
 def test_the_first_join_of_an_epoch_is_no_rejoin(table: AnyTable, handler: RosterHandler) -> None:
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
-        roster=[], sequences={}, suspected=[], strangers=[],
+        roster=[], sequences={}, suspected=[], incompatible=[],
     )  # fmt: skip
     for joins in range(3):
         handler.apply(reply)
@@ -200,18 +202,18 @@ def test_both_sides_say_it_once_and_note_it(
 ) -> None:
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
-        roster=[], sequences={}, suspected=[], strangers=[OTHER],
+        roster=[], sequences={}, suspected=[], incompatible=[OTHER],
     )  # fmt: skip
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
         handler.apply(reply)
         handler.apply(reply)
-        late = Stranger("vllm-8", 8, {"block_size": ("16", "32")})
+        late = IncompatibleEngine("vllm-8", 8, {"block_size": ("16", "32")})
         handler.apply(new(late))
     assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in (OTHER, late)]
     noted = {incompatible.error_log_entry(OTHER): 2, incompatible.error_log_entry(late): 1}
     assert {e.text: e.times for e in table.errors()} == noted
     assert peers.num_incompatible == 1
-    handler.apply(Tick(coordinator_epoch=1, sequence=1, sequences={}, strangers=2))
+    handler.apply(Tick(coordinator_epoch=1, sequence=1, sequences={}, num_incompatible=2))
     assert peers.num_incompatible == 2
 
 
@@ -220,43 +222,45 @@ def test_engines_of_another_model_are_no_warning_and_told_once_for_all(
 ) -> None:
     """Two models on one node are nothing to mend."""
     models = [{"weights": (WEIGHTS, weights)} for weights in ("other", "third")]
-    strangers = [Stranger(f"e{i}", i, models[i % 2]) for i in range(20)]
+    others = [IncompatibleEngine(f"e{i}", i, models[i % 2]) for i in range(20)]
     with caplog.at_level(logging.INFO, "vllm.kvshm"):
-        for stranger in strangers:
-            handler.apply(new(stranger))
-    assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in strangers[:2]]
+        for other in others:
+            handler.apply(new(other))
+    assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in others[:2]]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 
-def test_of_very_many_strangers_the_latest_are_remembered_as_named(
+def test_of_very_many_incompatible_engines_the_latest_are_remembered_as_named(
     handler: RosterHandler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    strangers = [Stranger(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(MAX_REMEMBERED + 10)]
+    others = [
+        IncompatibleEngine(f"e{i}", i, {"dtype": ("a", "b")}) for i in range(MAX_REMEMBERED + 10)
+    ]
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
-        for stranger in (*strangers, *strangers[-MAX_REMEMBERED:]):
-            handler.apply(new(stranger))
-    assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in strangers]
+        for other in (*others, *others[-MAX_REMEMBERED:]):
+            handler.apply(new(other))
+    assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in others]
     assert len(handler._logged) == MAX_REMEMBERED
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 9, 40, -5])
-def test_strangers_leave_room_in_the_error_log(
+def test_incompatible_engines_leave_room_in_the_error_log(
     table: AnyTable, peers: Peers, handler: RosterHandler, count: int
 ) -> None:
     """However many there are and in however many fields they differ."""
     differing = dict.fromkeys("abcdefghij", ("1", "2"))
     peers.num_incompatible = count  # whatever a coordinator says
-    handler.apply(new(Stranger("late", 1, differing)))
+    handler.apply(new(IncompatibleEngine("late", 1, differing)))
     table.log_error("something else")
-    strangers = [Stranger(f"e{i}", i, differing) for i in range(count)]
+    others = [IncompatibleEngine(f"e{i}", i, differing) for i in range(count)]
     reply = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
-        roster=[], sequences={}, suspected=[], strangers=strangers,
+        roster=[], sequences={}, suspected=[], incompatible=others,
     )  # fmt: skip
     handler.apply(reply)
     texts = [error.text for error in table.errors()]
     assert "something else" in texts
-    named = {stranger.name for stranger in strangers[:MAX_RECORDED]}
+    named = {other.name for other in others[:MAX_RECORDED]}
     assert {n for n in named if any(f"with {n}: a is 1 here" in text for text in texts)} == named
 
 
@@ -298,7 +302,7 @@ def test_a_refusal_is_logged_once_until_it_is_another_or_the_engine_has_joined(
 ) -> None:
     joined = Joined(
         protocol=1, coordinator_epoch=1, engine_epoch=OWN_EPOCH, lease_bit=0, sequence=0,
-        roster=[], sequences={}, suspected=[], strangers=[],
+        roster=[], sequences={}, suspected=[], incompatible=[],
     )  # fmt: skip
     r, s = (
         Refused(engine_epoch=OWN_EPOCH, reason=reason, remedy="do", retry=True) for reason in "rs"

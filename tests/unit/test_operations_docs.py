@@ -127,3 +127,11 @@ def test_lines_are_found_in_the_source() -> None:
     assert len(reasons()) > 30
     assert "the model is a pooling model" in reasons()
     assert {"join", "death", "suspected", "garbled"} <= events()
+
+
+def test_the_page_says_which_lines_name_an_engine_without_its_epoch() -> None:
+    """Else a search for an epoch would miss lines that the reader believes found."""
+    without = [call for call in calls(ENGINE, {"engine_name"}) if not call.args]
+    assert all("epoch" not in {keyword.arg for keyword in call.keywords} for call in without)
+    introduction = PAGE.partition("\n## Log lines of engines\n")[2].partition("\n### ")[0]
+    assert len(re.findall(r"`engine … .*`", introduction)) == len(without) == 2

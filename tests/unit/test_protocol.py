@@ -32,6 +32,8 @@ from kvshm.node.protocol import (
     ForeignEngine,
     ForeignJoin,
     Heartbeat,
+    IncompatibleEngine,
+    IncompatibleJoined,
     Join,
     Joined,
     JoinFirst,
@@ -39,8 +41,6 @@ from kvshm.node.protocol import (
     Message,
     RankInfo,
     Refused,
-    Stranger,
-    StrangerJoined,
     Tick,
     check_version,
     decode_broadcast,
@@ -79,7 +79,7 @@ REPLIES: list[Any] = [
         roster=[ENGINE],
         sequences={BIG: 4},
         suspected=[BIG],
-        strangers=[Stranger("b", 7, {"weights": ("1", "2")})],
+        incompatible=[IncompatibleEngine("b", 7, {"weights": ("1", "2")})],
     ),
     Refused(engine_epoch=BIG, reason="r", remedy="m", retry=False),
     JoinFirst(coordinator_epoch=1, engine_epoch=BIG),
@@ -91,8 +91,8 @@ BROADCASTS: list[Any] = [
     EngineRecovered(**NUMBERED, epoch=BIG),
     EngineGone(**NUMBERED, epoch=BIG, reason="left"),
     EngineEvents(**NUMBERED, epoch=BIG, engine_sequence=5, records=b"\x01" * 48),
-    StrangerJoined(**NUMBERED, stranger=Stranger("b", 7, {"weights": ("1", "2")})),
-    Tick(**NUMBERED, sequences={BIG: 5}, strangers=1),
+    IncompatibleJoined(**NUMBERED, engine=IncompatibleEngine("b", 7, {"weights": ("1", "2")})),
+    Tick(**NUMBERED, sequences={BIG: 5}, num_incompatible=1),
 ]
 ALL = [
     *((decode_command, message) for message in COMMANDS),
@@ -117,6 +117,33 @@ def test_an_independent_decoder_reads_the_same(decode: Any, message: Message) ->
     expected = msgspec.to_builtins(message, builtin_types=(bytes,))
     assert found == untupled(expected)
     assert found["type"] == message.__struct_config__.tag
+
+
+@pytest.mark.parametrize(
+    ("decode", "frame"),
+    [
+        (
+            decode_reply,
+            b"\x8a\xa4type\xa6joined\xa8protocol\x02\xb1coordinator_epoch\x01\xacengine_epoch\x03"
+            b"\xa9lease_bit\xff\xa8sequence\x08\xa6roster\x90\xa9sequences\x81\x03\x04\xa9suspected\x91"
+            b"\x03\xa9strangers\x91\x93\xa1b\x07\x81\xa7weights\x92\xa11\xa12",
+        ),
+        (
+            decode_broadcast,
+            b"\x84\xa4type\xafstranger-joined\xb1coordinator_epoch\x01\xa8sequence\t\xa8stranger"
+            b"\x93\xa1b\x07\x81\xa7weights\x92\xa11\xa12",
+        ),
+        (
+            decode_broadcast,
+            b"\x85\xa4type\xa4tick\xb1coordinator_epoch\x01\xa8sequence\t\xa9sequences\x81\x03\x05"
+            b"\xa9strangers\x01",
+        ),
+    ],
+    ids=["joined", "stranger-joined", "tick"],
+)
+def test_on_the_wire_an_incompatible_engine_is_a_stranger(decode: Any, frame: bytes) -> None:
+    """Engines and coordinators that are older and newer than this one say so."""
+    assert encode(decode(frame)) == frame
 
 
 def untupled(value: Any) -> Any:
@@ -268,4 +295,4 @@ def test_the_document_draws_every_message(message: Message) -> None:
     row = re.search(rf"^\| `{message.__struct_config__.tag}` \|[^|]*\| (.*) \|$",
                     DOCUMENT.read_text("utf-8"), re.MULTILINE)  # fmt: skip
     assert row, f"docs/protocol.md does not draw {message.__struct_config__.tag}"
-    assert re.findall(r"`(\w+)`", row[1]) == list(message.__struct_fields__)
+    assert re.findall(r"`(\w+)`", row[1]) == list(message.__struct_encode_fields__)

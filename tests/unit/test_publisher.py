@@ -10,6 +10,7 @@ from kvshm.engine.publisher import Publisher
 from kvshm.node.peers import Peers
 from kvshm.roles import Decision
 from kvshm.shm.counters import DRAINED, FORCED
+from kvshm.shm.layout import SlotState
 
 from .exporters import HASHES, NUM_BLOCKS, Make
 
@@ -53,3 +54,25 @@ def test_an_engine_that_may_not_export_publishes_nothing(exporter: Make, peers: 
     assert (publisher.publish_marked(marks, pool, runs), sent) == (runs, [])
     cache.role = Decision("", "found late")
     assert (publisher.publish_marked(marks, pool, runs), len(sent)) == ([], 1)
+
+
+def test_a_block_handed_out_between_two_epochs_is_not_sound_in_the_next(
+    exporter: Make, peers: Peers
+) -> None:
+    """Else its new contents would be published as what this engine computed before."""
+    marks = Marks(NUM_BLOCKS)
+    pool = [
+        SimpleNamespace(block_id=b, block_hash=HASHES[b] + bytes(4), ref_cnt=1) for b in range(2)
+    ]
+    assert marks.write(pool, 0, 2, 2)[1] == []
+    between = marks.tag([0, 1])
+    cache = SimpleNamespace(epoch_state=None, role=Decision("", ""))
+    sent: list[bytes] = []
+    publisher = Publisher(cache, sent.append, budget_seconds=0.0)
+    assert not publisher.retract_marked(marks, pool[1:])
+    table = exporter().table
+    cache.epoch_state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # not touched
+    assert marks.sound(pool, 2) == 1
+    assert marks.sound(pool[1:], 1) == 0
+    assert not publisher.publish_marked(marks, pool, [(HASHES, 0, between)])
+    assert [table.slot(block).state for block in range(2)] == [SlotState.READY, SlotState.EMPTY]

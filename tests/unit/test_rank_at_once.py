@@ -15,6 +15,7 @@ from kvshm.interfaces import CopyState
 from kvshm.rank.rank_cache import RankCache
 from kvshm.shm.counters import LOADS_TOO_LATE
 from kvshm.shm.slot_table import PeerSlotTable
+from kvshm.syncpoints import SyncPoint
 
 from ..waiting import until
 from .exporters import Clock, Make
@@ -46,6 +47,26 @@ def test_a_load_of_an_attached_peer_has_ended_when_the_call_returns(
     (report,) = cache.load_at_once([load_of(piece)], 1.0)
     assert (report.load_id, report.bad) == ("load", ())
     assert cache.poll() == []  # vLLM knows nothing of it
+
+
+def test_the_sync_points_of_a_load_are_reached_in_order(
+    cache: RankCache, own: AnyTable, attached: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that stops a rank at one of them would otherwise wait in vain."""
+    reached: list[tuple[SyncPoint, int]] = []
+
+    def note(point: SyncPoint) -> None:
+        reached.append((point, peer.table.slot(2).leases))
+
+    peer, ticket = attached(), own.take_ticket(1)
+    assert ticket is not None
+    monkeypatch.setattr("kvshm.rank.rank_load.sync_point", note)
+    cache.load_at_once([load_of(piece_of(peer, 2, b"\1"), ticket=ticket)], 1.0)
+    assert reached == [
+        (SyncPoint.COPY_BEGINS, 1 << BIT),
+        (SyncPoint.COPIED, 1 << BIT),
+        (SyncPoint.RELEASED, 0),
+    ]
 
 
 def test_nobody_waits_for_an_attach(cache: RankCache, own: AnyTable, exporter: Make) -> None:

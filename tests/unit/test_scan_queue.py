@@ -35,7 +35,7 @@ class Hearing:
             roster=[peer.info],
             sequences={peer.info.epoch: 0},
             suspected=[],
-            strangers=[],
+            incompatible=[],
         )
         self._order.begin(roster)
         self._heard = 0

@@ -195,9 +195,9 @@ def file(directory: Path) -> int:
         (lambda _: memfd(NBYTES + 1), f"{NBYTES + 1} bytes, at most {NBYTES} were expected"),
         (lambda _: memfd(0), "its owner is creating it"),
         (lambda _: memfd(PREFIX_BYTES - 1), "its owner is creating it"),
-        (lambda _: pipe(), "is no memory of uid"),
-        (lambda path: os.open(path, os.O_RDONLY), "is no memory of uid"),
-        (lambda _: os.open("/dev/zero", os.O_RDWR), "is no memory of uid"),
+        (lambda _: pipe(), "is not memory of uid"),
+        (lambda path: os.open(path, os.O_RDONLY), "is not memory of uid"),
+        (lambda _: os.open("/dev/zero", os.O_RDWR), "is not memory of uid"),
     ],
 )
 def test_what_may_fault_or_is_no_memory_is_not_mapped(odd, why: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]  # gives a descriptor
@@ -211,7 +211,7 @@ def test_another_users_memory_is_not_mapped(
     segment: Segment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 4_000_000_001)
-    with pytest.raises(SegmentError, match="no memory of uid 4000000001"):
+    with pytest.raises(SegmentError, match="is not memory of uid 4000000001"):
         mapped(segment)
 
 

@@ -260,7 +260,7 @@ MEMORY = {
     "a header only": (sealed, TABLE_HEADER_BYTES, "not filled yet"),
     "empty": (sealed, LENGTH, "not filled yet"),
     "a file": (plain_file, LENGTH, "not sealed"),
-    "an eventfd": (no_memory, 0, "is no memory"),
+    "an eventfd": (no_memory, 0, "is not memory"),
 }
 
 

@@ -33,7 +33,7 @@ def test_a_path_that_holds_the_word_is_no_line_of_kvshm(line: str) -> None:
     "line",
     [
         f"{PREFIX}the coordinator serves kvshm at /run/kvshm",
-        f"{PREFIX}KVSHM_NAMSPACE is no setting of kvshm and does nothing",
+        f"{PREFIX}KVSHM_NAMSPACE is not a setting of kvshm and does nothing",
         "ModuleNotFoundError: No module named 'kvshm.hooks'",
         f"{PREFIX}no coordinator: start one: kvshm-coordinator --run-dir /tmp/x",
     ],

@@ -111,7 +111,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
     ],
     ids=lambda value: " ".join(value) or "plain",
 )
-def test_what_changes_no_block_makes_no_stranger(
+def test_what_changes_no_block_makes_no_engine_incompatible(
     tmp_path: Path, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     fields = [all_fields(tmp_path / str(i), **given) for i, given in enumerate((one, other))]

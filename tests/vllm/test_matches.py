@@ -192,14 +192,14 @@ def test_a_failure_before_a_load_lands_leaves_nothing_behind(
     assert "b" in e.schedule().output.num_scheduled_tokens
 
 
-@pytest.mark.parametrize(("strangers", "missed"), [(0, MISS_NO_PEER), (1, MISS_FINGERPRINT)])
+@pytest.mark.parametrize(("incompatible", "missed"), [(0, MISS_NO_PEER), (1, MISS_FINGERPRINT)])
 def test_an_engine_without_peers_counts_a_match_and_looks_at_nothing(
-    engine: Make, strangers: int, missed: Counter
+    engine: Make, incompatible: int, missed: Counter
 ) -> None:
     e = engine()
     side = e.connector._scheduler
     side.importer.room = SimpleNamespace()  # vLLM's pool: whatever it is asked is an error
-    side.cache.epoch_state.peers.num_incompatible = strangers
+    side.cache.epoch_state.peers.num_incompatible = incompatible
     e.add("r", prompt(4), max_tokens=1)
     e.step()
     counted = e.table.counters.snapshot()

@@ -132,5 +132,5 @@ def test_refused_engines_serve_and_say_once_why(model: Path, tmp_path: Path) -> 
         (answered,) = re.findall(r'^{"answered": (.*)}$', text, re.MULTILINE)
         assert int(answered) == (256 if name == "pooling" else 16)
     (line,) = [s for s in output.splitlines() if "did you mean KVSHM_NAMESPACE?" in s]
-    assert "KVSHM_NAMSPACE is no setting" in line
+    assert "KVSHM_NAMSPACE is not a setting" in line
     assert "KVSHM_PORT" not in output

@@ -242,7 +242,7 @@ def test_reset_prefix_cache_withdraws_everything(pair: Pair) -> None:
 class Apart(NamedTuple):
     """Two engines that share with nobody: of other weights, and without the switch."""
 
-    stranger: Engine
+    other_weights: Engine
     plain: Engine
 
 
@@ -259,15 +259,15 @@ def apart(pair: Pair, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_other_weights_are_refused_by_name(pair: Pair, apart: Apart) -> None:
-    stranger = apart.stranger
+    other = apart.other_weights
     (prompt,) = prompts(1, seed=90)
     with pair.node.sharing(pair.a, shareable(prompt)):
         ours = pair.a.complete(prompt)
-    for _ in wait_until("the stranger learns why it is alone", PATIENCE_S):
-        if "cannot share with this one: weights is " in stranger.log():
+    for _ in wait_until("the engine learns why it is alone", PATIENCE_S):
+        if "cannot share with this one: weights is " in other.log():
             break
-    with observe(pair.node, stranger) as seen:
-        theirs = stranger.complete(prompt)
+    with observe(pair.node, other) as seen:
+        theirs = other.complete(prompt)
     assert seen.tokens.imported == 0
     assert seen.tokens.computed == len(prompt)
     assert theirs.tokens != ours.tokens

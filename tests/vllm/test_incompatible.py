@@ -56,26 +56,26 @@ def named(one: Engine, differing: dict[str, str], *, itself: bool) -> list[str]:
     return lines
 
 
-def assert_both_sides_name(pair: Pair, stranger: Engine, differing: dict[str, str]) -> None:
-    for one, times in ((stranger, 2), (pair.a, 1), (pair.b, 1)):
+def assert_both_sides_name(pair: Pair, other: Engine, differing: dict[str, str]) -> None:
+    for one, times in ((other, 2), (pair.a, 1), (pair.b, 1)):
         for _ in wait_until(f"{one!r} names {list(differing)}", PATIENCE_S):
-            lines = named(one, differing, itself=one is stranger)
+            lines = named(one, differing, itself=one is other)
             if len(lines) >= times:
                 break
         assert len(lines) == times
     dump, first = pair.node.dump(), lines[0]
     # Of values too long for the error log it shows the part in which they differ.
-    usual, other = (re.escape(those.get(first, "")[:10]) for those in (USUAL, differing))
-    assert re.search(rf"{first} is {usual}.* here, {other}.* there", dump), dump
-    assert re.search(rf"{first} is {other}.* here, {usual}.* there", dump), dump
+    usual, unusual = (re.escape(those.get(first, "")[:10]) for those in (USUAL, differing))
+    assert re.search(rf"{first} is {usual}.* here, {unusual}.* there", dump), dump
+    assert re.search(rf"{first} is {unusual}.* here, {usual}.* there", dump), dump
 
 
-def assert_shares_nothing(pair: Pair, stranger: Engine, seed: int) -> None:
+def assert_shares_nothing(pair: Pair, other: Engine, seed: int) -> None:
     (prompt,) = prompts(1, seed)
     with pair.node.sharing(pair.a, shareable(prompt)):
         pair.a.complete(prompt)
-    with observe(pair.node, stranger) as seen:
-        assert len(stranger.complete(prompt).tokens) == 16
+    with observe(pair.node, other) as seen:
+        assert len(other.complete(prompt).tokens) == 16
     assert seen.tokens.computed == len(prompt)
     assert (seen.lookups, seen.miss_fingerprint) == (1, 1)
 
@@ -93,17 +93,17 @@ def test_another_vllm_dtype_seed_and_tensor_parallel_size(pair: Pair, tmp_path: 
             "KVSHM_ALLOW_UNTESTED_VLLM": "1",
         },
     )
-    (stranger,) = pair.node.start_engines(spec)
+    (other,) = pair.node.start_engines(spec)
     differing = {
         "vllm_version": "0.99.1",
         "dtype": "torch.float32",
         "parallel": USUAL["parallel"].replace("tp 1", "tp 2"),
         "none_hash": sha256("7").hex(),
     }
-    assert_both_sides_name(pair, stranger, differing)
-    assert_shares_nothing(pair, stranger, seed=310)
-    pair.node.stop_engines(stranger)
-    remove_what_vllm_leaves(stranger)
+    assert_both_sides_name(pair, other, differing)
+    assert_shares_nothing(pair, other, seed=310)
+    pair.node.stop_engines(other)
+    remove_what_vllm_leaves(other)
 
 
 def test_another_block_size_hash_algorithm_and_kv_dtype(pair: Pair) -> None:
@@ -116,8 +116,8 @@ def test_another_block_size_hash_algorithm_and_kv_dtype(pair: Pair) -> None:
     if torch.cpu._is_avx512_supported():  # else vLLM has no other KV dtype on a CPU
         arguments += ["--kv-cache-dtype", "fp8"]
         differing["kv_dtype"] = "fp8_e4m3"
-    spec = EngineSpec("stranger", pair.a.spec.model, core=1, arguments=tuple(arguments))
-    (stranger,) = pair.node.start_engines(spec)
-    assert_both_sides_name(pair, stranger, differing)
-    assert_shares_nothing(pair, stranger, seed=311)
-    pair.node.stop_engines(stranger)
+    spec = EngineSpec("incompatible", pair.a.spec.model, core=1, arguments=tuple(arguments))
+    (other,) = pair.node.start_engines(spec)
+    assert_both_sides_name(pair, other, differing)
+    assert_shares_nothing(pair, other, seed=311)
+    pair.node.stop_engines(other)
