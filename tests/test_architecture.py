@@ -15,8 +15,13 @@ COMPONENTS = {"coordinator", "transport", "hooks", "tools"}
 PRODUCT = sorted(p for d in {"kvshm", *COMPONENTS} for p in (ROOT / d).rglob("*.py"))
 FOLDERS = ("tests", "examples", "benchmarks", "docs")
 OTHERS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-MAY_IMPORT = {"vllm": {"vllm"}, "torch": {"vllm", "cuda"}, "triton": {"cuda"}}
-"""Rooms: folders, wherever they lie."""
+VLLM, CUDA = "hooks/vllm", "transport/cuda"
+FOR_TESTS = {"pytest", "hypothesis", "unittest", *FOLDERS, *(path.stem for path in OTHERS)}
+NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
+MAY_IMPORT = NOWHERE | {"vllm": {VLLM}, "torch": {VLLM, CUDA}, "triton": {CUDA}}
+"""Rooms: the folders of the product that may import it."""
+FAKES = ("fake", "double", "mock")
+"""In the name of a file or folder, they say that it is for tests."""
 NAMELESS = {"utils", "util", "helpers", "common", "misc"}
 """Module names that name no concept."""
 
@@ -80,12 +85,14 @@ def test_components_meet_only_in_the_core(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
-def test_engines_and_devices_stay_in_their_rooms(path: Path) -> None:
-    """vLLM is imported by hooks/vllm only, torch also by the CUDA transport, triton by that."""
-    rooms = {path.parent.name}
+def test_engines_devices_and_tests_stay_in_their_rooms(path: Path) -> None:
+    """vLLM is imported by hooks/vllm only, torch also by the CUDA transport, triton by that; and
+    what is there for tests by no module of the product."""
+    room = name_of(path.parent)
+    assert not [fake for fake in FAKES if fake in name_of(path)], "belongs to tests/"
     for level, name in imports(path):
         top = name.split(".")[0]
-        assert level or rooms & MAY_IMPORT.get(top, rooms), f"may not import {top}"
+        assert level or room in MAY_IMPORT.get(top, {room}), f"may not import {top}"
 
 
 @pytest.mark.parametrize("path", [*PRODUCT, *OTHERS], ids=name_of)
