@@ -15,6 +15,7 @@ COMPONENTS = {"coordinator", "transport", "hooks", "tools"}
 PRODUCT = sorted(p for d in {"kvshm", *COMPONENTS} for p in (ROOT / d).rglob("*.py"))
 FOLDERS = ("tests", "examples", "benchmarks", "docs")
 OTHERS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+C_FILES = sorted(p for d in ("kvshm", "tests") for e in "ch" for p in (ROOT / d).rglob(f"*.{e}"))
 VLLM, CUDA = "hooks/vllm", "transport/cuda"
 FOR_TESTS = {"pytest", "hypothesis", "unittest", *FOLDERS, *(path.stem for path in OTHERS)}
 NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
@@ -104,6 +105,24 @@ def test_nothing_grows_too_big(path: Path) -> None:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is too long"
+
+
+@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+def test_no_c_file_grows_too_big(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_only_the_glue_knows_python() -> None:
+    """The files of the native core, which are all but py_*, include each other and the C library;
+    layout.h, which is generated, includes nothing of ours."""
+    core = {path.name: path.read_text() for path in C_FILES if path.parent.name == "native"}
+    core = {name: source for name, source in core.items() if not name.startswith("py_")}
+    assert {"core.c", "exporter.c", "importer.c", "lookup.c", "replica.c", "layout.h"} <= {*core}
+    for name, source in core.items():
+        ours = {*re.findall(r'^\s*#\s*include\s+"(.*)"', source, re.MULTILINE)}
+        assert ours <= (set() if name == "layout.h" else {*core}), f"{name} includes {ours}"
+        library = " ".join(re.findall(r"^\s*#\s*include\s+<(.*)>", source, re.MULTILINE))
+        assert not re.search(r"\bpy", library, re.IGNORECASE), f"{name} includes {library}"
 
 
 def parents(name: str) -> set[str]:
