@@ -32,7 +32,7 @@ from kvshm.rundir import engine_socket, peers_file, tables_socket
 from kvshm.shm.fd_server import FdServer
 from kvshm.shm.fds import close_all, fetch
 from kvshm.shm.layout import table_bytes
-from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.shm.slot_table import LARGEST_TABLE, PeerSlotTable, SlotTableView
 
@@ -42,7 +42,7 @@ ROSTER_TABLE_SECONDS = 0.5
 """How long the coordinator may take to answer: the asking thread has heartbeats to send."""
 
 
-Role = TypeVar("Role", bound=SlotTableView)
+TableType = TypeVar("TableType", bound=SlotTableView)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -161,10 +161,18 @@ class Handouts:
         self._namespace = namespace
         self._timeout = timeout
 
-    def table(self, role: type[Role], epoch: Epoch | int) -> Role:
-        """Fetch an engine's table from the engine, as the given role.  Raises SegmentNotFound if
-        the engine has ended."""
-        return self._table(role, self._engine_socket(epoch), epoch)
+    def view(self, epoch: Epoch | int) -> SlotTableView:
+        """Fetch an engine's table from the engine, to read.  Raises SegmentNotFound if the engine
+        has ended, as do ``peer_table`` and ``rank_table``."""
+        return self._table(SlotTableView, self._engine_socket(epoch), epoch)
+
+    def peer_table(self, epoch: Epoch | int) -> PeerSlotTable:
+        """Fetch another engine's table from that engine, as an importer."""
+        return self._table(PeerSlotTable, self._engine_socket(epoch), epoch)
+
+    def rank_table(self, epoch: Epoch | int) -> RankSlotTable:
+        """Fetch the own engine's table from its scheduler, as a worker rank."""
+        return self._table(RankSlotTable, self._engine_socket(epoch), epoch)
 
     def roster_table(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
         """Fetch the table of an engine in the roster, of the stated size, from the coordinator.
@@ -196,12 +204,12 @@ class Handouts:
 
     def _table(
         self,
-        role: type[Role],
+        role: type[TableType],
         path: Path,
         epoch: int,
         largest: int = LARGEST_TABLE,
         timeout: float | None = None,
-    ) -> Role:
+    ) -> TableType:
         fd = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
         table = role.from_fd(self._segment_name(TABLE_KIND, epoch), fd, largest=largest)
         if table.epoch != epoch:
