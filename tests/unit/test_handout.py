@@ -29,9 +29,9 @@ from kvshm.errors import (
 )
 from kvshm.ids import Epoch, LeaseBit
 from kvshm.node.handout import (
-    Answer,
     Handouts,
     HandoutServer,
+    Reply,
     ask,
     encode_request,
     serve_epoch,
@@ -133,7 +133,7 @@ def test_a_request_that_makes_no_sense_is_answered_and_ends_nothing(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(str(engine.path))
         client.send(request_)
-        answer = msgspec.msgpack.decode(client.recv(4096), type=Answer)
+        answer = msgspec.msgpack.decode(client.recv(4096), type=Reply)
     assert not answer.found
     os.close(ask(engine.path, TABLE_KIND, EPOCH, False, 2.0))
 
@@ -220,7 +220,7 @@ def answering(served: ServedNode, respond: Respond) -> Iterator[None]:
 def found(count: int) -> Respond:
     def respond(client: socket.socket) -> None:
         fds = [os.open("/dev/zero", os.O_RDWR) for _ in range(count)]
-        socket.send_fds(client, [msgspec.msgpack.encode(Answer(True))], fds)
+        socket.send_fds(client, [msgspec.msgpack.encode(Reply(True))], fds)
         for fd in fds:
             os.close(fd)
 
@@ -233,9 +233,9 @@ def found(count: int) -> Respond:
         (found(0), "came with 0 descriptors"),
         (found(2), "came with 2 descriptors"),
         (found(1), "is no memory of uid"),
-        (lambda client: client.send(b"\xc1"), "undecodable answer"),
-        (lambda client: socket.send_fds(client, [b"\xc1"], [0, 1]), "undecodable answer"),
-        (lambda client: client.send(msgspec.msgpack.encode(Answer(False, "why"))), "why"),
+        (lambda client: client.send(b"\xc1"), "undecodable reply"),
+        (lambda client: socket.send_fds(client, [b"\xc1"], [0, 1]), "undecodable reply"),
+        (lambda client: client.send(msgspec.msgpack.encode(Reply(False, "why"))), "why"),
         (lambda client: None, "without an answer"),
     ],
 )
