@@ -24,7 +24,7 @@ from kvshm.errors import (
     TransportError,
     VersionMismatch,
 )
-from kvshm.node.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_answer
+from kvshm.node.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_reply
 from kvshm.node.protocol import EngineInfo, Join
 from kvshm.rundir import engine_socket, tables_socket
 from kvshm.shm.fds import peer_credentials, peer_has_closed, receive
@@ -227,7 +227,7 @@ class Tables:
 
 def _receive(connection: socket.socket, engine: EngineInfo) -> RosterSlotTable:
     what = f"the slot table of epoch {engine.epoch:016x}"
-    fd = read_answer(*receive(connection, what), what)
+    fd = read_reply(*receive(connection, what), what)
     largest = table_bytes(engine.num_blocks, len(engine.ranks))
     return RosterSlotTable.from_fd(what, fd, largest=largest, keep=True)
 

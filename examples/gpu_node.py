@@ -42,4 +42,4 @@ def hand_out(table: OwnSlotTable) -> HandoutServer:
 
 def table_of(epoch: Epoch) -> PeerSlotTable:
     """Map the table that a peer hands out; the caller closes it."""
-    return Handouts(shared_directory(), NAMESPACE).table(PeerSlotTable, epoch)
+    return Handouts(shared_directory(), NAMESPACE).peer_table(epoch)

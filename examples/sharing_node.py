@@ -70,7 +70,7 @@ class SharingNode(Node):
         for found in list_sockets(self.run_dir, self.namespace):
             if found.epoch is not None:
                 with contextlib.suppress(SegmentError):
-                    table = self._handouts.table(SlotTableView, found.epoch)
+                    table = self._handouts.view(found.epoch)
                     table.close()
                     if table.pid in pids:
                         served.append(found)
@@ -87,7 +87,7 @@ class SharingNode(Node):
 
     def table(self, engine: Engine) -> SlotTableView:
         """Map the engine's present slot table for reading; the caller closes it."""
-        return self._handouts.table(SlotTableView, self.epoch(engine))
+        return self._handouts.view(self.epoch(engine))
 
     def replica(self, engine: Engine) -> ReplicaReader:
         """Map what the engine knows of the others for reading; the caller closes it."""

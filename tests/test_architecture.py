@@ -15,8 +15,14 @@ COMPONENTS = {"coordinator", "transport", "hooks", "tools"}
 PRODUCT = sorted(p for d in {"kvshm", *COMPONENTS} for p in (ROOT / d).rglob("*.py"))
 FOLDERS = ("tests", "examples", "benchmarks", "docs")
 OTHERS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-MAY_IMPORT = {"vllm": {"vllm"}, "torch": {"vllm", "cuda"}, "triton": {"cuda"}}
-"""Rooms: folders, wherever they lie."""
+C_FILES = sorted(p for d in ("kvshm", "tests") for e in "ch" for p in (ROOT / d).rglob(f"*.{e}"))
+VLLM, CUDA = "hooks/vllm", "transport/cuda"
+FOR_TESTS = {"pytest", "hypothesis", "unittest", *FOLDERS, *(path.stem for path in OTHERS)}
+NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
+MAY_IMPORT = NOWHERE | {"vllm": {VLLM}, "torch": {VLLM, CUDA}, "triton": {CUDA}}
+"""Rooms: the folders of the product that may import it."""
+FAKES = ("fake", "double", "mock")
+"""In the name of a file or folder, they say that it is for tests."""
 NAMELESS = {"utils", "util", "helpers", "common", "misc"}
 """Module names that name no concept."""
 
@@ -31,14 +37,39 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """``imports`` of a file that has been parsed."""
+    """``imports`` of a file that has been parsed.  ``import a.b`` yields ``a`` too: it binds it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name) for alias in node.names)
+            yield from ((0, a.name.split(".")[0]) for a in node.names if not a.asname)
         elif isinstance(node, ast.ImportFrom):
             yield from (
                 (node.level, f"{node.module or ''}.{a.name}".strip(".")) for a in node.names
             )
+
+
+def installed(path: Path) -> str:
+    """The dotted name under which a module or a folder of the product is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("kvshm", *parts) if parts[0] in COMPONENTS else parts)
+
+
+def full_imports(path: Path, tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names of ``imports_of``, without leading dots."""
+    package = installed(path.parent).split(".")
+    for level, name in imports_of(tree):
+        yield ".".join([*package[: len(package) + 1 - level], name]) if level else name
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=name_of)
+def test_no_module_is_imported_by_a_computed_name(path: Path) -> None:
+    """The other tests would not see it.  Only transports are: by their entry points."""
+    source = path.read_text()
+    assert "__import__" not in source
+    known = {"kvshm/interfaces.py": {"importlib.metadata.entry_points"}}.get(name_of(path), set())
+    for _, name in imports(path):
+        computed = name.split(".")[0] in {"importlib", "pkgutil", "runpy", "builtins"}
+        assert not computed or name in known, f"imports {name}"
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
@@ -55,12 +86,14 @@ def test_components_meet_only_in_the_core(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
-def test_engines_and_devices_stay_in_their_rooms(path: Path) -> None:
-    """vLLM is imported by hooks/vllm only, torch also by the CUDA transport, triton by that."""
-    rooms = {path.parent.name}
+def test_engines_devices_and_tests_stay_in_their_rooms(path: Path) -> None:
+    """vLLM is imported by hooks/vllm only, torch also by the CUDA transport, triton by that; and
+    what is there for tests by no module of the product."""
+    room = name_of(path.parent)
+    assert not [fake for fake in FAKES if fake in name_of(path)], "belongs to tests/"
     for level, name in imports(path):
         top = name.split(".")[0]
-        assert level or rooms & MAY_IMPORT.get(top, rooms), f"may not import {top}"
+        assert level or room in MAY_IMPORT.get(top, {room}), f"may not import {top}"
 
 
 @pytest.mark.parametrize("path", [*PRODUCT, *OTHERS], ids=name_of)
@@ -74,33 +107,54 @@ def test_nothing_grows_too_big(path: Path) -> None:
             assert (node.end_lineno or 0) - node.lineno < 60, f"{node.name} is too long"
 
 
-def test_no_import_leads_back_to_where_it_came_from() -> None:
-    """Not even one within a function; only what type checkers alone read may."""
-    folders = {path: path.parent.relative_to(ROOT).parts for path in PRODUCT}
-    packages = {path: ".".join(dict.fromkeys(("kvshm", *folders[path]))) for path in PRODUCT}
-    named = {f"{package}.{path.stem}" for path, package in packages.items()}
-    graph: dict[str, set[str]] = {}
-    for path, package in packages.items():
-        tree = ast.parse(path.read_text())
-        for checked in [n for n in ast.walk(tree) if isinstance(n, ast.If)]:
-            if ast.unparse(checked.test) == "TYPE_CHECKING":
-                checked.body = []
-        found = graph.setdefault(f"{package}.{path.stem}", set())
-        for level, name in imports_of(tree):
-            above = package.split(".")[: len(package.split(".")) + 1 - level]
-            full = ".".join([*above, name]) if level else name
-            found |= {full, full.rpartition(".")[0]} & named
-    assert graph["kvshm.hooks.vllm.connector"] >= {"kvshm.hooks.vllm.scheduler", "kvshm.config"}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as exc:
-        pytest.fail(" -> ".join(exc.args[1]))
+@pytest.mark.parametrize("path", C_FILES, ids=name_of)
+def test_no_c_file_grows_too_big(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_only_the_glue_knows_python() -> None:
+    """The files of the native core, which are all but py_*, include each other and the C library;
+    layout.h, which is generated, includes nothing of ours."""
+    core = {path.name: path.read_text() for path in C_FILES if path.parent.name == "native"}
+    core = {name: source for name, source in core.items() if not name.startswith("py_")}
+    assert {"core.c", "exporter.c", "importer.c", "lookup.c", "replica.c", "layout.h"} <= {*core}
+    for name, source in core.items():
+        ours = {*re.findall(r'^\s*#\s*include\s+"(.*)"', source, re.MULTILINE)}
+        assert ours <= (set() if name == "layout.h" else {*core}), f"{name} includes {ours}"
+        library = " ".join(re.findall(r"^\s*#\s*include\s+<(.*)>", source, re.MULTILINE))
+        assert not re.search(r"\bpy", library, re.IGNORECASE), f"{name} includes {library}"
 
 
 def parents(name: str) -> set[str]:
     """``a`` and ``a.b`` of ``a.b.c``."""
     parts = name.split(".")
     return {".".join(parts[:length]) for length in range(1, len(parts))}
+
+
+def test_no_import_leads_back_to_where_it_came_from() -> None:
+    """Not even one within a function; only what type checkers alone read may.  Packages count:
+    an import runs the ``__init__`` of each that it enters.  None is imported itself, since its
+    name gives access to all its modules."""
+    modules = {installed(path).removesuffix(".__init__"): path for path in PRODUCT}
+    packages = {name for name, path in modules.items() if path.stem == "__init__"}
+    graph: dict[str, set[str]] = {"kvshm._native": set()}
+    graph |= {module: set() for module in modules}
+    for module, path in modules.items():
+        tree = ast.parse(path.read_text())
+        for checked in [n for n in ast.walk(tree) if isinstance(n, ast.If)]:
+            if ast.unparse(checked.test) == "TYPE_CHECKING":
+                checked.body = []
+        for full in full_imports(path, tree):
+            name = full if full in graph else full.rpartition(".")[0]
+            assert name not in packages, f"{module} imports {full}, of a package"
+            if name in graph:
+                graph[module] |= {name} | (parents(name) & packages) - parents(module) - {module}
+    assert graph["kvshm.hooks.vllm.connector"] >= {"kvshm.hooks.vllm.scheduler", "kvshm.config"}
+    assert graph["kvshm.hooks.connector"] >= {"kvshm.hooks.vllm", "kvshm.hooks.vllm.connector"}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as exc:
+        pytest.fail(" -> ".join(exc.args[1]))
 
 
 def test_a_folder_of_the_core_imports_only_those_drawn_below_it() -> None:
@@ -116,8 +170,7 @@ def test_a_folder_of_the_core_imports_only_those_drawn_below_it() -> None:
             continue
         floor = path.parent.name if path.parent.name in folders else "native"
         above = floors[: floors.index(floor)]
-        for level, name in imports(path):
-            full = f"kvshm.{name}" if level and floor == "native" else name
+        for full in full_imports(path, ast.parse(path.read_text())):
             assert not {f"kvshm.{folder}" for folder in above} & {full, *parents(full)}, (
                 f"{name_of(path)} imports {full}, of a floor above"
             )

@@ -101,7 +101,7 @@ def coordinator_runs(run_dir: Path, namespace: str) -> bool:
 def _fetch(engine: Segments) -> None:
     handouts = Handouts(engine.path.parent, engine.namespace)
     try:
-        engine.table = handouts.table(SlotTableView, engine.epoch)
+        engine.table = handouts.view(engine.epoch)
     except KvshmError as exc:
         if not is_served(engine.path):
             engine.ended = True

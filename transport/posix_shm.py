@@ -106,7 +106,7 @@ def _fetch_memory(
         mappings, stays = _map_read_only(descriptor, fds), answer.stays
         return mappings, connection if stays else None
     except msgspec.DecodeError as exc:
-        raise TransportError(f"{socket_path}: undecodable answer: {exc}") from exc
+        raise TransportError(f"{socket_path}: undecodable reply: {exc}") from exc
     finally:
         close_all(fds)
         if not stays:

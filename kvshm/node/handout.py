@@ -32,7 +32,7 @@ from kvshm.rundir import engine_socket, peers_file, tables_socket
 from kvshm.shm.fd_server import FdServer
 from kvshm.shm.fds import close_all, fetch
 from kvshm.shm.layout import table_bytes
-from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.shm.slot_table import LARGEST_TABLE, PeerSlotTable, SlotTableView
 
@@ -42,7 +42,7 @@ ROSTER_TABLE_SECONDS = 0.5
 """How long the coordinator may take to answer: the asking thread has heartbeats to send."""
 
 
-Role = TypeVar("Role", bound=SlotTableView)
+TableType = TypeVar("TableType", bound=SlotTableView)
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -53,8 +53,8 @@ class Request(msgspec.Struct, frozen=True):
     writable: bool = False
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """Whether a descriptor comes with the answer; if not, why."""
+class Reply(msgspec.Struct, frozen=True):
+    """Whether a descriptor comes with the reply; if not, why."""
 
     found: bool
     reason: str = ""
@@ -78,22 +78,22 @@ class HandoutServer:
         self._server = FdServer(path, self._answer, max_kept=max_kept)
 
     def _answer(self, packed: bytes) -> tuple[bytes, list[int]]:
-        # The descriptor of the previous answer was sent, or never will be.
+        # The descriptor of the previous reply was sent, or never will be.
         self._forget_sent()
         try:
             self._sent = [self._find(msgspec.msgpack.decode(packed, type=Request))]
         except (msgspec.DecodeError, SegmentNotFound) as exc:
-            return msgspec.msgpack.encode(Answer(False, str(exc))), []
-        except SegmentError as exc:  # the segment exists, but no descriptors are left: no answer
+            return msgspec.msgpack.encode(Reply(False, str(exc))), []
+        except SegmentError as exc:  # the segment exists, but no descriptors are left: no reply
             raise OSError(str(exc)) from exc
-        return msgspec.msgpack.encode(Answer(True)), self._sent
+        return msgspec.msgpack.encode(Reply(True)), self._sent
 
     def _forget_sent(self) -> None:
         sent, self._sent = self._sent, []
         close_all(sent)
 
     def close(self) -> None:
-        """Stop handing out.  Idempotent; waits for the answer under way."""
+        """Stop handing out.  Idempotent; waits for the reply under way."""
         self._server.close()
         self._find = _nothing  # the old one may refer to this object, and to whole segments
         self._forget_sent()
@@ -115,19 +115,19 @@ def serve_epoch(path: Path, table: OwnSlotTable, replica: Replica) -> HandoutSer
 # -- asking
 
 
-def read_answer(reply: bytes, fds: list[int], what: str) -> int:
-    """Return the one descriptor of an answer; close further descriptors.  Raises SegmentError."""
+def read_reply(packed: bytes, fds: list[int], what: str) -> int:
+    """Return the one descriptor of a reply; close further descriptors.  Raises SegmentError."""
     try:
-        answer = msgspec.msgpack.decode(reply, type=Answer)
+        reply = msgspec.msgpack.decode(packed, type=Reply)
     except msgspec.DecodeError as exc:
         close_all(fds)
-        raise SegmentError(f"{what}: undecodable answer: {exc}") from exc
-    if answer.found and len(fds) == 1:
+        raise SegmentError(f"{what}: undecodable reply: {exc}") from exc
+    if reply.found and len(fds) == 1:
         return fds[0]
     close_all(fds)
-    if answer.found:
-        raise SegmentError(f"{what}: the answer came with {len(fds)} descriptors")
-    raise SegmentNotFound(f"{what}: {answer.reason}")
+    if reply.found:
+        raise SegmentError(f"{what}: the reply came with {len(fds)} descriptors")
+    raise SegmentNotFound(f"{what}: {reply.reason}")
 
 
 def encode_request(kind: str, epoch: int, writable: bool) -> bytes:
@@ -144,12 +144,12 @@ def _error_class(cause: BaseException | None) -> type[SegmentError]:
 def ask(path: Path, kind: str, epoch: int, writable: bool, timeout: float) -> int:
     """Ask the server at ``path`` for a segment; return a descriptor, which the caller closes.
     Blocks for ``timeout`` seconds at most.  Raises SegmentNotFound if the segment does not exist
-    (any more), SegmentNotReady if there is no answer in time, or SegmentError."""
+    (any more), SegmentNotReady if there is no reply in time, or SegmentError."""
     try:
-        reply, fds = fetch(path, encode_request(kind, epoch, writable), timeout)
+        packed, fds = fetch(path, encode_request(kind, epoch, writable), timeout)
     except TransportError as exc:
         raise _error_class(exc.__cause__)(str(exc)) from exc
-    return read_answer(reply, fds, os.fspath(path))
+    return read_reply(packed, fds, os.fspath(path))
 
 
 class Handouts:
@@ -161,10 +161,18 @@ class Handouts:
         self._namespace = namespace
         self._timeout = timeout
 
-    def table(self, role: type[Role], epoch: Epoch | int) -> Role:
-        """Fetch an engine's table from the engine, as the given role.  Raises SegmentNotFound if
-        the engine has ended."""
-        return self._table(role, self._engine_socket(epoch), epoch)
+    def view(self, epoch: Epoch | int) -> SlotTableView:
+        """Fetch an engine's table from the engine, to read.  Raises SegmentNotFound if the engine
+        has ended, as do ``peer_table`` and ``rank_table``."""
+        return self._table(SlotTableView, self._engine_socket(epoch), epoch)
+
+    def peer_table(self, epoch: Epoch | int) -> PeerSlotTable:
+        """Fetch another engine's table from that engine, as an importer."""
+        return self._table(PeerSlotTable, self._engine_socket(epoch), epoch)
+
+    def rank_table(self, epoch: Epoch | int) -> RankSlotTable:
+        """Fetch the own engine's table from its scheduler, as a worker rank."""
+        return self._table(RankSlotTable, self._engine_socket(epoch), epoch)
 
     def roster_table(self, epoch: int, num_blocks: int, num_ranks: int) -> PeerSlotTable:
         """Fetch the table of an engine in the roster, of the stated size, from the coordinator.
@@ -196,12 +204,12 @@ class Handouts:
 
     def _table(
         self,
-        role: type[Role],
+        role: type[TableType],
         path: Path,
         epoch: int,
         largest: int = LARGEST_TABLE,
         timeout: float | None = None,
-    ) -> Role:
+    ) -> TableType:
         fd = ask(path, TABLE_KIND, epoch, role.WRITABLE, timeout or self._timeout)
         table = role.from_fd(self._segment_name(TABLE_KIND, epoch), fd, largest=largest)
         if table.epoch != epoch:

@@ -214,7 +214,7 @@ class AttachmentCache:
         with self._lock:
             table = self._early.pop(epoch, None)
         if table is None:
-            table = self._handouts.table(PeerSlotTable, epoch)
+            table = self._handouts.peer_table(epoch)
         try:
             if self.rank >= min(len(memory), table.num_ranks):
                 raise TransportError(f"peer {epoch:016x} has no rank {self.rank}")
@@ -290,7 +290,7 @@ def _close_all(peers: list[PeerMemory]) -> None:
 def _release(handouts: Handouts, piece: Piece, bit: LeaseBit, who: str) -> None:
     """Runs on a thread of its own.  A failure costs the exporter at most one drain budget."""
     try:
-        table = handouts.table(PeerSlotTable, piece.peer)
+        table = handouts.peer_table(piece.peer)
     except SegmentNotFound:
         return
     except KvshmError as exc:

@@ -108,7 +108,7 @@ class RankCache:
         self._attachments.follow(PeerListReader(self._handouts.peers_file(epoch)))
 
     def _export(self, epoch: Epoch) -> RankSlotTable:
-        table = self._handouts.table(RankSlotTable, epoch)
+        table = self._handouts.rank_table(epoch)
         try:
             table.begin_pulse(self._rank)
             self._transport.export(epoch)

@@ -157,6 +157,8 @@ class OwnSlotTable(RankSlotTable):
     """
 
     _next_ticket = 0
+    from_fd = None  # type: ignore[assignment]
+    """An owner creates its table: none is mapped as one's own."""
 
     @classmethod
     def create(

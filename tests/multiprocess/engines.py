@@ -35,7 +35,7 @@ class FakeEngine:
 
     def table(self) -> RankSlotTable:
         """Its slot table in its first epoch, from itself; the caller's to close."""
-        return self._handouts.table(RankSlotTable, self.started["epoch"])
+        return self._handouts.rank_table(self.started["epoch"])
 
     def heard(self, event: str, since: int = 0, **fields: Any) -> dict[str, Any]:
         """Wait until the engine says ``event`` with these fields; return all it said."""

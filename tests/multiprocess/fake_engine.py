@@ -47,10 +47,9 @@ WORKER = """
 import sys
 from pathlib import Path
 from kvshm.node.handout import Handouts
-from kvshm.shm.own_slot_table import RankSlotTable
 handouts, rank, table = Handouts(Path(sys.argv[1]), sys.argv[2]), int(sys.argv[3]), None
 for epoch in sys.stdin:
-    table = handouts.table(RankSlotTable, int(epoch))  # the one before goes
+    table = handouts.rank_table(int(epoch))  # the one before goes
     table.begin_pulse(rank)
     table.set_life(rank)
     print(flush=True)
@@ -233,7 +232,7 @@ class Engine:
 
     def lease(self, epoch: int) -> int:
         """Lease every READY block of a peer, for good."""
-        table = self.handouts.table(PeerSlotTable, epoch)
+        table = self.handouts.peer_table(epoch)
         return table.lease(self.bit, table.scan())[0]
 
     @staticmethod

@@ -20,10 +20,16 @@ from kvshm.ids import BlockHash, BlockId, Generation, LeaseBit, Rank
 from kvshm.shm.counters import DRAINED
 from kvshm.shm.layout import RECORD_BYTES, BlockRecord, SlotState, pack_records, unpack_records
 from kvshm.shm.own_slot_table import OwnSlotTable
-from kvshm.shm.slot_table import PeerSlotTable
+from kvshm.shm.slot_table import PeerSlotTable, SlotTableView
 
 BLOCK_BYTES = 1 << 15
 RANK = Rank(0)
+
+
+class RacedTable(OwnSlotTable):
+    """The owner's part is played by another process than the one that created the table."""
+
+    from_fd = SlotTableView.__dict__["from_fd"]
 
 
 def pattern(block: int, generation: int) -> bytes:
@@ -103,7 +109,7 @@ def main(role: str, fd: str, path: str, how: str, amount: str, torn: str, met: s
     happen."""
     chance = random.Random(how)
     if role == "exporter":
-        own = OwnSlotTable.from_fd("the table", int(fd))
+        own = RacedTable.from_fd("the table", int(fd))
         data = open_data(path, own.num_blocks)
         exporter = Exporter(own, data, how == "patient")
         while exporter.counts["reused"] < int(amount) and not own.retired:

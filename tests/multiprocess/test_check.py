@@ -14,7 +14,7 @@ import pytest
 from kvshm.shm.counters import LEASES_TAKEN, PUBLISHED, RETRACTED
 from kvshm.shm.layout import TICKETS_OFFSET
 from kvshm.shm.segment import TABLE_KIND
-from kvshm.shm.slot_table import PeerSlotTable, SlotTableView
+from kvshm.shm.slot_table import SlotTableView
 from kvshm.tools.check import check
 
 from .processes import Managed, Node, fresh_node, wait_until
@@ -77,7 +77,7 @@ def test_a_hundred_checks_of_a_churn_give_no_false_alarm(node: Node) -> None:
 
 def test_in_a_churn_a_corruption_is_found_all_the_same(node: Node) -> None:
     _, tables = sharing(node)
-    with closing(node.handouts.table(PeerSlotTable, tables[0].epoch)) as table:
+    with closing(node.handouts.peer_table(tables[0].epoch)) as table:
         table._segment.buffer[TICKETS_OFFSET + 8 * 255] = 0xFF  # loads have 64 ranks at most
         found = command_line(node)
         name = f"kvshm.{node.namespace}.slots.{table.engine}.{table.epoch:016x}"

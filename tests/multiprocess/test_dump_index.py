@@ -28,7 +28,6 @@ from kvshm.replica.index import Replica
 from kvshm.shm.layout import BlockRecord, pack_records
 from kvshm.rundir import engine_socket
 from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
-from kvshm.shm.slot_table import PeerSlotTable
 
 run_dir, namespace, name, epoch, bit = Path(sys.argv[1]), *sys.argv[2:4], *map(int, sys.argv[4:])
 table = OwnSlotTable.create(TableSpec(namespace, name, 64, 16, 1, bytes(32), "a-model"), epoch)
@@ -41,7 +40,7 @@ records = pack_records(BlockRecord(bytes([65 + i]) * 32, i, 0, i) for i in range
 parents = b"".join(bytes([64 + i]) * 8 for i in range(4))
 print(len(table.publish(records, parents)) // 48, flush=True)
 for line in sys.stdin:
-    other = Handouts(run_dir, namespace).table(PeerSlotTable, int(line))
+    other = Handouts(run_dir, namespace).peer_table(int(line))
     print(other.lease(bit, records[:96])[0], flush=True)
 """
 

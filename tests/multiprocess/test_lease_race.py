@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
-from kvshm.node.handout import Role
+from kvshm.node.handout import TableType
 from kvshm.shm.layout import BlockRecord, SlotState, pack_records, unpack_records
 from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable
@@ -43,7 +43,7 @@ class Race:
         self.data.write_bytes(bytes(BLOCKS * BLOCK_BYTES))
         self.processes: list[subprocess.Popen[bytes]] = []
 
-    def mapped(self, role: type[Role]) -> Role:
+    def mapped(self, role: type[TableType]) -> TableType:
         """The table as another process has it."""
         return role.from_fd(self.table.name, self.table.descriptor(True))
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from replicas import wrong_in
-from served import AnyTable, Served, ServedNode
+from served import AnyTable, Served, ServedNode, fetched
 
 from kvshm.ids import (
     NO_LEASE_BIT,
@@ -127,7 +127,7 @@ class Table(Subject):
         self._handouts = node.handouts
 
     def readers(self) -> Readers:
-        yield "fetched", lambda: self._opened.append(self._handouts.table(AnyTable, EPOCH))
+        yield "fetched", lambda: self._opened.append(fetched(self._handouts, EPOCH))
         for table in (self._held, *self._opened):
             yield from self._reading(table)
             yield from self._changing(table)

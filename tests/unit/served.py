@@ -6,17 +6,19 @@ from pathlib import Path
 
 from kvshm.errors import SegmentNotFound
 from kvshm.ids import Epoch, Fingerprint
-from kvshm.node.handout import Handouts, HandoutServer, Request, Role, serve_epoch
+from kvshm.node.handout import Handouts, HandoutServer, Request, TableType, serve_epoch
 from kvshm.replica.index import Replica
 from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import engine_socket, tables_socket
 from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
-from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable
+from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
 
 
 class AnyTable(OwnSlotTable, PeerSlotTable, RosterSlotTable):
     """A slot table for tests that play several processes on one mapping: it may do what its
     engine, an importer and the coordinator may.  No process has it so."""
+
+    from_fd = SlotTableView.__dict__["from_fd"]
 
 
 class Served:
@@ -98,7 +100,12 @@ class ServedNode:
             engine.close()
 
 
-def again(table: OwnSlotTable, role: type[Role] = AnyTable) -> Role:
+def fetched(handouts: Handouts, epoch: int) -> AnyTable:
+    """An engine's table as ``Handouts`` fetches one, for a test that plays all roles."""
+    return handouts._table(AnyTable, handouts._engine_socket(epoch), epoch)
+
+
+def again(table: OwnSlotTable, role: type[TableType] = AnyTable) -> TableType:
     """A second mapping of a table, as another process in this role has it."""
     return role.from_fd(table.name, table.descriptor(role.WRITABLE))
 

@@ -56,8 +56,7 @@ WORKER = f"""
 import sys
 from pathlib import Path
 from kvshm.node.handout import Handouts
-from kvshm.shm.own_slot_table import RankSlotTable
-table = Handouts(Path(sys.argv[1]), sys.argv[2]).table(RankSlotTable, {EPOCH})
+table = Handouts(Path(sys.argv[1]), sys.argv[2]).rank_table({EPOCH})
 table.begin_pulse(int(sys.argv[3]))
 print("has the table", flush=True)
 sys.stdin.read()

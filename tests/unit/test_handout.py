@@ -29,9 +29,9 @@ from kvshm.errors import (
 )
 from kvshm.ids import Epoch, LeaseBit
 from kvshm.node.handout import (
-    Answer,
     Handouts,
     HandoutServer,
+    Reply,
     ask,
     encode_request,
     serve_epoch,
@@ -40,12 +40,11 @@ from kvshm.rundir import engine_socket, tables_socket
 from kvshm.shm.fds import fetch_keep_open, peer_has_closed
 from kvshm.shm.layout import RETIRED_OFFSET, table_bytes
 from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.shm.slot_table import PeerSlotTable
 
 from ..waiting import until
 from .few_descriptors import descriptors
 from .pages import ROOT
-from .served import AnyTable, Served, ServedNode
+from .served import AnyTable, Served, ServedNode, fetched
 
 EPOCH = Epoch(7)
 WANTED = encode_request(TABLE_KIND, EPOCH, False)
@@ -68,7 +67,7 @@ def opened() -> int:
 def test_an_engines_table_is_to_be_had_to_write_and_its_replica_to_read(
     served: ServedNode, engine: Served
 ) -> None:
-    table = served.handouts.table(AnyTable, EPOCH)
+    table = fetched(served.handouts, EPOCH)
     table.set_lease_bit(LeaseBit(3))
     assert engine.table.lease_bit == 3
     replica = served.handouts.replica(EPOCH)
@@ -134,7 +133,7 @@ def test_a_request_that_makes_no_sense_is_answered_and_ends_nothing(
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect(str(engine.path))
         client.send(request_)
-        answer = msgspec.msgpack.decode(client.recv(4096), type=Answer)
+        answer = msgspec.msgpack.decode(client.recv(4096), type=Reply)
     assert not answer.found
     os.close(ask(engine.path, TABLE_KIND, EPOCH, False, 2.0))
 
@@ -144,7 +143,7 @@ def test_what_was_handed_out_costs_the_server_no_descriptor(
 ) -> None:
     before = opened()
     for _ in range(20):
-        served.handouts.table(PeerSlotTable, EPOCH).close()
+        served.handouts.peer_table(EPOCH).close()
     until(lambda: opened() <= before + 1)  # that of the last answer
 
 
@@ -153,10 +152,10 @@ def test_what_was_handed_out_costs_the_server_no_descriptor(
 
 def test_who_has_ended_is_not_found(served: ServedNode, engine: Served) -> None:
     with pytest.raises(SegmentNotFound, match="has gone"):
-        served.handouts.table(PeerSlotTable, 8)
+        served.handouts.peer_table(8)
     engine.crash()
     with pytest.raises(SegmentNotFound, match="has died"):
-        served.handouts.table(PeerSlotTable, EPOCH)
+        served.handouts.peer_table(EPOCH)
 
 
 def test_the_connection_ends_with_the_server(engine: Served) -> None:
@@ -184,11 +183,11 @@ def test_the_memory_outlives_who_made_it(served: ServedNode) -> None:
     with subprocess.Popen(argv, env=environ, **pipes) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        table = served.handouts.table(PeerSlotTable, 9)
+        table = served.handouts.peer_table(9)
         child.kill()
     assert table.life(0) == 9
     with pytest.raises(SegmentNotFound, match="has died"):
-        served.handouts.table(PeerSlotTable, 9)
+        served.handouts.peer_table(9)
     table.close()
 
 
@@ -221,7 +220,7 @@ def answering(served: ServedNode, respond: Respond) -> Iterator[None]:
 def found(count: int) -> Respond:
     def respond(client: socket.socket) -> None:
         fds = [os.open("/dev/zero", os.O_RDWR) for _ in range(count)]
-        socket.send_fds(client, [msgspec.msgpack.encode(Answer(True))], fds)
+        socket.send_fds(client, [msgspec.msgpack.encode(Reply(True))], fds)
         for fd in fds:
             os.close(fd)
 
@@ -234,9 +233,9 @@ def found(count: int) -> Respond:
         (found(0), "came with 0 descriptors"),
         (found(2), "came with 2 descriptors"),
         (found(1), "is not memory of uid"),
-        (lambda client: client.send(b"\xc1"), "undecodable answer"),
-        (lambda client: socket.send_fds(client, [b"\xc1"], [0, 1]), "undecodable answer"),
-        (lambda client: client.send(msgspec.msgpack.encode(Answer(False, "why"))), "why"),
+        (lambda client: client.send(b"\xc1"), "undecodable reply"),
+        (lambda client: socket.send_fds(client, [b"\xc1"], [0, 1]), "undecodable reply"),
+        (lambda client: client.send(msgspec.msgpack.encode(Reply(False, "why"))), "why"),
         (lambda client: None, "without an answer"),
     ],
 )
@@ -245,7 +244,7 @@ def test_an_odd_answer_is_an_error_and_leaves_no_descriptor(
 ) -> None:
     before = opened()
     with answering(served, respond), pytest.raises(SegmentError, match=why):
-        served.handouts.table(PeerSlotTable, EPOCH)
+        served.handouts.peer_table(EPOCH)
     assert opened() == before
 
 
@@ -254,7 +253,7 @@ def test_a_table_of_another_epoch_is_refused(served: ServedNode, engine: Served)
     server = HandoutServer(path, lambda _: engine.table.descriptor(True))
     before = opened()
     with pytest.raises(ProtocolError, match=f"epoch {EPOCH:016x}, not {8:016x}"):
-        served.handouts.table(PeerSlotTable, 8)
+        served.handouts.peer_table(8)
     until(lambda: opened() <= before + 1)
     server.close()
 
@@ -271,7 +270,7 @@ def test_a_replica_is_no_table_and_a_table_no_replica(served: ServedNode, engine
     )
     quiet = Handouts(served.run_dir, served.namespace)
     with pytest.raises((CorruptSegment, SegmentError)):
-        quiet.table(PeerSlotTable, 8)
+        quiet.peer_table(8)
     with pytest.raises(CorruptSegment):
         quiet.replica(8)
     server.close()
@@ -327,8 +326,8 @@ def test_without_descriptors_asking_is_a_sentence(
     served: ServedNode, engine: Served, left: int
 ) -> None:
     with descriptors(left=left), pytest.raises(SegmentError, match=r"."):
-        served.handouts.table(PeerSlotTable, EPOCH)
-    table = served.handouts.table(PeerSlotTable, EPOCH)
+        served.handouts.peer_table(EPOCH)
+    table = served.handouts.peer_table(EPOCH)
     assert table.epoch == EPOCH
     table.close()
 
@@ -340,9 +339,9 @@ def test_an_engine_without_descriptors_is_not_taken_for_one_that_has_ended(
     with monkeypatch.context() as short:
         short.setattr(AnyTable, "descriptor", none_left)
         with pytest.raises(SegmentError, match="without an answer") as caught:
-            served.handouts.table(PeerSlotTable, EPOCH)
+            served.handouts.peer_table(EPOCH)
         assert not isinstance(caught.value, SegmentNotFound)
-    served.handouts.table(PeerSlotTable, EPOCH).close()
+    served.handouts.peer_table(EPOCH).close()
 
 
 def none_left(table: AnyTable, writable: bool) -> int:
@@ -354,7 +353,7 @@ def test_a_socket_that_serves_cannot_be_served_by_another(
 ) -> None:
     with pytest.raises(TransportError, match="another process serves this socket"):
         serve_epoch(engine.path, engine.table, engine.replica)
-    served.handouts.table(PeerSlotTable, EPOCH).close()
+    served.handouts.peer_table(EPOCH).close()
 
 
 def test_a_coordinator_whose_socket_is_gone_does_not_say_that_engines_have_ended(

@@ -19,7 +19,7 @@ from kvshm.coordinator.actions import CheckResult, Input, ProcessDeath, Refusal,
 from kvshm.coordinator.tables import MAX_CHECKS, Tables
 from kvshm.ids import LeaseBit, Rank
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.handout import FETCH_SECONDS, Answer, Handouts
+from kvshm.node.handout import FETCH_SECONDS, Handouts, Reply
 from kvshm.node.protocol import PROTOCOL_VERSION, EngineInfo, Join, RankInfo
 from kvshm.rundir import engine_socket
 from kvshm.shm.fd_server import FdServer
@@ -278,7 +278,7 @@ def instead(served: ServedNode) -> Iterator[Any]:
         server.close()
 
 
-GOOD = msgspec.msgpack.encode(Answer(True))
+GOOD = msgspec.msgpack.encode(Reply(True))
 
 
 @pytest.mark.parametrize(("make", "nbytes", "reason"), MEMORY.values(), ids=MEMORY.keys())

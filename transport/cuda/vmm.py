@@ -87,7 +87,7 @@ def fetch_descriptor(socket: str, export_id: int, memory: int) -> int:
         status = _reply_decoder.decode(reply).status
     except msgspec.DecodeError as exc:
         close_all(fds)
-        raise TransportError(f"{socket}: undecodable answer: {exc}") from exc
+        raise TransportError(f"{socket}: undecodable reply: {exc}") from exc
     if status == "ok" and len(fds) == 1:
         return fds[0]
     close_all(fds)
