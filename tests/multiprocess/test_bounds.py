@@ -58,8 +58,9 @@ def test_connections_without_end_shut_newcomers_out_and_end_nothing(
 ) -> None:
     coordinator = node.coordinator(python=limited(descriptors))
     a, b = FakeEngine(node, "a"), FakeEngine(node, "b")
-    a.joined()
-    b.joined()
+    # Their tables are fetched first: that and the connections would be one burst.
+    a.heard("engine_joined", epoch=b.joined()["epoch"])
+    b.heard("engine_joined", epoch=a.joined()["epoch"])
     commands, events = (end(node.run_dir, node.namespace) for end in ENDS)
     with ExitStack() as held:
         asking = held.enter_context(connect(commands))
