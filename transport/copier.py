@@ -67,7 +67,7 @@ class BlockCopy:
             return
         try:
             done = self._copy(plan, keep_going)
-        except Exception:
+        except Exception:  # any: the importer waits for the copy's end
             _log.exception("copy of %d blocks failed", len(plan.source_blocks))
             done = False
         self._state = CopyState.DONE if done else CopyState.FAILED

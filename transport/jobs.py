@@ -60,6 +60,6 @@ class JobThread:
             return False
         try:
             job()
-        except Exception:
+        except Exception:  # any: the next jobs must still run
             _log.exception("a job of thread %s failed", self._name)
         return True

@@ -41,7 +41,7 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
                 return hook(self, *args, **kwargs)
             except MemoryInUse:
                 raise  # better no token than a wrong one
-            except Exception as exc:
+            except Exception as exc:  # any: a failure of kvshm is a cache miss
                 if self.strict:
                     raise
                 report(self, hook.__name__, exc)
@@ -65,5 +65,5 @@ def report(owner: Bounded, hook: str, exc: Exception) -> None:
         log.exception("%s failed; kvshm is off for this engine, which serves on", hook)
     try:
         owner.hook_failed(hook, exc)
-    except Exception:
+    except Exception:  # any: this is called where an exception is handled
         log.exception("%s failed, and kvshm could not make its state safe", hook)

@@ -191,7 +191,7 @@ class AttachmentCache:
         peer, reason = None, ""
         try:
             peer = self._open(epoch, memory)
-        except Exception as exc:
+        except Exception as exc:  # any: loads that wait for this peer must learn that it failed
             reason = f"{type(exc).__name__}: {exc}"
             if isinstance(exc, KvshmError):
                 reason = str(exc)

@@ -101,7 +101,7 @@ class RankCache:
         self.end_epoch()
         try:
             self.table = self._export(epoch)
-        except Exception as exc:
+        except Exception as exc:  # any; raised again
             self.failed = f"rank {self._rank} cannot export: {exc}"
             raise
         self.failed = ""
@@ -162,7 +162,7 @@ class RankCache:
                 ongoing = [load for load in ongoing if load not in ended]
                 if not ongoing or clock() >= until:
                     break
-                time.sleep(STEP_POLL_SECONDS)
+                time.sleep(STEP_POLL_SECONDS)  # copies are polled: a GPU wakes nobody
             for load in ongoing:
                 self._abandon(load)
                 reports.append(load.failed_report(LoadFailure.TOO_LATE))
@@ -249,7 +249,7 @@ class RankCache:
         try:
             self._attachments.unmap_ended({epoch for load in active for epoch in load.peers})
             self._attachments.attach_listed()
-        except Exception:
+        except Exception:  # any: the load thread must not end
             if not self._tidy_failed:
                 log.exception("peers that have ended could not be unmapped, or new ones attached")
             self._tidy_failed = True

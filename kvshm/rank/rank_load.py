@@ -92,7 +92,7 @@ class RankLoad:
                 for part in self._parts:
                     self._decide(part)
             self._release()
-        except Exception as exc:
+        except Exception as exc:  # any: the load must end with a report
             self._discard_all(exc)
             return False  # its copies may still write: the next call polls them again
         if self._discarded:
@@ -119,7 +119,7 @@ class RankLoad:
         try:
             stopped = [self._stop_copy(part) for part in self._parts]  # a list: cancels each copy
             return all(stopped)
-        except Exception as exc:
+        except Exception as exc:  # any, of a transport: then the copy may still write
             self._discard_all(exc)
             return False
 
@@ -172,7 +172,7 @@ class RankLoad:
                 part.piece.targets,
                 None if self._until is None else self._in_time,
             )
-        except Exception as exc:
+        except Exception as exc:  # any: the piece is a miss
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
             who = self._attachments.name_of(part.piece.peer)
@@ -257,7 +257,7 @@ class RankLoad:
         for part in self._parts:
             try:
                 self._attachments.release(part.piece, self._load.lease_bit)
-            except Exception as exc:
+            except Exception as exc:  # any: the other pieces' leases are returned too
                 self._log_problem(f"leases could not be released; the exporter will: {exc}", exc)
         sync_point(SyncPoint.RELEASED)
 
@@ -270,7 +270,7 @@ class RankLoad:
             return True
         try:
             return self._table.finish_ticket(self._load.ticket)
-        except Exception as exc:
+        except Exception as exc:  # any: leases that are held too long cost the exporter time
             self._log_problem(f"a load's ticket cannot be counted: {exc}", exc)
             return True
 

@@ -185,16 +185,18 @@ class Leaving(Listened):
         self.sent.append(b"closed")
 
 
+JOINED = Joined(
+    protocol=PROTOCOL_VERSION, coordinator_epoch=1, engine_epoch=1, lease_bit=0, sequence=0,
+    roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], incompatible=[],
+)  # fmt: skip
+
+
 def test_events_are_passed_on_before_more_wait_than_are_kept(tmp_path: Path) -> None:
     """Else whoever hears of very many keeps them all until it has read the last."""
     heard: list[Update] = []
     handler = SimpleNamespace(apply=heard.append)
     session = CoordinatorSession(tmp_path, "ns", handler, Clock(), lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
-    roster = Joined(
-        protocol=PROTOCOL_VERSION, coordinator_epoch=1, engine_epoch=1, lease_bit=0, sequence=0,
-        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], incompatible=[],
-    )  # fmt: skip
-    session._on_joined(roster, 0.0)
+    session._on_joined(JOINED, 0.0)
     heard.clear()
     for number, size in enumerate((1, MAX_KEPT_BYTES, 1), start=1):
         numbers = {"coordinator_epoch": 1, "sequence": number, "engine_sequence": number}
@@ -211,11 +213,7 @@ def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path
     clock = Clock()
     session = CoordinatorSession(tmp_path, "ns", handler, clock, lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
     session._topic = INFO.fingerprint
-    roster = Joined(
-        protocol=PROTOCOL_VERSION, coordinator_epoch=1, engine_epoch=1, lease_bit=0, sequence=0,
-        roster=[INFO], sequences={INFO.epoch: 0}, suspected=[], incompatible=[],
-    )  # fmt: skip
-    session._on_joined(roster, 0.0)
+    session._on_joined(JOINED, 0.0)
     session._pass_on()
     heard.clear()
     joined_at = session._last_heard
