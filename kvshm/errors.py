@@ -76,4 +76,5 @@ class MemoryInUse(TransportError):
 
 
 class StillAttaching(TransportError):
-    """A peer's memory is not open yet: the attach is still under way."""
+    """A peer's memory is not open yet: the attach is still under way, or the peer's rank serves no
+    memory."""

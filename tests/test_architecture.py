@@ -131,6 +131,19 @@ def parents(name: str) -> set[str]:
     return {".".join(parts[:length]) for length in range(1, len(parts))}
 
 
+@pytest.mark.parametrize("path", PRODUCT, ids=name_of)
+def test_no_thread_waits_for_a_simple_queue_for_a_time(path: Path) -> None:
+    """``SimpleQueue.get`` with a timeout waits for ever if the thread is held up inside the call
+    for longer than the timeout (CPython 3.11, Modules/_queuemodule.c): ``queue.Queue`` does not."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    names = {ast.unparse(n) for n in nodes if isinstance(n, ast.Name | ast.Attribute)}
+    if not names & {"SimpleQueue", "queue.SimpleQueue"}:
+        return
+    for call in [node for node in nodes if isinstance(node, ast.Call)]:
+        timed = any(keyword.arg == "timeout" for keyword in call.keywords) or len(call.args) > 1
+        assert not (timed and ast.unparse(call.func).endswith(".get")), f"line {call.lineno}"
+
+
 def test_no_import_leads_back_to_where_it_came_from() -> None:
     """Not even one within a function; only what type checkers alone read may.  Packages count:
     an import runs the ``__init__`` of each that it enters.  None is imported itself, since its

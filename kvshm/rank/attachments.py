@@ -123,7 +123,8 @@ class AttachmentCache:
         that.
 
         Raises TransportError if the peer has died, or could not be attached within the last
-        FAILED_SECONDS, and StillAttaching if the attach takes too long or cannot begin.
+        FAILED_SECONDS, and StillAttaching if the attach takes too long or cannot begin, and if the
+        peer's rank serves no memory: not yet, or no more.
         """
         with self._lock:
             peer = self._peers.get(piece.peer)
@@ -136,6 +137,9 @@ class AttachmentCache:
             until, reason = self._failed.get(piece.peer, (0.0, ""))
             if self._clock() < until:
                 raise TransportError(reason)
+            early = self._early.get(piece.peer)
+            if early is not None and early.life(self.rank) != piece.peer:
+                raise StillAttaching("its rank serves no memory")
             since = self._attaching.get(piece.peer)
             if since is None:
                 self._begin_attach(piece.peer, piece.memory)

@@ -76,7 +76,9 @@ class RankCache:
         self._attachments = AttachmentCache(transport, rank, handouts, clock)
         self._tidy_at = clock() + TIDY_SECONDS
         self._tidy_failed = False
-        self._loads: queue.SimpleQueue[RankLoad | None] = queue.SimpleQueue()
+        # Not a SimpleQueue: a thread that is held up while it calls SimpleQueue.get with a timeout
+        # may wait for ever (CPython 3.11), and a load under way then never ends.
+        self._loads: queue.Queue[RankLoad | None] = queue.Queue()
         self._reports: deque[LoadReport] = deque()
         self._unreported = 0
         """Loads whose report ``poll`` has not returned yet."""

@@ -9,6 +9,7 @@ line: what it imported, what was forced, and how many bytes were wrong (which mu
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import os
@@ -36,6 +37,8 @@ from kvshm.rundir import rank_socket
 BLOCK_SIZE = 16
 REGIONS = 2
 POLL_SECONDS = 0.0002
+HANGS_SECONDS = 60.0
+"""An engine that still works after this time says on stderr what each thread does."""
 GROUP = bytes(4)
 """What vLLM appends to a block's hash."""
 REST_SECONDS = 0.02
@@ -289,6 +292,7 @@ def work(
     """Serve so many requests, and more until so many imports were begun, so many blocks
     imported and the counter is not zero, however long the first events and answers of a peer
     take to arrive; then say how it went."""
+    faulthandler.dump_traceback_later(HANGS_SECONDS)
     dice = random.Random(options.seed)
     requests = engine.requests + options.requests
     while (
@@ -303,6 +307,7 @@ def work(
         engine.request(chain_of(family, length))
         if options.fork and engine.requests == 10:
             engine.fork()
+    faulthandler.cancel_dump_traceback_later()
     print(json.dumps(engine.summary()), flush=True)
 
 

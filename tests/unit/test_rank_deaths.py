@@ -129,6 +129,19 @@ def test_a_peer_is_attached_once_its_rank_serves(
     until(lambda: attachments.attached == {early.info.epoch})
 
 
+def test_a_load_does_not_wait_for_a_rank_that_serves_no_memory(
+    attachments: AttachmentCache, table: AnyTable, transport: PlayedTransport, exporter: Make
+) -> None:
+    """The peer's epoch ended between lease and attach.  Without a coordinator nobody says so."""
+    ended = exporter()
+    load = RankLoad(load_of(piece_of(ended, 1)), attachments, table)
+    ended.table.end_life(None)
+    until(load.advance)
+    (failure,) = load.report.failures
+    assert failure.reason is LoadFailure.NOT_ATTACHED
+    assert transport.attaches == []
+
+
 def test_who_can_be_read_at_once_is_said(
     attachments: AttachmentCache, transport: PlayedTransport, exporter: Make
 ) -> None:
