@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import select
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -41,9 +40,7 @@ def test_without_descriptors_the_engine_serves_on_unshared(
     left: int,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     with descriptors(left):  # two are for the client's own timers
         client = CoordinatorClient(tmp_path, "ns", Silent())  # type: ignore[arg-type]  # asked nothing
         thread = client._thread

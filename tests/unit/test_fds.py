@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from kvshm.errors import TransportError
-from kvshm.shm import fd_server
 from kvshm.shm.fd_server import MAX_CLIENTS, FdServer
 from kvshm.shm.fds import (
     MAX_FDS,
@@ -110,7 +109,6 @@ def test_a_raising_answer_is_an_end_without_answer_and_the_server_lives(path, me
 def test_why_nobody_can_be_accepted_is_said_once_for_each_cause(
     path, serve, memory, caplog, monkeypatch
 ):
-    monkeypatch.setattr(fd_server._log.logger, "propagate", True)
     causes = iter([errno.EMFILE, errno.EMFILE, errno.ENFILE, errno.EMFILE, errno.ENFILE])
     accept = socket.socket.accept
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.shm import fd_server
 from kvshm.shm.fd_server import FdServer
 from kvshm.shm.fds import fetch
 
@@ -33,7 +32,6 @@ def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind
 
 def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
     monkeypatch.setattr("kvshm.shm.fd_server.RateLimit.allows", lambda self, text: True)
-    monkeypatch.setattr(fd_server._log.logger, "propagate", True)
     looks = []
     monkeypatch.setattr(FdServer, "_select_timeout", lambda self: looks.append(1) or 0.02)
     monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 3600.0)

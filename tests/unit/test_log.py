@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def heard(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "vllm.kvshm")
 
 

@@ -150,10 +150,7 @@ def test_who_found_none_joins_as_soon_as_there_is_one(
     assert isinstance(decode_command(join), Join)
 
 
-def test_the_line_names_the_command(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+def test_the_line_names_the_command(caplog: pytest.LogCaptureFixture) -> None:
     start = start_command(Path("/a b/c"), "n")
     RosterHandler(lambda: None, lambda: None, start).apply(Coordinator.MISSING)
     (record,) = caplog.records

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import threading
@@ -321,7 +320,6 @@ def test_a_peer_that_hangs_fails_many_loads_and_a_few_of_them_are_logged(
     attachments: AttachmentCache, transport: PlayedTransport, exporter: Make, table: AnyTable,
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
     peer = exporter()
     monkeypatch.setattr(attachments, "log_limit", RateLimit(clock))
     monkeypatch.setattr(attachments, "find", refuse)
