@@ -265,6 +265,11 @@ class RequestImporter:
         asynchronous = [load for load in loads if SEPARATOR not in load.load_id]
         return asynchronous, [load for load in loads if SEPARATOR in load.load_id]
 
+    @property
+    def step_waits(self) -> bool:
+        """Whether the step being built computes from blocks that a load has yet to fill."""
+        return bool(self.at_once.withheld) or any(SEPARATOR in load_id for load_id in self._new)
+
     def linger(self, begun: Sequence[Load], busy: bool) -> float:
         """Seconds that the end of the step being built may wait for loads under way: more than 0
         if all its copies are shorter than that, or if no other request runs."""

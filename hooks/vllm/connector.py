@@ -199,14 +199,19 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.write_checksums(metadata)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        return KVConnectorTransferResults() if self._quiet else self._collect()
+        return (None if self._quiet else self._collect()) or KVConnectorTransferResults()
 
-    @guarded(lambda self: KVConnectorTransferResults())
-    def _collect(self) -> KVConnectorTransferResults:
+    # After any error here, the requests whose loads have ended must still go on.
+    @guarded(lambda self: self._take_finished())
+    def _collect(self) -> KVConnectorTransferResults | None:
+        if self._worker is not None:
+            bound = self._connector_metadata
+            self._worker.collect(bound.linger if isinstance(bound, StepMetadata) else 0.0)
+        return self._take_finished()
+
+    def _take_finished(self) -> KVConnectorTransferResults | None:
         if self._worker is None:
-            return KVConnectorTransferResults()
-        bound = self._connector_metadata
-        self._worker.collect(bound.linger if isinstance(bound, StepMetadata) else 0.0)
+            return None
         return KVConnectorTransferResults(finished_recving=self._worker.take_finished())
 
     def get_block_ids_with_load_errors(self) -> set[int]:

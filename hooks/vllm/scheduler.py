@@ -243,6 +243,8 @@ class SchedulerSide:
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
             self._times.built(self._step, tokens, len(output.num_scheduled_tokens), quiet)
+        if not quiet:
+            self.importer.step_dispatched()  # last: if all else fails, the loads are still there
         return metadata
 
     def _build_quiet(self, output: Any) -> StepMetadata:
@@ -279,26 +281,24 @@ class SchedulerSide:
             fence=0 if busy or tracker is None else tracker.fence,
             checksums=blocks_of(run for _, run in completes) if self._config.verify else [],
         )
-        # The ranks digest their weights in a step that runs the model: an idle step may come
-        # between a reset and the change of weights for which the reset was made.
+        # In a step that runs the model: an idle one may come between a reset and its new weights.
         if metadata.describe:
             self._awaited, self._describe = self._step, False
         waits = epoch_state is None and tracker is not None and tracker.expecting
         self._synced_state = NOT_SYNCED if waits or self._config.verify else epoch_state
-        self.importer.step_dispatched()
         return metadata
 
     def build_after_failure(self, output: Any) -> StepMetadata:
-        """Replace ``build`` after an error: share nothing, but hand over the loads, because their
-        requests would wait for ever otherwise.  Raises MemoryInUse if that fails, too."""
+        """Replace ``build`` after an error: share nothing, but hand over the loads, for which their
+        requests wait.  Raises MemoryInUse if that fails, too, and the step waits for a load."""
         try:
             loads, at_once = self.importer.loads(output.num_scheduled_tokens)
+            patience = self.importer.at_once.step_built()
+            self.importer.step_dispatched()
         except Exception as exc:  # perhaps the same error again
-            raise MemoryInUse(
-                f"the step would compute from blocks that nothing fills: {exc}"
-            ) from exc
-        self.importer.step_dispatched()
-        patience = self.importer.at_once.step_built()
+            if not self.importer.step_waits:
+                return StepMetadata(step=0)
+            raise MemoryInUse(f"the step computes from blocks that nothing fills: {exc}") from exc
         return StepMetadata(step=0, loads=loads, at_once=at_once, patience=patience)
 
     def _newly_opened(self) -> int:

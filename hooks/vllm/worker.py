@@ -240,9 +240,9 @@ class WorkerSide:
                 self._next_report().attached[self._rank] = self._attached
 
     def _ended(self, report: LoadReport) -> None:
-        self._under_way.discard(report.load_id)
-        self._finished.add(report.load_id)
+        self._finished.add(report.load_id)  # first: vLLM waits for it
         self._bad.update(report.bad)
+        self._under_way.discard(report.load_id)
         self._next_report().loads.append(report)
 
     def wait_for_end(self, load_ids: Iterable[str]) -> set[str]:
@@ -280,12 +280,14 @@ class WorkerSide:
 
     def give_up(self, metadata: StepMetadata | None) -> None:
         """A hook failed: export nothing any more, and let no request wait for ever."""
-        if self._cache is not None:
-            self._cache.end_epoch()
         self._next_report().failed = True
-        if metadata is not None:
-            # Outside an epoch a load copies nothing, releases its leases, and reports all bad.
-            self._begin(metadata)
+        try:
+            if self._cache is not None:
+                self._cache.end_epoch()
+        finally:
+            if metadata is not None:
+                # Outside an epoch a load copies nothing, releases its leases, reports all bad.
+                self._begin(metadata)
 
     def close(self) -> None:
         """Withdraw the memory before vLLM frees it."""

@@ -117,6 +117,20 @@ def test_a_load_is_told_of_by_the_very_step_whose_hook_fails(
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failure_late_in_the_hook_loses_no_load(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    e = engine(asynchronous)
+    monkeypatch.setattr(e.connector, "strict", False)
+    node = Failing(e, monkeypatch)
+    monkeypatch.setattr(node.side.importer.at_once, "accepts", lambda *_: False)
+    monkeypatch.setattr(node.side._times, "built", broken)
+    node.ask()
+    e.add("other", prompt(0, first=900), max_tokens=2)  # so that the step has tokens, and is timed
+    assert len(e.schedule().metadata.loads) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("hook", ["build", "before_output"])
 def test_nothing_computed_on_blocks_that_may_not_have_come_is_delivered(
     engine: Make,
@@ -197,20 +211,40 @@ def test_a_request_that_cannot_be_undone_is_ended(
     assert node.delivered["r"] == []
 
 
-@pytest.mark.parametrize("awaited", [False, True])
+@pytest.mark.parametrize("kind", ["nothing", "asynchronous", "at once"])
+@pytest.mark.parametrize("again", ["loads", "step_dispatched", "at_once.step_built"])
 def test_a_failure_that_comes_again_reaches_vllm_only_where_tokens_could_be_wrong(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, awaited: bool
+    engine: Make, monkeypatch: pytest.MonkeyPatch, kind: str, again: str
+) -> None:
+    """vLLM's worker asserts that each step has metadata."""
+    e = engine()
+    monkeypatch.setattr(e.connector, "strict", False)
+    node = Failing(e, monkeypatch)
+    importer = node.side.importer
+    monkeypatch.setattr(importer.at_once, "accepts", lambda *_: kind == "at once")
+    if kind != "nothing":
+        node.ask()
+    else:
+        e.add("other", prompt(0, first=900), max_tokens=2)
+    monkeypatch.setattr(node.side, "build", broken)
+    owner = importer.at_once if "." in again else importer
+    monkeypatch.setattr(owner, again.rpartition(".")[2], broken)
+    if kind == "at once":
+        with pytest.raises(MemoryInUse, match="blocks that nothing fills: a bug"):
+            node.schedule()
+    else:
+        assert e.schedule().metadata is not None
+
+
+def test_an_import_that_can_be_registered_in_no_way_is_computed(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     e = engine()
     monkeypatch.setattr(e.connector, "strict", False)
     node = Failing(e, monkeypatch)
     monkeypatch.setattr(node.side.importer, "_register", broken)
-    monkeypatch.setattr(node.side.importer.at_once, "accepts", lambda *_: awaited)
+    monkeypatch.setattr(node.side.importer.at_once, "accepts", lambda *_: False)
     node.ask()
-    if awaited:
-        with pytest.raises(MemoryInUse, match="blocks that nothing fills: a bug"):
-            node.schedule()
-    else:
-        node.schedule()
-        e.add("other", prompt(1, first=900), max_tokens=2)
-        finish(e, "other")
+    node.schedule()
+    e.add("other", prompt(1, first=900), max_tokens=2)
+    finish(e, "other")

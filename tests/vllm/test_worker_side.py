@@ -224,3 +224,42 @@ def test_a_quiet_message_has_every_value_and_packs_its_number(kind: Any) -> None
     full = StepMetadata(7) if kind is QuietStep else RankReport(7)
     for name, value in vars(full).items():
         assert bool(getattr(told, name)) == bool(value), name
+
+
+def load(name: str) -> Load:
+    return Load(name, GONE, NO_TICKET, NO_LEASE_BIT, (), (BlockId(5), BlockId(6)))
+
+
+def until_finished(connector: KvshmConnector, metadata: StepMetadata) -> set[int]:
+    """Run steps until the load of ``metadata`` is finished; return the bad blocks of all steps."""
+    bad, deadline = set(), time.monotonic() + 100
+    while True:
+        finished, wrong, _ = step(connector, metadata)
+        bad |= wrong
+        if finished:
+            return bad
+        metadata = StepMetadata(2)
+        assert time.monotonic() < deadline, "the request waits for ever"
+
+
+@pytest.mark.parametrize("broken", ["begin_step", "begin_loads", "give_up's epoch"])
+def test_the_loads_of_a_step_whose_hook_failed_are_reported(
+    connector: KvshmConnector, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    side: Any = connector._worker
+    if broken == "give_up's epoch":
+        monkeypatch.setattr(side._cache, "end_epoch", fails)
+    monkeypatch.setattr(side, "begin_loads" if broken == "begin_loads" else "begin_step", fails)
+    assert until_finished(connector, StepMetadata(1, loads=[load("r")])) == {5, 6}
+
+
+def test_what_has_ended_is_reported_by_the_very_step_whose_hook_fails(
+    connector: KvshmConnector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side: Any = connector._worker
+    monkeypatch.setattr(side._cache, "attached", fails)
+    assert until_finished(connector, StepMetadata(1, loads=[load("r")])) == {5, 6}
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise RuntimeError("a bug")
