@@ -174,10 +174,13 @@ class LoadPlanner:
     ) -> Iterator[Piece]:
         done = 0
         for peer, records in plan.runs:
+            serving = True
             try:
+                # Before the lease, since the ranks may open the epoch in between.
+                serving = peer.table.alive
                 leased, taken = peer.table.lease(bit, records)
             except KvshmError as exc:
-                text = f"cannot lease from engine {peer.info.name}: {exc}"
+                text = f"cannot lease from engine {peer.info.log_name}: {exc}"
                 if self._log_limit.allows(text):
                     log.warning("%s", text)
                 leased, taken = 0, b""
@@ -194,9 +197,12 @@ class LoadPlanner:
                     block_bytes=peer.block_bytes,
                 )
             done += leased
-            if first_lost < len(records):  # the peer reused it: let the next lookup find another
-                lost = records[first_lost : first_lost + RECORD_BYTES]
-                epoch.peers.forget(Epoch(peer.info.epoch), lost)
+            if first_lost < len(records):
+                if serving:  # the peer reused the block: let the next lookup find another
+                    lost = records[first_lost : first_lost + RECORD_BYTES]
+                    epoch.peers.forget(Epoch(peer.info.epoch), lost)
+                else:  # the block is as it was, and must not be forgotten
+                    epoch.peers.rank_not_attached(Epoch(peer.info.epoch))
                 return
 
     def end(self, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:

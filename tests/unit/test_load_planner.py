@@ -23,7 +23,7 @@ from kvshm.engine.load_plan import (
     PieceFailure,
     Plan,
 )
-from kvshm.engine.load_planner import LoadResult
+from kvshm.engine.load_planner import PLAN_SECONDS, LoadResult
 from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
 from kvshm.interfaces import Region
 from kvshm.node.peer import Peer, PlannedRun
@@ -128,6 +128,37 @@ def test_a_plan_says_how_much_each_rank_has_to_copy(cache: SharedCache, served: 
     assert (len(plan.runs), plan.num_blocks, plan.nbytes) == (2, 5, 5 * 96)
 
 
+def test_what_a_peer_shows_before_its_ranks_serve_it_is_found_once_they_do(
+    cache: SharedCache, served: ServedNode
+) -> None:
+    """No lease succeeds before that; the blocks are as they were."""
+    peers = cache.epoch_state.peers
+    peer = Exporter(served, 1, "early")
+    peer.table.end_life(None)
+    peer.publish(0, 1)
+    peers.joined(peer.info)
+    plan = cache.planner.probe(HASHES, 0, 2)
+    assert plan is not None
+    assert cache.planner.begin(plan, "early", TARGETS).lost == TARGETS
+    assert cache.planner.probe(HASHES, 0, 2) is None, "not asked again at once"
+    peer.table.set_life(Rank(0))
+    peers.ranks_attached([peer.info.epoch])
+    plan = cache.planner.probe(HASHES, 0, 2)
+    assert plan is not None
+    assert cache.planner.begin(plan, "served", TARGETS).lost == ()
+
+
+def test_a_plan_leases_nothing_once_it_is_old(cache: SharedCache, served: ServedNode) -> None:
+    peer = Exporter(served, 1, "e")
+    peer.publish(0, 1)
+    cache.epoch_state.peers.joined(peer.info)
+    for age, lost in ((PLAN_SECONDS - 1, ()), (PLAN_SECONDS + 1, TARGETS)):
+        plan = cache.planner.probe(HASHES, 0, 2)
+        assert plan is not None
+        aged = plan._replace(made_at=plan.made_at - age)
+        assert cache.planner.begin(aged, "load", TARGETS).lost == lost
+
+
 def test_nothing_is_used_of_a_load_whose_own_epoch_ended_after_its_ranks_looked(
     cache: SharedCache,
 ) -> None:
@@ -141,16 +172,19 @@ def test_nothing_is_used_of_a_load_whose_own_epoch_ended_after_its_ranks_looked(
 
 @pytest.mark.parametrize("reason", LoadFailure)
 def test_a_peer_is_judged_by_what_is_its_fault_alone(
-    cache: SharedCache, reason: LoadFailure, monkeypatch: pytest.MonkeyPatch
+    cache: SharedCache, served: ServedNode, reason: LoadFailure, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Failures in a row mean quarantine: a peer that is slow to be opened has done nothing."""
     judged: list[str] = []
     peers = cache.epoch_state.peers
+    peers.joined(Exporter(served, 1, "peer").info)
     monkeypatch.setattr(peers, "load_failed", lambda epoch: judged.append("failed"))
     monkeypatch.setattr(peers, "load_succeeded", lambda epoch: judged.append("fine"))
     failure = PieceFailure(Epoch(1), reason, b"")
     reports = [LoadReport("load", TARGETS, (failure,))]
     assert cache.planner.end(load_in(cache), reports) == set(TARGETS)
+    avoided = peers._last_pause_end > 0
+    assert avoided is (reason is LoadFailure.NOT_ATTACHED)
     own_fault = {
         LoadFailure.UNREACHABLE,
         LoadFailure.COPY_FAILED,
