@@ -53,9 +53,10 @@ model=${1:-$work/model}
 
 kvshm-coordinator 2>"$logs/coordinator.log" &
 pids+=($!)
+# -P: in a clone Python would else find kvshm's sources, which are not built.
 # Of the memory, a GPU's or the CPU's, each engine takes nearly all unless it is told its part.
 for port in "${ports[@]}"; do
-    KVSHM_ENABLE=1 python -m vllm.entrypoints.openai.api_server --model "$model" \
+    KVSHM_ENABLE=1 python -P -m vllm.entrypoints.openai.api_server --model "$model" \
         --served-model-name m --host 127.0.0.1 --port "$port" --dtype bfloat16 --enforce-eager \
         --gpu-memory-utilization 0.3 --max-model-len 4096 >"$logs/engine-$port.log" 2>&1 &
     pids+=($!)

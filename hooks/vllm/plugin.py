@@ -144,6 +144,10 @@ def touchpoint_refusal() -> str | None:
     reason.  Not called if the user configured the connector: then vLLM's own error says so.
     """
     try:
+        from kvshm import _native as _native
+    except ImportError as exc:  # not built, as in a clone, or built from other sources
+        return f"kvshm is not installed where Python finds it: {exc}"
+    try:
         from .connector import KvshmConnector
     except ImportError as exc:
         return f"this vLLM is not as kvshm knows it: {exc}"

@@ -16,6 +16,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
+import kvshm
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.plugin import touchpoint_refusal
 from kvshm.hooks.vllm.refusals import cache_refusal, config_refusal, layers_refusal
@@ -168,5 +169,9 @@ def test_a_connector_interface_that_has_changed_is_named(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(KvshmConnector, "__abstractmethods__", frozenset({"new_duty"}))
         assert touchpoint_refusal() == "this vLLM requires connectors to have new_duty"
+    with monkeypatch.context() as patch:  # as in a clone, where nothing is built
+        patch.delattr(kvshm, "_native")
+        patch.setitem(sys.modules, "kvshm._native", None)
+        assert str(touchpoint_refusal()).startswith("kvshm is not installed where Python finds it")
     monkeypatch.setitem(sys.modules, "kvshm.hooks.vllm.connector", None)
     assert str(touchpoint_refusal()).startswith("this vLLM is not as kvshm knows it: ")
