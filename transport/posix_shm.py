@@ -101,7 +101,7 @@ def _fetch_memory(
         answer = _reply_decoder.decode(reply)
         if answer.status != "ok" or answer.epoch != descriptor.epoch:
             raise StaleAttachment(
-                f"{socket_path} serves epoch {answer.epoch:#x}, not {descriptor.epoch:#x}"
+                f"{socket_path} serves epoch {answer.epoch:016x}, not {descriptor.epoch:016x}"
             )
         mappings, stays = _map_read_only(descriptor, fds), answer.stays
         return mappings, connection if stays else None
@@ -149,7 +149,7 @@ class PosixAttachment:
     ) -> BlockCopy:
         own, mappings = self._own, self._mappings
         if mappings is None:
-            raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
+            raise TransportError(f"the attachment to epoch {self.epoch:016x} is closed")
         blocks = own.blocks_to_read(source, self._num_blocks, target)
         regions, zeros = self._regions, b""
         if own.fault == Fault.ZERO:

@@ -1,4 +1,4 @@
-"""One line a minute about lookups: how many found a prefix, and why the others did not."""
+"""One line a minute about lookups: how many found a prefix, and why others imported nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REASONS = {
     c.MISS_NO_OWNER: "no owner",
     c.MISS_LEASE_LOST: "lease lost",
     c.MISS_QUARANTINED: "quarantined",
-    c.MISS_CHEAPER: "computing is faster",
+    c.MISS_CHEAPER: "computing is cheaper",
     c.MISS_NO_ROOM: "no room",
 }
 _READ = (c.LOOKUPS, c.LOOKUP_HITS, c.IMPORTED_BLOCKS, c.LOADS_FAILED, *REASONS)
@@ -61,4 +61,4 @@ def _hits(grown: dict[c.Counter, int], block_size: int) -> str:
 
 def _misses(grown: dict[c.Counter, int]) -> str:
     why = ", ".join(f"{text} {grown[reason]}" for reason, text in REASONS.items() if grown[reason])
-    return f"; misses: {why}" if why else ""
+    return f"; not imported: {why}" if why else ""

@@ -68,7 +68,7 @@ def test_each_minute_tells_of_hits_and_of_misses(table: AnyTable, clock: Clock) 
     clock.now += 1
     assert report.line(table) == (
         "last 60 s: 12 of 16 lookups found a prefix, 18,432 tokens imported, 3 loads failed; "
-        "misses: no owner 4"
+        "not imported: no owner 4"
     )
     clock.now += PERIOD_SECONDS
     assert report.line(table) is None, "nothing has happened since"
@@ -86,15 +86,15 @@ def test_each_reason_for_a_miss_is_told(table: AnyTable, clock: Clock) -> None:
         table.counters.add(reason, number)
     clock.now += PERIOD_SECONDS
     assert report.line(table) == (
-        "last 60 s: 0 of 36 lookups found a prefix; misses: no peer 1, fingerprint 2, "
-        "too short 3, no owner 4, lease lost 5, quarantined 6, computing is faster 7, no room 8"
+        "last 60 s: 0 of 36 lookups found a prefix; not imported: no peer 1, fingerprint 2, "
+        "too short 3, no owner 4, lease lost 5, quarantined 6, computing is cheaper 7, no room 8"
     )
 
 
 @pytest.mark.parametrize(
     ("counter", "line"),
     [
-        (c.MISS_NO_ROOM, "last 60 s: no lookups; misses: no room 1"),
+        (c.MISS_NO_ROOM, "last 60 s: no lookups; not imported: no room 1"),
         (c.IMPORTED_BLOCKS, "last 60 s: no lookups, 16 tokens imported"),
         (c.LOADS_FAILED, "last 60 s: no lookups, 1 load failed"),
     ],
@@ -123,7 +123,7 @@ def test_another_epochs_counters_begin_at_zero(
     another.counters.add(c.MISS_NO_PEER)
     clock.now += PERIOD_SECONDS
     line = report.line(another)
-    assert line == "last 60 s: 0 of 1 lookups found a prefix; misses: no peer 1"
+    assert line == "last 60 s: 0 of 1 lookups found a prefix; not imported: no peer 1"
     another.close()
 
 

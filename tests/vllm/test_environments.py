@@ -282,7 +282,9 @@ def test_an_engine_with_lookups_and_no_hit_says_why(server: tuple[SharedNode, En
     node, engine = server
     engine.complete(next(prompts(1, seed=720)))
     for _ in wait_until("the line comes, once a minute", PATIENCE_S):
-        if lines := re.findall(r": 0 of (\d+) lookups found a prefix; misses: (.*)", engine.log()):
+        if lines := re.findall(
+            r": 0 of (\d+) lookups found a prefix; not imported: (.*)", engine.log()
+        ):
             break
     lookups, reasons = lines[0]
     counted = {reason: int(count) for reason, count in re.findall(r"(\w[\w ]+) (\d+)", reasons)}

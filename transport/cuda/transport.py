@@ -69,7 +69,7 @@ class CudaAttachment:
         blocks = own.blocks_to_read(source, self._num_blocks, target)
         with self._lock:
             if self._closed:
-                raise TransportError(f"the attachment to epoch {self.epoch:#x} is closed")
+                raise TransportError(f"the attachment to epoch {self.epoch:016x} is closed")
             self._users += 1
         try:
             return own.copy_stream.begin(
@@ -200,7 +200,7 @@ class CudaIpcTransport(OwnCache):
             addresses, keep = self._open_memories(details, route, opened)
             found = self._prober.read(addresses.pop(), route, details.probe_checksum)
             if found != descriptor.epoch:
-                raise StaleAttachment(f"the peer serves epoch {found:#x}")
+                raise StaleAttachment(f"the peer serves epoch {found:016x}")
             table = self._table(descriptor, details, addresses, route)
         except BaseException:
             self.unmap_later(opened, 0)
