@@ -222,3 +222,29 @@ def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path
     session._on_broadcast(broadcast_frame(INFO.fingerprint, [told]))
     session._pass_on()
     assert len(heard) == 1
+
+
+def test_a_coordinator_is_not_lost_while_the_machine_was_suspended(tmp_path: Path) -> None:
+    """It was suspended as well, and goes on with this engine in its roster."""
+    clock = Clock()
+
+    def suspended(milliseconds: int) -> list[tuple[object, int]]:
+        clock.now += milliseconds / 1000 + TIMING.silence_seconds
+        return []
+
+    nothing = SimpleNamespace(
+        **dict.fromkeys(("apply", "beat", "describe", "scan_again"), lambda *_: None)
+    )
+    session = CoordinatorSession(tmp_path, "ns", nothing, clock, lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
+    session.open((), lambda: None)
+    session._state = type(session._state).JOINING
+    session._on_joined(JOINED, clock())
+    session._poller.poll = suspended  # type: ignore[assignment,method-assign]  # what of it is used
+    for _ in range(3):
+        session.wait()
+        session.work()
+        assert session.is_member
+    session._last_heard -= TIMING.silence_seconds
+    session.work()
+    assert not session.is_member, "it was silent for so long"
+    session.close()

@@ -10,7 +10,7 @@ from kvshm.engine.publisher import Publisher
 from kvshm.node.peers import Peers
 from kvshm.roles import Decision
 from kvshm.shm.counters import DRAINED, FORCED
-from kvshm.shm.layout import SlotState
+from kvshm.shm.layout import RecordKind, SlotState, unpack_records
 
 from .exporters import HASHES, NUM_BLOCKS, Make
 
@@ -41,6 +41,24 @@ def test_blocks_taken_from_a_slow_importer_are_no_drained_ones(
     assert forced == 4, "the budget was spent"
     assert publisher._slow.mask(peers.tables_by_bit) == 1 << 3
     assert reuse(4, leased=2) == (0, 6), "over the leases of the slow importer"
+
+
+def test_peers_hear_of_what_was_withdrawn_before_what_took_its_place(
+    exporter: Make, peers: Peers
+) -> None:
+    """At once, although no step follows: an engine that falls idle dispatches none."""
+    table, marks = exporter().table, Marks(NUM_BLOCKS)
+    state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
+    cache = SimpleNamespace(epoch_state=state, role=Decision("", ""))
+    sent: list[bytes] = []
+    publisher = Publisher(cache, sent.append, budget_seconds=0.0)
+    for content in (1, 2):
+        pool = [SimpleNamespace(block_id=0, block_hash=HASHES[content] + bytes(4), ref_cnt=1)]
+        publisher.retract_marked(marks, [0])
+        publisher.publish_marked(marks, pool, [(HASHES[content:], 0, marks.tag([0]))])
+    told = [(r.kind, r.block_hash) for r in unpack_records(b"".join(sent))]
+    publish, retract = RecordKind.PUBLISH, RecordKind.RETRACT
+    assert told == [(publish, HASHES[1]), (retract, HASHES[1]), (publish, HASHES[2])]
 
 
 def test_an_engine_that_may_not_export_publishes_nothing(exporter: Make, peers: Peers) -> None:

@@ -128,6 +128,21 @@ def test_a_peer_is_attached_once_its_rank_serves(
     until(lambda: attachments.attached == {early.info.epoch})
 
 
+def test_the_table_of_a_peer_that_leaves_before_its_rank_serves_is_closed(
+    attachments: AttachmentCache, listed: PeerList, exporter: Make
+) -> None:
+    early = exporter()
+    early.table.end_life(None)
+    listed.write([told(early)])
+    attachments.attach_listed()
+    until(lambda: attachments._early and not attachments._attaching)
+    (table,) = attachments._early.values()
+    listed.write([])
+    attachments.attach_listed()
+    assert not attachments._early
+    assert "[closed]" in repr(table)
+
+
 def test_a_load_does_not_wait_for_a_rank_that_serves_no_memory(
     attachments: AttachmentCache, table: AnyTable, transport: PlayedTransport, exporter: Make
 ) -> None:
