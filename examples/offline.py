@@ -2,8 +2,8 @@
 
     python examples/offline.py [--model MODEL]
 
-Run it twice at the same time, with a coordinator (``kvshm-coordinator``): what one has
-prefilled, the other does not.  Alone it shows the local hit that an import is equal to.
+Run it twice at the same time, with a coordinator (``kvshm-coordinator``): a prefix that one
+engine has prefilled is imported by the other.  Alone it shows the local hit that an import equals.
 """
 
 from __future__ import annotations

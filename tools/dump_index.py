@@ -3,7 +3,8 @@
 Asks the engines in the run directory, works without a coordinator, maps everything read-only, and
 names engines that have ended and left a socket.  Run it as the engines' user, on a machine or in a
 container that has their run directory.  Exit status: 0; 1 if there is nothing to show; 2 for a
-wrong command line or setting; 3 if ``--check`` found a violation.
+wrong command line or setting; 3 if ``--check`` found a violation.  A coordinator without engines
+is something to show, unless an option asks for engines or blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvshm.rundir import choose_run_directory, open_run_directory
 
 from .check import Findings, check
 from .closed_pipe import run_until_pipe_closes
-from .render import ended, render
+from .render import ended, name_of, render
 from .report import Filters, Json, build_report
 
 
@@ -79,10 +80,9 @@ def _report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
 
 
 def _what_there_is(run_dir: Path) -> Iterator[str]:
-    """A line for each engine of the run directory, shown if the one asked for is not there."""
+    """A line for each engine of the run directory, shown where nothing else is."""
     engines = [
-        f"there is engine {engine['engine']} (pid {engine['pid']}, epoch {engine['epoch']}) "
-        f"of namespace {space['namespace']}"
+        f"there is engine {name_of(engine)} of namespace {space['namespace']}"
         for space in _report(run_dir, None, Filters())["namespaces"]
         for engine in space["engines"]
     ]
@@ -93,6 +93,7 @@ def _check(run_dir: Path, namespace: str | None, as_json: bool) -> int:
     """Print the violations and warnings; return the exit status."""
     found = check(run_dir, namespace) if run_dir.exists() else Findings()
     if as_json:
+        # "law" is what an invariant was once called.  Scripts read the key, so it stays.
         wrong = [{"segment": v.segment, "place": v.place, "law": v.found} for v in found.suspects]
         told = {"checked": found.checked, "violations": wrong, "warnings": found.warnings}
         print(json.dumps(told, indent=2))
@@ -119,16 +120,17 @@ def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> in
     filters = Filters(asked.engine, asked.hash or "", asked.leased, asked.entries)
     report = _report(run_dir, namespace, filters)
     parts = ["engines", "replicas", "unreadable"]
-    if filters == Filters():
-        parts.append("coordinator")  # without filters, a running coordinator is worth showing
+    if not filters.selective:
+        parts.append("coordinator")  # a coordinator without engines is worth showing
     empty = not any(space[part] for space in report["namespaces"] for part in parts)
     if asked.json:
         print(json.dumps(report, indent=2))
     elif not empty:
-        print(render(report, everything=asked.entries))
+        print(render(report, everything=asked.entries, selected=filters.selective))
     if empty:
         lines = [line for space in report["namespaces"] for line in ended(space)]
-        lines.append("nothing of kvshm found that was asked for")
+        sought = "was asked for" if filters.selective else "is alive"
+        lines.append(f"nothing of kvshm found that {sought}")
         print(*lines, *_what_there_is(run_dir), sep="\n", file=sys.stderr)
     return 1 if empty else 0
 

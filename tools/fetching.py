@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from kvshm.errors import CorruptSegment, KvshmError, TransportError
 from kvshm.ids import Epoch
+from kvshm.log import engine_name
 from kvshm.node.handout import Handouts
 from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import list_sockets, tables_socket
@@ -120,7 +121,7 @@ def _ask_coordinator(engine: Segments, handouts: Handouts, silence: KvshmError) 
         rest = "its table is shown by the coordinator, its replica is not"
     except KvshmError as exc:
         rest = f"nothing of it is shown, since the coordinator has no table of it: {exc}"
-    who = f"engine {engine.epoch:016x}"
+    who = f"engine {engine_name(engine.epoch)}"
     engine.problems.append(Problem(who, f"it does not answer: {silence}; {rest}", True))
 
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 
+from kvshm.log import engine_name
+
 from .report import Json
 
 Columns = Mapping[str, str | Callable[[Json], object]]
@@ -15,24 +17,30 @@ CHAINS_SHOWN = 20
 _HASH_DIGITS = 16
 
 
-def render(report: Json, *, everything: bool = False) -> str:
-    """Return the report as tables; without ``everything``, long lists of chains are cut."""
+def render(report: Json, *, everything: bool = False, selected: bool = False) -> str:
+    """Return the report as tables; without ``everything``, long lists of chains are cut.
+    ``selected``: the report may leave engines out."""
     return "\n".join(
-        line for space in report["namespaces"] for line in _namespace(space, everything)
+        line for space in report["namespaces"] for line in _namespace(space, everything, selected)
     )
 
 
-def _namespace(space: Json, everything: bool) -> Iterator[str]:
+def name_of(engine: Json) -> str:
+    """Return the name of an engine, a replica's owner or a holder as log lines have it."""
+    return engine_name(int(engine["epoch"], 16), engine["engine"], engine["pid"])
+
+
+def _namespace(space: Json, everything: bool, selected: bool) -> Iterator[str]:
     without = "" if space["coordinator"] else ": no coordinator runs"
     yield f"namespace {space['namespace']}{without}"
     if not (space["engines"] or space["unreadable"]):
-        yield "\n  no engine that was asked for is in it"
+        yield f"\n  no engine {'that was asked for ' if selected else ''}is in it"
     yield from _engines(space["engines"])
     for engine in space["engines"]:
         yield from _engine_details(engine, everything)
     for replica in space["replicas"]:
-        who = f"{replica['engine']} (pid {replica['pid']})"
-        yield f"\n  replica of {who}: {replica['count']} of {replica['capacity']} entries"
+        entries = f"{replica['count']} of {replica['capacity']} entries"
+        yield f"\n  replica of {name_of(replica)}: {entries}"
         yield from _table(_ROWS, replica["rows"])
         yield from _table(_ENTRIES, replica["entries"])
     for broken in space["unreadable"]:
@@ -49,7 +57,7 @@ def ended(space: Json) -> Iterator[str]:
 def leftover(epoch: str, coordinated: bool) -> str:
     """The line for an engine that has ended and left its socket."""
     end = "the coordinator clears up" if coordinated else "run `kvshm clean` or start a coordinator"
-    return f"engine {epoch}: its process has ended; {end}"
+    return f"engine {engine_name(int(epoch, 16))}: its process has ended; {end}"
 
 
 def _engines(engines: list[Json]) -> Iterator[str]:
@@ -67,7 +75,7 @@ def _engines(engines: list[Json]) -> Iterator[str]:
 
 
 def _engine_details(engine: Json, everything: bool) -> Iterator[str]:
-    who = f"{engine['engine']} ({engine['epoch']})"
+    who = name_of(engine)
     shown = engine["chains"] if everything else engine["chains"][:CHAINS_SHOWN]
     counters = [{"counter": label, "value": n} for label, n in engine["counters"].items()]
     yield from _titled(f"blocks of {who}", _BLOCKS, engine["blocks"])
@@ -103,14 +111,13 @@ def _counted(counter: str) -> Callable[[Json], int]:
 
 
 def _holders(block: Json) -> str:
-    return ", ".join(map(_holder, block["holders"])) or "-"
+    return "; ".join(map(_holder, block["holders"])) or "-"
 
 
 def _holder(holder: Json) -> str:
-    if holder["pid"] is None:
+    if holder["epoch"] is None:
         return f"unknown (bit {holder['bit']})"
-    dead = "" if holder["alive"] else ", dead"
-    return f"{holder['engine'] or 'unnamed'} (pid {holder['pid']}{dead})"
+    return name_of(holder) + ("" if holder["alive"] else ", dead")
 
 
 _ENGINES: Columns = {

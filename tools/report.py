@@ -51,6 +51,11 @@ class Filters:
         """Whether engines without a matching block are left out."""
         return self.leased or self.block_hash != ""
 
+    @property
+    def selective(self) -> bool:
+        """Whether any engine may be left out."""
+        return self.narrow or self.engine is not None
+
     def selects(self, engine: Mapping[str, Any]) -> bool:
         """Whether the filter selects this engine."""
         known = (engine.get("engine"), str(engine.get("pid")), f"0x{engine['epoch']}")

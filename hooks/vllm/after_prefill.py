@@ -7,8 +7,8 @@ Instead (kvshm/engine/marks.py holds the marks):
 
     step k is built:     every block the step writes is retracted and loses its marks; a block
                          whose last token the step computes becomes SOUND if all blocks before it
-                         are, and is TAGGED with (step, version)
-    output of k is in:   tags whose version still holds are COMPUTED
+                         are, and is noted with its version
+    output of k is in:   noted blocks whose version still holds are COMPUTED
     computed and hashed: the block is published
 
 SOUND: computed by this engine on top of sound blocks, or imported and checked, in this epoch.

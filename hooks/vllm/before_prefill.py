@@ -314,7 +314,7 @@ class RequestImporter:
     def _record_late(self, reports: Iterable[LoadReport]) -> None:
         for failure in (failure for report in reports for failure in report.failures):
             if failure.reason is LoadFailure.TOO_LATE:
-                self._late_until[failure.peer] = self._clock() + LATE_SECONDS
+                self._late_until[failure.peer_epoch] = self._clock() + LATE_SECONDS
 
     def reported(self, reports: Iterable[LoadReport]) -> None:
         """Keep what ranks have reported; a load is finished only when vLLM calls ``finish``."""

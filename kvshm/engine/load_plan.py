@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 class Piece:
     """Consecutive blocks of a load that come from one peer."""
 
-    peer: Epoch
+    peer_epoch: Epoch
     memory: tuple[MemoryDescriptor, ...]
     """The peer's KV memory, by rank; empty if all own ranks have attached it."""
     records: bytes
@@ -101,7 +101,7 @@ class LoadFailure(StrEnum):
 class PieceFailure:
     """The blocks of one piece that one rank could not deliver, and why."""
 
-    peer: Epoch
+    peer_epoch: Epoch
     reason: LoadFailure
     records: bytes
 

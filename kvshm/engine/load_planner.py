@@ -189,7 +189,7 @@ class LoadPlanner:
                 epoch.table.count_lease_batch()
                 epoch.table.counters.add(c.LEASES_TAKEN, sum(taken))
                 yield Piece(
-                    peer=Epoch(peer.info.epoch),
+                    peer_epoch=Epoch(peer.info.epoch),
                     memory=() if attached else tuple(rank.memory for rank in peer.info.ranks),
                     records=records[:first_lost],
                     taken=taken[:leased],
@@ -255,13 +255,13 @@ class LoadPlanner:
         at_fault: set[Epoch] = set()
         for failure in (failure for report in reports for failure in report.failures):
             if failure.reason in _HINT_WAS_WRONG:
-                epoch.peers.forget(failure.peer, failure.records)
+                epoch.peers.forget(failure.peer_epoch, failure.records)
             if failure.reason is LoadFailure.NOT_ATTACHED:
-                epoch.peers.rank_not_attached(failure.peer)
+                epoch.peers.rank_not_attached(failure.peer_epoch)
             if failure.reason in _PEERS_FAULT:
-                at_fault.add(failure.peer)
+                at_fault.add(failure.peer_epoch)
         for piece in load.pieces:
-            if piece.peer not in at_fault:
-                epoch.peers.load_succeeded(piece.peer)
-            elif epoch.peers.load_failed(piece.peer):
+            if piece.peer_epoch not in at_fault:
+                epoch.peers.load_succeeded(piece.peer_epoch)
+            elif epoch.peers.load_failed(piece.peer_epoch):
                 epoch.table.counters.add(c.QUARANTINES)

@@ -127,22 +127,22 @@ class AttachmentCache:
         peer's rank serves no memory: not yet, or no more.
         """
         with self._lock:
-            peer = self._peers.get(piece.peer)
+            peer = self._peers.get(piece.peer_epoch)
             if peer is not None:
                 if peer.memory.ended or peer.table.died:
                     raise TransportError("it has died")
                 return peer
             if not piece.memory:
                 raise StillAttaching("it was attached, and has been let go")
-            until, reason = self._failed.get(piece.peer, (0.0, ""))
+            until, reason = self._failed.get(piece.peer_epoch, (0.0, ""))
             if self._clock() < until:
                 raise TransportError(reason)
-            early = self._early.get(piece.peer)
-            if early is not None and early.life(self.rank) != piece.peer:
+            early = self._early.get(piece.peer_epoch)
+            if early is not None and early.life(self.rank) != piece.peer_epoch:
                 raise StillAttaching("its rank serves no memory")
-            since = self._attaching.get(piece.peer)
+            since = self._attaching.get(piece.peer_epoch)
             if since is None:
-                self._begin_attach(piece.peer, piece.memory)
+                self._begin_attach(piece.peer_epoch, piece.memory)
             elif self._clock() - since >= ATTACH_WAIT_SECONDS:
                 raise StillAttaching(f"no answer within {ATTACH_WAIT_SECONDS:g} s")
         return None
@@ -247,11 +247,11 @@ class AttachmentCache:
         if bit < 0 or not any(piece.taken):
             return
         with self._lock:
-            peer = self._peers.get(piece.peer)
+            peer = self._peers.get(piece.peer_epoch)
             if peer is not None:
                 peer.table.release(LeaseBit(bit), piece.records, piece.taken)
                 return
-        args = self._handouts, piece, LeaseBit(bit), self.name_of(piece.peer)
+        args = self._handouts, piece, LeaseBit(bit), self.name_of(piece.peer_epoch)
         start_thread(
             threading.Thread(target=_release, args=args, name="kvshm-release", daemon=True)
         )
@@ -294,7 +294,7 @@ def _close_all(peers: list[PeerMemory]) -> None:
 def _release(handouts: Handouts, piece: Piece, bit: LeaseBit, who: str) -> None:
     """Runs on a thread of its own.  A failure costs the exporter at most one drain budget."""
     try:
-        table = handouts.peer_table(piece.peer)
+        table = handouts.peer_table(piece.peer_epoch)
     except SegmentNotFound:
         return
     except KvshmError as exc:

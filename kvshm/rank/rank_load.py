@@ -77,7 +77,7 @@ class RankLoad:
         self._bad: list[BlockId] = list(load.lost)
         self._discarded = False
         self._released = False
-        self.peers = frozenset(piece.peer for piece in load.pieces)
+        self.peers = frozenset(piece.peer_epoch for piece in load.pieces)
         """Epochs whose attachments this load needs until it has ended."""
         self.report = LoadReport(load.load_id, ())
 
@@ -135,7 +135,7 @@ class RankLoad:
     def failed_report(self, reason: LoadFailure) -> LoadReport:
         """Return the report of a load of which no block may be used.  If its time is up, the report
         has the time the load has taken so far, so that the estimate for the next load grows."""
-        failures = tuple(PieceFailure(piece.peer, reason, b"") for piece in self._load.pieces)
+        failures = tuple(PieceFailure(piece.peer_epoch, reason, b"") for piece in self._load.pieces)
         bad = self._load.targets + self._load.lost
         return LoadReport(self._load.load_id, bad, failures, self._elapsed())
 
@@ -175,9 +175,9 @@ class RankLoad:
         except Exception as exc:  # any: the piece is a miss
             late = isinstance(exc, StillAttaching)
             part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
-            who = self._attachments.name_of(part.piece.peer)
+            who = self._attachments.name_of(part.piece.peer_epoch)
             self._log_problem(
-                f"cannot read from engine {part.piece.peer:016x}: {exc}",
+                f"cannot read from engine {part.piece.peer_epoch:016x}: {exc}",
                 exc,
                 f"cannot read from engine {who}: {exc}",
             )
@@ -229,8 +229,10 @@ class RankLoad:
             self._count(MISMATCHED, len(differ))
             self._reject(piece, differ, LoadFailure.MISMATCH)
             what = "copied bytes differ from what it published"
-            who = self._attachments.name_of(piece.peer)
-            self._log_problem(f"engine {piece.peer:016x}: {what}", logged=f"engine {who}: {what}")
+            who = self._attachments.name_of(piece.peer_epoch)
+            self._log_problem(
+                f"engine {piece.peer_epoch:016x}: {what}", logged=f"engine {who}: {what}"
+            )
         if self._table is not None:
             for target, checksum in zip(piece.targets, found, strict=True):
                 self._table.set_checksum(self._rank, target, checksum)
@@ -244,7 +246,7 @@ class RankLoad:
         size = RECORD_BYTES
         self._bad += [piece.targets[i] for i in bad]
         records = b"".join(piece.records[i * size : (i + 1) * size] for i in bad)
-        self._failures.append(PieceFailure(piece.peer, reason, records))
+        self._failures.append(PieceFailure(piece.peer_epoch, reason, records))
         self._count(DISCARDED, len(bad))
 
     def _release(self) -> None:

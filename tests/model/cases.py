@@ -33,18 +33,18 @@ class Case:
 
 
 PROPERTIES = {
-    "foreign_bytes_delivered": "No importer delivers bytes of another generation or life.",
+    "foreign_bytes_delivered": "No importer delivers bytes of another generation or epoch.",
     "waits_for_ever": "No exporter, engine or coordinator waits for ever.",
     "living_lease_cleared": "Nobody clears a lease of an importer whose epoch goes on, but "
     "the exporter whose budget is spent, and the load that took it.",
-    "lease_leaked": "No lease bit stays when who set it is gone.",
+    "lease_leaked": "An importer's lease bit does not outlive the importer.",
     "ready_slot_lies": "Every slot that is READY or DRAINING holds what its hash says.",
     "bit_shared": "No two living engines hold the same lease bit.",
     "replica_differs": "When all is quiet the replica equals the slot tables.",
     "entry_resurrected": "A generation once known to be retracted never enters the replica again.",
     "resync_without_cause": "The receiver joins or scans again only after something was lost.",
     "resync_storm": "When all is quiet no tick causes another resynchronisation.",
-    "runs_for_ever": "Nobody runs in circles: every endless run is one of ticks alone.",
+    "runs_for_ever": "No process repeats steps for ever: every endless run is one of ticks alone.",
 }
 
 CHECKED = (
@@ -86,8 +86,8 @@ FULL = (
     Case("sharing, three generations", "slots", "SHARE", "two loads share a bit", "STEPS=3"),
     Case("bits, three generations", "slots", "BITS", "death by halves, sweep, next owner",
          "STEPS=3"),
-    Case("lives, longer", "slots", "LIVES", "two publications in each life", "LATER_STEPS=2"),
-    Case("lives, two importers", "slots", "LIVES", "one publication in each life",
+    Case("lives, longer", "slots", "LIVES", "two publications in each epoch", "LATER_STEPS=2"),
+    Case("lives, two importers", "slots", "LIVES", "one publication in each epoch",
          "STEPS=1 SECOND_LOAD"),
     Case("ranks, three generations", "slots", "RANKS", "two ranks on both sides", "STEPS=3"),
     Case("reset, two generations", "slots", "RESET", "pool reset and own reset"),

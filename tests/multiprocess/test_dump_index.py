@@ -107,10 +107,10 @@ def test_of_a_crashed_node_who_lives_is_shown_and_who_is_dead_is_named(node, eng
     done = dump(*place(node))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.splitlines() == [
-        f"engine 000000000000{epoch}: its process has ended; run `kvshm clean` or start a "
+        f"engine (epoch 000000000000{epoch}): its process has ended; run `kvshm clean` or start a "
         "coordinator"
         for epoch in ("aaaa", "bbbb")
-    ] + ["nothing of kvshm found that was asked for", f"no engine runs in {node.run_dir}"]
+    ] + ["nothing of kvshm found that is alive", f"no engine runs in {node.run_dir}"]
 
 
 def test_it_runs_as_a_file_too(node, engines):

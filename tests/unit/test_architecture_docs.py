@@ -1,4 +1,5 @@
-"""docs/architecture.md names every module of the core, and no page names a method that is not."""
+"""docs/architecture.md names every module of the core and every thread, and no page names a
+method that is not."""
 
 from __future__ import annotations
 
@@ -28,6 +29,20 @@ def test_the_page_names_every_module_of_the_core() -> None:
     text = (ROOT / "docs/architecture.md").read_text()
     modules = {path.stem for path in (ROOT / "kvshm").rglob("*.py")} - {"__init__"}
     assert {name for name in modules if not re.search(rf"\b{name}\b", text)} == set()
+
+
+def test_the_page_names_every_thread_without_a_word_of_its_own() -> None:
+    """The others have one there: the client's thread, descriptor servers, load, attach and copy
+    threads."""
+    known = {"kvshm-client", "kvshm-fds", "kvshm-loads", "kvshm-attach", "kvshm-copy"}
+    started = re.compile(r'name="(kvshm-\w+)", daemon|(?:JobThread|__init__)\("(kvshm-\w+)"')
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
+    named = (match for path in paths for match in started.findall(path.read_text()))
+    found = {one or other for one, other in named}
+    assert known < found
+    table = (ROOT / "docs/architecture.md").read_text().partition("\nThe threads of an engine:")[2]
+    listed = set(re.findall(r"`(kvshm-\w+)`", table.partition("\n## ")[0]))
+    assert listed == found - known
 
 
 @every_page

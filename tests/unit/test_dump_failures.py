@@ -24,7 +24,7 @@ from .served import AnyTable
 
 def test_of_the_dead_the_sockets_are_named_with_what_to_do(dumped, busy, capsys):
     dumped.engine("gone", 0xF).crash()
-    line = "engine 000000000000000f: its process has ended; "
+    line = "engine (epoch 000000000000000f): its process has ended; "
     assert dumped.run() == 0
     assert line + "run `kvshm clean` or start a coordinator" in capsys.readouterr().out
     assert dumped.report(engine="importer")["ended"] == []
@@ -39,8 +39,9 @@ def test_with_nobody_alive_what_is_left_is_said_and_status_1(dumped, capsys):
     streams = capsys.readouterr()
     assert streams.out == ""
     assert streams.err.splitlines() == [
-        "engine 000000000000000f: its process has ended; run `kvshm clean` or start a coordinator",
-        "nothing of kvshm found that was asked for",
+        "engine (epoch 000000000000000f): its process has ended; "
+        "run `kvshm clean` or start a coordinator",
+        "nothing of kvshm found that is alive",
         f"no engine runs in {dumped.run_dir}",
     ]
 
@@ -51,7 +52,7 @@ def test_of_one_that_stands_still_the_coordinator_gives_the_table(dumped, busy, 
     with silent_engine(dumped, 0xD), coordinator_of(dumped, table):
         assert dumped.run() == 0
     text = capsys.readouterr().out
-    assert "unreadable: engine 000000000000000d\n    it does not answer: " in text
+    assert "unreadable: engine (epoch 000000000000000d)\n    it does not answer: " in text
     assert "its table is shown by the coordinator, its replica is not" in text
     assert text.index("    still") < text.index("replica of importer")
     table.close()

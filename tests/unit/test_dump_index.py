@@ -6,6 +6,7 @@ import json
 import os
 import random
 import uuid
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,7 @@ from kvshm.tools.report import Filters, build_report
 from .dumps import (
     DEAD_PID,
     chain_of,
+    coordinator_of,
     dies,
     engine,
     hash_of,
@@ -182,9 +184,11 @@ def test_the_table_names_everything_that_matters(dumped, busy, capsys):
         "crashed",
         "dead",
         "000102030405",
-        f"importer (pid {os.getpid()}), crashed (pid {DEAD_PID}, dead)",
+        f"importer (epoch 000000000000000b, pid {os.getpid()}); "
+        f"crashed (epoch 000000000000000c, pid {DEAD_PID}), dead",
+        f"chains of exporter (epoch 000000000000000a, pid {os.getpid()})",
         "2/2",
-        "replica of importer",
+        f"replica of importer (epoch 000000000000000b, pid {os.getpid()}): ",
         "published",
         "the dog ate it",
     ):
@@ -235,6 +239,29 @@ def test_long_lists_of_chains_are_cut_unless_everything_is_asked_for(dumped, cap
     assert "shorter ones" not in capsys.readouterr().out
 
 
+def test_a_coordinator_without_engines_is_shown_unless_engines_are_asked_for(dumped, capsys):
+    with coordinator_of(dumped):
+        for option in [], ["--entries"]:
+            assert dumped.run(*option) == 0
+            shown = capsys.readouterr().out
+            assert shown == f"namespace {dumped.namespace}\n\n  no engine is in it\n\n"
+        for option in ["--engine", "nobody"], ["--hash", "ff"], ["--leased"]:
+            assert dumped.run(*option) == 1
+            streams = capsys.readouterr()
+            assert streams.out == ""
+            lines = "nothing of kvshm found that was asked for\n", "no engine runs in "
+            assert streams.err.startswith("".join(lines))
+
+
+def test_of_a_namespace_without_engines_it_is_said_why_none_is_shown(dumped, busy, capsys):
+    with coordinator_of(SimpleNamespace(run_dir=dumped.run_dir, namespace="empty")):
+        dumped.run()
+        assert "namespace empty\n\n  no engine is in it\n" in capsys.readouterr().out
+        dumped.run("--engine", "exporter")
+        shown = capsys.readouterr().out
+        assert "namespace empty\n\n  no engine that was asked for is in it\n" in shown
+
+
 def test_nothing_found_is_status_1_and_said(dumped, busy, capsys):
     assert dumped.run("--engine", "nobody") == 1
     assert dumped.run("--hash", "ff") == 1
@@ -243,7 +270,7 @@ def test_nothing_found_is_status_1_and_said(dumped, busy, capsys):
     streams = capsys.readouterr()
     assert streams.err.count("nothing of kvshm found") == 4
     assert streams.out == ""
-    exporter = f"there is engine exporter (pid {os.getpid()}, epoch 000000000000000a)"
+    exporter = f"there is engine exporter (epoch 000000000000000a, pid {os.getpid()})"
     assert streams.err.count(f"{exporter} of namespace {dumped.namespace}\n") == 3
     assert streams.err.endswith(f"no engine runs in {dumped.run_dir / 'none'}\n")
     assert dumped.run("--json", "--namespace", "none-such") == 1

@@ -147,7 +147,7 @@ def test_a_table_of_another_epoch_or_without_the_rank_is_not_attached(
 ) -> None:
     peer = exporter()
     piece = piece_of(peer, 1)
-    other = replace(piece, peer=Epoch(77))
+    other = replace(piece, peer_epoch=Epoch(77))
     peer.served.path.with_name(peer.served.path.name.replace("0001", "004d")).hardlink_to(
         peer.served.path
     )

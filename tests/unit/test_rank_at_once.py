@@ -366,4 +366,6 @@ def test_a_load_that_cannot_be_checked_is_its_peers_fault(
     monkeypatch.setattr(PeerSlotTable, "recheck", recheck)
     (report,) = cache.load_at_once([load_of(piece := piece_of(peer, 2))], 1.0)
     assert report.bad == piece.targets
-    assert [(f.peer, f.reason) for f in report.failures] == [(piece.peer, LoadFailure.COPY_FAILED)]
+    assert [(f.peer_epoch, f.reason) for f in report.failures] == [
+        (piece.peer_epoch, LoadFailure.COPY_FAILED)
+    ]

@@ -190,7 +190,7 @@ def test_misses_after_the_match_are_counted(engine: Make) -> None:
     for attempt in range(QUARANTINE_FAILURES):
         plan = cache.planner.probe(chain, 0, 3)
         load = cache.planner.begin(plan, f"load-{attempt}", [1, 2, 3])
-        failure = PieceFailure(load.pieces[0].peer, LoadFailure.UNREACHABLE, b"")
+        failure = PieceFailure(load.pieces[0].peer_epoch, LoadFailure.UNREACHABLE, b"")
         cache.planner.end(load, [LoadReport(load.load_id, (1, 2, 3), (failure,))])
     assert cache.planner.probe(chain, 0, 3) is None
     stale = exporter.connector._scheduler.cache.publisher
