@@ -77,7 +77,7 @@ class Engine:
             blocks = [BlockId(block) for block in range(begin, begin + some)]
             for block in blocks:
                 self.pool[block].block_hash = self.hashes[block] + GROUP
-            run = (self.hashes, begin, self.marks.tag(blocks))
+            run = (self.hashes, begin, self.marks.with_versions(blocks))
             self.cache.publisher.publish_marked(self.marks, self.pool, [run])
             self.published += some
 

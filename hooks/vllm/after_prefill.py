@@ -222,10 +222,12 @@ class BlockTracker:
         for block in blocks if self._held else ():
             self._held.pop(block, None)
         if shown and all(promised):
-            self._computed.append((chain, first, self._marks.tag(blocks)))
+            self._computed.append((chain, first, self._marks.with_versions(blocks)))
         elif shown:
             left = [(first + i, block) for i, block in enumerate(blocks) if promised[i]]
-            self._computed += [(chain, index, self._marks.tag([block])) for index, block in left]
+            self._computed += [
+                (chain, index, self._marks.with_versions([block])) for index, block in left
+            ]
 
     def blocks_failed(self, blocks: Iterable[BlockId]) -> None:
         """Loads, kvshm's or another connector's, did not fill these blocks.  Call before

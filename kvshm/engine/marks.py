@@ -62,7 +62,7 @@ class Marks:
         for block in blocks:
             self._words[2 * block + 1] |= SOUND
 
-    def tag(self, blocks: Iterable[BlockId]) -> bytes:
+    def with_versions(self, blocks: Iterable[BlockId]) -> bytes:
         """Return the blocks with their present versions, packed for a run."""
         return b"".join(_PAIR.pack(b, self._words[2 * b]) for b in blocks)
 

@@ -202,7 +202,7 @@ class ToyEngine:
                     rank.cache.write_checksums([block])
             self.lru[block], self.by_hash[chain[index]] = chain[index], block
             self.pool[block].block_hash = chain[index] + GROUP
-        run = (chain, local, self.marks.tag(blocks))
+        run = (chain, local, self.marks.with_versions(blocks))
         self.cache.publisher.publish_marked(self.marks, self.pool, [run])
         self.cache.publisher.flush()
 

@@ -29,7 +29,9 @@ def test_blocks_taken_from_a_slow_importer_are_no_drained_ones(
             SimpleNamespace(block_id=b, block_hash=HASHES[b] + bytes(4), ref_cnt=1)
             for b in range(count)
         ]
-        assert not publisher.publish_marked(marks, pool, [(HASHES, 0, marks.tag(range(count)))])
+        assert not publisher.publish_marked(
+            marks, pool, [(HASHES, 0, marks.with_versions(range(count)))]
+        )
         records = sent[-1]
         taken = table.lease(3, records[: leased * (len(records) // count)])
         assert taken[0] == leased
@@ -55,7 +57,7 @@ def test_peers_hear_of_what_was_withdrawn_before_what_took_its_place(
     for content in (1, 2):
         pool = [SimpleNamespace(block_id=0, block_hash=HASHES[content] + bytes(4), ref_cnt=1)]
         publisher.retract_marked(marks, [0])
-        publisher.publish_marked(marks, pool, [(HASHES[content:], 0, marks.tag([0]))])
+        publisher.publish_marked(marks, pool, [(HASHES[content:], 0, marks.with_versions([0]))])
     told = [(r.kind, r.block_hash) for r in unpack_records(b"".join(sent))]
     publish, retract = RecordKind.PUBLISH, RecordKind.RETRACT
     assert told == [(publish, HASHES[1]), (retract, HASHES[1]), (publish, HASHES[2])]
@@ -68,7 +70,7 @@ def test_an_engine_that_may_not_export_publishes_nothing(exporter: Make, peers: 
     sent: list[bytes] = []
     publisher = Publisher(cache, sent.append, budget_seconds=0.0)
     pool = [SimpleNamespace(block_id=0, block_hash=HASHES[0] + bytes(4), ref_cnt=1)]
-    runs = [(HASHES, 0, marks.tag(range(1)))]
+    runs = [(HASHES, 0, marks.with_versions(range(1)))]
     assert (publisher.publish_marked(marks, pool, runs), sent) == (runs, [])
     cache.role = Decision("", "found late")
     assert (publisher.publish_marked(marks, pool, runs), len(sent)) == ([], 1)
@@ -83,7 +85,7 @@ def test_a_block_handed_out_between_two_epochs_is_not_sound_in_the_next(
         SimpleNamespace(block_id=b, block_hash=HASHES[b] + bytes(4), ref_cnt=1) for b in range(2)
     ]
     assert marks.write(pool, 0, 2, 2)[1] == []
-    between = marks.tag([0, 1])
+    between = marks.with_versions([0, 1])
     cache = SimpleNamespace(epoch_state=None, role=Decision("", ""))
     sent: list[bytes] = []
     publisher = Publisher(cache, sent.append, budget_seconds=0.0)
