@@ -61,7 +61,7 @@ from kvshm.replica.index import Replica
 from kvshm.rundir import command_endpoint, engine_socket
 from kvshm.shm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
 from kvshm.shm.layout import RECORD_BYTES, BlockRecord, pack_records, unpack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm.timing import TIMING
 
 ENGINES = 8
@@ -94,7 +94,7 @@ def engine(name: str, core: int, peers: int = ENGINES) -> SharedCache:
     while (table := cache.table) is None or num_peers(cache) < peers:
         time.sleep(0.01)  # before anything is measured; the client's thread tells nobody
         if table is not None:
-            table.set_life(Rank(0))
+            RankSlotTable.from_fd(table.name, table.descriptor(True)).set_life(Rank(0))
     return cache
 
 

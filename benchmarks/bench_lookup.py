@@ -28,7 +28,7 @@ from kvshm.node.peers import Peers
 from kvshm.node.protocol import EngineInfo, RankInfo
 from kvshm.rundir import tables_socket
 from kvshm.shm.layout import BlockRecord, pack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 
 SIZES = (1, 50_000), (27, 20_000)
 """Other engines, and blocks of each."""
@@ -52,7 +52,7 @@ def engine(namespace: str, number: int, blocks: int) -> tuple[OwnSlotTable, Engi
         for n in range(blocks)
     )
     table.publish(pack_records(records), bytes(8 * blocks))
-    table.set_life(Rank(0))
+    RankSlotTable.from_fd(table.name, table.descriptor(True)).set_life(Rank(0))
     info = EngineInfo(
         epoch=table.epoch, name=spec.engine, pid=table.pid, fields={},
         fingerprint=bytes(32), num_blocks=blocks, lease_bit=number,

@@ -23,6 +23,7 @@ from kvshm.ids import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.node.protocol import RankInfo
 from kvshm.shm.layout import RECORD_BYTES
+from kvshm.shm.own_slot_table import RankSlotTable
 from kvshm.shm.slot_table import PeerSlotTable
 
 BATCH = 512
@@ -60,7 +61,7 @@ class Engine:
         while (table := self.cache.table) is None:
             time.sleep(NAP_SECONDS)
         self.table = table
-        table.set_life(Rank(0))
+        RankSlotTable.from_fd(table.name, table.descriptor(True)).set_life(Rank(0))
         while table.lease_bit < 0:
             time.sleep(NAP_SECONDS)
         self.bit = LeaseBit(table.lease_bit)

@@ -19,7 +19,7 @@ from pathlib import Path
 from kvshm import syncpoints, timing
 from kvshm.config import SETTINGS, Setting
 from kvshm.fingerprint import FIELDS
-from kvshm.shm.layout import RecordKind, SlotState, digest, numbers
+from kvshm.shm.layout import RecordKind, RowState, SlotState, digest, numbers
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
@@ -64,9 +64,10 @@ def layout(page: str) -> str:
 
 def header(of: Mapping[str, int]) -> str:
     """Return the layout as C reads it."""
-    states, kinds = [*SlotState.__members__], [*RecordKind.__members__]
-    offsets = [name for name in of if name not in (*states, *kinds)]
-    enums = {"": offsets, "kvshm_state ": states, "kvshm_kind ": kinds}
+    types = {"kvshm_state ": SlotState, "kvshm_row_state ": RowState, "kvshm_kind ": RecordKind}
+    enums = {called: [*members.__members__] for called, members in types.items()}
+    named = {name for names in enums.values() for name in names}
+    enums = {"": [name for name in of if name not in named], **enums}
     lines = [
         "/* The layout of shared memory, from kvshm/shm/layout.py: written by docs/generate.py. */",
         "#ifndef KVSHM_LAYOUT_H",

@@ -246,11 +246,12 @@ class Cache:
     def publish_all(self, epoch: Epoch) -> None:
         """Create a slot table, publish all blocks and hand the table out (``table_of``)."""
         from kvshm.ids import Fingerprint
-        from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+        from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 
         spec = TableSpec("gpu", "a", self.blocks, 16, 1, Fingerprint(b"f" * 32))
         self.table = OwnSlotTable.create(spec, epoch)
-        self.table.set_life(Rank(0))
+        self.of_rank = RankSlotTable.from_fd(self.table.name, self.table.descriptor(True))
+        self.of_rank.set_life(Rank(0))
         for block in block_ids(self.blocks):
             self._publish(block)
         self.handout = hand_out(self.table)
@@ -269,7 +270,7 @@ class Cache:
         self.view()[block] = self.torch.randint(
             0, 256, (self.layers, self.block_bytes), dtype=self.torch.uint8, device="cuda"
         )
-        self.table.set_checksum(Rank(0), block, self.transport.checksum([block])[0])
+        self.of_rank.set_checksum(Rank(0), block, self.transport.checksum([block])[0])
         digest = BlockHash(random.randbytes(32))
         record = BlockRecord(digest, block, Generation(0), 0)
         assert self.table.publish(pack_records([record]), bytes(8))
@@ -293,6 +294,7 @@ class Cache:
     def unpublish(self) -> None:
         """Hand the table out no more."""
         self.handout.close()
+        self.of_rank.close()
         self.table.close()
 
     def judge(self, epoch: Epoch, seconds: float) -> dict[str, int]:

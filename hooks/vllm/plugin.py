@@ -146,7 +146,7 @@ def touchpoint_refusal() -> str | None:
     try:
         from kvshm import _native as _native
     except ImportError as exc:  # not built, as in a clone, or built from other sources
-        return f"kvshm is not installed where Python finds it: {exc}"
+        return f"the kvshm that Python finds is not built: {exc}"
     try:
         from .connector import KvshmConnector
     except ImportError as exc:

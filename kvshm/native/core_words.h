@@ -58,15 +58,21 @@ static inline bool swap(uint8_t *address, uint64_t *expected, uint64_t desired)
                                                    memory_order_acq_rel, memory_order_acquire);
 }
 
-#define LEASES (((uint64_t)1 << KVSHM_NUM_LEASE_BITS) - 1)
+#define LEASES ((uint64_t)KVSHM_LEASE_MASK) /* so wide that ~LEASES keeps state and generation */
+#define STATES ((1u << (KVSHM_GENERATION_SHIFT - KVSHM_STATE_SHIFT)) - 1)
 
 static inline uint64_t make_word(uint32_t generation, enum kvshm_state state, uint64_t leases)
 {
-    return (uint64_t)generation << 32 | (uint64_t)state << KVSHM_NUM_LEASE_BITS | leases;
+    return (uint64_t)generation << KVSHM_GENERATION_SHIFT | (uint64_t)state << KVSHM_STATE_SHIFT |
+           leases;
 }
 
-static inline uint32_t generation_of(uint64_t word) { return (uint32_t)(word >> 32); }
-static inline uint32_t state_of(uint64_t word) { return word >> KVSHM_NUM_LEASE_BITS & 15; }
+static inline uint32_t generation_of(uint64_t word)
+{
+    return (uint32_t)(word >> KVSHM_GENERATION_SHIFT);
+}
+
+static inline uint32_t state_of(uint64_t word) { return word >> KVSHM_STATE_SHIFT & STATES; }
 
 /* -- views: every number of a header is read once and checked before it is used ------------- */
 

@@ -2,7 +2,7 @@
 #ifndef KVSHM_LAYOUT_H
 #define KVSHM_LAYOUT_H
 
-#define KVSHM_LAYOUT_DIGEST 0xffcbc8aau
+#define KVSHM_LAYOUT_DIGEST 0xb8229287u
 
 enum {
     KVSHM_HASH_BYTES = 32,
@@ -67,6 +67,13 @@ enum kvshm_state {
     KVSHM_EMPTY = 0,
     KVSHM_READY = 1,
     KVSHM_DRAINING = 2,
+};
+
+enum kvshm_row_state {
+    KVSHM_FREE = 0,
+    KVSHM_LIVE = 1,
+    KVSHM_SUSPECTED = 2,
+    KVSHM_GONE = 3,
 };
 
 enum kvshm_kind {

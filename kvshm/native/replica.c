@@ -228,7 +228,7 @@ static bool is_sound(const index_view *index, entry e)
     if (is_free(e) || row_of(e) >= KVSHM_NUM_ROWS)
         return false;
     uint64_t state = get(row_at(index, row_of(e)) + KVSHM_ROW_STATE_OFFSET);
-    return (uint32_t)state != 0 && block_of(e) < (uint32_t)(state >> 32);
+    return (uint32_t)state != KVSHM_FREE && block_of(e) < (uint32_t)(state >> 32);
 }
 
 int64_t kvshm_index_copy(kvshm_segment segment, kvshm_segment larger)

@@ -235,7 +235,8 @@ def index_bytes(capacity: int) -> int:
 def numbers() -> dict[str, int]:
     """All numbers of the layout by name, as in kvshm/native/layout.h."""
     own = {name: value for name, value in globals().items() if name[0].isupper()}
-    own |= {member.name: member.value for enum in (SlotState, RecordKind) for member in enum}
+    enums = (SlotState, RowState, RecordKind)
+    own |= {member.name: member.value for enum in enums for member in enum}
     return {name: value for name, value in own.items() if type(value) is int and name.isupper()}
 
 

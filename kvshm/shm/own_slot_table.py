@@ -85,8 +85,8 @@ class TableSpec:
         _native.store(buffer, CREATED_OFFSET, created_ns)
 
 
-class RankSlotTable(SlotTableView):
-    """The engine's own slot table, for its worker ranks."""
+class EngineSlotTable(SlotTableView):
+    """The engine's own slot table: what its scheduler and its worker ranks both do with it."""
 
     WRITABLE = True
     counters: Counters
@@ -112,16 +112,31 @@ class RankSlotTable(SlotTableView):
                 f"{self.name}: the kernel cannot mark the death of this process: {exc}"
             ) from exc
 
-    def set_life(self, rank: int) -> None:
-        """State that the rank's KV memory is exported and matches the table.  Only the rank itself
-        calls this."""
-        self._store(self._life_offset(rank), self.epoch)
-
     def end_life(self, rank: int | None) -> None:
         """Call this before the rank's KV memory (None: of all ranks) is freed or remapped.  From
         then on no lease succeeds and no re-check of that rank passes."""
         for ended in range(self.num_ranks) if rank is None else (rank,):
             self._store(self._life_offset(ended), 0)
+
+    def log_error(self, text: str) -> None:
+        """Record an error for tools, which can read it even after this process has ended."""
+        self._errors.add(text, self._clock())
+
+    def close(self) -> None:
+        self._pulse = None
+        super().close()
+
+    def _store(self, offset: int, value: int) -> None:
+        _native.store(self._segment.buffer, offset, value)
+
+
+class RankSlotTable(EngineSlotTable):
+    """The engine's own slot table, for its worker ranks."""
+
+    def set_life(self, rank: int) -> None:
+        """State that the rank's KV memory is exported and matches the table.  Only the rank itself
+        calls this."""
+        self._store(self._life_offset(rank), self.epoch)
 
     def set_checksum(self, rank: Rank, block_id: int, checksum: int) -> None:
         """Store the checksum of the rank's part of a block, before the block is published.  Only
@@ -137,19 +152,8 @@ class RankSlotTable(SlotTableView):
                 return left == 1
         return False
 
-    def log_error(self, text: str) -> None:
-        """Record an error for tools, which can read it even after this process has ended."""
-        self._errors.add(text, self._clock())
 
-    def close(self) -> None:
-        self._pulse = None
-        super().close()
-
-    def _store(self, offset: int, value: int) -> None:
-        _native.store(self._segment.buffer, offset, value)
-
-
-class OwnSlotTable(RankSlotTable):
+class OwnSlotTable(EngineSlotTable):
     """The engine's own slot table, for its scheduler: the exporter's operations.
 
     Single-threaded, except for what the client's thread writes: ``beat``, counters, errors and the

@@ -37,7 +37,7 @@ from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
 from kvshm.replica.index import Replica
 from kvshm.rundir import engine_socket
 from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm.shm.slot_table import PeerSlotTable
 from kvshm.version import __version__
 
@@ -99,7 +99,9 @@ class Engine:
         )
         self.table = OwnSlotTable.create(spec, self.epoch)
         self.table.begin_pulse(None)
-        self.table.set_life(Rank(0))
+        rank = RankSlotTable.from_fd(self.table.name, self.table.descriptor(True))
+        rank.set_life(Rank(0))
+        rank.close()
         index = Replica.create(options.namespace, options.name, self.epoch, NUM_BLOCKS)
         path = engine_socket(options.run_dir, options.namespace, self.epoch)
         self.server = serve_epoch(path, self.table, index)

@@ -27,13 +27,13 @@ from kvshm.node.handout import Handouts, serve_epoch
 from kvshm.replica.index import Replica
 from kvshm.shm.layout import BlockRecord, pack_records
 from kvshm.rundir import engine_socket
-from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 
 run_dir, namespace, name, epoch, bit = Path(sys.argv[1]), *sys.argv[2:4], *map(int, sys.argv[4:])
 table = OwnSlotTable.create(TableSpec(namespace, name, 64, 16, 1, bytes(32), "a-model"), epoch)
 table.begin_pulse(None)
 table.set_lease_bit(bit)
-table.set_life(0)
+RankSlotTable.from_fd(table.name, table.descriptor(True)).set_life(0)
 replica = Replica.create(namespace, name, epoch, 64)
 server = serve_epoch(engine_socket(run_dir, namespace, epoch), table, replica)
 records = pack_records(BlockRecord(bytes([65 + i]) * 32, i, 0, i) for i in range(4))

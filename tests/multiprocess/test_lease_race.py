@@ -17,7 +17,7 @@ import pytest
 from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
 from kvshm.node.handout import TableType
 from kvshm.shm.layout import BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable
 from kvshm.syncpoints import VARIABLE
 
@@ -38,7 +38,7 @@ class Race:
             f"test-{uuid.uuid4().hex[:12]}", "e", BLOCKS, 16, 1, Fingerprint(bytes(32))
         )
         self.table = OwnSlotTable.create(spec, Epoch(1))
-        self.table.set_life(0)
+        self.mapped(RankSlotTable).set_life(0)
         self.data = folder / "data"
         self.data.write_bytes(bytes(BLOCKS * BLOCK_BYTES))
         self.processes: list[subprocess.Popen[bytes]] = []

@@ -10,11 +10,11 @@ from kvshm.node.handout import Handouts, HandoutServer, Request, TableType, serv
 from kvshm.replica.index import Replica
 from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import engine_socket, tables_socket
-from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
 
 
-class AnyTable(OwnSlotTable, PeerSlotTable, RosterSlotTable):
+class AnyTable(OwnSlotTable, RankSlotTable, PeerSlotTable, RosterSlotTable):
     """A slot table for tests that play several processes on one mapping: it may do what its
     engine, an importer and the coordinator may.  No process has it so."""
 
@@ -108,6 +108,13 @@ def fetched(handouts: Handouts, epoch: int) -> AnyTable:
 def again(table: OwnSlotTable, role: type[TableType] = AnyTable) -> TableType:
     """A second mapping of a table, as another process in this role has it."""
     return role.from_fd(table.name, table.descriptor(role.WRITABLE))
+
+
+def set_life(table: OwnSlotTable, rank: int = 0) -> None:
+    """State that a rank's memory is exported, as that rank does with its own mapping."""
+    mapped = again(table, RankSlotTable)
+    mapped.set_life(rank)
+    mapped.close()
 
 
 def read_again(replica: Replica) -> ReplicaReader:

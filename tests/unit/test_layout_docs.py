@@ -29,13 +29,27 @@ def rows(section: str) -> list[tuple[int, int, str]]:
 
 SECTIONS = re.split(r"^#+ ", PAGE.read_text(), flags=re.MULTILINE)[1:]
 ROWS = [row for section in SECTIONS for row in rows(section)]
+STATES = [*records.SlotState.__members__, *records.RowState.__members__]
 CONSTANTS = sorted(name for name in vars(records) if NAMED.fullmatch(name) and name != "HASH_BYTES")
+CONSTANTS += STATES
+DIGESTS = {2: 0xB8229287}
+"""The digest of all numbers of each layout version."""
 
 
 def test_the_committed_page_and_header_are_the_generated_ones() -> None:
     generator = runpy.run_path(str(PAGE.with_name("generate.py")))
     assert generator["layout"](PAGE.read_text()) == PAGE.read_text(), "make docs"
     assert generator["header"](records.numbers()) == generator["HEADER"].read_text(), "make docs"
+
+
+def test_a_changed_number_is_a_new_layout_version() -> None:
+    """Two engines that state one version but mean other states or offsets would read each other's
+    memory wrongly: LAYOUT_VERSION is all that they compare."""
+    found, version = records.digest(records.numbers()), records.LAYOUT_VERSION
+    assert found == DIGESTS.get(version), (
+        f"the numbers of shared memory are not those of layout version {version}: raise "
+        f"LAYOUT_VERSION, add a page to docs/decisions/, and put {found:#010x} here"
+    )
 
 
 def test_a_changed_number_reaches_page_and_header(tmp_path: Path) -> None:
@@ -61,7 +75,8 @@ def test_a_changed_number_reaches_page_and_header(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("constant", CONSTANTS)
 def test_page_gives_each_constant_its_value(constant: str) -> None:
-    assert [number for number, _, name in ROWS if name == constant] == [getattr(records, constant)]
+    value = records.numbers()[constant]
+    assert [number for number, _, name in ROWS if name == constant] == [value]
 
 
 def test_page_names_no_constant_that_does_not_exist() -> None:

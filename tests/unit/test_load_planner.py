@@ -33,7 +33,7 @@ from kvshm.shm.counters import MEASURED_US, MISS_CHEAPER, TRIED
 
 from .exporters import HASHES, Exporter
 from .played_transport import memory_of
-from .served import ServedNode
+from .served import ServedNode, set_life
 
 GOOD = [LoadReport("load", ())]
 TARGETS = (BlockId(3), BlockId(4))
@@ -94,7 +94,7 @@ def test_who_has_left_or_was_ended_plans_no_load(
     monkeypatch.setattr(cache.planner, "_make_plan", lambda *_: found)
     assert plan() is found, "its ranks open the epoch with the first step"
     assert cache.table is not None
-    cache.table.set_life(Rank(0))
+    set_life(cache.table)
     assert plan() is found
     cache.table.end_life(None)  # as the coordinator does
     assert plan() is None

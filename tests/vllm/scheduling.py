@@ -37,7 +37,7 @@ from kvshm.hooks.vllm.messages import QuietReport, RankDescription, RankReport
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.node.protocol import RankInfo
 from kvshm.shm.layout import SlotState
-from kvshm.shm.own_slot_table import OwnSlotTable
+from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable
 
 BLOCK_SIZE = 16
 
@@ -126,7 +126,7 @@ class DrivenEngine:
             assert time.monotonic() < deadline, "no epoch was begun"
             time.sleep(0.01)
         self.table = table
-        table.set_life(0)
+        RankSlotTable.from_fd(table.name, table.descriptor(True)).set_life(0)
 
     def add(
         self,

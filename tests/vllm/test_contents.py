@@ -25,6 +25,7 @@ from kvshm.hooks.vllm.messages import RankReport
 from kvshm.shm.layout import SlotState
 from kvshm.shm.own_slot_table import OwnSlotTable
 
+from ..unit.served import set_life
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, description, prompt
 
 SEEDS = range(6)
@@ -197,7 +198,7 @@ class Node:
         if metadata.open_epoch and self.described is not None:
             self.epoch = metadata.open_epoch
             if table is not None and table.epoch == self.epoch:
-                table.set_life(0)
+                set_life(table)
         for load in metadata.loads:
             request = self.e.scheduler.requests[load.load_id]
             self.imports.append(Import(load, request, self.epoch))

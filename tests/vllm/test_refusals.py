@@ -172,6 +172,6 @@ def test_a_connector_interface_that_has_changed_is_named(monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:  # as in a clone, where nothing is built
         patch.delattr(kvshm, "_native")
         patch.setitem(sys.modules, "kvshm._native", None)
-        assert str(touchpoint_refusal()).startswith("kvshm is not installed where Python finds it")
+        assert str(touchpoint_refusal()).startswith("the kvshm that Python finds is not built")
     monkeypatch.setitem(sys.modules, "kvshm.hooks.vllm.connector", None)
     assert str(touchpoint_refusal()).startswith("this vLLM is not as kvshm knows it: ")
