@@ -208,6 +208,7 @@ class ToyEngine:
 
     def fork(self) -> None:
         """Have children inherit all of it: one ends at once, one ends it in order first."""
+        faulthandler.cancel_dump_traceback_later()  # a child that ends waits for its thread
         for closing in (False, True):
             child = os.fork()
             if child == 0:
