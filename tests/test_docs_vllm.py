@@ -15,7 +15,7 @@ from .unit.test_docs_programs import HELPS, help_on
 
 pytest.importorskip("vllm")
 
-VLLM = r"vllm serve|python -m vllm\.entrypoints\.openai\.api_server"
+VLLM = r"vllm serve|python (?:-P )?-m vllm\.entrypoints\.openai\.api_server"
 
 
 @pytest.fixture(scope="module")
