@@ -13,16 +13,21 @@ from kvshm.shm.counters import DRAINED, FORCED
 from kvshm.shm.layout import RecordKind, SlotState, unpack_records
 
 from .exporters import HASHES, NUM_BLOCKS, Make
+from .served import AnyTable
+
+
+def publisher_of(table: AnyTable, peers: Peers, sent: list[bytes]) -> Publisher:
+    """The publisher of an engine with this table, which exports; ``sent`` gets its events."""
+    state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
+    cache = SimpleNamespace(epoch_state=state, role=Decision("", ""))
+    return Publisher(cache, sent.append, budget_seconds=0.0)
 
 
 def test_blocks_taken_from_a_slow_importer_are_no_drained_ones(
     exporter: Make, peers: Peers
 ) -> None:
-    table, marks = exporter().table, Marks(NUM_BLOCKS)
-    state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
-    cache = SimpleNamespace(epoch_state=state, role=Decision("", ""))
-    sent: list[bytes] = []
-    publisher = Publisher(cache, sent.append, budget_seconds=0.0)
+    table, marks, sent = exporter().table, Marks(NUM_BLOCKS), list[bytes]()
+    publisher = publisher_of(table, peers, sent)
 
     def reuse(count: int, leased: int) -> tuple[int, int]:
         pool = [
@@ -49,11 +54,8 @@ def test_peers_hear_of_what_was_withdrawn_before_what_took_its_place(
     exporter: Make, peers: Peers
 ) -> None:
     """At once, although no step follows: an engine that falls idle dispatches none."""
-    table, marks = exporter().table, Marks(NUM_BLOCKS)
-    state = EpochState(table, peers, None, None)  # type: ignore[arg-type]  # the others are not touched
-    cache = SimpleNamespace(epoch_state=state, role=Decision("", ""))
-    sent: list[bytes] = []
-    publisher = Publisher(cache, sent.append, budget_seconds=0.0)
+    table, marks, sent = exporter().table, Marks(NUM_BLOCKS), list[bytes]()
+    publisher = publisher_of(table, peers, sent)
     for content in (1, 2):
         pool = [SimpleNamespace(block_id=0, block_hash=HASHES[content] + bytes(4), ref_cnt=1)]
         publisher.retract_marked(marks, [0])
