@@ -25,9 +25,12 @@ def test_who_could_not_be_attached_is_tried_again_until_it_can(
         for _ in range(5):
             clock.now += 1
             peers.try_again()
-    told = [r.getMessage() for r in caplog.records if r.name.endswith(".peers")]
-    # Who asks in vain waits for half a second, and asks nobody else in the same turn.
-    assert len(told) == len(set(told)) == 2 - left, "each is complained of once"
+    complaints = [r.getMessage() for r in caplog.records if r.name.endswith(".peers")]
+    told = [line.split()[2] for line in complaints]
+    # Who asks in vain waits for half a second, and asks nobody else in the same turn, unless the
+    # exporter, a thread of this process, takes the descriptor in between: b then finds none.
+    expected = [["a", "b"]] if left == 0 else [["a"], ["a", "b"]]
+    assert told in expected, "each is complained of once"
     peers.gone(b.info.epoch)
     peers.suspected(a.info.epoch)
     clock.now += 60
