@@ -77,15 +77,26 @@ def finish(e: DrivenEngine, name: str) -> None:
     assert request.get_finished_reason() is FinishReason.LENGTH
 
 
+@pytest.fixture
+def lenient(engine: Make) -> Make:
+    """Makes engines whose hooks may fail, as in production: no error reaches vLLM."""
+
+    def make(asynchronous: bool = False) -> DrivenEngine:
+        e = engine(asynchronous)
+        e.connector.strict = False
+        return e
+
+    return make
+
+
 @pytest.mark.parametrize("hook", list(FAILING))
 def test_the_engine_withdraws_everything_and_serves_on(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, tracebacks: list[str], hook: str
+    lenient: Make, monkeypatch: pytest.MonkeyPatch, tracebacks: list[str], hook: str
 ) -> None:
-    e = engine()
+    e = lenient()
     e.add("shown", prompt(3), max_tokens=1)
     e.step()
     assert len(e.ready()) == 3
-    monkeypatch.setattr(e.connector, "strict", False)
     monkeypatch.setattr(*FAILING[hook](e.connector._scheduler), broken)
     e.add("first", prompt(3, first=500), max_tokens=4)
     finish(e, "first")
@@ -97,12 +108,11 @@ def test_the_engine_withdraws_everything_and_serves_on(
 
 
 def test_a_load_is_told_of_by_the_very_step_whose_hook_fails(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, tracebacks: list[str]
+    lenient: Make, monkeypatch: pytest.MonkeyPatch, tracebacks: list[str]
 ) -> None:
     """Its request would wait for ever."""
-    e = engine()
+    e = lenient()
     side = e.connector._scheduler
-    monkeypatch.setattr(e.connector, "strict", False)
     monkeypatch.setattr(side, "build", broken)
     with monkeypatch.context() as patch:
         patch.setattr(side.importer, "match", lambda *_: 2 * BLOCK_SIZE)
@@ -118,10 +128,9 @@ def test_a_load_is_told_of_by_the_very_step_whose_hook_fails(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_failure_late_in_the_hook_loses_no_load(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+    lenient: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    e = engine(asynchronous)
-    monkeypatch.setattr(e.connector, "strict", False)
+    e = lenient(asynchronous)
     node = Failing(e, monkeypatch)
     monkeypatch.setattr(node.side.importer.at_once, "accepts", lambda *_: False)
     monkeypatch.setattr(node.side._times, "built", broken)
@@ -133,15 +142,14 @@ def test_a_failure_late_in_the_hook_loses_no_load(
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("hook", ["build", "before_output"])
 def test_nothing_computed_on_blocks_that_may_not_have_come_is_delivered(
-    engine: Make,
+    lenient: Make,
     monkeypatch: pytest.MonkeyPatch,
     tracebacks: list[str],
     asynchronous: bool,
     hook: str,
 ) -> None:
     """A step waits for an import, none of which arrives, and one of its hooks fails."""
-    e = engine(asynchronous)
-    monkeypatch.setattr(e.connector, "strict", False)
+    e = lenient(asynchronous)
     node = Failing(e, monkeypatch)
     monkeypatch.setattr(node.side, hook, broken)
     request = node.ask()
@@ -157,11 +165,10 @@ def test_nothing_computed_on_blocks_that_may_not_have_come_is_delivered(
 
 @pytest.mark.parametrize("of_a_rank", [False, True])
 def test_what_is_off_stays_off_over_a_reset(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, of_a_rank: bool
+    lenient: Make, monkeypatch: pytest.MonkeyPatch, of_a_rank: bool
 ) -> None:
-    e = engine()
+    e = lenient()
     side = e.connector._scheduler
-    monkeypatch.setattr(e.connector, "strict", False)
     e.add("first", prompt(3), max_tokens=1)
     with monkeypatch.context() as patch:
         if of_a_rank:
@@ -182,10 +189,9 @@ def test_what_is_off_stays_off_over_a_reset(
 
 
 def test_no_import_is_left_of_a_step_whose_output_could_not_be_checked(
-    engine: Make, monkeypatch: pytest.MonkeyPatch
+    lenient: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    e = engine()
-    monkeypatch.setattr(e.connector, "strict", False)
+    e = lenient()
     node = Failing(e, monkeypatch)
     monkeypatch.setattr(node.side, "before_output", broken)
     node.ask()
@@ -197,11 +203,10 @@ def test_no_import_is_left_of_a_step_whose_output_could_not_be_checked(
 
 
 def test_a_request_that_cannot_be_undone_is_ended(
-    engine: Make, monkeypatch: pytest.MonkeyPatch
+    lenient: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the error: its blocks may not have come."""
-    e = engine()
-    monkeypatch.setattr(e.connector, "strict", False)
+    e = lenient()
     node = Failing(e, monkeypatch)
     monkeypatch.setattr(node.side.importer.at_once, "_undo", broken)
     request = node.ask()
@@ -214,11 +219,10 @@ def test_a_request_that_cannot_be_undone_is_ended(
 @pytest.mark.parametrize("kind", ["nothing", "asynchronous", "at once"])
 @pytest.mark.parametrize("again", ["loads", "step_dispatched", "at_once.step_built"])
 def test_a_failure_that_comes_again_reaches_vllm_only_where_tokens_could_be_wrong(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, kind: str, again: str
+    lenient: Make, monkeypatch: pytest.MonkeyPatch, kind: str, again: str
 ) -> None:
     """vLLM's worker asserts that each step has metadata."""
-    e = engine()
-    monkeypatch.setattr(e.connector, "strict", False)
+    e = lenient()
     node = Failing(e, monkeypatch)
     importer = node.side.importer
     monkeypatch.setattr(importer.at_once, "accepts", lambda *_: kind == "at once")
@@ -237,10 +241,9 @@ def test_a_failure_that_comes_again_reaches_vllm_only_where_tokens_could_be_wron
 
 
 def test_an_import_that_can_be_registered_in_no_way_is_computed(
-    engine: Make, monkeypatch: pytest.MonkeyPatch
+    lenient: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    e = engine()
-    monkeypatch.setattr(e.connector, "strict", False)
+    e = lenient()
     node = Failing(e, monkeypatch)
     monkeypatch.setattr(node.side.importer, "_register", broken)
     monkeypatch.setattr(node.side.importer.at_once, "accepts", lambda *_: False)
