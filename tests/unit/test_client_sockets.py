@@ -208,7 +208,7 @@ def test_a_broadcast_of_an_earlier_topic_tells_the_engine_nothing(tmp_path: Path
     heard: list[Update] = []
     handler = SimpleNamespace(apply=heard.append)
     clock = Clock()
-    session = CoordinatorSession(tmp_path, "ns", handler, clock, lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
+    session = CoordinatorSession(tmp_path, "ns", handler, clock, lambda: 1.0)  # type: ignore[arg-type]  # it has the methods that are called
     session._topic = INFO.fingerprint
     session._on_joined(JOINED, 0.0)
     session._pass_on()
@@ -235,11 +235,11 @@ def test_a_coordinator_is_not_lost_while_the_machine_was_suspended(tmp_path: Pat
     nothing = SimpleNamespace(
         **dict.fromkeys(("apply", "beat", "describe", "scan_again"), lambda *_: None)
     )
-    session = CoordinatorSession(tmp_path, "ns", nothing, clock, lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
+    session = CoordinatorSession(tmp_path, "ns", nothing, clock, lambda: 1.0)  # type: ignore[arg-type]  # it has the methods that are called
     session.open((), lambda: None)
     session._state = type(session._state).JOINING
     session._on_joined(JOINED, clock())
-    session._poller.poll = suspended  # type: ignore[assignment,method-assign]  # what of it is used
+    session._poller.poll = suspended  # type: ignore[assignment,method-assign]  # is called as poll is
     for _ in range(3):
         session.wait()
         session.work()

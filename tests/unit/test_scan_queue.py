@@ -129,7 +129,7 @@ def test_scans_end_for_the_heartbeat(tmp_path: Path, clock: Clock) -> None:
 
         def describe(self) -> None: ...
 
-    session = CoordinatorSession(tmp_path, "ns", Scanning(), clock, lambda: 1.0)  # type: ignore[arg-type]  # what of it is called
+    session = CoordinatorSession(tmp_path, "ns", Scanning(), clock, lambda: 1.0)  # type: ignore[arg-type]  # it has the methods that are called
     session.open((), lambda: None)
     try:
         session.work()
