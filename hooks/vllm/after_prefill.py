@@ -20,27 +20,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from kvshm.engine.cache import SharedCache
-from kvshm.engine.marks import Marks, Run, blocks_of, touching
+from kvshm.engine.groups import Groups
+from kvshm.engine.marks import Marks, Run, blocks_of, make_run, touching
 from kvshm.ids import BlockId
 
+from .imports import LoadedBlocks
 from .pool_watch import block_tables
 
 
-class LoadedBlocks(NamedTuple):
-    """Consecutive blocks of a request that a load fills."""
-
-    chain: list[bytes]
-    """The request's block hashes; grows as the request does."""
-    first: int
-    """Index of the first block in the request's block table."""
-    blocks: Sequence[BlockId]
-
-
 class TrackedRequest:
-    """A request and the state of its block table."""
+    """A request and the state of its block tables."""
 
     __slots__ = ("complete", "epochs", "preemptions", "prompt", "request", "sound")
 
@@ -53,7 +45,7 @@ class TrackedRequest:
         self.prompt = 0
         """Length of the prompt; grows with each input of a session."""
         self.complete = 0
-        """No block of the table has a mark from this index on."""
+        """No block behind so many hashes has a mark, in any table."""
 
 
 CompletedRuns: TypeAlias = list[tuple[bool, Run]]
@@ -67,19 +59,20 @@ class BlockTracker:
         self,
         cache: SharedCache,
         manager: Any,
-        block_size: int,
+        groups: Groups,
         may_share: Callable[[Any], bool],
         delay: int = 0,
     ) -> None:
-        """``manager`` is vLLM's KV cache manager; ``may_share`` tells whether a request may
+        """``manager`` is vLLM's KV cache manager with these ``groups``; ``may_share`` tells whether a request may
         share its blocks.  ``delay`` holds marks back for so many further steps: 1 with speculative
         decoding, because the drafter still writes after its step's output has arrived.  Raises
         PoolChanged if this vLLM keeps no block tables where they are read."""
         self._cache = cache
         self._publisher = cache.publisher
-        self._tables = block_tables(manager)
         self._pool = manager.block_pool
-        self._block_size = block_size
+        self._tables = list(zip(groups.all, block_tables(manager, len(groups.all)), strict=True))
+        self._block_size = groups.all[0].block_size // groups.all[0].scale
+        """Tokens per hash."""
         self._may_share = may_share
         self._delay = delay
         self.expecting = True
@@ -89,7 +82,7 @@ class BlockTracker:
         """Whether blocks were retracted since this was last set to False, or computed blocks are
         not published yet: call ``publish_computed`` and the cache's
         ``publisher.drain_before_dispatch`` before the next step is dispatched."""
-        self._marks = Marks(len(self._pool.blocks))
+        self._marks = Marks(len(self._pool.blocks), self._pool.null_block.block_id)
         self._epochs = 0
         """How many epochs have ended."""
         self._requests: dict[str, TrackedRequest] = {}
@@ -159,45 +152,58 @@ class BlockTracker:
             return runs
         size, epochs, drafts = self._block_size, self._epochs, self._delay > 0
         for tracked, first, end in touching(self._requests, scheduled, size, epochs, drafts):
-            if run := self._writes(number, tracked, first, end):
-                runs.append((self._may_share(tracked.request), run))
+            if completed := self._writes(number, tracked, first, end):
+                shared = self._may_share(tracked.request)
+                runs += [(shared, run) for run in completed]
         if runs:
             self._steps.append((number, runs))
         return runs
 
-    def _writes(self, number: int, tracked: TrackedRequest, first: int, end: int) -> Run | None:
-        """The step computes a request's tokens up to ``end``, from block ``first`` on.  Returns
-        the blocks that it completes."""
+    def _writes(self, number: int, tracked: TrackedRequest, first: int, end: int) -> list[Run]:
+        """The step computes a request's tokens up to ``end``, from hash ``first`` on.  Returns
+        the blocks that it completes, by group."""
         request = tracked.request
-        table = self._tables.get(request.request_id, ())
         if tracked.epochs != self._epochs or tracked.preemptions != request.num_preemptions:
-            self._start(number, tracked, table)
+            self._start(number, tracked)
         # In a streaming-input session vLLM drops accepted drafts after a stop token and goes on:
         # the KV of these drafts stays, under the hash of the next input.
         if self._delay and request.num_prompt_tokens > tracked.prompt:
             tracked.sound = False
         # With asynchronous scheduling the last token's value is not known yet.
-        known = request.num_tokens + request.num_output_placeholders
-        tracked.complete = complete = min(end, known) // self._block_size
-        last = min(-(-end // self._block_size), len(table))
-        packed, published = self._marks.write(
-            table, first, last, complete if tracked.sound else first
-        )
-        if published:
-            self._retract(published)
-        return (request.block_hashes, first, packed) if packed else None
+        known = min(end, request.num_tokens + request.num_output_placeholders)
+        tracked.complete = 0
+        runs = []
+        for group, tables in self._tables:
+            table, begin = tables.get(request.request_id, ()), first // group.scale
+            complete = known // group.block_size
+            tracked.complete = max(tracked.complete, complete * group.scale)
+            last = min(-(-end // group.block_size), len(table))
+            packed, published = self._marks.write(
+                table, begin, last, complete if tracked.sound else begin
+            )
+            if published:
+                self._retract(published)
+            if packed:
+                runs.append(make_run(request.block_hashes, begin, packed, group.scale))
+        return runs
 
-    def _start(self, number: int, tracked: TrackedRequest, table: Sequence[Any]) -> None:
-        """A request's first step, in its table or in this epoch: check the blocks below it."""
+    def _start(self, number: int, tracked: TrackedRequest) -> None:
+        """A request's first step, in its tables or in this epoch: check the blocks below it."""
         request = tracked.request
         tracked.epochs, tracked.preemptions = self._epochs, request.num_preemptions
-        whole = -(-request.num_computed_tokens // self._block_size)
         tracked.prompt = request.num_prompt_tokens
-        tracked.sound = not whole or self._marks.sound(table, whole) == whole
-        if self._promised and tracked.sound:
-            for block in table[:whole]:
-                if block.block_id in self._promised:
-                    self._held.setdefault(block.block_id, number)
+        tracked.sound, below = True, []
+        for group, tables in self._tables:
+            whole = -(-request.num_computed_tokens // group.block_size)
+            table = tables.get(request.request_id, ())
+            if whole and self._marks.sound(table, whole) != whole:
+                tracked.sound = False
+            elif self._promised:
+                below += [block.block_id for block in table[:whole]]
+        if tracked.sound:
+            for block in below:
+                if block in self._promised:
+                    self._held.setdefault(block, number)
 
     # -- imports
 
@@ -217,24 +223,26 @@ class BlockTracker:
         """These blocks of a load were imported and checked on every rank.  Call before
         ``step_done`` of the same output, also if the request has ended or its blocks are not to
         be ``shown``.  Blocks of a load that began in an earlier epoch are ignored."""
-        chain, first, blocks = loaded
+        chain, first, blocks, group = loaded
+        scale = self._tables[group][0].scale
         promised = [self._promised.pop(block, None) is not None for block in blocks]
         for block in blocks if self._held else ():
             self._held.pop(block, None)
         if shown and all(promised):
-            self._computed.append((chain, first, self._marks.with_versions(blocks)))
+            self._computed.append(make_run(chain, first, self._marks.with_versions(blocks), scale))
         elif shown:
             left = [(first + i, block) for i, block in enumerate(blocks) if promised[i]]
             self._computed += [
-                (chain, index, self._marks.with_versions([block])) for index, block in left
+                make_run(chain, index, self._marks.with_versions([block]), scale)
+                for index, block in left
             ]
 
     def blocks_failed(self, blocks: Iterable[BlockId]) -> None:
         """Loads, kvshm's or another connector's, did not fill these blocks.  Call before
         ``blocks_loaded`` and ``step_done`` of the same output.
 
-        In every block table, the first such block and all blocks behind it are retracted and no
-        longer sound; so are the blocks that steps computed on top of them for ended requests.
+        In the block tables of every request, the first such block and all blocks behind it are
+        retracted and no longer sound, in all groups; so are the blocks that steps computed on top of them for ended requests.
         If such a request is running, vLLM drops tokens and computes them again in place, with
         the hashes left as they are; with asynchronous scheduling vLLM may then compute a token
         that it dropped before it knew the token.  So the blocks that this request computes until
@@ -250,17 +258,27 @@ class BlockTracker:
         while held and self._steps and self._steps[-1][0] >= min(held):
             doubtful.update(blocks_of(run for _, run in self._steps.pop()[1]))
         for tracked in self._requests.values():
-            table = self._tables.get(tracked.request.request_id, ())
-            ids = [block.block_id for block in table]
-            first = next((i for i, block in enumerate(ids) if block in doubtful), len(ids))
-            if first < len(ids):
+            if behind := self._behind(tracked.request.request_id, doubtful):
                 tracked.sound = False
-                doubtful.update(ids[first:])
+                doubtful.update(behind)
         for block in doubtful:
             self._promised.pop(block, None)
             self._held.pop(block, None)
         if published := self._marks.clear(list(doubtful)):
             self._retract(published)
+
+    def _behind(self, request_id: str, doubtful: set[BlockId]) -> list[BlockId]:
+        """The request's first doubtful block and all blocks behind it, in all groups."""
+        null = self._pool.null_block.block_id
+        tables = [
+            (group.block_size, [block.block_id for block in tables.get(request_id, ())])
+            for group, tables in self._tables
+        ]
+        places = [i * size for size, ids in tables for i, b in enumerate(ids) if b in doubtful]
+        if not places:
+            return []
+        token = min(places)
+        return [b for size, ids in tables for b in ids[token // size :] if b != null]
 
     # -- what is known computed, once a step's output has arrived
 

@@ -11,18 +11,19 @@ Imports whole blocks only, never the prompt's last token, and nothing for a requ
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 from typing import Any
 
 from kvshm.config import Config, Share
 from kvshm.engine.cache import SharedCache
+from kvshm.engine.groups import Part
 from kvshm.engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
+from kvshm.engine.prefix_search import ONE_FULL_GROUP
 from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch
 from kvshm.shm.counters import MISS_NO_ROOM
 
-from .after_prefill import LoadedBlocks
 from .at_once import AtOnce
+from .imports import Import, Tables, loaded_blocks
 from .pool_room import PoolRoom
 
 LINGER_SECONDS = 0.002
@@ -43,28 +44,6 @@ TWIN_WAIT_SECONDS = 0.1
 """How long a request waits for another request's import of the same prefix."""
 
 
-@dataclass
-class Import:
-    """One request's import: its load, and what the ranks report of that load."""
-
-    request_id: str
-    load: Load
-    blocks: LoadedBlocks
-    """The blocks that the load is to fill."""
-    reports: list[LoadReport] = field(default_factory=list)
-    bad: set[BlockId] = field(default_factory=set)
-    """Once the load has ended: the blocks that it did not fill."""
-
-    @property
-    def good(self) -> LoadedBlocks:
-        """The imported blocks: those before the first bad block.  If a step waited for the load,
-        no good block means failure."""
-        if not self.bad:
-            return self.blocks
-        filled = takewhile(lambda block: block not in self.bad, self.blocks.blocks)
-        return self.blocks._replace(blocks=tuple(filled))
-
-
 class RequestImporter:
     """Decides on imports, plans them and finishes them.  Scheduler's thread."""
 
@@ -82,6 +61,8 @@ class RequestImporter:
         self._clock = clock
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""
+        self.groups = ONE_FULL_GROUP
+        """The engine's KV cache groups; set once they are known."""
         self.has_news = False
         """Whether the step being built may have loads, or has used some of its budgets: vLLM has
         asked for a match, or allocated blocks, since ``step_dispatched``."""
@@ -133,11 +114,11 @@ class RequestImporter:
     def _match_blocks(self, request: Any, start: int, stop: int) -> int | None:
         """``match`` for blocks ``start`` to ``stop`` of a request that may import."""
         request_id, chain = request.request_id, request.block_hashes
-        if request.skip_reading_prefix_cache or (self.room and self.room.holds(chain[start])):
+        if request.skip_reading_prefix_cache or self._holds(chain[start]):
             return 0  # vLLM either may not use cached blocks or has this block itself
         if self._twin_is_loading(request_id, chain, start):
             return None
-        if not self._fits(request, start + 1, (True, False)):
+        if not self._fits(request, self.groups.blocks_at(start) + 1, (True, False)):
             return 0
         plan = self._planner.probe(chain, start, stop)
         if plan is None:
@@ -146,16 +127,24 @@ class RequestImporter:
         alone = self.room is not None and self.room.is_alone(request)
         awaited = self.at_once.can_undo(request) and self._may_await(plan, seconds, alone)
         waiting = 0.0 if awaited else STEPS_LOST * costs.step_seconds()
-        fits = self._fits(request, plan.start + plan.num_blocks, (awaited,))
-        if not fits or not self._planner.worth(plan, waiting):
+        own = plan.own_blocks()
+        blocks = self.groups.blocks_at(plan.start + plan.length) + len(own)
+        if not self._fits(request, blocks, (awaited,)) or not self._planner.worth(plan, waiting):
             return 0
+        if own and self.room is not None:
+            self.room.keep(own)
         if awaited:
-            price = costs.compute_seconds(plan.num_blocks * self._block_size)
+            price = costs.compute_seconds(plan.length * self._block_size)
             self.at_once.withhold_hashes(request, seconds, price)
         elif not self._within_copy_budget(seconds):
             return None  # the next step may begin it
         self._plans[request_id] = plan
-        return plan.num_blocks * self._block_size
+        return plan.length * self._block_size
+
+    def _holds(self, block_hash: bytes) -> bool:
+        """Whether the engine has the next block itself.  With several groups one block of one of
+        them says nothing."""
+        return self.groups.one_full and self.room is not None and self.room.holds(block_hash)
 
     def _within_copy_budget(self, seconds: float) -> bool:
         """Whether the step being built may begin one more asynchronous copy; counts that copy."""
@@ -210,7 +199,7 @@ class RequestImporter:
         params = request.kv_transfer_params
         return params is None or _asked_to_share(params)
 
-    def allocated(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
+    def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         """vLLM has allocated blocks: lease the external blocks and plan their load."""
         plan = self._plans.pop(request.request_id, None)
         self.unscheduled.discard(request.request_id)
@@ -219,37 +208,48 @@ class RequestImporter:
         if num_external <= 0:
             self.at_once.refused(request.request_id)
             return
-        count = num_external // self._block_size
-        first = plan.start if plan else len(block_ids) - count
-        targets = tuple(block_ids[first : first + count])
         # Register a load before anything can fail: from here on the request waits for a report.
-        made = self._register(request, first, targets)
-        if plan is not None and plan.num_blocks == count:
-            awaited = self.at_once.withholds(request.request_id)
-            made.load = self._planner.begin(plan, made.load.load_id, targets, attached=awaited)
+        if plan is None or plan.length * self._block_size != num_external:
+            self._register_lost(request, tables, num_external)
+            return
+        made = self._register(request, plan.start, plan.parts, tables)
+        awaited, targets = self.at_once.withholds(request.request_id), made.load.lost
+        made.load = self._planner.begin(plan, made.load.load_id, targets, attached=awaited)
 
-    def allocation_failed(self, request: Any, block_ids: list[BlockId], num_external: int) -> None:
+    def allocation_failed(self, request: Any, tables: Tables, num_external: int) -> None:
         """``allocated`` failed: register an empty load unless one was registered by then."""
         request_id = request.request_id
         if self.at_once.withholds(request_id) or request_id in self._imports:
             return  # ``loads`` registers an empty load for the former
-        first = len(block_ids) - num_external // self._block_size
-        self._register(request, first, tuple(block_ids[first:]))
+        self._register_lost(request, tables, num_external)
 
-    def _register(self, request: Any, first: int, targets: tuple[BlockId, ...]) -> Import:
+    def _register_lost(self, request: Any, tables: Tables, num_external: int) -> None:
+        """Register an import without a plan: nothing fills its blocks, the last of the tables."""
+        ends = (len(table) * g.scale for g, table in zip(self.groups.all, tables, strict=True))
+        length = min(ends)
+        start = length - num_external // self._block_size
+        self._register(request, start, self.groups.parts(start, length), tables)
+
+    def _register(
+        self, request: Any, start: int, parts: Iterable[Part] = (), tables: Tables = ()
+    ) -> Import:
         """Register an import whose load has no copies yet: every target is a load error, so vLLM
-        computes it.  ``first``: index of the first target in the request's block table."""
+        computes it.  The targets are the ``parts`` of the request's block ``tables``, behind a
+        local hit of ``start`` hashes."""
         self.has_news = True
+        chain = request.block_hashes
+        blocks = loaded_blocks(chain, parts, tables)
+        targets = tuple(block for part in blocks for block in part.blocks)
         load_id = request_id = request.request_id
         if awaited := self.at_once.withholds(request_id):
             # vLLM knows an asynchronous load by its request's id.  vLLM does not know the loads
             # that a step waits for, and an earlier load of the request may still lack its report.
             load_id = f"{request_id}{SEPARATOR}{next(self._attempts)}"
         load = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), targets)
-        made = Import(request_id, load, LoadedBlocks(request.block_hashes, first, targets))
+        made = Import(request_id, load, chain, start, blocks)
         self._imports[load_id] = self._new[load_id] = made
-        if first < len(request.block_hashes):
-            self._first_hashes[request.block_hashes[first]] = request_id
+        if start < len(chain):
+            self._first_hashes[chain[start]] = request_id
         if awaited:
             self.at_once.begun(request_id, load_id)
         return made
@@ -260,7 +260,7 @@ class RequestImporter:
         if not (self._new or self.at_once.withheld):
             return [], []
         for request in self.at_once.without_load(scheduled):
-            self._register(request, 0, ())
+            self._register(request, 0)
         loads = [made.load for made in self._new.values()]
         asynchronous = [load for load in loads if SEPARATOR not in load.load_id]
         return asynchronous, [load for load in loads if SEPARATOR in load.load_id]
@@ -316,10 +316,16 @@ class RequestImporter:
             if failure.reason is LoadFailure.TOO_LATE:
                 self._late_until[failure.peer_epoch] = self._clock() + LATE_SECONDS
 
-    def reported(self, reports: Iterable[LoadReport]) -> None:
-        """Keep what ranks have reported; a load is finished only when vLLM calls ``finish``."""
+    def reported(self, reports: Iterable[LoadReport]) -> set[BlockId]:
+        """Keep what ranks have reported; a load is finished only when vLLM calls ``finish``.
+        Returns the blocks that must not be used."""
+        bad = {block for report in reports for block in report.bad}
         for report in (r for r in reports if r.load_id in self._imports):
-            self._imports[report.load_id].reports.append(report)
+            made = self._imports[report.load_id]
+            made.reports.append(report)
+            if report.bad and not self.groups.one_full:
+                bad.update(made.targets)
+        return bad
 
     def finish(self, request_ids: Iterable[str]) -> list[Import]:
         """All ranks have reported these requests: finish their imports."""
@@ -332,7 +338,7 @@ class RequestImporter:
         done = self._imports.pop(load_id)
         self._forget_first(done)
         if len(done.reports) < self._num_ranks:
-            done.reports.append(LoadReport(load_id, tuple(done.blocks.blocks)))
+            done.reports.append(LoadReport(load_id, done.targets))
         done.bad = self._planner.end(done.load, done.reports)
         if done.bad:
             self._failed.add(done.request_id)
@@ -377,8 +383,7 @@ class RequestImporter:
         return self._clock() - since < TWIN_WAIT_SECONDS
 
     def _forget_first(self, done: Import) -> None:
-        chain, first, _ = done.blocks
-        for block_hash in chain[first : first + 1]:
+        for block_hash in done.chain[done.start : done.start + 1]:
             if self._first_hashes.get(block_hash) == done.request_id:
                 del self._first_hashes[block_hash]
 

@@ -41,9 +41,10 @@ class LoadStats(KVConnectorStats):
     def of(cls, ended: Sequence[LoadResult], block_size: int) -> LoadStats:
         """Return the sums of these loads."""
         blocks = sum(load.num_blocks for load in ended)
+        length = sum(load.length for load in ended)
         failed = sum(load.failed for load in ended)
         sums = {"imported_blocks": blocks, "loads": len(ended), "failed_loads": failed}
-        return cls({"imported_tokens": blocks * block_size, **sums})
+        return cls({"imported_tokens": length * block_size, **sums})
 
     def reset(self) -> None:
         self.data.clear()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from kvshm.engine.groups import Groups
+from kvshm.ids import BlockId
 
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""
@@ -15,15 +18,29 @@ arrive or decode meanwhile: vLLM schedules no request behind one that waits for 
 class PoolRoom:
     """Reads the pool of one engine; changes nothing.  Scheduler's thread."""
 
-    def __init__(self, manager: Any, requests: Mapping[str, Any], block_size: int) -> None:
-        """``manager`` is vLLM's KV cache manager, ``requests`` vLLM's scheduler's, by id."""
+    def __init__(self, manager: Any, requests: Mapping[str, Any], groups: Groups) -> None:
+        """``manager`` is vLLM's KV cache manager with these ``groups``, ``requests`` vLLM's
+        scheduler's, by id."""
         self._manager = manager
         self._requests = requests
-        self._block_size = block_size
+        self._groups = groups
+        self._managers = manager.coordinator.single_type_managers
 
     def holds(self, block_hash: bytes) -> bool:
-        """Whether the engine's own cache has a block of this hash."""
+        """Whether the engine's own cache has a block of this hash, in group 0."""
         return bool(self._manager.block_pool.get_cached_block(block_hash, [0]))
+
+    def own_block(self, block_hash: bytes, group: int) -> BlockId | None:
+        """Return the block of this key in the engine's own cache."""
+        found = self._manager.block_pool.get_cached_block(block_hash, [group])
+        return found[0].block_id if found else None
+
+    def keep(self, blocks: Sequence[BlockId]) -> None:
+        """Make free blocks those that vLLM hands out last, as if a request had just used them."""
+        pool = self._manager.block_pool
+        used = [pool.blocks[block] for block in blocks]
+        pool.touch(used)
+        pool.free_blocks(used)
 
     def is_alone(self, request: Any) -> bool:
         """Whether the engine has no other request; a waiting one might join the same step."""
@@ -49,9 +66,16 @@ class PoolRoom:
         """Blocks that a prefill under way still needs."""
         if request.status.name not in PREFILLING:
             return 0
-        held = len(self._manager.get_blocks(request.request_id).blocks[0])
+        tables = self._manager.get_blocks(request.request_id).blocks
+        held = sum(not block.is_null for table in tables for block in table)
         return max(self._blocks(request) - held, 0)
 
     def _blocks(self, request: Any) -> int:
-        """Blocks that a request's tokens fill, counting a partly filled one."""
-        return -(-int(request.num_tokens) // self._block_size)
+        """Blocks that vLLM reserves for a request's tokens, counting partly filled ones: in a
+        windowed group no more than it ever holds at a time."""
+        blocks = 0
+        for group, manager in zip(self._groups.all, self._managers, strict=True):
+            filled = -(-int(request.num_tokens) // group.block_size)
+            most = manager.max_admission_blocks_per_request
+            blocks += filled if most is None else min(filled, most)
+        return blocks

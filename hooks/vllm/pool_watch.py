@@ -39,14 +39,14 @@ class PoolChanged(KvshmError):
     """vLLM's block pool lacks something that kvshm relies on; the message names it."""
 
 
-def block_tables(manager: Any) -> Mapping[str, Sequence[Any]]:
-    """Return the block tables by request, as vLLM's block manager keeps them: its ``get_blocks``
-    would cost seven calls.  Raises PoolChanged if this vLLM keeps them elsewhere."""
-    groups = getattr(getattr(manager, "coordinator", None), "single_type_managers", None)
-    tables = getattr(groups[0], TABLES, None) if groups else None
-    if not isinstance(tables, dict):
-        raise PoolChanged(f"the block manager of this vLLM has no {TABLES}")
-    return tables
+def block_tables(manager: Any, num_groups: int) -> list[Mapping[str, Sequence[Any]]]:
+    """Return the block tables of each group by request, as vLLM's block manager keeps them: its
+    ``get_blocks`` would cost seven calls.  Raises PoolChanged if this vLLM keeps them elsewhere."""
+    managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+    tables = [getattr(one, TABLES, None) for one in managers]
+    if len(tables) != num_groups or not all(isinstance(table, dict) for table in tables):
+        raise PoolChanged(f"the block manager of this vLLM has no {TABLES} for each group")
+    return tables  # type: ignore[return-value]  # all are dicts
 
 
 def watch_resets(pool: Any, listener: PoolListener) -> None:

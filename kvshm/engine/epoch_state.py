@@ -7,14 +7,16 @@ import secrets
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from msgspec.structs import replace
 
 from kvshm.fingerprint import fingerprint
-from kvshm.ids import BlockId, Epoch, Fingerprint
+from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, Fingerprint
 from kvshm.node.handout import Handouts, HandoutServer, serve_epoch
+from kvshm.node.peer import Peer
 from kvshm.node.peer_list import PeerList
 from kvshm.node.peers import Peers
 from kvshm.node.protocol import EngineInfo, RankInfo
@@ -64,6 +66,12 @@ class EpochState:
         alive = self.table.alive
         self.seen_alive = self.seen_alive or alive
         return self.seen_alive and not alive
+
+    @cached_property
+    def own_peer(self) -> Peer:
+        """The engine itself as an exporter of blocks that it copies within its own cache.  It takes
+        no leases: the re-check alone decides."""
+        return Peer(replace(self.info, lease_bit=NO_LEASE_BIT), self.table.as_peer(), row=-1)
 
     def end(self) -> None:
         """Retract everything for good: every slot EMPTY, every life word 0.  Never waits: an

@@ -13,30 +13,41 @@ from typing import NamedTuple
 from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor
 from kvshm.node.peer import PlannedRun
-from kvshm.shm.layout import RECORD_BYTES
+from kvshm.shm.layout import block_ids
+
+from .groups import Part
 
 NO_TICKET = -1
 
 
 class Plan(NamedTuple):
-    """A prefix that other engines seem to hold: a hint until its blocks are leased.
-
-    ``runs`` cover consecutive blocks of the request, from block index ``start`` on.  A plan stays
-    in the scheduler's process.
-    """
+    """A prefix that can be restored: a hint until its blocks are leased.  A plan stays in the
+    scheduler's process."""
 
     epoch: Epoch
     """The importer's own epoch; in another epoch the plan leases nothing."""
     start: int
+    """Hashes of the local hit, behind which the blocks are needed."""
+    length: int
+    """Hashes by which the prefix becomes longer."""
+    parts: tuple[Part, ...]
+    """The blocks to copy, by group."""
     runs: tuple[PlannedRun, ...]
+    """Who seems to hold these blocks, in their order."""
     made_at: float
     """Monotonic seconds; a plan older than PLAN_SECONDS leases nothing."""
     nbytes: int = 0
     """Bytes that each rank has to copy."""
 
+    def own_blocks(self) -> list[BlockId]:
+        """The blocks that are copied within the engine's own cache."""
+        own = (run for run in self.runs if run.peer.info.epoch == self.epoch)
+        return [block for run in own for block in block_ids(run.records)]
+
     @property
     def num_blocks(self) -> int:
-        return sum(len(run.records) for run in self.runs) // RECORD_BYTES
+        """How many blocks are copied."""
+        return sum(run.num_blocks for run in self.runs)
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,8 @@ class Load:
     pieces: tuple[Piece, ...]
     lost: tuple[BlockId, ...]
     """Targets whose source blocks could not be leased: load errors from the start."""
+    length: int = 0
+    """Hashes by which the prefix becomes longer if all targets but ``lost`` are filled."""
 
     @property
     def targets(self) -> tuple[BlockId, ...]:

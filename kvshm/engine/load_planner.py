@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kvshm.config import Auto, Config
 from kvshm.errors import KvshmError
-from kvshm.ids import NO_LEASE_BIT, BlockHash, BlockId, Epoch, LeaseBit
+from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit
 from kvshm.log import RateLimit, logger
 from kvshm.shm import counters as c
 from kvshm.shm.layout import RECORD_BYTES
@@ -22,6 +22,7 @@ from kvshm.syncpoints import SyncPoint, sync_point
 from .costs import Costs
 from .epoch_state import EpochState, HasEpoch
 from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan
+from .prefix_search import PrefixSearch
 
 log = logger(__name__)
 
@@ -43,6 +44,8 @@ class LoadResult(NamedTuple):
 
     num_blocks: int
     """Good blocks before the first bad one; later blocks are of no use."""
+    length: int
+    """Hashes by which they make the prefix longer."""
     failed: bool
     """Whether some block has to be computed."""
 
@@ -58,6 +61,8 @@ class LoadPlanner:
         self._cache = cache
         self._clock = clock
         self._log_limit = RateLimit(clock)
+        self.search = PrefixSearch()
+        """Finds prefixes; the caller tells it the engine's KV cache groups."""
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
         self.results: list[LoadResult] = []
@@ -82,11 +87,12 @@ class LoadPlanner:
         if (epoch := self._cache.epoch_state) is not None:
             epoch.peers.ranks_attached(epochs)
 
-    def probe(self, hashes: Sequence[BlockHash | bytes], start: int, stop: int) -> Plan | None:
-        """Find the longest run of blocks from ``start`` on, before ``stop``, that usable peers
-        seem to hold.  Only reads the own replica.  None if no peer has the first block, if the run
-        is shorter than ``min_prefix_tokens``, if this engine does not import, or if no load can
-        succeed: this engine leaves, or some of its ranks are no longer alive in its epoch."""
+    def probe(self, hashes: list[bytes], start: int, stop: int) -> Plan | None:
+        """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
+        hit of ``start`` hashes, as far as usable peers and the own cache seem to hold its blocks.
+        Changes nothing.  None if there is none, if it is shorter than ``min_prefix_tokens``, if
+        this engine does not import, or if no load can succeed: this engine leaves, or some of its
+        ranks are no longer alive in its epoch."""
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving or self._cache.role.no_imports:
             return None
@@ -94,26 +100,25 @@ class LoadPlanner:
         return None if plan is None or epoch.has_ended() else plan
 
     def _make_plan(
-        self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
+        self, epoch: EpochState, hashes: list[bytes], start: int, stop: int
     ) -> Plan | None:
         count = epoch.table.counters.add
         count(c.LOOKUPS, 1)
         stop = min(stop, start + self._config.max_import_blocks)
-        runs = epoch.peers.lookup(hashes, start, stop)
-        found = nbytes = 0
-        for peer, records in runs:
-            found += (blocks := len(records) // RECORD_BYTES)
-            nbytes += blocks * peer.block_bytes
-        if not found:
+        found = self.search.longest(epoch, hashes, start, stop)
+        if found is None:
             count(epoch.peers.why_missed(hashes, start), 1)
             return None
-        least = self._config.min_prefix_tokens
-        if least is not Auto.AUTO and found * epoch.table.block_size < least:
+        length, least = found.length - start, self._config.min_prefix_tokens
+        if least is not Auto.AUTO and length * epoch.table.block_size < least:
             count(c.MISS_TOO_SHORT, 1)
             return None
+        nbytes = sum(run.num_blocks * run.peer.block_bytes for run in found.runs)
+        now, own = self._clock(), epoch.table.epoch
+        plan = Plan(own, start, length, found.parts, found.runs, now, nbytes)
         count(c.LOOKUP_HITS, 1)
-        count(c.BLOCKS_MATCHED, found)
-        return Plan(epoch.table.epoch, start, tuple(runs), self._clock(), nbytes)
+        count(c.BLOCKS_MATCHED, plan.num_blocks)
+        return plan
 
     def worth(self, plan: Plan, waiting: float) -> bool:
         """Whether to import the plan's blocks rather than compute them: because
@@ -122,7 +127,7 @@ class LoadPlanner:
         epoch = self._cache.epoch_state
         if epoch is None or self._config.min_prefix_tokens is not Auto.AUTO:
             return True
-        tokens = plan.num_blocks * epoch.table.block_size
+        tokens = plan.length * epoch.table.block_size
         if self.costs.worth(tokens, plan.nbytes, waiting):
             return True
         tried = self.costs.try_anyway()
@@ -162,7 +167,8 @@ class LoadPlanner:
         sync_point(SyncPoint.LOAD_PLANNED)
         table.counters.add(c.LEASE_LOST, len(targets) - leased)
         table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
-        return Load(load_id, table.epoch, ticket, bit, pieces, tuple(targets[leased:]))
+        length = leased if self.search.groups.one_full else plan.length
+        return Load(load_id, table.epoch, ticket, bit, pieces, tuple(targets[leased:]), length)
 
     def _lease(
         self,
@@ -178,7 +184,8 @@ class LoadPlanner:
             try:
                 # Before the lease, since the ranks may open the epoch in between.
                 serving = peer.table.alive
-                leased, taken = peer.table.lease(bit, records)
+                own = peer.info.epoch == epoch.table.epoch
+                leased, taken = peer.table.lease(NO_LEASE_BIT if own else bit, records)
             except KvshmError as exc:
                 text = f"cannot lease from engine {peer.info.log_name}: {exc}"
                 if self._log_limit.allows(text):
@@ -207,7 +214,8 @@ class LoadPlanner:
 
     def end(self, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:
         """Account for a load that all ranks have reported.  Returns the targets that any rank
-        reports as bad: they must not be used.  Peers that failed are avoided from now on.
+        reports as bad, or all of them if a part of the load is of no use: they must not be used.
+        Peers that failed are avoided from now on.
 
         If the load's epoch has ended since the ranks' re-checks, all its targets are bad: blocks
         of the old weights must not be published in the next epoch.
@@ -216,10 +224,14 @@ class LoadPlanner:
         bad = {*load.lost, *(target for report in reports for target in report.bad)}
         if epoch is None or epoch.table.epoch != load.epoch:
             bad.update(targets)
-        failed = bool(bad) or not load.pieces
+        failed, one_full = bool(bad) or not load.pieces, self.search.groups.one_full
+        if failed and not one_full:
+            bad.update(targets)
         good = [target not in bad for target in targets]
         # A block is usable only if all blocks before it are.
-        self.results.append(LoadResult(sum(takewhile(bool, good)), failed))
+        usable = sum(takewhile(bool, good))
+        length = usable if one_full else load.length * (not failed)
+        self.results.append(LoadResult(usable, length, failed))
         if epoch is not None:
             epoch.table.counters.add(c.LOADS_FAILED if failed else c.LOADS_DONE)
             epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))
@@ -242,7 +254,7 @@ class LoadPlanner:
         expected = self.costs.load_seconds(load.nbytes)
         if seconds <= expected and not reasons <= _HINT_WAS_WRONG:
             return
-        tokens = len(load.targets) * epoch.table.block_size
+        tokens = load.length * epoch.table.block_size
         computing = self.costs.compute_seconds(tokens) or 0.0
         seen = ((c.ESTIMATED_US, expected), (c.MEASURED_US, seconds), (c.COMPUTING_US, computing))
         for counter, value in seen:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kvshm.errors import CorruptSegment, ProtocolError, StaleAttachment
 from kvshm.ids import NO_LEASE_BIT
-from kvshm.shm.layout import NUM_LEASE_BITS
+from kvshm.shm.layout import NUM_LEASE_BITS, RECORD_BYTES
 from kvshm.shm.slot_table import PeerSlotTable
 
 from .protocol import EngineInfo
@@ -45,6 +45,10 @@ class PlannedRun(NamedTuple):
     peer: Peer
     records: bytes
     """Packed block records, in the order of the prefix."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.records) // RECORD_BYTES
 
 
 def check_table(table: PeerSlotTable, info: EngineInfo) -> None:

@@ -39,7 +39,7 @@ from .layout import (
     table_bytes,
 )
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
-from .slot_table import SlotTableView
+from .slot_table import PeerSlotTable, SlotTableView
 from .table_header import FIXED, NAMES
 
 Clock = Callable[[], int]
@@ -93,6 +93,7 @@ class EngineSlotTable(SlotTableView):
 
     def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
         super().__init__(segment, header)
+        self._header = header
         self.counters = Counters(segment)
         self._clock = clock
         self._pulse: object = None
@@ -257,6 +258,10 @@ class OwnSlotTable(EngineSlotTable):
         if not -1 <= bit < NUM_LEASE_BITS:
             raise IndexError(f"there is no lease bit {bit}")
         self._store(NUM_RANKS_OFFSET, (bit + 1) << 32 | self.num_ranks)
+
+    def as_peer(self) -> PeerSlotTable:
+        """The same table as importers see it, on the same mapping: do not close it."""
+        return PeerSlotTable(self._segment, self._header)
 
     def take_ticket(self, ranks: int) -> int | None:
         """Begin a load that ``ranks`` ranks will finish; the last one releases its leases.

@@ -1,0 +1,83 @@
+"""Looks for the blocks of a prefix: in the other engines, and in the engine's own cache.
+
+The engine's own blocks count as well, behind its own hit: one group may have lost a block there
+that the others still have.  The engine allocates new blocks for all of them, so its own ones are
+copied like those of a peer.  Only published ones are, because the cache has a block from the moment
+that the block is scheduled, and the slot table only once the block is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvshm.ids import BlockId
+from kvshm.node.peer import PlannedRun
+from kvshm.shm.layout import HASH_BYTES, BlockRecord, SlotState, pack_records
+
+from .epoch_state import EpochState
+from .groups import Group, Groups, Part, Restorable
+
+ONE_FULL_GROUP = Groups([Group(0, 1)])
+
+
+class PrefixSearch:
+    """Finds what the groups of one engine can restore.  Scheduler's thread; nothing blocks."""
+
+    def __init__(self) -> None:
+        self.groups = ONE_FULL_GROUP
+        self.own_block: Callable[[bytes, int], BlockId | None] = lambda block_hash, group: None
+        """``(hash, group)``: the block of that key in the engine's own cache."""
+
+    def longest(
+        self, epoch: EpochState, hashes: list[bytes], start: int, stop: int
+    ) -> Restorable | None:
+        """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
+        hit of ``start`` hashes.  Changes nothing.  None if nobody has what it needs."""
+        if not self.groups.one_full:
+            find = _Finder(self, epoch, hashes)
+            return self.groups.longest(start, stop, len(hashes), find)
+        if not (runs := epoch.peers.lookup(hashes, start, stop)):
+            return None
+        found = sum(run.num_blocks for run in runs)
+        return Restorable(start + found, (Part(0, start, found),), tuple(runs))
+
+
+class _Finder:
+    """Finds runs of blocks of one prompt."""
+
+    def __init__(self, search: PrefixSearch, epoch: EpochState, hashes: Sequence[bytes]) -> None:
+        self._search = search
+        self._epoch = epoch
+        self._hashes = hashes
+
+    def __call__(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
+        lookup, runs = self._epoch.peers.lookup, []
+        while first < stop:
+            found = lookup(self._hashes, first, stop, group=group.number, scale=group.scale)
+            found = found or self._own(group, first, stop)
+            if not found:
+                break
+            runs += found
+            first += sum(run.num_blocks for run in found)
+        return runs
+
+    def _own(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
+        """The longest run of published blocks in the engine's own cache."""
+        records = []
+        for index in range(first, stop):
+            record = self._own_record(group, index)
+            if record is None:
+                break
+            records.append(record)
+        return [PlannedRun(self._epoch.own_peer, pack_records(records))] if records else []
+
+    def _own_record(self, group: Group, index: int) -> BlockRecord | None:
+        block_hash = self._hashes[(index + 1) * group.scale - 1]
+        block = self._search.own_block(block_hash, group.number)
+        if block is None:
+            return None
+        slot = self._epoch.table.slot(block)
+        key = block_hash.ljust(HASH_BYTES, b"\0"), group.number
+        if slot.state is not SlotState.READY or (slot.block_hash, slot.group) != key:
+            return None
+        return BlockRecord(slot.block_hash, block, slot.generation, index, group=group.number)
