@@ -21,6 +21,10 @@ from .ids import BlockId
 _Region: TypeAlias = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
 
+Run: TypeAlias = tuple[list[bytes], int, bytes] | tuple[list[bytes], int, bytes, int]
+"""Chain, index of the first block, packed pairs of block and version, and how many hashes the chain
+has for each block (1 if that is left out)."""
+
 NUM_SYNC_POINTS: int
 """The core's sync points have the numbers below this."""
 
@@ -66,14 +70,14 @@ def marks_publish(
     table: Buffer,
     marks: Buffer,
     pool: Sequence[Any],
-    runs: list[tuple[list[bytes], int, bytes]],
+    runs: list[Run],
     published_ms: int,
     counter: int,
     /,
-) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
-    """Publish the blocks in ``runs`` (chain, index of the first block, packed pairs) that are
-    unchanged and whose ``pool[block].block_hash`` is the chain's at their index.  Returns the
-    records published, and the runs with a block that is in use (``ref_cnt``) and has no hash yet,
+) -> tuple[bytes, list[Run]]:
+    """Publish the blocks in ``runs`` that are unchanged and whose ``pool[block].block_hash`` is the
+    last of the chain's hashes for their index, with a group of at most 65535 behind it (4 bytes,
+    big endian), which becomes the record's.  Returns the records published, and the runs with a block that is in use (``ref_cnt``) and has no hash yet,
     or with a block whose slot is not EMPTY.  Adds the number of published blocks to the word at
     offset ``counter`` of the table."""
 
@@ -109,10 +113,18 @@ def index_stale(before: Buffer, scanned: Buffer, /) -> bytes: ...
 def index_drop_row(index: Buffer, row: int, /) -> int: ...
 def index_copy(index: Buffer, larger: Buffer, /) -> int: ...
 def index_lookup(
-    index: Buffer, hashes: list[bytes], start: int, stop: int, rows: int, /
+    index: Buffer,
+    hashes: list[bytes],
+    start: int,
+    stop: int,
+    rows: int,
+    group: int = 0,
+    scale: int = 1,
+    /,
 ) -> list[tuple[int, bytes]]:
-    """The longest prefix of ``hashes[start:stop]`` (1 to 32 bytes each) that rows in the mask
-    ``rows`` hold, cut where the owner changes: row and records of each part."""
+    """The longest prefix of the blocks from ``start`` to ``stop`` of a group that rows in the mask
+    ``rows`` hold, cut where the owner changes: row and records of each part.  Block i has the hash
+    ``hashes[(i + 1) * scale - 1]`` (1 to 32 bytes)."""
 
 # -- copies
 

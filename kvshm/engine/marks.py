@@ -16,9 +16,10 @@ from typing import Any, TypeAlias, cast
 from kvshm import _native
 from kvshm.ids import BlockId
 
-Run: TypeAlias = tuple[list[bytes], int, bytes]
+Run: TypeAlias = tuple[list[bytes], int, bytes] | tuple[list[bytes], int, bytes, int]
 """Consecutive blocks of a chain: the chain's hashes, the index of the first block, and the
-blocks, packed with their versions."""
+blocks, packed with their versions.  The chain has one hash for each block, or as many as the
+fourth element says; then a block's own is its last."""
 
 SOUND = 1
 """Flag.  The other flag, 2, is the native module's: the block is published."""
@@ -78,4 +79,4 @@ objects, each with the first block that is written and the token before which it
 
 def blocks_of(runs: Iterable[Run]) -> list[BlockId]:
     """Return the blocks that the runs name."""
-    return [BlockId(block) for _, _, packed in runs for block, _ in _PAIR.iter_unpack(packed)]
+    return [BlockId(block) for run in runs for block, _ in _PAIR.iter_unpack(run[2])]

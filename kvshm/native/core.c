@@ -49,7 +49,7 @@
  *     kvshm_force            load acquire         start of the CAS in vacate
  *     kvshm_reset            load acquire         start of the CAS in vacate
  *   importer.c
- *     same_hash              load relaxed         between the acquire before and the CAS after it
+ *     same_key               load relaxed         between the acquire before and the CAS after it
  *     alive                  load acquire         who finds a table alive finds its memory as it
  *                                                 was when that was said
  *     has_died               load relaxed         for a lease a hint; in the re-check behind its

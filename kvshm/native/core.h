@@ -23,7 +23,8 @@ enum kvshm_status {
 
 typedef struct {
     uint8_t hash[KVSHM_HASH_BYTES];
-    uint32_t block_id, generation, depth, kind;
+    uint32_t block_id, generation, depth;
+    uint16_t kind, group;
 } kvshm_record;
 
 typedef struct {
@@ -45,7 +46,7 @@ int64_t kvshm_publish(kvshm_segment table, kvshm_record *records, const uint64_t
                       size_t count, uint32_t published_ms);
 
 /* READY -> EMPTY at generation + 1 if there is no lease, else -> DRAINING.  `out` gets a RETRACT
- * record (hash and OLD generation) for each slot that was READY.  `draining` gets the blocks that
+ * record (hash, group and OLD generation) for each slot that was READY.  `draining` gets the blocks that
  * the caller must wait for: those that are DRAINING after the call, if they have leases.
  * *num_draining gets their number.  Returns the number of records in `out`.
  * retract, drain, force and reset end with a seq_cst fence: a block that is EMPTY after the call
@@ -68,7 +69,7 @@ int64_t kvshm_reset(kvshm_segment table);
 
 /* -- slots: importer's side ---------------------------------------------------------- */
 
-/* Lease the longest possible prefix of `records` (hash and generation must match, READY) for
+/* Lease the longest possible prefix of `records` (hash, group and generation must match, READY) for
  * lease bit `bit` (-1: check only; the table may then be mapped read-only).  taken[i] = 1 if
  * the bit was set by this call, 0 if it was set already (another load of this engine holds
  * the lease) or bit is -1.  Nothing is leased if the table is retired, its epoch is not `epoch`, a
@@ -118,7 +119,8 @@ typedef struct {
     uint64_t added, removed, ignored, full;
 } kvshm_applied;
 
-/* An entry's tag is the first 8 bytes of its hash.  Each call keeps the index's count and the
+/* An entry's tag mixes the first 8 bytes of its hash with its group; in group 0 it is these bytes.
+ * Each call keeps the index's count and the
  * entries that each row counts up to date.  An index may have one writing thread, no more. */
 
 /* Apply an ordered batch of one engine's events.  `tombstones` holds 16 bytes per block of that
@@ -134,7 +136,7 @@ int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tom
                           kvshm_applied *applied);
 
 /* A RETRACT record for every block that is published according to `tombstones` but missing in
- * `scanned`.  Returns the number of records; `out` gets them unless it is NULL.  `seen`: one zeroed
+ * `scanned`; instead of hash and group it has the tag, as a hash of group 0.  Returns the number of records; `out` gets them unless it is NULL.  `seen`: one zeroed
  * byte per block, for the call's own use.  Blocks beyond the tombstones are skipped:
  * kvshm_index_apply refuses them. */
 size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
@@ -149,7 +151,7 @@ int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
  * they do not fit or `to` is not empty. */
 int64_t kvshm_index_copy(kvshm_segment from, kvshm_segment to);
 
-/* Find the longest prefix of the hashes in `records` for which rows in `rows` (bit mask) have
+/* Find the longest prefix of `records`, by their hashes and groups, for which rows in `rows` (bit mask) have
  * entries.  records[i] gets block_id, generation and depth, owners[i] the row; the prefix has as
  * few owners as possible.  Takes no lock against the writer: a torn read is a miss, or a wrong
  * hint, which the lease refuses.  Returns the prefix's length; later records are not valid. */

@@ -28,11 +28,14 @@ static inline int open_index(kvshm_segment segment, index_view *index)
     return KVSHM_OK;
 }
 
-static inline uint64_t tag_of(const uint8_t *hash)
+/* Odd, so that the tags of one hash differ in all groups. */
+#define GROUP_FACTOR 0x9e3779b97f4a7c15ULL
+
+static inline uint64_t tag_of(const kvshm_record *record)
 {
     uint64_t tag;
-    memcpy(&tag, hash, 8);
-    return tag;
+    memcpy(&tag, record->hash, 8);
+    return tag ^ record->group * GROUP_FACTOR;
 }
 
 /* Where the chain of a tag begins.  murmur3's finalizer mixes the tag, because hashes need not be

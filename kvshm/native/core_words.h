@@ -99,7 +99,7 @@ static inline uint8_t *slot_of(const table_view *table, uint32_t block_id)
 /* While one block's slot is changed, the slot of the block this far ahead is fetched. */
 enum { SLOTS_AHEAD = 12 };
 
-/* Read a slot's hash and depth.  They may change meanwhile, so each word is read atomically. */
+/* Read a slot's hash, depth and group.  They may change meanwhile, so each word is read atomically. */
 static inline void read_fields(const uint8_t *slot, kvshm_record *record)
 {
     for (int i = 0; i < KVSHM_HASH_BYTES; i += 8) {
@@ -107,6 +107,7 @@ static inline void read_fields(const uint8_t *slot, kvshm_record *record)
         memcpy(record->hash + i, &part, 8);
     }
     record->depth = get_half(slot + KVSHM_SLOT_DEPTH_OFFSET);
+    record->group = (uint16_t)get_half(slot + KVSHM_SLOT_GROUP_OFFSET);
 }
 
 #endif

@@ -16,6 +16,7 @@ static bool publish_slot(uint8_t *slot, kvshm_record *record, uint64_t parent,
     put(slot + KVSHM_SLOT_PARENT_OFFSET, parent);
     enum { PUBLISHED_SHIFT = 8 * (KVSHM_SLOT_PUBLISHED_OFFSET - KVSHM_SLOT_DEPTH_OFFSET) };
     put(slot + KVSHM_SLOT_DEPTH_OFFSET, (uint64_t)published_ms << PUBLISHED_SHIFT | record->depth);
+    put(slot + KVSHM_SLOT_GROUP_OFFSET, record->group); /* and zeros behind it */
     record->generation = generation_of(word);
     sync_point(KVSHM_SYNC_PUBLISH_FILLED);
     /* SYNC POINT: from here on importers may lease the block.  A failed CAS is not repeated: apart

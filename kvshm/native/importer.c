@@ -2,9 +2,10 @@
 
 #include "core_words.h"
 
-static bool same_hash(const uint8_t *slot, const kvshm_record *record)
+/* Whether the slot has the record's hash and group. */
+static bool same_key(const uint8_t *slot, const kvshm_record *record)
 {
-    uint64_t difference = 0;
+    uint64_t difference = get_half(slot + KVSHM_SLOT_GROUP_OFFSET) ^ record->group;
     for (int i = 0; i < KVSHM_HASH_BYTES; i += 8) {
         uint64_t wanted;
         memcpy(&wanted, record->hash + i, 8);
@@ -30,15 +31,15 @@ static bool alive(const table_view *table, uint64_t epoch)
     return good;
 }
 
-/* Set the bit of `mask` in the slot's word if the slot is READY with the record's generation and
- * hash.  Returns -1 if the slot is not so, else whether the bit is new.  If `mask` is 0, the
+/* Set the bit of `mask` in the slot's word if the slot is READY with the record's generation,
+ * hash and group.  Returns -1 if the slot is not so, else whether the bit is new.  If `mask` is 0, the
  * function only checks the slot. */
 static int lease_slot(uint8_t *slot, const kvshm_record *record, uint64_t mask)
 {
     uint64_t word = get_acquire(slot); /* acquire: the hash is read after the word */
     for (;;) {
         if (state_of(word) != KVSHM_READY || generation_of(word) != record->generation ||
-            !same_hash(slot, record))
+            !same_key(slot, record))
             return -1;
         sync_point(KVSHM_SYNC_LEASE_LOADED);
         if (!mask)

@@ -19,7 +19,7 @@ static size_t how_many_to_fetch(size_t found, size_t left)
 
 static const uint8_t *home_address(const index_view *index, const kvshm_record *record)
 {
-    return index->entries + home_of(index, tag_of(record->hash)) * KVSHM_ENTRY_BYTES;
+    return index->entries + home_of(index, tag_of(record)) * KVSHM_ENTRY_BYTES;
 }
 
 static void fill(kvshm_record *record, entry e)
@@ -27,15 +27,15 @@ static void fill(kvshm_record *record, entry e)
     record->block_id = block_of(e);
     record->generation = (uint32_t)(e.place >> 32);
     record->depth = (uint32_t)(e.owner >> 32);
-    record->kind = row_of(e); /* until the owner is chosen */
+    record->kind = (uint16_t)row_of(e); /* until the owner is chosen; a row is below NUM_ROWS */
 }
 
-/* Find the rows of `rows` that hold the record's hash; fill the record from the first entry found.
+/* Find the rows of `rows` that hold the record's hash in its group; fill the record from the first entry found.
  * The search ends once all rows of `enough` are found, which saves a cache miss. */
 static uint64_t holders_of(const index_view *index, kvshm_record *record, uint64_t rows,
                            uint64_t enough)
 {
-    uint64_t found = 0, tag = tag_of(record->hash), position = home_of(index, tag);
+    uint64_t found = 0, tag = tag_of(record), position = home_of(index, tag);
     for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
         entry e = entry_at(index, position);
         if (is_free(e))

@@ -135,6 +135,18 @@ static PyObject *native_index_copy(PyObject *module, PyObject *args)
  * head of about DIGEST_AT bytes. */
 enum { AHEAD = 16, DIGEST_AT = 32 };
 
+/* The hashes of blocks, in a list that has `scale` hashes for each block: a block's own is its last. */
+typedef struct {
+    PyObject *hashes;
+    Py_ssize_t scale;
+    uint16_t group;
+} chain;
+
+static PyObject *hash_of(const chain *of, Py_ssize_t block)
+{
+    return PyList_GetItem(of->hashes, (block + 1) * of->scale - 1);
+}
+
 static bool copy_digest(PyObject *item, uint8_t *to)
 {
     char *digest;
@@ -154,25 +166,26 @@ static bool copy_digest(PyObject *item, uint8_t *to)
     return true;
 }
 
-static void fetch(PyObject *hashes, Py_ssize_t index)
+static void fetch(const chain *of, Py_ssize_t block)
 {
-    const char *item = (const char *)PyList_GetItem(hashes, index);
+    const char *item = (const char *)hash_of(of, block);
     __builtin_prefetch(item);
     __builtin_prefetch(item + DIGEST_AT + KVSHM_HASH_BYTES - 1);
 }
 
-/* Copy `count` hashes of a list from `start` on, each padded with zeros; the list has them all.
- * False with an exception.  Runs no Python code, so that nothing changes the list meanwhile. */
-static bool copy_hashes(PyObject *hashes, Py_ssize_t start, size_t count, kvshm_record *records)
+/* Copy group and hash of `count` blocks from `start` on, each padded with zeros; the list has them
+ * all.  False with an exception.  Runs no Python code, so that nothing changes the list meanwhile. */
+static bool copy_keys(const chain *of, Py_ssize_t start, size_t count, kvshm_record *records)
 {
     Py_ssize_t stop = start + (Py_ssize_t)count;
     for (Py_ssize_t i = start; i < stop && i < start + AHEAD; i++)
-        fetch(hashes, i);
+        fetch(of, i);
     for (Py_ssize_t i = start; i < stop; i++, records++) {
         if (stop - i > AHEAD)
-            fetch(hashes, i + AHEAD);
-        if (!copy_digest(PyList_GetItem(hashes, i), records->hash))
+            fetch(of, i + AHEAD);
+        if (!copy_digest(hash_of(of, i), records->hash))
             return false;
+        records->group = of->group;
     }
     return true;
 }
@@ -198,13 +211,13 @@ static PyObject *list_of_runs(PyObject *packed, size_t count, const uint8_t *own
     return runs;
 }
 
-static PyObject *lookup_all(PyObject *module, const Py_buffer *index, PyObject *hashes,
+static PyObject *lookup_all(PyObject *module, const Py_buffer *index, const chain *of,
                             Py_ssize_t start, size_t count, uint64_t rows)
 {
     ARRAY(owners, uint8_t);
     kvshm_record *records;
     PyObject *packed = kvshm_new_records(count, &records), *runs = NULL;
-    if (packed && kvshm_make_room(&owners, count) && copy_hashes(hashes, start, count, records)) {
+    if (packed && kvshm_make_room(&owners, count) && copy_keys(of, start, count, records)) {
         int64_t length;
         WITHOUT_GIL(count / LOOKUPS_PER_RECORD,
                     length = kvshm_index_lookup(segment_of(index), records, count, rows,
@@ -219,25 +232,29 @@ static PyObject *lookup_all(PyObject *module, const Py_buffer *index, PyObject *
 static PyObject *native_index_lookup(PyObject *module, PyObject *args)
 {
     BUFFER(index);
-    PyObject *hashes;
-    Py_ssize_t start, stop;
+    chain of = {.scale = 1};
+    Py_ssize_t start, stop, group = 0;
     unsigned long long rows;
-    if (!PyArg_ParseTuple(args, "y*O!nnK:index_lookup", &index, &PyList_Type, &hashes, &start,
-                          &stop, &rows))
+    if (!PyArg_ParseTuple(args, "y*O!nnK|nn:index_lookup", &index, &PyList_Type, &of.hashes, &start,
+                          &stop, &rows, &group, &of.scale))
         return NULL;
-    Py_ssize_t available = PyList_Size(hashes);
+    if (group < 0 || group > UINT16_MAX || of.scale < 1)
+        return PyErr_Format(PyExc_ValueError, "group %zd, or %zd hashes for each block", group,
+                            of.scale);
+    of.group = (uint16_t)group;
+    Py_ssize_t available = PyList_Size(of.hashes) / of.scale;
     if (stop > available)
         stop = available;
     size_t count = start < 0 || stop < start ? 0 : (size_t)(stop - start);
     /* Most lookups find nobody for the first hash.  Then the other hashes are not read. */
     kvshm_record first;
     uint8_t owner;
-    if (count && !copy_hashes(hashes, start, 1, &first))
+    if (count && !copy_keys(&of, start, 1, &first))
         return NULL;
     int64_t length = kvshm_index_lookup(segment_of(&index), &first, count > 0, rows, &owner);
     if (length < 0)
         return kvshm_raise(module, &index, length);
-    return length ? lookup_all(module, &index, hashes, start, count, rows) : PyList_New(0);
+    return length ? lookup_all(module, &index, &of, start, count, rows) : PyList_New(0);
 }
 
 /* -- copies ---------------------------------------------------------------------------------- */

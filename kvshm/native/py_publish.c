@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-enum { GROUP_ID_BYTES = 4 };
+enum { GROUP_ID_BYTES = sizeof(uint32_t) };
 
 typedef struct {
     kvshm_places *places;
@@ -19,13 +19,22 @@ typedef struct {
     size_t count;
 } batch;
 
-/* vLLM's hash of the chain at `index`, as a borrowed reference; NULL if there is none. */
-static const char *chain_hash(PyObject *chain, Py_ssize_t index, Py_ssize_t *length)
+typedef struct {
+    PyObject *chain;
+    Py_ssize_t scale; /* hashes of the chain for each block, whose own is its last */
+    uint32_t number;
+} run_view;
+
+/* vLLM's hash of the block at `index`, as a borrowed reference; NULL if there is none. */
+static const char *chain_hash(const run_view *run, Py_ssize_t index, Py_ssize_t *length)
 {
     char *bytes = NULL;
-    if (index < 0 || index >= PyList_Size(chain))
+    size_t end;
+    if (index < 0 || __builtin_mul_overflow((size_t)index + 1, (size_t)run->scale, &end) ||
+        end > (size_t)PyList_Size(run->chain))
         return NULL;
-    if (PyBytes_AsStringAndSize(PyList_GetItem(chain, index), &bytes, length) < 0)
+    PyObject *hash = PyList_GetItem(run->chain, (Py_ssize_t)end - 1);
+    if (PyBytes_AsStringAndSize(hash, &bytes, length) < 0)
         return NULL;
     if (*length > 0 && *length <= KVSHM_HASH_BYTES)
         return bytes;
@@ -34,17 +43,17 @@ static const char *chain_hash(PyObject *chain, Py_ssize_t index, Py_ssize_t *len
 }
 
 /* Set the parent of the next record, which is usually the previous record. */
-static bool set_parent(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run)
+static bool set_parent(batch *b, const run_view *run, Py_ssize_t index)
 {
     uint64_t *parent = &b->parents[b->count];
     const kvshm_record *before = b->count ? &b->records[b->count - 1] : NULL;
     *parent = 0;
-    if (before && b->runs[b->count - 1] == run && before->depth + 1 == (uint64_t)index) {
+    if (before && b->runs[b->count - 1] == run->number && before->depth + 1 == (uint64_t)index) {
         memcpy(parent, before->hash, sizeof *parent);
         return true;
     }
     Py_ssize_t length = 0;
-    const char *hash = chain_hash(chain, index - 1, &length);
+    const char *hash = chain_hash(run, index - 1, &length);
     if (hash)
         memcpy(parent, hash, (size_t)(length < 8 ? length : 8));
     return hash || !PyErr_Occurred();
@@ -57,35 +66,46 @@ static bool hashes_equal(const char *one, const char *other, size_t length)
                                       : memcmp(one, other, length) == 0;
 }
 
-/* Add the record of a block with a hash, if the chain has the same hash at `index`.  False with an
- * exception. */
-static bool add_record(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, uint32_t block,
-                       PyObject *hash)
+/* The group behind the hash in vLLM's key: big endian. */
+static uint32_t group_of(const char *key, Py_ssize_t hash_length)
+{
+    uint32_t group;
+    memcpy(&group, key + hash_length, sizeof group);
+    return __builtin_bswap32(group);
+}
+
+/* Add the record of a block with a key, if the chain has the key's hash at `index`, and a record has
+ * room for its group.  False with an exception. */
+static bool add_record(batch *b, const run_view *run, Py_ssize_t index, uint32_t block,
+                       PyObject *key)
 {
     char *given;
     Py_ssize_t given_length, length = 0;
-    if (PyBytes_AsStringAndSize(hash, &given, &given_length) < 0)
+    if (PyBytes_AsStringAndSize(key, &given, &given_length) < 0)
         return false;
-    const char *expected = chain_hash(chain, index, &length);
+    const char *expected = chain_hash(run, index, &length);
     if (!expected)
         return !PyErr_Occurred();
     if (given_length != length + GROUP_ID_BYTES || !hashes_equal(given, expected, (size_t)length))
         return true;
+    uint32_t group = group_of(given, length);
+    if (group > UINT16_MAX)
+        return true;
     kvshm_record *record = &b->records[b->count];
-    *record = (kvshm_record){{0}, block, 0, (uint32_t)index, 0};
+    *record = (kvshm_record){{0}, block, 0, (uint32_t)index, 0, (uint16_t)group};
     if (length == KVSHM_HASH_BYTES)
         memcpy(record->hash, expected, KVSHM_HASH_BYTES);
     else
         memcpy(record->hash, expected, (size_t)length);
-    if (!set_parent(b, chain, index, run))
+    if (!set_parent(b, run, index))
         return false;
-    b->runs[b->count++] = run;
+    b->runs[b->count++] = run->number;
     return true;
 }
 
 /* Handle one block of a run.  A block without a hash waits while a request uses it, because it may
  * still get a hash. */
-static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, pair one)
+static bool look_at(batch *b, const run_view *run, Py_ssize_t index, pair one)
 {
     if (one.block >= b->marks->count)
         return PyErr_Format(PyExc_IndexError, "block %u has no mark", one.block) != NULL;
@@ -98,25 +118,28 @@ static bool look_at(batch *b, PyObject *chain, Py_ssize_t index, uint32_t run, p
     if (hash == Py_None) {
         long long users = number_of(kvshm_get(b->places, block, KVSHM_REF_CNT));
         done = !PyErr_Occurred();
-        b->waiting[run] |= users > 0;
+        b->waiting[run->number] |= users > 0;
     } else if (hash)
-        done = add_record(b, chain, index, run, one.block, hash);
+        done = add_record(b, run, index, one.block, hash);
     Py_XDECREF(hash);
     Py_XDECREF(block);
     return done;
 }
 
-static bool collect_run(batch *b, PyObject *runs, uint32_t run)
+static bool collect_run(batch *b, PyObject *runs, uint32_t number)
 {
-    PyObject *chain;
+    run_view run = {.scale = 1, .number = number};
     const char *packed;
     Py_ssize_t first, bytes;
-    if (!PyArg_ParseTuple(PyList_GetItem(runs, run), "Ony#:run", &chain, &first, &packed, &bytes))
+    if (!PyArg_ParseTuple(PyList_GetItem(runs, number), "Ony#|n:run", &run.chain, &first, &packed,
+                          &bytes, &run.scale))
         return false;
+    if (run.scale < 1)
+        return PyErr_Format(PyExc_ValueError, "%zd hashes for each block", run.scale) != NULL;
     for (Py_ssize_t i = 0; i < bytes / (Py_ssize_t)sizeof(pair); i++) {
         pair one;
         memcpy(&one, packed + (size_t)i * sizeof one, sizeof one);
-        if (!look_at(b, chain, first + i, run, one))
+        if (!look_at(b, &run, first + i, one))
             return false;
     }
     return true;

@@ -129,7 +129,7 @@ static int apply_record(const index_view *index, tombstone *known, uint32_t row,
             return removed;
         applied->removed += (uint64_t)removed;
     }
-    tombstone heard = {tag_of(record->hash), record->kind, record->generation};
+    tombstone heard = {tag_of(record), record->kind, record->generation};
     if (record->kind == KVSHM_PUBLISH) {
         int status = insert(index, (entry){heard.tag,
                                            (uint64_t)record->generation << 32 | record->block_id,
@@ -183,8 +183,8 @@ size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
         if (known.state != PUBLISHED || seen[block])
             continue;
         if (out) {
-            kvshm_record gone = {{0}, (uint32_t)block, known.generation, 0, KVSHM_RETRACT};
-            memcpy(gone.hash, &known.tag, sizeof known.tag);
+            kvshm_record gone = {{0}, (uint32_t)block, known.generation, 0, KVSHM_RETRACT, 0};
+            memcpy(gone.hash, &known.tag, sizeof known.tag); /* in group 0 its own tag */
             out[stale] = gone;
         }
         stale++;

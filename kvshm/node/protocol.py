@@ -23,7 +23,7 @@ from kvshm.interfaces import MemoryDescriptor
 from kvshm.log import engine_name
 from kvshm.shm.layout import ENGINE_NAME_BYTES, MAX_RANKS
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 FINGERPRINT_BYTES = 32
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_EVENTS_BYTES = 1 << 20

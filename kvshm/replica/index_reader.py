@@ -75,20 +75,30 @@ class ReplicaReader:
         return _native.load(self._segment.buffer, COUNT_OFFSET)
 
     def lookup(
-        self, hashes: Sequence[bytes], start: int, stop: int, rows_mask: int | None = None
+        self,
+        hashes: Sequence[bytes],
+        start: int,
+        stop: int,
+        rows_mask: int | None = None,
+        *,
+        group: int = 0,
+        scale: int = 1,
     ) -> list[tuple[int, bytes]]:
-        """Return the longest prefix of ``hashes[start:stop]`` that the rows in the mask hold, with
-        as few owners as possible.  Each part has the owner's row and packed block records in the
-        order of the prefix.  An empty list if the first block is missing.
+        """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group that
+        the rows in the mask hold, with as few owners as possible.  Each part has the owner's row
+        and packed block records in the order of the prefix.  An empty list if the first block is
+        missing.
 
+        ``scale``: ``hashes`` has so many hashes for each block, the last of which is the block's.
         ``rows_mask`` None means all live rows.  Any process; does not mutate.
         """
         buffer = self._segment.buffer
         if rows_mask is None:
             rows_mask = sum(1 << row.row for row in rows(buffer) if row.state is RowState.LIVE)
         if not isinstance(hashes, list):
-            hashes, start, stop = list(hashes[start:stop]), 0, stop - start
-        return _native.index_lookup(buffer, hashes, start, stop, rows_mask)
+            part = list(hashes[start * scale : stop * scale])
+            hashes, start, stop = part, 0, stop - start
+        return _native.index_lookup(buffer, hashes, start, stop, rows_mask, group, scale)
 
     def rows(self) -> list[Row]:
         """Return the engines that the replica knows."""

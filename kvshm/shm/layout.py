@@ -49,7 +49,7 @@ Slot::
     40  | parent_tag u64: first 8 bytes of the hash of the block before       |
     48  | depth u32: blocks before this one in its chain                      |
     52  | published_ms u32: since created_ns, saturating                      |
-    56  | reserved u64                                                        |
+    56  | group u32                        | u32                              |
 
 Replica index: one per engine, written by that engine's scheduler process only
 ===============================================================================
@@ -78,7 +78,7 @@ Block record: how blocks are named in events, plans and batches (48 bytes)
 ::
 
     0   | block_hash 32 bytes                                                 |
-    32  | block_id u32 | generation u32 | depth u32 | kind u32                |
+    32  | block_id u32 | generation u32 | depth u32 | kind u16 | group u16    |
 
 Tombstone: private memory of the replica's writer, 16 bytes per block of each engine::
 
@@ -95,7 +95,7 @@ from typing import NamedTuple, cast
 
 from kvshm.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0
@@ -140,6 +140,7 @@ SLOT_HASH_OFFSET = 8
 SLOT_PARENT_OFFSET = SLOT_HASH_OFFSET + HASH_BYTES
 SLOT_DEPTH_OFFSET = SLOT_PARENT_OFFSET + 8
 SLOT_PUBLISHED_OFFSET = SLOT_DEPTH_OFFSET + 4
+SLOT_GROUP_OFFSET = SLOT_PUBLISHED_OFFSET + 4
 
 NUM_LEASE_BITS = 28
 LEASE_MASK = (1 << NUM_LEASE_BITS) - 1
@@ -161,7 +162,7 @@ ENTRY_BYTES = 24
 TOMBSTONE_BYTES = 16
 
 RECORD_BYTES = 48
-_RECORD = struct.Struct(f"<{HASH_BYTES}sIIII")
+_RECORD = struct.Struct(f"<{HASH_BYTES}sIIIHH")
 assert _RECORD.size == RECORD_BYTES
 
 
@@ -197,6 +198,8 @@ class BlockRecord(NamedTuple):
     generation: Generation
     depth: int
     kind: RecordKind = RecordKind.PUBLISH
+    group: int = 0
+    """Index of the block's KV cache group, at most 65535."""
 
 
 def pack_records(records: Iterable[BlockRecord]) -> bytes:
@@ -209,8 +212,8 @@ def unpack_records(packed: bytes | memoryview) -> Iterator[BlockRecord]:
     of RECORD_BYTES or a kind is unknown."""
     if len(packed) % RECORD_BYTES:
         raise ValueError(f"{len(packed)} bytes are not a multiple of {RECORD_BYTES}")
-    for block_hash, block_id, generation, depth, kind in _RECORD.iter_unpack(packed):
-        yield BlockRecord(block_hash, block_id, generation, depth, RecordKind(kind))
+    for block_hash, block_id, generation, depth, kind, group in _RECORD.iter_unpack(packed):
+        yield BlockRecord(block_hash, block_id, generation, depth, RecordKind(kind), group)
 
 
 def block_ids(packed: bytes) -> list[BlockId]:

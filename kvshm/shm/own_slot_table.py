@@ -191,10 +191,10 @@ class OwnSlotTable(EngineSlotTable):
         return _native.publish(self._segment.buffer, records, parents, self._age_ms())
 
     def publish_marked(
-        self, marks: bytearray, pool: Sequence[Any], runs: list[tuple[list[bytes], int, bytes]]
-    ) -> tuple[bytes, list[tuple[list[bytes], int, bytes]]]:
+        self, marks: bytearray, pool: Sequence[Any], runs: list[_native.Run]
+    ) -> tuple[bytes, list[_native.Run]]:
         """Publish the blocks of ``runs`` (``engine.marks.Run``), each if ``pool`` gives the block
-        the hash that its run's chain has for it.  Adds the number of published blocks to the
+        the hash that its run's chain has for it, in the group that ``pool`` gives.  Adds the number of published blocks to the
         counter PUBLISHED.  Returns the event to send, and the runs with blocks that have no hash
         yet or a slot that is still draining."""
         buffer = self._segment.buffer

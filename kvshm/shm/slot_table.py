@@ -3,7 +3,7 @@
 Each role has a type with the operations that the role may use: importers lease, re-check and
 release, the coordinator sweeps, tools only read.  The types of the engine itself are in
 kvshm/shm/own_slot_table.py.  Methods take and return blocks as packed records: hash, id,
-generation, depth and kind of each (kvshm/shm/layout.py).  docs/protocol.md draws the protocol,
+generation, depth, kind and group of each (kvshm/shm/layout.py).  docs/protocol.md draws the protocol,
 core.c describes its memory order; this module checks arguments and keeps no state of the table.
 """
 
@@ -40,7 +40,7 @@ LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
 _SCAN_BATCH = 4096
 _STABLE_READS = 8
 """How often one slot is read until two reads in a row agree."""
-_SLOT = struct.Struct("<Q32sQII8x")
+_SLOT = struct.Struct("<Q32sQIII4x")
 assert _SLOT.size == SLOT_BYTES
 
 
@@ -56,6 +56,8 @@ class Slot(NamedTuple):
     parent_tag: int
     depth: int
     published_ms: int
+    group: int = 0
+    """Index of the block's KV cache group."""
 
 
 def _state_of(word: int) -> int:

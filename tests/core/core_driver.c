@@ -81,6 +81,7 @@ static void *run_exporter(void *argument)
         write_block(r, block, word >> 32);
         kvshm_record record = {.block_id = block};
         memset(record.hash, (int)(word >> 32 & 0xff), sizeof record.hash);
+        record.group = word >> 32 & 1;
         REQUIRE(kvshm_publish(r->table, &record, &parent, 1, 0) == 1);
         REQUIRE(record.generation == word >> 32);
     }
@@ -91,6 +92,10 @@ static void load_block(importer *self, kvshm_record *record)
 {
     race *r = self->race;
     uint8_t taken, good;
+    kvshm_record other = *record;
+    other.group ^= 1;
+    REQUIRE(record->group == (record->generation & 1));
+    REQUIRE(kvshm_lease(r->table, EPOCH, self->number, &other, 1, &taken) == 0);
     if (kvshm_lease(r->table, EPOCH, self->number, record, 1, &taken) != 1)
         return;
     REQUIRE(taken == 1);
@@ -189,7 +194,7 @@ static void *read_the_dying(void *argument)
 
 static kvshm_record published(kvshm_segment table)
 {
-    kvshm_record record = {{1}, 0, 0, 0, KVSHM_PUBLISH};
+    kvshm_record record = {{1}, 0, 0, 0, KVSHM_PUBLISH, 0};
     uint64_t parent = 0;
     REQUIRE(kvshm_publish(table, &record, &parent, 1, 0) == 1);
     return record;

@@ -67,7 +67,7 @@ static inline kvshm_segment new_index(void)
 
 static inline kvshm_record event(uint32_t number, uint32_t block, uint32_t generation, uint32_t kind)
 {
-    kvshm_record record = {{0}, block, generation, number, kind};
+    kvshm_record record = {{0}, block, generation, number, kind, number % 3};
     memcpy(record.hash, &number, 4);
     return record;
 }

@@ -50,6 +50,7 @@ SLOT_BYTES = {
     "SLOT_PARENT": 8,
     "SLOT_DEPTH": 4,
     "SLOT_PUBLISHED": 4,
+    "SLOT_GROUP": 4,
 }
 INDEX_BYTES = COMMON_BYTES | {
     "CAPACITY": 8,
@@ -72,6 +73,7 @@ SLOT_CONSTANTS = {
     "parent_tag": "SLOT_PARENT",
     "depth": "SLOT_DEPTH",
     "published_ms": "SLOT_PUBLISHED",
+    "group": "SLOT_GROUP",
 }
 ROW_CONSTANTS = {"state": "ROW_STATE", "entries": "ROW_ENTRIES"}
 """Which constant, without ``_OFFSET``, tells where a field begins that is drawn by another name."""
@@ -93,7 +95,7 @@ def size_of(cell: str) -> int:
         return int(inner[1]) * sum(map(size_of, inner[2].split(", ")))
     if found := re.search(r"(?:(\d+) x )?(\d+) (?:bytes|text)\b", cell):
         return int(found[1] or 1) * int(found[2])
-    if found := re.search(r"\bu(32|64)\b(?: x (\d+))?", cell):
+    if found := re.search(r"\bu(16|32|64)\b(?: x (\d+))?", cell):
         return int(found[1]) // 8 * int(found[2] or 1)
     return 8 if re.search(r'"\w{8}"', cell) else 0
 
@@ -104,7 +106,7 @@ def field(offset: int, cell: str) -> Field:
     if name == "reserved" or cell in ("u32", "u64"):
         code = f"{nbytes}x"
     else:
-        code = {" u64": "Q", " u32": "I"}.get(cell[len(name) :][:4], f"{nbytes}s")
+        code = {" u64": "Q", " u32": "I", " u16": "H"}.get(cell[len(name) :][:4], f"{nbytes}s")
     return Field(offset, nbytes, name, code)
 
 
@@ -238,7 +240,7 @@ def test_the_page_gives_each_field_its_size() -> None:
         f"padded with zeros to {HASH_BYTES} bytes",
         f"| {layout.NUM_ROWS} rows,",
         f"packed records of {layout.RECORD_BYTES} bytes",
-        f"kind u32 ({layout.RecordKind.PUBLISH} publish, {layout.RecordKind.RETRACT} retract)",
+        f"kind u16 ({layout.RecordKind.PUBLISH} publish, {layout.RecordKind.RETRACT} retract)",
     ],
 )
 def test_the_page_tells_the_numbers_of_the_layout(told: str) -> None:

@@ -79,9 +79,9 @@ def table(clock: Clock) -> Iterator[AnyTable]:
     table.close()
 
 
-def publish(table: AnyTable, *blocks: int) -> bytes:
+def publish(table: AnyTable, *blocks: int, group: int = 0) -> bytes:
     packed = pack_records(
-        BlockRecord(HASH, BlockId(block), Generation(0), block) for block in blocks
+        BlockRecord(HASH, BlockId(block), Generation(0), block, group=group) for block in blocks
     )
     return table.publish(packed, b"parent!!" * len(blocks))
 
@@ -176,10 +176,10 @@ def test_a_closed_table_says_so(table: AnyTable) -> None:
 
 def test_a_published_slot_says_everything_about_its_block(table: AnyTable, clock: Clock) -> None:
     clock.now += 7_000_000
-    publish(table, 3)
+    publish(table, 3, group=65535)
     slot = table.slot(3)
     assert slot.state is SlotState.READY
-    assert slot[2:] == (0, HASH, int.from_bytes(b"parent!!", "little"), 3, 7)
+    assert slot[2:] == (0, HASH, int.from_bytes(b"parent!!", "little"), 3, 7, 65535)
     assert [s.state is SlotState.READY for s in table.slots()] == [i == 3 for i in range(6)]
 
 
