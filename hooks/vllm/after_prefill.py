@@ -27,7 +27,7 @@ from kvshm.engine.groups import Groups
 from kvshm.engine.marks import Marks, Run, blocks_of, make_run, touching
 from kvshm.ids import BlockId
 
-from .imports import LoadedBlocks
+from .imports import Import, LoadedBlocks
 from .pool_watch import block_tables
 
 
@@ -63,9 +63,10 @@ class BlockTracker:
         may_share: Callable[[Any], bool],
         delay: int = 0,
     ) -> None:
-        """``manager`` is vLLM's KV cache manager with these ``groups``; ``may_share`` tells whether a request may
-        share its blocks.  ``delay`` holds marks back for so many further steps: 1 with speculative
-        decoding, because the drafter still writes after its step's output has arrived.  Raises
+        """``manager`` is vLLM's KV cache manager with these ``groups``; ``may_share`` tells whether
+        a request may share its blocks.  ``delay`` holds marks back for so many further steps: 1
+        with speculative decoding, because the drafter still writes after its step's output has
+        arrived.  Raises
         PoolChanged if this vLLM keeps no block tables where they are read."""
         self._cache = cache
         self._publisher = cache.publisher
@@ -219,6 +220,12 @@ class BlockTracker:
             self._promised.update(dict.fromkeys(blocks, blocks))
             self._marks.make_sound(blocks)
 
+    def import_ended(self, done: Import) -> None:
+        """An import has ended: publish what it has filled if its request may share it."""
+        shown = self.shares(done.request_id)
+        for loaded in done.good:
+            self.blocks_loaded(loaded, shown)
+
     def blocks_loaded(self, loaded: LoadedBlocks, shown: bool = True) -> None:
         """These blocks of a load were imported and checked on every rank.  Call before
         ``step_done`` of the same output, also if the request has ended or its blocks are not to
@@ -242,11 +249,11 @@ class BlockTracker:
         ``blocks_loaded`` and ``step_done`` of the same output.
 
         In the block tables of every request, the first such block and all blocks behind it are
-        retracted and no longer sound, in all groups; so are the blocks that steps computed on top of them for ended requests.
-        If such a request is running, vLLM drops tokens and computes them again in place, with
-        the hashes left as they are; with asynchronous scheduling vLLM may then compute a token
-        that it dropped before it knew the token.  So the blocks that this request computes until
-        it is preempted are not sound either.
+        retracted and no longer sound, in all groups; so are the blocks that steps computed on top
+        of them for ended requests.  If such a request is running, vLLM drops tokens and computes
+        them again in place, with the hashes left as they are; with asynchronous scheduling vLLM may
+        then compute a token that it dropped before it knew the token.  So the blocks that this
+        request computes until it is preempted are not sound either.
         """
         doubtful = set(blocks)
         if not doubtful:

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvshm.config import Config, Share
 from kvshm.engine.cache import SharedCache
-from kvshm.engine.groups import Part
+from kvshm.engine.groups import Groups, Part
 from kvshm.engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
 from kvshm.engine.prefix_search import ONE_FULL_GROUP
 from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch
@@ -62,7 +62,6 @@ class RequestImporter:
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""
         self.groups = ONE_FULL_GROUP
-        """The engine's KV cache groups; set once they are known."""
         self.has_news = False
         """Whether the step being built may have loads, or has used some of its budgets: vLLM has
         asked for a match, or allocated blocks, since ``step_dispatched``."""
@@ -90,6 +89,12 @@ class RequestImporter:
         """Requests that ended while their load was under way."""
         self.unscheduled: set[str] = set()
         """Requests whose load has ended and that vLLM has not scheduled since."""
+
+    def use(self, room: PoolRoom, groups: Groups) -> None:
+        """vLLM's pool exists: import into it, and look up what its groups need."""
+        self.room, self.groups = room, groups
+        self._planner.search.groups = groups
+        self._planner.search.own_block = room.own_block
 
     def match(self, request: Any, num_local_tokens: int) -> int | None:
         """Return how many tokens beyond the local hit can be imported.  None: ask again, because

@@ -59,6 +59,11 @@ Config.from_env(os.environ)
 wait_for_engine_cores()
 
 
+def _ids(blocks: Any) -> list[list[BlockId]]:
+    """The block tables of vLLM's KVCacheBlocks, by group."""
+    return [[block.block_id for block in table] for table in blocks.blocks]
+
+
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
@@ -212,7 +217,8 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     def _take_finished(self) -> KVConnectorTransferResults | None:
         if self._worker is None:
             return None
-        return KVConnectorTransferResults(finished_recving=self._worker.take_finished())
+        finished, failed = self._worker.take_finished()
+        return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return set(self._worker.take_bad()) if self._worker and not self._quiet else set()
@@ -286,14 +292,13 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda self, *allocated: self.allocation_failed(*allocated))
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler:
-            ids = [block.block_id for block in blocks.blocks[0]] if num_external_tokens else []
-            self._scheduler.importer.allocated(request, ids, num_external_tokens)
+            tables = _ids(blocks) if num_external_tokens else []
+            self._scheduler.importer.allocated(request, tables, num_external_tokens)
 
     def allocation_failed(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """The request waits for a load: register one that will be reported as lost."""
         if self._scheduler and num_external_tokens > 0:
-            ids = [block.block_id for block in blocks.blocks[0]]
-            self._scheduler.importer.allocation_failed(request, ids, num_external_tokens)
+            self._scheduler.importer.allocation_failed(request, _ids(blocks), num_external_tokens)
 
     # After any error here, the loads must still be handed over.
     @guarded(lambda self, output: self._scheduler.build_after_failure(output))

@@ -14,8 +14,9 @@ or have its axes swapped, but all layers share one storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -32,8 +33,9 @@ class Placement:
     storage: torch.Tensor
     """The whole allocation as flat int8; this reference keeps the memory alive."""
     regions: list[Region]
-    kernel_blocks: int
-    """How many of the attention kernels' blocks one block has (1: it is not split)."""
+    kernel_blocks: str
+    """How many of the attention kernel's blocks one block has (1: it is not split), in each group
+    if they differ."""
 
     @property
     def address(self) -> int:
@@ -52,22 +54,33 @@ def regions_of(
 
     ``kv_caches`` is what vLLM hands to ``register_kv_caches``.  Touches no KV bytes.
     """
-    if (groups := len(kv_cache_config.kv_cache_groups)) != 1:
-        return f"the model has {groups} KV cache groups; only a single one can be shared"
     if any(tensor.host_resident for tensor in kv_cache_config.kv_cache_tensors):
         return "part of the KV cache lies in host memory of its own"
     if not all(isinstance(cache, torch.Tensor) for cache in kv_caches.values()):
         return "the KV cache of some layer is not a single tensor"
     if len({cache.untyped_storage().data_ptr() for cache in kv_caches.values()}) != 1:
         return f"the KV caches of {len(kv_caches)} layers do not lie in one allocation"
-    splits = {cache.shape[0] / kv_cache_config.num_blocks for cache in kv_caches.values()}
-    if len(splits) != 1 or not (split := splits.pop()).is_integer():
+    splits = [
+        _split(group.layer_names, kv_cache_config.num_blocks, kv_caches)
+        for group in kv_cache_config.kv_cache_groups
+    ]
+    if None in splits:
         return f"the layers do not split their {kv_cache_config.num_blocks} blocks alike"
-    return _place(kv_cache_config, kv_caches, int(split))
+    each = [str(split) for split in splits]
+    return _place(kv_cache_config, kv_caches, each[0] if len(set(each)) == 1 else ",".join(each))
+
+
+def _split(
+    layers: Sequence[str], num_blocks: int, kv_caches: Mapping[str, torch.Tensor]
+) -> int | None:
+    """How many of the attention kernel's blocks one block of these layers has; None if they do not
+    agree."""
+    splits = {kv_caches[name].shape[0] / num_blocks for name in layers if name in kv_caches}
+    return int(min(splits)) if len(splits) == 1 and min(splits).is_integer() else None
 
 
 def _place(
-    config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], kernel_blocks: int
+    config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor], kernel_blocks: str
 ) -> Placement | str:
     storage = _flat(next(iter(kv_caches.values())))
     regions: dict[Region, None] = {}  # an ordered set: packed tensors share one region
@@ -75,6 +88,8 @@ def _place(
         if (wrong := _contradiction(tensor, config.num_blocks, kv_caches)) is not None:
             return wrong
         regions |= dict.fromkeys(_regions(tensor, config.num_blocks))
+    if (overlap := _overlap(list(regions))) is not None:
+        return overlap
     for region in regions:
         end = region.offset + region.stride * (region.num_blocks - 1) + region.block_bytes
         if end > storage.numel():
@@ -95,6 +110,16 @@ def _regions(tensor: KVCacheTensor, num_blocks: int) -> list[Region]:
         return [Region(0, stride, stride, num_blocks)]
     count = len(tensor.layers) * tensor.layer_stride // span
     return [Region(tensor.offset + i * span, stride, stride, num_blocks) for i in range(count)]
+
+
+def _overlap(regions: list[Region]) -> str | None:
+    """Groups lie over each other: the same regions, or others.  If two regions share some bytes
+    only, the copy of a block would write to another block."""
+    ordered = sorted(regions, key=lambda region: region.offset)
+    for one, other in pairwise(ordered):
+        if other.offset < one.offset + one.stride * one.num_blocks:
+            return f"the KV cache groups divide the memory of a block differently: {one}, {other}"
+    return None
 
 
 def _contradiction(

@@ -67,7 +67,10 @@ class PoolRoom:
         if request.status.name not in PREFILLING:
             return 0
         tables = self._manager.get_blocks(request.request_id).blocks
-        held = sum(not block.is_null for table in tables for block in table)
+        held = sum(
+            len(table) if group.is_full else sum(not block.is_null for block in table)
+            for group, table in zip(self._groups.all, tables, strict=True)
+        )
         return max(self._blocks(request) - held, 0)
 
     def _blocks(self, request: Any) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .groups import STATE, group_refusal
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -82,41 +84,19 @@ def layers_refusal(vllm_config: VllmConfig) -> str | None:
     model = vllm_config.model_config
     try:
         if model.is_hybrid or model.is_attention_free:
-            return "some layers keep a state instead of blocks (Mamba, linear attention)"
-        if vllm_config.cache_config.sliding_window is not None:
-            return "every layer has a sliding window"
-        kinds = set(getattr(model.hf_text_config, "layer_types", None) or ())
-        one_group = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
-        windowed = "sliding_attention" in kinds and model.get_sliding_window() is not None
-        # With chunked attention vLLM itself makes one group of them.
-        if windowed and len(kinds) > 1 and not one_group and model.attention_chunk_size is None:
-            return (
-                "some layers have a sliding window, others have none, which makes several KV cache "
-                "groups; --disable-hybrid-kv-cache-manager makes one that is shared"
-            )
+            return STATE
     except AttributeError as exc:
         return f"in this vLLM {type(exc.obj).__name__} has no {exc.name}"
     return None
 
 
 def cache_refusal(kv_cache_config: KVCacheConfig) -> str | None:
-    """Return why a KV cache of this shape cannot be shared, or None.
-
-    A prefix is one chain of blocks only where every layer keeps every block of it.
-    """
-    try:
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, iter_layer_specs
-    except ImportError as exc:
-        return f"this vLLM is not as kvshm knows it: {exc}"
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        return f"the model has {len(groups)} KV cache groups, kvshm shares caches with exactly one"
-    for spec in iter_layer_specs(groups[0].kv_cache_spec):
-        if type(spec) not in (FullAttentionSpec, MLAAttentionSpec) or spec.non_causal:
-            return f"some layers have no full causal attention: {spec}"
-    if kv_cache_config.hash_block_size is None:
-        return "blocks are not hashed"
-    return None
+    """Return why a KV cache of this shape cannot be shared, or None."""
+    if not kv_cache_config.kv_cache_groups:
+        return "the model has no KV cache"
+    if (refusal := group_refusal(kv_cache_config)) is not None:
+        return refusal
+    return None if kv_cache_config.hash_block_size else "blocks are not hashed"
 
 
 def _allocator_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:

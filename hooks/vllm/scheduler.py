@@ -12,6 +12,7 @@ from typing import Any
 from kvshm.config import Config
 from kvshm.engine.cache import SharedCache
 from kvshm.engine.epoch_state import EngineSpec
+from kvshm.engine.groups import Groups
 from kvshm.engine.marks import blocks_of
 from kvshm.errors import MemoryInUse
 from kvshm.ids import BlockId
@@ -21,6 +22,7 @@ from kvshm.shm.counters import HOOK_ERRORS, LOADS_AT_ONCE
 
 from .after_prefill import BlockTracker, CompletedRuns
 from .before_prefill import RequestImporter
+from .groups import groups_of
 from .identity import scheduler_fields, with_none_hash
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
@@ -37,8 +39,7 @@ MAX_FENCES = 1000
 """How often an idle engine asks its ranks whether they have passed a fence.  vLLM waits for a
 millisecond between two questions."""
 
-NOT_SYNCED = object()
-"""``_synced_state`` while the ranks lack something: equal to no state of the cache."""
+NOT_SYNCED = object()  # ``_synced_state`` while the ranks lack something: equal to no state
 
 
 class SchedulerSide:
@@ -59,11 +60,10 @@ class SchedulerSide:
         self.cache = SharedCache(config, spec, run_dir)
         on_shutdown_signal(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
-        self.importer = RequestImporter(
-            self.cache, config, self._block_size, self._num_ranks, time.monotonic
-        )
+        size, clock = self._block_size, time.monotonic
+        self.importer = RequestImporter(self.cache, config, size, self._num_ranks, clock)
         costs = self.cache.planner.costs
-        self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
+        self._times = StepTimes(costs, clock, vllm_config.scheduler_config)
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
         self._off = False  # whether a hook has failed
@@ -89,20 +89,24 @@ class SchedulerSide:
         """Have ``listener`` watch vLLM's block pool, and decide, from vLLM's objects, whether this
         engine exports and imports; returns why it does neither, or None."""
         self._vllm = scheduler
+        groups = groups_of(self._kv_cache_config, manager)
+        if isinstance(groups, str):
+            return groups
         engine = engine_transfer(self._vllm_config.kv_transfer_config)
         limits = [*scheduler_limits(scheduler, engine)]
-        limits += self._watch(manager, listener, self._config.decide_role(*limits))
-        role = self._config.decide_role(*limits)
+        limits += self._watch(manager, listener, self._config.decide_role(*limits), groups)
+        self.cache.role = role = self._config.decide_role(*limits)
         if role.refusal is not None:
             return role.refusal
-        self.cache.role = role
         log_role(role, by_settings=role == self._config.decide_role())
         if scheduler is not None and not role.no_imports:
             scheduler.recompute()
-            self.importer.room = PoolRoom(manager, scheduler.scheduler.requests, self._block_size)
+            self.importer.use(PoolRoom(manager, scheduler.scheduler.requests, groups), groups)
         return None
 
-    def _watch(self, manager: Any, listener: PoolListener, role: Decision) -> Iterator[Limit]:
+    def _watch(
+        self, manager: Any, listener: PoolListener, role: Decision, groups: Groups
+    ) -> Iterator[Limit]:
         """Watch the block pool for what ``role`` needs; yields the limits that follow if the pool
         cannot be watched."""
         resets_are_seen = False
@@ -111,8 +115,7 @@ class SchedulerSide:
             resets_are_seen = True
             if not role.no_exports:
                 delay = 1 if self._vllm_config.speculative_config else 0
-                may_share = self.importer.may_share
-                tracker = BlockTracker(self.cache, manager, self._block_size, may_share, delay)
+                tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
                 watch_blocks(manager.block_pool, listener)
                 self.tracker = tracker
         except PoolChanged as exc:
@@ -317,14 +320,14 @@ class SchedulerSide:
         self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
         at_once, tracker = self.importer.at_once, self.tracker
         for done in self.importer.finish_awaited(metadata.at_once, reports):
-            if not done.good.blocks:
+            if not done.good:
                 if tracker is not None:  # before ``failed`` frees the request's blocks
                     tracker.blocks_failed(done.bad)
                 at_once.failed(done.request_id, done.load.load_id)
                 continue
             at_once.arrived(done.request_id, done.load.load_id)
             if tracker is not None:
-                tracker.blocks_loaded(done.good, tracker.shares(done.request_id))
+                tracker.import_ended(done)
 
     def output(
         self, finished: Set[str], report: RankReport | None, invalid: Set[int] = frozenset()
@@ -343,18 +346,17 @@ class SchedulerSide:
     def _process(self, finished: Set[str], report: RankReport | None, invalid: Set[int]) -> None:
         loads = report.loads if report is not None else ()
         if loads or invalid:  # most steps have none
-            own = {block for load in loads for block in load.bad}
+            own = self.importer.reported(loads)
             if self.tracker is not None:
                 self.tracker.blocks_failed(own.union(BlockId(b) for b in invalid))
-            self.importer.reported(loads)
         if report is not None:
             self._handle_report(report)
         elif self._times.unanswered() and self.tracker and self.tracker.expecting:
             self._descriptions, self._awaited = {}, 0  # no worker runs kvshm's connector
             self._check_descriptions(0)
         for done in self.importer.finish(finished) if finished else ():
-            if (tracker := self.tracker) is not None:
-                tracker.blocks_loaded(done.good, tracker.shares(done.request_id))
+            if self.tracker is not None:
+                self.tracker.import_ended(done)
         if self.tracker is not None:
             if report is not None and (report.step or report.fence):
                 self.tracker.step_done(report.step or report.fence, fenced=not report.step)

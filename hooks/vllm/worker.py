@@ -25,6 +25,7 @@ from kvshm.rank.rank_cache import POLL_SECONDS, RankCache
 from kvshm.rundir import rank_socket
 
 from .call_stack import callers_with
+from .groups import is_one_full
 from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
@@ -57,11 +58,13 @@ class WorkerSide:
         self._described = True
         """Whether the last description still fits the weights."""
         self._could_not_open = False
-        self._kernel_blocks = 1
+        self._kernel_blocks = "1"
         self._transport: Transport | None = None
         self._cache: RankCache | None = None
         self._under_way: set[str] = set()
+        self._one_full = is_one_full(kv_cache_config)
         self._finished: set[str] = set()
+        self._failed: set[str] = set()
         self._bad: set[BlockId] = set()
         self._attached: frozenset[Epoch] = frozenset()
         """The attached peers that this rank has reported to the scheduler."""
@@ -145,7 +148,7 @@ class WorkerSide:
             memory = self._transport.export(Epoch(0))  # serves no peer until an epoch is opened
         except (WeightsUnknown, TransportError) as exc:
             return RankDescription(None, {}, str(exc))
-        fields[KERNEL_BLOCKS] = str(self._kernel_blocks)  # decides the order within a block
+        fields[KERNEL_BLOCKS] = self._kernel_blocks  # decides the order within a block
         return RankDescription(RankInfo(os.getpid(), memory), fields)
 
     # -- every step
@@ -241,7 +244,10 @@ class WorkerSide:
 
     def _ended(self, report: LoadReport) -> None:
         self._finished.add(report.load_id)  # first: vLLM waits for it
-        self._bad.update(report.bad)
+        if self._one_full:
+            self._bad.update(report.bad)
+        elif report.bad:
+            self._failed.add(report.load_id)
         self._under_way.discard(report.load_id)
         self._next_report().loads.append(report)
 
@@ -261,15 +267,20 @@ class WorkerSide:
         bad = {block for r in report.loads if r.load_id in gone for block in r.bad}
         report.loads = [r for r in report.loads if r.load_id not in gone]
         self._finished -= gone
+        self._failed -= gone
         self._bad -= bad
 
-    def take_finished(self) -> set[str]:
-        """Return the requests whose loads have ended on this rank, good or bad."""
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads have ended on this rank, good or bad, and those of them
+        that vLLM has to begin again.  With one group of full attention there are none of these:
+        vLLM goes on from the first block in ``take_bad``."""
         finished, self._finished = self._finished, set()
-        return finished
+        failed, self._failed = self._failed, set()
+        return finished, failed
 
     def take_bad(self) -> set[BlockId]:
-        """Return the blocks of ended loads whose contents must not be used."""
+        """Return the blocks of ended loads whose contents must not be used.  vLLM accepts blocks
+        from engines with one group only."""
         bad, self._bad = self._bad, set()
         return bad
 

@@ -1,4 +1,4 @@
-"""KV cache groups: what each needs of a prefix, and the longest prefix that all of them can restore.
+"""KV cache groups: what each needs of a prefix, and the longest prefix that all can restore.
 
 Pure.  A group is a set of layers with one block table (docs/kv-cache-groups.md).  The length of a
 prefix is counted in hashes, one for every ``hash_block_size`` tokens; a block covers one hash, or
@@ -37,6 +37,11 @@ class Group:
     """Blocks that must be held behind a prefix, although they are not restored: 1 if draft layers
     use the group (EAGLE)."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it has full attention."""
+        return not (self.window or self.chunk)
+
     def first_needed(self, blocks: int) -> int:
         """Return the first block that a prefix of so many blocks needs."""
         if self.window:
@@ -53,7 +58,7 @@ class Part(NamedTuple):
     """The group's number."""
     first: int
     """Index of the first block in the group's block table."""
-    count: int
+    num_blocks: int
 
 
 Find = Callable[[Group, int, int], Sequence[PlannedRun]]
@@ -69,8 +74,7 @@ class Groups:
         self.all = tuple(groups)
         self.step = math.lcm(*(group.scale for group in groups))
         """Hashes between two lengths at which a prefix can end."""
-        only = groups[0]
-        self.one_full = len(groups) == 1 and not (only.window or only.chunk)
+        self.one_full = len(groups) == 1 and groups[0].is_full
         """Whether a prefix is one chain of blocks, of which every begin is of use too."""
 
     def blocks_at(self, length: int) -> int:
@@ -163,4 +167,3 @@ class _Cover:
                 cut = slice((begin - at) * RECORD_BYTES, (stop - at) * RECORD_BYTES)
                 yield run._replace(records=run.records[cut])
             at += run.num_blocks
-

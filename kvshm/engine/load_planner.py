@@ -87,7 +87,7 @@ class LoadPlanner:
         if (epoch := self._cache.epoch_state) is not None:
             epoch.peers.ranks_attached(epochs)
 
-    def probe(self, hashes: list[bytes], start: int, stop: int) -> Plan | None:
+    def probe(self, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
         hit of ``start`` hashes, as far as usable peers and the own cache seem to hold its blocks.
         Changes nothing.  None if there is none, if it is shorter than ``min_prefix_tokens``, if
@@ -100,7 +100,7 @@ class LoadPlanner:
         return None if plan is None or epoch.has_ended() else plan
 
     def _make_plan(
-        self, epoch: EpochState, hashes: list[bytes], start: int, stop: int
+        self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
     ) -> Plan | None:
         count = epoch.table.counters.add
         count(c.LOOKUPS, 1)

@@ -31,7 +31,10 @@ class Marks:
     object for a block, with ``block_id``, ``block_hash`` and ``ref_cnt``.  Methods raise
     IndexError for unknown blocks."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, null_block: BlockId | None = None) -> None:
+        """``null_block``: stands in block tables for all blocks that are needed no more.  It is
+        always sound, because nobody reads it."""
+        self._always_sound = [] if null_block is None else [null_block]
         self.packed = bytearray(8 * num_blocks)
         """All marks, for ``OwnSlotTable``, whose methods publish and retract by them."""
         self._words = memoryview(self.packed).cast("I")
@@ -44,6 +47,7 @@ class Marks:
         """``(table, first, last, complete)``: ``table[first:last]`` is about to be written; the
         blocks before ``complete`` will be complete and sound.  Returns these, packed for a run, and
         those of ``table[first:last]`` that are published."""
+        self.make_sound(self._always_sound)
 
     def withdraw(self, blocks: Sequence[BlockId]) -> list[BlockId]:
         """Take the blocks out of all runs, so that they are not published.  Returns those that
@@ -57,6 +61,7 @@ class Marks:
     def clear_all(self) -> None:
         """Make the contents of all blocks unknown, and none of them published."""
         _native.marks_change(self.packed, range(len(self._words) // 2), 0)
+        self.make_sound(self._always_sound)
 
     def make_sound(self, blocks: Iterable[BlockId]) -> None:
         """Mark blocks as sound: their contents are trusted, or will be when their step ends."""
@@ -71,10 +76,15 @@ class Marks:
 touching = _native.marks_step
 """Find the requests of a step that touch marks; most stay within a block without a mark.
 
-``requests``: by id, objects with ``request`` (vLLM's), ``complete`` (no block of its table from
-this index on has a mark), ``epochs`` and ``preemptions`` (for which that was found).
+``requests``: by id, objects with ``request`` (vLLM's), ``complete`` (no block of its tables has a
+mark behind so many hashes), ``epochs`` and ``preemptions`` (for which that was found).
 ``scheduled``: tokens by request, of which ``drafts`` may be rejected later.  Returns the
-objects, each with the first block that is written and the token before which it ends."""
+objects, each with the first hash whose block is written and the token before which it ends."""
+
+
+def make_run(chain: list[bytes], first: int, packed: bytes, scale: int = 1) -> Run:
+    """Return a run of blocks, each of which covers ``scale`` hashes of the chain."""
+    return (chain, first, packed) if scale == 1 else (chain, first, packed, scale)
 
 
 def blocks_of(runs: Iterable[Run]) -> list[BlockId]:

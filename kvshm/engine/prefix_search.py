@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvshm.ids import BlockId
+from kvshm.ids import BlockId, block_hash
 from kvshm.node.peer import PlannedRun
-from kvshm.shm.layout import HASH_BYTES, BlockRecord, SlotState, pack_records
+from kvshm.shm.layout import BlockRecord, SlotState, pack_records
 
 from .epoch_state import EpochState
 from .groups import Group, Groups, Part, Restorable
@@ -25,11 +25,11 @@ class PrefixSearch:
 
     def __init__(self) -> None:
         self.groups = ONE_FULL_GROUP
-        self.own_block: Callable[[bytes, int], BlockId | None] = lambda block_hash, group: None
+        self.own_block: Callable[[bytes, int], BlockId | None] = lambda digest, group: None
         """``(hash, group)``: the block of that key in the engine's own cache."""
 
     def longest(
-        self, epoch: EpochState, hashes: list[bytes], start: int, stop: int
+        self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
     ) -> Restorable | None:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
         hit of ``start`` hashes.  Changes nothing.  None if nobody has what it needs."""
@@ -72,12 +72,12 @@ class _Finder:
         return [PlannedRun(self._epoch.own_peer, pack_records(records))] if records else []
 
     def _own_record(self, group: Group, index: int) -> BlockRecord | None:
-        block_hash = self._hashes[(index + 1) * group.scale - 1]
-        block = self._search.own_block(block_hash, group.number)
+        digest = self._hashes[(index + 1) * group.scale - 1]
+        block = self._search.own_block(digest, group.number)
         if block is None:
             return None
         slot = self._epoch.table.slot(block)
-        key = block_hash.ljust(HASH_BYTES, b"\0"), group.number
-        if slot.state is not SlotState.READY or (slot.block_hash, slot.group) != key:
+        found, wanted = (slot.block_hash, slot.group), (block_hash(digest), group.number)
+        if slot.state is not SlotState.READY or found != wanted:
             return None
         return BlockRecord(slot.block_hash, block, slot.generation, index, group=group.number)

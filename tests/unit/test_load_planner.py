@@ -14,6 +14,7 @@ from kvshm.config import Config
 from kvshm.engine.cache import SharedCache
 from kvshm.engine.costs import REFUSALS_PER_TRIAL
 from kvshm.engine.epoch_state import EngineSpec
+from kvshm.engine.groups import Part
 from kvshm.engine.load_plan import (
     NO_TICKET,
     Load,
@@ -58,6 +59,11 @@ def begin_epoch(cache: SharedCache) -> None:
         time.sleep(0.001)
 
 
+def plan_of(epoch: int, runs: tuple[PlannedRun, ...], nbytes: int = 0) -> Plan:
+    length = sum(run.num_blocks for run in runs)
+    return Plan(Epoch(epoch), 0, length, (Part(0, 0, length),), runs, time.monotonic(), nbytes)
+
+
 def load_in(cache: SharedCache) -> Load:
     """A load of two blocks, as it was begun in the present epoch."""
     assert cache.table is not None
@@ -75,9 +81,9 @@ def test_blocks_behind_a_gap_do_not_count_as_imported(cache: SharedCache) -> Non
     cache.planner.end(load_in(cache), [LoadReport("load", TARGETS[1:])])
     cache.planner.end(load_in(cache), [LoadReport("load", TARGETS[:1])])
     assert cache.planner.take_results() == [
-        LoadResult(2, False),
-        LoadResult(1, True),
-        LoadResult(0, True),
+        LoadResult(2, 2, False),
+        LoadResult(1, 1, True),
+        LoadResult(0, 0, True),
     ]
     assert cache.planner.take_results() == []
 
@@ -90,7 +96,7 @@ def test_who_has_left_or_was_ended_plans_no_load(
     def plan() -> Plan | None:
         return cache.planner.probe([b"hash"], 0, 1)
 
-    found = Plan(Epoch(1), 0, (), 0.0, 0)
+    found = plan_of(1, ())
     monkeypatch.setattr(cache.planner, "_make_plan", lambda *_: found)
     assert plan() is found, "its ranks open the epoch with the first step"
     assert cache.table is not None
@@ -108,7 +114,7 @@ def test_who_has_left_or_was_ended_plans_no_load(
 def test_an_engine_that_may_not_import_plans_no_load(
     cache: SharedCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = Plan(Epoch(1), 0, (), 0.0, 0)
+    found = plan_of(1, ())
     monkeypatch.setattr(cache.planner, "_make_plan", lambda *_: found)
     cache.role = Decision("", "found late")
     assert cache.planner.probe([b"hash"], 0, 1) is None
@@ -204,8 +210,8 @@ def test_what_is_computed_sooner_is_declined_and_now_and_then_tried(cache: Share
     know_prefills_price(cache)
     assert cache.table is not None
     runs = (PlannedRun(cast(Peer, None), bytes(48 * 6)),)
-    dear = Plan(cache.table.epoch, 0, runs, time.monotonic(), nbytes=10**10)
-    cheap = Plan(cache.table.epoch, 0, runs, time.monotonic(), nbytes=1000)
+    dear = plan_of(cache.table.epoch, runs, nbytes=10**10)
+    cheap = plan_of(cache.table.epoch, runs, nbytes=1000)
     said = [cache.planner.worth(dear, 0.0) for _ in range(REFUSALS_PER_TRIAL)]
     assert said == [False] * (REFUSALS_PER_TRIAL - 1) + [True]
     assert cache.table.counters.read(MISS_CHEAPER) == REFUSALS_PER_TRIAL - 1

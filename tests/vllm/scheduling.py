@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,13 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvshm.engine.groups import Part
+from kvshm.engine.load_plan import Plan
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import QuietReport, RankDescription, RankReport
+from kvshm.ids import Epoch
 from kvshm.interfaces import MemoryDescriptor
+from kvshm.node.peer import PlannedRun
 from kvshm.node.protocol import RankInfo
 from kvshm.shm.layout import SlotState
 from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable
@@ -234,6 +238,15 @@ def description() -> RankDescription:
     """What the one hand-played rank says of itself."""
     memory = MemoryDescriptor("loopback", 0, 0, [])
     return RankDescription(RankInfo(os.getpid(), memory), {"weights": "w"})
+
+
+def plan_of(
+    epoch: int, start: int, runs: Sequence[PlannedRun], made_at: float = 0.0, nbytes: int = 0
+) -> Plan:
+    """A plan for the one group of full attention."""
+    length = sum(run.num_blocks for run in runs)
+    parts = (Part(0, start, length),)
+    return Plan(Epoch(epoch), start, length, parts, tuple(runs), made_at, nbytes)
 
 
 Make = Callable[..., DrivenEngine]

@@ -29,7 +29,7 @@ from kvshm.node.peer import PlannedRun
 from kvshm.shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm.shm.layout import RECORD_BYTES, SlotState
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, prompt
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, plan_of, prompt
 from .test_contents import GARBAGE, Kv, contents, kv_of
 
 PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
@@ -93,7 +93,7 @@ class Node:
             return None
         stop = self.rnd.randint(start + 1, stop)
         runs = (PlannedRun(PEER, bytes(RECORD_BYTES * (stop - start))),)
-        return Plan(self.e.table.epoch, start, runs, 0.0)
+        return plan_of(self.e.table.epoch, start, runs)
 
     def begin_load(
         self, plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
@@ -270,7 +270,7 @@ def test_no_token_comes_of_a_block_that_did_not_arrive(
 
 def found(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer holds three blocks of whatever is asked for, and leases all of them."""
-    plan = Plan(node.e.table.epoch, 0, (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),), 0.0)
+    plan = plan_of(node.e.table.epoch, 0, (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),))
     piece = Piece(Epoch(77), (), b"", b"", (), 0)
 
     def begin_load(_: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool) -> Load:

@@ -135,7 +135,7 @@ def load_of(exporter: Played, importer: Played, source: int, target: int) -> Loa
 
 def finished(side: WorkerSide) -> set[str]:
     side.collect()
-    return side.take_finished()
+    return side.take_finished()[0]
 
 
 def until(condition: Callable[[], Any]) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvshm.engine.groups import Group, Groups
 from kvshm.engine.load_plan import (
     NO_TICKET,
     Load,
@@ -31,7 +32,7 @@ from kvshm.node.peer import PlannedRun
 from kvshm.shm import counters as c
 from kvshm.shm.layout import RECORD_BYTES
 
-from .scheduling import DrivenEngine, Make, Sent, prompt
+from .scheduling import DrivenEngine, Make, Sent, plan_of, prompt
 
 PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
 BLOCKS = 5
@@ -55,7 +56,7 @@ class Node:
     def probe(self, chain: list[bytes], start: int, stop: int) -> Plan | None:
         self.lookups += 1
         runs = (PlannedRun(PEER, bytes(RECORD_BYTES * (min(stop, BLOCKS) - start))),)
-        return Plan(self.e.table.epoch, start, runs, time.monotonic(), nbytes=1000)
+        return plan_of(self.e.table.epoch, start, runs, time.monotonic(), 1000)
 
     def begin_load(
         self, plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
@@ -288,7 +289,10 @@ def test_a_request_waits_for_anothers_import_of_its_prefix_but_not_long(
 @pytest.mark.parametrize("watermark", [0, 3])
 def test_an_asynchronous_load_is_let_in_beside_the_watermark(watermark: int) -> None:
     pool = SimpleNamespace(get_num_free_blocks=lambda: 10, blocks=range(16))
-    room = PoolRoom(SimpleNamespace(block_pool=pool, watermark_blocks=watermark), {}, 16)
+    one = SimpleNamespace(max_admission_blocks_per_request=None)
+    coordinator = SimpleNamespace(single_type_managers=[one])
+    manager = SimpleNamespace(block_pool=pool, watermark_blocks=watermark, coordinator=coordinator)
+    room = PoolRoom(manager, {}, Groups([Group(0, 16)]))
     request = SimpleNamespace(num_tokens=8 * 16)
     assert room.admits(10 - watermark, request)
     assert not room.admits(11 - watermark, request)

@@ -18,7 +18,7 @@ from kvshm.node.peer import PlannedRun
 from kvshm.shm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
 from kvshm.shm.layout import RECORD_BYTES
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, plan_of, prompt
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
                 return None
             peer: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
             runs = (PlannedRun(peer, bytes(RECORD_BYTES * (stop - start))),)
-            return Plan(e.table.epoch, start, runs, 0.0)
+            return plan_of(e.table.epoch, start, runs)
 
         def begin_load(
             plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool

@@ -111,7 +111,7 @@ def test_a_requests_hashes_are_one_list_that_grows(engine: Make) -> None:
 
 def test_block_tables_are_kept_by_request(engine: Make) -> None:
     e = engine()
-    tables = block_tables(e.scheduler.kv_cache_manager)
+    (tables,) = block_tables(e.scheduler.kv_cache_manager, 1)
     e.add("a", prompt(2), max_tokens=1)
     e.schedule()
     assert [block.block_id for block in tables["a"]] == e.blocks_of("a") != []

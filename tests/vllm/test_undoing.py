@@ -12,11 +12,10 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.engine.load_plan import Plan
 from kvshm.node.peer import PlannedRun
 from kvshm.shm.layout import RECORD_BYTES
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, prompt
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, plan_of, prompt
 from .test_at_once import PEER, Node
 
 
@@ -26,7 +25,7 @@ class Failing(Node):
     def __init__(self, e: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__(e, random.Random(1), failing=1.0)
         runs = (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),)
-        plan = Plan(e.table.epoch, 0, runs, 0.0)
+        plan = plan_of(e.table.epoch, 0, runs)
         monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
         monkeypatch.setattr(self.side.cache.planner, "probe", lambda *_: plan)
         monkeypatch.setattr(self.side.cache.planner, "begin", self.begin_load)

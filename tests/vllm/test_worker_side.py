@@ -55,7 +55,8 @@ def engines() -> Iterator[ServedNode]:
 def connector(engines: ServedNode) -> Iterator[KvshmConnector]:
     """A worker's connector, without the engine around it."""
     side = object.__new__(WorkerSide)
-    side._finished, side._bad, side._report = set(), set(), RankReport(0)
+    side._finished, side._failed, side._bad, side._report = set(), set(), set(), RankReport(0)
+    side._one_full = True
     side._under_way = set()
     side._described, side._attached = True, frozenset()
     side._could_not_open = False
@@ -162,7 +163,7 @@ def test_a_description_covers_the_changes_before_it(
     monkeypatch.setattr(Unexportable, "export", lambda *_: None)
     monkeypatch.setattr(worker, "rank_fields", lambda *_: {"weights": "w"})
     side._transport, side._model, side._rank = side._cache._transport, Module(), Rank(0)
-    side._kernel_blocks, side._vllm_config, side._kv_cache_config = 1, None, None
+    side._kernel_blocks, side._vllm_config, side._kv_cache_config = "1", None, None
     side._weights_change()
     _, _, report = step(connector, StepMetadata(1, describe=3))
     assert report.descriptions[0].fields["weights"] == "w"
