@@ -92,6 +92,8 @@ class Groups:
         """Find the longest prefix, of at most ``stop`` hashes, that every group can restore behind
         a local hit of ``start`` hashes.  ``hashes``: how many hashes there are.  None if it is not
         longer than the local hit.  Asks ``find`` for each block at most once."""
+        if len(self.all) == 1:
+            hashes = min(hashes, stop)  # as vLLM, where a draft layer's block must be in the hit
         covers = [_Cover(group, find) for group in self.all]
         length, settled = stop - stop % self.step, start % self.step != 0
         while length > start and not settled:

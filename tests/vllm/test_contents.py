@@ -124,8 +124,8 @@ class Node:
 
     def allocated(self, request: Request, blocks: Any, num_external: int) -> None:
         ours = request.request_id not in self.others
-        ids = [block.block_id for block in blocks.blocks[0]]
-        self.side.importer.allocated(request, ids, num_external if ours else 0)
+        tables = [[block.block_id for block in table] for table in blocks.blocks]
+        self.side.importer.allocated(request, tables, num_external if ours else 0)
 
     # -- random work
 
