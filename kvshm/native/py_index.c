@@ -135,7 +135,7 @@ static PyObject *native_index_copy(PyObject *module, PyObject *args)
  * head of about DIGEST_AT bytes. */
 enum { AHEAD = 16, DIGEST_AT = 32 };
 
-/* The hashes of blocks, in a list that has `scale` hashes for each block: a block's own is its last. */
+/* A list with `scale` hashes for each block of a group, whose own is its last. */
 typedef struct {
     PyObject *hashes;
     Py_ssize_t scale;
@@ -173,8 +173,8 @@ static void fetch(const chain *of, Py_ssize_t block)
     __builtin_prefetch(item + DIGEST_AT + KVSHM_HASH_BYTES - 1);
 }
 
-/* Copy group and hash of `count` blocks from `start` on, each padded with zeros; the list has them
- * all.  False with an exception.  Runs no Python code, so that nothing changes the list meanwhile. */
+/* Copy hash, padded with zeros, and group of `count` blocks from `start` on; the list has them all.
+ * False with an exception.  Runs no Python code, so that nothing changes the list meanwhile. */
 static bool copy_keys(const chain *of, Py_ssize_t start, size_t count, kvshm_record *records)
 {
     Py_ssize_t stop = start + (Py_ssize_t)count;

@@ -217,9 +217,9 @@ class Peers:
     def lookup(
         self, hashes: Sequence[bytes], start: int, stop: int, *, group: int = 0, scale: int = 1
     ) -> list[PlannedRun]:
-        """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group that
-        usable peers seem to hold, from as few peers as possible.  ``scale``: ``hashes`` has so many
-        hashes for each block, the last of which is the block's.  Changes nothing."""
+        """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group
+        that usable peers seem to hold, from as few peers as possible.  ``scale``: ``hashes`` has so
+        many hashes for each block, the last of which is the block's.  Changes nothing."""
         view = self._view
         mask = view.mask
         while mask:
