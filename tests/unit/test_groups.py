@@ -272,7 +272,7 @@ def test_peers_are_asked_for_blocks_of_a_group(peers: Peers, exporter: Make, clo
 
 def grouped_node(dumped: Node) -> None:
     """An engine with a chain of two blocks in group 0 and again in group 2, whose peer knows them,
-    and a block of group 2 that the engine does not have any more."""
+    and has yet to hear that the engine has reused block 25."""
     owner, peer = dumped.engine("owner", 0xA), dumped.engine("peer", 0xB)
     row = peer.replica.add_row(Epoch(0xA), "owner", 26, LeaseBit(0))
     for group in (0, 2):
@@ -284,6 +284,8 @@ def grouped_node(dumped: Node) -> None:
         peer.replica.apply(row, owner.table.publish(pack_records(records), parents))
     gone = BlockRecord(hash_of("c"), BlockId(25), Generation(0), 2, group=2)
     peer.replica.apply(row, pack_records([gone]))
+    anew = gone._replace(block_hash=hash_of("d"), depth=0)
+    owner.table.publish(pack_records([anew]), bytes(8))
 
 
 def test_a_dump_has_the_groups_of_blocks_chains_and_entries(dumped: Node) -> None:
@@ -291,10 +293,10 @@ def test_a_dump_has_the_groups_of_blocks_chains_and_entries(dumped: Node) -> Non
     report = dumped.report(entries=True)
     (owner, _), (_, replica) = report["engines"], report["replicas"]
     assert [(b["block_id"], b["group"]) for b in owner["blocks"]] == [
-        (0, 0), (1, 0), (20, 2), (21, 2)
+        (0, 0), (1, 0), (20, 2), (21, 2), (25, 2)
     ]  # fmt: skip
     chains = [(chain["tip"], chain["length"], chain["group"]) for chain in owner["chains"]]
-    assert chains == [(1, 2, 0), (21, 2, 2)]
+    assert chains == [(1, 2, 0), (21, 2, 2), (25, 1, 2)]
     told = {e["block_id"]: (e["group"], e["hash_prefix"]) for e in replica["entries"]}
     a, b = (hash_of(name)[:8].hex() for name in "ab")
     tag = tag_in_group(hash_of("c"), 2).to_bytes(8, "little").hex()
