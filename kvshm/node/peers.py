@@ -209,8 +209,7 @@ class Peers:
         if (now := self._clock()) < self._last_pause_end:
             rows = self._view.rows.items()
             mask = sum(1 << row for row, peer in rows if peer.paused_until > now)
-            find = self.replica.lookup
-            if mask and find(hashes, start, start + 1, mask, group=group, scale=scale):
+            if mask and self.replica.lookup(hashes, start, start + 1, mask, group, scale):
                 return MISS_QUARANTINED
         return MISS_NO_OWNER
 
@@ -225,7 +224,7 @@ class Peers:
         while mask:
             # Read before the lookup: the lookup sees what the writer does in between.
             forgotten = list(self.replica.stale_records) if self.replica.stale_records else ()
-            runs = self.replica.lookup(hashes, start, stop, mask, group=group, scale=scale)
+            runs = self.replica.lookup(hashes, start, stop, mask, group, scale)
             if not runs:
                 break
             planned = []

@@ -80,7 +80,6 @@ class ReplicaReader:
         start: int,
         stop: int,
         rows_mask: int | None = None,
-        *,
         group: int = 0,
         scale: int = 1,
     ) -> list[tuple[int, bytes]]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from kvshm import _native
 from kvshm.engine.marks import Marks, Run, blocks_of
 from kvshm.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 from kvshm.node.peers import QUARANTINE_FAILURES, Peers
@@ -170,6 +171,20 @@ def test_a_lookup_of_no_group_or_scale_is_refused(replica: Replica) -> None:
         with pytest.raises(ValueError, match=r"group -?\d+, or -?\d+ hashes"):
             replica.lookup(HASHES, 0, 4, group=group, scale=scale)
     assert replica.lookup(HASHES, 0, 4, group=LAST_GROUP, scale=2**62) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [([], 0, 1), ([], 0, 1, 1, 0, 1, 0), ((), 0, 1, 1), ([], "0", 1, 1), ([], 0, 1.0, 1),
+     ([], 0, 1, None), ([], 0, 1, 1, "0"), ([], 0, 1, 1, 0, "1"), ([], 1 << 63, 1, 1)],
+)  # fmt: skip
+def test_other_arguments_of_a_lookup_are_refused(
+    replica: Replica, arguments: tuple[object, ...]
+) -> None:
+    with pytest.raises((TypeError, OverflowError)):
+        _native.index_lookup(replica.buffer, *arguments)  # type: ignore[arg-type]  # on purpose
+    with pytest.raises(TypeError):
+        _native.index_lookup(None, [], 0, 1, 1)  # type: ignore[arg-type]  # on purpose
 
 
 # -- publishing
