@@ -77,9 +77,9 @@ def marks_publish(
 ) -> tuple[bytes, list[Run]]:
     """Publish the blocks in ``runs`` that are unchanged and whose ``pool[block].block_hash`` is the
     last of the chain's hashes for their index, with a group of at most 65535 behind it (4 bytes,
-    big endian), which becomes the record's.  Returns the records published, and the runs with a block that is in use (``ref_cnt``) and has no hash yet,
-    or with a block whose slot is not EMPTY.  Adds the number of published blocks to the word at
-    offset ``counter`` of the table."""
+    big endian), which becomes the record's.  Returns the records published, and the runs with a
+    block that is in use (``ref_cnt``) and has no hash yet, or with a block whose slot is not EMPTY.
+    Adds the number of published blocks to the word at offset ``counter`` of the table."""
 
 # -- slots: importer's side
 

@@ -145,12 +145,13 @@ _IMPORTS: Columns = {
 _BLOCKS: Columns = {
     "block": "block_id",
     "hash": lambda block: block["block_hash"][:_HASH_DIGITS],
-    **{key: key for key in ("generation", "state", "depth", "references")},
+    **{key: key for key in ("generation", "state", "depth", "group", "references")},
     "held by": _holders,
 }
 _CHAINS: Columns = {
     "last block": "tip",
     "hash": lambda chain: chain["block_hash"][:_HASH_DIGITS],
+    "group": "group",
     "blocks": "length",
     "begins at depth": lambda chain: chain["depth"] + 1 - chain["length"],
 }
@@ -167,6 +168,7 @@ _ENTRIES: Columns = {
     "block": "block_id",
     "generation": "generation",
     "depth": "depth",
+    "group": "group",
 }
 
 
@@ -177,10 +179,13 @@ def _titled(title: str, columns: Columns, rows: list[Json]) -> Iterator[str]:
 
 
 def _table(columns: Columns, rows: list[Json]) -> Iterator[str]:
-    """Yield aligned lines: numbers to the right, text to the left.  No rows, no lines."""
+    """Yield aligned lines: numbers to the right, text to the left.  No rows, no lines.  Groups are
+    shown if a row is of another group than 0."""
     if rows:
         cells = [
-            _aligned([head, *(_cell(row, of) for row in rows)]) for head, of in columns.items()
+            _aligned([head, *(_cell(row, of) for row in rows)])
+            for head, of in columns.items()
+            if head != "group" or any(row["group"] for row in rows)
         ]
         for line in zip(*cells, strict=True):
             yield f"    {'  '.join(line)}".rstrip()

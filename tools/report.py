@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm.replica.index_layout import Entry
+from kvshm.ids import Epoch
+from kvshm.replica.index_layout import Entry, tag_in_group
 from kvshm.replica.index_reader import ReplicaReader
 from kvshm.rundir import list_coordinators
 from kvshm.shm.layout import SlotState
@@ -25,6 +26,8 @@ from .fetching import Segments, coordinator_runs, fetch_all, slots_in_use
 
 Json = dict[str, Any]
 TAG_BYTES = 8
+_Held = Mapping[Epoch, Mapping[int, Slot]]
+"""Slots in use, by epoch of the engine and block id."""
 _NOBODY = dict.fromkeys(("engine", "epoch", "pid", "alive"))
 
 
@@ -85,15 +88,16 @@ def build_report(run_dir: Path, namespace: str | None, filters: Filters) -> Json
 
 
 def _namespace(fetched: list[Segments], filters: Filters) -> Json:
-    tables, replicas = [], []
+    tables, replicas, held = [], [], dict[Epoch, Mapping[int, Slot]]()
     for one in fetched:
         if one.table is not None:
             with one.recording_problems(TABLE_KIND):
-                slots = dict(slots_in_use(one.table))
+                held[one.epoch] = slots = dict(slots_in_use(one.table))
                 tables.append((_engine(one.name(TABLE_KIND), one.table, slots), slots))
+    for one in fetched:
         if one.replica is not None:
             with one.recording_problems(INDEX_KIND):
-                replicas.append(_replica(one.name(INDEX_KIND), one.replica, filters))
+                replicas.append(_replica(one.name(INDEX_KIND), one.replica, filters, held))
     holders = _holders([engine for engine, _ in tables])
     # Engines that share with each other are neighbours in the report.
     tables.sort(key=lambda found: [found[0][key] for key in ("fingerprint", "engine", "epoch")])
@@ -207,6 +211,7 @@ def _blocks(slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters)
                 "generation": slot.generation,
                 "state": slot.state.name.lower(),
                 "depth": slot.depth,
+                "group": slot.group,
                 "published_ms": slot.published_ms,
                 "references": slot.leases.bit_count(),
                 "holders": [holders.get(bit, {"bit": bit, **_NOBODY}) for bit in bits],
@@ -216,10 +221,12 @@ def _blocks(slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters)
 # -- replicas
 
 
-def _replica(name: SegmentName, reader: ReplicaReader, filters: Filters) -> Json:
-    entries = list(reader.entries()) if filters.replica_entries else []
+def _replica(name: SegmentName, reader: ReplicaReader, filters: Filters, held: _Held) -> Json:
     header, rows = reader.header, reader.rows()
-    epochs = {row.row: f"{row.epoch:016x}" for row in rows}
+    entries = reader.entries() if filters.replica_entries else ()
+    epochs = {row.row: row.epoch for row in rows}
+    shown = (_entry(entry, epochs.get(entry.row), held) for entry in entries)
+    asked = filters.block_hash[: 2 * TAG_BYTES]
     return {
         "engine": name.engine,
         "segment": str(name),
@@ -230,7 +237,7 @@ def _replica(name: SegmentName, reader: ReplicaReader, filters: Filters) -> Json
         "rows": [
             {
                 "engine": row.name,
-                "epoch": epochs[row.row],
+                "epoch": f"{row.epoch:016x}",
                 "state": row.state.name.lower(),
                 "num_blocks": row.num_blocks,
                 "entries": row.entries,
@@ -238,20 +245,21 @@ def _replica(name: SegmentName, reader: ReplicaReader, filters: Filters) -> Json
             }
             for row in rows
         ],
-        "entries": [
-            {
-                "hash_prefix": _tag(entry),
-                "epoch": epochs.get(entry.row),
-                "block_id": entry.block_id,
-                "generation": entry.generation,
-                "depth": entry.depth,
-            }
-            for entry in entries
-            if _tag(entry).startswith(filters.block_hash[: 2 * TAG_BYTES])
-        ],
+        "entries": [entry for entry in shown if entry["hash_prefix"].startswith(asked)],
     }
 
 
-def _tag(entry: Entry) -> str:
-    """The first 8 bytes of the block hash, in the order of the hash."""
-    return entry.tag.to_bytes(TAG_BYTES, "little").hex()
+def _entry(entry: Entry, epoch: Epoch | None, held: _Held) -> Json:
+    """An entry's tag does not say in which group the block is; its owner's slot does."""
+    prefix, group = entry.tag.to_bytes(TAG_BYTES, "little"), None
+    slot = held.get(epoch, {}).get(entry.block_id) if epoch is not None else None
+    if slot is not None and tag_in_group(slot.block_hash, slot.group) == entry.tag:
+        prefix, group = slot.block_hash[:TAG_BYTES], slot.group
+    return {
+        "hash_prefix": prefix.hex(),
+        "epoch": None if epoch is None else f"{epoch:016x}",
+        "block_id": entry.block_id,
+        "generation": entry.generation,
+        "depth": entry.depth,
+        "group": group,
+    }

@@ -46,8 +46,8 @@ int64_t kvshm_publish(kvshm_segment table, kvshm_record *records, const uint64_t
                       size_t count, uint32_t published_ms);
 
 /* READY -> EMPTY at generation + 1 if there is no lease, else -> DRAINING.  `out` gets a RETRACT
- * record (hash, group and OLD generation) for each slot that was READY.  `draining` gets the blocks that
- * the caller must wait for: those that are DRAINING after the call, if they have leases.
+ * record (hash, group and OLD generation) for each slot that was READY.  `draining` gets the blocks
+ * that the caller must wait for: those that are DRAINING after the call, if they have leases.
  * *num_draining gets their number.  Returns the number of records in `out`.
  * retract, drain, force and reset end with a seq_cst fence: a block that is EMPTY after the call
  * may be written. */
@@ -136,9 +136,9 @@ int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tom
                           kvshm_applied *applied);
 
 /* A RETRACT record for every block that is published according to `tombstones` but missing in
- * `scanned`; instead of hash and group it has the tag, as a hash of group 0.  Returns the number of records; `out` gets them unless it is NULL.  `seen`: one zeroed
- * byte per block, for the call's own use.  Blocks beyond the tombstones are skipped:
- * kvshm_index_apply refuses them. */
+ * `scanned`; instead of hash and group it has the tag, as a hash of group 0.  Returns the number of
+ * records; `out` gets them unless it is NULL.  `seen`: one zeroed byte per block, for the call's own
+ * use.  Blocks beyond the tombstones are skipped: kvshm_index_apply refuses them. */
 size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
                          const kvshm_record *scanned, size_t count, uint8_t *seen,
                          kvshm_record *out);
@@ -151,8 +151,8 @@ int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
  * they do not fit or `to` is not empty. */
 int64_t kvshm_index_copy(kvshm_segment from, kvshm_segment to);
 
-/* Find the longest prefix of `records`, by their hashes and groups, for which rows in `rows` (bit mask) have
- * entries.  records[i] gets block_id, generation and depth, owners[i] the row; the prefix has as
+/* Find the longest prefix of `records`, by their hashes and groups, for which rows in `rows` (bit
+ * mask) have entries.  records[i] gets block_id, generation and depth, owners[i] the row; the prefix has as
  * few owners as possible.  Takes no lock against the writer: a torn read is a miss, or a wrong
  * hint, which the lease refuses.  Returns the prefix's length; later records are not valid. */
 int64_t kvshm_index_lookup(kvshm_segment index, kvshm_record *records, size_t count,

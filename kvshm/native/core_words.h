@@ -99,7 +99,8 @@ static inline uint8_t *slot_of(const table_view *table, uint32_t block_id)
 /* While one block's slot is changed, the slot of the block this far ahead is fetched. */
 enum { SLOTS_AHEAD = 12 };
 
-/* Read a slot's hash, depth and group.  They may change meanwhile, so each word is read atomically. */
+/* Read a slot's hash, depth and group.  They may change meanwhile, so each word is read
+ * atomically.  A group that no record can have is cut: a wrong hint, which no lease accepts. */
 static inline void read_fields(const uint8_t *slot, kvshm_record *record)
 {
     for (int i = 0; i < KVSHM_HASH_BYTES; i += 8) {

@@ -32,8 +32,8 @@ static bool alive(const table_view *table, uint64_t epoch)
 }
 
 /* Set the bit of `mask` in the slot's word if the slot is READY with the record's generation,
- * hash and group.  Returns -1 if the slot is not so, else whether the bit is new.  If `mask` is 0, the
- * function only checks the slot. */
+ * hash and group.  Returns -1 if the slot is not so, else whether the bit is new.  If `mask` is 0,
+ * the function only checks the slot. */
 static int lease_slot(uint8_t *slot, const kvshm_record *record, uint64_t mask)
 {
     uint64_t word = get_acquire(slot); /* acquire: the hash is read after the word */

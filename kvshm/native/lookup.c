@@ -30,8 +30,8 @@ static void fill(kvshm_record *record, entry e)
     record->kind = (uint16_t)row_of(e); /* until the owner is chosen; a row is below NUM_ROWS */
 }
 
-/* Find the rows of `rows` that hold the record's hash in its group; fill the record from the first entry found.
- * The search ends once all rows of `enough` are found, which saves a cache miss. */
+/* Find the rows of `rows` that hold the record's hash in its group; fill the record from the first
+ * entry found.  The search ends once all rows of `enough` are found, which saves a cache miss. */
 static uint64_t holders_of(const index_view *index, kvshm_record *record, uint64_t rows,
                            uint64_t enough)
 {

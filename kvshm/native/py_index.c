@@ -135,7 +135,7 @@ static PyObject *native_index_copy(PyObject *module, PyObject *args)
  * head of about DIGEST_AT bytes. */
 enum { AHEAD = 16, DIGEST_AT = 32 };
 
-/* The hashes of blocks, in a list that has `scale` hashes for each block: a block's own is its last. */
+/* A list with `scale` hashes for each block of a group, whose own is its last. */
 typedef struct {
     PyObject *hashes;
     Py_ssize_t scale;
@@ -173,8 +173,8 @@ static void fetch(const chain *of, Py_ssize_t block)
     __builtin_prefetch(item + DIGEST_AT + KVSHM_HASH_BYTES - 1);
 }
 
-/* Copy group and hash of `count` blocks from `start` on, each padded with zeros; the list has them
- * all.  False with an exception.  Runs no Python code, so that nothing changes the list meanwhile. */
+/* Copy hash, padded with zeros, and group of `count` blocks from `start` on; the list has them all.
+ * False with an exception.  Runs no Python code, so that nothing changes the list meanwhile. */
 static bool copy_keys(const chain *of, Py_ssize_t start, size_t count, kvshm_record *records)
 {
     Py_ssize_t stop = start + (Py_ssize_t)count;
@@ -229,19 +229,36 @@ static PyObject *lookup_all(PyObject *module, const Py_buffer *index, const chai
     return runs;
 }
 
-static PyObject *native_index_lookup(PyObject *module, PyObject *args)
+static bool take_chain(PyObject *const *args, Py_ssize_t count, chain *of)
+{
+    if (!PyList_Check(args[1]))
+        return PyErr_Format(PyExc_TypeError, "hashes are a list") != NULL;
+    Py_ssize_t group = count > 5 ? PyNumber_AsSsize_t(args[5], PyExc_OverflowError) : 0;
+    Py_ssize_t scale = count > 6 ? PyNumber_AsSsize_t(args[6], PyExc_OverflowError) : 1;
+    if (PyErr_Occurred())
+        return false;
+    if (group < 0 || group > UINT16_MAX || scale < 1)
+        return PyErr_Format(PyExc_ValueError, "group %zd, or %zd hashes for each block", group,
+                            scale) != NULL;
+    *of = (chain){args[1], scale, (uint16_t)group};
+    return true;
+}
+
+/* Takes its arguments from the stack: of a lookup that finds nobody, PyArg_ParseTuple would take a
+ * third. */
+static PyObject *native_index_lookup(PyObject *module, PyObject *const *args, Py_ssize_t given)
 {
     BUFFER(index);
-    chain of = {.scale = 1};
-    Py_ssize_t start, stop, group = 0;
-    unsigned long long rows;
-    if (!PyArg_ParseTuple(args, "y*O!nnK|nn:index_lookup", &index, &PyList_Type, &of.hashes, &start,
-                          &stop, &rows, &group, &of.scale))
+    chain of;
+    if (given < 5 || given > 7)
+        return PyErr_Format(PyExc_TypeError, "index_lookup takes 5 to 7 arguments, not %zd", given);
+    if (PyObject_GetBuffer(args[0], &index, PyBUF_SIMPLE) < 0 || !take_chain(args, given, &of))
         return NULL;
-    if (group < 0 || group > UINT16_MAX || of.scale < 1)
-        return PyErr_Format(PyExc_ValueError, "group %zd, or %zd hashes for each block", group,
-                            of.scale);
-    of.group = (uint16_t)group;
+    Py_ssize_t start = PyNumber_AsSsize_t(args[2], PyExc_OverflowError);
+    Py_ssize_t stop = PyNumber_AsSsize_t(args[3], PyExc_OverflowError);
+    unsigned long long rows = PyLong_AsUnsignedLongLongMask(args[4]);
+    if (PyErr_Occurred())
+        return NULL;
     Py_ssize_t available = PyList_Size(of.hashes) / of.scale;
     if (stop > available)
         stop = available;
@@ -310,7 +327,7 @@ PyMethodDef kvshm_index_methods[] = {
     {"index_stale", native_index_stale, METH_VARARGS, NULL},
     {"index_drop_row", native_index_drop_row, METH_VARARGS, NULL},
     {"index_copy", native_index_copy, METH_VARARGS, NULL},
-    {"index_lookup", native_index_lookup, METH_VARARGS, NULL},
+    {"index_lookup", (PyCFunction)(void (*)(void))native_index_lookup, METH_FASTCALL, NULL},
     {"copy_blocks", native_copy_blocks, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -74,8 +74,8 @@ static uint32_t group_of(const char *key, Py_ssize_t hash_length)
     return __builtin_bswap32(group);
 }
 
-/* Add the record of a block with a key, if the chain has the key's hash at `index`, and a record has
- * room for its group.  False with an exception. */
+/* Add the record of a block with a key, if the chain has the key's hash for `index`, and a record
+ * has room for its group.  False with an exception. */
 static bool add_record(batch *b, const run_view *run, Py_ssize_t index, uint32_t block,
                        PyObject *key)
 {

@@ -209,23 +209,22 @@ class Peers:
         if (now := self._clock()) < self._last_pause_end:
             rows = self._view.rows.items()
             mask = sum(1 << row for row, peer in rows if peer.paused_until > now)
-            find = self.replica.lookup
-            if mask and find(hashes, start, start + 1, mask, group=group, scale=scale):
+            if mask and self.replica.lookup(hashes, start, start + 1, mask, group, scale):
                 return MISS_QUARANTINED
         return MISS_NO_OWNER
 
     def lookup(
         self, hashes: Sequence[bytes], start: int, stop: int, *, group: int = 0, scale: int = 1
     ) -> list[PlannedRun]:
-        """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group that
-        usable peers seem to hold, from as few peers as possible.  ``scale``: ``hashes`` has so many
-        hashes for each block, the last of which is the block's.  Changes nothing."""
+        """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group
+        that usable peers seem to hold, from as few peers as possible.  ``scale``: ``hashes`` has so
+        many hashes for each block, the last of which is the block's.  Changes nothing."""
         view = self._view
         mask = view.mask
         while mask:
             # Read before the lookup: the lookup sees what the writer does in between.
             forgotten = list(self.replica.stale_records) if self.replica.stale_records else ()
-            runs = self.replica.lookup(hashes, start, stop, mask, group=group, scale=scale)
+            runs = self.replica.lookup(hashes, start, stop, mask, group, scale)
             if not runs:
                 break
             planned = []

@@ -42,13 +42,19 @@ class Row(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One block of one engine in the replica; ``tag`` is the first 8 bytes of its hash."""
+    """One block of one engine in the replica; ``tag`` is ``tag_in_group`` of its hash."""
 
     tag: int
     row: int
     block_id: BlockId
     generation: Generation
     depth: int
+
+
+def tag_in_group(block_hash: bytes, group: int) -> int:
+    """The tag of a block's entry.  Repeats tag_of of core_index.h."""
+    mixed = group * 0x9E3779B97F4A7C15 & 0xFFFF_FFFF_FFFF_FFFF
+    return int.from_bytes(block_hash[:8], "little") ^ mixed
 
 
 def rows(buffer: memoryview) -> Iterator[Row]:

@@ -80,14 +80,13 @@ class ReplicaReader:
         start: int,
         stop: int,
         rows_mask: int | None = None,
-        *,
         group: int = 0,
         scale: int = 1,
     ) -> list[tuple[int, bytes]]:
-        """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group that
-        the rows in the mask hold, with as few owners as possible.  Each part has the owner's row
-        and packed block records in the order of the prefix.  An empty list if the first block is
-        missing.
+        """Return the longest prefix of the blocks from ``start`` to ``stop`` of a KV cache group
+        that the rows in the mask hold, with as few owners as possible.  Each part has the owner's
+        row and packed block records in the order of the prefix.  An empty list if the first block
+        is missing.
 
         ``scale``: ``hashes`` has so many hashes for each block, the last of which is the block's.
         ``rows_mask`` None means all live rows.  Any process; does not mutate.

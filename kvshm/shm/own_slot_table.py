@@ -194,9 +194,9 @@ class OwnSlotTable(EngineSlotTable):
         self, marks: bytearray, pool: Sequence[Any], runs: list[_native.Run]
     ) -> tuple[bytes, list[_native.Run]]:
         """Publish the blocks of ``runs`` (``engine.marks.Run``), each if ``pool`` gives the block
-        the hash that its run's chain has for it, in the group that ``pool`` gives.  Adds the number of published blocks to the
-        counter PUBLISHED.  Returns the event to send, and the runs with blocks that have no hash
-        yet or a slot that is still draining."""
+        the hash that its run's chain has for it, in the group that ``pool`` gives.  Adds the number
+        of published blocks to the counter PUBLISHED.  Returns the event to send, and the runs with
+        blocks that have no hash yet or a slot that is still draining."""
         buffer = self._segment.buffer
         return _native.marks_publish(buffer, marks, pool, runs, self._age_ms(), PUBLISHED.offset)
 

@@ -3,8 +3,9 @@
 Each role has a type with the operations that the role may use: importers lease, re-check and
 release, the coordinator sweeps, tools only read.  The types of the engine itself are in
 kvshm/shm/own_slot_table.py.  Methods take and return blocks as packed records: hash, id,
-generation, depth, kind and group of each (kvshm/shm/layout.py).  docs/protocol.md draws the protocol,
-core.c describes its memory order; this module checks arguments and keeps no state of the table.
+generation, depth, kind and group of each (kvshm/shm/layout.py).  docs/protocol.md draws the
+protocol, core.c describes its memory order; this module checks arguments and keeps no state of the
+table.
 """
 
 from __future__ import annotations

@@ -39,6 +39,13 @@ def test_two_blocks_of_one_hash_are_two_tips_or_none():
     assert [(chain.tip, chain.length) for chain in followed] == [(4, 3)]
 
 
+def test_a_chain_has_blocks_of_one_group():
+    slots = slots_of((1, "a", "", 0), (2, "b", "a", 1), (3, "a", "", 0), (4, "c", "b", 2))
+    slots |= {block: slots[block]._replace(group=1) for block in (3, 4)}
+    found = [(chain.tip, chain.length, chain.group) for chain in find_chains(slots)]
+    assert found == [(2, 2, 0), (3, 1, 1), (4, 1, 1)]
+
+
 def test_chains_with_a_wanted_block_in_them_are_found_by_it():
     slots = slots_of((1, "a", "", 0), (2, "b", "a", 1), (3, "x", "", 0))
     assert [c.tip for c in find_chains(slots, lambda block, slot: block == 1)] == [2]

@@ -283,12 +283,11 @@ def test_openers_see_not_ready_until_the_version_is_written(segment: Segment) ->
     assert segments.check_header(segment, TABLE_MAGIC) == HEADER
 
 
-def test_a_header_of_another_version_names_both(segment: Segment) -> None:
+@pytest.mark.parametrize("other", [LAYOUT_VERSION - 1, LAYOUT_VERSION + 1])
+def test_a_header_of_another_version_names_both(segment: Segment, other: int) -> None:
     segments.write_header(segment, HEADER)
-    struct.pack_into("<I", segment.buffer, VERSION_OFFSET, LAYOUT_VERSION + 1)
-    with pytest.raises(
-        VersionMismatch, match=f"layout {LAYOUT_VERSION + 1}, this kvshm reads {LAYOUT_VERSION}"
-    ):
+    struct.pack_into("<I", segment.buffer, VERSION_OFFSET, other)
+    with pytest.raises(VersionMismatch, match=f"layout {other}, this kvshm reads {LAYOUT_VERSION}"):
         segments.check_header(segment, TABLE_MAGIC)
 
 

@@ -72,11 +72,11 @@ def test_this_vllm_is_one_of_the_tested() -> None:
 
 def test_a_hash_is_the_requests_and_four_bytes_of_group(engine: Make) -> None:
     e = engine()
-    request = e.add("a", prompt(2))
+    digest = e.add("a", prompt(2)).block_hashes[0]
     e.schedule()
     block = e.scheduler.kv_cache_manager.get_blocks("a").blocks[0][0]
-    group = bytes(4)  # its number, 0
-    assert bytes(block.block_hash) == bytes(request.block_hashes[0]) + group
+    assert bytes(block.block_hash) == bytes(digest) + bytes(4)  # the number of its group, 0
+    assert kv_cache_utils.make_block_hash_with_group_id(digest, 258) == digest + b"\0\0\1\2"
     assert block.block_hash_num_tokens in (None, BLOCK_SIZE)
     assert not block.is_null
 
