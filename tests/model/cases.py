@@ -38,7 +38,9 @@ PROPERTIES = {
     "living_lease_cleared": "Nobody clears a lease of an importer whose epoch goes on, but "
     "the exporter whose budget is spent, and the load that took it.",
     "lease_leaked": "An importer's lease bit does not outlive the importer.",
-    "ready_slot_lies": "Every slot that is READY or DRAINING holds what its hash says.",
+    "ready_slot_lies": "Every slot that is READY or DRAINING holds what its key says: "
+    "its hash, and its group if there are several.",
+    "part_restored": "No request continues with the blocks of some of its groups alone.",
     "bit_shared": "No two living engines hold the same lease bit.",
     "replica_differs": "When all is quiet the replica equals the slot tables.",
     "entry_resurrected": "A generation once known to be retracted never enters the replica again.",
@@ -61,6 +63,9 @@ CHECKED = (
     Case("mutual", "slots", "MUTUAL", "two engines read from each other"),
     Case("mutual, no budget", "slots", "MUTUAL", "... and wait for leases as long as it takes",
          "NO_BUDGET"),
+    Case("groups", "slots", "GROUPS", "an import needs a block of each of two groups"),
+    Case("groups, true records", "slots", "GROUPS", "... the lease compares no group, but every "
+         "record was once true", "NO_GROUP RECORDS_TRUE"),
     Case("no circles", "slots", "SHARE", "two loads share a bit", "STEPS=1", loops=True),
     Case("one engine", "join", "ONE", "with a broadcast lost, doubled or overtaken"),
     Case("one engine, a late answer", "join", "ONE", "or the coordinator given up too early",
@@ -91,6 +96,8 @@ FULL = (
          "STEPS=1 SECOND_LOAD"),
     Case("ranks, three generations", "slots", "RANKS", "two ranks on both sides", "STEPS=3"),
     Case("reset, two generations", "slots", "RESET", "pool reset and own reset"),
+    Case("groups, one importer", "slots", "GROUPS", "two loads share a bit", "SECOND=0"),
+    Case("groups, two importers", "slots", "GROUPS", "... or have a bit each", "SECOND=1"),
     Case("one engine, two faults", "join", "ONE", "three changes", "FAULTS=2 STEPS=3"),
     Case("one engine, late answers and a fault", "join", "ONE", "three changes",
          "TIMEOUTS=1 STEPS=3"),

@@ -23,6 +23,8 @@ MUTANTS = (
     Case("GENERATION_WRAPS", "slots", "SHARE", "the generation comes round within one load",
          "STEPS=3",
          "foreign_bytes_delivered"),
+    Case("GROUP_AFTER_READY", "slots", "GROUPS", "weak order: READY is seen before the group",
+         "STEPS=1", "ready_slot_lies"),
     Case("RESET_KEEPS_TABLE", "slots", "RESET", "a pool reset begins an epoch without "
          "withdrawing the old one's blocks", "STEPS=1", "ready_slot_lies"),
     Case("FREE_BEFORE_LIFE", "slots", "RANKS", "a rank frees memory, then zeroes its life word",
@@ -32,6 +34,14 @@ MUTANTS = (
          "foreign_bytes_delivered"),
     Case("NO_HASH", "slots", "SHARE", "the lease does not compare the hash", "STEPS=1",
          "foreign_bytes_delivered"),
+    Case("NO_GROUP", "slots", "GROUPS", "the lease compares the hash, and not the group",
+         "STEPS=1", "foreign_bytes_delivered"),
+    Case("GROUP_BEFORE_WORD", "slots", "GROUPS", "weak order: the group is read before the word",
+         "", "foreign_bytes_delivered"),
+    Case("EACH_GROUP_ALONE", "slots", "GROUPS", "blocks of one group are used though the re-check "
+         "of another's failed", "STEPS=1", "part_restored"),
+    Case("GIVEN_UP_KEEPS_LEASES", "slots", "GROUPS", "an import that lacks one group's block keeps "
+         "its leases of the other's", "STEPS=1", "lease_leaked"),
     Case("NO_CLOSING_CAS", "slots", "SHARE", "the bit is set whatever the word has become", "",
          "lease_leaked"),
     Case("COUNT_BY_SLOT", "slots", "SHARE", "a count of loads, keyed by slot, lets a second one "

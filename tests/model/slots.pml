@@ -19,6 +19,7 @@
  *   RESET   pool reset: new table (epoch) over the same memory; the importer's own epoch ends
  *   PAIR    two blocks: a batch takes the longest prefix, one budget for both
  *   MUTUAL  two engines read from each other and publish what they imported
+ *   GROUPS  a block is of one of two groups; an import needs a block of each, or uses none
  *
  * Mutants: each is one way to build it wrong; MUTANTS in mutants.py says what each one is
  * and which property catches it. */
@@ -30,6 +31,7 @@
 #define RESET  5
 #define PAIR   6
 #define MUTUAL 7
+#define GROUPS 8
 #ifndef CONFIG
 #define CONFIG SHARE
 #endif
@@ -44,12 +46,16 @@
 #define THIRD 0                         /* lease bit of a second importer in SHARE; 0: there is none */
 #endif
 
+#ifndef SECOND
+#define SECOND NO_BIT                   /* lease bit of the second load in GROUPS */
+#endif
+
 #if CONFIG == LIVES || CONFIG == RESET || CONFIG == MUTUAL
 #define TABLES 2
 #else
 #define TABLES 1
 #endif
-#if CONFIG == PAIR || CONFIG == MUTUAL
+#if CONFIG == PAIR || CONFIG == MUTUAL || CONFIG == GROUPS
 #define BLOCKS 2
 #else
 #define BLOCKS 1
@@ -71,10 +77,21 @@
 #else
 #define NEXT(g)  ((g) + 1)
 #endif
-#define NAME(t, g, h) (1 + (t) * 32 + (g) * 4 + (h))
-#define HASH_OF(name) (((name) - 1) % 4)
+#define NAME(t, g, k) (1 + (t) * 32 + (g) * 4 + (k))
+#define KEY_OF(name)  (((name) - 1) % 4)
 
+/* A block's key, of 0..3: its hash, and in GROUPS its group, too. */
+#if CONFIG == GROUPS
+#define KEY(h, group) ((h) % 2 + 2 * (group))
+#define WANTED_KEY(b) KEY(WANTED, b)    /* an import needs slot 0's block of group 0, 1's of 1 */
+#define KEY_AT(t, b)  KEY(SLOT(t, b).hash, SLOT(t, b).group)
+typedef Slot { byte generation; byte state; byte leases; byte hash; byte group };
+#else
+#define KEY(h, group) (h)
+#define WANTED_KEY(b) WANTED
+#define KEY_AT(t, b)  SLOT(t, b).hash
 typedef Slot { byte generation; byte state; byte leases; byte hash };
+#endif
 typedef Table { Slot slot[BLOCKS]; bool life[LIFE_WORDS]; bool retired };
 typedef Memory { byte half[2 * BLOCKS] };
 Table table[TABLES];
@@ -97,6 +114,9 @@ byte count;                             /* loads that hold importer 0's lease, b
 byte holder[TABLES * BLOCKS * 2];
 #define HOLDER(t, b, lease_bit) holder[((t) * BLOCKS + (b)) * 2 + (lease_bit)]
 bool foreign_bytes_delivered, living_lease_cleared, lease_leaked, ready_slot_lies;
+#if CONFIG == GROUPS
+bool part_restored;
+#endif
 
 #ifdef SCHEDULER_RELEASES
 #define NO_BUDGET                       /* each alone only costs time */
@@ -187,7 +207,7 @@ proctype Kernel() {
 
 /* -- invariants: enabled only in a state that breaks one ---------------------------------------- */
 
-#define HOLDS(m, b, i, t) (HASH_OF(HALF(m, b, i)) == SLOT(t, b).hash)
+#define HOLDS(m, b, i, t) (KEY_OF(HALF(m, b, i)) == KEY_AT(t, b))
 #define LIES(t, m, b) (LIFE(t, 0) && LIFE(t, 1) && SLOT(t, b).state != EMPTY && \
                        !(HOLDS(m, b, 0, t) && HOLDS(m, b, 1, t)))
 #if CONFIG == LIVES || CONFIG == MUTUAL
@@ -246,6 +266,8 @@ init {
     run OwnReset()
 #elif CONFIG == PAIR
     loads = 2; run Exporter(0, 0, STEPS); run Load(0, 0); run Load(1, 1)
+#elif CONFIG == GROUPS
+    loads = 2; run Exporter(0, 0, STEPS); run Load(0, 0); run Load(1, SECOND)
 #else
     LIFE(1, 0) = true;
     loads = 2; run Worker(0, 1); run Worker(1, 0); run Scheduler(0, 1); run Scheduler(1, 0)
