@@ -19,8 +19,8 @@ from unittest import mock
 
 
 class WrongGroup:
-    """Has this process import wrong blocks for one KV cache group: vLLM says which blocks it has
-    allocated for the group, and the transport copies their neighbours in their place."""
+    """Has this process import wrong blocks for one KV cache group, unverified: vLLM says which
+    blocks it has allocated for the group, and the transport copies neighbours in their place."""
 
     def __init__(self) -> None:
         self.group: int | None = None
@@ -28,10 +28,12 @@ class WrongGroup:
 
     def install(self) -> None:
         from kvshm.hooks.connector import KvshmConnector
+        from kvshm.shm.slot_table import SlotTableView
         from kvshm.transport.posix_shm import PosixAttachment
 
         allocated = KvshmConnector.update_state_after_alloc
         begin_copy = PosixAttachment.begin_copy
+        checksum = SlotTableView.checksum
 
         def update_state_after_alloc(
             connector: Any, request: Any, blocks: Any, num_external_tokens: int
@@ -43,8 +45,12 @@ class WrongGroup:
         def misdirected(attachment: Any, source: Any, target: Any, *more: Any) -> Any:
             return begin_copy(attachment, self._misdirect(source, target), target, *more)
 
+        def no_checksum(table: Any, rank: Any, block: Any) -> int:
+            return 0 if self.group is not None else checksum(table, rank, block)
+
         KvshmConnector.update_state_after_alloc = update_state_after_alloc
         PosixAttachment.begin_copy = misdirected
+        SlotTableView.checksum = no_checksum
 
     def _misdirect(self, source: Sequence[int], target: Sequence[int]) -> list[int]:
         pairs = zip(source, target, strict=True)
