@@ -1,0 +1,150 @@
+"""An OpenAI-compatible server whose engine changes: one after the other, in its own process.
+
+To make an engine takes 3 seconds here, and 20 where vLLM's server starts with it.  Answers only
+what tests ask, and one request at a time.  Beyond a server of vLLM's it can copy blocks of one KV
+cache group wrongly.  Run by tests only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+from unittest import mock
+
+
+class WrongGroup:
+    """Has this process import wrong blocks for one KV cache group, unverified: vLLM says which
+    blocks it has allocated for the group, and the transport copies neighbours in their place."""
+
+    def __init__(self) -> None:
+        self.group: int | None = None
+        self._blocks: set[int] = set()
+
+    def install(self) -> None:
+        from kvshm.hooks.connector import KvshmConnector
+        from kvshm.shm.slot_table import SlotTableView
+        from kvshm.transport.posix_shm import PosixAttachment
+
+        allocated = KvshmConnector.update_state_after_alloc
+        begin_copy = PosixAttachment.begin_copy
+        checksum = SlotTableView.checksum
+
+        def update_state_after_alloc(
+            connector: Any, request: Any, blocks: Any, num_external_tokens: int
+        ) -> None:
+            ids = blocks.get_block_ids()
+            self._blocks = set() if self.group is None else set(ids[self.group])
+            allocated(connector, request, blocks, num_external_tokens)
+
+        def misdirected(attachment: Any, source: Any, target: Any, *more: Any) -> Any:
+            return begin_copy(attachment, self._misdirect(source, target), target, *more)
+
+        def no_checksum(table: Any, rank: Any, block: Any) -> int:
+            return 0 if self.group is not None else checksum(table, rank, block)
+
+        KvshmConnector.update_state_after_alloc = update_state_after_alloc
+        PosixAttachment.begin_copy = misdirected
+        SlotTableView.checksum = no_checksum
+
+    def _misdirect(self, source: Sequence[int], target: Sequence[int]) -> list[int]:
+        pairs = zip(source, target, strict=True)
+        return [block ^ 1 if into in self._blocks else block for block, into in pairs]
+
+
+class Turns:
+    """The present engine, if there is one."""
+
+    def __init__(self) -> None:
+        self.wrong = WrongGroup()
+        self._llm: Any = None
+        self._ended = contextlib.ExitStack()
+
+    def begin(self, arguments: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+        """End the present engine and make another; returns how it keeps its KV cache."""
+        from vllm import LLM, envs
+
+        self.end()
+        envs.disable_envs_cache()
+        self._ended.enter_context(mock.patch.dict(os.environ, environment))
+        common = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 8192}
+        self._llm = LLM(**common, disable_log_stats=False, **arguments)
+        engine = self._llm.llm_engine
+        cache = engine.engine_core.engine_core.scheduler.kv_cache_config
+        specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
+        return {
+            "shares": engine.vllm_config.kv_transfer_config is not None,
+            "groups": [(type(spec).__name__, spec.block_size) for spec in specs],
+        }
+
+    def end(self) -> None:
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+            gc.collect()
+        self._ended.close()
+
+    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """One chunk of a stream of completions that holds all tokens."""
+        from vllm import SamplingParams
+
+        how = {name: body[name] for name in ("temperature", "seed", "ignore_eos", "max_tokens")}
+        asked = SamplingParams(logprobs=body["logprobs"], **how)
+        prompt = {"prompt_token_ids": body["prompt"]}
+        (answered,) = self._llm.generate([prompt], asked, use_tqdm=False)
+        said = answered.outputs[0]
+        tops = [{f"token_id:{t}": p.logprob for t, p in top.items()} for top in said.logprobs]
+        choice = {"token_ids": list(said.token_ids), "text": said.text}
+        return {
+            "choices": [{**choice, "logprobs": {"top_logprobs": tops}}],
+            "usage": {"prompt_tokens": len(body["prompt"])},
+        }
+
+
+def metrics() -> Iterator[str]:
+    from prometheus_client import generate_latest
+
+    yield generate_latest().decode()
+
+
+def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer("".join(metrics()) if self.path == "/metrics" else "")
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")
+            if self.path == "/v1/completions":
+                self._answer(f"data: {json.dumps(turns.complete(body))}\n\n")
+            elif self.path == "/begin":
+                self._answer(json.dumps(turns.begin(**body)))
+            elif self.path == "/wrong":
+                turns.wrong.group = body["group"]
+                self._answer("")
+            else:
+                turns.end()
+                self._answer("")
+
+        def _answer(self, text: str) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+    return Handler
+
+
+def main(port: str) -> None:
+    import vllm  # noqa: F401 - takes 7 seconds; the first health check waits for it
+
+    turns = Turns()
+    turns.wrong.install()
+    HTTPServer(("127.0.0.1", int(port)), handler(turns)).serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,155 @@
+"""Tiny models of the families that vLLM keeps in several KV cache groups, or in one of windows.
+
+Every weight is random, also those that transformers begins at zero or one (biases, sinks, norms):
+an answer must depend on every layer, so that a wrong block shows whichever group owns it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tiny_model import MAX_MODEL_LEN, SPECIAL_TOKENS, write_model, write_tokenizer
+
+FULL, WINDOW, CHUNK = "FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec"
+SLIDING, GLOBAL = "sliding_attention", "full_attention"
+
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.05,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "dtype": "bfloat16",
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def _write(directory: Path, config_class: str, **architecture: Any) -> Path:
+    """Write a model of this configuration with its tokenizer; returns ``directory``."""
+    import torch
+    import transformers
+
+    directory.mkdir(parents=True, exist_ok=True)
+    vocab_size = write_tokenizer(directory)
+    torch.manual_seed(0)
+    ids = {"vocab_size": vocab_size, "eos_token_id": vocab_size - len(SPECIAL_TOKENS)}
+    config = getattr(transformers, config_class)(**SHAPE | ids | architecture)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                weight += torch.randn_like(weight) * (1.0 if name.endswith("sinks") else 0.05)
+            else:
+                weight.copy_(torch.randn_like(weight) * SHAPE["initializer_range"])
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def write_gemma3(directory: Path) -> Path:
+    """Five layers with a window to one without, as in the models of Google's."""
+    layers = [SLIDING] * 5 + [GLOBAL]
+    return _write(
+        directory,
+        "Gemma3TextConfig",
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        sliding_window=256,
+        query_pre_attn_scalar=64,
+    )
+
+
+def write_gpt_oss(directory: Path) -> Path:
+    """Windows of 128 tokens in every other layer, attention sinks, experts."""
+    layers = [SLIDING, GLOBAL] * 2
+    return _write(
+        directory,
+        "GptOssConfig",
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        sliding_window=128,
+        **EXPERTS,
+    )
+
+
+def write_llama4(directory: Path) -> Path:
+    """Chunks of 384 tokens, each fourth layer without positions and chunks, experts."""
+    return _write(
+        directory,
+        "Llama4TextConfig",
+        num_hidden_layers=4,
+        attention_chunk_size=384,
+        intermediate_size_mlp=512,
+        **EXPERTS | {"num_experts_per_tok": 1},
+    )
+
+
+def write_mistral(directory: Path) -> Path:
+    """The same window in every layer, no multiple of a block."""
+    return _write(directory, "MistralConfig", num_hidden_layers=4, sliding_window=300)
+
+
+def write_gemma4(directory: Path) -> Path:
+    """Layers without a window have larger heads, so a block of theirs holds fewer tokens."""
+    layers = ([SLIDING] * 2 + [GLOBAL]) * 2
+    return _write(
+        directory,
+        "Gemma4TextConfig",
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        sliding_window=256,
+        global_head_dim=128,
+        hidden_size_per_layer_input=0,
+    )
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model and how its engine is started."""
+
+    name: str
+    write: Callable[[Path], Path]
+    groups: tuple[tuple[str, int], ...]
+    """Of each KV cache group that vLLM makes: kind, tokens per block."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def step(self) -> int:
+        """The length of every hit is a multiple of this: vLLM's scheduler's block size."""
+        return math.lcm(*(tokens for _, tokens in self.groups))
+
+    def shareable(self, prompt: Sequence[int]) -> int:
+        """Return how many tokens of a prompt a cache can give, never the last one."""
+        return (len(prompt) - 1) // self.step * self.step
+
+
+ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
+UNCHUNKED = {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "0"}
+UNSPLIT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
+"""In one group with layers that have none, vLLM 0.32's CPU kernel answers the same prompt with
+other tokens each time where sinks meet a window, unless it does not split what a head attends to."""
+
+ONE = ((FULL, 128),)
+SEVERAL_GROUPS = (
+    Family("gemma3", write_gemma3, ((WINDOW, 128),) * 5 + ONE),
+    Family("gpt-oss", write_gpt_oss, ((WINDOW, 128), *ONE)),
+    Family("llama4", write_llama4, ((CHUNK, 128),) * 3 + ONE),
+    Family("mistral", write_mistral, ((WINDOW, 128),)),
+    Family("gemma4", write_gemma4, ((WINDOW, 256), (WINDOW, 256), *ONE)),
+)
+MADE_ONE_GROUP = (
+    Family("llama", write_model, ONE),
+    Family("gemma3-one-group", write_gemma3, ONE, ONE_GROUP),
+    Family("gpt-oss-one-group", write_gpt_oss, ONE, ONE_GROUP, UNSPLIT),
+    Family("llama4-one-group", write_llama4, ONE, {}, UNCHUNKED),
+    Family("gemma4-one-group", write_gemma4, ONE, ONE_GROUP),
+)

@@ -1,0 +1,145 @@
+"""Every family of models shares like one group of full attention: imports equal local hits bit for
+bit, windows that have moved on included, and a wrong block of any group would be noticed.
+
+Two servers go through all families, each with an engine of one family at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from local_node import Engine, EngineSpec, wait_until
+from sharing_node import BLOCK_SIZE, Observation, observe
+
+from .conftest import Pair
+from .engines import PATIENCE_S, SharedNode
+from .families import MADE_ONE_GROUP, SEVERAL_GROUPS, Family
+from .oracle import Prompt, ask_both, assert_bit_equal, random_prompt, shareable
+
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+
+NUM_BLOCKS = 512
+
+
+@dataclass(frozen=True)
+class InTurnSpec(EngineSpec):
+    """A server whose engines are made later (engines_in_turn.py)."""
+
+    def command(self, port: int) -> list[str]:
+        return [sys.executable, str(Path(__file__).with_name("engines_in_turn.py")), str(port)]
+
+
+def tell(engine: Engine, path: str, **said: Any) -> dict[str, Any]:
+    """Tell such a server something; returns what it answers."""
+    url, body = f"http://127.0.0.1:{engine.port}{path}", json.dumps(said).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=300) as answer:
+        found: dict[str, Any] = json.loads(answer.read() or b"{}")
+    return found
+
+
+class Shared(NamedTuple):
+    """Two engines of one family that share."""
+
+    family: Family
+    node: SharedNode
+    a: Engine
+    b: Engine
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    pytest.importorskip("vllm")
+    nowhere, inside = tmp_path_factory.getbasetemp(), {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with SharedNode() as node:
+        node.start_coordinator()
+        engines = node.start_engines(
+            InTurnSpec("one-in-turn", nowhere, core=0, environment=inside),
+            InTurnSpec("other-in-turn", nowhere, core=1, environment=inside),
+        )
+        yield Pair(node, *engines)
+
+
+@pytest.fixture(scope="module", params=MADE_ONE_GROUP + SEVERAL_GROUPS, ids=lambda f: f.name)
+def shared(
+    request: pytest.FixtureRequest, servers: Pair, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Shared]:
+    family, (node, *engines) = request.param, servers
+    model = family.write(tmp_path_factory.mktemp("family"))
+    arguments = {"model": str(model), "num_gpu_blocks_override": NUM_BLOCKS, **family.arguments}
+    begin = {"arguments": arguments, "environment": dict(family.environment)}
+    with ThreadPoolExecutor() as pool:
+        made = list(pool.map(lambda engine: tell(engine, "/begin", **begin), engines))
+    try:
+        for cache in made:
+            assert tuple(map(tuple, cache["groups"])) == family.groups
+            assert cache["shares"], f"kvshm has refused {family.name}"
+        node.wait_joined(*engines)
+        yield Shared(family, *servers)
+    finally:
+        for engine in engines:
+            tell(engine, "/end")
+        for _ in wait_until("nothing of the engines is left", PATIENCE_S):
+            if not node.sockets():
+                break
+
+
+def assert_imported(seen: Observation, family: Family, *sent: Prompt, local: int = 0) -> None:
+    """The whole of what these prompts could hit was imported, but for what was there."""
+    assert seen.tokens.local_hit == local
+    assert seen.tokens.imported == sum(map(family.shareable, sent)) - local > 0
+    assert seen.imported_blocks >= len(family.groups)
+    assert seen.mismatched == 0
+
+
+def long_prompts(count: int, seed: int) -> list[Prompt]:
+    """Prompts of several windows and chunks, whose hits end at different places in them."""
+    lengths = [700 + 331 * (i % 4) for i in range(count)]
+    return [random_prompt(seed + i, tokens) for i, tokens in enumerate(lengths)]
+
+
+def test_imports_equal_local_hits_bit_for_bit(shared: Shared) -> None:
+    family, node, exporter, importer = shared
+    sent = long_prompts(4, seed=9000)
+    with observe(node, importer) as seen:
+        answers = ask_both(node, exporter, importer, sent)
+    assert_bit_equal(answers)
+    assert_imported(seen, family, *sent)
+    assert seen.verified == seen.imported_blocks
+    assert len({a.imported.tokens for a in answers}) == len(sent), "the model is blind"
+
+
+def test_a_local_hit_is_continued(shared: Shared) -> None:
+    """The importer has the begin of the prompt, and imports what each group needs beyond."""
+    family, node, importer, exporter = shared
+    (prompt,) = long_prompts(1, seed=9200)
+    part = prompt[: 256 + 50]
+    with node.sharing(exporter, shareable(prompt)):
+        exporter.complete(prompt)
+    with observe(node, importer) as seen:
+        assert importer.complete(part) == exporter.complete(part)
+    assert_imported(seen, family, part)
+    with observe(node, importer) as seen:
+        imported = importer.complete(prompt)
+    assert_imported(seen, family, prompt, local=family.shareable(part))
+    assert imported == exporter.complete(prompt)
+
+
+def test_a_wrong_block_of_any_group_is_noticed(shared: Shared) -> None:
+    family, node, exporter, importer = shared
+    for group in range(len(family.groups)):
+        prompt = random_prompt(9300 + group, 5 * BLOCK_SIZE + 40)  # no whole number of chunks
+        tell(importer, "/wrong", group=group)
+        with observe(node, importer) as seen:
+            answers = ask_both(node, exporter, importer, [prompt])
+        tell(importer, "/wrong", group=None)
+        assert_imported(seen, family, prompt)
+        with pytest.raises(AssertionError, match="1 of 1 imports differ"):
+            assert_bit_equal(answers)
