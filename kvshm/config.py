@@ -168,7 +168,7 @@ class Config:
         16384,
         _whole_number(1),
         "a whole number of blocks, 1 or more",
-        "Most blocks imported for one request.",
+        "Most blocks imported for one request, in each KV cache group.",
     )
     share: Share = _one_of(
         Share.ALL,
