@@ -10,11 +10,12 @@ Imports whole blocks only, never the prompt's last token, and nothing for a requ
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from kvshm.config import Config, Share
+from kvshm.config import Config
 from kvshm.engine.cache import SharedCache
 from kvshm.engine.groups import Groups, Part
 from kvshm.engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
@@ -25,6 +26,7 @@ from kvshm.shm.counters import MISS_NO_ROOM
 from .at_once import AtOnce
 from .imports import Import, Tables, loaded_blocks
 from .pool_room import PoolRoom
+from .request_share import may_share
 
 LINGER_SECONDS = 0.002
 SEPARATOR = "\0"
@@ -53,7 +55,7 @@ class RequestImporter:
         config: Config,
         block_size: int,
         num_ranks: int,
-        clock: Callable[[], float],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._planner = cache, cache.planner
         self._config = config
@@ -126,6 +128,7 @@ class RequestImporter:
         if not self._fits(request, self.groups.blocks_at(start) + 1, (True, False)):
             return 0
         plan = self._planner.probe(chain, start, stop)
+        self._keep_windows(request)
         if plan is None:
             return 0
         seconds, costs = self._planner.costs.load_seconds(plan.nbytes), self._planner.costs
@@ -145,6 +148,14 @@ class RequestImporter:
             return None  # the next step may begin it
         self._plans[request_id] = plan
         return plan.length * self._block_size
+
+    def _keep_windows(self, request: Any) -> None:
+        """Have vLLM keep the windows at the end of the prefix that the groups of full attention
+        share with a prompt of a peer, as it does for a prompt of its own.  By default it keeps
+        windows at ends of prompts only; no common begin of two prompts would ever be shared."""
+        boundary = self._planner.common_prefix * self._block_size
+        if boundary > getattr(request, "shared_prefix_boundary", boundary):
+            request.shared_prefix_boundary = boundary
 
     def _holds(self, block_hash: bytes) -> bool:
         """Whether the engine has the next block itself.  With several groups one block of one of
@@ -195,14 +206,7 @@ class RequestImporter:
 
     def may_share(self, request: Any) -> bool:
         """Whether this request may share, in either direction."""
-        if request.lora_request is not None:
-            return False  # an adapter's name does not identify its contents
-        if request.mm_features:
-            return False  # an image's name may be chosen by the client
-        if self._config.share is Share.SALTED_ONLY and request.cache_salt is None:
-            return False
-        params = request.kv_transfer_params
-        return params is None or _asked_to_share(params)
+        return may_share(request, self._config.share)
 
     def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         """vLLM has allocated blocks: lease the external blocks and plan their load."""
@@ -391,10 +395,3 @@ class RequestImporter:
         for block_hash in done.chain[done.start : done.start + 1]:
             if self._first_hashes.get(block_hash) == done.request_id:
                 del self._first_hashes[block_hash]
-
-
-def _asked_to_share(params: object) -> bool:
-    """Whether ``kv_transfer_params={"kvshm": {"share": false}}`` keeps the request out.  Clients
-    choose this value: anything but true keeps the request out."""
-    own = params.get("kvshm", {}) if isinstance(params, dict) else {}
-    return isinstance(own, dict) and own.get("share", True) is True

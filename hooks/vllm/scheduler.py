@@ -36,8 +36,7 @@ from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_
 log = logger(__name__)
 
 MAX_FENCES = 1000
-"""How often an idle engine asks its ranks whether they have passed a fence.  vLLM waits for a
-millisecond between two questions."""
+"""How often an idle engine asks its ranks about a fence, vLLM waits a millisecond in between."""
 
 NOT_SYNCED = object()  # ``_synced_state`` while the ranks lack something: equal to no state
 
@@ -60,14 +59,13 @@ class SchedulerSide:
         self.cache = SharedCache(config, spec, run_dir)
         on_shutdown_signal(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
-        size, clock = self._block_size, time.monotonic
-        self.importer = RequestImporter(self.cache, config, size, self._num_ranks, clock)
+        self.importer = RequestImporter(self.cache, config, self._block_size, self._num_ranks)
         costs = self.cache.planner.costs
-        self._times = StepTimes(costs, clock, vllm_config.scheduler_config)
+        self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
-        self._off = False  # whether a hook has failed
         self._ranks: Ranks | None = None
+        self._off = False  # whether a hook has failed
         self._step = 0
         self._fences = 0
         """Steps without a forward pass since the last step with one."""
@@ -92,13 +90,13 @@ class SchedulerSide:
         groups = groups_of(self._kv_cache_config, manager)
         if isinstance(groups, str):
             return groups
-        engine = engine_transfer(self._vllm_config.kv_transfer_config)
-        limits = [*scheduler_limits(scheduler, engine)]
-        limits += self._watch(manager, listener, self._config.decide_role(*limits), groups)
-        self.cache.role = role = self._config.decide_role(*limits)
+        decide, engine = self._config.decide_role, self._vllm_config.kv_transfer_config
+        limits = [*scheduler_limits(scheduler, engine_transfer(engine))]
+        limits += self._watch(manager, listener, decide(*limits), groups)
+        self.cache.role = role = decide(*limits)
         if role.refusal is not None:
             return role.refusal
-        log_role(role, by_settings=role == self._config.decide_role())
+        log_role(role, by_settings=role == decide())
         if scheduler is not None and not role.no_imports:
             scheduler.recompute()
             self.importer.use(PoolRoom(manager, scheduler.scheduler.requests, groups), groups)

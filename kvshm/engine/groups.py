@@ -88,25 +88,28 @@ class Groups:
         needed = ((group, *_needed(group, start, length)) for group in self.all)
         return [Part(g.number, first, end - first) for g, first, end in needed if first < end]
 
-    def longest(self, start: int, stop: int, hashes: int, find: Find) -> Restorable | None:
+    def longest(self, start: int, stop: int, hashes: int, find: Find) -> Restorable:
         """Find the longest prefix, of at most ``stop`` hashes, that every group can restore behind
-        a local hit of ``start`` hashes.  ``hashes``: how many hashes there are.  None if it is not
-        longer than the local hit.  Asks ``find`` for each block at most once."""
+        a local hit of ``start`` hashes.  ``hashes``: how many hashes there are.  Without ``runs``
+        there is none.  Asks ``find`` for each block at most once."""
         if len(self.all) == 1:
             hashes = min(hashes, stop)  # as vLLM, where a draft layer's block must be in the hit
         covers = [_Cover(group, find) for group in self.all]
-        length, settled = stop - stop % self.step, start % self.step != 0
+        full_first = sorted(covers, key=lambda cover: not cover.group.is_full)
+        length, common, settled = stop - stop % self.step, 0, start % self.step != 0
         while length > start and not settled:
             settled = True
-            for cover in covers:
+            for cover in full_first:
+                common = common or length * (not cover.group.is_full)
                 limit = cover.limit(start, length, hashes)
                 if limit < length:
                     length, settled = limit - limit % self.step, False
                     break
+        common = common if common > max(length, start) else 0
         if length <= start or start % self.step:
-            return None
+            return Restorable(start, common, (), ())
         runs = [run for cover in covers for run in cover.cut(start, length)]
-        return Restorable(length, tuple(self.parts(start, length)), tuple(runs))
+        return Restorable(length, common, tuple(self.parts(start, length)), tuple(runs))
 
 
 class Restorable(NamedTuple):
@@ -114,6 +117,9 @@ class Restorable(NamedTuple):
 
     length: int
     """In hashes, from the prompt's begin."""
+    common: int
+    """Hashes of the longest prefix that the groups of full attention alone can restore, if it is
+    longer, else 0: the other groups keep blocks at some lengths only."""
     parts: tuple[Part, ...]
     runs: tuple[PlannedRun, ...]
     """Who holds the blocks of the parts, in their order."""

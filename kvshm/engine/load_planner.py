@@ -63,6 +63,8 @@ class LoadPlanner:
         self._log_limit = RateLimit(clock)
         self.search = PrefixSearch()
         """Finds prefixes; the caller tells it the engine's KV cache groups."""
+        self.common_prefix = 0
+        """``Restorable.common`` of the last search."""
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
         self.results: list[LoadResult] = []
@@ -106,7 +108,8 @@ class LoadPlanner:
         count(c.LOOKUPS, 1)
         stop = min(stop, start + self._config.max_import_blocks)
         found = self.search.longest(epoch, hashes, start, stop)
-        if found is None:
+        self.common_prefix = found.common
+        if not found.runs:
             count(epoch.peers.why_missed(hashes, start), 1)
             return None
         length, least = found.length - start, self._config.min_prefix_tokens

@@ -18,6 +18,7 @@ from .epoch_state import EpochState
 from .groups import Group, Groups, Part, Restorable
 
 ONE_FULL_GROUP = Groups([Group(0, 1)])
+NOTHING = Restorable(0, 0, (), ())
 
 
 class PrefixSearch:
@@ -30,16 +31,16 @@ class PrefixSearch:
 
     def longest(
         self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
-    ) -> Restorable | None:
+    ) -> Restorable:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
-        hit of ``start`` hashes.  Changes nothing.  None if nobody has what it needs."""
+        hit of ``start`` hashes.  Changes nothing.  Without ``runs`` there is none."""
         if not self.groups.one_full:
             find = _Finder(self, epoch, hashes)
             return self.groups.longest(start, stop, len(hashes), find)
         if not (runs := epoch.peers.lookup(hashes, start, stop)):
-            return None
+            return NOTHING
         found = sum(run.num_blocks for run in runs)
-        return Restorable(start + found, (Part(0, start, found),), tuple(runs))
+        return Restorable(start + found, 0, (Part(0, start, found),), tuple(runs))
 
 
 class _Finder:

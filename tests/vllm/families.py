@@ -136,7 +136,7 @@ ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
 UNCHUNKED = {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "0"}
 UNSPLIT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
 """In one group with layers that have none, vLLM 0.32's CPU kernel answers the same prompt with
-other tokens each time where sinks meet a window, unless it does not split what a head attends to."""
+other tokens each time where sinks meet a window, unless it splits no head's work."""
 
 ONE = ((FULL, 128),)
 SEVERAL_GROUPS = (
