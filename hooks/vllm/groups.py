@@ -46,7 +46,7 @@ def _spec_refusal(group_spec: Any) -> str | None:
     for spec in iter_layer_specs(group_spec):
         rule = _window_and_chunk(spec)
         if rule is None:
-            return f"kvshm does not know which blocks a prefix needs in some layers: {spec}"
+            return f"it is not known which blocks a prefix needs in some layers: {spec}"
         if getattr(spec, "non_causal", False):
             return f"some layers have no causal attention: {spec}"
         if getattr(spec, "extra_retained_tokens", 0):

@@ -45,7 +45,7 @@ def block_tables(manager: Any, num_groups: int) -> list[Mapping[str, Sequence[An
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
     tables = [getattr(one, TABLES, None) for one in managers]
     if len(tables) != num_groups or not all(isinstance(table, dict) for table in tables):
-        raise PoolChanged(f"the block manager of this vLLM has no {TABLES} for each group")
+        raise PoolChanged(f"the block manager of this vLLM has no {TABLES}")
     return tables  # type: ignore[return-value]  # all are dicts
 
 
