@@ -12,7 +12,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from unittest import mock
@@ -106,16 +106,16 @@ class Turns:
         }
 
 
-def metrics() -> Iterator[str]:
+def metrics() -> str:
     from prometheus_client import generate_latest
 
-    yield generate_latest().decode()
+    return str(generate_latest().decode())
 
 
 def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer("".join(metrics()) if self.path == "/metrics" else "")
+            self._answer(metrics() if self.path == "/metrics" else "")
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")

@@ -135,8 +135,8 @@ class Family:
 ONE_GROUP = {"disable_hybrid_kv_cache_manager": True}
 UNCHUNKED = {"VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE": "0"}
 UNSPLIT = {"VLLM_CPU_ATTN_SPLIT_KV": "0"}
-"""In one group with layers that have none, vLLM 0.32's CPU kernel answers the same prompt with
-other tokens each time where sinks meet a window, unless it does not split what a head attends to."""
+"""Where layers with sinks and a window lie in one group with others, vLLM 0.32's CPU kernel gives
+other tokens each time for the same prompt, unless it is told not to split long contexts."""
 
 ONE = ((FULL, 128),)
 SEVERAL_GROUPS = (
