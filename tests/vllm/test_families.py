@@ -119,7 +119,7 @@ def test_imports_equal_local_hits_bit_for_bit(shared: Shared) -> None:
 def test_a_local_hit_is_continued(shared: Shared) -> None:
     """The importer has the begin of the prompt, and imports what each group needs beyond."""
     family, node, importer, exporter = shared
-    (prompt,) = long_prompts(1, seed=9200)
+    *_, prompt = long_prompts(4, seed=9200)
     part = prompt[: 256 + 50]
     with node.sharing(exporter, shareable(prompt)):
         exporter.complete(prompt)
