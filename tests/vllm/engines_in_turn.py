@@ -72,7 +72,7 @@ class Turns:
         self.end()
         envs.disable_envs_cache()
         self._ended.enter_context(mock.patch.dict(os.environ, environment))
-        common = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 8192}
+        common = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 2048}
         self._llm = LLM(**common, disable_log_stats=False, **arguments)
         engine = self._llm.llm_engine
         cache = engine.engine_core.engine_core.scheduler.kv_cache_config
