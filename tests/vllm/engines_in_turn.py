@@ -12,7 +12,7 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from unittest import mock
@@ -72,7 +72,7 @@ class Turns:
         self.end()
         envs.disable_envs_cache()
         self._ended.enter_context(mock.patch.dict(os.environ, environment))
-        common = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 8192}
+        common = {"dtype": "bfloat16", "enforce_eager": True, "max_model_len": 2048}
         self._llm = LLM(**common, disable_log_stats=False, **arguments)
         engine = self._llm.llm_engine
         cache = engine.engine_core.engine_core.scheduler.kv_cache_config
@@ -106,16 +106,16 @@ class Turns:
         }
 
 
-def metrics() -> Iterator[str]:
+def metrics() -> str:
     from prometheus_client import generate_latest
 
-    yield generate_latest().decode()
+    return str(generate_latest().decode())
 
 
 def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self._answer("".join(metrics()) if self.path == "/metrics" else "")
+            self._answer(metrics() if self.path == "/metrics" else "")
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or "{}")

@@ -26,7 +26,8 @@ from .oracle import Prompt, ask_both, assert_bit_equal, random_prompt, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
-NUM_BLOCKS = 512
+BLOCKS_PER_GROUP = 24
+"""Little more than the longest prompt needs, so that blocks are reused all the time."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ def shared(
 ) -> Iterator[Shared]:
     family, (node, *engines) = request.param, servers
     model = family.write(tmp_path_factory.mktemp("family"))
-    arguments = {"model": str(model), "num_gpu_blocks_override": NUM_BLOCKS, **family.arguments}
+    num_blocks = BLOCKS_PER_GROUP * len(family.groups)
+    arguments = {"model": str(model), "num_gpu_blocks_override": num_blocks, **family.arguments}
     begin = {"arguments": arguments, "environment": dict(family.environment)}
     with ThreadPoolExecutor() as pool:
         made = list(pool.map(lambda engine: tell(engine, "/begin", **begin), engines))
@@ -107,9 +109,11 @@ def long_prompts(count: int, seed: int) -> list[Prompt]:
 
 def test_imports_equal_local_hits_bit_for_bit(shared: Shared) -> None:
     family, node, exporter, importer = shared
-    sent = long_prompts(4, seed=9000)
-    with observe(node, importer) as seen:
-        answers = ask_both(node, exporter, importer, sent)
+    sent = long_prompts(6, seed=9000)
+    with observe(node, importer) as seen, observe(node, exporter) as exported:
+        # One by one: the next one takes the blocks of this one.
+        answers = [a for p in sent for a in ask_both(node, exporter, importer, [p])]
+    assert exported.retracted > 0
     assert_bit_equal(answers)
     assert_imported(seen, family, *sent)
     assert seen.verified == seen.imported_blocks
@@ -120,7 +124,7 @@ def test_a_local_hit_is_continued(shared: Shared) -> None:
     """The importer has the begin of the prompt, and imports what each group needs beyond.  vLLM
     keeps a window only at the end of each prompt, so the exporter is asked for both prompts."""
     family, node, importer, exporter = shared
-    (prompt,) = long_prompts(1, seed=9200)
+    *_, prompt = long_prompts(4, seed=9200)
     part = prompt[: 256 + 50]
     with node.sharing(exporter, shareable(prompt)):
         exporter.complete(part)
