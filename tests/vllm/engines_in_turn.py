@@ -94,7 +94,9 @@ class Turns:
         from vllm import SamplingParams
 
         how = {name: body[name] for name in ("temperature", "seed", "ignore_eos", "max_tokens")}
-        asked = SamplingParams(logprobs=body["logprobs"], **how)
+        # As vLLM's own server passes them on.
+        extra = {"kv_transfer_params": params} if (params := body.get("kv_transfer_params")) else {}
+        asked = SamplingParams(logprobs=body["logprobs"], extra_args=extra, **how)
         prompt = {"prompt_token_ids": body["prompt"]}
         (answered,) = self._llm.generate([prompt], asked, use_tqdm=False)
         said = answered.outputs[0]

@@ -127,6 +127,11 @@ class Family:
         """The length of every hit is a multiple of this: vLLM's scheduler's block size."""
         return math.lcm(*(tokens for _, tokens in self.groups))
 
+    def published(self, prompt: Sequence[int]) -> int:
+        """Return how many blocks of a prompt are published at least.  All that are published of a
+        step are at once, and a step computes the whole prompt."""
+        return len(self.groups)
+
     def shareable(self, prompt: Sequence[int]) -> int:
         """Return how many tokens of a prompt a cache can give, never the last one."""
         return (len(prompt) - 1) // self.step * self.step

@@ -9,7 +9,7 @@ agrees with the computed answer is reported, not asserted.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from completions import Result
@@ -54,11 +54,16 @@ def shareable(prompt: Sequence[int]) -> int:
 
 
 def ask_both(
-    node: SharedNode, exporter: Engine, importer: Engine, asked: Iterable[Prompt]
+    node: SharedNode,
+    exporter: Engine,
+    importer: Engine,
+    asked: Iterable[Prompt],
+    published: Callable[[Prompt], int] = shareable,
 ) -> list[Answers]:
-    """Let the exporter compute every prompt, the importer import it, and the exporter hit it."""
+    """Let the exporter compute every prompt, the importer import it, and the exporter hit it.
+    ``published``: how many blocks of a prompt the exporter publishes at least."""
     sent = list(asked)
-    with node.sharing(exporter, sum(shareable(p) for p in sent)):
+    with node.sharing(exporter, sum(map(published, sent))):
         computed = [exporter.complete(p) for p in sent]
     imported = [importer.complete(p) for p in sent]
     local = [exporter.complete(p) for p in sent]

@@ -21,8 +21,8 @@ from sharing_node import BLOCK_SIZE, Observation, observe
 
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode
-from .families import MADE_ONE_GROUP, SEVERAL_GROUPS, Family
-from .oracle import Prompt, ask_both, assert_bit_equal, random_prompt, shareable
+from .families import FULL, MADE_ONE_GROUP, SEVERAL_GROUPS, WINDOW, Family
+from .oracle import Prompt, ask_both, assert_bit_equal, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -112,7 +112,11 @@ def test_imports_equal_local_hits_bit_for_bit(shared: Shared) -> None:
     sent = long_prompts(6, seed=9000)
     with observe(node, importer) as seen, observe(node, exporter) as exported:
         # One by one: the next one takes the blocks of this one.
-        answers = [a for p in sent for a in ask_both(node, exporter, importer, [p])]
+        answers = [
+            answer
+            for prompt in sent
+            for answer in ask_both(node, exporter, importer, [prompt], family.published)
+        ]
     assert exported.retracted > 0
     assert_bit_equal(answers)
     assert_imported(seen, family, *sent)
@@ -126,7 +130,7 @@ def test_a_local_hit_is_continued(shared: Shared) -> None:
     family, node, importer, exporter = shared
     *_, prompt = long_prompts(4, seed=9200)
     part = prompt[: 256 + 50]
-    with node.sharing(exporter, shareable(prompt)):
+    with node.sharing(exporter, 2 * family.published(prompt)):
         exporter.complete(part)
         exporter.complete(prompt)
     with observe(node, importer) as seen:
@@ -138,14 +142,40 @@ def test_a_local_hit_is_continued(shared: Shared) -> None:
     assert imported == exporter.complete(prompt)
 
 
+def test_a_common_begin_of_prompts_is_shared(shared: Shared) -> None:
+    """Two engines have each computed a prompt of the same begin.  With windows, the first one keeps
+    none at the end of that begin, but the second one does, because it parts there from a prompt of
+    a peer.  So a third prompt continues the first engine's own blocks of full attention, behind
+    windows of the second one."""
+    family, node, one, other = shared
+    begin = random_prompt(9400, 4 * 256)
+    first, second, third = (begin + random_prompt(9401 + i, 200) for i in range(3))
+    for engine, prompt in ((one, first), (other, second)):
+        with node.sharing(engine, family.published(prompt)):
+            engine.complete(prompt)
+    alone = {"kvshm": {"share": False}}
+    with observe(node, other) as seen:
+        local_hit = other.complete(third, kv_transfer_params=alone)
+    kinds = {kind for kind, _ in family.groups}
+    assert seen.tokens.local_hit == (0 if kinds == {WINDOW} else len(begin))
+    with observe(node, one) as seen:
+        continued = one.complete(third)
+    mixed = WINDOW in kinds and FULL in kinds
+    assert seen.tokens.imported == (len(begin) if mixed else 0)
+    assert seen.tokens.local_hit == (len(begin) if WINDOW not in kinds else 0)
+    assert continued == local_hit
+
+
 def test_a_wrong_block_of_any_group_is_noticed(shared: Shared) -> None:
     family, node, exporter, importer = shared
     for group in range(len(family.groups)):
         prompt = random_prompt(9300 + group, 5 * BLOCK_SIZE + 40)  # no whole number of chunks
         tell(importer, "/wrong", group=group)
-        with observe(node, importer) as seen:
-            answers = ask_both(node, exporter, importer, [prompt])
-        tell(importer, "/wrong", group=None)
+        try:
+            with observe(node, importer) as seen:
+                answers = ask_both(node, exporter, importer, [prompt], family.published)
+        finally:
+            tell(importer, "/wrong", group=None)
         assert_imported(seen, family, prompt)
         with pytest.raises(AssertionError, match="1 of 1 imports differ"):
             assert_bit_equal(answers)
