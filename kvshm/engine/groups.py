@@ -11,8 +11,8 @@ first such block until there is none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvshm.node.peer import PlannedRun
@@ -50,6 +50,12 @@ class Group:
             return blocks * self.block_size // self.chunk * self.chunk // self.block_size
         return 0
 
+    def needed(self, start: int, length: int) -> tuple[int, int]:
+        """Return the blocks that a prefix of ``length`` hashes needs behind a local hit of
+        ``start`` hashes, as begin and end; there are none if the begin is not before the end."""
+        end = length // self.scale
+        return max(self.first_needed(end), start // self.scale), end
+
 
 class Part(NamedTuple):
     """Consecutive blocks of one group."""
@@ -61,9 +67,9 @@ class Part(NamedTuple):
     num_blocks: int
 
 
-Find = Callable[[Group, int, int], Sequence[PlannedRun]]
+Find = Callable[[Group, int, int], tuple[list[PlannedRun], int]]
 """``(group, first, stop)``: the longest run of blocks from ``first`` on, before ``stop``, that
-somebody holds, cut where the holder changes."""
+somebody holds, cut where the holder changes; and the index behind its last block."""
 
 
 class Groups:
@@ -76,6 +82,9 @@ class Groups:
         """Hashes between two lengths at which a prefix can end."""
         self.one_full = len(groups) == 1 and groups[0].is_full
         """Whether a prefix is one chain of blocks, of which every begin is of use too."""
+        # Full attention first: it bounds the others best, and its blocks are looked up only once.
+        self._in_turn = sorted(groups, key=lambda group: not group.is_full)
+        self._num_full = sum(group.is_full for group in groups)
 
     def blocks_at(self, length: int) -> int:
         """Return how many blocks a request keeps for a prefix of so many hashes."""
@@ -85,8 +94,8 @@ class Groups:
     def parts(self, start: int, length: int) -> list[Part]:
         """Return the blocks behind a local hit of ``start`` hashes that a prefix of ``length``
         hashes needs, group by group; groups that need none are left out."""
-        needed = ((group, *_needed(group, start, length)) for group in self.all)
-        return [Part(g.number, first, end - first) for g, first, end in needed if first < end]
+        needed = ((group.number, *group.needed(start, length)) for group in self.all)
+        return [Part(group, first, end - first) for group, first, end in needed if first < end]
 
     def longest(self, start: int, stop: int, hashes: int, find: Find) -> Restorable:
         """Find the longest prefix, of at most ``stop`` hashes, that every group can restore behind
@@ -94,22 +103,26 @@ class Groups:
         there is none.  Asks ``find`` for each block at most once."""
         if len(self.all) == 1:
             hashes = min(hashes, stop)  # as vLLM, where a draft layer's block must be in the hit
-        covers = [_Cover(group, find) for group in self.all]
-        full_first = sorted(covers, key=lambda cover: not cover.group.is_full)
-        length, common, settled = stop - stop % self.step, 0, start % self.step != 0
-        while length > start and not settled:
-            settled = True
-            for cover in full_first:
-                common = common or length * (not cover.group.is_full)
-                limit = cover.limit(start, length, hashes)
-                if limit < length:
-                    length, settled = limit - limit % self.step, False
-                    break
-        common = common if common > max(length, start) else 0
-        if length <= start or start % self.step:
+        covers = [_Cover(group) for group in self._in_turn]
+        length, full, at = stop - stop % self.step, 0, 0
+        if start % self.step:
+            length = start
+        while length > start and at < len(covers):
+            if at == self._num_full:
+                full = full or length
+            limit = covers[at].limit(start, length, hashes, find)
+            at = at + 1 if limit == length else 0  # all look again at a shorter length
+            length = limit - limit % self.step
+        common = full if full > length else 0
+        if length <= start:
             return Restorable(start, common, (), ())
-        runs = [run for cover in covers for run in cover.cut(start, length)]
-        return Restorable(length, common, tuple(self.parts(start, length)), tuple(runs))
+        parts, runs = [], []
+        for cover in covers:
+            first, end = cover.wanted
+            if first < end:
+                parts.append(Part(cover.group.number, first, end - first))
+                runs += cover.cut(first, end)
+        return Restorable(length, common, tuple(parts), tuple(runs))
 
 
 class Restorable(NamedTuple):
@@ -125,53 +138,50 @@ class Restorable(NamedTuple):
     """Who holds the blocks of the parts, in their order."""
 
 
-def _needed(group: Group, start: int, length: int) -> tuple[int, int]:
-    """The blocks that a group needs of a prefix behind a local hit, as begin and end."""
-    end = length // group.scale
-    return max(group.first_needed(end), start // group.scale), end
-
-
-@dataclass
 class _Cover:
     """Consecutive blocks of one group that somebody holds, as far as they were looked for."""
 
-    group: Group
-    find: Find
-    first: int = 0
-    end: int = 0
-    runs: list[PlannedRun] = field(default_factory=list)
+    __slots__ = ("end", "first", "group", "runs", "wanted")
 
-    def limit(self, start: int, length: int, hashes: int) -> int:
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.wanted = (0, 0)
+        """The blocks that the length of the last ``limit`` needs, as begin and end."""
+        self.first = self.end = 0
+        self.runs: list[PlannedRun] = []
+
+    def limit(self, start: int, length: int, hashes: int, find: Find) -> int:
         """Return the longest length up to ``length`` that the group's blocks do not rule out."""
-        group, (first, end) = self.group, _needed(self.group, start, length)
+        group = self.group
+        self.wanted = first, end = group.needed(start, length)
         stop = end + group.ahead
         if stop * group.scale > hashes:
-            return min(length, (hashes // group.scale - group.ahead) * group.scale)
+            return (hashes // group.scale - group.ahead) * group.scale
         if first >= stop:
             return length
-        self._look(first, stop)
+        if not (self.runs and self.first <= first):
+            self._look(first, stop, find)
         return length if self.end >= stop else (self.end - group.ahead) * group.scale
 
-    def _look(self, first: int, stop: int) -> None:
+    def _look(self, first: int, stop: int, find: Find) -> None:
         """Extend the cover to the blocks from ``first`` to ``stop``, or to the first of them that
         nobody holds.  Earlier calls had no smaller ``stop``."""
-        if self.runs and self.first <= first:
-            return
         unknown = min(self.first, stop) if self.runs else stop
-        found = list(self.find(self.group, first, unknown))
-        reached = first + sum(run.num_blocks for run in found)
+        found, reached = find(self.group, first, unknown)
         if self.runs and reached == self.first:
-            found += self.runs
+            found = [*found, *self.runs]
             reached = self.end
         self.first, self.end, self.runs = first, reached, found
 
-    def cut(self, start: int, length: int) -> Iterator[PlannedRun]:
-        """Yield the runs of what a prefix of ``length`` hashes needs."""
-        first, end = _needed(self.group, start, length)
-        at = self.first
+    def cut(self, first: int, end: int) -> list[PlannedRun]:
+        """Return the runs of these blocks, all of which are covered."""
+        if (first, end) == (self.first, self.end):
+            return self.runs
+        at, parts = self.first, []
         for run in self.runs:
             begin, stop = max(first, at), min(end, at + run.num_blocks)
             if begin < stop:
                 cut = slice((begin - at) * RECORD_BYTES, (stop - at) * RECORD_BYTES)
-                yield run._replace(records=run.records[cut])
+                parts.append(run._replace(records=run.records[cut]))
             at += run.num_blocks
+        return parts

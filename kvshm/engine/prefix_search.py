@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvshm.ids import BlockId, block_hash
 from kvshm.node.peer import PlannedRun
-from kvshm.shm.layout import BlockRecord, SlotState, pack_records
+from kvshm.shm.layout import RECORD_BYTES, BlockRecord, SlotState, pack_records
 
 from .epoch_state import EpochState
 from .groups import Group, Groups, Part, Restorable
@@ -51,16 +51,17 @@ class _Finder:
         self._epoch = epoch
         self._hashes = hashes
 
-    def __call__(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
-        lookup, runs = self._epoch.peers.lookup, []
+    def __call__(self, group: Group, first: int, stop: int) -> tuple[list[PlannedRun], int]:
+        lookup, runs = self._epoch.peers.lookup, list[PlannedRun]()
         while first < stop:
             found = lookup(self._hashes, first, stop, group=group.number, scale=group.scale)
             found = found or self._own(group, first, stop)
             if not found:
                 break
             runs += found
-            first += sum(run.num_blocks for run in found)
-        return runs
+            for run in found:
+                first += len(run.records) // RECORD_BYTES
+        return runs, first
 
     def _own(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
         """The longest run of published blocks in the engine's own cache."""

@@ -63,7 +63,7 @@ static tombstone tombstones[ROWS][BLOCKS];
 static void apply(const publication *p, uint32_t kind)
 {
     kvshm_applied applied = {0};
-    kvshm_record record;
+    kvshm_record record = {.group = 0};
     *(uint64_t *)record.hash = p->tag;
     record.block_id = p->block;
     record.generation = p->generation;
@@ -84,7 +84,7 @@ static void *writer(void *unused)
 static void *reader(void *unused)
 {
     uint8_t owner;
-    kvshm_record record;
+    kvshm_record record = {.group = 0};
 #ifdef SHIFTED
     const publication *sought = &beside;
 #else

@@ -26,7 +26,7 @@ from .oracle import Prompt, ask_both, assert_bit_equal, random_prompt
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
-BLOCKS_PER_GROUP = 24
+TOKENS_PER_GROUP = 24 * BLOCK_SIZE
 """Little more than the longest prompt needs, so that blocks are reused all the time."""
 
 
@@ -74,7 +74,7 @@ def shared(
 ) -> Iterator[Shared]:
     family, (node, *engines) = request.param, servers
     model = family.write(tmp_path_factory.mktemp("family"))
-    num_blocks = BLOCKS_PER_GROUP * len(family.groups)
+    num_blocks = sum(TOKENS_PER_GROUP // tokens for _, tokens in family.groups)
     arguments = {"model": str(model), "num_gpu_blocks_override": num_blocks, **family.arguments}
     begin = {"arguments": arguments, "environment": dict(family.environment)}
     with ThreadPoolExecutor() as pool:
@@ -149,7 +149,7 @@ def test_a_common_begin_of_prompts_is_shared(shared: Shared) -> None:
     windows of the second one."""
     family, node, one, other = shared
     begin = random_prompt(9400, 4 * 256)
-    first, second, third = (begin + random_prompt(9401 + i, 200) for i in range(3))
+    first, second, third = (begin + random_prompt(9401 + i, 300) for i in range(3))
     for engine, prompt in ((one, first), (other, second)):
         with node.sharing(engine, family.published(prompt)):
             engine.complete(prompt)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvshm.engine.groups import Group, Groups
+from kvshm.engine.groups import Find, Group, Groups
 from kvshm.hooks.vllm.groups import groups_of
 from kvshm.node.peer import PlannedRun
 from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
@@ -103,8 +103,8 @@ class Node:
         hashes: Any = [hash_at(index) for index in range(HASHES)]
         return int(self.coordinator.find_longest_cache_hit(hashes, tokens)[1]) // SIZE
 
-    def find(self, owners: list[set[Key]]) -> Callable[[Group, int, int], list[PlannedRun]]:
-        def found(group: Group, first: int, stop: int) -> list[PlannedRun]:
+    def find(self, owners: list[set[Key]]) -> Find:
+        def found(group: Group, first: int, stop: int) -> tuple[list[PlannedRun], int]:
             runs = []
             self.asked += [(group.number, index) for index in range(first, stop)]
             for index in range(first, stop):
@@ -113,7 +113,7 @@ class Node:
                     self.asked = self.asked[: len(self.asked) - (stop - index) + 1]
                     break
                 runs.append(run(holders[0], group.number, index))
-            return runs
+            return runs, first + len(runs)
 
         return found
 
