@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvshm.engine.groups import Groups
@@ -63,22 +63,22 @@ class PoolRoom:
         return num_blocks + kept <= left and self._blocks(request) + spare <= left
 
     def _missing(self, request: Any) -> int:
-        """Blocks that a prefill under way still needs."""
+        """Blocks that vLLM reserves because a prefill under way still needs them."""
         if request.status.name not in PREFILLING:
             return 0
         tables = self._manager.get_blocks(request.request_id).blocks
-        held = sum(
-            len(table) if group.is_full else sum(not block.is_null for block in table)
-            for group, table in zip(self._groups.all, tables, strict=True)
-        )
-        return max(self._blocks(request) - held, 0)
+        # As vLLM, which counts the null blocks too: else a request that decodes behind its window
+        # would need, for ever, what a prefill holds at most.
+        pairs = zip(self._blocks_by_group(request), tables, strict=True)
+        return sum(max(blocks - len(table), 0) for blocks, table in pairs)
 
     def _blocks(self, request: Any) -> int:
-        """Blocks that vLLM reserves for a request's tokens, counting partly filled ones: in a
-        windowed group no more than it ever holds at a time."""
-        blocks = 0
+        """Blocks that vLLM reserves for a request's tokens, counting partly filled ones."""
+        return sum(self._blocks_by_group(request))
+
+    def _blocks_by_group(self, request: Any) -> Iterator[int]:
+        """``_blocks`` of each group: in a windowed one no more than it ever holds at a time."""
         for group, manager in zip(self._groups.all, self._managers, strict=True):
             filled = -(-int(request.num_tokens) // group.block_size)
             most = manager.max_admission_blocks_per_request
-            blocks += filled if most is None else min(filled, most)
-        return blocks
+            yield filled if most is None else min(filled, most)

@@ -54,7 +54,7 @@ def pair(model: Path) -> Iterator[Pair]:
 @pytest.fixture
 def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     """Makes real schedulers, each played by hand, that end with the test."""
-    from .scheduling import DrivenEngine, vllm_config
+    from .scheduling import DrivenEngine, imagined_cache, vllm_config
 
     made: list[DrivenEngine] = []
     run_dir = Path(tempfile.mkdtemp(prefix="kv-"))
@@ -63,10 +63,13 @@ def engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     monkeypatch.setenv("KVSHM_STRICT", "1")
     monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", "0")
 
-    def make(asynchronous: bool = False, num_blocks: int = 32, **arguments: Any) -> DrivenEngine:
+    def make(
+        asynchronous: bool = False, num_blocks: int = 32, specs: Any = (), **arguments: Any
+    ) -> DrivenEngine:
         config = vllm_config(model, **arguments)
         config.scheduler_config.async_scheduling = asynchronous
-        made.append(DrivenEngine(config, num_blocks, asynchronous))
+        cache = imagined_cache(num_blocks, specs)
+        made.append(DrivenEngine(config, num_blocks, asynchronous, cache=cache))
         return made[-1]
 
     yield make

@@ -8,6 +8,7 @@ replayed on a machine that cannot run it.
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -24,9 +25,12 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -44,6 +48,22 @@ from kvshm.shm.layout import SlotState
 from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable
 
 BLOCK_SIZE = 16
+SHAPE: Any = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+
+
+def full(scale: int = 1) -> FullAttentionSpec:
+    """A group of full attention; its blocks are ``scale`` times as large as others."""
+    return FullAttentionSpec(BLOCK_SIZE * scale, **SHAPE)
+
+
+def window(tokens: int, scale: int = 1) -> SlidingWindowSpec:
+    """A group with a sliding window of so many tokens."""
+    return SlidingWindowSpec(BLOCK_SIZE * scale, sliding_window=tokens, **SHAPE)
+
+
+def chunk(tokens: int) -> ChunkedLocalAttentionSpec:
+    """A group with chunked local attention in chunks of so many tokens."""
+    return ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=tokens, **SHAPE)
 
 
 def vllm_config(
@@ -101,17 +121,19 @@ class DrivenEngine:
         cache = self.cache or imagined_cache(self.num_blocks)
         self.config.cache_config.num_gpu_blocks = self.num_blocks
         kind = AsyncScheduler if self.asynchronous else Scheduler
+        sizes = [group.kv_cache_spec.block_size for group in cache.kv_cache_groups]
+        hash_size = math.gcd(*sizes)
         self.scheduler = kind(
             vllm_config=self.config,
             kv_cache_config=cache,
             structured_output_manager=StructuredOutputManager(self.config),
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            block_size=math.lcm(*sizes),
+            hash_block_size=hash_size,
             log_stats=True,
         )
         hash_fn = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
-        self.hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
+        self.hasher = get_request_block_hasher(hash_size, hash_fn)
         self.connector = own_connector(self.scheduler)
         if self.connector is None:
             return  # plain vLLM
@@ -194,8 +216,14 @@ class DrivenEngine:
         self.run(sent, report)
         return sent
 
-    def blocks_of(self, name: str) -> list[int]:
-        return [b.block_id for b in self.scheduler.kv_cache_manager.get_blocks(name).blocks[0]]
+    def blocks_of(self, name: str, group: int = 0) -> list[int]:
+        tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
+        return [block.block_id for block in tables[group]]
+
+    def tables_of(self, name: str) -> list[list[int]]:
+        """A request's block tables, by group."""
+        tables = self.scheduler.kv_cache_manager.get_blocks(name).blocks
+        return [[block.block_id for block in table] for table in tables]
 
     def ready(self) -> set[int]:
         """Blocks that others may read at this moment."""
@@ -221,16 +249,16 @@ def roles_of_epoch(engine: DrivenEngine) -> tuple[bool, bool]:
     return not state.info.imports_only, state.peers._peer_list is not None
 
 
-def imagined_cache(num_blocks: int) -> KVCacheConfig:
-    """A cache that no worker has."""
-    spec = FullAttentionSpec(
-        block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.bfloat16
-    )
+def imagined_cache(num_blocks: int, specs: Sequence[KVCacheSpec] = ()) -> KVCacheConfig:
+    """A cache that no worker has, with a group of each of these kinds; by default one of full
+    attention."""
+    specs = specs or [full()]
+    names = [["layer"]] if len(specs) == 1 else [[f"layer.{i}"] for i in range(len(specs))]
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[],
-        kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
-        hash_block_size=BLOCK_SIZE,
+        kv_cache_groups=[KVCacheGroupSpec(*pair) for pair in zip(names, specs, strict=True)],
+        hash_block_size=math.gcd(*(spec.block_size for spec in specs)),
     )
 
 

@@ -29,8 +29,8 @@ from kvshm.node.peer import PlannedRun
 from kvshm.shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm.shm.layout import RECORD_BYTES, SlotState
 
+from .played_model import GARBAGE, Kv, contents, kv_of
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, plan_of, prompt
-from .test_contents import GARBAGE, Kv, contents, kv_of
 
 PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
 

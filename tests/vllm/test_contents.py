@@ -1,15 +1,15 @@
 """Whatever others may read holds what its hash says, and is of the weights of its epoch.
 
 vLLM's real schedulers and the real connector run random work; the model is played: a token's
-KV is a number made of the weights, the token and the number before it, read from where the
-block table says.  So a block that was begun with other weights, hit before it was computed, or
-reused too early gives other numbers, also in all that is computed from it.
+KV is a number made of the weights, the token and the numbers before it, read in every KV cache
+group from where its block table says.  So a block that was begun with other weights, hit before it
+was computed, or reused too early gives other numbers, also in all that is computed from it.
 """
 
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,31 +20,41 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.engine.load_plan import Load, LoadReport
+from kvshm.engine.groups import Group, Groups
+from kvshm.engine.load_plan import NO_TICKET, Load, LoadReport, Piece
 from kvshm.hooks.vllm.messages import RankReport
+from kvshm.ids import NO_LEASE_BIT, Epoch
 from kvshm.shm.layout import SlotState
 from kvshm.shm.own_slot_table import OwnSlotTable
 
 from ..unit.served import set_life
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, description, prompt
+from .played_model import GARBAGE, Kv, PlayedModel
+from .scheduling import (
+    BLOCK_SIZE,
+    DrivenEngine,
+    Make,
+    Sent,
+    as_told,
+    chunk,
+    description,
+    full,
+    prompt,
+    window,
+)
 
 SEEDS = range(6)
-GARBAGE = -1
+KINDS: dict[str, list[Any]] = {
+    "full and window": [full(), window(40)],
+    "several windows": [window(20), full(), window(70)],
+    "full and chunks": [full(), chunk(48)],
+    "one window": [window(40)],
+    "larger full blocks": [full(2), window(40)],
+    "larger windowed blocks": [full(), window(40, 2)],
+}
 FOREIGN = -2
 """Weights of another model, whose KV another connector brings."""
-Kv = list[int]
-
-
-def kv_of(weights: int, before: int, token: int) -> int:
-    return hash((weights, before, token))
-
-
-def contents(weights: int, tokens: list[int]) -> Kv:
-    """KV of tokens that one set of weights has computed from the first on."""
-    kv: Kv = []
-    for token in tokens:
-        kv.append(kv_of(weights, kv[-1] if kv else 0, token))
-    return kv
+Place = tuple[Group, int]
+"""A group, and the index of a block in its table."""
 
 
 @dataclass
@@ -52,12 +62,15 @@ class Written:
     """What a step computes of one request."""
 
     request: Request
-    table: list[int]
+    tables: list[list[int]]
     begin: int
     count: int
     samples: bool
-    loaded: range
-    """Indices of the blocks that another connector fills before the step computes."""
+    loaded: list[Place]
+    """The blocks that another connector fills before the step computes."""
+
+    def block(self, place: Place) -> int:
+        return self.tables[place[0].number][place[1]]
 
 
 @dataclass
@@ -73,6 +86,8 @@ class Import:
     load: Load
     request: Request
     epoch: int
+    places: dict[int, Place]
+    """Which blocks it fills."""
     bad: set[int] | None = None
     """Targets that did not arrive, once it has ended."""
 
@@ -94,38 +109,71 @@ class Node:
     steps: deque[Step] = field(default_factory=deque)
     imports: list[Import] = field(default_factory=list)
     others: dict[str, range] = field(default_factory=dict)
-    """Requests whose next step another connector loads for, and which of their blocks."""
+    """Requests whose next step another connector loads for, and which of their hashes."""
+    hashes: dict[str, range] = field(default_factory=dict)
+    """Hashes that were found, by request."""
+    places: dict[str, dict[int, Place]] = field(default_factory=dict)
+    """Which blocks the loads fill that the next step hands over."""
     added: int = 0
-    seen: int = 0
+    seen: Counter[int] = field(default_factory=Counter)
+    """How often a readable block of each group was looked at."""
 
     def __post_init__(self) -> None:
         self.side = self.e.connector._scheduler
-        self.memory = {b: [GARBAGE] * BLOCK_SIZE for b in range(self.e.num_blocks)}
+        self.groups: Groups = self.side.importer.groups
+        self.model = PlayedModel(self.groups.all)
+        self.largest = max(group.block_size for group in self.groups.all)
+        self.memory = {b: [GARBAGE] * self.largest for b in range(self.e.num_blocks)}
         self.weights_of[self.e.table.epoch] = 0
         self.epoch = self.e.table.epoch
 
     # -- the connector's answers, as if there were peers and another connector
 
     def found(self, request: Request, local: int) -> tuple[int | None, bool]:
-        first, last = local // BLOCK_SIZE, (request.num_tokens - 1) // BLOCK_SIZE
+        step = self.groups.step * BLOCK_SIZE
+        first, last = local // step, (request.num_tokens - 1) // step
         kind = self.rnd.random()
-        self.others.pop(request.request_id, None)
+        self.others.pop(name := request.request_id, None)
         if not self.side.may_import():
             return 0, False
-        if first >= last or kind < 0.5 or request.request_id in self.side.importer._failed:
+        if first >= last or kind < 0.5 or name in self.side.importer._failed:
             return 0, False
         count = self.rnd.randint(1, last - first)
+        self.hashes[name] = range(local // BLOCK_SIZE, (first + count) * self.groups.step)
         if kind < 0.53:
-            self.others[request.request_id] = range(first, first + count)
-            return count * BLOCK_SIZE, False
+            self.others[name] = self.hashes[name]
+            return count * step, False
         if kind < 0.55 or not self.side.importer.may_share(request):
             return (None if kind < 0.55 else 0), False
-        return count * BLOCK_SIZE, True
+        return count * step, True
 
     def allocated(self, request: Request, blocks: Any, num_external: int) -> None:
-        ours = request.request_id not in self.others
+        name, importer = request.request_id, self.side.importer
+        ours = name not in self.others
         tables = [[block.block_id for block in table] for table in blocks.blocks]
-        self.side.importer.allocated(request, tables, num_external if ours else 0)
+        importer.allocated(request, tables, num_external if ours else 0)
+        if not (ours and num_external):
+            return
+        places = self.places[name] = {
+            tables[group.number][index]: (group, index)
+            for group, index in self.to_fill(self.hashes[name], tables)
+        }
+        made = importer._imports[name]
+        assert made.targets == tuple(places), "these blocks are the load's"
+        # A load that brings something, although no peer has it.
+        piece = Piece(Epoch(77), (), b"", b"", made.targets, 0)
+        table = self.side.cache.table
+        epoch = table.epoch if table is not None else Epoch(0)
+        made.load = Load(name, epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
+
+    def to_fill(self, hashes: range, tables: list[list[int]]) -> list[Place]:
+        """The blocks that vLLM has allocated for a load of so much."""
+        return [
+            (group, index)
+            for group in self.groups.all
+            for index in range(hashes.start // group.scale, hashes.stop // group.scale)
+            if tables[group.number][index]
+        ]
 
     # -- random work
 
@@ -171,15 +219,17 @@ class Node:
         for name, count in sent.output.num_scheduled_tokens.items():
             request = self.e.scheduler.requests[name]
             begin = request.num_computed_tokens - count
-            loaded = self.others.pop(name, range(0))
             assert begin >= before[name] or request.num_preemptions
-            table = self.e.blocks_of(name)
+            tables = self.e.tables_of(name)
+            loaded = self.to_fill(self.others.pop(name, range(0)), tables)
             samples = not request.is_prefill_chunk
-            writes.append(Written(request, table, begin, count, samples, loaded))
-            for index in {p // BLOCK_SIZE for p in range(begin, begin + count)} | set(loaded):
-                assert table[index] not in self.readable(), "written while others read it"
+            writes.append(one := Written(request, tables, begin, count, samples, loaded))
+            computed = range(begin, begin + count)
+            new = {(group, p // group.block_size) for group in self.groups.all for p in computed}
+            written = {one.block(place) for place in new.union(loaded)}
+            assert not written & self.readable(), "written while others read it"
         for load in sent.metadata.loads:
-            assert not set(load.lost) & self.readable()
+            assert not set(load.targets) & self.readable()
         self.steps.append(Step(sent, writes))
 
     # -- the rank
@@ -201,9 +251,10 @@ class Node:
                 set_life(table)
         for load in metadata.loads:
             request = self.e.scheduler.requests[load.load_id]
-            self.imports.append(Import(load, request, self.epoch))
+            places = self.places.pop(load.load_id)
+            self.imports.append(Import(load, request, self.epoch, places))
         invalid = set().union(*(self.compute(written) for written in step.writes))
-        invalid |= self.finish(report)
+        self.finish(report)
         self.answer(step, report, invalid)
         if metadata.describe and metadata.describe == self.side._resets:
             self.e.wait_for_epoch()
@@ -211,58 +262,62 @@ class Node:
             self.weights_of[self.e.table.epoch] = self.weights
 
     def compute(self, written: Written) -> set[int]:
-        bad = self.fill(written.request, written.table, written.loaded, FOREIGN)
+        places = {written.block(place): place for place in written.loaded}
+        bad = self.fill(written.request, places, FOREIGN, failing=len(self.groups.all) == 1)
         tokens = list(written.request._all_token_ids)
         for p in range(written.begin, written.begin + written.count):
-            before = self.at(written.table, p - 1) if p else 0
             token = tokens[p] if p < len(tokens) else GARBAGE
-            place = self.memory[written.table[p // BLOCK_SIZE]]
-            place[p % BLOCK_SIZE] = kv_of(self.weights, before, token)
+            made = self.model.token(self.weights, p, token, lambda g, p: self.at(written, g, p))
+            for group, number in zip(self.groups.all, made, strict=True):
+                place = self.memory[written.block((group, p // group.block_size))]
+                place[p % group.block_size] = number
         return bad
 
-    def fill(self, request: Request, table: list[int], loaded: range, weights: int) -> set[int]:
+    def fill(
+        self, request: Request, places: dict[int, Place], weights: int, failing: bool = True
+    ) -> set[int]:
         """Blocks arrive from elsewhere, some of them sometimes not; returns those."""
-        kv = contents(weights, list(request._all_token_ids)[: loaded.stop * BLOCK_SIZE])
+        kv = self.model.contents(weights, list(request._all_token_ids)) if places else []
         bad = set()
-        for index in loaded:
-            if self.rnd.random() < 0.2:
-                bad.add(table[index])
-                self.memory[table[index]] = [GARBAGE] * BLOCK_SIZE
+        for block, (group, index) in places.items():
+            begin, place = index * group.block_size, self.memory[block]
+            place[:] = [GARBAGE] * self.largest
+            if failing and self.rnd.random() < 0.2:
+                bad.add(block)
             else:
-                self.memory[table[index]] = kv[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+                arrived = kv[group.number][begin : begin + group.block_size]
+                place[: group.block_size] = arrived
         return bad
 
-    def at(self, table: list[int], position: int) -> int:
-        return self.memory[table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+    def at(self, written: Written, group: Group, position: int) -> int:
+        block = written.block((group, position // group.block_size))
+        return self.memory[block][position % group.block_size]
 
     def end_loads(self) -> None:
         """Some loads end: good while their epoch lasts."""
         for one in [i for i in self.imports if i.bad is None and self.rnd.random() < 0.5]:
-            targets = one.load.lost
-            one.bad = set(targets)
-            if one.epoch and one.epoch == self.epoch:
-                table = self.e.blocks_of(one.request.request_id)
-                first = table.index(targets[0])
-                arrived = range(first, first + len(targets))
-                one.bad = self.fill(one.request, table, arrived, self.weights_of[one.epoch])
-            # The load was planned as lost; what counts from here on is the rank's report.
-            object.__setattr__(one.load, "lost", ())
+            one.bad = set(one.places)
+            if one.epoch and one.load.epoch == one.epoch == self.epoch:
+                one.bad = self.fill(one.request, one.places, self.weights_of[one.epoch])
 
-    def finish(self, report: RankReport) -> set[int]:
+    def finish(self, report: RankReport) -> None:
         """Report the loads that have ended."""
         self.end_loads()
         ended = {one.load.load_id: one.bad for one in self.imports if one.bad is not None}
         self.imports = [one for one in self.imports if one.bad is None]
         report.loads += [LoadReport(name, tuple(bad)) for name, bad in ended.items()]
-        return set().union(*ended.values())
 
     def answer(self, step: Step, report: RankReport, invalid: set[int]) -> None:
         names = [written.request.request_id for written in step.writes]
         sampled = [[self.rnd.randint(1, 3)] if w.samples else [] for w in step.writes]
+        failed = {load.load_id for load in report.loads if load.bad}
+        if self.groups.one_full:
+            failed, invalid = set(), invalid.union(*(load.bad for load in report.loads))
         output = KVConnectorOutput(
             finished_recving={load.load_id for load in report.loads} or None,
             kv_connector_worker_meta=as_told(report),
             invalid_block_ids=invalid,
+            failed_recving=failed,
         )
         self.e.scheduler.update_from_output(
             step.sent.output,
@@ -298,21 +353,16 @@ class Node:
     def check(self) -> None:
         for block in self.readable():
             table = self.side.cache.table
-            slot = table.slot(block)
-            pure = contents(self.weights_of[table.epoch], self.tokens[bytes(slot.block_hash)])
-            assert self.memory[block] == pure[-BLOCK_SIZE:], f"block {block} holds something else"
-            self.seen += 1
+            slot, weights = table.slot(block), self.weights_of[table.epoch]
+            tokens = self.tokens[key := bytes(slot.block_hash)]
+            pure = self.model.last_block(weights, key, tokens, slot.group)
+            found = self.memory[block][: len(pure)]
+            assert found == pure, f"block {block} holds something else"
+            self.seen[slot.group] += 1
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_others_may_read_is_what_it_says(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, seed: int
-) -> None:
-    e = engine(asynchronous=asynchronous, num_blocks=24, max_num_batched_tokens=80, max_num_seqs=8)
-    node = Node(e, random.Random(seed))
-    monkeypatch.setattr(e.connector, "get_num_new_matched_tokens", node.found)
-    monkeypatch.setattr(e.connector, "update_state_after_alloc", node.allocated)
+def work(node: Node) -> None:
+    """Random work, after each bit of which all that others may read is checked."""
     for _ in range(600):
         kind = node.rnd.random()
         if kind < 0.12:
@@ -323,9 +373,41 @@ def test_what_others_may_read_is_what_it_says(
             node.new_weights()
         elif kind < 0.16:
             node.reset()
-        elif len(node.steps) > asynchronous or (node.steps and kind < 0.5):
+        elif len(node.steps) > node.e.asynchronous or (node.steps and kind < 0.5):
             node.run()
         else:
             node.schedule()
         node.check()
-    assert node.seen > 100
+
+
+def made(e: DrivenEngine, monkeypatch: pytest.MonkeyPatch, seed: int) -> Node:
+    node = Node(e, random.Random(seed))
+    monkeypatch.setattr(e.connector, "get_num_new_matched_tokens", node.found)
+    monkeypatch.setattr(e.connector, "update_state_after_alloc", node.allocated)
+    return node
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_others_may_read_is_what_it_says(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, seed: int
+) -> None:
+    e = engine(asynchronous=asynchronous, num_blocks=24, max_num_batched_tokens=80, max_num_seqs=8)
+    node = made(e, monkeypatch, seed)
+    work(node)
+    assert node.seen[0] > 100
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_others_may_read_is_what_it_says_in_each_group(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, kind: str, asynchronous: bool, seed: int
+) -> None:
+    """A step computes more tokens than a window has, or fewer."""
+    specs, batch = KINDS[kind], (80, 32)[seed]
+    num_blocks = 16 + 12 * len(specs)
+    e = engine(asynchronous, num_blocks, specs, max_num_batched_tokens=batch, max_num_seqs=8)
+    node = made(e, monkeypatch, seed)
+    work(node)
+    assert min(node.seen[group.number] for group in node.groups.all) > 50

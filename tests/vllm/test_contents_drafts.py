@@ -23,8 +23,8 @@ from vllm.v1.request import Request, RequestStatus
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.shm.layout import SlotState
 
+from .played_model import GARBAGE, Kv, contents, kv_of
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, prompt
-from .test_contents import GARBAGE, Kv, contents, kv_of
 
 NUM_DRAFTS = 3
 STOP = 2

@@ -22,7 +22,7 @@ from kvshm.hooks.vllm.ranks import Ranks
 from kvshm.hooks.vllm.worker import WorkerSide
 from kvshm.ids import Epoch
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, prompt
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, full, prompt, window
 
 
 class Copying:
@@ -60,7 +60,8 @@ class Worker:
 
     def __init__(self, engine: DrivenEngine, polls: int) -> None:
         side = object.__new__(WorkerSide)
-        side._under_way, side._finished, side._bad = set(), set(), set()
+        side._under_way, side._finished, side._failed, side._bad = set(), set(), set(), set()
+        side._one_full = engine.connector._scheduler.importer.groups.one_full
         side._report, side._described, side._attached = RankReport(0), True, frozenset()
         self.cache = side._cache = Copying(polls)  # type: ignore[assignment]  # stands for one
         self.connector = object.__new__(KvshmConnector)
@@ -80,12 +81,13 @@ class Worker:
         own.bind_connector_metadata(sent.metadata)
         own.start_load_kv(None)
         own.wait_for_save()
-        finished = own.get_transfer_results(set()).finished_recving
+        results = own.get_transfer_results(set())
         bad = own.get_block_ids_with_load_errors()
         report = own.build_connector_worker_meta()
         own.clear_connector_metadata()
         output = KVConnectorOutput(
-            finished_recving=finished or None,
+            finished_recving=results.finished_recving or None,
+            failed_recving=results.failed_recving or set(),
             invalid_block_ids=bad,
             kv_connector_worker_meta=report,
         )
@@ -101,14 +103,14 @@ def engine_rank() -> Any:
     return description()
 
 
-@pytest.fixture
+@pytest.fixture(params=[(), (full(), window(40)), (window(40),)], ids=["full", "both", "window"])
 def loading(
-    engine: Make, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, engine: Make, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[DrivenEngine, Worker]]:
     """An engine whose request "a" loads two blocks, which ends after so many looks at it."""
 
     def make(polls: int, asynchronous: bool = False) -> tuple[DrivenEngine, Worker]:
-        made = engine(asynchronous)
+        made = engine(asynchronous, specs=request.param)
         one = Worker(made, polls)
         monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", one.connector)
         matches = iter([2 * BLOCK_SIZE])
