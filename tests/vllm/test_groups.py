@@ -305,7 +305,9 @@ def test_a_load_at_once_counts_as_a_whole(
     if asynchronous:
         under_way.append(e.schedule())
     computed = {b for table in e.tables_of("r") for b in table if b}
-    rank.run(under_way.pop(0), LoadReport(load.load_id, () if bad is None else (load.targets[bad],)))
+    rank.run(
+        under_way.pop(0), LoadReport(load.load_id, () if bad is None else (load.targets[bad],))
+    )
     assert request.num_preemptions == (bad is not None)
     if bad is None:
         assert read_by(e, "r") <= e.ready()

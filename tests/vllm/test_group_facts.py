@@ -1,0 +1,81 @@
+"""What kvshm relies on in vLLM's KV cache groups (docs/kv-cache-groups.md), and how it has vLLM keep
+windows at the end of a begin that prompts of two engines have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvshm.engine.groups import Part
+from kvshm.hooks.vllm.groups import groups_of
+
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, chunk, full, imagined_cache, prompt, window
+from .test_groups import peer_of as peer_of
+
+WINDOW = 40
+KINDS = {
+    "window": [full(), window(WINDOW)],
+    "a window of whole blocks": [window(2 * BLOCK_SIZE + 1)],
+    "chunks": [full(), chunk(3 * BLOCK_SIZE)],
+    "larger windowed blocks": [full(), window(100, 2)],
+}
+
+
+def with_sparse_windows(engine: Make, *specs: Any) -> DrivenEngine:
+    """An engine that keeps windows as vLLM does by default."""
+    e = engine(num_blocks=64, specs=specs)
+    e.scheduler.kv_cache_manager.coordinator.retention_interval = 0
+    return e
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_leaves_out_the_blocks_before_the_first_needed(engine: Make, kind: str) -> None:
+    manager = engine(specs=KINDS[kind]).scheduler.kv_cache_manager
+    groups: Any = groups_of(imagined_cache(32, KINDS[kind]), manager)
+    managers = manager.coordinator.single_type_managers
+    for length in range(0, 30, groups.step):
+        skipped = [one.get_num_skipped_tokens(length * BLOCK_SIZE) for one in managers]
+        first = [tokens // one.block_size for tokens, one in zip(skipped, managers, strict=True)]
+        assert [g.first_needed(length // g.scale) for g in groups.all] == first
+
+
+@pytest.mark.parametrize("boundary", [0, 4])
+def test_windows_are_kept_at_the_shared_prefix_boundary(engine: Make, boundary: int) -> None:
+    """And at the end of the prompt; vLLM gives no other block of a window a hash."""
+    e = with_sparse_windows(engine, full(), window(WINDOW))
+    find = e.scheduler.kv_cache_manager.get_computed_blocks
+
+    def found(request: Any) -> Any:
+        return (*find(request)[:2], boundary * BLOCK_SIZE)
+
+    e.scheduler.kv_cache_manager.get_computed_blocks = found
+    e.add("a", prompt(10))
+    e.schedule()
+    assert hashed(e) == {7, 8, 9} | ({1, 2, 3} if boundary else set())
+
+
+def hashed(e: DrivenEngine) -> set[int]:
+    """Which blocks of the windowed group vLLM has given a hash."""
+    blocks = e.scheduler.kv_cache_manager.get_blocks("a").blocks[1]
+    return {index for index, block in enumerate(blocks) if block.block_hash is not None}
+
+
+@pytest.mark.parametrize("common", [0, 2, 6])
+def test_windows_are_kept_where_a_prompt_parts_from_one_of_a_peer(
+    engine: Make, peer_of: Any, common: int
+) -> None:
+    """The peer has no window there, so nothing is imported; the next prompt will find one."""
+    e = with_sparse_windows(engine, full(), window(WINDOW))
+    peer = peer_of(e)
+    asked = prompt(10)
+    theirs = asked[: common * BLOCK_SIZE] + prompt(10 - common, first=500)
+    request = e.add("imagined", theirs, max_tokens=1)
+    peer.hold(request, Part(0, 0, 10), Part(1, 7, 3))
+    e.scheduler.finish_requests("imagined", request.status.FINISHED_ABORTED)
+    e.add("a", asked)
+    sent = e.schedule()
+    assert not sent.metadata.loads
+    assert hashed(e) == {7, 8, 9} | set(range(max(common - 3, 0), common))
