@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -151,8 +152,9 @@ class LoadPlanner:
         the plan's peers, so the load need not describe the peers' memory.
 
         ``targets`` are the own blocks to fill, one per block of the plan.  From the first on whose
-        source cannot be leased any more, all are listed as lost.  Hand the ranks the load even if
-        all are lost: the request waits for their reports.
+        source cannot be leased any more, all are listed as lost; the others too, unless the engine
+        has one group of full attention.  Hand the ranks the load even if all are lost: the request
+        waits for their reports.
         """
         epoch = self._cache.epoch_state
         all_lost = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
@@ -171,6 +173,9 @@ class LoadPlanner:
         table.counters.add(c.LEASE_LOST, len(targets) - leased)
         table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
         length = leased if self.search.groups.one_full else plan.length
+        if leased < len(targets) and not self.search.groups.one_full:
+            _give_back(plan, bit, pieces)
+            pieces, leased = (), 0
         return Load(load_id, table.epoch, ticket, bit, pieces, tuple(targets[leased:]), length)
 
     def _lease(
@@ -280,3 +285,11 @@ class LoadPlanner:
                 epoch.peers.load_succeeded(piece.peer_epoch)
             elif epoch.peers.load_failed(piece.peer_epoch):
                 epoch.table.counters.add(c.QUARANTINES)
+
+
+def _give_back(plan: Plan, bit: LeaseBit, pieces: Sequence[Piece]) -> None:
+    """Release the leases of a load that is of no use."""
+    for run, piece in zip(plan.runs, pieces, strict=False):
+        if bit >= 0 and any(piece.taken):
+            with suppress(KvshmError):  # the exporter takes them back after one drain budget
+                run.peer.table.release(bit, piece.records, piece.taken)
