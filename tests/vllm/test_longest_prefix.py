@@ -177,10 +177,10 @@ def test_the_longest_prefix_is_what_one_cache_with_all_blocks_would_give(
     specs = MODELS[name]
     if drafts and any(isinstance(spec, ChunkedLocalAttentionSpec) for spec in specs):
         pytest.skip("vLLM does not draft with chunked attention")
-    rnd, longer = random.Random(name), 0
-    for case in range(CASES):
+    rnd, longer, node = random.Random(name), 0, made(specs, set())
+    for _ in range(CASES):
         eagle = set(rnd.sample(range(len(specs)), rnd.randint(1, len(specs)))) if drafts else set()
-        node = made(specs, eagle) if drafts or not case else node
+        node = made(specs, eagle) if drafts else node
         own, *peers = caches(rnd, node)
         tokens = rnd.randint(1, HASHES * SIZE)
         local = node.hit(own, tokens)
