@@ -1,42 +1,21 @@
-"""Tiny models that kvshm does not share: real engines, or their configuration, for its refusals."""
+"""Tiny models that kvshm does not share: their configuration, for its refusals."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from tiny_model import MAX_MODEL_LEN, SPECIAL_TOKENS, write_tokenizer
 
 
-def write_hybrid(directory: Path) -> Path:
-    """Write a Gemma 3 that alternates sliding windows with full attention, which vLLM keeps in
-    two KV cache groups; returns ``directory``."""
-    import torch
-    from transformers import AutoModelForCausalLM, Gemma3TextConfig
+def write_states(directory: Path) -> Path:
+    """Write the configuration alone of a Falcon H1, which has Mamba layers; returns
+    ``directory``."""
+    from transformers import FalconH1Config
 
-    directory.mkdir(parents=True, exist_ok=True)
-    vocab_size = write_tokenizer(directory)
-    torch.manual_seed(0)
-    config = Gemma3TextConfig(
-        vocab_size=vocab_size,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        query_pre_attn_scalar=64,
-        sliding_window=256,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        max_position_embeddings=MAX_MODEL_LEN,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=vocab_size - len(SPECIAL_TOKENS),
-        pad_token_id=0,
-        dtype="bfloat16",
-    )
-    model: Any = AutoModelForCausalLM.from_config(config)
-    model.to(torch.bfloat16).save_pretrained(directory)
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    mamba = {"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16}
+    config = FalconH1Config(**shape, **heads, **mamba, vocab_size=3200, dtype="bfloat16")
+    config.architectures = ["FalconH1ForCausalLM"]
+    config.save_pretrained(directory)
     return directory
 
 

@@ -29,28 +29,10 @@ from kvshm.shm.own_slot_table import OwnSlotTable
 
 from ..unit.served import set_life
 from .played_model import GARBAGE, Kv, PlayedModel
-from .scheduling import (
-    BLOCK_SIZE,
-    DrivenEngine,
-    Make,
-    Sent,
-    as_told,
-    chunk,
-    description,
-    full,
-    prompt,
-    window,
-)
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, description, prompt
+from .several_groups import KINDS
 
 SEEDS = range(6)
-KINDS: dict[str, list[Any]] = {
-    "full and window": [full(), window(40)],
-    "several windows": [window(20), full(), window(70)],
-    "full and chunks": [full(), chunk(48)],
-    "one window": [window(40)],
-    "larger full blocks": [full(2), window(40)],
-    "larger windowed blocks": [full(), window(40, 2)],
-}
 FOREIGN = -2
 """Weights of another model, whose KV another connector brings."""
 Place = tuple[Group, int]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm.config import VllmConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -34,9 +36,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     return engine_config(tmp_path_factory.mktemp("model"), {})
 
 
-def allocated(config: KVCacheConfig, kernel_block_size: int = 32) -> Caches:
+def allocated(config: KVCacheConfig, *kernel_block_sizes: int) -> Caches:
     layout = KVCacheLayout[str(config.kv_cache_layout)]
-    return allocate_kv_cache(config, CPU, layout, [kernel_block_size])
+    sizes = kernel_block_sizes or [32] * len(config.kv_cache_groups)
+    return allocate_kv_cache(config, CPU, layout, list(sizes))
 
 
 def placed(config: KVCacheConfig, caches: Caches) -> Placement:
@@ -78,6 +81,28 @@ def test_a_block_carried_over_its_regions_is_the_same_block_in_every_layer(
         assert torch.equal(target[name][10:], untouched[name][10:])
 
 
+@pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
+def test_a_block_is_the_same_bytes_in_every_group(config: VllmConfig, layout: str) -> None:
+    """Groups lie over each other: who copies a block needs not know whose it is."""
+    shape: dict[str, Any] = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
+    window = SlidingWindowSpec(32, sliding_window=64, **shape)
+    groups = EQUAL, {f"window.{i}": window for i in range(3)}
+    plan = cache_config(config, layout, 7, *groups)
+    caches = allocated(plan)
+    alone = cache_config(config, layout, 7, EQUAL)
+    one = placed(alone, allocated(alone))
+    here = placed(plan, caches)
+    assert here.regions == one.regions
+    here.storage.random_(0, 64)
+    before = {name: cache.clone() for name, cache in caches.items()}
+    for source, target in zip(block_bytes(here, 2), block_bytes(here, 5), strict=True):
+        target.copy_(source)
+    for name, cache in caches.items():
+        assert torch.equal(cache[5], before[name][2])
+        assert torch.equal(cache[:5], before[name][:5])
+        assert torch.equal(cache[6], before[name][6])
+
+
 @pytest.mark.parametrize(("layout", "regions"), [("LBNHC", 3), ("LBHNC", 3), ("BLNHC", 1)])
 def test_layers_or_blocks_outermost(config: VllmConfig, layout: str, regions: int) -> None:
     plan = cache_config(config, layout, 7, EQUAL)
@@ -91,13 +116,25 @@ def test_layers_or_blocks_outermost(config: VllmConfig, layout: str, regions: in
 def test_kernel_blocks_are_counted_and_copied_with_their_block(config: VllmConfig) -> None:
     plan = cache_config(config, "LBNHC", 7, EQUAL)
     whole = placed(plan, allocated(plan))
-    split = placed(plan, allocated(plan, kernel_block_size=8))
+    split = placed(plan, allocated(plan, 8))
     assert split.kernel_blocks == "4"
     assert split.regions == whole.regions
 
 
-def several_groups(plan: KVCacheConfig, caches: Caches) -> None:
+def other_regions(plan: KVCacheConfig, caches: Caches) -> None:
+    """Another group divides the same memory into other strides."""
+    first = plan.kv_cache_tensors[0]
+    stride = first.block_stride * 3 // 2
+    other = dataclasses.replace(first, layers=["other"], block_stride=stride, layer_stride=0)
+    plan.kv_cache_tensors.append(other)
     plan.kv_cache_groups.append(KVCacheGroupSpec(["other"], spec()))
+    caches["other"] = caches["layer.0"]
+
+
+def split_otherwise(plan: KVCacheConfig, caches: Caches) -> None:
+    caches["layer.1"] = caches["layer.1"].repeat_interleave(2, 0)
+    one = caches["layer.0"].untyped_storage()
+    caches["layer.1"].set_(one, 0, caches["layer.1"].shape)
 
 
 def own_allocation(plan: KVCacheConfig, caches: Caches) -> None:
@@ -132,7 +169,8 @@ def odd_stride(plan: KVCacheConfig, caches: Caches) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (several_groups, "2 KV cache groups"),
+        (other_regions, "divide the memory of a block differently"),
+        (split_otherwise, "do not split their 7 blocks alike"),
         (own_allocation, "one allocation"),
         (moved, "layer.1 lies at byte"),
         (missing, "layer.1 was not registered"),

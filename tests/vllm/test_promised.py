@@ -8,7 +8,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.vllm.after_prefill import BlockTracker, LoadedBlocks
+from kvshm.hooks.vllm.after_prefill import BlockTracker
+from kvshm.hooks.vllm.imports import LoadedBlocks
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep
 from kvshm.ids import BlockId
 

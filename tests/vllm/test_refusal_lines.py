@@ -13,7 +13,7 @@ import pytest
 from local_node import Engine, EngineSpec, clean_environment
 
 from .engines import SharedNode
-from .odd_models import write_encoder_decoder, write_hybrid
+from .odd_models import write_encoder_decoder, write_states
 from .odd_vllm import with_version
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -81,6 +81,11 @@ def test_an_encoder_decoder_is_named_as_such(tmp_path: Path) -> None:
     assert refusal(write_encoder_decoder(tmp_path)) == "the model is an encoder-decoder"
 
 
+def test_a_model_that_keeps_states_is_named_with_what_is_missing(tmp_path: Path) -> None:
+    said = refusal(write_states(tmp_path))
+    assert said.startswith("some layers keep a state instead of blocks (Mamba, linear attention); ")
+
+
 # -- engines that come up and serve
 
 
@@ -89,7 +94,6 @@ REFUSED = {
     "pooling": "the model is a pooling model",
     "expandable segments": "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, which may move",
     "another connector": "kv_transfer_config names ExampleConnector; KVSHM_BESIDE=1 shares beside",
-    "two groups": "some layers have a sliding window, others have none, which makes several",
     "no resets": "the block pool of this vLLM has no of_another_version",
     "no hashes": "the block pool of this vLLM has no of_another_version",
 }
@@ -102,13 +106,11 @@ def refused_cases(model: Path, tmp_path: Path) -> list[Case]:
     llama, storage = {"model": str(model)}, {"shared_storage_path": str(tmp_path / "storage")}
     connector = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
     transfer = {**connector, "kv_connector_extra_config": storage}
-    hybrid = {"model": str(write_hybrid(tmp_path / "hybrid"))}
     return [
         ("prefix caching off", {**llama, "enable_prefix_caching": False}, {}, ""),
         ("pooling", {**llama, "runner": "pooling"}, {}, ""),
         ("expandable segments", llama, ALLOCATOR, ""),
         ("another connector", {**llama, "kv_transfer_config": transfer}, {}, ""),
-        ("two groups", hybrid, {}, ""),
         ("no resets", llama, {}, "FOR_SHARING"),
         ("no hashes", llama, {}, "FOR_EXPORT"),
     ]

@@ -14,10 +14,21 @@ pytest.importorskip("vllm")
 import torch
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 import kvshm
 from kvshm.hooks.vllm.connector import KvshmConnector
+from kvshm.hooks.vllm.groups import STATE
 from kvshm.hooks.vllm.plugin import touchpoint_refusal
 from kvshm.hooks.vllm.refusals import cache_refusal, config_refusal, layers_refusal
 
@@ -118,17 +129,58 @@ def test_a_cache_that_may_move_is_refused(config: VllmConfig, name: str) -> None
     assert config_refusal(config, {name: "expandable_segments:False"}) is None
 
 
-def test_only_a_single_group_of_full_causal_attention_is_shared(plan: KVCacheConfig) -> None:
-    group = plan.kv_cache_groups[0]
-    two = dataclasses.replace(plan, kv_cache_groups=[group, group])
-    assert "2 KV cache groups" in str(cache_refusal(two))
-    window = SlidingWindowSpec(
-        32, num_kv_heads=2, head_size=16, dtype=torch.bfloat16, sliding_window=64
-    )
-    for wrong in (window, spec(non_causal=True)):
-        groups = [KVCacheGroupSpec(["layer.0"], wrong)]
-        refusal = cache_refusal(dataclasses.replace(plan, kv_cache_groups=groups))
-        assert "no full causal attention" in str(refusal)
+SHAPE: dict[str, Any] = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
+WINDOW = SlidingWindowSpec(32, sliding_window=64, **SHAPE)
+CHUNK = ChunkedLocalAttentionSpec(32, attention_chunk_size=64, **SHAPE)
+STATES = MambaSpec(32, shapes=((16,),), dtypes=(torch.bfloat16,))
+
+
+def in_groups(plan: KVCacheConfig, *specs: KVCacheSpec) -> KVCacheConfig:
+    """The plan with a group of each of these kinds."""
+    groups = [KVCacheGroupSpec([f"layer.{i}"], spec) for i, spec in enumerate(specs)]
+    return dataclasses.replace(plan, kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(spec(), WINDOW), (WINDOW, WINDOW, spec()), (spec(), CHUNK), (WINDOW,), (CHUNK,)],
+)
+def test_groups_that_keep_blocks_are_shared(
+    plan: KVCacheConfig, specs: tuple[KVCacheSpec, ...]
+) -> None:
+    assert cache_refusal(in_groups(plan, *specs)) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (STATES, STATE),
+        (SlidingWindowMLASpec(32, sliding_window=64, **SHAPE), "does not know which blocks"),
+        (SinkFullAttentionSpec(32, sink_len=4, **SHAPE), "does not know which blocks"),
+        (dataclasses.replace(WINDOW, extra_retained_tokens=3), "several draft layers"),
+        (spec(non_causal=True), "no causal attention"),
+        (dataclasses.replace(WINDOW, dtype=torch.float16), "differ in precision"),
+        (
+            UniformTypeKVCacheSpecs(
+                32, {"a": WINDOW, "b": dataclasses.replace(WINDOW, sliding_window=96)}
+            ),
+            "layers of one KV cache group need different blocks",
+        ),
+    ],
+)
+def test_a_group_that_cannot_be_shared_is_named(
+    plan: KVCacheConfig, other: KVCacheSpec, reason: str
+) -> None:
+    """Alone, if that is the reason, and beside one that can be."""
+    for specs in ((other, spec()), (spec(), other)):
+        assert reason in str(cache_refusal(in_groups(plan, *specs)))
+    alone = cache_refusal(in_groups(plan, other))
+    assert ("precision" in reason) == (alone is None)
+    assert alone is None or reason in alone
+
+
+def test_a_model_without_a_cache_is_refused(plan: KVCacheConfig) -> None:
+    assert cache_refusal(in_groups(plan)) == "the model has no KV cache"
 
 
 def test_a_cache_without_hashes_is_refused(plan: KVCacheConfig) -> None:
@@ -138,13 +190,13 @@ def test_a_cache_without_hashes_is_refused(plan: KVCacheConfig) -> None:
 @pytest.mark.parametrize(
     ("architecture", "given", "reason"),
     [
-        (GEMMA, {}, "some layers have a sliding window, others have none"),
+        (GEMMA, {}, None),
         (GEMMA, {"disable_hybrid_kv_cache_manager": True}, None),
         (GEMMA, {"disable_sliding_window": True}, None),
         (GEMMA | {"layer_types": ["full_attention"] * 2}, {}, None),
-        (MISTRAL, {}, "every layer has a sliding window"),
+        (MISTRAL, {}, None),
         (MISTRAL | {"sliding_window": None}, {}, None),
-        (MAMBA, {"block_size": None}, "some layers keep a state instead of blocks"),
+        (MAMBA, {"block_size": None}, STATE),
     ],
     ids=["mix", "one-group", "no-window", "all-full", "all-windows", "mistral", "mamba"],
 )

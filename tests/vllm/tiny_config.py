@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
@@ -62,15 +64,20 @@ def spec(head_size: int = 16, num_kv_heads: int = 2, **more: Any) -> FullAttenti
 
 
 def cache_config(
-    config: VllmConfig, layout: str, num_blocks: int, specs: dict[str, FullAttentionSpec]
+    config: VllmConfig,
+    layout: str,
+    num_blocks: int,
+    *groups: Mapping[str, FullAttentionSpec | SlidingWindowSpec],
 ) -> KVCacheConfig:
-    """Return how vLLM lays out a cache of ``num_blocks`` for these layers, in one group."""
-    same = len(set(specs.values())) == 1
-    whole = next(iter(specs.values())) if same else UniformTypeKVCacheSpecs(32, specs)
-    groups = [KVCacheGroupSpec(list(specs), whole)]
+    """Return how vLLM lays out a cache of ``num_blocks`` for groups of these layers."""
+    made_of = []
+    for specs in groups:
+        same = len(set(specs.values())) == 1
+        whole = next(iter(specs.values())) if same else UniformTypeKVCacheSpecs(32, dict(specs))
+        made_of.append(KVCacheGroupSpec(list(specs), whole))
     config.cache_config.kv_cache_layout = layout
-    memory = num_blocks * sum(s.page_size_bytes for s in specs.values())
-    made = get_kv_cache_config_from_groups(config, groups, memory)
+    block = max(sum(s.page_size_bytes for s in specs.values()) for specs in groups)
+    made = get_kv_cache_config_from_groups(config, made_of, num_blocks * block)
     made.kv_cache_layout = layout
     made.hash_block_size = 32
     return made

@@ -1,0 +1,149 @@
+"""Engines with several KV cache groups: a peer that has blocks of them, and a played rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvshm.engine.groups import Part
+from kvshm.engine.load_plan import Load, LoadReport
+from kvshm.hooks.vllm.messages import RankReport
+from kvshm.ids import Epoch, LeaseBit, block_hash
+from kvshm.shm.layout import BlockRecord, pack_records
+
+from ..unit.exporters import Exporter
+from ..unit.served import ServedNode
+from .scheduling import DrivenEngine, Sent, chunk, full, window
+
+KINDS: dict[str, list[Any]] = {
+    "full and window": [full(), window(40)],
+    "several windows": [window(20), full(), window(70)],
+    "full and chunks": [full(), chunk(48)],
+    "one window": [window(40)],
+    "larger full blocks": [full(2), window(40)],
+    "larger windowed blocks": [full(), window(40, 2)],
+}
+PEER = 77
+OWN_BIT = LeaseBit(5)
+
+
+class PeerOf:
+    """Another engine, of which this one knows: a slot table in which a test publishes."""
+
+    def __init__(self, e: DrivenEngine) -> None:
+        namespace = os.environ["KVSHM_NAMESPACE"]
+        self.node = ServedNode(Path(os.environ["KVSHM_RUN_DIR"]), namespace)
+        self.exporter, self.used = Exporter(self.node, PEER), 0
+        self.e = e
+        e.table.set_lease_bit(OWN_BIT)
+        self.side = e.connector._scheduler
+        self.groups = self.side.importer.groups
+        self.side.cache.epoch_state.peers.joined(self.exporter.info)
+
+    def hold(self, request: Request, *parts: Part) -> None:
+        """It computes these blocks of a request's prompt."""
+        records = []
+        for number, first, count in parts:
+            scale = self.groups.all[number].scale
+            for index in range(first, first + count):
+                digest = request.block_hashes[(index + 1) * scale - 1]
+                self.used += 1
+                record = BlockRecord(block_hash(digest), self.used, 0, index, group=number)
+                records.append(record)
+        event = self.exporter.table.publish(pack_records(records), bytes(8 * len(records)))
+        self.side.cache.epoch_state.peers.apply_events([(PEER, event)])
+
+    def hold_all(self, tokens: list[int]) -> Request:
+        """It computes a whole prompt; returns a request that was never scheduled."""
+        self.e.add("imagined", tokens, max_tokens=1)
+        request = self.e.scheduler.requests["imagined"]
+        self.e.scheduler.finish_requests("imagined", RequestStatus.FINISHED_ABORTED)
+        length = len(request.block_hashes)
+        self.hold(request, *(Part(g.number, 0, length // g.scale) for g in self.groups.all))
+        return request
+
+    def attached(self) -> None:
+        """The rank has attached it, so that a step may wait for a load."""
+        self.side.importer.attached[0] = frozenset({Epoch(PEER)})
+
+    @property
+    def leased(self) -> int:
+        """How many of its blocks are leased."""
+        return sum(slot.leases == 1 << OWN_BIT for slot in self.exporter.table.slots())
+
+
+@pytest.fixture
+def peer_of() -> Iterator[Callable[[DrivenEngine], PeerOf]]:
+    made: list[PeerOf] = []
+
+    def make(e: DrivenEngine) -> PeerOf:
+        made.append(PeerOf(e))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.node.close()
+
+
+@dataclass
+class Played:
+    """The one rank of an engine with several groups, or with one of a window."""
+
+    e: DrivenEngine
+
+    def run(self, sent: Sent, *reports: LoadReport) -> None:
+        """A step has run; these asynchronous loads, or those of the step, have ended by then."""
+        asynchronous = [one for one in reports if "\0" not in one.load_id]
+        self.e.answer(
+            sent,
+            KVConnectorOutput(
+                finished_recving={one.load_id for one in asynchronous} or None,
+                failed_recving={one.load_id for one in asynchronous if one.bad},
+                kv_connector_worker_meta=RankReport(sent.metadata.step, loads=list(reports)),
+            ),
+        )
+
+    def finish(self) -> list[Load]:
+        """Step until no request is left; returns the loads that were begun, which all arrive."""
+        begun: list[Load] = []
+        for _ in range(60):
+            sent = self.e.schedule()
+            loads = [*sent.metadata.loads, *sent.metadata.at_once]
+            begun += loads
+            self.run(sent, *(LoadReport(load.load_id, load.lost) for load in loads))
+            if not self.e.scheduler.requests:
+                break
+        assert not self.e.scheduler.requests
+        return begun
+
+    def is_clean(self) -> bool:
+        """Whether nothing is left of any request or load."""
+        importer = self.e.connector._scheduler.importer
+        pool = self.e.scheduler.kv_cache_manager.block_pool
+        kept = (importer._imports, importer._first_hashes, importer._plans, importer._ended)
+        free = pool.get_num_free_blocks() == len(pool.blocks) - 1
+        return free and not any(kept) and not importer._failed and not importer.at_once.withheld
+
+
+def blocks_to_fill(e: DrivenEngine, name: str, hashes: range) -> tuple[int, ...]:
+    """The blocks that vLLM has allocated for these hashes of a request, by group."""
+    groups, tables = e.connector._scheduler.importer.groups.all, e.tables_of(name)
+    ends = ((g, hashes.start // g.scale, hashes.stop // g.scale) for g in groups)
+    return tuple(b for g, first, end in ends for b in tables[g.number][first:end] if b)
+
+
+def read_by(e: DrivenEngine, name: str) -> set[int]:
+    """The full blocks of a request that is being computed, in all groups.  Without those to which
+    vLLM gives no hash, because no hit could need them."""
+    groups, tables = e.connector._scheduler.importer.groups.all, e.tables_of(name)
+    tokens = e.scheduler.requests[name].num_computed_tokens
+    pool = e.scheduler.kv_cache_manager.block_pool.blocks
+    read = {b for g in groups for b in tables[g.number][: tokens // g.block_size] if b}
+    return {block for block in read if pool[block].block_hash}
