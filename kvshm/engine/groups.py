@@ -83,7 +83,7 @@ class Groups:
         self.one_full = len(groups) == 1 and groups[0].is_full
         """Whether a prefix is one chain of blocks, of which every begin is of use too."""
         # Full attention first: it bounds the others best, and its blocks are looked up only once.
-        self._in_turn = sorted(groups, key=lambda group: not group.is_full)
+        self._in_turn = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
         self._num_full = sum(group.is_full for group in groups)
 
     def blocks_at(self, length: int) -> int:
@@ -103,14 +103,15 @@ class Groups:
         there is none.  Asks ``find`` for each block at most once."""
         if len(self.all) == 1:
             hashes = min(hashes, stop)  # as vLLM, where a draft layer's block must be in the hit
-        covers = [_Cover(group) for group in self._in_turn]
+        covers = [_Cover(group) for group in self.all]
+        in_turn = [covers[number] for number in self._in_turn]
         length, full, at = stop - stop % self.step, 0, 0
         if start % self.step:
             length = start
-        while length > start and at < len(covers):
+        while length > start and at < len(in_turn):
             if at == self._num_full:
                 full = full or length
-            limit = covers[at].limit(start, length, hashes, find)
+            limit = in_turn[at].limit(start, length, hashes, find)
             at = at + 1 if limit == length else 0  # all look again at a shorter length
             length = limit - limit % self.step
         common = full if full > length else 0

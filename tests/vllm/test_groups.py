@@ -15,6 +15,7 @@ from kvshm.engine.groups import Part
 from kvshm.engine.load_plan import LoadReport
 from kvshm.hooks.vllm.messages import QuietReport
 from kvshm.ids import Epoch, Rank
+from kvshm.shm.counters import LEASES_TAKEN
 from kvshm.shm.layout import block_ids
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, full, prompt, window

@@ -155,8 +155,8 @@ def test_groups_that_keep_blocks_are_shared(
     ("other", "reason"),
     [
         (STATES, STATE),
-        (SlidingWindowMLASpec(32, sliding_window=64, **SHAPE), "does not know which blocks"),
-        (SinkFullAttentionSpec(32, sink_len=4, **SHAPE), "does not know which blocks"),
+        (SlidingWindowMLASpec(32, sliding_window=64, **SHAPE), "not known which blocks"),
+        (SinkFullAttentionSpec(32, sink_len=4, **SHAPE), "not known which blocks"),
         (dataclasses.replace(WINDOW, extra_retained_tokens=3), "several draft layers"),
         (spec(non_causal=True), "no causal attention"),
         (dataclasses.replace(WINDOW, dtype=torch.float16), "differ in precision"),
