@@ -62,15 +62,13 @@ class SchedulerSide:
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         size, clock = self._block_size, time.monotonic
         self.importer = RequestImporter(self.cache, config, size, self._num_ranks, clock)
-        costs = self.cache.planner.costs
-        self._times = StepTimes(costs, clock, vllm_config.scheduler_config)
+        self._times = StepTimes(self.cache.planner.costs, clock, vllm_config.scheduler_config)
         self.tracker: BlockTracker | None = None
         self._vllm: VllmScheduler | None = None
         self._off = False  # whether a hook has failed
         self._ranks: Ranks | None = None
         self._step = 0
-        self._fences = 0
-        """Steps without a forward pass since the last step with one."""
+        self._fences = 0  # steps without a forward pass since the last step with one
         self._synced_state: object = NOT_SYNCED
         """The cache's ``epoch_state`` if the ranks know everything about it."""
         self._announced: int | None = None  # the last epoch that the ranks were told to open
@@ -147,8 +145,8 @@ class SchedulerSide:
         into the same step."""
         device = self._vllm_config.device_config.device_type
         early = device == "cpu" or not self._vllm_config.speculative_config
-        imports = not self.cache.role.no_imports
-        if imports and early and self._vllm is not None and self._vllm.alone:
+        role = self.cache.role
+        if not role.no_imports and early and self._vllm is not None and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
     def reset(self) -> None:
