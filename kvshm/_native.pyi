@@ -21,7 +21,11 @@ from .ids import BlockId
 _Region: TypeAlias = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
 
-Run: TypeAlias = tuple[list[bytes], int, bytes] | tuple[list[bytes], int, bytes, int]
+Run: TypeAlias = (
+    tuple[list[bytes], int, bytes]
+    | tuple[list[bytes], int, bytes, int]
+    | tuple[list[bytes], int, bytes, int, object]
+)
 """Chain, index of the first block, packed pairs of block and version, and how many hashes the chain
 has for each block (1 if that is left out)."""
 

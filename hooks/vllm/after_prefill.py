@@ -23,12 +23,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 from kvshm.engine.cache import SharedCache
-from kvshm.engine.groups import Groups
-from kvshm.engine.marks import Marks, Run, blocks_of, make_run, touching
+from kvshm.engine.groups import Group, Groups
+from kvshm.engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
 from kvshm.ids import BlockId
 
 from .imports import Import, LoadedBlocks
-from .pool_watch import block_tables
+from .pool_watch import block_tables, cached_counts
 
 
 class TrackedRequest:
@@ -72,6 +72,8 @@ class BlockTracker:
         self._publisher = cache.publisher
         self._pool = manager.block_pool
         self._tables = list(zip(groups.all, block_tables(manager, len(groups.all)), strict=True))
+        self._cached = cached_counts(manager, len(groups.all))
+        self._windows = any(group.window for group in groups.all)
         self._block_size = groups.all[0].block_size // groups.all[0].scale
         """Tokens per hash."""
         self._may_share = may_share
@@ -185,7 +187,7 @@ class BlockTracker:
             if published:
                 self._retract(published)
             if packed:
-                runs.append(make_run(request.block_hashes, begin, packed, group.scale))
+                runs.append(_run(request.block_hashes, begin, packed, group, request.request_id))
         return runs
 
     def _start(self, number: int, tracked: TrackedRequest) -> None:
@@ -224,25 +226,25 @@ class BlockTracker:
         """An import has ended: publish what it has filled if its request may share it."""
         shown = self.shares(done.request_id)
         for loaded in done.good:
-            self.blocks_loaded(loaded, shown)
+            self.blocks_loaded(loaded, shown, done.request_id)
 
-    def blocks_loaded(self, loaded: LoadedBlocks, shown: bool = True) -> None:
+    def blocks_loaded(self, loaded: LoadedBlocks, shown: bool = True, request_id: str = "") -> None:
         """These blocks of a load were imported and checked on every rank.  Call before
         ``step_done`` of the same output, also if the request has ended or its blocks are not to
         be ``shown``.  Blocks of a load that began in an earlier epoch are ignored."""
-        chain, first, blocks, group = loaded
-        scale = self._tables[group][0].scale
+        chain, first, blocks, number = loaded
+        group = self._tables[number][0]
         promised = [self._promised.pop(block, None) is not None for block in blocks]
         for block in blocks if self._held else ():
             self._held.pop(block, None)
-        if shown and all(promised):
-            self._computed.append(make_run(chain, first, self._marks.with_versions(blocks), scale))
-        elif shown:
-            left = [(first + i, block) for i, block in enumerate(blocks) if promised[i]]
-            self._computed += [
-                make_run(chain, index, self._marks.with_versions([block]), scale)
-                for index, block in left
-            ]
+        if not shown:
+            return
+        whole = [(first, blocks)]
+        if not all(promised):
+            whole = [(first + i, [block]) for i, block in enumerate(blocks) if promised[i]]
+        for index, some in whole:
+            packed = self._marks.with_versions(some)
+            self._computed.append(_run(chain, index, packed, group, request_id))
 
     def blocks_failed(self, blocks: Iterable[BlockId]) -> None:
         """Loads, kvshm's or another connector's, did not fill these blocks.  Call before
@@ -313,11 +315,24 @@ class BlockTracker:
         """Publish the blocks that are computed and hashed by now.  The others keep their marks:
         decoded and imported blocks get their hash a little later."""
         if self._computed:
-            self._computed = self._publisher.publish_marked(
-                self._marks, self._pool.blocks, self._computed
-            )
+            left = self._publisher.publish_marked(self._marks, self._pool.blocks, self._computed)
+            self._computed = list(filter(self._awaits_hashes, left)) if self._windows else left
             self.pending_changes |= bool(self._computed)
+
+    def _awaits_hashes(self, run: Run) -> bool:
+        """Whether vLLM may still give blocks of the run a hash.  In windowed groups it leaves out
+        blocks that no hit needs."""
+        if (owner := owner_of(run)) is None:
+            return True
+        request_id, group = owner
+        return self._cached[group].get(request_id, end_of(run)) < end_of(run)
 
     def _retract(self, published: list[BlockId]) -> None:
         self.pending_changes = True
         self._publisher.retract(published)
+
+
+def _run(chain: list[bytes], first: int, packed: bytes, group: Group, request_id: str) -> Run:
+    """A run of a request's blocks; its owner tells whether it would wait for hashes in vain."""
+    owner = (request_id, group.number) if group.window else None
+    return make_run(chain, first, packed, group.scale, owner)

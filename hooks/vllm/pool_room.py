@@ -25,6 +25,7 @@ class PoolRoom:
         self._requests = requests
         self._groups = groups
         self._managers = manager.coordinator.single_type_managers
+        self._cached = manager.block_pool.cached_block_hash_to_block
 
     def holds(self, block_hash: bytes) -> bool:
         """Whether the engine's own cache has a block of this hash, in group 0."""
@@ -32,8 +33,8 @@ class PoolRoom:
 
     def own_block(self, block_hash: bytes, group: int) -> BlockId | None:
         """Return the block of this key in the engine's own cache."""
-        found = self._manager.block_pool.get_cached_block(block_hash, [group])
-        return found[0].block_id if found else None
+        found = self._cached.get_one_block(block_hash + group.to_bytes(4))
+        return found.block_id if found else None
 
     def keep(self, blocks: Sequence[BlockId]) -> None:
         """Make free blocks those that vLLM hands out last, as if a request had just used them."""

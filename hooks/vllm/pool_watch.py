@@ -17,6 +17,7 @@ FOR_SHARING = ("reset_prefix_cache",)
 """Without this method new weights would go unnoticed: the engine may neither export nor import."""
 FOR_EXPORT = ("get_new_blocks", "_remove_cached_block_hashes", "blocks")
 TABLES = "req_to_blocks"
+CACHED = "num_cached_block"
 
 
 class PoolListener(Protocol):
@@ -42,11 +43,21 @@ class PoolChanged(KvshmError):
 def block_tables(manager: Any, num_groups: int) -> list[Mapping[str, Sequence[Any]]]:
     """Return the block tables of each group by request, as vLLM's block manager keeps them: its
     ``get_blocks`` would cost seven calls.  Raises PoolChanged if this vLLM keeps them elsewhere."""
+    return _by_group(manager, TABLES, num_groups)
+
+
+def cached_counts(manager: Any, num_groups: int) -> list[Mapping[str, int]]:
+    """Return, for each group by request, how many blocks of its table vLLM has looked at to give
+    them hashes: a block before that which has none gets none.  Raises PoolChanged as well."""
+    return _by_group(manager, CACHED, num_groups)
+
+
+def _by_group(manager: Any, name: str, num_groups: int) -> list[Any]:
     managers = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
-    tables = [getattr(one, TABLES, None) for one in managers]
-    if len(tables) != num_groups or not all(isinstance(table, dict) for table in tables):
-        raise PoolChanged(f"the block manager of this vLLM has no {TABLES}")
-    return tables  # type: ignore[return-value]  # all are dicts
+    found = [getattr(one, name, None) for one in managers]
+    if len(found) != num_groups or not all(isinstance(one, dict) for one in found):
+        raise PoolChanged(f"the block manager of this vLLM has no {name}")
+    return found
 
 
 def watch_resets(pool: Any, listener: PoolListener) -> None:

@@ -67,8 +67,7 @@ class SchedulerSide:
         self._ranks: Ranks | None = None
         self._off = False  # whether a hook has failed
         self._step = 0
-        self._fences = 0
-        """Steps without a forward pass since the last step with one."""
+        self._fences = 0  # steps without a forward pass since the last step with one
         self._synced_state: object = NOT_SYNCED
         """The cache's ``epoch_state`` if the ranks know everything about it."""
         self._announced: int | None = None  # the last epoch that the ranks were told to open
@@ -145,8 +144,8 @@ class SchedulerSide:
         into the same step."""
         device = self._vllm_config.device_config.device_type
         early = device == "cpu" or not self._vllm_config.speculative_config
-        imports = not self.cache.role.no_imports
-        if imports and early and self._vllm is not None and self._vllm.alone:
+        role = self.cache.role
+        if not role.no_imports and early and self._vllm is not None and self._vllm.alone:
             self.importer.at_once.watch(self._vllm.scheduler, before_output)
 
     def reset(self) -> None:

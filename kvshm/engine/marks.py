@@ -16,10 +16,14 @@ from typing import Any, TypeAlias, cast
 from kvshm import _native
 from kvshm.ids import BlockId
 
-Run: TypeAlias = tuple[list[bytes], int, bytes] | tuple[list[bytes], int, bytes, int]
+Run: TypeAlias = (
+    tuple[list[bytes], int, bytes]
+    | tuple[list[bytes], int, bytes, int]
+    | tuple[list[bytes], int, bytes, int, object]
+)
 """Consecutive blocks of a chain: the chain's hashes, the index of the first block, and the
 blocks, packed with their versions.  The chain has one hash for each block, or as many as the
-fourth element says; then a block's own is its last."""
+fourth element says; then a block's own is its last.  The fifth element is the run's owner."""
 
 SOUND = 1
 """Flag.  The other flag, 2, is the native module's: the block is published."""
@@ -82,9 +86,24 @@ mark behind so many hashes), ``epochs`` and ``preemptions`` (for which that was 
 objects, each with the first hash whose block is written and the token before which it ends."""
 
 
-def make_run(chain: list[bytes], first: int, packed: bytes, scale: int = 1) -> Run:
-    """Return a run of blocks, each of which covers ``scale`` hashes of the chain."""
+def make_run(
+    chain: list[bytes], first: int, packed: bytes, scale: int = 1, owner: object = None
+) -> Run:
+    """Return a run of blocks, each of which covers ``scale`` hashes of the chain.  ``owner`` is for
+    the caller, who gets it back from ``owner_of``."""
+    if owner is not None:
+        return chain, first, packed, scale, owner
     return (chain, first, packed) if scale == 1 else (chain, first, packed, scale)
+
+
+def owner_of(run: Run) -> Any:
+    """Return the ``owner`` that the run was made with."""
+    return run[4] if len(run) == 5 else None
+
+
+def end_of(run: Run) -> int:
+    """Return the index behind the run's last block."""
+    return run[1] + len(run[2]) // _PAIR.size
 
 
 def blocks_of(runs: Iterable[Run]) -> list[BlockId]:

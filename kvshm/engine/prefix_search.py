@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from kvshm.ids import BlockId, block_hash
 from kvshm.node.peer import PlannedRun
-from kvshm.shm.layout import RECORD_BYTES, BlockRecord, SlotState, pack_records
+from kvshm.shm.layout import RECORD_BYTES, BlockRecord, pack_records
 
 from .epoch_state import EpochState
 from .groups import Group, Groups, Part, Restorable
@@ -78,8 +78,7 @@ class _Finder:
         block = self._search.own_block(digest, group.number)
         if block is None:
             return None
-        slot = self._epoch.table.slot(block)
-        found, wanted = (slot.block_hash, slot.group), (block_hash(digest), group.number)
-        if slot.state is not SlotState.READY or found != wanted:
+        generation = self._epoch.table.generation_if_ready(block)
+        if generation is None:
             return None
-        return BlockRecord(slot.block_hash, block, slot.generation, index, group=group.number)
+        return BlockRecord(block_hash(digest), block, generation, index, group=group.number)

@@ -131,8 +131,9 @@ static bool collect_run(batch *b, PyObject *runs, uint32_t number)
     run_view run = {.scale = 1, .number = number};
     const char *packed;
     Py_ssize_t first, bytes;
-    if (!PyArg_ParseTuple(PyList_GetItem(runs, number), "Ony#|n:run", &run.chain, &first, &packed,
-                          &bytes, &run.scale))
+    PyObject *of_caller; /* whatever the caller adds, to know the run again */
+    if (!PyArg_ParseTuple(PyList_GetItem(runs, number), "Ony#|nO:run", &run.chain, &first, &packed,
+                          &bytes, &run.scale, &of_caller))
         return false;
     if (run.scale < 1)
         return PyErr_Format(PyExc_ValueError, "%zd hashes for each block", run.scale) != NULL;

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from kvshm import _native
 from kvshm.errors import SegmentError
-from kvshm.ids import BlockId, Epoch, Fingerprint, LeaseBit, Rank
+from kvshm.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
 
 from .counters import PUBLISHED, RETRACTED, Counters
 from .layout import (
@@ -23,6 +23,7 @@ from .layout import (
     ENGINE_NAME_BYTES,
     ENGINE_NAME_OFFSET,
     FINGERPRINT_OFFSET,
+    GENERATION_SHIFT,
     HEARTBEAT_OFFSET,
     LEASES_TAKEN_OFFSET,
     MAX_BLOCKS,
@@ -36,10 +37,11 @@ from .layout import (
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,
     TICKETS_OFFSET,
+    SlotState,
     table_bytes,
 )
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
-from .slot_table import PeerSlotTable, SlotTableView
+from .slot_table import PeerSlotTable, SlotTableView, state_of
 from .table_header import FIXED, NAMES
 
 Clock = Callable[[], int]
@@ -258,6 +260,13 @@ class OwnSlotTable(EngineSlotTable):
         if not -1 <= bit < NUM_LEASE_BITS:
             raise IndexError(f"there is no lease bit {bit}")
         self._store(NUM_RANKS_OFFSET, (bit + 1) << 32 | self.num_ranks)
+
+    def generation_if_ready(self, block_id: BlockId) -> Generation | None:
+        """The generation of a block's slot if it is READY, else None.  IndexError for a block that
+        does not exist."""
+        word = self._load(self._slot_offset(block_id))
+        ready = state_of(word) == SlotState.READY
+        return Generation(word >> GENERATION_SHIFT) if ready else None
 
     def as_peer(self) -> PeerSlotTable:
         """The same table as importers see it, on the same mapping: do not close it."""

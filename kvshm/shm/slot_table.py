@@ -61,7 +61,8 @@ class Slot(NamedTuple):
     """Index of the block's KV cache group."""
 
 
-def _state_of(word: int) -> int:
+def state_of(word: int) -> int:
+    """Return the state in a slot's word; in a corrupt one it may be none of SlotState's."""
     return word >> STATE_SHIFT & 0xF
 
 
@@ -113,7 +114,7 @@ class SlotTableView(TableHeader):
             if before == word:
                 break
         try:
-            state = SlotState(_state_of(word))
+            state = SlotState(state_of(word))
         except ValueError as exc:
             raise CorruptSegment(f"{self.name}: slot {block_id} has word {word:#x}") from exc
         return Slot(Generation(word >> GENERATION_SHIFT), state, word & LEASE_MASK, *fields)
@@ -148,7 +149,7 @@ class SlotTableView(TableHeader):
     def _slot_violation(self, block_id: int) -> str:
         offset = self._slot_offset(block_id)
         word = self._load(offset)
-        state, leases = _state_of(word), word & LEASE_MASK
+        state, leases = state_of(word), word & LEASE_MASK
         sound = state in (SlotState.READY, SlotState.DRAINING)
         if sound or (state == SlotState.EMPTY and not leases) or self._load(offset) != word:
             return ""
@@ -169,7 +170,7 @@ class SlotTableView(TableHeader):
         if self._segment.closed:
             return f"<{type(self).__name__} {self.name} [closed]>"
         words = [self._load(self._slot_offset(block)) for block in range(self.num_blocks)]
-        counts = Counter(map(_state_of, words))
+        counts = Counter(map(state_of, words))
         states = ", ".join(f"{counts[state]} {state.name.lower()}" for state in SlotState)
         leased = sum(bool(word & LEASE_MASK) for word in words)
         retired = ", retired" if self.retired else ""

@@ -110,6 +110,12 @@ class Played:
             ),
         )
 
+    def compute(self, tokens: list[int]) -> None:
+        """A request comes and goes."""
+        self.e.add("gone", tokens, max_tokens=1)
+        while "gone" in self.e.scheduler.requests:
+            self.run(self.e.schedule())
+
     def finish(self) -> list[Load]:
         """Step until no request is left; returns the loads that were begun, which all arrive."""
         begun: list[Load] = []
@@ -125,11 +131,13 @@ class Played:
 
     def is_clean(self) -> bool:
         """Whether nothing is left of any request or load."""
-        importer = self.e.connector._scheduler.importer
+        side = self.e.connector._scheduler
+        importer, tracker = side.importer, side.tracker
         pool = self.e.scheduler.kv_cache_manager.block_pool
         kept = (importer._imports, importer._first_hashes, importer._plans, importer._ended)
         free = pool.get_num_free_blocks() == len(pool.blocks) - 1
-        return free and not any(kept) and not importer._failed and not importer.at_once.withheld
+        kept += (tracker._promised, tracker._held, importer._failed, importer.at_once.withheld)
+        return free and not any(kept)
 
 
 def blocks_to_fill(e: DrivenEngine, name: str, hashes: range) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvshm.engine.groups import Group, Groups
 from kvshm.engine.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.ids import NO_LEASE_BIT, Epoch
@@ -29,32 +30,24 @@ from kvshm.node.peer import PlannedRun
 from kvshm.shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
 from kvshm.shm.layout import RECORD_BYTES, SlotState
 
-from .played_model import GARBAGE, Kv, contents, kv_of
+from .played_model import GARBAGE, Kv, PlayedModel
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, plan_of, prompt
+from .several_groups import KINDS
 
 PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
 
 
-def next_token(kv: int) -> int:
-    return 1 + abs(kv) % 50
-
-
-def answer_to(tokens: list[int], count: int) -> list[int]:
-    """What the model answers when everything goes right."""
-    tokens, begin = list(tokens), len(tokens)
-    kv = contents(0, tokens)
-    for _ in range(count):
-        tokens.append(next_token(kv[-1]))
-        kv.append(kv_of(0, kv[-1], tokens[-1]))
-    return tokens[begin:]
+def next_token(kv: list[int]) -> int:
+    """What follows a token with this KV, by group."""
+    return 1 + abs(sum(kv)) % 50
 
 
 @dataclass
-class Part:
+class Computed:
     """What a step computes of one request."""
 
     request: Request
-    table: list[int]
+    tables: list[list[int]]
     begin: int
     count: int
     anew: list[int] | None
@@ -70,7 +63,7 @@ class Node:
     rnd: random.Random
     failing: float = 0.6
     memory: dict[int, Kv] = field(default_factory=dict)
-    steps: deque[tuple[Sent, list[Part]]] = field(default_factory=deque)
+    steps: deque[tuple[Sent, list[Computed]]] = field(default_factory=deque)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     """The worker's, by request."""
     delivered: dict[str, list[int]] = field(default_factory=dict)
@@ -82,8 +75,11 @@ class Node:
     failed: int = 0
 
     def __post_init__(self) -> None:
-        self.memory = {b: [GARBAGE] * BLOCK_SIZE for b in range(self.e.num_blocks)}
         self.side = self.e.connector._scheduler
+        self.groups: Groups = self.side.importer.groups
+        self.model = PlayedModel(self.groups.all)
+        self.largest = max(group.block_size for group in self.groups.all)
+        self.memory = {b: [GARBAGE] * self.largest for b in range(self.e.num_blocks)}
         self.side.importer.attached[0] = frozenset({Epoch(PEER.info.epoch)})
 
     # -- a peer that holds all prompts
@@ -91,9 +87,12 @@ class Node:
     def probe(self, chain: list[bytes], start: int, stop: int) -> Plan | None:
         if self.rnd.random() < 0.3:
             return None
-        stop = self.rnd.randint(start + 1, stop)
-        runs = (PlannedRun(PEER, bytes(RECORD_BYTES * (stop - start))),)
-        return plan_of(self.e.table.epoch, start, runs)
+        stop = self.rnd.randint(start + 1, stop) // self.groups.step * self.groups.step
+        if stop <= start:
+            return None
+        parts = tuple(self.groups.parts(start, stop))
+        runs = (PlannedRun(PEER, bytes(RECORD_BYTES * sum(part.num_blocks for part in parts))),)
+        return Plan(self.e.table.epoch, start, stop - start, parts, runs, 0.0)
 
     def begin_load(
         self, plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
@@ -132,7 +131,7 @@ class Node:
             anew = list(request._all_token_ids) if name in told else None
             begin = request.num_computed_tokens - count
             samples = not request.is_prefill_chunk
-            parts.append(Part(request, self.e.blocks_of(name), begin, count, anew, samples))
+            parts.append(Computed(request, self.e.tables_of(name), begin, count, anew, samples))
             self.note(request)
         self.steps.append((sent, parts))
 
@@ -144,7 +143,7 @@ class Node:
             self.awaited += 1
             request_id = load.load_id.partition("\0")[0]
             part = next(part for part in parts if part.request.request_id == request_id)
-            bad = self.fill(load, part.request, part.table)
+            bad = self.fill(load, part.request, part.tables)
             silent = self.rnd.random() < 0.1
             if not silent:
                 report.loads.append(LoadReport(load.load_id, bad))
@@ -154,10 +153,13 @@ class Node:
         sampled = [self.compute(part) for part in parts]
         finished = self.end_some(report)
         names = [part.request.request_id for part in parts]
+        lost = [one for one in report.loads if one.load_id in finished and one.bad]
+        one_full = self.groups.one_full
         output = KVConnectorOutput(
             finished_recving=finished or None,
             kv_connector_worker_meta=as_told(report),
-            invalid_block_ids={b for r in report.loads if r.load_id in finished for b in r.bad},
+            invalid_block_ids={b for one in lost for b in one.bad if one_full},
+            failed_recving={one.load_id for one in lost if not one_full},
         )
         done = self.e.scheduler.update_from_output(
             sent.output,
@@ -173,43 +175,60 @@ class Node:
         for part in parts:
             self.note(part.request)
 
-    def fill(self, load: Load, request: Request, table: list[int]) -> tuple[int, ...]:
-        bad, tokens = list(load.lost), list(request._all_token_ids)
+    def fill(self, load: Load, request: Request, tables: list[list[int]]) -> tuple[int, ...]:
+        bad, kv = list(load.lost), self.model.contents(0, list(request._all_token_ids))
         for target in (t for piece in load.pieces for t in piece.targets):
-            index = table.index(target)
+            group = next(g for g in self.groups.all if target in tables[g.number])
+            begin = tables[group.number].index(target) * group.block_size
+            place = self.memory[target]
+            place[:] = [GARBAGE] * self.largest
             if self.rnd.random() < self.failing / 3:
                 bad.append(target)
-                self.memory[target] = [GARBAGE] * BLOCK_SIZE
             else:
-                self.memory[target] = contents(0, tokens[: (index + 1) * BLOCK_SIZE])[-BLOCK_SIZE:]
+                arrived = kv[group.number][begin : begin + group.block_size]
+                place[: group.block_size] = arrived
         return tuple(bad)
 
     def end_some(self, report: RankReport) -> set[str]:
         finished = set()
         for load, request in list(self.later):
             if self.rnd.random() < 0.5:
-                table = self.e.blocks_of(load.load_id)
-                report.loads.append(LoadReport(load.load_id, self.fill(load, request, table)))
+                tables = self.e.tables_of(load.load_id)
+                report.loads.append(LoadReport(load.load_id, self.fill(load, request, tables)))
                 finished.add(load.load_id)
                 self.later.remove((load, request))
         return finished
 
-    def compute(self, part: Part) -> list[int]:
+    def compute(self, part: Computed) -> list[int]:
         name = part.request.request_id
         if part.anew is not None:
             self.tokens[name] = part.anew
         tokens = self.tokens[name]
-        kv = self.at(part.table, part.begin - 1) if part.begin else 0
-        for position in range(part.begin, part.begin + part.count):
-            kv = kv_of(0, kv, tokens[position])
-            self.memory[part.table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = kv
+        kv = []
+        for p in range(part.begin, part.begin + part.count):
+            kv = self.model.token(0, p, tokens[p], lambda g, q: self.at(part, g, q))
+            for group, number in zip(self.groups.all, kv, strict=True):
+                block = part.tables[group.number][p // group.block_size]
+                self.memory[block][p % group.block_size] = number
         if not part.samples:
             return []
         tokens.append(next_token(kv))
         return [tokens[-1]]
 
-    def at(self, table: list[int], position: int) -> int:
-        return self.memory[table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+    def at(self, part: Computed, group: Group, position: int) -> int:
+        block = part.tables[group.number][position // group.block_size]
+        return self.memory[block][position % group.block_size]
+
+    def answer_to(self, tokens: list[int], count: int) -> list[int]:
+        """What the model answers when everything goes right."""
+        tokens, begin = list(tokens), len(tokens)
+        kv = self.model.contents(0, tokens)
+        for _ in range(count):
+            tokens.append(next_token([each[-1] for each in kv]))
+            made = self.model.token(0, len(tokens) - 1, tokens[-1], lambda g, p: kv[g.number][p])
+            for each, number in zip(kv, made, strict=True):
+                each.append(number)
+        return tokens[begin:]
 
     def note(self, request: Request) -> None:
         for index, block_hash in enumerate(request.block_hashes):
@@ -220,15 +239,16 @@ class Node:
 
     def deliver(self, name: str, tokens: list[int]) -> None:
         self.delivered[name] += tokens
-        wanted = answer_to(self.prompts[name], len(self.delivered[name]))
+        wanted = self.answer_to(self.prompts[name], len(self.delivered[name]))
         assert self.delivered[name] == wanted, name
 
     def check(self) -> None:
         for block in self.e.scheduler.kv_cache_manager.block_pool.blocks:
             if self.e.table.slot(block.block_id).state is SlotState.READY:
                 slot = self.e.table.slot(block.block_id)
-                pure = contents(0, self.chains[bytes(slot.block_hash)])
-                assert self.memory[block.block_id] == pure[-BLOCK_SIZE:]
+                tokens = self.chains[key := bytes(slot.block_hash)]
+                pure = self.model.last_block(0, key, tokens, slot.group)
+                assert self.memory[block.block_id][: len(pure)] == pure
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -237,7 +257,24 @@ def test_no_token_comes_of_a_block_that_did_not_arrive(
     engine: Make, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, seed: int
 ) -> None:
     e = engine(asynchronous=asynchronous, num_blocks=28, max_num_batched_tokens=72, max_num_seqs=8)
-    node = Node(e, random.Random(seed))
+    work(Node(e, random.Random(seed)), monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_comes_of_a_block_of_any_group_that_did_not_arrive(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, kind: str, asynchronous: bool, seed: int
+) -> None:
+    specs, batch = KINDS[kind], (72, 32)[seed]
+    num_blocks = 14 + 14 * len(specs)
+    e = engine(asynchronous, num_blocks, specs, max_num_batched_tokens=batch, max_num_seqs=8)
+    work(Node(e, random.Random(seed)), monkeypatch)
+
+
+def work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random work; in the end every request has all of its tokens, and nothing is left."""
+    e, asynchronous = node.e, node.e.asynchronous
     monkeypatch.setattr(node.side.cache.planner, "has_peers", lambda: True)
     monkeypatch.setattr(node.side.cache.planner, "probe", node.probe)
     monkeypatch.setattr(node.side.cache.planner, "begin", node.begin_load)

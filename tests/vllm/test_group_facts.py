@@ -79,3 +79,15 @@ def test_windows_are_kept_where_a_prompt_parts_from_one_of_a_peer(
     sent = e.schedule()
     assert not sent.metadata.loads
     assert hashed(e) == {7, 8, 9} | set(range(max(common - 3, 0), common))
+
+
+def test_blocks_that_get_no_hash_are_not_waited_for(engine: Make) -> None:
+    """vLLM gives most blocks of a window none, and a step with blocks that wait is not quiet."""
+    e = with_sparse_windows(engine, full(), window(WINDOW))
+    e.add("a", prompt(9), max_tokens=40)
+    tracker = e.connector._scheduler.tracker
+    for _ in range(36):
+        e.step()
+        assert len(tracker._computed) <= 1
+    shown = {(slot.group, slot.depth) for slot in map(e.table.slot, e.ready())}
+    assert shown == {(0, index) for index in range(11)} | {(1, index) for index in (6, 7, 8)}

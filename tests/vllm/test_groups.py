@@ -15,7 +15,7 @@ from kvshm.engine.groups import Part
 from kvshm.engine.load_plan import LoadReport
 from kvshm.hooks.vllm.messages import QuietReport
 from kvshm.ids import Epoch, Rank
-from kvshm.shm.counters import LEASES_TAKEN
+from kvshm.shm.counters import IMPORTED_BLOCKS, LEASES_TAKEN, LOADS_FAILED
 from kvshm.shm.layout import block_ids
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, full, prompt, window
@@ -55,6 +55,7 @@ def test_own_blocks_complete_what_a_peer_holds(
     if at_once:
         epochs = {Epoch(PEER), Epoch(e.table.epoch)}
         e.connector._scheduler.importer.attached[0] = frozenset(epochs)
+    rank.compute(prompt(3, first=700))  # its blocks are now those that were used last
     e.add("second", prompt(6), max_tokens=9)
     sent = e.schedule()
     (load,) = sent.metadata.at_once if at_once else sent.metadata.loads
@@ -68,6 +69,8 @@ def test_own_blocks_complete_what_a_peer_holds(
     assert not set(load.targets) & set(own)
     assert (any(from_own.taken), all(from_peer.taken), peer.leased) == (False, True, 3)
     assert not any(slot.leases for slot in e.table.slots())
+    free = e.scheduler.kv_cache_manager.block_pool.free_block_queue.get_all_free_blocks()
+    assert [block.block_id for block in free[-6:]] == own, "handed out last"
     assert e.table.as_peer().recheck(Rank(0), from_own.records) == [True] * 6
     rank.run(sent, LoadReport(load.load_id, ()))
     for _ in range(2 + asynchronous):
@@ -178,6 +181,8 @@ def test_an_asynchronous_load_counts_as_a_whole(
     assert not sent.metadata.loads
     rank.run(sent)
     assert bad is not None or set(load.targets) <= e.ready()
+    counted = [e.table.counters.read(counter) for counter in (IMPORTED_BLOCKS, LOADS_FAILED)]
+    assert counted == ([len(load.targets), 0] if bad is None else [0, 1])
     assert read_by(e, "r") <= e.ready()
     assert rank.finish() == []
     assert rank.is_clean()
