@@ -325,7 +325,8 @@ class BlockTracker:
         if (owner := owner_of(run)) is None:
             return True
         request_id, group = owner
-        return self._cached[group].get(request_id, end_of(run)) < end_of(run)
+        end = end_of(run)
+        return end > self._cached[group].get(request_id, end)
 
     def _retract(self, published: list[BlockId]) -> None:
         self.pending_changes = True

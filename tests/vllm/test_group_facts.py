@@ -1,5 +1,5 @@
-"""What kvshm relies on in vLLM's KV cache groups (docs/kv-cache-groups.md), and how it has vLLM keep
-windows at the end of a begin that prompts of two engines have in common."""
+"""What kvshm relies on in vLLM's KV cache groups (docs/kv-cache-groups.md), and how it has vLLM
+keep windows at the end of a begin that prompts of two engines have in common."""
 
 from __future__ import annotations
 
