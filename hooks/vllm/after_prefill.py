@@ -324,9 +324,9 @@ class BlockTracker:
         blocks that no hit needs."""
         if (owner := owner_of(run)) is None:
             return True
-        request_id, group = owner
-        end = end_of(run)
-        return end > self._cached[group].get(request_id, end)
+        (request_id, group), end = owner, end_of(run)
+        looked_at: int = self._cached[group].get(request_id, end)
+        return looked_at < end
 
     def _retract(self, published: list[BlockId]) -> None:
         self.pending_changes = True

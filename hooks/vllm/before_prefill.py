@@ -96,7 +96,7 @@ class RequestImporter:
         """vLLM's pool exists: import into it, and look up what its groups need."""
         self.room, self.groups = room, groups
         self._planner.search.groups = groups
-        self._planner.search.own_block = room.own_block
+        self._planner.search.own_blocks = room.own_blocks
 
     def match(self, request: Any, num_local_tokens: int) -> int | None:
         """Return how many tokens beyond the local hit can be imported.  None: ask again, because

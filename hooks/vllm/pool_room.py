@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvshm.engine.groups import Groups
@@ -31,10 +31,16 @@ class PoolRoom:
         """Whether the engine's own cache has a block of this hash, in group 0."""
         return bool(self._manager.block_pool.get_cached_block(block_hash, [0]))
 
-    def own_block(self, block_hash: bytes, group: int) -> BlockId | None:
-        """Return the block of this key in the engine's own cache."""
-        found = self._cached.get_one_block(block_hash + group.to_bytes(4))
-        return found.block_id if found else None
+    def own_blocks(self, hashes: Iterable[bytes], group: int) -> list[BlockId]:
+        """Return the blocks of these hashes in the engine's own cache, before the first that it has
+        not."""
+        find, suffix = self._cached.get_one_block, group.to_bytes(4)
+        found = []
+        for block_hash in hashes:
+            if not (block := find(block_hash + suffix)):
+                break
+            found.append(block.block_id)
+        return found
 
     def keep(self, blocks: Sequence[BlockId]) -> None:
         """Make free blocks those that vLLM hands out last, as if a request had just used them."""

@@ -8,17 +8,18 @@ that the block is scheduled, and the slot table only once the block is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from kvshm.ids import BlockId, block_hash
+from kvshm.ids import BlockId
 from kvshm.node.peer import PlannedRun
-from kvshm.shm.layout import RECORD_BYTES, BlockRecord, pack_records
+from kvshm.shm.layout import RECORD_BYTES, RecordKind, pack_records
 
 from .epoch_state import EpochState
 from .groups import Group, Groups, Part, Restorable
 
 ONE_FULL_GROUP = Groups([Group(0, 1)])
 NOTHING = Restorable(0, 0, (), ())
+_PUBLISH = int(RecordKind.PUBLISH)
 
 
 class PrefixSearch:
@@ -26,8 +27,9 @@ class PrefixSearch:
 
     def __init__(self) -> None:
         self.groups = ONE_FULL_GROUP
-        self.own_block: Callable[[bytes, int], BlockId | None] = lambda digest, group: None
-        """``(hash, group)``: the block of that key in the engine's own cache."""
+        self.own_blocks: Callable[[Iterable[bytes], int], list[BlockId]] = lambda digests, group: []
+        """``(hashes, group)``: the blocks of these keys in the engine's own cache, before the first
+        that it has not."""
 
     def longest(
         self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
@@ -65,20 +67,11 @@ class _Finder:
 
     def _own(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
         """The longest run of published blocks in the engine's own cache."""
-        records = []
-        for index in range(first, stop):
-            record = self._own_record(group, index)
-            if record is None:
-                break
-            records.append(record)
+        digests = (self._hashes[(i + 1) * group.scale - 1] for i in range(first, stop))
+        blocks = self._search.own_blocks(digests, group.number)
+        generations = self._epoch.table.generations(blocks)
+        records = [
+            (self._hashes[(i + 1) * group.scale - 1], block, generation, i, _PUBLISH, group.number)
+            for i, (block, generation) in enumerate(zip(blocks, generations, strict=False), first)
+        ]
         return [PlannedRun(self._epoch.own_peer, pack_records(records))] if records else []
-
-    def _own_record(self, group: Group, index: int) -> BlockRecord | None:
-        digest = self._hashes[(index + 1) * group.scale - 1]
-        block = self._search.own_block(digest, group.number)
-        if block is None:
-            return None
-        generation = self._epoch.table.generation_if_ready(block)
-        if generation is None:
-            return None
-        return BlockRecord(block_hash(digest), block, generation, index, group=group.number)

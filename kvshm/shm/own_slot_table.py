@@ -34,6 +34,7 @@ from .layout import (
     NUM_TICKETS,
     PULSES_OFFSET,
     RETIRED_OFFSET,
+    SLOT_BYTES,
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,
     TICKETS_OFFSET,
@@ -261,12 +262,17 @@ class OwnSlotTable(EngineSlotTable):
             raise IndexError(f"there is no lease bit {bit}")
         self._store(NUM_RANKS_OFFSET, (bit + 1) << 32 | self.num_ranks)
 
-    def generation_if_ready(self, block_id: BlockId) -> Generation | None:
-        """The generation of a block's slot if it is READY, else None.  IndexError for a block that
-        does not exist."""
-        word = self._load(self._slot_offset(block_id))
-        ready = state_of(word) == SlotState.READY
-        return Generation(word >> GENERATION_SHIFT) if ready else None
+    def generations(self, blocks: Sequence[BlockId]) -> list[Generation]:
+        """The generations of these blocks, up to the first that is not READY.  IndexError for a
+        block that does not exist."""
+        load, buffer, ready = _native.load, self._segment.buffer, int(SlotState.READY)
+        found = []
+        for block in blocks:
+            word = load(buffer, TABLE_HEADER_BYTES + SLOT_BYTES * block)
+            if state_of(word) != ready:
+                break
+            found.append(Generation(word >> GENERATION_SHIFT))
+        return found
 
     def as_peer(self) -> PeerSlotTable:
         """The same table as importers see it, on the same mapping: do not close it."""
