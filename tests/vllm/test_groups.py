@@ -127,6 +127,21 @@ def test_an_own_block_that_is_reused_before_its_load_begins_is_lost(
     assert rank.is_clean()
 
 
+@pytest.mark.parametrize(("left", "fits"), [(16, True), (15, False)])
+def test_own_blocks_are_not_copied_where_their_copies_would_take_their_place(
+    engine: Make, peer_of: Any, left: int, fits: bool
+) -> None:
+    """Nine blocks are to be filled, six of them from free ones of the engine's own."""
+    e = engine(False, 48, [full(), window(40)])
+    own, importer = with_own_blocks(e, peer_of(e)), e.connector._scheduler.importer
+    importer.attached[0] = frozenset({Epoch(PEER), Epoch(e.table.epoch)})
+    importer.room.keep(own)
+    pool = e.scheduler.kv_cache_manager.block_pool
+    pool.get_new_blocks(pool.get_num_free_blocks() - left)
+    e.add("second", prompt(6), max_tokens=9)
+    assert len(e.schedule().metadata.at_once) == fits
+
+
 # -- loads that fail
 
 

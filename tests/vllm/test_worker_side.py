@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 
 from torch.nn import Module
 
-from kvshm.engine.load_plan import NO_TICKET, Load
+from kvshm.engine.load_plan import NO_TICKET, Load, LoadReport
 from kvshm.errors import TransportError
 from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.connector import KvshmConnector
@@ -264,3 +264,20 @@ def test_what_has_ended_is_reported_by_the_very_step_whose_hook_fails(
 
 def fails(*_: Any, **__: Any) -> None:
     raise RuntimeError("a bug")
+
+
+def test_a_load_of_several_groups_is_reported_by_request(connector: KvshmConnector) -> None:
+    """Blocks would end the engine.  What was forgotten fails no later load of the request."""
+    side = connector._worker
+    assert side is not None
+    side._one_full = False
+    side._ended(LoadReport("a", (BlockId(3),)))
+    side._ended(LoadReport("b", ()))
+    assert connector.get_block_ids_with_load_errors() == set()
+    results = connector.get_transfer_results(set())
+    assert (results.finished_recving, results.failed_recving) == ({"a", "b"}, {"a"})
+    side._ended(LoadReport("a", (BlockId(3),)))
+    side.forget(["a"])
+    results = connector.get_transfer_results(set())
+    assert not results.finished_recving
+    assert not results.failed_recving
