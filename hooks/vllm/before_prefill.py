@@ -19,12 +19,12 @@ from kvshm.config import Config
 from kvshm.engine.cache import SharedCache
 from kvshm.engine.groups import Groups, Part
 from kvshm.engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
-from kvshm.engine.prefix_search import ONE_FULL_GROUP
 from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch
 from kvshm.shm.counters import MISS_NO_ROOM
 
 from .at_once import AtOnce
 from .imports import Import, Tables, loaded_blocks
+from .lookups import Lookups
 from .pool_room import PoolRoom
 from .request_share import may_share
 
@@ -63,7 +63,7 @@ class RequestImporter:
         self._clock = clock
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""
-        self.groups = ONE_FULL_GROUP
+        self.lookups = Lookups(self._planner, block_size, clock)
         self.has_news = False
         """Whether the step being built may have loads, or has used some of its budgets: vLLM has
         asked for a match, or allocated blocks, since ``step_dispatched``."""
@@ -94,7 +94,7 @@ class RequestImporter:
 
     def use(self, room: PoolRoom, groups: Groups) -> None:
         """vLLM's pool exists: import into it, and look up what its groups need."""
-        self.room, self.groups = room, groups
+        self.room, self.lookups.groups = room, groups
         self._planner.search.groups = groups
         self._planner.search.own_blocks = room.own_blocks
 
@@ -125,19 +125,18 @@ class RequestImporter:
             return 0  # vLLM either may not use cached blocks or has this block itself
         if self._twin_is_loading(request_id, chain, start):
             return None
-        if not self._fits(request, self.groups.blocks_at(start) + 1, (True, False)):
+        if not self._fits(request, self.lookups.groups.blocks_at(start) + 1, (True, False)):
             return 0
-        plan = self._planner.probe(chain, start, stop)
-        self._keep_windows(request)
-        if plan is None:
+        if (plan := self.lookups.find(request, start, stop)) is None:
             return 0
         seconds, costs = self._planner.costs.load_seconds(plan.nbytes), self._planner.costs
         alone = self.room is not None and self.room.is_alone(request)
         awaited = self.at_once.can_undo(request) and self._may_await(plan, seconds, alone)
         waiting = 0.0 if awaited else STEPS_LOST * costs.step_seconds()
         own = plan.own_blocks()
-        blocks = self.groups.blocks_at(plan.start + plan.length) + len(own)
+        blocks = self.lookups.groups.blocks_at(plan.start + plan.length) + len(own)
         if not self._fits(request, blocks, (awaited,)) or not self._planner.worth(plan, waiting):
+            self.lookups.declined(request)
             return 0
         if own and self.room is not None:
             self.room.keep(own)
@@ -149,18 +148,12 @@ class RequestImporter:
         self._plans[request_id] = plan
         return plan.length * self._block_size
 
-    def _keep_windows(self, request: Any) -> None:
-        """Have vLLM keep the windows at the end of the prefix that the groups of full attention
-        share with a prompt of a peer, as it does for a prompt of its own.  By default it keeps
-        windows at ends of prompts only; no common begin of two prompts would ever be shared."""
-        boundary = self._planner.common_prefix * self._block_size
-        if boundary > getattr(request, "shared_prefix_boundary", boundary):
-            request.shared_prefix_boundary = boundary
-
     def _holds(self, block_hash: bytes) -> bool:
         """Whether the engine has the next block itself.  With several groups one block of one of
         them says nothing."""
-        return self.groups.one_full and self.room is not None and self.room.holds(block_hash)
+        return (
+            self.lookups.groups.one_full and self.room is not None and self.room.holds(block_hash)
+        )
 
     def _within_copy_budget(self, seconds: float) -> bool:
         """Whether the step being built may begin one more asynchronous copy; counts that copy."""
@@ -234,10 +227,12 @@ class RequestImporter:
 
     def _register_lost(self, request: Any, tables: Tables, num_external: int) -> None:
         """Register an import without a plan: nothing fills its blocks, the last of the tables."""
-        ends = (len(table) * g.scale for g, table in zip(self.groups.all, tables, strict=True))
+        ends = (
+            len(table) * g.scale for g, table in zip(self.lookups.groups.all, tables, strict=True)
+        )
         length = min(ends)
         start = length - num_external // self._block_size
-        self._register(request, start, self.groups.parts(start, length), tables)
+        self._register(request, start, self.lookups.groups.parts(start, length), tables)
 
     def _register(
         self, request: Any, start: int, parts: Iterable[Part] = (), tables: Tables = ()
@@ -332,7 +327,7 @@ class RequestImporter:
         for report in (r for r in reports if r.load_id in self._imports):
             made = self._imports[report.load_id]
             made.reports.append(report)
-            if report.bad and not self.groups.one_full:
+            if report.bad and not self.lookups.groups.one_full:
                 bad.update(made.targets)
         return bad
 
@@ -372,9 +367,9 @@ class RequestImporter:
     def request_finished(self, request_id: str) -> None:
         """The request has ended; its load goes on until all ranks have reported it."""
         self._plans.pop(request_id, None)
-        self._waiting_since.pop(request_id, None)
-        self._had_no_room.pop(request_id, None)
-        self._in_vain.pop(request_id, None)
+        for known in (self._waiting_since, self._had_no_room, self._in_vain):
+            known.pop(request_id, None)
+        self.lookups.forget(request_id)
         self._failed.discard(request_id)
         self.unscheduled.discard(request_id)
         if any(each.request_id == request_id for each in self._imports.values()):

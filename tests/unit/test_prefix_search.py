@@ -47,7 +47,8 @@ def test_a_local_hit_inside_a_larger_block_is_not_made_longer() -> None:
     def find(*_: object) -> list[PlannedRun]:
         raise AssertionError
 
-    assert Groups([LARGE, WINDOW]).longest(3, 8, 8, find) is None
+    found = Groups([LARGE, WINDOW]).longest(3, 8, 8, find)
+    assert (found.length, found.runs) == (3, ())
 
 
 class Own:

@@ -44,7 +44,7 @@ class PeerOf:
         self.e = e
         e.table.set_lease_bit(OWN_BIT)
         self.side = e.connector._scheduler
-        self.groups = self.side.importer.groups
+        self.groups = self.side.importer.lookups.groups
         self.side.cache.epoch_state.peers.joined(self.exporter.info)
 
     def hold(self, request: Request, *parts: Part) -> None:
@@ -142,7 +142,7 @@ class Played:
 
 def blocks_to_fill(e: DrivenEngine, name: str, hashes: range) -> tuple[int, ...]:
     """The blocks that vLLM has allocated for these hashes of a request, by group."""
-    groups, tables = e.connector._scheduler.importer.groups.all, e.tables_of(name)
+    groups, tables = e.connector._scheduler.importer.lookups.groups.all, e.tables_of(name)
     ends = ((g, hashes.start // g.scale, hashes.stop // g.scale) for g in groups)
     return tuple(b for g, first, end in ends for b in tables[g.number][first:end] if b)
 
@@ -150,7 +150,7 @@ def blocks_to_fill(e: DrivenEngine, name: str, hashes: range) -> tuple[int, ...]
 def read_by(e: DrivenEngine, name: str) -> set[int]:
     """The full blocks of a request that is being computed, in all groups.  Without those to which
     vLLM gives no hash, because no hit could need them."""
-    groups, tables = e.connector._scheduler.importer.groups.all, e.tables_of(name)
+    groups, tables = e.connector._scheduler.importer.lookups.groups.all, e.tables_of(name)
     tokens = e.scheduler.requests[name].num_computed_tokens
     pool = e.scheduler.kv_cache_manager.block_pool.blocks
     read = {b for g in groups for b in tables[g.number][: tokens // g.block_size] if b}

@@ -102,7 +102,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.side = self.e.connector._scheduler
-        self.groups: Groups = self.side.importer.groups
+        self.groups: Groups = self.side.importer.lookups.groups
         self.model = PlayedModel(self.groups.all)
         self.largest = max(group.block_size for group in self.groups.all)
         self.memory = {b: [GARBAGE] * self.largest for b in range(self.e.num_blocks)}

@@ -91,3 +91,40 @@ def test_blocks_that_get_no_hash_are_not_waited_for(engine: Make) -> None:
         assert len(tracker._computed) <= 1
     shown = {(slot.group, slot.depth) for slot in map(e.table.slot, e.ready())}
     assert shown == {(0, index) for index in range(11)} | {(1, index) for index in (6, 7, 8)}
+
+
+def test_the_boundary_that_vllm_has_found_itself_stays(engine: Make, peer_of: Any) -> None:
+    """A prompt shares two blocks with one of this engine and six with a peer's.  In plain vLLM the
+    next prompt with the two blocks hits; so it does here."""
+    e = with_sparse_windows(engine, full(), window(WINDOW))
+    peer = peer_of(e)
+    e.add("first", prompt(2, tail=0) + prompt(8, first=900))
+    e.step()
+    asked = prompt(10)
+    request = e.add("imagined", asked[: 6 * BLOCK_SIZE] + prompt(4, first=500), max_tokens=1)
+    peer.hold(request, Part(0, 0, 10), Part(1, 7, 3))
+    e.scheduler.finish_requests("imagined", request.status.FINISHED_ABORTED)
+    e.add("a", asked)
+    e.schedule()
+    assert hashed(e) == {0, 1} | {7, 8, 9}
+
+
+def test_what_was_looked_up_in_vain_is_not_looked_up_in_every_step(
+    engine: Make, peer_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    e = with_sparse_windows(engine, full(), window(WINDOW))
+    peer = peer_of(e)
+    importer, now, asked = e.connector._scheduler.importer, [1000.0], []
+    monkeypatch.setattr(importer.lookups, "_clock", lambda: now[0])
+    probe = importer._planner.probe
+    monkeypatch.setattr(importer._planner, "probe", lambda *a: (asked.append(a), probe(*a))[1])
+    request = e.add("a", prompt(10))
+    peer.hold(request, Part(0, 0, 6))
+    for seconds, times in ((0.0, 1), (0.09, 1), (0.11, 2)):
+        now[0], request.shared_prefix_boundary = 1000 + seconds, 0  # as vLLM sets it each time
+        assert importer.match(request, 0) == 0
+        assert len(asked) == times
+        assert request.shared_prefix_boundary == 6 * BLOCK_SIZE
+    importer.request_finished("a")
+    importer.match(request, 0)
+    assert len(asked) == 3

@@ -54,10 +54,14 @@ def test_room_for_an_import_is_what_vllm_would_find(
             assert room._missing(request) <= len(specs), "nothing but the next token's blocks"
             decoding += 1
         wants = Wanted(e, prompt(rnd.randint(1, 20), first=10**5))
-        hashes = rnd.randint(0, len(wants.hashes)) // importer.groups.step * importer.groups.step
+        hashes = (
+            rnd.randint(0, len(wants.hashes))
+            // importer.lookups.groups.step
+            * importer.lookups.groups.step
+        )
         if not hashes:
             continue
-        needed = importer.groups.blocks_at(hashes)
+        needed = importer.lookups.groups.blocks_at(hashes)
         said.append(admits := room.admits(needed, wants.request))
         free = room.free()
         allocated = manager.allocate_slots(

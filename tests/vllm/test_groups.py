@@ -318,7 +318,7 @@ def test_a_request_that_is_preempted_behind_its_import_shows_what_it_computes_ag
 
 def split_at(e: DrivenEngine, name: str, token: int) -> tuple[set[int], set[int]]:
     """The blocks of a request, in all groups, that end before a token, and the others."""
-    groups, tables = e.connector._scheduler.importer.groups.all, e.tables_of(name)
+    groups, tables = e.connector._scheduler.importer.lookups.groups.all, e.tables_of(name)
     before = {b for g in groups for b in tables[g.number][: token // g.block_size]}
     return before - {0}, {b for table in tables for b in table} - before - {0}
 
@@ -331,7 +331,7 @@ def test_a_block_that_turns_out_bad_takes_along_all_behind_it_in_all_groups(
     """Those before it stay.  What is computed on top of null blocks is shown as before."""
     e = engine(False, 64, KINDS[kind])
     side = e.connector._scheduler
-    size = side.importer.groups.all[number].block_size
+    size = side.importer.lookups.groups.all[number].block_size
     request = e.add("a", prompt(7), max_tokens=60)
     for _ in range(8):
         e.step()

@@ -61,7 +61,7 @@ class Worker:
     def __init__(self, engine: DrivenEngine, polls: int) -> None:
         side = object.__new__(WorkerSide)
         side._under_way, side._finished, side._failed, side._bad = set(), set(), set(), set()
-        side._one_full = engine.connector._scheduler.importer.groups.one_full
+        side._one_full = engine.connector._scheduler.importer.lookups.groups.one_full
         side._report, side._described, side._attached = RankReport(0), True, frozenset()
         self.cache = side._cache = Copying(polls)  # type: ignore[assignment]  # stands for one
         self.connector = object.__new__(KvshmConnector)
