@@ -139,7 +139,7 @@ _IMPORTS: Columns = {
     "hits": _counted("lookup_hits"),
     "loads": _counted("loads_started"),
     "failed": _counted("loads_failed"),
-    "tokens": lambda engine: engine["counters"].get("imported_blocks", 0) * engine["block_size"],
+    "tokens": _counted("imported_tokens"),
     "bytes": _counted("bytes_copied"),
 }
 _BLOCKS: Columns = {

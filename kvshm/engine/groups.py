@@ -85,6 +85,8 @@ class Groups:
         # Full attention first: it bounds the others best, and its blocks are looked up only once.
         self._in_turn = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
         self._num_full = sum(group.is_full for group in groups)
+        self.leading = groups[self._in_turn[0]]
+        """The group that is looked up first."""
 
     def blocks_at(self, length: int) -> int:
         """Return how many blocks a request keeps for a prefix of so many hashes."""
@@ -109,7 +111,7 @@ class Groups:
         if start % self.step:
             length = start
         while length > start and at < len(in_turn):
-            if at == self._num_full:
+            if at == self._num_full > 0:
                 full = full or length
             limit = in_turn[at].limit(start, length, hashes, find)
             at = at + 1 if limit == length else 0  # all look again at a shorter length

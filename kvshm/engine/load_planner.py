@@ -96,7 +96,7 @@ class LoadPlanner:
         Changes nothing.  None if there is none, if it is shorter than ``min_prefix_tokens``, if
         this engine does not import, or if no load can succeed: this engine leaves, or some of its
         ranks are no longer alive in its epoch."""
-        epoch = self._cache.epoch_state
+        epoch, self.common_prefix = self._cache.epoch_state, 0
         if epoch is None or self.leaving or self._cache.role.no_imports:
             return None
         plan = self._make_plan(epoch, hashes, start, stop)
@@ -111,7 +111,9 @@ class LoadPlanner:
         found = self.search.longest(epoch, hashes, start, stop)
         self.common_prefix = found.common
         if not found.runs:
-            count(epoch.peers.why_missed(hashes, start), 1)
+            group, scale = (leading := self.search.groups.leading).number, leading.scale
+            missed = epoch.peers.why_missed(hashes, start // scale, group=group, scale=scale)
+            count(missed, 1)
             return None
         length, least = found.length - start, self._config.min_prefix_tokens
         if least is not Auto.AUTO and length * epoch.table.block_size < least:
@@ -243,6 +245,7 @@ class LoadPlanner:
         if epoch is not None:
             epoch.table.counters.add(c.LOADS_FAILED if failed else c.LOADS_DONE)
             epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))
+            epoch.table.counters.add(c.IMPORTED_TOKENS, length * epoch.table.block_size)
             self._learn(epoch, load, reports)
             self._update_peers(epoch, load, reports)
         return bad

@@ -20,7 +20,7 @@ REASONS = {
     c.MISS_CHEAPER: "computing is cheaper",
     c.MISS_NO_ROOM: "no room",
 }
-_READ = (c.LOOKUPS, c.LOOKUP_HITS, c.IMPORTED_BLOCKS, c.LOADS_FAILED, *REASONS)
+_READ = (c.LOOKUPS, c.LOOKUP_HITS, c.IMPORTED_TOKENS, c.LOADS_FAILED, *REASONS)
 
 
 class MinuteReport:
@@ -45,15 +45,15 @@ class MinuteReport:
         self._epoch, self._before = table.epoch, read
         if not any(grown.values()):
             return None
-        return f"last {seconds:.0f} s: {_hits(grown, table.block_size)}{_misses(grown)}"
+        return f"last {seconds:.0f} s: {_hits(grown)}{_misses(grown)}"
 
 
-def _hits(grown: dict[c.Counter, int], block_size: int) -> str:
-    lookups, blocks = grown[c.LOOKUPS], grown[c.IMPORTED_BLOCKS]
+def _hits(grown: dict[c.Counter, int]) -> str:
+    lookups, tokens = grown[c.LOOKUPS], grown[c.IMPORTED_TOKENS]
     found = f"{grown[c.LOOKUP_HITS]} of {lookups} lookups found a prefix"
     parts = [found if lookups else "no lookups"]
-    if blocks:
-        parts.append(f"{blocks * block_size:,} tokens imported")
+    if tokens:
+        parts.append(f"{tokens:,} tokens imported")
     if failed := grown[c.LOADS_FAILED]:
         parts.append(f"{failed} load{'' if failed == 1 else 's'} failed")
     return ", ".join(parts)

@@ -87,6 +87,7 @@ COMPUTING_US = Counter(
     47, "computing_us", "Microseconds that computing their blocks was estimated to take."
 )
 LOADS_AT_ONCE = Counter(48, "loads_at_once", "Loads that the step they were scheduled in awaited.")
+IMPORTED_TOKENS = Counter(50, "imported_tokens", "Prompt tokens that imports have brought.")
 LOADS_TOO_LATE = Counter(49, "loads_too_late", "Those of them that it could not wait for.")
 
 # -- replica and coordinator

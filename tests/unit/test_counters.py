@@ -42,7 +42,7 @@ def test_ids_are_never_renumbered() -> None:
         "loads_failed": 36, "imported_blocks": 37, "blocks_copied": 38, "bytes_copied": 39,
         "recheck_failed": 40, "discarded": 41, "verified": 42, "mismatched": 43,
         "quarantines": 44, "estimated_us": 45, "measured_us": 46, "computing_us": 47,
-        "loads_at_once": 48, "loads_too_late": 49,
+        "loads_at_once": 48, "loads_too_late": 49, "imported_tokens": 50,
         "index_full": 56, "resyncs": 57, "rejoins": 58, "bad_messages": 59, "swept": 60,
         "hook_errors": 61,
     }  # fmt: skip

@@ -13,7 +13,7 @@ import pytest
 from kvshm.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
 from kvshm.shm.counters import (
     BYTES_COPIED,
-    IMPORTED_BLOCKS,
+    IMPORTED_TOKENS,
     LOADS_FAILED,
     LOADS_STARTED,
     LOOKUP_HITS,
@@ -202,7 +202,7 @@ def test_the_table_says_what_each_engine_has_imported(dumped, busy, capsys):
         (LOOKUP_HITS, 7),
         (LOADS_STARTED, 6),
         (LOADS_FAILED, 1),
-        (IMPORTED_BLOCKS, 5),
+        (IMPORTED_TOKENS, 80),
         (BYTES_COPIED, 4096),
     ):
         busy.importer.counters.add(counter, number)
@@ -210,7 +210,7 @@ def test_the_table_says_what_each_engine_has_imported(dumped, busy, capsys):
     _, table = capsys.readouterr().out.split("\n  imports\n")
     head, row, *_ = table.splitlines()
     assert head.split() == ["engine", "lookups", "hits", "loads", "failed", "tokens", "bytes"]
-    assert row.split() == ["importer", "9", "7", "6", "1", str(5 * 16), "4096"]
+    assert row.split() == ["importer", "9", "7", "6", "1", "80", "4096"]
 
 
 def test_engines_that_do_not_share_are_counted_apart(dumped, capsys):

@@ -60,7 +60,7 @@ def test_each_minute_tells_of_hits_and_of_misses(table: AnyTable, clock: Clock) 
     assert report.line(table) is None, "nothing has happened"
     count(c.LOOKUPS, 16)
     count(c.LOOKUP_HITS, 12)
-    count(c.IMPORTED_BLOCKS, 1152)
+    count(c.IMPORTED_TOKENS, 18432)
     count(c.LOADS_FAILED, 3)
     count(c.MISS_NO_OWNER, 4)
     clock.now += PERIOD_SECONDS - 1
@@ -74,7 +74,7 @@ def test_each_minute_tells_of_hits_and_of_misses(table: AnyTable, clock: Clock) 
     assert report.line(table) is None, "nothing has happened since"
     count(c.LOOKUPS, 2)
     count(c.LOOKUP_HITS, 2)
-    count(c.IMPORTED_BLOCKS)
+    count(c.IMPORTED_TOKENS, 16)
     clock.now += PERIOD_SECONDS + 30
     assert report.line(table) == "last 90 s: 2 of 2 lookups found a prefix, 16 tokens imported"
 
@@ -95,7 +95,7 @@ def test_each_reason_for_a_miss_is_told(table: AnyTable, clock: Clock) -> None:
     ("counter", "line"),
     [
         (c.MISS_NO_ROOM, "last 60 s: no lookups; not imported: no room 1"),
-        (c.IMPORTED_BLOCKS, "last 60 s: no lookups, 16 tokens imported"),
+        (c.IMPORTED_TOKENS, "last 60 s: no lookups, 1 tokens imported"),
         (c.LOADS_FAILED, "last 60 s: no lookups, 1 load failed"),
     ],
 )

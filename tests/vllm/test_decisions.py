@@ -288,7 +288,9 @@ def test_a_request_waits_for_anothers_import_of_its_prefix_but_not_long(
 
 @pytest.mark.parametrize("watermark", [0, 3])
 def test_an_asynchronous_load_is_let_in_beside_the_watermark(watermark: int) -> None:
-    pool = SimpleNamespace(get_num_free_blocks=lambda: 10, blocks=range(16))
+    pool = SimpleNamespace(
+        get_num_free_blocks=lambda: 10, blocks=range(16), cached_block_hash_to_block={}
+    )
     one = SimpleNamespace(max_admission_blocks_per_request=None)
     coordinator = SimpleNamespace(single_type_managers=[one])
     manager = SimpleNamespace(block_pool=pool, watermark_blocks=watermark, coordinator=coordinator)

@@ -10,10 +10,14 @@ import pytest
 pytest.importorskip("vllm")
 
 from kvshm.engine.groups import Part
+from kvshm.engine.load_plan import LoadReport
 from kvshm.hooks.vllm.groups import groups_of
+from kvshm.ids import Epoch
+from kvshm.shm.counters import IMPORTED_BLOCKS, IMPORTED_TOKENS, MISS_QUARANTINED
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, chunk, full, imagined_cache, prompt, window
-from .test_groups import peer_of as peer_of
+from .several_groups import PEER, Played
+from .several_groups import peer_of as peer_of
 
 WINDOW = 40
 KINDS = {
@@ -128,3 +132,47 @@ def test_what_was_looked_up_in_vain_is_not_looked_up_in_every_step(
     importer.request_finished("a")
     importer.match(request, 0)
     assert len(asked) == 3
+
+
+def test_tokens_are_counted_once_although_several_groups_are_imported(
+    engine: Make, peer_of: Any
+) -> None:
+    e = engine(num_blocks=64, specs=[full(), window(WINDOW), window(WINDOW)])
+    peer, rank = peer_of(e), Played(e)
+    peer.hold_all(prompt(6))
+    e.add("a", prompt(6), max_tokens=1)
+    rank.finish()
+    read = e.table.counters.read
+    assert (read(IMPORTED_BLOCKS), read(IMPORTED_TOKENS)) == (6 + 3 + 3, 6 * BLOCK_SIZE)
+
+
+def test_a_failed_load_brings_no_tokens(engine: Make, peer_of: Any) -> None:
+    e = engine(num_blocks=64, specs=[full(), window(WINDOW)])
+    peer, rank = peer_of(e), Played(e)
+    peer.hold_all(prompt(6))
+    e.add("a", prompt(6), max_tokens=1)
+    (load,) = (sent := e.schedule()).metadata.loads
+    rank.run(sent, LoadReport(load.load_id, load.targets[-1:]))
+    assert e.table.counters.read(IMPORTED_TOKENS) == 0
+
+
+def test_a_peer_in_quarantine_is_the_reason_of_a_miss_in_larger_blocks_too(
+    engine: Make, peer_of: Any
+) -> None:
+    e = engine(num_blocks=64, specs=[window(100, 2), full()])
+    peer = peer_of(e)
+    peer.hold_all(prompt(6))
+    peers = e.connector._scheduler.cache.epoch_state.peers
+    for _ in range(3):
+        peers.load_failed(Epoch(PEER))
+    e.add("a", prompt(6))
+    e.schedule()
+    assert e.table.counters.read(MISS_QUARANTINED) == 1
+
+
+def test_without_full_attention_nothing_is_common(engine: Make, peer_of: Any) -> None:
+    e = with_sparse_windows(engine, window(WINDOW), window(60))
+    peer_of(e)
+    request = e.add("a", prompt(10))
+    e.schedule()
+    assert request.shared_prefix_boundary == 0
