@@ -168,7 +168,8 @@ class Config:
         16384,
         _whole_number(1),
         "a whole number of blocks, 1 or more",
-        "Most blocks imported for one request, in each KV cache group.",
+        "Most blocks imported for one request, in each KV cache group. "
+        "With windows or several groups, a prompt that needs more is computed.",
     )
     share: Share = _one_of(
         Share.ALL,

@@ -107,8 +107,7 @@ class LoadPlanner:
     ) -> Plan | None:
         count = epoch.table.counters.add
         count(c.LOOKUPS, 1)
-        stop = min(stop, start + self._config.max_import_blocks)
-        found = self.search.longest(epoch, hashes, start, stop)
+        found = self.search.longest(epoch, hashes, start, stop, self._config.max_import_blocks)
         self.common_prefix = found.common
         if not found.runs:
             group, scale = (leading := self.search.groups.leading).number, leading.scale

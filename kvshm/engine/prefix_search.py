@@ -32,14 +32,18 @@ class PrefixSearch:
         that it has not."""
 
     def longest(
-        self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
+        self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int, most: int
     ) -> Restorable:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
-        hit of ``start`` hashes.  Changes nothing.  Without ``runs`` there is none."""
+        hit of ``start`` hashes.  Changes nothing.  Without ``runs`` there is none.  ``most``: most
+        blocks of one group.  One group of full attention is cut to so many; otherwise a part would
+        be of no use, and what needs more is not restored."""
         if not self.groups.one_full:
             find = _Finder(self, epoch, hashes)
-            return self.groups.longest(start, stop, len(hashes), find)
-        if not (runs := epoch.peers.lookup(hashes, start, stop)):
+            found = self.groups.longest(start, stop, len(hashes), find)
+            small = all(part.num_blocks <= most for part in found.parts)
+            return found if small else Restorable(start, found.common, (), ())
+        if not (runs := epoch.peers.lookup(hashes, start, min(stop, start + most))):
             return NOTHING
         found = sum(run.num_blocks for run in runs)
         return Restorable(start + found, 0, (Part(0, start, found),), tuple(runs))
