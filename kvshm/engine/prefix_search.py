@@ -40,9 +40,9 @@ class PrefixSearch:
         be of no use, and what needs more is not restored."""
         if not self.groups.one_full:
             find = _Finder(self, epoch, hashes)
-            found = self.groups.longest(start, stop, len(hashes), find)
-            small = all(part.num_blocks <= most for part in found.parts)
-            return found if small else Restorable(start, found.common, (), ())
+            restorable = self.groups.longest(start, stop, len(hashes), find)
+            small = all(part.num_blocks <= most for part in restorable.parts)
+            return restorable if small else Restorable(start, restorable.common, (), ())
         if not (runs := epoch.peers.lookup(hashes, start, min(stop, start + most))):
             return NOTHING
         found = sum(run.num_blocks for run in runs)
