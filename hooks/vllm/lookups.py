@@ -24,8 +24,8 @@ class Lookups:
         self._block_size = block_size
         self._clock = clock
         self._in_vain: dict[str, tuple[float, int]] = {}
-        """By request: until when it is not looked up again, and what its last lookup has made of
-        its ``shared_prefix_boundary``."""
+        """By request: until when it is not looked up again, and the tokens that groups of full
+        attention share with peers."""
 
     def find(self, request: Any, start: int, stop: int) -> Plan | None:
         """Return a plan for a prefix of at most ``stop`` hashes behind a local hit of ``start``
@@ -33,25 +33,35 @@ class Lookups:
         chain = request.block_hashes
         if self.groups.one_full:
             return self._planner.probe(chain, start, stop)
-        now = self._clock()
-        until, boundary = self._in_vain.get(request.request_id, (now, 0))
+        until, common = self._in_vain.get(request.request_id, (0.0, 0))
         plan = None
-        if until <= now:
+        if until <= self._clock():
             plan = self._planner.probe(chain, start, stop)
-            boundary = self._planner.common_prefix * self._block_size
+            common = self._planner.common_prefix * self._block_size
             if plan is None:
-                self._not_again(request.request_id, boundary)
-        # Have vLLM keep the windows at the end of what the groups of full attention share with a
-        # prompt of a peer, as it does for a prompt of its own.  By default it keeps windows at ends
-        # of prompts only: no common begin of two prompts would ever be shared.
-        if getattr(request, "shared_prefix_boundary", -1) == 0:
-            request.shared_prefix_boundary = boundary
+                self._not_again(request.request_id, common)
+        self._keep_windows(request, plan, common)
         return plan
+
+    def _keep_windows(self, request: Any, plan: Plan | None, common: int) -> None:
+        """Have vLLM keep windows where other prompts may part from this one.  By default it keeps
+        them at two places only: at the end of a prompt, and at its ``shared_prefix_boundary``, the
+        end of what the groups of full attention share with an earlier prompt of this engine.
+        Otherwise what is imported here would be imported again for every prompt with this begin,
+        and a begin that prompts of two engines have in common would never be shared."""
+        own = getattr(request, "shared_prefix_boundary", None)
+        if own is None:
+            return
+        if plan is not None:  # a boundary in front of its end would have no blocks
+            end = (plan.start + plan.length) * self._block_size
+            request.shared_prefix_boundary = max(own, end)
+        elif own == 0:
+            request.shared_prefix_boundary = common
 
     def declined(self, request: Any) -> None:
         """The plan that was found is not carried out: computing is faster, or there is no room."""
         if not self.groups.one_full:
-            self._not_again(request.request_id, request.shared_prefix_boundary)
+            self._not_again(request.request_id, getattr(request, "shared_prefix_boundary", 0))
 
     def _not_again(self, request_id: str, boundary: int) -> None:
         self._in_vain[request_id] = self._clock() + AGAIN_SECONDS, boundary

@@ -176,3 +176,26 @@ def test_without_full_attention_nothing_is_common(engine: Make, peer_of: Any) ->
     request = e.add("a", prompt(10))
     e.schedule()
     assert request.shared_prefix_boundary == 0
+
+
+def test_what_was_imported_once_is_a_local_hit_of_the_next_prompt(
+    engine: Make, peer_of: Any
+) -> None:
+    """The peer's prompts go on with the same two blocks behind a begin of six; this engine's each
+    go on in another way.  The windows at the end of what was imported are kept."""
+    e = with_sparse_windows(engine, full(), window(WINDOW))
+    peer, rank = peer_of(e), Played(e)
+    asked = prompt(8)
+    request = e.add("imagined", asked, max_tokens=1)
+    peer.hold(request, Part(0, 0, 8), Part(1, 3, 3))
+    e.scheduler.finish_requests("imagined", request.status.FINISHED_ABORTED)
+    e.add("first", asked[: 7 * BLOCK_SIZE] + prompt(2, first=600), max_tokens=1)
+    (load,) = rank.finish()
+    assert load.length == 6
+    e.add("second", asked[: 6 * BLOCK_SIZE] + prompt(2, first=700), max_tokens=1)
+    assert rank.finish() == []
+    assert e.scheduler.requests.get("second") is None
+    _, tokens, _ = e.scheduler.kv_cache_manager.get_computed_blocks(
+        e.add("third", asked[: 6 * BLOCK_SIZE] + prompt(2, first=800))
+    )
+    assert tokens == 6 * BLOCK_SIZE
