@@ -66,8 +66,7 @@ class BlockTracker:
         """``manager`` is vLLM's KV cache manager with these ``groups``; ``may_share`` tells whether
         a request may share its blocks.  ``delay`` holds marks back for so many further steps: 1
         with speculative decoding, because the drafter still writes after its step's output has
-        arrived.  Raises
-        PoolChanged if this vLLM keeps no block tables where they are read."""
+        arrived.  Raises PoolChanged if this vLLM keeps no block tables where they are read."""
         self._cache = cache
         self._publisher = cache.publisher
         self._pool = manager.block_pool

@@ -59,7 +59,7 @@ class RequestImporter:
     ) -> None:
         self._cache, self._planner = cache, cache.planner
         self._config = config
-        self._block_size = block_size
+        self._block_size = block_size  # tokens per hash
         self._clock = clock
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""

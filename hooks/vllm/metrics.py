@@ -39,7 +39,7 @@ class LoadStats(KVConnectorStats):
 
     @classmethod
     def of(cls, ended: Sequence[LoadResult], block_size: int) -> LoadStats:
-        """Return the sums of these loads."""
+        """Return the sums of these loads.  ``block_size``: tokens per hash."""
         blocks = sum(load.num_blocks for load in ended)
         length = sum(load.length for load in ended)
         failed = sum(load.failed for load in ended)

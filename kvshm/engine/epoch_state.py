@@ -34,7 +34,7 @@ class EngineSpec:
     model: str
     num_blocks: int
     block_size: int
-    """Tokens per block."""
+    """Tokens per hash."""
     asynchronous: bool = False
     """Whether the next step is scheduled while one runs, so that a wait can overlap."""
 

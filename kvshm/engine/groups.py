@@ -132,7 +132,7 @@ class Restorable(NamedTuple):
     """A prefix that can be restored."""
 
     length: int
-    """In hashes, from the prompt's begin."""
+    """In hashes, from the prompt's begin; without ``runs`` it says nothing."""
     common: int
     """Hashes of the longest prefix that the groups of full attention alone can restore, if it is
     longer, else 0: the other groups keep blocks at some lengths only."""

@@ -120,25 +120,25 @@ typedef struct {
 } kvshm_applied;
 
 /* An entry's tag mixes the first 8 bytes of its hash with its group; in group 0 it is these bytes.
- * Each call keeps the index's count and the
- * entries that each row counts up to date.  An index may have one writing thread, no more. */
+ * Each call keeps the index's count and the entries that each row counts up to date.  An index may
+ * have one writing thread, no more. */
 
 /* Apply an ordered batch of one engine's events.  `tombstones` holds 16 bytes per block of that
- * engine, zeros at first.  A record is applied only if its generation is newer than the tombstone's (as a
- * signed 32-bit distance), or if it retracts the generation that the tombstone has as published;
- * other records, and those of an unknown kind, are counted as ignored.  A newer publish replaces
- * the block's entry.  When the index is filled to 7/8, a publish is counted in `full` and leaves
- * its tombstone unchanged, so that it can be applied again to a larger index.  The call adds its
- * counts to `*applied`.  Returns KVSHM_OK, or KVSHM_OUT_OF_RANGE before anything is applied if a
- * block id lies beyond the tombstones. */
+ * engine, zeros at first.  A record is applied only if its generation is newer than the tombstone's
+ * (as a signed 32-bit distance), or if it retracts the generation that the tombstone has as
+ * published; other records, and those of an unknown kind, are counted as ignored.  A newer publish
+ * replaces the block's entry.  When the index is filled to 7/8, a publish is counted in `full` and
+ * leaves its tombstone unchanged, so that it can be applied again to a larger index.  The call adds
+ * its counts to `*applied`.  Returns KVSHM_OK, or KVSHM_OUT_OF_RANGE before anything is applied if
+ * a block id lies beyond the tombstones. */
 int64_t kvshm_index_apply(kvshm_segment index, uint8_t *tombstones, uint64_t tombstone_bytes,
                           uint32_t row, const kvshm_record *records, size_t count,
                           kvshm_applied *applied);
 
 /* A RETRACT record for every block that is published according to `tombstones` but missing in
  * `scanned`; instead of hash and group it has the tag, as a hash of group 0.  Returns the number of
- * records; `out` gets them unless it is NULL.  `seen`: one zeroed byte per block, for the call's own
- * use.  Blocks beyond the tombstones are skipped: kvshm_index_apply refuses them. */
+ * records; `out` gets them unless it is NULL.  `seen`: one zeroed byte per block, for the call's
+ * own use.  Blocks beyond the tombstones are skipped: kvshm_index_apply refuses them. */
 size_t kvshm_index_stale(const uint8_t *tombstones, uint64_t tombstone_bytes,
                          const kvshm_record *scanned, size_t count, uint8_t *seen,
                          kvshm_record *out);
@@ -152,9 +152,10 @@ int64_t kvshm_index_drop_row(kvshm_segment index, uint32_t row);
 int64_t kvshm_index_copy(kvshm_segment from, kvshm_segment to);
 
 /* Find the longest prefix of `records`, by their hashes and groups, for which rows in `rows` (bit
- * mask) have entries.  records[i] gets block_id, generation and depth, owners[i] the row; the prefix has as
- * few owners as possible.  Takes no lock against the writer: a torn read is a miss, or a wrong
- * hint, which the lease refuses.  Returns the prefix's length; later records are not valid. */
+ * mask) have entries.  records[i] gets block_id, generation and depth, owners[i] the row; the
+ * prefix has as few owners as possible.  Takes no lock against the writer: a torn read is a miss,
+ * or a wrong hint, which the lease refuses.  Returns the prefix's length; later records are not
+ * valid. */
 int64_t kvshm_index_lookup(kvshm_segment index, kvshm_record *records, size_t count,
                            uint64_t rows, uint8_t *owners);
 

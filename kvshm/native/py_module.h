@@ -51,8 +51,9 @@ static inline void *kvshm_make_room(kvshm_array *array, size_t count)
 }
 
 /* For O& of PyArg_ParseTuple.  kvshm_to_array copies a packed array from a buffer, so that it is
- * aligned and writable: ValueError if the length is not a whole number of elements.  kvshm_to_blocks
- * copies a sequence of block ids to uint32_t: IndexError for an impossible block id. */
+ * aligned and writable: ValueError if the length is not a whole number of elements.
+ * kvshm_to_blocks copies a sequence of block ids to uint32_t: IndexError for an impossible block
+ * id. */
 int kvshm_to_array(PyObject *object, void *array);
 int kvshm_to_blocks(PyObject *object, void *array);
 

@@ -59,7 +59,7 @@ class TableSpec:
     engine: str
     num_blocks: int
     block_size: int
-    """Tokens per block."""
+    """Tokens per hash."""
     num_ranks: int
     fingerprint: Fingerprint
     model: str = ""

@@ -83,7 +83,7 @@ def test_a_block_carried_over_its_regions_is_the_same_block_in_every_layer(
 
 @pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
 def test_a_block_is_the_same_bytes_in_every_group(config: VllmConfig, layout: str) -> None:
-    """Groups lie over each other: who copies a block needs not know whose it is."""
+    """Groups lie over each other: who copies a block need not know whose it is."""
     shape: dict[str, Any] = {"num_kv_heads": 2, "head_size": 16, "dtype": torch.bfloat16}
     window = SlidingWindowSpec(32, sliding_window=64, **shape)
     groups = EQUAL, {f"window.{i}": window for i in range(3)}
