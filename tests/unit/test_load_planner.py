@@ -309,7 +309,8 @@ def test_what_an_import_spares_is_the_tokens_of_its_prefix_once(
     """Its blocks of all groups would be those of a longer prefix."""
     hold_in_groups(cache, served, 16)
     short, long = (cache.planner.probe(HASHES, 0, hashes) for hashes in (15, 16))
-    assert short is not None and long is not None
+    assert short is not None
+    assert long is not None
     assert short.num_blocks * 16 > UNMEASURED_TOKENS == long.length * 16
     assert not cache.planner.worth(short, 0.0)
     assert cache.planner.worth(long, 0.0)
