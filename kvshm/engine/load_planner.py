@@ -65,7 +65,7 @@ class LoadPlanner:
         self.search = PrefixSearch()
         """Finds prefixes; the caller tells it the engine's KV cache groups."""
         self.common_prefix = 0
-        """``Restorable.common`` of the last search."""
+        """``Restorable.common`` of the last ``probe``; 0 if it did not search."""
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
         self.results: list[LoadResult] = []
@@ -93,10 +93,11 @@ class LoadPlanner:
     def probe(self, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
         hit of ``start`` hashes, as far as usable peers and the own cache seem to hold its blocks.
-        Changes nothing.  None if there is none, if it is shorter than ``min_prefix_tokens``, if
-        this engine does not import, or if no load can succeed: this engine leaves, or some of its
-        ranks are no longer alive in its epoch."""
-        epoch, self.common_prefix = self._cache.epoch_state, 0
+        Sets ``common_prefix``.  None if there is none, if it is shorter than
+        ``min_prefix_tokens``, if this engine does not import, or if no load can succeed: this
+        engine leaves, or some of its ranks are no longer alive in its epoch."""
+        self.common_prefix = 0
+        epoch = self._cache.epoch_state
         if epoch is None or self.leaving or self._cache.role.no_imports:
             return None
         plan = self._make_plan(epoch, hashes, start, stop)

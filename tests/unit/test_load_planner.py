@@ -1,4 +1,4 @@
-"""What the scheduler makes of a load's reports when its own epoch has ended meanwhile."""
+"""What the scheduler plans of a prefix, and what it makes of a load's reports."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 
 from kvshm.config import Config
 from kvshm.engine.cache import SharedCache
-from kvshm.engine.costs import REFUSALS_PER_TRIAL
+from kvshm.engine.costs import REFUSALS_PER_TRIAL, UNMEASURED_TOKENS
 from kvshm.engine.epoch_state import EngineSpec
-from kvshm.engine.groups import Part
+from kvshm.engine.groups import Group, Groups, Part
 from kvshm.engine.load_plan import (
     NO_TICKET,
     Load,
@@ -25,12 +25,20 @@ from kvshm.engine.load_plan import (
     Plan,
 )
 from kvshm.engine.load_planner import PLAN_SECONDS, LoadResult
-from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
+from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, Generation, Rank, block_hash
 from kvshm.interfaces import Region
 from kvshm.node.peer import Peer, PlannedRun
 from kvshm.node.protocol import RankInfo
 from kvshm.roles import Decision
-from kvshm.shm.counters import MEASURED_US, MISS_CHEAPER, TRIED
+from kvshm.shm.counters import (
+    COMPUTING_US,
+    IMPORTED_BLOCKS,
+    MEASURED_US,
+    MISS_CHEAPER,
+    MISS_TOO_SHORT,
+    TRIED,
+)
+from kvshm.shm.layout import BlockRecord, pack_records
 
 from .exporters import HASHES, Exporter
 from .played_transport import memory_of
@@ -248,3 +256,98 @@ def test_a_load_that_copied_only_a_part_shows_no_more_than_that_it_takes_longer(
     assert cache.table.counters.read(MEASURED_US) == 20 * 10_000
     cache.planner.end(load, [LoadReport("load", TARGETS, failures, seconds=0.02)])
     assert cache.planner.load_seconds(load) > expected
+
+
+# -- several KV cache groups: prompts are counted in hashes, whatever the groups need of them
+
+SEVERAL = Groups([Group(0, 16), Group(1, 16, window=40), Group(2, 16, window=40)])
+
+
+def hold_in_groups(cache: SharedCache, served: ServedNode, hashes: int) -> None:
+    """The engine has several groups; a peer holds so many blocks of each."""
+    cache.planner.search.groups = SEVERAL
+    peer = Exporter(served, 1, "e", regions=[Region(0, 128, 64, 64)])
+    places = [(g.number, i) for g in SEVERAL.all for i in range(hashes)]
+    records = [
+        BlockRecord(block_hash(HASHES[i]), BlockId(20 * g + i), Generation(0), i, group=g)
+        for g, i in places
+    ]
+    peer.table.publish(pack_records(records), bytes(8 * len(records)))
+    cache.epoch_state.peers.joined(peer.info)
+
+
+def use_setting(cache: SharedCache, name: str, value: int) -> None:
+    cache.planner._config = Config.from_env({"KVSHM_" + name: str(value)})
+
+
+def test_the_most_that_is_imported_counts_hashes_behind_the_local_hit(
+    cache: SharedCache, served: ServedNode
+) -> None:
+    hold_in_groups(cache, served, 12)
+    use_setting(cache, "MAX_IMPORT_BLOCKS", 4)
+    plan = cache.planner.probe(HASHES, 2, 12)
+    assert plan is not None
+    assert (plan.start, plan.length, plan.num_blocks) == (2, 4, 4 + 3 + 3)
+    assert plan.parts == (Part(0, 2, 4), Part(1, 3, 3), Part(2, 3, 3))
+
+
+def test_the_least_that_is_imported_counts_tokens_behind_the_local_hit(
+    cache: SharedCache, served: ServedNode
+) -> None:
+    """Not the blocks of all groups, and not the tokens of the local hit."""
+    hold_in_groups(cache, served, 10)
+    use_setting(cache, "MIN_PREFIX_TOKENS", 80)
+    assert cache.planner.probe(HASHES, 6, 12) is None
+    assert cache.planner.probe(HASHES, 5, 12) is not None
+    assert cache.table is not None
+    assert cache.table.counters.read(MISS_TOO_SHORT) == 1
+
+
+def test_what_an_import_spares_is_the_tokens_of_its_prefix_once(
+    cache: SharedCache, served: ServedNode
+) -> None:
+    """Its blocks of all groups would be those of a longer prefix."""
+    hold_in_groups(cache, served, 16)
+    short, long = (cache.planner.probe(HASHES, 0, hashes) for hashes in (15, 16))
+    assert short is not None
+    assert long is not None
+    assert short.num_blocks * 16 > UNMEASURED_TOKENS == long.length * 16
+    assert not cache.planner.worth(short, 0.0)
+    assert cache.planner.worth(long, 0.0)
+
+
+def test_a_load_of_several_groups_counts_its_prefix_once_and_as_a_whole(
+    cache: SharedCache, served: ServedNode
+) -> None:
+    hold_in_groups(cache, served, 10)
+    know_prefills_price(cache)
+    plan = cache.planner.probe(HASHES, 0, 10)
+    assert plan is not None
+    targets = [BlockId(number) for number in range(plan.num_blocks)]
+    assert len(targets) == 10 + 3 + 3
+    load = cache.planner.begin(plan, "load", targets)
+    assert cache.planner.end(load, [LoadReport("load", (), seconds=0.01)]) == set()
+    assert cache.planner.end(load, [LoadReport("load", (targets[-1],))]) == set(targets)
+    assert cache.planner.take_results() == [LoadResult(16, 10, False), LoadResult(0, 0, True)]
+    assert cache.table is not None
+    seconds = cache.planner.costs.compute_seconds(10 * 16)
+    assert cache.table.counters.read(COMPUTING_US) == int(seconds * 1e6)
+    assert cache.table.counters.read(IMPORTED_BLOCKS) == 16
+
+
+def test_what_was_found_for_another_prompt_is_forgotten(
+    cache: SharedCache, served: ServedNode
+) -> None:
+    """The groups of full attention share more with the peer than what can be imported."""
+    hold_in_groups(cache, served, 10)
+    served.engines[-1].table.retract([BlockId(20 + 9)])
+    cache.epoch_state.peers.rescan(Epoch(1))
+    plan = cache.planner.probe(HASHES, 0, 10)
+    assert plan is not None
+    assert (plan.length, cache.planner.common_prefix) == (9, 10)
+    assert cache.planner.probe(HASHES[50:], 0, 10) is None
+    assert cache.planner.common_prefix == 0
+    assert cache.planner.probe(HASHES, 0, 10) is not None
+    cache.leave()
+    assert cache.planner.probe(HASHES[50:], 0, 10) is None
+    assert cache.planner.common_prefix == 0

@@ -40,6 +40,8 @@ MAY = {
     "table.take_ticket(1)": {OWN},
     "table.set_lease_bit(LeaseBit(0))": {OWN},
     "table.count_lease_batch()": {OWN},
+    "table.generations([])": {OWN},
+    "table.as_peer()": {OWN},
     "table.end_life(None)": {OWN, RANK},
     "table.publish_marked(bytearray(), [], [])": {OWN},
     "table.retract_marked(bytearray(), [])": {OWN},

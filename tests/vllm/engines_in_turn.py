@@ -12,21 +12,69 @@ import gc
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 from unittest import mock
 
 
 class WrongGroup:
-    """Has this process import wrong blocks for one KV cache group, unverified: vLLM says which
-    blocks it has allocated for the group, and the transport copies neighbours in their place."""
+    """Has this process import wrong blocks for one KV cache group.  ``kind``:
+
+    neighbours  the transport copies neighbours of the right blocks, unverified
+    position    blocks of other positions of the prompt, as right as their owner shows them
+    group       blocks of the next group, as right as their owner shows them
+    """
 
     def __init__(self) -> None:
         self.group: int | None = None
+        self.kind = ""
         self._blocks: set[int] = set()
+        """Those that vLLM has allocated for the group."""
 
     def install(self) -> None:
+        self._install_neighbours()
+        from kvshm.engine.prefix_search import PrefixSearch
+
+        longest = PrefixSearch.longest
+
+        def elsewhere(search: Any, epoch: Any, hashes: Any, start: int, stop: int) -> Any:
+            found = longest(search, epoch, hashes, start, stop)
+            if self.group is None or self.kind == "neighbours":
+                return found
+            return found._replace(runs=tuple(self._runs(search.groups.all, epoch, hashes, found)))
+
+        PrefixSearch.longest = elsewhere  # type: ignore[method-assign]
+
+    def _runs(self, groups: Any, epoch: Any, hashes: Any, found: Any) -> Iterator[Any]:
+        """The runs of what was found, but those of the group are of other blocks."""
+        runs = iter(found.runs)
+        for part in found.parts:
+            left = part.num_blocks
+            while left:
+                run = next(runs)
+                left -= run.num_blocks
+                if part.group != self.group:
+                    yield run
+            if part.group == self.group:
+                for index in range(part.first, part.first + part.num_blocks):
+                    yield from self._other(groups, epoch, hashes, index)
+
+    def _other(self, groups: Any, epoch: Any, hashes: Any, index: int) -> Any:
+        """The run of the block that is imported in place of the group's block ``index``."""
+        wanted = groups[self.group]
+        other = groups[(wanted.number + (self.kind == "group")) % len(groups)]
+        at = index * wanted.block_size // other.block_size
+        for place in sorted(range(len(hashes) // other.scale), key=lambda i: abs(i - at)):
+            if (other.number, place) != (wanted.number, index):
+                runs = epoch.peers.lookup(
+                    hashes, place, place + 1, group=other.number, scale=other.scale
+                )
+                if runs:
+                    return runs
+        raise AssertionError(f"nobody has another block for block {index} of group {self.group}")
+
+    def _install_neighbours(self) -> None:
         from kvshm.hooks.connector import KvshmConnector
         from kvshm.shm.slot_table import SlotTableView
         from kvshm.transport.posix_shm import PosixAttachment
@@ -39,14 +87,15 @@ class WrongGroup:
             connector: Any, request: Any, blocks: Any, num_external_tokens: int
         ) -> None:
             ids = blocks.get_block_ids()
-            self._blocks = set() if self.group is None else set(ids[self.group])
+            misdirects = self.group is not None and self.kind == "neighbours"
+            self._blocks = set(ids[self.group]) if misdirects else set()
             allocated(connector, request, blocks, num_external_tokens)
 
         def misdirected(attachment: Any, source: Any, target: Any, *more: Any) -> Any:
             return begin_copy(attachment, self._misdirect(source, target), target, *more)
 
         def no_checksum(table: Any, rank: Any, block: Any) -> int:
-            return 0 if self.group is not None else checksum(table, rank, block)
+            return 0 if self._blocks else checksum(table, rank, block)
 
         KvshmConnector.update_state_after_alloc = update_state_after_alloc
         PosixAttachment.begin_copy = misdirected
@@ -126,7 +175,7 @@ def handler(turns: Turns) -> type[BaseHTTPRequestHandler]:
             elif self.path == "/begin":
                 self._answer(json.dumps(turns.begin(**body)))
             elif self.path == "/wrong":
-                turns.wrong.group = body["group"]
+                turns.wrong.group, turns.wrong.kind = body["group"], body.get("kind", "")
                 self._answer("")
             else:
                 turns.end()

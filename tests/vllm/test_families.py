@@ -11,6 +11,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -101,6 +102,16 @@ def assert_imported(seen: Observation, family: Family, *sent: Prompt, local: int
     assert seen.mismatched == 0
 
 
+@contextmanager
+def wrong(importer: Engine, group: int, kind: str) -> Iterator[None]:
+    """The importer imports wrong blocks for a group (engines_in_turn.py)."""
+    tell(importer, "/wrong", group=group, kind=kind)
+    try:
+        yield
+    finally:
+        tell(importer, "/wrong", group=None)
+
+
 def long_prompts(count: int, seed: int) -> list[Prompt]:
     """Prompts of several windows and chunks, whose hits end at different places in them."""
     lengths = [700 + 331 * (i % 4) for i in range(count)]
@@ -170,12 +181,28 @@ def test_a_wrong_block_of_any_group_is_noticed(shared: Shared) -> None:
     family, node, exporter, importer = shared
     for group in range(len(family.groups)):
         prompt = random_prompt(9300 + group, 5 * BLOCK_SIZE + 40)  # no whole number of chunks
-        tell(importer, "/wrong", group=group)
-        try:
-            with observe(node, importer) as seen:
-                answers = ask_both(node, exporter, importer, [prompt], family.published)
-        finally:
-            tell(importer, "/wrong", group=None)
+        with wrong(importer, group, "neighbours"), observe(node, importer) as seen:
+            answers = ask_both(node, exporter, importer, [prompt], family.published)
         assert_imported(seen, family, prompt)
         with pytest.raises(AssertionError, match="1 of 1 imports differ"):
             assert_bit_equal(answers)
+
+
+@pytest.mark.parametrize("kind", ["position", "group"])
+def test_a_right_block_in_a_wrong_place_is_noticed(shared: Shared, kind: str) -> None:
+    """A block of the same group from elsewhere in the prompt, or one of another group: its bytes
+    are what the exporter shows, so nothing but the answer tells."""
+    family, node, exporter, importer = shared
+    if kind == "group" and len(family.groups) == 1:
+        pytest.skip("there is no other group")
+    for group in range(len(family.groups)):
+        prompt = random_prompt(9600 + group + 50 * (kind == "group"), 5 * BLOCK_SIZE + 40)
+        begin = prompt[: 3 * BLOCK_SIZE + 20]  # has a window at its end, too
+        with node.sharing(exporter, 2 * family.published(prompt)):
+            exporter.complete(begin)
+            exporter.complete(prompt)
+        with wrong(importer, group, kind), observe(node, importer) as seen:
+            imported = importer.complete(prompt)
+        assert_imported(seen, family, prompt)
+        assert seen.verified == seen.imported_blocks
+        assert imported != exporter.complete(prompt)

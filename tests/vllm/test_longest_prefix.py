@@ -6,6 +6,7 @@ searches behind the local hit, in peers that are lists of keys.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import random
 from collections.abc import Iterator
@@ -119,7 +120,7 @@ class Node:
 
 
 def hash_at(index: int) -> Any:
-    return index.to_bytes(32, "big")
+    return hashlib.sha256(bytes([index])).digest()
 
 
 def run(owner: int, group: int, index: int) -> PlannedRun:

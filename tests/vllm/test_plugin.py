@@ -26,7 +26,7 @@ from kvshm.hooks.vllm.refusals import version_refusal, version_warning
 from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 
 from .conftest import Lines
-from .tiny_config import GEMMA, engine_config
+from .tiny_config import MAMBA, engine_config
 
 MakeConfig = Callable[..., VllmConfig]
 
@@ -323,8 +323,8 @@ def test_a_registry_that_vllm_changed_declines(
 def test_layers_that_cannot_be_shared_are_named_before_a_connector_is_installed(
     tmp_path: Path, lines: Lines
 ) -> None:
-    assert engine_config(tmp_path / "model", GEMMA).kv_transfer_config is None
-    assert "--disable-hybrid-kv-cache-manager makes one that is shared" in lines[-1]
+    assert engine_config(tmp_path / "model", MAMBA, block_size=None).kv_transfer_config is None
+    assert "some layers keep a state instead of blocks" in lines[-1]
 
 
 @pytest.mark.usefixtures("beside")

@@ -32,14 +32,13 @@ from kvshm.hooks.vllm.groups import STATE
 from kvshm.hooks.vllm.plugin import touchpoint_refusal
 from kvshm.hooks.vllm.refusals import cache_refusal, config_refusal, layers_refusal
 
-from .tiny_config import GEMMA, cache_config, engine_config, spec
+from .tiny_config import GEMMA, MAMBA, cache_config, engine_config, spec
 
 MISTRAL = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
     "sliding_window": 64,
 }
-MAMBA = {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}
 SEVERAL_SHAPES = {"layer.0": spec(), "layer.1": spec(head_size=32)}
 
 

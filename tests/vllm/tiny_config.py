@@ -44,6 +44,9 @@ GEMMA = {
 }
 """What of TINY_LLAMA is other in a Gemma 3, half of whose layers have a window."""
 
+MAMBA = {"architectures": ["FalconH1ForCausalLM"], "model_type": "falcon_h1"}
+"""What is other in a Falcon H1, which has attention and Mamba in every layer."""
+
 
 def engine_config(directory: Path, architecture: dict[str, Any], **given: Any) -> VllmConfig:
     """Return the configuration of an engine for a Llama written to ``directory``.
