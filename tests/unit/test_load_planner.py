@@ -280,12 +280,14 @@ def use_setting(cache: SharedCache, name: str, value: int) -> None:
     cache.planner._config = Config.from_env({"KVSHM_" + name: str(value)})
 
 
-def test_the_most_that_is_imported_counts_hashes_behind_the_local_hit(
+def test_the_most_that_is_imported_counts_blocks_of_one_group_behind_the_local_hit(
     cache: SharedCache, served: ServedNode
 ) -> None:
+    """A part would be of no use: what needs more is computed."""
     hold_in_groups(cache, served, 12)
     use_setting(cache, "MAX_IMPORT_BLOCKS", 4)
-    plan = cache.planner.probe(HASHES, 2, 12)
+    assert cache.planner.probe(HASHES, 2, 7) is None
+    plan = cache.planner.probe(HASHES, 2, 6)
     assert plan is not None
     assert (plan.start, plan.length, plan.num_blocks) == (2, 4, 4 + 3 + 3)
     assert plan.parts == (Part(0, 2, 4), Part(1, 3, 3), Part(2, 3, 3))

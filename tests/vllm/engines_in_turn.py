@@ -38,8 +38,8 @@ class WrongGroup:
 
         longest = PrefixSearch.longest
 
-        def elsewhere(search: Any, epoch: Any, hashes: Any, start: int, stop: int) -> Any:
-            found = longest(search, epoch, hashes, start, stop)
+        def elsewhere(search: Any, epoch: Any, hashes: Any, *more: int) -> Any:
+            found = longest(search, epoch, hashes, *more)
             if self.group is None or self.kind == "neighbours":
                 return found
             return found._replace(runs=tuple(self._runs(search.groups.all, epoch, hashes, found)))

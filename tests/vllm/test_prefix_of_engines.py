@@ -124,7 +124,7 @@ def test_published_blocks_of_all_engines_count_like_one_cache(
         hit = {key for group in node.groups.all for key in before(group, local) & own}
         best = max(local, node.hit(hit.union(published, *others), tokens))
         engines.hold(own, published, others)
-        found = engines.search.longest(engines.epoch, hashes, local, tokens // SIZE)
+        found = engines.search.longest(engines.epoch, hashes, local, tokens // SIZE, HASHES)
         length = found.length or local
         assert length == best or (length > best and drafts and node.groups.step > 1)
         assert bool(found.runs) is (length > local)
