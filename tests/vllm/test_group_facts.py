@@ -128,3 +128,21 @@ def test_what_was_looked_up_in_vain_is_not_looked_up_in_every_step(
     importer.request_finished("a")
     importer.match(request, 0)
     assert len(asked) == 3
+
+
+def test_what_was_found_and_declined_is_not_looked_up_in_every_step(
+    engine: Make, peer_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because computing is faster, or there is no room.  The boundary is that of the lookup."""
+    e = with_sparse_windows(engine, full(), window(WINDOW))
+    peer = peer_of(e)
+    importer, now, asked = e.connector._scheduler.importer, [1000.0], []
+    monkeypatch.setattr(importer.lookups, "_clock", lambda: now[0])
+    monkeypatch.setattr(importer._planner, "worth", lambda *_: bool(asked.append(1)))
+    request = e.add("a", prompt(10))
+    peer.hold(request, Part(0, 0, 6), Part(1, 0, 4))
+    for seconds, times in ((0.0, 1), (0.09, 1), (0.11, 2)):
+        now[0], request.shared_prefix_boundary = 1000 + seconds, 0
+        assert importer.match(request, 0) == 0
+        assert len(asked) == times
+        assert request.shared_prefix_boundary == 6 * BLOCK_SIZE
