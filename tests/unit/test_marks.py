@@ -309,3 +309,14 @@ def test_a_step_of_what_is_no_request_is_an_exception() -> None:
         touching({"r": object()}, {"r": 1}, 16, 0, False)
     with pytest.raises(ValueError, match="token"):
         touching({}, {}, 0, 0, False)
+
+
+def test_the_null_block_stays_sound_when_all_else_is_forgotten() -> None:
+    """It stands before every window: else no request behind its window would be shown again after
+    a reset."""
+    marks = Marks(3, BlockId(0))
+    marks.make_sound([BlockId(1)])
+    table = [PoolBlock(0), PoolBlock(1)]
+    assert marks.sound(table, 2) == 2
+    marks.clear_all()
+    assert marks.sound(table, 2) == 1

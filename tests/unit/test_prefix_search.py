@@ -51,6 +51,17 @@ def test_a_local_hit_inside_a_larger_block_is_not_made_longer() -> None:
     assert (found.length, found.runs) == (3, ())
 
 
+def test_what_full_attention_shares_is_told_though_nothing_can_be_restored() -> None:
+    """vLLM is to keep the windows there; not where a prefix ends that is restored."""
+
+    def find(held: int) -> Any:
+        return lambda group, first, stop: ([], min(stop, 5 if group.is_full else held))
+
+    groups = Groups([FULL, WINDOW])
+    assert groups.longest(1, 8, 8, find(0))[:2] == (1, 5)
+    assert groups.longest(1, 8, 8, find(5))[:2] == (5, 0)
+
+
 class Own:
     """An engine with its slot table and its own cache, and peers that have what ``remote`` says."""
 

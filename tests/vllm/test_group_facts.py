@@ -199,3 +199,21 @@ def test_what_was_imported_once_is_a_local_hit_of_the_next_prompt(
         e.add("third", asked[: 6 * BLOCK_SIZE] + prompt(2, first=800))
     )
     assert tokens == 6 * BLOCK_SIZE
+
+
+def test_what_was_found_and_declined_is_not_looked_up_in_every_step(
+    engine: Make, peer_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Because computing is faster, or there is no room.  The boundary is that of the lookup."""
+    e = with_sparse_windows(engine, full(), window(WINDOW))
+    peer = peer_of(e)
+    importer, now, asked = e.connector._scheduler.importer, [1000.0], []
+    monkeypatch.setattr(importer.lookups, "_clock", lambda: now[0])
+    monkeypatch.setattr(importer._planner, "worth", lambda *_: bool(asked.append(1)))
+    request = e.add("a", prompt(10))
+    peer.hold(request, Part(0, 0, 6), Part(1, 0, 4))
+    for seconds, times in ((0.0, 1), (0.09, 1), (0.11, 2)):
+        now[0], request.shared_prefix_boundary = 1000 + seconds, 0
+        assert importer.match(request, 0) == 0
+        assert len(asked) == times
+        assert request.shared_prefix_boundary == 6 * BLOCK_SIZE
