@@ -216,4 +216,4 @@ def test_what_was_found_and_declined_is_not_looked_up_in_every_step(
         now[0], request.shared_prefix_boundary = 1000 + seconds, 0
         assert importer.match(request, 0) == 0
         assert len(asked) == times
-        assert request.shared_prefix_boundary == 6 * BLOCK_SIZE
+        assert request.shared_prefix_boundary == 4 * BLOCK_SIZE
