@@ -133,18 +133,20 @@ class RequestImporter:
         alone = self.room is not None and self.room.is_alone(request)
         awaited = self.at_once.can_undo(request) and self._may_await(plan, seconds, alone)
         waiting = 0.0 if awaited else STEPS_LOST * costs.step_seconds()
-        own = plan.own_blocks()
-        blocks = self.lookups.groups.blocks_at(plan.start + plan.length) + len(own)
-        if not self._fits(request, blocks, (awaited,)) or not self._planner.worth(plan, waiting):
+        own = sum(run.num_blocks for run in plan.own_runs)
+        blocks = self.lookups.groups.blocks_at(plan.start + plan.length) + own
+        if not self._fits(request, blocks, (awaited,)):
+            return 0
+        if not self._planner.worth(plan, waiting):
             self.lookups.declined(request)
             return 0
+        if not awaited and not self._within_copy_budget(seconds):
+            return None  # the next step may begin it
         if own and self.room is not None:
-            self.room.keep(own)
+            self.room.keep(plan.own_blocks())
         if awaited:
             price = costs.compute_seconds(plan.length * self._block_size)
             self.at_once.withhold_hashes(request, seconds, price)
-        elif not self._within_copy_budget(seconds):
-            return None  # the next step may begin it
         self._plans[request_id] = plan
         return plan.length * self._block_size
 
@@ -204,6 +206,7 @@ class RequestImporter:
     def allocated(self, request: Any, tables: Tables, num_external: int) -> None:
         """vLLM has allocated blocks: lease the external blocks and plan their load."""
         plan = self._plans.pop(request.request_id, None)
+        self.lookups.forget(request.request_id)
         self.unscheduled.discard(request.request_id)
         self._had_no_room.pop(request.request_id, None)
         self._in_vain.pop(request.request_id, None)

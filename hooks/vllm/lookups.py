@@ -1,17 +1,32 @@
-"""Looks requests up among the peers, and remembers what was looked for in vain."""
+"""Looks requests up among the peers, and remembers for a while what was found."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvshm.engine.load_plan import Plan
 from kvshm.engine.load_planner import LoadPlanner
 from kvshm.engine.prefix_search import ONE_FULL_GROUP
 
 AGAIN_SECONDS = 0.1
-"""How long a request that was looked up in vain is not looked up again, with several groups: a
+"""How long, with several groups, a request that was looked up in vain is not looked up again: a
 search takes long then, and vLLM asks in every step while the request waits for room."""
+KEPT_SECONDS = 1.0
+"""How long, with several groups, a plan is kept while its request waits for room or for its turn to
+copy.  Blocks that are reused meanwhile cannot be leased."""
+
+
+class Answer(NamedTuple):
+    """What a request's last search has brought."""
+
+    until: float
+    """Until when it may be given again."""
+    asked: tuple[int, int]
+    """``start`` and ``stop`` of the search."""
+    plan: Plan | None
+    common: int
+    """Tokens where windows are to be kept although nothing is imported."""
 
 
 class Lookups:
@@ -23,25 +38,29 @@ class Lookups:
         self._planner = planner
         self._block_size = block_size
         self._clock = clock
-        self._in_vain: dict[str, tuple[float, int]] = {}
-        """By request: until when it is not looked up again, and the tokens that groups of full
-        attention share with peers."""
+        self._answers: dict[str, Answer] = {}
+        """By request."""
 
     def find(self, request: Any, start: int, stop: int) -> Plan | None:
         """Return a plan for a prefix of at most ``stop`` hashes behind a local hit of ``start``
         hashes, or None."""
-        chain = request.block_hashes
         if self.groups.one_full:
-            return self._planner.probe(chain, start, stop)
-        until, common = self._in_vain.get(request.request_id, (0.0, 0))
-        plan = None
-        if until <= self._clock():
-            plan = self._planner.probe(chain, start, stop)
+            return self._planner.probe(request.block_hashes, start, stop)
+        answer = self._answers.get(request.request_id)
+        if answer is None or not self._holds(answer, (start, stop)):
+            plan = self._planner.probe(request.block_hashes, start, stop)
+            until = self._clock() + (AGAIN_SECONDS if plan is None else KEPT_SECONDS)
             common = self._planner.common_prefix * self._block_size
-            if plan is None:
-                self._not_again(request.request_id, common)
-        self._keep_windows(request, plan, common)
-        return plan
+            answer = Answer(until, (start, stop), plan, common)
+            self._answers[request.request_id] = answer
+        self._keep_windows(request, answer.plan, answer.common)
+        return answer.plan
+
+    def _holds(self, answer: Answer, asked: tuple[int, int]) -> bool:
+        if self._clock() >= answer.until:
+            return False
+        plan = answer.plan
+        return plan is None or (answer.asked == asked and self._planner.is_current(plan))
 
     def _keep_windows(self, request: Any, plan: Plan | None, common: int) -> None:
         """Have vLLM keep windows where other prompts may part from this one.  By default it keeps
@@ -59,13 +78,12 @@ class Lookups:
             request.shared_prefix_boundary = common
 
     def declined(self, request: Any) -> None:
-        """The plan that was found is not carried out: computing is faster, or there is no room."""
+        """The plan that was found is not carried out: computing is faster."""
         if not self.groups.one_full:
-            self._not_again(request.request_id, getattr(request, "shared_prefix_boundary", 0))
-
-    def _not_again(self, request_id: str, boundary: int) -> None:
-        self._in_vain[request_id] = self._clock() + AGAIN_SECONDS, boundary
+            until = self._clock() + AGAIN_SECONDS
+            common = getattr(request, "shared_prefix_boundary", 0)
+            self._answers[request.request_id] = Answer(until, (0, 0), None, common)
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
-        self._in_vain.pop(request_id, None)
+        """The request has ended, or the blocks of its plan have been allocated."""
+        self._answers.pop(request_id, None)

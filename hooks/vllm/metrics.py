@@ -25,7 +25,7 @@ from kvshm.engine.load_planner import LoadResult
 
 METRICS = {
     "imported_tokens": "Prompt tokens imported from other engines, without those of lost blocks.",
-    "imported_blocks": "KV cache blocks imported from other engines.",
+    "imported_blocks": "KV cache blocks that imports have filled.",
     "loads": "Imports that have ended, successful or not.",
     "failed_loads": "Imports that lost at least one block, which was then computed.",
 }

@@ -11,7 +11,8 @@ first such block until there is none.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ class Groups:
         common = full if full > length else 0
         if length <= start:
             return Restorable(start, common, (), ())
-        parts, runs = [], []
+        parts, runs = list[Part](), list[PlannedRun]()
         for cover in covers:
             first, end = cover.wanted
             if first < end:
@@ -151,7 +152,7 @@ class _Cover:
         self.wanted = (0, 0)
         """The blocks that the length of the last ``limit`` needs, as begin and end."""
         self.first = self.end = 0
-        self.runs: list[PlannedRun] = []
+        self.runs: deque[PlannedRun] = deque()
 
     def limit(self, start: int, length: int, hashes: int, find: Find) -> int:
         """Return the longest length up to ``length`` that the group's blocks do not rule out."""
@@ -172,11 +173,12 @@ class _Cover:
         unknown = min(self.first, stop) if self.runs else stop
         found, reached = find(self.group, first, unknown)
         if self.runs and reached == self.first:
-            found = [*found, *self.runs]
-            reached = self.end
-        self.first, self.end, self.runs = first, reached, found
+            self.runs.extendleft(reversed(found))
+        else:
+            self.runs, self.end = deque(found), reached
+        self.first = first
 
-    def cut(self, first: int, end: int) -> list[PlannedRun]:
+    def cut(self, first: int, end: int) -> Iterable[PlannedRun]:
         """Return the runs of these blocks, all of which are covered."""
         if (first, end) == (self.first, self.end):
             return self.runs

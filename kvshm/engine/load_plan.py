@@ -39,10 +39,14 @@ class Plan(NamedTuple):
     nbytes: int = 0
     """Bytes that each rank has to copy."""
 
+    @property
+    def own_runs(self) -> list[PlannedRun]:
+        """The runs of blocks that are copied within the engine's own cache."""
+        return [run for run in self.runs if run.peer.info.epoch == self.epoch]
+
     def own_blocks(self) -> list[BlockId]:
-        """The blocks that are copied within the engine's own cache."""
-        own = (run for run in self.runs if run.peer.info.epoch == self.epoch)
-        return [block for run in own for block in block_ids(run.records)]
+        """The blocks of these runs."""
+        return [block for run in self.own_runs for block in block_ids(run.records)]
 
     @property
     def num_blocks(self) -> int:

@@ -17,11 +17,13 @@ from kvshm.errors import KvshmError
 from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit
 from kvshm.log import RateLimit, logger
 from kvshm.shm import counters as c
+from kvshm.shm.counters import Counter
 from kvshm.shm.layout import RECORD_BYTES
 from kvshm.syncpoints import SyncPoint, sync_point
 
 from .costs import Costs
 from .epoch_state import EpochState, HasEpoch
+from .groups import Restorable
 from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan
 from .prefix_search import PrefixSearch
 
@@ -65,7 +67,8 @@ class LoadPlanner:
         self.search = PrefixSearch()
         """Finds prefixes; the caller tells it the engine's KV cache groups."""
         self.common_prefix = 0
-        """``Restorable.common`` of the last ``probe``; 0 if it did not search."""
+        """``Restorable.common`` of the last ``probe``, or the length of what a setting refused; 0
+        if it did not search."""
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
         self.results: list[LoadResult] = []
@@ -94,8 +97,9 @@ class LoadPlanner:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
         hit of ``start`` hashes, as far as usable peers and the own cache seem to hold its blocks.
         Sets ``common_prefix``.  None if there is none, if it is shorter than
-        ``min_prefix_tokens``, if this engine does not import, or if no load can succeed: this
-        engine leaves, or some of its ranks are no longer alive in its epoch."""
+        ``min_prefix_tokens`` or, with several groups, longer than ``max_import_blocks``, if this
+        engine does not import, or if no load can succeed: this engine leaves, or some of its ranks
+        are no longer alive in its epoch."""
         self.common_prefix = 0
         epoch = self._cache.epoch_state
         if epoch is None or self.leaving or self._cache.role.no_imports:
@@ -115,9 +119,10 @@ class LoadPlanner:
             missed = epoch.peers.why_missed(hashes, start // scale, group=group, scale=scale)
             count(missed, 1)
             return None
-        length, least = found.length - start, self._config.min_prefix_tokens
-        if least is not Auto.AUTO and length * epoch.table.block_size < least:
-            count(c.MISS_TOO_SHORT, 1)
+        length = found.length - start
+        if (refused := self._why_refused(found, length * epoch.table.block_size)) is not None:
+            self.common_prefix = found.common or found.length
+            count(refused, 1)
             return None
         nbytes = sum(run.num_blocks * run.peer.block_bytes for run in found.runs)
         now, own = self._clock(), epoch.table.epoch
@@ -125,6 +130,21 @@ class LoadPlanner:
         count(c.LOOKUP_HITS, 1)
         count(c.BLOCKS_MATCHED, plan.num_blocks)
         return plan
+
+    def _why_refused(self, found: Restorable, tokens: int) -> Counter | None:
+        """Return the counter of the setting that forbids to import this prefix, if one does."""
+        least, most = self._config.min_prefix_tokens, self._config.max_import_blocks
+        if least is not Auto.AUTO and tokens < least:
+            return c.MISS_TOO_SHORT
+        return c.MISS_TOO_LONG if any(part.num_blocks > most for part in found.parts) else None
+
+    def is_current(self, plan: Plan) -> bool:
+        """Whether a load could still succeed, as far as the peers that the plan names tell: their
+        blocks may be gone."""
+        epoch = self._cache.epoch_state
+        if epoch is None or self.leaving or epoch.has_ended():
+            return False
+        return all(run.peer is epoch.own_peer or epoch.peers.may_use(run.peer) for run in plan.runs)
 
     def worth(self, plan: Plan, waiting: float) -> bool:
         """Whether to import the plan's blocks rather than compute them: because
@@ -173,11 +193,11 @@ class LoadPlanner:
         leased = sum(len(piece.targets) for piece in pieces)
         sync_point(SyncPoint.LOAD_PLANNED)
         table.counters.add(c.LEASE_LOST, len(targets) - leased)
-        table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
         length = leased if self.search.groups.one_full else plan.length
         if leased < len(targets) and not self.search.groups.one_full:
             _give_back(plan, bit, pieces)
             pieces, leased = (), 0
+        table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
         return Load(load_id, table.epoch, ticket, bit, pieces, tuple(targets[leased:]), length)
 
     def _lease(

@@ -14,6 +14,7 @@ REASONS = {
     c.MISS_NO_PEER: "no peer",
     c.MISS_FINGERPRINT: "fingerprint",
     c.MISS_TOO_SHORT: "too short",
+    c.MISS_TOO_LONG: "too long",
     c.MISS_NO_OWNER: "no owner",
     c.MISS_LEASE_LOST: "lease lost",
     c.MISS_QUARANTINED: "quarantined",

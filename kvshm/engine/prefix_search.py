@@ -35,14 +35,11 @@ class PrefixSearch:
         self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int, most: int
     ) -> Restorable:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
-        hit of ``start`` hashes.  Changes nothing.  Without ``runs`` there is none.  ``most``: most
-        blocks of one group.  One group of full attention is cut to so many; otherwise a part would
-        be of no use, and what needs more is not restored."""
+        hit of ``start`` hashes.  Changes nothing.  Without ``runs`` there is none.  ``most``: to so
+        many blocks one group of full attention is cut; a part of anything else is of no use."""
         if not self.groups.one_full:
             find = _Finder(self, epoch, hashes)
-            restorable = self.groups.longest(start, stop, len(hashes), find)
-            small = all(part.num_blocks <= most for part in restorable.parts)
-            return restorable if small else Restorable(start, restorable.common, (), ())
+            return self.groups.longest(start, stop, len(hashes), find)
         if not (runs := epoch.peers.lookup(hashes, start, min(stop, start + most))):
             return NOTHING
         found = sum(run.num_blocks for run in runs)

@@ -242,6 +242,10 @@ class Peers:
                 return planned
         return []
 
+    def may_use(self, peer: Peer) -> bool:
+        """Whether ``lookup`` may still name a peer that it named before."""
+        return self._view.rows.get(peer.row) is peer and self._usable(peer)
+
     def forget(self, epoch: Epoch, records: bytes) -> None:
         """Drop packed records that could not be leased or copied: a stale hint.  From now on no
         lookup names them."""

@@ -52,20 +52,27 @@ EVENTS_DROPPED = Counter(
 EVENTS_UNHEARD = Counter(7, "events_unheard", "Batches of events while no other engine was there.")
 
 # -- importer's side: looking
-LOOKUPS = Counter(16, "lookups", "Prefixes looked up, each time that vLLM asks.")
+LOOKUPS = Counter(16, "lookups", "Prefixes looked up; again while a request waits.")
 LOOKUP_HITS = Counter(17, "lookup_hits", "Lookups that led to a plan.")
 BLOCKS_MATCHED = Counter(18, "blocks_matched", "Blocks in those plans.")
 MISS_NO_PEER = Counter(19, "miss_no_peer", "Lookups while no other engine was there.")
-MISS_NO_OWNER = Counter(20, "miss_no_owner", "Lookups whose first block nobody has.")
+MISS_NO_OWNER = Counter(
+    20,
+    "miss_no_owner",
+    "Lookups whose first block nobody has or, with several groups, what each of them needs.",
+)
 MISS_TOO_SHORT = Counter(21, "miss_too_short", "Matches below KVSHM_MIN_PREFIX_TOKENS.")
-MISS_LEASE_LOST = Counter(22, "miss_lease_lost", "Plans of which no block could be leased.")
-MISS_QUARANTINED = Counter(23, "miss_quarantined", "Matches only at peers that are avoided.")
+MISS_LEASE_LOST = Counter(22, "miss_lease_lost", "Plans that could not be leased any more.")
+MISS_QUARANTINED = Counter(23, "miss_quarantined", "Lookups that only avoided peers could serve.")
 MISS_FINGERPRINT = Counter(24, "miss_fingerprint", "Lookups while no engine here was compatible.")
 MISS_CHEAPER = Counter(
     25, "miss_cheaper", "Matches computed because that was estimated to be faster, or to see."
 )
 TRIED = Counter(26, "tried", "Matches imported although computing was estimated to be faster.")
 MISS_NO_ROOM = Counter(27, "miss_no_room", "Prompts that the block pool had no room to import for.")
+MISS_TOO_LONG = Counter(
+    28, "miss_too_long", "Matches above KVSHM_MAX_IMPORT_BLOCKS, with several groups."
+)
 
 # -- importer's side: loading
 LEASES_TAKEN = Counter(32, "leases_taken", "Leases taken on blocks of other engines.")
@@ -73,7 +80,7 @@ LEASE_LOST = Counter(33, "lease_lost", "Planned blocks that could no longer be l
 LOADS_STARTED = Counter(34, "loads_started", "Loads handed to the worker ranks.")
 LOADS_DONE = Counter(35, "loads_done", "Loads of which every block counts.")
 LOADS_FAILED = Counter(36, "loads_failed", "Loads with at least one block to recompute.")
-IMPORTED_BLOCKS = Counter(37, "imported_blocks", "Blocks taken over from other engines.")
+IMPORTED_BLOCKS = Counter(37, "imported_blocks", "Blocks imported, copies of own ones included.")
 BLOCKS_COPIED = Counter(38, "blocks_copied", "Blocks copied, summed over ranks.")
 BYTES_COPIED = Counter(39, "bytes_copied", "Bytes copied, summed over ranks.")
 RECHECK_FAILED = Counter(40, "recheck_failed", "Blocks that had changed under the copy.")

@@ -37,7 +37,7 @@ def test_ids_are_never_renumbered() -> None:
         "lookups": 16, "lookup_hits": 17, "blocks_matched": 18, "miss_no_peer": 19,
         "miss_no_owner": 20, "miss_too_short": 21, "miss_lease_lost": 22, "miss_quarantined": 23,
         "miss_fingerprint": 24, "miss_cheaper": 25,
-        "tried": 26, "miss_no_room": 27,
+        "tried": 26, "miss_no_room": 27, "miss_too_long": 28,
         "leases_taken": 32, "lease_lost": 33, "loads_started": 34, "loads_done": 35,
         "loads_failed": 36, "imported_blocks": 37, "blocks_copied": 38, "bytes_copied": 39,
         "recheck_failed": 40, "discarded": 41, "verified": 42, "mismatched": 43,

@@ -35,6 +35,7 @@ from kvshm.shm.counters import (
     IMPORTED_BLOCKS,
     MEASURED_US,
     MISS_CHEAPER,
+    MISS_TOO_LONG,
     MISS_TOO_SHORT,
     TRIED,
 )
@@ -287,6 +288,8 @@ def test_the_most_that_is_imported_counts_blocks_of_one_group_behind_the_local_h
     hold_in_groups(cache, served, 12)
     use_setting(cache, "MAX_IMPORT_BLOCKS", 4)
     assert cache.planner.probe(HASHES, 2, 7) is None
+    assert cache.table is not None
+    assert cache.table.counters.read(MISS_TOO_LONG) == 1
     plan = cache.planner.probe(HASHES, 2, 6)
     assert plan is not None
     assert (plan.start, plan.length, plan.num_blocks) == (2, 4, 4 + 3 + 3)
@@ -349,6 +352,10 @@ def test_what_was_found_for_another_prompt_is_forgotten(
     assert (plan.length, cache.planner.common_prefix) == (9, 10)
     assert cache.planner.probe(HASHES[50:], 0, 10) is None
     assert cache.planner.common_prefix == 0
+    use_setting(cache, "MAX_IMPORT_BLOCKS", 4)
+    assert cache.planner.probe(HASHES, 0, 10) is None
+    assert cache.planner.common_prefix == 10
+    use_setting(cache, "MAX_IMPORT_BLOCKS", 9)
     assert cache.planner.probe(HASHES, 0, 10) is not None
     cache.leave()
     assert cache.planner.probe(HASHES[50:], 0, 10) is None

@@ -86,8 +86,9 @@ def test_each_reason_for_a_miss_is_told(table: AnyTable, clock: Clock) -> None:
         table.counters.add(reason, number)
     clock.now += PERIOD_SECONDS
     assert report.line(table) == (
-        "last 60 s: 0 of 36 lookups found a prefix; not imported: no peer 1, fingerprint 2, "
-        "too short 3, no owner 4, lease lost 5, quarantined 6, computing is cheaper 7, no room 8"
+        "last 60 s: 0 of 45 lookups found a prefix; not imported: no peer 1, fingerprint 2, "
+        "too short 3, too long 4, no owner 5, lease lost 6, quarantined 7, computing is cheaper 8, "
+        "no room 9"
     )
 
 

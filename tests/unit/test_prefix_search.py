@@ -99,9 +99,9 @@ class Own:
     def publish(self, record: BlockRecord) -> None:
         self.table.publish(pack_records([record]), bytes(8))
 
-    def found(self, length: int = 4, most: int = 99) -> list[tuple[Any, list[int]]]:
+    def found(self, length: int = 4) -> list[tuple[Any, list[int]]]:
         """Holder and blocks of each run of the longest prefix."""
-        found = self.search.longest(self, HASHES[:length], 0, length, most)  # type: ignore[arg-type]
+        found = self.search.longest(self, HASHES[:length], 0, length, 99)  # type: ignore[arg-type]
         return [(run.peer, [r.block_id for r in unpack_records(run.records)]) for run in found.runs]
 
 
@@ -141,10 +141,3 @@ def test_a_larger_block_s_own_key_is_its_last_hash(served: ServedNode) -> None:
     for index in range(4):
         own.publish(own.cache(LARGE, index, 10 + index))
     assert own.found(9) == [("own", [10, 11, 12, 13]), ("peer", [45, 46, 47])]
-
-
-def test_what_needs_more_blocks_than_may_be_imported_is_left_out(own: Own) -> None:
-    """A part of it would be of no use."""
-    own.remote |= {(0, index) for index in range(4)}
-    assert own.found(most=4) == [("peer", [40, 41, 42, 43]), ("peer", [41, 42, 43])]
-    assert own.found(most=3) == []

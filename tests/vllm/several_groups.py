@@ -137,6 +137,7 @@ class Played:
         kept = (importer._imports, importer._first_hashes, importer._plans, importer._ended)
         free = pool.get_num_free_blocks() == len(pool.blocks) - 1
         kept += (tracker._promised, tracker._held, importer._failed, importer.at_once.withheld)
+        kept += (importer.lookups._answers,)
         return free and not any(kept)
 
 

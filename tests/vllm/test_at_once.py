@@ -34,7 +34,7 @@ from .played_model import GARBAGE, Kv, PlayedModel
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, plan_of, prompt
 from .several_groups import KINDS
 
-PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
+PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]), row=-1)
 
 
 def next_token(kv: list[int]) -> int:

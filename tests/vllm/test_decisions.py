@@ -34,7 +34,7 @@ from kvshm.shm.layout import RECORD_BYTES
 
 from .scheduling import DrivenEngine, Make, Sent, plan_of, prompt
 
-PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]))
+PEER: Any = SimpleNamespace(info=SimpleNamespace(epoch=77, ranks=[]), row=-1)
 BLOCKS = 5
 
 

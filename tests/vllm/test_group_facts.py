@@ -113,27 +113,6 @@ def test_the_boundary_that_vllm_has_found_itself_stays(engine: Make, peer_of: An
     assert hashed(e) == {0, 1} | {7, 8, 9}
 
 
-def test_what_was_looked_up_in_vain_is_not_looked_up_in_every_step(
-    engine: Make, peer_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    e = with_sparse_windows(engine, full(), window(WINDOW))
-    peer = peer_of(e)
-    importer, now, asked = e.connector._scheduler.importer, [1000.0], []
-    monkeypatch.setattr(importer.lookups, "_clock", lambda: now[0])
-    probe = importer._planner.probe
-    monkeypatch.setattr(importer._planner, "probe", lambda *a: (asked.append(a), probe(*a))[1])
-    request = e.add("a", prompt(10))
-    peer.hold(request, Part(0, 0, 6))
-    for seconds, times in ((0.0, 1), (0.09, 1), (0.11, 2)):
-        now[0], request.shared_prefix_boundary = 1000 + seconds, 0  # as vLLM sets it each time
-        assert importer.match(request, 0) == 0
-        assert len(asked) == times
-        assert request.shared_prefix_boundary == 6 * BLOCK_SIZE
-    importer.request_finished("a")
-    importer.match(request, 0)
-    assert len(asked) == 3
-
-
 def test_tokens_are_counted_once_although_several_groups_are_imported(
     engine: Make, peer_of: Any
 ) -> None:
@@ -199,21 +178,3 @@ def test_what_was_imported_once_is_a_local_hit_of_the_next_prompt(
         e.add("third", asked[: 6 * BLOCK_SIZE] + prompt(2, first=800))
     )
     assert tokens == 6 * BLOCK_SIZE
-
-
-def test_what_was_found_and_declined_is_not_looked_up_in_every_step(
-    engine: Make, peer_of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Because computing is faster, or there is no room.  The boundary is that of the lookup."""
-    e = with_sparse_windows(engine, full(), window(WINDOW))
-    peer = peer_of(e)
-    importer, now, asked = e.connector._scheduler.importer, [1000.0], []
-    monkeypatch.setattr(importer.lookups, "_clock", lambda: now[0])
-    monkeypatch.setattr(importer._planner, "worth", lambda *_: bool(asked.append(1)))
-    request = e.add("a", prompt(10))
-    peer.hold(request, Part(0, 0, 6), Part(1, 0, 4))
-    for seconds, times in ((0.0, 1), (0.09, 1), (0.11, 2)):
-        now[0], request.shared_prefix_boundary = 1000 + seconds, 0
-        assert importer.match(request, 0) == 0
-        assert len(asked) == times
-        assert request.shared_prefix_boundary == 4 * BLOCK_SIZE
