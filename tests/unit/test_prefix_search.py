@@ -11,7 +11,7 @@ import pytest
 
 from kvshm.engine.groups import Group, Groups, Part
 from kvshm.engine.prefix_search import PrefixSearch
-from kvshm.ids import BlockId, block_hash
+from kvshm.ids import BlockId, Generation, block_hash
 from kvshm.node.peer import PlannedRun
 from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
 
@@ -20,6 +20,8 @@ from .served import AnyTable, ServedNode
 
 FULL, WINDOW, CHUNK = Group(0, 4), Group(1, 4, window=10), Group(1, 4, chunk=12)
 LARGE = Group(0, 8, scale=2)
+PEER: Any = "peer"
+FIRST = Generation(0)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +78,8 @@ class Own:
         self.peers = SimpleNamespace(lookup=self.lookup)
 
     def own_blocks(self, hashes: Iterable[bytes], group: int) -> list[BlockId]:
-        found = (self.cached.get((digest, group)) for digest in hashes)
-        return list(takewhile(lambda block: block is not None, found))  # type: ignore[arg-type]  # by now
+        keys = takewhile(self.cached.__contains__, ((digest, group) for digest in hashes))
+        return [self.cached[key] for key in keys]
 
     def lookup(
         self, hashes: Sequence[bytes], start: int, stop: int, *, group: int, scale: int
@@ -87,21 +89,22 @@ class Own:
             if (group, index) not in self.remote:
                 break
             digest = block_hash(hashes[(index + 1) * scale - 1])
-            records.append(BlockRecord(digest, BlockId(40 + index), 0, index, group=group))  # type: ignore[arg-type]
-        return [PlannedRun("peer", pack_records(records))] if records else []  # type: ignore[arg-type]
+            records.append(BlockRecord(digest, BlockId(40 + index), FIRST, index, group=group))
+        return [PlannedRun(PEER, pack_records(records))] if records else []
 
     def cache(self, group: Group, index: int, block: int) -> BlockRecord:
         """vLLM has given a block this key; returns its record."""
         digest = HASHES[(index + 1) * group.scale - 1]
         self.cached[digest, group.number] = BlockId(block)
-        return BlockRecord(block_hash(digest), BlockId(block), 0, index, group=group.number)  # type: ignore[arg-type]
+        return BlockRecord(block_hash(digest), BlockId(block), FIRST, index, group=group.number)
 
     def publish(self, record: BlockRecord) -> None:
         self.table.publish(pack_records([record]), bytes(8))
 
     def found(self, length: int = 4) -> list[tuple[Any, list[int]]]:
         """Holder and blocks of each run of the longest prefix."""
-        found = self.search.longest(self, HASHES[:length], 0, length, 99)  # type: ignore[arg-type]
+        epoch: Any = self
+        found = self.search.longest(epoch, HASHES[:length], 0, length, 99)
         return [(run.peer, [r.block_id for r in unpack_records(run.records)]) for run in found.runs]
 
 

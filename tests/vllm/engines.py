@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
-from local_node import Engine, EngineSpec, clean_environment, machine
+from local_node import Engine, EngineSpec, clean_environment, machine, wait_until
 from sharing_node import SharingNode
 
 MAX_STARTS = 30
@@ -82,6 +82,15 @@ class SharedNode(SharingNode):
             engine.stop()
             if engine in self.engines:
                 self.engines.remove(engine)
+
+    def kill(self, engine: Engine) -> None:
+        """Kill an engine and wait until the coordinator has removed what it left."""
+        left = self.owned(engine)
+        assert left
+        engine.kill()
+        for _ in wait_until("the dead engine is swept", PATIENCE_S):
+            if not left & set(self.sockets()):
+                break
 
     def close(self) -> None:
         super().close()

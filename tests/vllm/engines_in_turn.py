@@ -44,7 +44,7 @@ class WrongGroup:
                 return found
             return found._replace(runs=tuple(self._runs(search.groups.all, epoch, hashes, found)))
 
-        PrefixSearch.longest = elsewhere  # type: ignore[method-assign]
+        PrefixSearch.longest = elsewhere  # type: ignore[method-assign]  # the fault
 
     def _runs(self, groups: Any, epoch: Any, hashes: Any, found: Any) -> Iterator[Any]:
         """The runs of what was found, but those of the group are of other blocks."""

@@ -99,12 +99,7 @@ def test_a_killed_exporter_leaves_nothing_but_misses(three: Three) -> None:
     assert seen.tokens.imported == FAMILY.shareable(used)
     assert imported == exporter.complete(used)
 
-    left = node.owned(exporter)
-    assert left
-    exporter.kill()
-    for _ in wait_until("the dead engine is swept", PATIENCE_S):
-        if not left & set(node.sockets()):
-            break
+    node.kill(exporter)
     with observe(node, importer) as seen:
         assert importer.complete(unused) == computed
     assert seen.tokens.computed == len(unused)

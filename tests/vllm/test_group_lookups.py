@@ -16,6 +16,7 @@ from kvshm.hooks.vllm.lookups import KEPT_SECONDS
 from kvshm.ids import Epoch
 from kvshm.shm.counters import MISS_LEASE_LOST, MISS_TOO_LONG, MISS_TOO_SHORT
 
+from ..unit.pulsing import pulsing
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, full, prompt, window
 from .several_groups import PEER, PeerOf, Played
 from .several_groups import peer_of as peer_of
@@ -171,6 +172,18 @@ def test_a_plan_that_cannot_succeed_any_more_is_not_kept(
     assert len(asked) == 1
     happens(e, peer)
     assert importer.lookups.find(request, 0, 6) is None
+
+
+def test_a_plan_of_a_killed_peer_is_not_kept(e: DrivenEngine, peer_of: Any) -> None:
+    """From the moment of its death, which the kernel marks: no coordinator has told."""
+    peer = peer_of(e)
+    peer.hold_all(prompt(6))
+    lookups, request = e.connector._scheduler.importer.lookups, e.add("a", prompt(6))
+    with pulsing(peer.exporter.table) as process:
+        assert lookups.find(request, 0, 6) is lookups.find(request, 0, 6) is not None
+        process.kill()
+        process.wait()
+        assert lookups.find(request, 0, 6) is None
 
 
 def test_a_plan_is_kept_for_a_second_and_for_its_local_hit(

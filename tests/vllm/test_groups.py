@@ -3,6 +3,7 @@ peer, and ranks that are played."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from kvshm.ids import Epoch, Rank
 from kvshm.shm.counters import IMPORTED_BLOCKS, LEASES_TAKEN, LOADS_FAILED
 from kvshm.shm.layout import block_ids
 
-from .scheduling import BLOCK_SIZE, DrivenEngine, Make, full, prompt, window
+from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, full, prompt, window
 from .several_groups import KINDS, PEER, PeerOf, Played, blocks_to_fill, peer_of, read_by
 
 __all__ = ["peer_of"]
@@ -101,6 +102,17 @@ def test_an_own_block_that_is_reused_before_its_copy_fails_the_whole_load(
     assert rank.is_clean()
 
 
+def changing_before_the_lease(
+    e: DrivenEngine, monkeypatch: pytest.MonkeyPatch, change: Callable[[], object]
+) -> Sent:
+    """Schedule a step in which something changes between the match and the lease."""
+    importer = e.connector._scheduler.importer
+    allocated = importer.allocated
+    with monkeypatch.context() as patched:
+        patched.setattr(importer, "allocated", lambda *args: (change(), allocated(*args)))
+        return e.schedule()
+
+
 def test_an_own_block_that_is_reused_before_its_load_begins_is_lost(
     engine: Make, peer_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,17 +120,10 @@ def test_an_own_block_that_is_reused_before_its_load_begins_is_lost(
     e = engine(False, 48, [full(), window(40)])
     peer, rank = peer_of(e), Played(e)
     own = with_own_blocks(e, peer)
-    importer = e.connector._scheduler.importer
-    allocated = importer.allocated
-
-    def late(*args: Any) -> None:
-        e.connector._scheduler.tracker.blocks_change([own[2]])
-        allocated(*args)
-
-    monkeypatch.setattr(importer, "allocated", late)
     e.add("second", prompt(6), max_tokens=9)
-    sent = e.schedule()
-    monkeypatch.undo()
+    sent = changing_before_the_lease(
+        e, monkeypatch, lambda: e.connector._scheduler.tracker.blocks_change([own[2]])
+    )
     (load,) = sent.metadata.loads
     assert (load.pieces, load.lost) == ((), blocks_to_fill(e, "second", range(6)))
     rank.run(sent, LoadReport(load.load_id, load.lost))
@@ -152,17 +157,9 @@ def test_a_load_that_lacks_one_block_copies_nothing_and_holds_no_lease(
     e = engine(False, 48, [full(), window(40)])
     peer, rank = peer_of(e), Played(e)
     peer.hold_all(prompt(6))
-    importer = e.connector._scheduler.importer
-    allocated = importer.allocated
-
-    def late(*args: Any) -> None:
-        peer.exporter.table.retract([peer.used])  # the last block of the last group
-        allocated(*args)
-
-    monkeypatch.setattr(importer, "allocated", late)
     e.add("r", prompt(6), max_tokens=9)
-    sent = e.schedule()
-    monkeypatch.undo()
+    last = [peer.used]  # the last block of the last group
+    sent = changing_before_the_lease(e, monkeypatch, lambda: peer.exporter.table.retract(last))
     (load,) = sent.metadata.loads
     assert (load.pieces, load.lost) == ((), blocks_to_fill(e, "r", range(6)))
     assert peer.leased == 0

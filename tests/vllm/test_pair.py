@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from local_node import EngineSpec, wait_until
+from local_node import EngineSpec
 from sharing_node import BLOCK_SIZE, observe
 
 from .conftest import Pair
-from .engines import PATIENCE_S, SharedNode
+from .engines import SharedNode
 from .oracle import ask_both, assert_bit_equal, prompts, random_prompt, shareable
 from .test_oracle import SHIFT, assert_noticed
 
@@ -78,12 +78,7 @@ def test_an_exporter_killed_leaves_nothing_but_misses(uneven: Pair) -> None:
     assert seen.imported_blocks == shareable(used)
     assert imported == exporter.complete(used)
 
-    left = node.owned(exporter)
-    assert left
-    exporter.kill()
-    for _ in wait_until("the dead engine is swept", PATIENCE_S):
-        if not left & set(node.sockets()):
-            break
+    node.kill(exporter)
     with observe(node, importer) as seen:
         assert importer.complete(unused) == computed
     assert seen.tokens.computed == len(unused)

@@ -28,7 +28,17 @@ from ..sessions import new_namespace
 from ..unit import exporters
 from ..unit.exporters import OWN_EPOCH, Exporter
 from ..unit.served import AnyTable, ServedNode
-from .test_longest_prefix import HASHES, MODELS, SIZE, Key, Node, caches, hash_at, made
+from .test_longest_prefix import (
+    HASHES,
+    MODELS,
+    MODELS_AND_DRAFTS,
+    SIZE,
+    Key,
+    Node,
+    caches,
+    hash_at,
+    made,
+)
 
 CASES = 40
 """Random caches per model."""
@@ -49,7 +59,7 @@ class Engines:
         for other in self.others:
             self.peers.joined(other.info)
         info = replace(self.others[0].info, epoch=OWN_EPOCH, name="me")
-        self.epoch = EpochState(self.table, self.peers, None, info)  # type: ignore[arg-type]  # serves nobody
+        self.epoch = EpochState(self.table, self.peers, None, info)  # type: ignore[arg-type]  # no server
         manager = SimpleNamespace(
             coordinator=node.coordinator, block_pool=node.coordinator.block_pool
         )
@@ -104,15 +114,12 @@ def before(group: Group, length: int) -> set[Key]:
     return {(group.number, index) for index in range(length // group.scale)}
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize(("name", "drafts"), MODELS_AND_DRAFTS)
 def test_published_blocks_of_all_engines_count_like_one_cache(
     served: ServedNode, name: str, drafts: bool
 ) -> None:
     """And each run names blocks of one engine that can be leased there, as what it says."""
     specs = MODELS[name]
-    if drafts and "chunks" in name:
-        pytest.skip("vLLM does not draft with chunked attention")
     rnd, longer, own_runs = random.Random(f"{name} {drafts}"), 0, 0
     engines = Engines(served, made(specs, {rnd.randrange(len(specs))} if drafts else set()))
     node, hashes = engines.node, [hash_at(index) for index in range(HASHES)]

@@ -202,12 +202,7 @@ def test_an_exporter_killed_leaves_nothing_but_misses(pair: Pair, late: Engine) 
     seen.assert_imported(shareable(used))
     assert imported == late.complete(used)
 
-    left = node.owned(late)
-    assert left
-    late.kill()
-    for _ in wait_until("the dead engine is swept", PATIENCE_S):
-        if not left & set(node.sockets()):
-            break
+    node.kill(late)
     with observe(node, pair.b) as seen:
         own = pair.b.complete(unused)
     assert seen.tokens.imported == 0
