@@ -42,13 +42,13 @@ from typing import Any, NamedTuple
 import zmq
 from measurement import percentiles, report
 
-from kvshm.config import Config
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.epoch_state import EngineSpec
-from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
-from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.handout import serve_epoch
-from kvshm.node.protocol import (
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.epoch_state import EngineSpec
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
+from kvshm._ground.rundir import command_endpoint, engine_socket
+from kvshm._ground.timing import TIMING
+from kvshm._node.handout import serve_epoch
+from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
     Events,
@@ -57,12 +57,12 @@ from kvshm.node.protocol import (
     RankInfo,
     encode,
 )
-from kvshm.replica.index import Replica
-from kvshm.rundir import command_endpoint, engine_socket
-from kvshm.shm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
-from kvshm.shm.layout import RECORD_BYTES, BlockRecord, pack_records, unpack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
-from kvshm.timing import TIMING
+from kvshm._replica.index import Replica
+from kvshm._shm.counters import BAD_MESSAGES, EVENTS_DROPPED, RESYNCS
+from kvshm._shm.layout import RECORD_BYTES, BlockRecord, pack_records, unpack_records
+from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
+from kvshm.config import Config
+from kvshm.interfaces import MemoryDescriptor
 
 ENGINES = 8
 BLOCKS = 20_000

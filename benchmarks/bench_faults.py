@@ -25,8 +25,8 @@ from typing import Any
 from fault_engine import NAP_SECONDS, Engine, Handle
 from measurement import percentiles, report
 
-from kvshm.ids import BlockId
-from kvshm.shm.layout import RECORD_BYTES
+from kvshm._ground.ids import BlockId
+from kvshm._shm.layout import RECORD_BYTES
 
 SOME = 64
 LEASES = 100_000

@@ -22,7 +22,7 @@ from gpu_memory import gpu_count, no_gpu
 from gpu_peer import Cache, GpuPeer, block_ids
 from measurement import percentiles, report
 
-from kvshm.ids import BlockId
+from kvshm._ground.ids import BlockId
 from kvshm.transport.cuda.copy_stream import copy_each
 
 FRAGMENTS = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 2 << 20]

@@ -19,8 +19,8 @@ from gpu_node import table_of
 from gpu_peer import Cache, GpuPeer, block_ids
 from measurement import percentiles, report
 
-from kvshm.ids import Epoch, LeaseBit, Rank
-from kvshm.shm.layout import unpack_records
+from kvshm._ground.ids import Epoch, LeaseBit, Rank
+from kvshm._shm.layout import unpack_records
 
 LAYERS, BLOCK_BYTES = 32, 2 * 8 * 128 * 2 * 16
 WIDTH, INNER = 4096, 14336

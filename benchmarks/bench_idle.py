@@ -26,9 +26,9 @@ from measurement import percentiles, report
 from sharing_node import BLOCK_SIZE, SharingNode
 from tiny_model import write_model
 
-from kvshm.replica.index_reader import ReplicaReader
-from kvshm.shm.layout import RECORD_BYTES, unpack_records
-from kvshm.shm.slot_table import SlotTableView
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.layout import RECORD_BYTES, unpack_records
+from kvshm._shm.slot_table import SlotTableView
 
 BLOCKS = 2
 PATTERN = 8

@@ -18,17 +18,17 @@ from pathlib import Path
 
 from measurement import percentiles, report
 
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.epoch_state import EngineSpec
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
+from kvshm._ground.rundir import tables_socket
+from kvshm._node.handout import HandoutServer
+from kvshm._node.peers import Peers
+from kvshm._node.protocol import EngineInfo, RankInfo
+from kvshm._shm.layout import BlockRecord, pack_records
+from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 from kvshm.config import Config
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.epoch_state import EngineSpec
-from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.handout import HandoutServer
-from kvshm.node.peers import Peers
-from kvshm.node.protocol import EngineInfo, RankInfo
-from kvshm.rundir import tables_socket
-from kvshm.shm.layout import BlockRecord, pack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 
 SIZES = (1, 50_000), (27, 20_000)
 """Other engines, and blocks of each."""

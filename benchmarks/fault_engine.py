@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.epoch_state import EngineSpec
+from kvshm._engine.marks import Marks
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
+from kvshm._node.protocol import RankInfo
+from kvshm._shm.layout import RECORD_BYTES
+from kvshm._shm.own_slot_table import RankSlotTable
+from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.config import Config
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.epoch_state import EngineSpec
-from kvshm.engine.marks import Marks
-from kvshm.ids import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.protocol import RankInfo
-from kvshm.shm.layout import RECORD_BYTES
-from kvshm.shm.own_slot_table import RankSlotTable
-from kvshm.shm.slot_table import PeerSlotTable
 
 BATCH = 512
 GROUP = bytes(4)

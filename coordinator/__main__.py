@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kvshm._ground.resources import require_descriptors
+from kvshm._ground.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
+from kvshm._node.leftovers import clear, left_by_engines, take_namespace
+from kvshm._node.locks import cleanup_lock, has_name, take_lock
 from kvshm.config import Config
 from kvshm.errors import AlreadyRunning, ConfigError, KvshmError, RunDirectoryError
-from kvshm.node.leftovers import clear, left_by_engines, take_namespace
-from kvshm.node.locks import cleanup_lock, has_name, take_lock
-from kvshm.resources import require_descriptors
-from kvshm.rundir import command_endpoint, event_endpoint, lock_path, open_run_directory
 from kvshm.version import __version__
 
 from . import logfmt

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvshm.node.protocol import AnyBroadcast, Command, ForeignJoin, Join, Reply
+from kvshm._node.protocol import AnyBroadcast, Command, ForeignJoin, Join, Reply
 
 
 class Sender(NamedTuple):

@@ -18,14 +18,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvshm.node.protocol import (
+from kvshm._ground.timing import TIMING, Timing
+from kvshm._node.protocol import (
     MAX_EVENTS_BYTES,
     AnyBroadcast,
     EngineEvents,
     broadcast_frame,
     encode,
 )
-from kvshm.timing import TIMING, Timing
 
 
 @dataclass

@@ -6,10 +6,9 @@ import logging
 
 import msgspec
 
-from kvshm.errors import VersionMismatch
-from kvshm.fingerprint import differences
-from kvshm.ids import NO_LEASE_BIT
-from kvshm.node.protocol import (
+from kvshm._ground.fingerprint import differences
+from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._node.protocol import (
     FINGERPRINT_BYTES,
     PROTOCOL_VERSION,
     EngineInfo,
@@ -24,7 +23,8 @@ from kvshm.node.protocol import (
     Refused,
     check_version,
 )
-from kvshm.shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
+from kvshm._shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS, MAX_RANKS
+from kvshm.errors import VersionMismatch
 from kvshm.version import __version__
 
 from .actions import Action, CheckTable, Log, Refusal, Sender, SendReply, SweepBits

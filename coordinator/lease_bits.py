@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass, field
 
-from kvshm.ids import NO_LEASE_BIT
-from kvshm.shm.layout import NUM_LEASE_BITS
+from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._shm.layout import NUM_LEASE_BITS
 
 
 @dataclass

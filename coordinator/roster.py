@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvshm.node.protocol import AnyBroadcast, EngineInfo
-from kvshm.timing import TIMING, Timing
+from kvshm._ground.timing import TIMING, Timing
+from kvshm._node.protocol import AnyBroadcast, EngineInfo
 
 from .actions import Action, Log, ReleaseTable, SendBroadcast, Sender
 from .lease_bits import LeaseBits

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import zmq
 
+from kvshm._node.protocol import MAX_COMMAND_BYTES, decode_command, encode, foreign_join
 from kvshm.errors import KvshmError, ProtocolError
-from kvshm.node.protocol import MAX_COMMAND_BYTES, decode_command, encode, foreign_join
 
 from . import logfmt
 from .actions import (

@@ -26,11 +26,11 @@ from pathlib import Path
 import zmq
 from zmq.constants import Event
 
+from kvshm._ground.resources import require_descriptors
+from kvshm._ground.rundir import closed_socket
+from kvshm._node.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
+from kvshm._shm.fds import FileId, file_at, remove_own
 from kvshm.errors import KvshmError, RunDirectoryError
-from kvshm.node.protocol import MAX_RECEIVED_BYTES, QUEUE_FRAMES
-from kvshm.resources import require_descriptors
-from kvshm.rundir import closed_socket
-from kvshm.shm.fds import FileId, file_at, remove_own
 
 from . import logfmt
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 
-from kvshm.ids import NO_LEASE_BIT
-from kvshm.node.protocol import (
+from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._node.protocol import (
     MAX_EVENTS_BYTES,
     EngineEvents,
     EngineGone,
@@ -25,7 +25,7 @@ from kvshm.node.protocol import (
     Leave,
     Tick,
 )
-from kvshm.shm.layout import RECORD_BYTES
+from kvshm._shm.layout import RECORD_BYTES
 
 from .actions import (
     Action,

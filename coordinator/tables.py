@@ -16,6 +16,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvshm._ground.rundir import engine_socket, tables_socket
+from kvshm._node.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_reply
+from kvshm._node.protocol import EngineInfo, Join
+from kvshm._shm.fds import peer_credentials, peer_has_closed, receive
+from kvshm._shm.layout import table_bytes
+from kvshm._shm.segment import TABLE_KIND
+from kvshm._shm.slot_table import RosterSlotTable
 from kvshm.errors import (
     KvshmError,
     SegmentError,
@@ -24,13 +31,6 @@ from kvshm.errors import (
     TransportError,
     VersionMismatch,
 )
-from kvshm.node.handout import FETCH_SECONDS, HandoutServer, Request, encode_request, read_reply
-from kvshm.node.protocol import EngineInfo, Join
-from kvshm.rundir import engine_socket, tables_socket
-from kvshm.shm.fds import peer_credentials, peer_has_closed, receive
-from kvshm.shm.layout import table_bytes
-from kvshm.shm.segment import TABLE_KIND
-from kvshm.shm.slot_table import RosterSlotTable
 
 from . import logfmt
 from .actions import CheckResult, Input, ProcessDeath, Refusal, Sender, TableUnused

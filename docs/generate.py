@@ -1,6 +1,6 @@
 """Write the parts of docs/ that the code states: the settings of kvshm/config.py, the fields of
-kvshm/fingerprint.py, and the numbers of kvshm/shm/layout.py.  Also writes kvshm/native/layout.h,
-which states those numbers for C.
+kvshm/_ground/fingerprint.py, and the numbers of kvshm/_shm/layout.py.  Also writes
+kvshm/native/layout.h, which states those numbers for C.
 
     make docs
 
@@ -16,10 +16,10 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvshm import syncpoints, timing
+from kvshm._ground import syncpoints, timing
+from kvshm._ground.fingerprint import FIELDS
+from kvshm._shm.layout import RecordKind, RowState, SlotState, digest, numbers
 from kvshm.config import SETTINGS, Setting
-from kvshm.fingerprint import FIELDS
-from kvshm.shm.layout import RecordKind, RowState, SlotState, digest, numbers
 
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
@@ -31,13 +31,14 @@ SYNC_POINT = (
     f"`{syncpoints.VARIABLE}`",
     "`<name>:<stop or kill>[:<nth>]`",
     "unset",
-    "Stop or kill the process at a sync point (`kvshm/syncpoints.py`).",
+    "Stop or kill the process at a sync point (`kvshm/_ground/syncpoints.py`).",
 )
 TIME_SCALE = (
     f"`{timing.VARIABLE}`",
     "a number above 0",
     "1",
-    "Multiply the times of `Timing` (`kvshm/timing.py`), in all processes of a namespace alike.",
+    "Multiply the times of `Timing` (`kvshm/_ground/timing.py`), in all processes of "
+    "a namespace alike.",
 )
 """SYNC_POINT and TIME_SCALE are read before there are settings, and only tests set them."""
 
@@ -69,7 +70,7 @@ def header(of: Mapping[str, int]) -> str:
     named = {name for names in enums.values() for name in names}
     enums = {"": [name for name in of if name not in named], **enums}
     lines = [
-        "/* The layout of shared memory, from kvshm/shm/layout.py: written by docs/generate.py. */",
+        "/* Layout of shared memory, from kvshm/_shm/layout.py: written by docs/generate.py. */",
         "#ifndef KVSHM_LAYOUT_H",
         "#define KVSHM_LAYOUT_H",
         "",

@@ -8,11 +8,11 @@ import os
 import tempfile
 from pathlib import Path
 
-from kvshm.ids import Epoch
-from kvshm.node.handout import Handouts, HandoutServer
-from kvshm.rundir import engine_socket
-from kvshm.shm.own_slot_table import OwnSlotTable
-from kvshm.shm.slot_table import PeerSlotTable
+from kvshm._ground.ids import Epoch
+from kvshm._ground.rundir import engine_socket
+from kvshm._node.handout import Handouts, HandoutServer
+from kvshm._shm.own_slot_table import OwnSlotTable
+from kvshm._shm.slot_table import PeerSlotTable
 
 NAMESPACE = "gpu"
 

@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from gpu_node import hand_out, own_socket, shared_directory, table_of
 
-from kvshm.ids import BlockId, Epoch, Rank
+from kvshm._ground.ids import BlockId, Epoch, Rank
 
 CALL_TIMEOUT_S = 120.0
 
@@ -245,8 +245,8 @@ class Cache:
 
     def publish_all(self, epoch: Epoch) -> None:
         """Create a slot table, publish all blocks and hand the table out (``table_of``)."""
-        from kvshm.ids import Fingerprint
-        from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
+        from kvshm._ground.ids import Fingerprint
+        from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 
         spec = TableSpec("gpu", "a", self.blocks, 16, 1, Fingerprint(b"f" * 32))
         self.table = OwnSlotTable.create(spec, epoch)
@@ -264,8 +264,8 @@ class Cache:
         self._churner.start()
 
     def _publish(self, block: BlockId) -> None:
-        from kvshm.ids import BlockHash, Generation
-        from kvshm.shm.layout import BlockRecord, pack_records
+        from kvshm._ground.ids import BlockHash, Generation
+        from kvshm._shm.layout import BlockRecord, pack_records
 
         self.view()[block] = self.torch.randint(
             0, 256, (self.layers, self.block_bytes), dtype=self.torch.uint8, device="cuda"
@@ -300,7 +300,7 @@ class Cache:
     def judge(self, epoch: Epoch, seconds: float) -> dict[str, int]:
         """Copy published blocks, re-check, and compare what was accepted: how many were
         delivered, discarded because they had been reused meanwhile, and delivered wrongly."""
-        from kvshm.shm.layout import RECORD_BYTES
+        from kvshm._shm.layout import RECORD_BYTES
 
         slots = table_of(epoch)
         seen = {"delivered": 0, "discarded": 0, "wrong": 0, "failed": 0}
@@ -312,7 +312,7 @@ class Cache:
         return seen
 
     def _judge(self, slots: Any, packed: bytes, seen: dict[str, int]) -> None:
-        from kvshm.shm.layout import unpack_records
+        from kvshm._shm.layout import unpack_records
 
         records = list(unpack_records(packed))
         targets = block_ids(len(records))

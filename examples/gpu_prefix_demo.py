@@ -19,7 +19,7 @@ from typing import Any
 from gpu_memory import no_gpu
 from gpu_peer import GpuPeer, answer_calls
 
-from kvshm.ids import BlockId, Epoch
+from kvshm._ground.ids import BlockId, Epoch
 
 
 class Side:

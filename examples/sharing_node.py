@@ -14,14 +14,14 @@ from itertools import permutations
 
 from local_node import Engine, Node, PromptTokens, wait_until
 
+from kvshm._ground.ids import Epoch
+from kvshm._ground.rundir import FoundFile, list_sockets
+from kvshm._node.handout import Handouts
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.counters import PUBLISHED
+from kvshm._shm.layout import RowState, SlotState
+from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import SegmentError
-from kvshm.ids import Epoch
-from kvshm.node.handout import Handouts
-from kvshm.replica.index_reader import ReplicaReader
-from kvshm.rundir import FoundFile, list_sockets
-from kvshm.shm.counters import PUBLISHED
-from kvshm.shm.layout import RowState, SlotState
-from kvshm.shm.slot_table import SlotTableView
 
 Place = tuple[int, int]
 """Block id and generation: one block of one engine, for as long as it is not reused."""

@@ -4,7 +4,7 @@ core.h describes the functions that the core has too.  What a core function writ
 pointer is returned here, after the count or instead of the count.
 
 Every buffer is an mmap, bytearray, bytes or memoryview of contiguous bytes; a segment must be
-8-byte aligned and is given whole.  "records" are packed 48-byte records (kvshm/shm/layout.py).
+8-byte aligned and is given whole.  "records" are packed 48-byte records (kvshm/_shm/layout.py).
 Large batches of records or blocks, scans and copies release the GIL.  All functions raise
 CorruptSegment if a header contradicts itself or the buffer's length, IndexError for a block, rank,
 bit, row or offset that does not exist, ValueError or TypeError for other bad arguments (BufferError
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from typing_extensions import Buffer
 
-from .ids import BlockId
+from ._ground.ids import BlockId
 
 _Region: TypeAlias = tuple[int, int, int, int]
 """Address of block 0, stride, bytes per block, number of blocks."""
@@ -40,7 +40,7 @@ def drain(table: Buffer, blocks: Sequence[int], slow: int, /) -> list[BlockId]: 
 def force(table: Buffer, blocks: Sequence[int], /) -> tuple[int, int]: ...
 def reset(table: Buffer, /) -> int: ...
 
-# -- marks of the exporter's own blocks (kvshm/engine/marks.py): 8 bytes each, private memory
+# -- marks of the exporter's own blocks (kvshm/_engine/marks.py): 8 bytes each, private memory
 
 def marks_change(marks: Buffer, blocks: Sequence[int], keep: int, /) -> list[int]:
     """Advance the blocks' versions and clear all flags except those in ``keep``.  Returns the

@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from . import syncpoints, timing
+from ._ground import syncpoints, timing
+from ._ground.roles import Decision, Limit, Role, decide_role
+from ._ground.rundir import SOCKET_PATH_BYTES, choose_run_directory
 from .errors import ConfigError
-from .roles import Decision, Limit, Role, decide_role
-from .rundir import SOCKET_PATH_BYTES, choose_run_directory
 
 PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
 """Bytes of a socket's path that are kept free for its name, in addition to the namespace."""
 
 _READ_ELSEWHERE = frozenset({syncpoints.VARIABLE, timing.VARIABLE})
-"""Read at the import of kvshm/syncpoints.py and kvshm/timing.py, before there are settings; only
+"""Read at the import of kvshm/_ground/syncpoints.py and timing.py, before there are settings; only
 checked here."""
 
 _BOOLEANS = {"0": False, "no": False, "false": False, "off": False}

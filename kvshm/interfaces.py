@@ -16,9 +16,9 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
+from ._ground.ids import BlockId, Epoch
+from ._ground.resources import require_descriptors
 from .errors import KvshmError, TransportError
-from .ids import BlockId, Epoch
-from .resources import require_descriptors
 
 ENTRY_POINT_GROUP = "kvshm.transports"
 MAX_REGIONS = 4096

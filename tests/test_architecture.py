@@ -224,7 +224,7 @@ def test_no_import_leads_back_to_where_it_came_from() -> None:
 
 def test_a_folder_of_the_core_imports_only_those_drawn_below_it() -> None:
     """The floors are the folders of kvshm/, in the order in which docs/architecture.md draws
-    them; modules that lie in no folder are the ground, and stand on the C core only."""
+    them; modules that lie in no folder stand on the ground and the C core only."""
     inner = [path for path in PRODUCT if path.is_relative_to(ROOT / "kvshm")]
     depth = len((ROOT / "kvshm").parts)
     folder_of = {path: path.parent.parts[depth] for path in inner if len(path.parent.parts) > depth}
@@ -233,7 +233,7 @@ def test_a_folder_of_the_core_imports_only_those_drawn_below_it() -> None:
     assert floors[-1] == "native"
     assert sorted(floors[:-1]) == sorted({*folder_of.values()})
     for path in inner:
-        above = floors[: floors.index(folder_of.get(path, "native"))]
+        above = floors[: floors.index(folder_of.get(path, "_ground"))]
         for full in full_imports(path, ast.parse(path.read_text())):
             assert not {f"kvshm.{folder}" for folder in above} & {full, *parents(full)}, (
                 f"{name_of(path)} imports {full}, of a floor above"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvshm.node.protocol import (
+from kvshm._node.protocol import (
     EngineGone,
     EngineJoined,
     EngineRecovered,
@@ -15,7 +15,7 @@ from kvshm.node.protocol import (
     Refused,
     Tick,
 )
-from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
+from kvshm._node.updates import Coordinator, EventBatches, EventsLost, Update
 
 _NAMES: dict[type, tuple[str, tuple[str, ...]]] = {
     Joined: ("joined", ()),

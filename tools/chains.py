@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from kvshm.shm.slot_table import Slot
+from kvshm._shm.slot_table import Slot
 
 _Place = tuple[int, int, int]
 """A block's group, the tag of its hash, and its depth: all follow from a successor's slot."""

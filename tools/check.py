@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvshm import _native
-from kvshm.replica.index_check import violations
-from kvshm.replica.index_reader import ReplicaReader
-from kvshm.shm.layout import SEQUENCE_OFFSET
-from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
-from kvshm.shm.slot_table import SlotTableView
+from kvshm._replica.index_check import violations
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.layout import SEQUENCE_OFFSET
+from kvshm._shm.segment import INDEX_KIND, TABLE_KIND
+from kvshm._shm.slot_table import SlotTableView
 
 from .fetching import Segments, coordinator_runs, fetch_all
 from .invariants import (

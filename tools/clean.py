@@ -11,10 +11,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from kvshm._ground.rundir import open_run_directory
+from kvshm._node.leftovers import clear
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
-from kvshm.node.leftovers import clear
-from kvshm.rundir import open_run_directory
 
 EXIT_CLEAN, EXIT_LEFT, EXIT_USAGE = range(3)
 

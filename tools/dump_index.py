@@ -20,9 +20,9 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:  # started as a file
     __package__ = "kvshm.tools"
 
+from kvshm._ground.rundir import choose_run_directory, open_run_directory
 from kvshm.config import Config
 from kvshm.errors import ConfigError, RunDirectoryError
-from kvshm.rundir import choose_run_directory, open_run_directory
 
 from .check import Findings, check
 from .closed_pipe import run_until_pipe_closes

@@ -14,16 +14,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from kvshm._ground.ids import Epoch
+from kvshm._ground.log import engine_name
+from kvshm._ground.rundir import list_sockets, tables_socket
+from kvshm._node.handout import Handouts
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.fds import is_served
+from kvshm._shm.layout import SlotState
+from kvshm._shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
+from kvshm._shm.slot_table import Slot, SlotTableView
 from kvshm.errors import CorruptSegment, KvshmError, TransportError
-from kvshm.ids import Epoch
-from kvshm.log import engine_name
-from kvshm.node.handout import Handouts
-from kvshm.replica.index_reader import ReplicaReader
-from kvshm.rundir import list_sockets, tables_socket
-from kvshm.shm.fds import is_served
-from kvshm.shm.layout import SlotState
-from kvshm.shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
-from kvshm.shm.slot_table import Slot, SlotTableView
 
 _AT_ONCE = 32
 """More engines than a namespace has lease bits: a stopped engine delays no other request."""

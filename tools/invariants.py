@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from kvshm.shm.layout import table_bytes
-from kvshm.shm.slot_table import SlotTableView
+from kvshm._shm.layout import table_bytes
+from kvshm._shm.slot_table import SlotTableView
 
 from .fetching import slots_in_use
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from operator import itemgetter
 
-from kvshm.log import engine_name
+from kvshm._ground.log import engine_name
 
 from .report import Json
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm.ids import Epoch
-from kvshm.replica.index_layout import Entry, tag_in_group
-from kvshm.replica.index_reader import ReplicaReader
-from kvshm.rundir import list_coordinators
-from kvshm.shm.layout import SlotState
-from kvshm.shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
-from kvshm.shm.slot_table import Slot, SlotTableView
+from kvshm._ground.ids import Epoch
+from kvshm._ground.rundir import list_coordinators
+from kvshm._replica.index_layout import Entry, tag_in_group
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.layout import SlotState
+from kvshm._shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
+from kvshm._shm.slot_table import Slot, SlotTableView
 
 from .chains import find_chains
 from .fetching import Segments, coordinator_runs, fetch_all, slots_in_use

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvshm import _native
+from kvshm._ground.ids import BlockId
+from kvshm._ground.log import logger
 from kvshm.errors import TransportError
-from kvshm.ids import BlockId
 from kvshm.interfaces import CopyState
-from kvshm.log import logger
 
 from .jobs import JobThread
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvshm._ground.ids import BlockId
 from kvshm.config import Fault
 from kvshm.errors import TransportError
-from kvshm.ids import BlockId
 
 
 def check_fault(fault: str | None) -> None:

@@ -6,9 +6,9 @@ import queue
 import threading
 from collections.abc import Callable
 
+from kvshm._ground.log import logger
+from kvshm._ground.resources import start_thread
 from kvshm.errors import TransportError
-from kvshm.log import logger
-from kvshm.resources import start_thread
 
 _log = logger(__name__)
 

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvshm._ground.ids import BlockId, Epoch
 from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region, unpack_details
 
 from .own_cache import OwnCache

@@ -12,8 +12,8 @@ import os
 from contextlib import suppress
 
 from kvshm import _native
+from kvshm._shm.available_memory import reserve
 from kvshm.errors import TransportError
-from kvshm.shm.available_memory import reserve
 
 _F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; Python's fcntl has it from 3.14 on
 

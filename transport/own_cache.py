@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvshm._ground.ids import BlockId, Epoch
 from kvshm.errors import TransportError
-from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region
 
 from .faults import check_fault, misdirect

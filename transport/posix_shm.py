@@ -25,12 +25,12 @@ from pathlib import Path
 import msgspec
 
 from kvshm import _native
+from kvshm._ground.ids import BlockId, Epoch
+from kvshm._shm.fd_server import FdServer
+from kvshm._shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket
 from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
-from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket
 
 from .copier import BlockCopy, Copier, CopyPlan, StridedRun
 from .memory import KVMemory, check_sealed_memory

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
+from kvshm._ground.ids import BlockId
 from kvshm.errors import TransportError
-from kvshm.ids import BlockId
 from kvshm.interfaces import Region
 
 

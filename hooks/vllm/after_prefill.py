@@ -3,7 +3,7 @@
 A block is published only if it is *known computed*, on top of sound blocks only.  vLLM gives a
 block its hash when it is scheduled, before a single byte is written, and other connectors fill
 blocks too; so neither the hash nor a request's hit on it proves that the block is computed.
-Instead (kvshm/engine/marks.py holds the marks):
+Instead (kvshm/_engine/marks.py holds the marks):
 
     step k is built:     every block the step writes is retracted and loses its marks; a block
                          whose last token the step computes becomes SOUND if all blocks before it
@@ -22,10 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.groups import Group, Groups
-from kvshm.engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
-from kvshm.ids import BlockId
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.groups import Group, Groups
+from kvshm._engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
+from kvshm._ground.ids import BlockId
 
 from .imports import Import, LoadedBlocks
 from .pool_watch import block_tables, cached_counts

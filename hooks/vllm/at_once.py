@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
-from kvshm.log import logger
+from kvshm._ground.log import logger
 
 log = logger(__name__)
 

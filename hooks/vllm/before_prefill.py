@@ -15,12 +15,12 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.groups import Groups, Part
+from kvshm._engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
+from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch
+from kvshm._shm.counters import MISS_NO_ROOM
 from kvshm.config import Config
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.groups import Groups, Part
-from kvshm.engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
-from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch
-from kvshm.shm.counters import MISS_NO_ROOM
 
 from .at_once import AtOnce
 from .imports import Import, Tables, loaded_blocks

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
+from kvshm._ground.log import logger
 from kvshm.errors import MemoryInUse
-from kvshm.log import logger
 
 log = logger(__name__)
 

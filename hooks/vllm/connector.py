@@ -34,11 +34,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvshm._ground.ids import BlockId
+from kvshm._ground.log import logger, set_level
+from kvshm._ground.rundir import open_run_directory, require_room
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
-from kvshm.ids import BlockId
-from kvshm.log import logger, set_level
-from kvshm.rundir import open_run_directory, require_room
 
 from .boundary import guarded, report
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata

@@ -24,9 +24,9 @@ from vllm.config import VllmConfig
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvshm import fingerprint as names
-from kvshm.node.protocol import PROTOCOL_VERSION
-from kvshm.shm.layout import LAYOUT_VERSION
+from kvshm._ground import fingerprint as names
+from kvshm._node.protocol import PROTOCOL_VERSION
+from kvshm._shm.layout import LAYOUT_VERSION
 
 from .weights import weights_digest
 

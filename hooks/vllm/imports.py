@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
-from kvshm.engine.groups import Part
-from kvshm.engine.load_plan import Load, LoadReport
-from kvshm.ids import BlockId
+from kvshm._engine.groups import Part
+from kvshm._engine.load_plan import Load, LoadReport
+from kvshm._ground.ids import BlockId
 
 Tables: TypeAlias = Sequence[Sequence[BlockId]]
 """A request's block tables, by group."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvshm.engine.load_plan import Plan
-from kvshm.engine.load_planner import LoadPlanner
-from kvshm.engine.prefix_search import ONE_FULL_GROUP
+from kvshm._engine.load_plan import Plan
+from kvshm._engine.load_planner import LoadPlanner
+from kvshm._engine.prefix_search import ONE_FULL_GROUP
 
 AGAIN_SECONDS = 0.1
 """How long, with several groups, a request that was looked up in vain is not looked up again: a

@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvshm.engine.load_plan import Load, LoadReport
-from kvshm.ids import BlockId, Epoch
-from kvshm.node.protocol import RankInfo
+from kvshm._engine.load_plan import Load, LoadReport
+from kvshm._ground.ids import BlockId, Epoch
+from kvshm._node.protocol import RankInfo
 
 _NONE: Any = ()
 _NOBODY: Any = MappingProxyType({})

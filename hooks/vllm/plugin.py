@@ -13,7 +13,7 @@ import os
 from multiprocessing import current_process
 from typing import TYPE_CHECKING, Any
 
-from kvshm.log import logger
+from kvshm._ground.log import logger
 
 from .registration import CONNECTOR, CONNECTOR_MODULE, ensure_recompute, register
 
@@ -48,8 +48,8 @@ def activate() -> None:
         return
     import vllm
 
+    from kvshm._ground.log import set_level
     from kvshm.config import Config
-    from kvshm.log import set_level
 
     from .refusals import version_refusal
 

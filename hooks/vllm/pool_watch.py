@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from kvshm._ground.ids import BlockId
 from kvshm.errors import KvshmError
-from kvshm.ids import BlockId
 
 FOR_SHARING = ("reset_prefix_cache",)
 """Without this method new weights would go unnoticed: the engine may neither export nor import."""

@@ -9,16 +9,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.epoch_state import EngineSpec
+from kvshm._engine.groups import Groups
+from kvshm._engine.marks import blocks_of
+from kvshm._ground.ids import BlockId
+from kvshm._ground.log import logger
+from kvshm._ground.roles import Decision, Limit
+from kvshm._shm.counters import HOOK_ERRORS, LOADS_AT_ONCE
 from kvshm.config import Config
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.epoch_state import EngineSpec
-from kvshm.engine.groups import Groups
-from kvshm.engine.marks import blocks_of
 from kvshm.errors import MemoryInUse
-from kvshm.ids import BlockId
-from kvshm.log import logger
-from kvshm.roles import Decision, Limit
-from kvshm.shm.counters import HOOK_ERRORS, LOADS_AT_ONCE
 
 from .after_prefill import BlockTracker, CompletedRuns
 from .before_prefill import RequestImporter

@@ -15,13 +15,13 @@ import threading
 from collections.abc import Callable
 from functools import wraps
 
+from kvshm._ground.forks import guard_forks
+from kvshm._ground.log import logger
+from kvshm._ground.resources import start_thread
+from kvshm._ground.rundir import choose_run_directory, open_run_directory
+from kvshm._node.leftovers import clear
 from kvshm.config import Config
 from kvshm.errors import KvshmError
-from kvshm.forks import guard_forks
-from kvshm.log import logger
-from kvshm.node.leftovers import clear
-from kvshm.resources import start_thread
-from kvshm.rundir import choose_run_directory, open_run_directory
 
 log = logger(__name__)
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm.config import KVTransferConfig
 
-from kvshm.log import logger
-from kvshm.roles import Decision, Limit
+from kvshm._ground.log import logger
+from kvshm._ground.roles import Decision, Limit
 
 from .call_stack import callers_with
 

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
+from kvshm._engine.load_plan import LoadReport
+from kvshm._ground.fingerprint import KERNEL_BLOCKS
+from kvshm._ground.ids import BlockId, Epoch, Rank
+from kvshm._ground.log import logger
+from kvshm._ground.rundir import rank_socket
+from kvshm._node.handout import Handouts
+from kvshm._node.protocol import RankInfo
+from kvshm._rank.rank_cache import POLL_SECONDS, RankCache
 from kvshm.config import Config
-from kvshm.engine.load_plan import LoadReport
 from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportError
-from kvshm.fingerprint import KERNEL_BLOCKS
-from kvshm.ids import BlockId, Epoch, Rank
 from kvshm.interfaces import Transport, load_transport
-from kvshm.log import logger
-from kvshm.node.handout import Handouts
-from kvshm.node.protocol import RankInfo
-from kvshm.rank.rank_cache import POLL_SECONDS, RankCache
-from kvshm.rundir import rank_socket
 
 from .call_stack import callers_with
 from .groups import is_one_full

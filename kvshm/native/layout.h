@@ -1,4 +1,4 @@
-/* The layout of shared memory, from kvshm/shm/layout.py: written by docs/generate.py. */
+/* Layout of shared memory, from kvshm/_shm/layout.py: written by docs/generate.py. */
 #ifndef KVSHM_LAYOUT_H
 #define KVSHM_LAYOUT_H
 

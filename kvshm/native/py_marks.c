@@ -1,4 +1,4 @@
-/* Glue between Python and the core: marks (kvshm/engine/marks.py).  One call per request and step
+/* Glue between Python and the core: marks (kvshm/_engine/marks.py).  One call per request and step
  * reads vLLM's own block objects.  Calls keep the GIL; only a large retract releases it. */
 
 #include "py_marks.h"

@@ -1,4 +1,4 @@
-/* Marks in C (kvshm/engine/marks.py): for py_marks.c, which changes them, and py_publish.c. */
+/* Marks in C (kvshm/_engine/marks.py): for py_marks.c, which changes them, and py_publish.c. */
 
 #ifndef KVSHM_NATIVE_MARKS_H
 #define KVSHM_NATIVE_MARKS_H

@@ -194,7 +194,7 @@ static PyObject *native_arm_sync_point(PyObject *module, PyObject *args)
 /* Refuse to load unless layout.py states the layout that this module was built with. */
 static int check_layout(void)
 {
-    PyObject *records = PyImport_ImportModule("kvshm.shm.layout");
+    PyObject *records = PyImport_ImportModule("kvshm._shm.layout");
     PyObject *result = records ? PyObject_CallMethod(records, "check_layout", "I",
                                                      (unsigned int)KVSHM_LAYOUT_DIGEST)
                                : NULL;

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 import xxhash
 
+from kvshm._ground.ids import Epoch
 from kvshm.errors import KvshmError, StaleAttachment, TransportError
-from kvshm.ids import Epoch
 from kvshm.interfaces import Copy, CopyState, Region, load_transport
 
 from .rigs import Layout, Peer, Rig

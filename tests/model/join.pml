@@ -1,4 +1,4 @@
-/* Joining and resynchronisation of kvshm (docs/protocol.md; kvshm/node/event_order.py, coordinator_session.py,
+/* Joining and resynchronisation of kvshm (docs/protocol.md; kvshm/_node/event_order.py, coordinator_session.py,
  * index.py; coordinator/state.py, joining.py), for SPIN.
  *
  * Two epochs of engines publish and retract one block each; a coordinator sequences and relays

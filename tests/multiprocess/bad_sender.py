@@ -11,7 +11,7 @@ import sys
 import msgspec
 import zmq
 
-from kvshm.node.protocol import (
+from kvshm._node.protocol import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
     EngineInfo,

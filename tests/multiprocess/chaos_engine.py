@@ -25,15 +25,15 @@ from typing import Any
 
 from toy_engine import ToyEngine, ToyRank, chain_of
 
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.epoch_state import EngineSpec
+from kvshm._ground.ids import BlockHash, Epoch
+from kvshm._ground.rundir import open_run_directory
+from kvshm._node.protocol import RankInfo
+from kvshm._shm.layout import TABLE_HEADER_BYTES
 from kvshm.config import Config
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.epoch_state import EngineSpec
 from kvshm.errors import KvshmError
-from kvshm.ids import BlockHash, Epoch
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.protocol import RankInfo
-from kvshm.rundir import open_run_directory
-from kvshm.shm.layout import TABLE_HEADER_BYTES
 
 REPORT_SECONDS = 0.5
 AGAIN_SECONDS = 1.0

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvshm.node.protocol import Heartbeat, encode
-from kvshm.rundir import command_endpoint
+from kvshm._ground.rundir import command_endpoint
+from kvshm._node.protocol import Heartbeat, encode
 
 from .processes import Managed, Node, Processes
 

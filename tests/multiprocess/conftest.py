@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm import timing
+from kvshm._ground import timing
 
 from .processes import Node, fresh_node
 from .scripted import HASTY, UNHURRIED, Script, scripted

@@ -35,8 +35,9 @@ from typing import Any
 
 import zmq
 
-from kvshm.node.coordinator_client import CoordinatorClient
-from kvshm.node.protocol import (
+from kvshm._ground.rundir import command_endpoint, event_endpoint
+from kvshm._node.coordinator_client import CoordinatorClient
+from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     EngineEvents,
     Join,
@@ -45,9 +46,8 @@ from kvshm.node.protocol import (
     decode_command,
     encode,
 )
-from kvshm.node.updates import EventBatches, Update
-from kvshm.rundir import command_endpoint, event_endpoint
-from kvshm.shm.layout import RECORD_BYTES
+from kvshm._node.updates import EventBatches, Update
+from kvshm._shm.layout import RECORD_BYTES
 
 from . import toys
 from .processes import Managed, Node, Processes, fresh_node, real_processes

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvshm.shm.own_slot_table import RankSlotTable
+from kvshm._shm.own_slot_table import RankSlotTable
 
 from .processes import Managed, Node
 

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
-from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.coordinator_client import CoordinatorClient
-from kvshm.node.handout import Handouts, HandoutServer, serve_epoch
-from kvshm.node.protocol import (
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm._ground.rundir import engine_socket
+from kvshm._node.coordinator_client import CoordinatorClient
+from kvshm._node.handout import Handouts, HandoutServer, serve_epoch
+from kvshm._node.protocol import (
     EngineGone,
     EngineInfo,
     EngineJoined,
@@ -33,12 +33,12 @@ from kvshm.node.protocol import (
     Refused,
     Tick,
 )
-from kvshm.node.updates import Coordinator, EventBatches, EventsLost, Update
-from kvshm.replica.index import Replica
-from kvshm.rundir import engine_socket
-from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
-from kvshm.shm.slot_table import PeerSlotTable
+from kvshm._node.updates import Coordinator, EventBatches, EventsLost, Update
+from kvshm._replica.index import Replica
+from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
+from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
+from kvshm._shm.slot_table import PeerSlotTable
+from kvshm.interfaces import MemoryDescriptor
 from kvshm.version import __version__
 
 NUM_BLOCKS = 64
@@ -46,7 +46,7 @@ NUM_BLOCKS = 64
 WORKER = """
 import sys
 from pathlib import Path
-from kvshm.node.handout import Handouts
+from kvshm._node.handout import Handouts
 handouts, rank, table = Handouts(Path(sys.argv[1]), sys.argv[2]), int(sys.argv[3]), None
 for epoch in sys.stdin:
     table = handouts.rank_table(int(epoch))  # the one before goes

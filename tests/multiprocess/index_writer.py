@@ -14,11 +14,11 @@ import sys
 from pathlib import Path
 
 from kvshm import _native
-from kvshm.ids import Epoch
-from kvshm.node.handout import HandoutServer
-from kvshm.replica.index import Replica
-from kvshm.rundir import engine_socket
-from kvshm.shm.layout import BlockRecord, RecordKind, pack_records
+from kvshm._ground.ids import Epoch
+from kvshm._ground.rundir import engine_socket
+from kvshm._node.handout import HandoutServer
+from kvshm._replica.index import Replica
+from kvshm._shm.layout import BlockRecord, RecordKind, pack_records
 
 EPOCH = Epoch(7)
 CAPACITY = 64

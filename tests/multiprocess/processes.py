@@ -23,9 +23,9 @@ from copy import copy
 from pathlib import Path
 from typing import IO
 
-from kvshm.ids import Epoch
-from kvshm.node.handout import Handouts
-from kvshm.rundir import list_sockets
+from kvshm._ground.ids import Epoch
+from kvshm._ground.rundir import list_sockets
+from kvshm._node.handout import Handouts
 
 from ..sessions import new_namespace
 

@@ -12,8 +12,10 @@ from typing import Any
 
 import zmq
 
-from kvshm.node.coordinator_client import CoordinatorClient
-from kvshm.node.protocol import (
+from kvshm._ground.rundir import command_endpoint, event_endpoint
+from kvshm._ground.timing import TIMING, Timing
+from kvshm._node.coordinator_client import CoordinatorClient
+from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     AnyBroadcast,
     Command,
@@ -27,9 +29,7 @@ from kvshm.node.protocol import (
     decode_command,
     encode,
 )
-from kvshm.node.updates import EventBatches, Update
-from kvshm.rundir import command_endpoint, event_endpoint
-from kvshm.timing import TIMING, Timing
+from kvshm._node.updates import EventBatches, Update
 
 from ..told import told
 from .processes import PATIENCE_SECONDS

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import zmq
 
-from kvshm.ids import Epoch, Fingerprint
-from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.handout import serve_epoch
-from kvshm.node.protocol import (
+from kvshm._ground.ids import Epoch, Fingerprint
+from kvshm._ground.rundir import command_endpoint, engine_socket, event_endpoint
+from kvshm._node.handout import serve_epoch
+from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     EngineInfo,
     Events,
@@ -33,9 +33,9 @@ from kvshm.node.protocol import (
     decode_reply,
     encode,
 )
-from kvshm.replica.index import Replica
-from kvshm.rundir import command_endpoint, engine_socket, event_endpoint
-from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm._replica.index import Replica
+from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm.interfaces import MemoryDescriptor
 
 from .engines import FakeEngine
 from .processes import PATIENCE_SECONDS, Managed, Node

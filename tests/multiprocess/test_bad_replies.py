@@ -7,8 +7,8 @@ import logging
 import msgspec
 import pytest
 
-from kvshm.node.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, EngineGone, Join, encode
-from kvshm.shm.counters import BAD_MESSAGES
+from kvshm._node.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION, EngineGone, Join, encode
+from kvshm._shm.counters import BAD_MESSAGES
 
 from .scripted import Script
 

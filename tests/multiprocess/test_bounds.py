@@ -15,16 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.node.handout import encode_request
-from kvshm.node.protocol import Heartbeat, encode
-from kvshm.rundir import (
+from kvshm._ground.rundir import (
     command_endpoint,
     event_endpoint,
     lock_path,
     rank_socket,
     tables_socket,
 )
-from kvshm.shm.segment import TABLE_KIND
+from kvshm._node.handout import encode_request
+from kvshm._node.protocol import Heartbeat, encode
+from kvshm._shm.segment import TABLE_KIND
 
 from .engines import FakeEngine
 from .greedy import MORE, connect, frame
@@ -205,7 +205,7 @@ def test_a_run_directory_that_vanishes_ends_it_with_a_sentence(node: Node) -> No
 LOOKS_OFTEN = """
 import sys
 from dataclasses import replace
-from kvshm import timing
+from kvshm._ground import timing
 timing.TIMING = replace(timing.TIMING, cleanup_seconds=3.0)
 from kvshm.coordinator.__main__ import main
 sys.exit(main())

@@ -9,9 +9,9 @@ from unittest.mock import ANY
 
 import pytest
 
-from kvshm.node import coordinator_client
-from kvshm.node.coordinator_client import MAX_JOINED_BYTES
-from kvshm.node.protocol import (
+from kvshm._node import coordinator_client
+from kvshm._node.coordinator_client import MAX_JOINED_BYTES
+from kvshm._node.protocol import (
     EngineGone,
     EngineInfo,
     EngineJoined,
@@ -23,8 +23,8 @@ from kvshm.node.protocol import (
     Refused,
     Tick,
 )
-from kvshm.node.updates import EventBatches, Update
-from kvshm.shm.counters import BAD_MESSAGES, EVENTS_DROPPED
+from kvshm._node.updates import EventBatches, Update
+from kvshm._shm.counters import BAD_MESSAGES, EVENTS_DROPPED
 
 from .processes import PATIENCE_SECONDS
 from .scripted import HASTY, Script, engine_info

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.node.leftovers import clear
+from kvshm._node.leftovers import clear
 from kvshm.tools.check import check
 
 from .processes import Managed, Node, fresh_node, wait_until

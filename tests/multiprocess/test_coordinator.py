@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from kvshm.ids import Rank
-from kvshm.rundir import rank_socket, tables_socket
-from kvshm.shm.counters import SWEPT
-from kvshm.shm.slot_table import SlotTableView
+from kvshm._ground.ids import Rank
+from kvshm._ground.rundir import rank_socket, tables_socket
+from kvshm._shm.counters import SWEPT
+from kvshm._shm.slot_table import SlotTableView
 
 from .engines import FakeEngine, hear_everything, in_turn
 from .processes import Node, leave_socket, wait_until

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvshm._shm.layout import TOMBSTONE_BYTES, index_bytes, table_bytes
 from kvshm.coordinator.__main__ import EXIT_RUN_DIRECTORY, EXIT_USAGE
-from kvshm.shm.layout import TOMBSTONE_BYTES, index_bytes, table_bytes
 
 from .processes import PATIENCE_SECONDS, Managed, Node
 from .sandbox import fresh_tmpfs, skip_unless_permitted

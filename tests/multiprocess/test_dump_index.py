@@ -23,11 +23,11 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(kvshm.__file__).parents[1])}
 OWNER = """
 import sys
 from pathlib import Path
-from kvshm.node.handout import Handouts, serve_epoch
-from kvshm.replica.index import Replica
-from kvshm.shm.layout import BlockRecord, pack_records
-from kvshm.rundir import engine_socket
-from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
+from kvshm._node.handout import Handouts, serve_epoch
+from kvshm._replica.index import Replica
+from kvshm._shm.layout import BlockRecord, pack_records
+from kvshm._ground.rundir import engine_socket
+from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
 
 run_dir, namespace, name, epoch, bit = Path(sys.argv[1]), *sys.argv[2:4], *map(int, sys.argv[4:])
 table = OwnSlotTable.create(TableSpec(namespace, name, 64, 16, 1, bytes(32), "a-model"), epoch)

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import pytest
 import zmq
 
-from kvshm.ids import Rank
-from kvshm.node.protocol import EngineEvents, open_broadcast
-from kvshm.rundir import event_endpoint, list_sockets
-from kvshm.shm.fds import is_served
+from kvshm._ground.ids import Rank
+from kvshm._ground.rundir import event_endpoint, list_sockets
+from kvshm._node.protocol import EngineEvents, open_broadcast
+from kvshm._shm.fds import is_served
 
 from . import toys
 from .engines import FakeEngine

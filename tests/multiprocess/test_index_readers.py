@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from kvshm import _native
+from kvshm._node.handout import Handouts
+from kvshm._replica.index_check import violations
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.layout import INDEX_HEADER_BYTES, BlockRecord, unpack_records
 from kvshm.errors import SegmentNotFound
-from kvshm.node.handout import Handouts
-from kvshm.replica.index_check import violations
-from kvshm.replica.index_reader import ReplicaReader
-from kvshm.shm.layout import INDEX_HEADER_BYTES, BlockRecord, unpack_records
 
 from .index_writer import CAPACITY, CHURNED, EPOCH, NUM_BLOCKS, content_hash
 from .processes import Managed, Node

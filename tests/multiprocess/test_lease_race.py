@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
-from kvshm.node.handout import TableType
-from kvshm.shm.layout import BlockRecord, SlotState, pack_records, unpack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
-from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable
-from kvshm.syncpoints import VARIABLE
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit
+from kvshm._ground.syncpoints import VARIABLE
+from kvshm._node.handout import TableType
+from kvshm._shm.layout import BlockRecord, SlotState, pack_records, unpack_records
+from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
+from kvshm._shm.slot_table import PeerSlotTable, RosterSlotTable
 
 pytestmark = pytest.mark.multiprocess
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.node.leftovers import clear
-from kvshm.node.locks import cleanup_lock, take_lock
-from kvshm.rundir import command_endpoint, lock_path
+from kvshm._ground.rundir import command_endpoint, lock_path
+from kvshm._node.leftovers import clear
+from kvshm._node.locks import cleanup_lock, take_lock
 
 from .processes import Managed, Node, leave_socket, wait_until
 from .sandbox import OWN_PIDS, skip_unless_permitted
@@ -105,7 +105,7 @@ def test_who_serves_in_another_pid_namespace_is_alive(node: Node) -> None:
     table_of(node, engine).close()
     before = left(node)
     script = (
-        "import sys; from pathlib import Path; from kvshm.node.leftovers import clear\n"
+        "import sys; from pathlib import Path; from kvshm._node.leftovers import clear\n"
         "print(clear(Path(sys.argv[1]), sys.argv[2]))"
     )
     command = [*OWN_PIDS, sys.executable, "-c", script, str(node.run_dir), node.namespace]

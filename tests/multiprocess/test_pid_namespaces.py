@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.ids import Rank
-from kvshm.shm.slot_table import SlotTableView
+from kvshm._ground.ids import Rank
+from kvshm._shm.slot_table import SlotTableView
 
 from .engines import FakeEngine, hear_everything
 from .processes import Managed, Node, fresh_node, wait_until

@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvshm._shm.fds import fetch
 from kvshm.errors import StaleAttachment, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region
-from kvshm.shm.fds import fetch
 from kvshm.transport import posix_shm
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import PosixShmTransport

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.node.protocol import MAX_EVENTS_BYTES, MAX_FRAME_BYTES, QUEUE_FRAMES, Events, Joined
-from kvshm.shm.layout import RECORD_BYTES
+from kvshm._node.protocol import MAX_EVENTS_BYTES, MAX_FRAME_BYTES, QUEUE_FRAMES, Events, Joined
+from kvshm._shm.layout import RECORD_BYTES
 
 from .engines import FakeEngine
 from .processes import Managed, Node, wait_until

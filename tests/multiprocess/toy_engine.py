@@ -22,17 +22,17 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.epoch_state import EngineSpec
+from kvshm._engine.load_plan import LoadReport
+from kvshm._engine.marks import Marks
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Rank, block_hash
+from kvshm._ground.rundir import rank_socket
+from kvshm._node.handout import Handouts
+from kvshm._node.protocol import RankInfo
+from kvshm._rank.rank_cache import RankCache
 from kvshm.config import Config
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.epoch_state import EngineSpec
-from kvshm.engine.load_plan import LoadReport
-from kvshm.engine.marks import Marks
-from kvshm.ids import BlockHash, BlockId, Epoch, Rank, block_hash
 from kvshm.interfaces import Region, load_transport
-from kvshm.node.handout import Handouts
-from kvshm.node.protocol import RankInfo
-from kvshm.rank.rank_cache import RankCache
-from kvshm.rundir import rank_socket
 
 BLOCK_SIZE = 16
 REGIONS = 2

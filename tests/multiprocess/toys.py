@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import SegmentNotFound
-from kvshm.shm.slot_table import SlotTableView
 
 from .processes import Managed, Node
 

@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from kvshm.node.protocol import PROTOCOL_VERSION
-from kvshm.shm.layout import LAYOUT_VERSION, digest, numbers
+from kvshm._node.protocol import PROTOCOL_VERSION
+from kvshm._shm.layout import LAYOUT_VERSION, digest, numbers
 from kvshm.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -30,19 +30,19 @@ _NEXT = (("kvshm/version.py", _VERSION, f'__version__ = "{NEXT_VERSION}"'),)
 _NEWER = (
     ("kvshm/version.py", _VERSION, f'__version__ = "{NEWER_VERSION}"'),
     (
-        "kvshm/node/protocol.py",
+        "kvshm/_node/protocol.py",
         f"PROTOCOL_VERSION = {PROTOCOL_VERSION}\n",
         f"PROTOCOL_VERSION = {PROTOCOL_VERSION + 1}\n",
     ),
     (
-        "kvshm/node/protocol.py",
+        "kvshm/_node/protocol.py",
         "class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):",
         "class EngineInfo(\n"
         '    msgspec.Struct, frozen=True, kw_only=True, rename={"num_blocks": "block_count"}\n'
         "):",
     ),
     (
-        "kvshm/shm/layout.py",
+        "kvshm/_shm/layout.py",
         f"\nLAYOUT_VERSION = {LAYOUT_VERSION}\n",
         f"\nLAYOUT_VERSION = {LAYOUT_VERSION + 1}\n",
     ),

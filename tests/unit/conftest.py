@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvshm.node.peers import Peers
-from kvshm.replica.index import Replica
+from kvshm._node.peers import Peers
+from kvshm._replica.index import Replica
 
 from ..sessions import new_namespace
 from . import dumps, replicas

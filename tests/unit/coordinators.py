@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from kvshm._node.protocol import PROTOCOL_VERSION, Command, EngineInfo, Join, Joined, RankInfo
+from kvshm._shm.layout import RECORD_BYTES
 from kvshm.coordinator.actions import (
     Action,
     CheckResult,
@@ -16,8 +18,6 @@ from kvshm.coordinator.actions import (
 from kvshm.coordinator.roster import State
 from kvshm.coordinator.state import decide
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.protocol import PROTOCOL_VERSION, Command, EngineInfo, Join, Joined, RankInfo
-from kvshm.shm.layout import RECORD_BYTES
 
 UID = 1000
 RECORD = bytes(RECORD_BYTES)

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 from kvshm import _native
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm._ground.rundir import engine_socket, tables_socket
+from kvshm._node.handout import HandoutServer, Request
+from kvshm._replica.index import Replica
+from kvshm._shm.layout import BlockRecord, pack_records
+from kvshm._shm.segment import Segment
 from kvshm.errors import SegmentNotFound
-from kvshm.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
-from kvshm.node.handout import HandoutServer, Request
-from kvshm.replica.index import Replica
-from kvshm.rundir import engine_socket, tables_socket
-from kvshm.shm.layout import BlockRecord, pack_records
-from kvshm.shm.segment import Segment
 from kvshm.tools import dump_index
 from kvshm.tools.chains import tag_of
 from kvshm.tools.report import Filters, build_report

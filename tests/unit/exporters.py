@@ -6,16 +6,16 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 
-from kvshm.interfaces import MemoryDescriptor, Region
-from kvshm.node.peers import Peers
-from kvshm.node.protocol import EngineInfo, RankInfo
-from kvshm.shm.layout import (
+from kvshm._node.peers import Peers
+from kvshm._node.protocol import EngineInfo, RankInfo
+from kvshm._shm.layout import (
     LAYOUT_VERSION,
     VERSION_OFFSET,
     BlockRecord,
     pack_records,
     unpack_records,
 )
+from kvshm.interfaces import MemoryDescriptor, Region
 
 from .served import ServedNode
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvshm.shm.fd_server import FdServer
+from kvshm._shm.fd_server import FdServer
 
 from ..waiting import PATIENCE
 

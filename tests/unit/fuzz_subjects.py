@@ -13,7 +13,7 @@ from pathlib import Path
 from replicas import wrong_in
 from served import AnyTable, Served, ServedNode, fetched
 
-from kvshm.ids import (
+from kvshm._ground.ids import (
     NO_LEASE_BIT,
     BlockHash,
     BlockId,
@@ -23,10 +23,10 @@ from kvshm.ids import (
     LeaseBit,
     Rank,
 )
-from kvshm.replica.index import Replica
-from kvshm.replica.index_check import violations
-from kvshm.replica.index_reader import LARGEST_INDEX, ReplicaReader
-from kvshm.shm.layout import (
+from kvshm._replica.index import Replica
+from kvshm._replica.index_check import violations
+from kvshm._replica.index_reader import LARGEST_INDEX, ReplicaReader
+from kvshm._shm.layout import (
     EPOCH_OFFSET,
     INDEX_HEADER_BYTES,
     LIFE_OFFSET,
@@ -40,8 +40,8 @@ from kvshm.shm.layout import (
     RowState,
     pack_records,
 )
-from kvshm.shm.own_slot_table import TableSpec
-from kvshm.shm.segment import Segment
+from kvshm._shm.own_slot_table import TableSpec
+from kvshm._shm.segment import Segment
 from kvshm.tools.check import check_once
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, build_report

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from kvshm._ground.ids import BlockId, Epoch
 from kvshm.errors import TransportError
-from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor
 
 

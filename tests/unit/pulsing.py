@@ -12,7 +12,7 @@ from .served import AnyTable
 
 SCRIPT = """
 import sys
-from kvshm.shm.own_slot_table import RankSlotTable
+from kvshm._shm.own_slot_table import RankSlotTable
 table = RankSlotTable.from_fd("its table", int(sys.argv[1]))
 table.begin_pulse(int(sys.argv[2]) if sys.argv[2] else None)
 """

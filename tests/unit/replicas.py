@@ -6,11 +6,11 @@ import hashlib
 import struct
 from collections.abc import Iterable
 
-from kvshm.ids import BlockHash, BlockId, Epoch, Generation
-from kvshm.replica.index import Replica
-from kvshm.replica.index_check import violations
-from kvshm.replica.index_reader import ReplicaReader
-from kvshm.shm.layout import (
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation
+from kvshm._replica.index import Replica
+from kvshm._replica.index_check import violations
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.layout import (
     TOMBSTONE_BYTES,
     BlockRecord,
     RecordKind,

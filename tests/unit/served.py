@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvshm._ground.ids import Epoch, Fingerprint
+from kvshm._ground.rundir import engine_socket, tables_socket
+from kvshm._node.handout import Handouts, HandoutServer, Request, TableType, serve_epoch
+from kvshm._replica.index import Replica
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
+from kvshm._shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
 from kvshm.errors import SegmentNotFound
-from kvshm.ids import Epoch, Fingerprint
-from kvshm.node.handout import Handouts, HandoutServer, Request, TableType, serve_epoch
-from kvshm.replica.index import Replica
-from kvshm.replica.index_reader import ReplicaReader
-from kvshm.rundir import engine_socket, tables_socket
-from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
-from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
 
 
 class AnyTable(OwnSlotTable, RankSlotTable, PeerSlotTable, RosterSlotTable):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.shm.available_memory import available_bytes, check_available, reserve
+from kvshm._shm.available_memory import available_bytes, check_available, reserve
 
 MIB = 1 << 20
 MACHINE = 100 * MIB + 7 * MIB  # MemAvailable and SwapFree
@@ -182,9 +182,9 @@ import os, sys
 with open(sys.argv[1], "w") as procs:
     procs.write(str(os.getpid()))
 from kvshm.errors import KvshmError
-from kvshm.replica.index import Replica
-from kvshm.shm.layout import BlockRecord, pack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
+from kvshm._replica.index import Replica
+from kvshm._shm.layout import BlockRecord, pack_records
+from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.transport.memory import KVMemory
 replica = Replica.create("limited", "e", 5, 1 << 10)
 spec = TableSpec("limited", "e", 4_000_000, 16, 1, bytes(32))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from kvshm.coordinator.broadcasts import BroadcastQueue
-from kvshm.node.protocol import (
+from kvshm._ground.timing import TIMING
+from kvshm._node.protocol import (
     MAX_EVENTS_BYTES,
     AnyBroadcast,
     EngineEvents,
     EngineGone,
     open_broadcast,
 )
-from kvshm.timing import TIMING
+from kvshm.coordinator.broadcasts import BroadcastQueue
 
 TOPIC, OTHER = b"f" * 32, b"g" * 32
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvshm.ids import BlockHash, Generation
-from kvshm.shm.layout import SlotState
-from kvshm.shm.slot_table import Slot
+from kvshm._ground.ids import BlockHash, Generation
+from kvshm._shm.layout import SlotState
+from kvshm._shm.slot_table import Slot
 from kvshm.tools.chains import find_chains, tag_of
 
 

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from kvshm import _native
-from kvshm.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit, Rank
-from kvshm.replica.index import Replica
-from kvshm.shm.layout import (
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit, Rank
+from kvshm._replica.index import Replica
+from kvshm._shm.layout import (
     COUNT_OFFSET,
     ENTRY_BYTES,
     EPOCH_OFFSET,
@@ -29,7 +29,7 @@ from kvshm.shm.layout import (
     BlockRecord,
     pack_records,
 )
-from kvshm.shm.segment import Segment
+from kvshm._shm.segment import Segment
 from kvshm.tools import dump_index
 from kvshm.tools.check import check, check_once
 

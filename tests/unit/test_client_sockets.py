@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from kvshm import _native
-from kvshm.node.coordinator_client import CoordinatorClient
-from kvshm.node.coordinator_session import CoordinatorSession
-from kvshm.node.event_order import MAX_KEPT_BYTES
-from kvshm.node.protocol import (
+from kvshm._ground.timing import TIMING, Timing
+from kvshm._node.coordinator_client import CoordinatorClient
+from kvshm._node.coordinator_session import CoordinatorSession
+from kvshm._node.event_order import MAX_KEPT_BYTES
+from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     EngineEvents,
     EngineSuspected,
@@ -21,8 +22,7 @@ from kvshm.node.protocol import (
     broadcast_frame,
     encode,
 )
-from kvshm.node.updates import EventBatches, Update
-from kvshm.timing import TIMING, Timing
+from kvshm._node.updates import EventBatches, Update
 
 from .exporters import Clock
 from .few_descriptors import descriptors

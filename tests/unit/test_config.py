@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from kvshm._ground.roles import Role
 from kvshm.config import (
     SETTINGS,
     SOCKET_NAME_BYTES,
@@ -16,7 +17,6 @@ from kvshm.config import (
     list_settings,
 )
 from kvshm.errors import ConfigError
-from kvshm.roles import Role
 
 BAD = {
     "KVSHM_ENABLE": ["y", "2", "01", " 1"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kvshm._ground.timing import TIMING
+from kvshm._node.protocol import PROTOCOL_VERSION, ForeignEngine, ForeignJoin, Join, Leave, Refused
 from kvshm.coordinator.actions import (
     BadMessage,
     CheckResult,
@@ -15,8 +17,6 @@ from kvshm.coordinator.actions import (
 from kvshm.coordinator.joining import MAX_OF_PROCESS, MAX_TABLES_OF_PROCESS
 from kvshm.coordinator.roster import MAX_ENDED
 from kvshm.coordinator.state import decide
-from kvshm.node.protocol import PROTOCOL_VERSION, ForeignEngine, ForeignJoin, Join, Leave, Refused
-from kvshm.timing import TIMING
 
 from .coordinators import engine, join, new_state, only, say, sender_of
 

@@ -4,6 +4,17 @@ from __future__ import annotations
 
 import logging
 
+from kvshm._ground.timing import TIMING
+from kvshm._node.protocol import (
+    EngineGone,
+    EngineInfo,
+    EngineRecovered,
+    EngineSuspected,
+    Heartbeat,
+    Leave,
+    Tick,
+)
+from kvshm._shm.layout import NUM_LEASE_BITS
 from kvshm.coordinator.actions import (
     Action,
     ClockTick,
@@ -19,17 +30,6 @@ from kvshm.coordinator.actions import (
 )
 from kvshm.coordinator.roster import State
 from kvshm.coordinator.state import decide
-from kvshm.node.protocol import (
-    EngineGone,
-    EngineInfo,
-    EngineRecovered,
-    EngineSuspected,
-    Heartbeat,
-    Leave,
-    Tick,
-)
-from kvshm.shm.layout import NUM_LEASE_BITS
-from kvshm.timing import TIMING
 
 from .coordinators import (
     engine,

@@ -15,6 +15,9 @@ from hypothesis.stateful import (
     rule,
 )
 
+from kvshm._ground.timing import TIMING
+from kvshm._node.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Tick
+from kvshm._shm.layout import NUM_LEASE_BITS
 from kvshm.coordinator.actions import (
     Action,
     CheckResult,
@@ -29,9 +32,6 @@ from kvshm.coordinator.actions import (
     TableUnused,
 )
 from kvshm.coordinator.state import decide
-from kvshm.node.protocol import PROTOCOL_VERSION, EngineInfo, Join, Joined, Leave, Tick
-from kvshm.shm.layout import NUM_LEASE_BITS
-from kvshm.timing import TIMING
 
 from .coordinators import UID, engine, new_state
 

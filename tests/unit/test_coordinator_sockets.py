@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvshm._ground.rundir import closed_socket
+from kvshm._node.protocol import MAX_RECEIVED_BYTES
 from kvshm.coordinator.sockets import MAX_SUBSCRIPTION_BYTES, Sockets
 from kvshm.errors import KvshmError, RunDirectoryError
-from kvshm.node.protocol import MAX_RECEIVED_BYTES
-from kvshm.rundir import closed_socket
 
 NAMES = ("commands", "events")
 

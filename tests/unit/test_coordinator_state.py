@@ -7,6 +7,24 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvshm._node.protocol import (
+    PROTOCOL_VERSION,
+    Command,
+    EngineEvents,
+    EngineJoined,
+    Events,
+    ForeignEngine,
+    ForeignJoin,
+    Heartbeat,
+    IncompatibleEngine,
+    Join,
+    Joined,
+    JoinFirst,
+    Leave,
+    Refused,
+    Tick,
+)
+from kvshm._shm.layout import MAX_BLOCKS
 from kvshm.coordinator.actions import (
     BadMessage,
     CheckResult,
@@ -24,24 +42,6 @@ from kvshm.coordinator.actions import (
 )
 from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS
 from kvshm.coordinator.state import decide
-from kvshm.node.protocol import (
-    PROTOCOL_VERSION,
-    Command,
-    EngineEvents,
-    EngineJoined,
-    Events,
-    ForeignEngine,
-    ForeignJoin,
-    Heartbeat,
-    IncompatibleEngine,
-    Join,
-    Joined,
-    JoinFirst,
-    Leave,
-    Refused,
-    Tick,
-)
-from kvshm.shm.layout import MAX_BLOCKS
 from kvshm.version import __version__
 
 from .coordinators import (

@@ -15,6 +15,11 @@ from typing import Any
 
 import pytest
 
+from kvshm._ground.rundir import command_endpoint, event_endpoint
+from kvshm._ground.timing import TIMING, Timing
+from kvshm._node.handout import Request
+from kvshm._node.protocol import PROTOCOL_VERSION, Join
+from kvshm._shm.segment import TABLE_KIND
 from kvshm.coordinator.actions import (
     BadMessage,
     CheckResult,
@@ -29,11 +34,6 @@ from kvshm.coordinator.actions import (
 from kvshm.coordinator.actions import ClockTick as Passed
 from kvshm.coordinator.server import Server
 from kvshm.coordinator.tables import Tables
-from kvshm.node.handout import Request
-from kvshm.node.protocol import PROTOCOL_VERSION, Join
-from kvshm.rundir import command_endpoint, event_endpoint
-from kvshm.shm.segment import TABLE_KIND
-from kvshm.timing import TIMING, Timing
 
 from .coordinators import engine, new_state, sender_of
 from .exporters import Clock
@@ -55,7 +55,7 @@ MUTE = ENGINE.replace("engine.table.begin_pulse(None)\n", "")
 WORKER = f"""
 import sys
 from pathlib import Path
-from kvshm.node.handout import Handouts
+from kvshm._node.handout import Handouts
 table = Handouts(Path(sys.argv[1]), sys.argv[2]).rank_table({EPOCH})
 table.begin_pulse(int(sys.argv[3]))
 print("has the table", flush=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvshm import _native
+from kvshm._ground.ids import Epoch
 from kvshm.errors import TransportError
-from kvshm.ids import Epoch
 from kvshm.interfaces import CopyState, Region
 from kvshm.transport import copier as copier_module
 from kvshm.transport.copier import BlockCopy, Copier, CopyPlan

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshm.engine.costs import (
+from kvshm._engine.costs import (
     REFUSALS_PER_TRIAL,
     UNMEASURED_TOKENS,
     WARM_UP_STEPS,

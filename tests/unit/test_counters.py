@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm.ids import Epoch, Fingerprint
-from kvshm.shm import counters
-from kvshm.shm.counters import PUBLISHED, REGISTRY, Counter
-from kvshm.shm.layout import NUM_COUNTERS
-from kvshm.shm.own_slot_table import TableSpec
-from kvshm.shm.slot_table import SlotTableView
+from kvshm._ground.ids import Epoch, Fingerprint
+from kvshm._shm import counters
+from kvshm._shm.counters import PUBLISHED, REGISTRY, Counter
+from kvshm._shm.layout import NUM_COUNTERS
+from kvshm._shm.own_slot_table import TableSpec
+from kvshm._shm.slot_table import SlotTableView
 
 from .served import AnyTable, again
 
@@ -84,8 +84,8 @@ def test_only_known_counters_count_and_only_upwards(table: AnyTable) -> None:
 
 ADD = """
 import sys
-from kvshm.shm.counters import PUBLISHED
-from kvshm.shm.own_slot_table import RankSlotTable
+from kvshm._shm.counters import PUBLISHED
+from kvshm._shm.own_slot_table import RankSlotTable
 table = RankSlotTable.from_fd("table", int(sys.argv[1]))
 for _ in range(20_000):
     table.counters.add(PUBLISHED)

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvshm._ground.ids import BlockId, Epoch
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState, MemoryDescriptor
 from kvshm.transport.cuda import checksum
 from kvshm.transport.cuda.driver import CudaError, Route

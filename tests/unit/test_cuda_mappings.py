@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvshm._ground.ids import BlockId, Epoch
+from kvshm._shm.fd_server import FdServer
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import CopyState
-from kvshm.shm.fd_server import FdServer
 from kvshm.transport.cuda import vmm
 
 from .cuda_ranks import (

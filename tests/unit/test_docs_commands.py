@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from kvshm import syncpoints, timing
+from kvshm._ground import syncpoints, timing
 from kvshm.config import SETTINGS
 
 from .pages import PAGES, ROOT, every_page, options, spans

@@ -10,11 +10,11 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvshm.ids import Epoch, Fingerprint
-from kvshm.node.handout import FETCH_SECONDS
-from kvshm.shm.layout import VERSION_OFFSET
-from kvshm.shm.own_slot_table import TableSpec
-from kvshm.shm.segment import Segment
+from kvshm._ground.ids import Epoch, Fingerprint
+from kvshm._node.handout import FETCH_SECONDS
+from kvshm._shm.layout import VERSION_OFFSET
+from kvshm._shm.own_slot_table import TableSpec
+from kvshm._shm.segment import Segment
 
 from .dumps import coordinator_of, engine, handing_out, put, silent_engine
 from .served import AnyTable

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvshm.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
-from kvshm.shm.counters import (
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, LeaseBit
+from kvshm._shm.counters import (
     BYTES_COPIED,
     IMPORTED_TOKENS,
     LOADS_FAILED,
@@ -19,7 +19,7 @@ from kvshm.shm.counters import (
     LOOKUP_HITS,
     LOOKUPS,
 )
-from kvshm.shm.layout import BlockRecord, pack_records
+from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.tools import dump_index
 from kvshm.tools.render import render
 from kvshm.tools.report import Filters, build_report

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 from msgspec import Raw
 
-from kvshm.node.event_order import MAX_KEPT_BYTES, EventOrder, Verdict
-from kvshm.node.protocol import (
+from kvshm._node.event_order import MAX_KEPT_BYTES, EventOrder, Verdict
+from kvshm._node.protocol import (
     PROTOCOL_VERSION,
     AnyBroadcast,
     EngineEvents,
@@ -23,7 +23,7 @@ from kvshm.node.protocol import (
     Joined,
     Tick,
 )
-from kvshm.node.updates import EventBatches, EventsLost
+from kvshm._node.updates import EventBatches, EventsLost
 
 from ..told import all_told
 

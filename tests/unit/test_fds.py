@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.errors import TransportError
-from kvshm.shm.fd_server import MAX_CLIENTS, FdServer
-from kvshm.shm.fds import (
+from kvshm._shm.fd_server import MAX_CLIENTS, FdServer
+from kvshm._shm.fds import (
     MAX_FDS,
     MAX_REPLY_BYTES,
     close_all,
@@ -24,6 +23,7 @@ from kvshm.shm.fds import (
     fetch_keep_open,
     peer_has_closed,
 )
+from kvshm.errors import TransportError
 
 from ..waiting import PATIENCE, listens, until
 
@@ -222,7 +222,7 @@ def test_a_forked_child_serves_nothing_and_removes_nothing(path, memory):
     """The parent dies by SIGKILL while its forked child lives on: the socket is dead."""
     script = """
 import os, signal, sys
-from kvshm.shm.fd_server import FdServer
+from kvshm._shm.fd_server import FdServer
 server = FdServer(sys.argv[1], lambda request: (b"alive", []))
 if os.fork() == 0:
     server.close()
@@ -294,7 +294,7 @@ def test_the_end_of_an_open_connection_tells_of_the_owners(path, serve, memory):
 
 def test_open_connections_do_not_crowd_out_those_that_ask(path, serve, memory, monkeypatch):
     """Nor each other: the oldest is ended, and its peer may ask again."""
-    monkeypatch.setattr("kvshm.shm.fd_server.MAX_KEPT", 3)
+    monkeypatch.setattr("kvshm._shm.fd_server.MAX_KEPT", 3)
     server = serve()
     kept = [fetch_keep_open(path, b"x", PATIENCE)[2] for _ in range(4)]
     until(lambda: peer_has_closed(kept[0]))
@@ -311,7 +311,7 @@ def test_a_forked_child_holds_no_connection_open(path):
     """The parent dies by SIGKILL while its forked child lives on: whoever reads from it knows."""
     code = f"""
 import os, signal
-from kvshm.shm.fd_server import FdServer
+from kvshm._shm.fd_server import FdServer
 server = FdServer({path!r}, lambda request: (b"alive", []))
 print("listening", flush=True)
 input()
@@ -336,7 +336,7 @@ signal.pause()
 
 def test_a_socket_that_was_removed_is_made_again(path, serve, monkeypatch):
     """A cleaning script has no other effect; who was answered before stays connected."""
-    monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 0.05)
+    monkeypatch.setattr("kvshm._shm.fd_server.CHECK_SECONDS", 0.05)
     server = serve()
     connection = fetch_keep_open(path, b"x", PATIENCE)[2]
     os.unlink(path)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import fetch
+from kvshm._shm.fd_server import FdServer
+from kvshm._shm.fds import fetch
 
 from ..waiting import PATIENCE, listens, until
 
@@ -22,7 +22,7 @@ REPLACEMENTS = {
 
 @pytest.mark.parametrize("kind", REPLACEMENTS)
 def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind):
-    monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 0.05)
+    monkeypatch.setattr("kvshm._shm.fd_server.CHECK_SECONDS", 0.05)
     serve()
     REPLACEMENTS[kind](f"{path}.other")
     os.replace(f"{path}.other", path)
@@ -31,14 +31,14 @@ def test_a_socket_that_was_replaced_is_made_again(path, serve, monkeypatch, kind
 
 
 def test_a_directory_in_place_of_a_socket_is_told_once(path, serve, monkeypatch, caplog):
-    monkeypatch.setattr("kvshm.shm.fd_server.RateLimit.allows", lambda self, text: True)
+    monkeypatch.setattr("kvshm._shm.fd_server.RateLimit.allows", lambda self, text: True)
     looks = []
     monkeypatch.setattr(FdServer, "_select_timeout", lambda self: looks.append(1) or 0.02)
-    monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 3600.0)
+    monkeypatch.setattr("kvshm._shm.fd_server.CHECK_SECONDS", 3600.0)
     server = serve()
     os.unlink(path)
     os.mkdir(path)  # in two steps: the server must not look in between
-    monkeypatch.setattr("kvshm.shm.fd_server.CHECK_SECONDS", 0.02)
+    monkeypatch.setattr("kvshm._shm.fd_server.CHECK_SECONDS", 0.02)
     server._next_check = 0.0
     looks.clear()  # what it did before does not count
     until(lambda: len(looks) > 5)

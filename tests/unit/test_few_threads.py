@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from kvshm import _native
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.epoch_state import EngineSpec
+from kvshm._ground.ids import Rank
+from kvshm._ground.timing import TIMING
+from kvshm._node.coordinator_client import CoordinatorClient
+from kvshm._node.handout import Handouts
+from kvshm._node.protocol import RankInfo
+from kvshm._rank.rank_cache import RankCache
+from kvshm._shm.fd_server import FdServer
 from kvshm.config import Config
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.epoch_state import EngineSpec
 from kvshm.errors import KvshmError, TransportError
-from kvshm.ids import Rank
 from kvshm.interfaces import CopyState, MemoryDescriptor
-from kvshm.node.coordinator_client import CoordinatorClient
-from kvshm.node.handout import Handouts
-from kvshm.node.protocol import RankInfo
-from kvshm.rank.rank_cache import RankCache
-from kvshm.shm.fd_server import FdServer
-from kvshm.timing import TIMING
 from kvshm.transport.copier import Copier, CopyPlan
 
 from ..waiting import until

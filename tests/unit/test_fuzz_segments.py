@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from kvshm._ground.ids import Epoch, Fingerprint, LeaseBit
+from kvshm._replica.index import Replica
+from kvshm._shm.layout import ENTRY_BYTES, INDEX_HEADER_BYTES, NUM_BLOCKS_OFFSET
+from kvshm._shm.own_slot_table import TableSpec
 from kvshm.errors import CorruptSegment
-from kvshm.ids import Epoch, Fingerprint, LeaseBit
-from kvshm.replica.index import Replica
-from kvshm.shm.layout import ENTRY_BYTES, INDEX_HEADER_BYTES, NUM_BLOCKS_OFFSET
-from kvshm.shm.own_slot_table import TableSpec
 
 from .replicas import found, packed
 from .served import AnyTable

@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from kvshm import _native
-from kvshm.engine.marks import Marks, Run, blocks_of
-from kvshm.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
-from kvshm.node.peers import QUARANTINE_FAILURES, Peers
-from kvshm.replica.index import ApplyResult, Replica
-from kvshm.replica.index_layout import tag_in_group
-from kvshm.shm.counters import MISS_NO_OWNER, MISS_QUARANTINED
-from kvshm.shm.layout import (
+from kvshm._engine.marks import Marks, Run, blocks_of
+from kvshm._ground.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm._ground.timing import TIMING
+from kvshm._node.peers import QUARANTINE_FAILURES, Peers
+from kvshm._replica.index import ApplyResult, Replica
+from kvshm._replica.index_layout import tag_in_group
+from kvshm._shm.counters import MISS_NO_OWNER, MISS_QUARANTINED
+from kvshm._shm.layout import (
     BlockRecord,
     RecordKind,
     SlotState,
     pack_records,
     unpack_records,
 )
-from kvshm.shm.own_slot_table import TableSpec
-from kvshm.timing import TIMING
+from kvshm._shm.own_slot_table import TableSpec
 from kvshm.tools.check import check_once
 
 from .dumps import Node, chain_of, hash_of

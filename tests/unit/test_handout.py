@@ -1,4 +1,4 @@
-"""kvshm.node.handout: who gets which segment, to do what with it, and what odd servers bring."""
+"""kvshm._node.handout: who gets which segment, to do what with it, and what odd servers bring."""
 
 from __future__ import annotations
 
@@ -19,6 +19,19 @@ import msgspec
 import pytest
 
 from kvshm import _native
+from kvshm._ground.ids import Epoch, LeaseBit
+from kvshm._ground.rundir import engine_socket, tables_socket
+from kvshm._node.handout import (
+    Handouts,
+    HandoutServer,
+    Reply,
+    ask,
+    encode_request,
+    serve_epoch,
+)
+from kvshm._shm.fds import fetch_keep_open, peer_has_closed
+from kvshm._shm.layout import RETIRED_OFFSET, table_bytes
+from kvshm._shm.segment import INDEX_KIND, TABLE_KIND
 from kvshm.errors import (
     CorruptSegment,
     ProtocolError,
@@ -27,19 +40,6 @@ from kvshm.errors import (
     SegmentTooSmall,
     TransportError,
 )
-from kvshm.ids import Epoch, LeaseBit
-from kvshm.node.handout import (
-    Handouts,
-    HandoutServer,
-    Reply,
-    ask,
-    encode_request,
-    serve_epoch,
-)
-from kvshm.rundir import engine_socket, tables_socket
-from kvshm.shm.fds import fetch_keep_open, peer_has_closed
-from kvshm.shm.layout import RETIRED_OFFSET, table_bytes
-from kvshm.shm.segment import INDEX_KIND, TABLE_KIND
 
 from ..waiting import until
 from .few_descriptors import descriptors
@@ -289,8 +289,8 @@ def test_who_stands_still_costs_the_timeout(served: ServedNode) -> None:
 STAYS = """
 import sys
 from pathlib import Path
-from kvshm.shm.fds import fetch_keep_open, peer_has_closed
-from kvshm.node.handout import encode_request
+from kvshm._shm.fds import fetch_keep_open, peer_has_closed
+from kvshm._node.handout import encode_request
 request = encode_request("slots", int(sys.argv[2]), False)
 _, _, connection = fetch_keep_open(Path(sys.argv[1]), request, 60)
 print(flush=True)

@@ -1,12 +1,11 @@
-"""kvshm.replica.index: rows, and events and scans in any order."""
+"""kvshm._replica.index: rows, and events and scans in any order."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvshm.errors import IndexFull
-from kvshm.replica.index import ApplyResult, Replica
-from kvshm.shm.layout import (
+from kvshm._replica.index import ApplyResult, Replica
+from kvshm._shm.layout import (
     ENTRY_BYTES,
     INDEX_HEADER_BYTES,
     NUM_ROWS,
@@ -17,6 +16,7 @@ from kvshm.shm.layout import (
     pack_records,
     unpack_records,
 )
+from kvshm.errors import IndexFull
 
 from .replicas import HASHES, RETRACT, found, packed, record
 

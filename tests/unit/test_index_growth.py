@@ -1,4 +1,4 @@
-"""kvshm.replica.index: growth, refusal, readers beside it, and what is not trusted."""
+"""kvshm._replica.index: growth, refusal, readers beside it, and what is not trusted."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 from kvshm import _native
+from kvshm._replica.index import ApplyResult, Replica
+from kvshm._replica.index_check import violations
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm import segment as segments
+from kvshm._shm.layout import (
+    CAPACITY_OFFSET,
+    ENTRY_BYTES,
+    INDEX_HEADER_BYTES,
+    INDEX_MAGIC,
+    RowState,
+)
+from kvshm._shm.segment import Header
 from kvshm.errors import CorruptSegment, SegmentError, SegmentTooSmall
-from kvshm.replica.index import ApplyResult, Replica
-from kvshm.replica.index_check import violations
-from kvshm.replica.index_reader import ReplicaReader
-from kvshm.shm import segment as segments
-from kvshm.shm.layout import CAPACITY_OFFSET, ENTRY_BYTES, INDEX_HEADER_BYTES, INDEX_MAGIC, RowState
-from kvshm.shm.segment import Header
 
 from .replicas import HASHES, OWN_EPOCH, RETRACT, found, packed, wrong_in
 from .served import read_again

@@ -16,9 +16,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvshm._replica.index import Replica
+from kvshm._shm.layout import BlockRecord, RecordKind, RowState, pack_records, unpack_records
 from kvshm.errors import SegmentTooSmall
-from kvshm.replica.index import Replica
-from kvshm.shm.layout import BlockRecord, RecordKind, RowState, pack_records, unpack_records
 
 from .replicas import published_blocks, wrong_in
 from .served import read_again

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.shm import layout as records
+from kvshm._shm import layout as records
 
 TREE = Path(__file__).parents[2]
 PAGE = TREE / "docs" / "layout.md"
@@ -56,7 +56,7 @@ def test_a_changed_number_reaches_page_and_header(tmp_path: Path) -> None:
     """The native module of the copy was built with the old number and refuses to load."""
     for folder in ("kvshm", "docs"):
         shutil.copytree(TREE / folder, tmp_path / folder)
-    module = tmp_path / "kvshm/shm/layout.py"
+    module = tmp_path / "kvshm/_shm/layout.py"
     changed, places = re.subn(r"(?m)^NUM_TICKETS = \d+$", "NUM_TICKETS = 77", module.read_text())
     assert places == 1
     module.write_text(changed)

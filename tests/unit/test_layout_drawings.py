@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import pytest
 
-from kvshm.ids import HASH_BYTES
-from kvshm.replica.index_layout import ENTRY_STRUCT, ROW_STRUCT, Row
-from kvshm.shm import error_log, layout, segment, slot_table, table_header
-from kvshm.shm.layout import BlockRecord
-from kvshm.shm.slot_table import Slot
+from kvshm._ground.ids import HASH_BYTES
+from kvshm._replica.index_layout import ENTRY_STRUCT, ROW_STRUCT, Row
+from kvshm._shm import error_log, layout, segment, slot_table, table_header
+from kvshm._shm.layout import BlockRecord
+from kvshm._shm.slot_table import Slot
 
 PAGE = (Path(__file__).parents[2] / "docs" / "layout.md").read_text("utf-8")
 DRAWN = layout.__doc__ or ""

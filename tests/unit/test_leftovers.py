@@ -1,4 +1,4 @@
-"""kvshm.node.leftovers: what clearing up removes, what it leaves to the living, and odd entries."""
+"""kvshm._node.leftovers: what clearing up removes and leaves to the living, and odd entries."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.errors import RunDirectoryError
-from kvshm.node.leftovers import clear, left_by_engines
-from kvshm.node.locks import take_lock
-from kvshm.rundir import (
+from kvshm._ground.rundir import (
     MAX_FOUND,
     command_endpoint,
     engine_socket,
@@ -23,7 +20,10 @@ from kvshm.rundir import (
     rank_socket,
     tables_socket,
 )
-from kvshm.shm.fds import is_served
+from kvshm._node.leftovers import clear, left_by_engines
+from kvshm._node.locks import take_lock
+from kvshm._shm.fds import is_served
+from kvshm.errors import RunDirectoryError
 
 from .served import ServedNode
 

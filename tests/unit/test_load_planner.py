@@ -10,12 +10,11 @@ from typing import cast
 
 import pytest
 
-from kvshm.config import Config
-from kvshm.engine.cache import SharedCache
-from kvshm.engine.costs import REFUSALS_PER_TRIAL, UNMEASURED_TOKENS
-from kvshm.engine.epoch_state import EngineSpec
-from kvshm.engine.groups import Group, Groups, Part
-from kvshm.engine.load_plan import (
+from kvshm._engine.cache import SharedCache
+from kvshm._engine.costs import REFUSALS_PER_TRIAL, UNMEASURED_TOKENS
+from kvshm._engine.epoch_state import EngineSpec
+from kvshm._engine.groups import Group, Groups, Part
+from kvshm._engine.load_plan import (
     NO_TICKET,
     Load,
     LoadFailure,
@@ -24,13 +23,12 @@ from kvshm.engine.load_plan import (
     PieceFailure,
     Plan,
 )
-from kvshm.engine.load_planner import PLAN_SECONDS, LoadResult
-from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, Generation, Rank, block_hash
-from kvshm.interfaces import Region
-from kvshm.node.peer import Peer, PlannedRun
-from kvshm.node.protocol import RankInfo
-from kvshm.roles import Decision
-from kvshm.shm.counters import (
+from kvshm._engine.load_planner import PLAN_SECONDS, LoadResult
+from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Generation, Rank, block_hash
+from kvshm._ground.roles import Decision
+from kvshm._node.peer import Peer, PlannedRun
+from kvshm._node.protocol import RankInfo
+from kvshm._shm.counters import (
     COMPUTING_US,
     IMPORTED_BLOCKS,
     MEASURED_US,
@@ -39,7 +37,9 @@ from kvshm.shm.counters import (
     MISS_TOO_SHORT,
     TRIED,
 )
-from kvshm.shm.layout import BlockRecord, pack_records
+from kvshm._shm.layout import BlockRecord, pack_records
+from kvshm.config import Config
+from kvshm.interfaces import Region
 
 from .exporters import HASHES, Exporter
 from .played_transport import memory_of

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.log import engine_name, logger
+from kvshm._ground.log import engine_name, logger
 
 from .coordinators import engine
 
@@ -21,7 +21,7 @@ def heard(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_each_line_begins_with_kvshm(caplog: pytest.LogCaptureFixture) -> None:
-    log = logger("kvshm.node.peers")
+    log = logger("kvshm._node.peers")
     log.info("%d engines", 2)
     log.warning("full")
     log.debug("not shown")
@@ -30,7 +30,7 @@ def test_each_line_begins_with_kvshm(caplog: pytest.LogCaptureFixture) -> None:
     except ValueError:
         log.exception("failed: %s", "why")
     assert caplog.messages == ["kvshm: 2 engines", "kvshm: full", "kvshm: failed: why"]
-    assert {record.name for record in caplog.records} == {"vllm.kvshm.node.peers"}
+    assert {record.name for record in caplog.records} == {"vllm.kvshm._node.peers"}
     assert {record.filename for record in caplog.records} == {"test_log.py"}
     assert "ValueError: no" in caplog.text
 
@@ -47,8 +47,8 @@ def test_every_logger_of_the_product_is_one_of_these() -> None:
     made = {
         path.relative_to(ROOT).as_posix()
         for folder in ("kvshm", "coordinator", "transport", "hooks", "tools")
-        for path in (ROOT / folder).glob("*.py")
+        for path in (ROOT / folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr == "getLogger"
     }
-    assert made == {"kvshm/log.py", "coordinator/logfmt.py"}
+    assert made == {"kvshm/_ground/log.py", "coordinator/logfmt.py"}

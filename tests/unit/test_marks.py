@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvshm.engine.marks import Marks, blocks_of, touching
-from kvshm.ids import BlockId, Epoch, Fingerprint
-from kvshm.shm.layout import SlotState, unpack_records
-from kvshm.shm.own_slot_table import TableSpec
+from kvshm._engine.marks import Marks, blocks_of, touching
+from kvshm._ground.ids import BlockId, Epoch, Fingerprint
+from kvshm._shm.layout import SlotState, unpack_records
+from kvshm._shm.own_slot_table import TableSpec
 
 from .served import AnyTable
 

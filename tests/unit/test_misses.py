@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.engine.epoch_state import EpochState
-from kvshm.engine.minute_report import PERIOD_SECONDS, REASONS, MinuteReport
-from kvshm.engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHandler
-from kvshm.fingerprint import FIELDS
-from kvshm.ids import Epoch, Fingerprint
-from kvshm.node import incompatible
-from kvshm.node.peer_list import PeerList
-from kvshm.node.peers import Peers
-from kvshm.node.protocol import IncompatibleEngine, IncompatibleJoined, Joined, Refused, Tick
-from kvshm.shm import counters as c
-from kvshm.shm.error_log import TEXT_BYTES
-from kvshm.shm.own_slot_table import TableSpec
+from kvshm._engine.epoch_state import EpochState
+from kvshm._engine.minute_report import PERIOD_SECONDS, REASONS, MinuteReport
+from kvshm._engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHandler
+from kvshm._ground.fingerprint import FIELDS
+from kvshm._ground.ids import Epoch, Fingerprint
+from kvshm._node import incompatible
+from kvshm._node.peer_list import PeerList
+from kvshm._node.peers import Peers
+from kvshm._node.protocol import IncompatibleEngine, IncompatibleJoined, Joined, Refused, Tick
+from kvshm._shm import counters as c
+from kvshm._shm.error_log import TEXT_BYTES
+from kvshm._shm.own_slot_table import TableSpec
 
 from .exporters import OWN_EPOCH, Clock
 from .served import AnyTable

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvshm.engine.roster_handler import RosterHandler
-from kvshm.node.coordinator_session import CoordinatorSession as Session
-from kvshm.node.protocol import EngineInfo, Join, Refused, decode_command, encode
-from kvshm.node.updates import Coordinator, Update
-from kvshm.rundir import command_endpoint, start_command
-from kvshm.timing import TIMING, Timing
+from kvshm._engine.roster_handler import RosterHandler
+from kvshm._ground.rundir import command_endpoint, start_command
+from kvshm._ground.timing import TIMING, Timing
+from kvshm._node.coordinator_session import CoordinatorSession as Session
+from kvshm._node.protocol import EngineInfo, Join, Refused, decode_command, encode
+from kvshm._node.updates import Coordinator, Update
 from kvshm.tools import dump_index
 from kvshm.tools.check import check
 

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvshm import _native
-from kvshm.errors import CorruptSegment
-from kvshm.ids import BlockHash, BlockId, Generation
-from kvshm.shm import layout as records
-from kvshm.shm.layout import (
+from kvshm._ground.ids import BlockHash, BlockId, Generation
+from kvshm._shm import layout as records
+from kvshm._shm.layout import (
     EPOCH_OFFSET,
     HEADER_BYTES_OFFSET,
     LAYOUT_VERSION,
@@ -32,6 +31,7 @@ from kvshm.shm.layout import (
     table_bytes,
     unpack_records,
 )
+from kvshm.errors import CorruptSegment
 
 EPOCH = 0x1234_5678_9ABC_DEF0
 BLOCKS = 8

@@ -13,9 +13,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvshm import _native
-from kvshm.errors import CorruptSegment
-from kvshm.ids import BlockHash, BlockId, Generation
-from kvshm.shm.layout import (
+from kvshm._ground.ids import BlockHash, BlockId, Generation
+from kvshm._shm.layout import (
     CAPACITY_OFFSET,
     COUNT_OFFSET,
     ENTRY_BYTES,
@@ -34,6 +33,7 @@ from kvshm.shm.layout import (
     pack_records,
     unpack_records,
 )
+from kvshm.errors import CorruptSegment
 
 BLOCKS = 16
 ALL_ROWS = 2**64 - 1

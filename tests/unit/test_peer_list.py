@@ -11,8 +11,8 @@ from typing import NoReturn
 import msgspec
 import pytest
 
-from kvshm.node import peer_list
-from kvshm.node.peer_list import MAX_BYTES, PeerList, PeerListReader
+from kvshm._node import peer_list
+from kvshm._node.peer_list import MAX_BYTES, PeerList, PeerListReader
 
 from ..waiting import until
 from .exporters import Make

@@ -1,4 +1,4 @@
-"""kvshm.node.peers: engines that join, send events, cannot be used and go."""
+"""kvshm._node.peers: engines that join, send events, cannot be used and go."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from kvshm.node.peers import Peers, PeersStats
-from kvshm.node.protocol import EngineInfo
-from kvshm.replica import index
-from kvshm.shm.counters import MISS_NO_OWNER
-from kvshm.shm.layout import (
+from kvshm._node.peers import Peers, PeersStats
+from kvshm._node.protocol import EngineInfo
+from kvshm._replica import index
+from kvshm._shm.counters import MISS_NO_OWNER
+from kvshm._shm.layout import (
     NUM_ROWS,
     BlockRecord,
     pack_records,
@@ -187,7 +187,7 @@ def test_a_table_that_cannot_be_opened_is_skipped_and_tried_again(
     assert (offered(peers, 1), offered(peers, 2)) == ([], [(2, 2, 0)])
     assert peers.stats().attached == 1
     [said] = [r for r in caplog.records if "left out" in r.message]
-    assert said.name == "vllm.kvshm.node.peers"
+    assert said.name == "vllm.kvshm._node.peers"
     assert "layout 99" in said.message
     mend_version(a)
     peers.joined(a.info)
@@ -299,7 +299,7 @@ def growing(peers: Peers, writer: Exporter, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def small(served: ServedNode, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
     """Peers whose replica has room for seven blocks."""
-    monkeypatch.setattr("kvshm.node.peers.INITIAL_CAPACITY", 8)
+    monkeypatch.setattr("kvshm._node.peers.INITIAL_CAPACITY", 8)
     peers = Peers(served.namespace, "me", OWN_EPOCH, served.handouts, clock=clock)
     yield peers
     peers.close()

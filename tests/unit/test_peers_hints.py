@@ -1,4 +1,4 @@
-"""kvshm.node.peers: hints that are stale, raced by scans, or of peers that fail."""
+"""kvshm._node.peers: hints that are stale, raced by scans, or of peers that fail."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvshm.node.peers import QUARANTINE_FAILURES, Peers, PeersStats
-from kvshm.node.protocol import EngineInfo
-from kvshm.replica.index import StaleRecords
-from kvshm.shm.counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED
-from kvshm.shm.slot_table import PeerSlotTable
-from kvshm.timing import TIMING
+from kvshm._ground.timing import TIMING
+from kvshm._node.peers import QUARANTINE_FAILURES, Peers, PeersStats
+from kvshm._node.protocol import EngineInfo
+from kvshm._replica.index import StaleRecords
+from kvshm._shm.counters import MISS_FINGERPRINT, MISS_NO_OWNER, MISS_NO_PEER, MISS_QUARANTINED
+from kvshm._shm.slot_table import PeerSlotTable
 
 from .exporters import HASHES, OWN_EPOCH, Clock, Make, offered
 from .pulsing import pulsing
@@ -36,7 +36,7 @@ class RacingTable(PeerSlotTable):
 
 @pytest.fixture
 def racing(served: ServedNode, monkeypatch: pytest.MonkeyPatch) -> Iterator[Peers]:
-    monkeypatch.setattr("kvshm.node.handout.PeerSlotTable", RacingTable)
+    monkeypatch.setattr("kvshm._node.handout.PeerSlotTable", RacingTable)
     peers = Peers(served.namespace, "racer", OWN_EPOCH, served.handouts)
     monkeypatch.setattr(RacingTable, "before", RacingTable.before)
     monkeypatch.setattr(RacingTable, "after", RacingTable.after)

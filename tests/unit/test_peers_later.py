@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from kvshm.node.peers import Peers, PeersStats
-from kvshm.replica import index
-from kvshm.shm.fd_server import FdServer
+from kvshm._node.peers import Peers, PeersStats
+from kvshm._replica import index
+from kvshm._shm.fd_server import FdServer
 
 from .exporters import Clock, Make, break_version, mend_version, offered
 from .few_descriptors import descriptors

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvshm.node.peers import Peers
+from kvshm._node.peers import Peers
 
 from .exporters import Make, offered
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from kvshm._shm.fd_server import FdServer
+from kvshm._shm.fds import close_all
 from kvshm.errors import TransportError
 from kvshm.interfaces import MemoryDescriptor, Region
-from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import close_all
 from kvshm.transport.memory import KVMemory
 from kvshm.transport.posix_shm import MemoryReply, PosixShmTransport
 

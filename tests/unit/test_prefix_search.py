@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvshm.engine.groups import Group, Groups, Part
-from kvshm.engine.prefix_search import PrefixSearch
-from kvshm.ids import BlockId, Generation, block_hash
-from kvshm.node.peer import PlannedRun
-from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
+from kvshm._engine.groups import Group, Groups, Part
+from kvshm._engine.prefix_search import PrefixSearch
+from kvshm._ground.ids import BlockId, Generation, block_hash
+from kvshm._node.peer import PlannedRun
+from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 
 from .exporters import HASHES
 from .served import AnyTable, ServedNode

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvshm.errors import ProtocolError, VersionMismatch
-from kvshm.interfaces import MAX_DETAILS_BYTES, MAX_REGIONS, MemoryDescriptor, Region
-from kvshm.node import protocol
-from kvshm.node.protocol import (
+from kvshm._node import protocol
+from kvshm._node.protocol import (
     MAX_COMMAND_BYTES,
     MAX_EVENTS_BYTES,
     MAX_JOIN_BYTES,
@@ -49,6 +47,8 @@ from kvshm.node.protocol import (
     encode,
     foreign_join,
 )
+from kvshm.errors import ProtocolError, VersionMismatch
+from kvshm.interfaces import MAX_DETAILS_BYTES, MAX_REGIONS, MemoryDescriptor, Region
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 

@@ -1,16 +1,16 @@
-"""kvshm.engine.publisher: what is waited for, what is taken back, and how both are counted."""
+"""kvshm._engine.publisher: what is waited for, what is taken back, and how both are counted."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from kvshm.engine.epoch_state import EpochState
-from kvshm.engine.marks import Marks
-from kvshm.engine.publisher import Publisher
-from kvshm.node.peers import Peers
-from kvshm.roles import Decision
-from kvshm.shm.counters import DRAINED, FORCED
-from kvshm.shm.layout import RecordKind, SlotState, unpack_records
+from kvshm._engine.epoch_state import EpochState
+from kvshm._engine.marks import Marks
+from kvshm._engine.publisher import Publisher
+from kvshm._ground.roles import Decision
+from kvshm._node.peers import Peers
+from kvshm._shm.counters import DRAINED, FORCED
+from kvshm._shm.layout import RecordKind, SlotState, unpack_records
 
 from .exporters import HASHES, NUM_BLOCKS, Make
 from .served import AnyTable

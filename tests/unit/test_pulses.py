@@ -19,11 +19,11 @@ from multiprocessing.synchronize import Event
 import pytest
 
 from kvshm import _native
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm._shm.layout import PULSES_OFFSET, BlockRecord, pack_records
+from kvshm._shm.own_slot_table import TableSpec
+from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import SegmentError
-from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
-from kvshm.shm.layout import PULSES_OFFSET, BlockRecord, pack_records
-from kvshm.shm.own_slot_table import TableSpec
-from kvshm.shm.slot_table import SlotTableView
 
 from ..waiting import until
 from .pulsing import WAIT, pulsing
@@ -305,7 +305,7 @@ def test_where_no_thread_can_be_started_there_is_a_sentence(table: AnyTable) -> 
     """In a process of its own: the limit is all its user's."""
     script = (
         "import os, resource, sys, threading\n"
-        "from kvshm.shm.own_slot_table import RankSlotTable\n"
+        "from kvshm._shm.own_slot_table import RankSlotTable\n"
         "from kvshm.errors import SegmentError\n"
         "table = RankSlotTable.from_fd('its table', int(sys.argv[1]))\n"
         "size = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"

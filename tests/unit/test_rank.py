@@ -1,4 +1,4 @@
-"""kvshm.rank.rank_cache: a rank whose peers hang, end or go wrong, and whose own epoch fails.
+"""kvshm._rank.rank_cache: a rank whose peers hang, end or go wrong, and whose own epoch fails.
 
 Slot tables are real; the transport does what a test tells it to.
 """
@@ -13,15 +13,15 @@ from itertools import count
 
 import pytest
 
-from kvshm.engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece
+from kvshm._engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece
+from kvshm._ground.ids import BlockId, Epoch, LeaseBit, Rank
+from kvshm._rank.attachments import FAILED_SECONDS, AttachmentCache
+from kvshm._rank.rank_cache import RankCache
+from kvshm._rank.rank_load import RankLoad
+from kvshm._shm.layout import TICKETS_OFFSET
+from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.ids import BlockId, Epoch, LeaseBit, Rank
 from kvshm.interfaces import CopyState
-from kvshm.rank.attachments import FAILED_SECONDS, AttachmentCache
-from kvshm.rank.rank_cache import RankCache
-from kvshm.rank.rank_load import RankLoad
-from kvshm.shm.layout import TICKETS_OFFSET
-from kvshm.shm.slot_table import PeerSlotTable
 
 from ..waiting import until
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make

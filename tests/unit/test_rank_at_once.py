@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvshm.engine.load_plan import LoadFailure
+from kvshm._engine.load_plan import LoadFailure
+from kvshm._ground.ids import Rank
+from kvshm._ground.syncpoints import SyncPoint
+from kvshm._rank.rank_cache import RankCache
+from kvshm._shm.counters import LOADS_TOO_LATE
+from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import CorruptSegment, MemoryInUse
-from kvshm.ids import Rank
 from kvshm.interfaces import CopyState
-from kvshm.rank.rank_cache import RankCache
-from kvshm.shm.counters import LOADS_TOO_LATE
-from kvshm.shm.slot_table import PeerSlotTable
-from kvshm.syncpoints import SyncPoint
 
 from ..waiting import until
 from .exporters import Clock, Make
@@ -60,7 +60,7 @@ def test_the_sync_points_of_a_load_are_reached_in_order(
 
     peer, ticket = attached(), own.take_ticket(1)
     assert ticket is not None
-    monkeypatch.setattr("kvshm.rank.rank_load.sync_point", note)
+    monkeypatch.setattr("kvshm._rank.rank_load.sync_point", note)
     cache.load_at_once([load_of(piece_of(peer, 2, b"\1"), ticket=ticket)], 1.0)
     assert reached == [
         (SyncPoint.COPY_BEGINS, 1 << BIT),

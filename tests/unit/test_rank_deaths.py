@@ -11,21 +11,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvshm.engine.load_plan import LoadFailure, LoadReport
-from kvshm.errors import TransportError
-from kvshm.ids import Rank
-from kvshm.interfaces import CopyState
-from kvshm.log import REPEAT_SECONDS, RateLimit
-from kvshm.node.peer_list import PeerList, PeerListReader
-from kvshm.node.protocol import EngineInfo, RankInfo
-from kvshm.rank.attachments import (
+from kvshm._engine.load_plan import LoadFailure, LoadReport
+from kvshm._ground.ids import Rank
+from kvshm._ground.log import REPEAT_SECONDS, RateLimit
+from kvshm._node.peer_list import PeerList, PeerListReader
+from kvshm._node.protocol import EngineInfo, RankInfo
+from kvshm._rank.attachments import (
     ATTACH_WAIT_SECONDS,
     FAILED_SECONDS,
     MAX_ATTACHING,
     MAX_TRIES,
     AttachmentCache,
 )
-from kvshm.rank.rank_load import RankLoad
+from kvshm._rank.rank_load import RankLoad
+from kvshm.errors import TransportError
+from kvshm.interfaces import CopyState
 
 from ..waiting import until
 from .exporters import FINGERPRINT, NUM_BLOCKS, Clock, Exporter, Make

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.node.handout import Handouts
-from kvshm.shm import own_slot_table, slot_table
+from kvshm._node.handout import Handouts
+from kvshm._shm import own_slot_table, slot_table
 
 ROOT = Path(__file__).parents[2]
 OWN, RANK, PEER, ROSTER, VIEW = (
@@ -64,11 +64,11 @@ GIVES = {
 
 
 HEAD = """
-from kvshm.ids import Epoch, LeaseBit, Rank
-from kvshm.node.handout import Handouts
-from kvshm.shm.counters import PUBLISHED
-from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
-from kvshm.shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
+from kvshm._ground.ids import Epoch, LeaseBit, Rank
+from kvshm._node.handout import Handouts
+from kvshm._shm.counters import PUBLISHED
+from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable, TableSpec
+from kvshm._shm.slot_table import PeerSlotTable, RosterSlotTable, SlotTableView
 spec: TableSpec
 handouts: Handouts
 """

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.errors import RunDirectoryError
-from kvshm.rundir import (
+from kvshm._ground.rundir import (
     MAX_FOUND,
     SOCKET_PATH_BYTES,
     choose_run_directory,
@@ -24,6 +23,7 @@ from kvshm.rundir import (
     rank_socket,
     require_room,
 )
+from kvshm.errors import RunDirectoryError
 
 
 def test_created_with_mode_0700_whatever_the_umask(tmp_path: Path) -> None:

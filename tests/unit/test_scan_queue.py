@@ -7,14 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvshm.engine.roster_handler import RosterHandler
-from kvshm.node.coordinator_session import CoordinatorSession
-from kvshm.node.event_order import EventOrder, Verdict
-from kvshm.node.peers import Peers
-from kvshm.node.protocol import PROTOCOL_VERSION, EngineEvents, Joined
-from kvshm.node.scan_queue import BURST_SCANS, ScanQueue
-from kvshm.shm.counters import RESYNCS
-from kvshm.timing import TIMING
+from kvshm._engine.roster_handler import RosterHandler
+from kvshm._ground.timing import TIMING
+from kvshm._node.coordinator_session import CoordinatorSession
+from kvshm._node.event_order import EventOrder, Verdict
+from kvshm._node.peers import Peers
+from kvshm._node.protocol import PROTOCOL_VERSION, EngineEvents, Joined
+from kvshm._node.scan_queue import BURST_SCANS, ScanQueue
+from kvshm._shm.counters import RESYNCS
 
 from .exporters import Clock, Exporter, Make, offered
 

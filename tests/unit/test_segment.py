@@ -1,4 +1,4 @@
-"""kvshm.shm.segment: sealed memory, who may do what with it, and what is not mapped."""
+"""kvshm._shm.segment: sealed memory, who may do what with it, and what is not mapped."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from kvshm._shm import segment as segments
+from kvshm._shm.layout import (
+    LAYOUT_VERSION,
+    PREFIX_BYTES,
+    SEGMENT_BYTES_OFFSET,
+    TABLE_MAGIC,
+    VERSION_OFFSET,
+)
+from kvshm._shm.segment import Header, Segment, SegmentName
 from kvshm.errors import (
     CorruptSegment,
     SegmentError,
@@ -21,15 +30,6 @@ from kvshm.errors import (
     SegmentTooSmall,
     VersionMismatch,
 )
-from kvshm.shm import segment as segments
-from kvshm.shm.layout import (
-    LAYOUT_VERSION,
-    PREFIX_BYTES,
-    SEGMENT_BYTES_OFFSET,
-    TABLE_MAGIC,
-    VERSION_OFFSET,
-)
-from kvshm.shm.segment import Header, Segment, SegmentName
 
 NBYTES = 16384
 EPOCH = 0xABCDEF0123456789

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvshm import syncpoints, timing
+from kvshm._ground import syncpoints, timing
+from kvshm._ground.fingerprint import FIELDS
 from kvshm.config import SETTINGS
-from kvshm.fingerprint import FIELDS
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "configuration.md").read_text("utf-8")

@@ -10,13 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvshm import _native
-from kvshm.errors import (
-    CorruptSegment,
-    SegmentError,
-    SegmentNotReady,
-    VersionMismatch,
-)
-from kvshm.ids import (
+from kvshm._ground.ids import (
     NO_LEASE_BIT,
     BlockHash,
     BlockId,
@@ -26,7 +20,7 @@ from kvshm.ids import (
     LeaseBit,
     Rank,
 )
-from kvshm.shm.layout import (
+from kvshm._shm.layout import (
     MODEL_NAME_BYTES,
     NUM_BLOCKS_OFFSET,
     NUM_LEASE_BITS,
@@ -42,8 +36,14 @@ from kvshm.shm.layout import (
     table_bytes,
     unpack_records,
 )
-from kvshm.shm.own_slot_table import TableSpec
-from kvshm.shm.slot_table import PeerSlotTable
+from kvshm._shm.own_slot_table import TableSpec
+from kvshm._shm.slot_table import PeerSlotTable
+from kvshm.errors import (
+    CorruptSegment,
+    SegmentError,
+    SegmentNotReady,
+    VersionMismatch,
+)
 
 from ..waiting import NanosecondClock as Clock
 from .served import AnyTable, again

@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
-from kvshm.shm.layout import (
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, LeaseBit, Rank
+from kvshm._shm.layout import (
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,
     BlockRecord,
@@ -19,8 +19,8 @@ from kvshm.shm.layout import (
     pack_records,
     unpack_records,
 )
-from kvshm.shm.own_slot_table import TableSpec
-from kvshm.shm.segment import Header, Segment, write_header
+from kvshm._shm.own_slot_table import TableSpec
+from kvshm._shm.segment import Header, Segment, write_header
 
 from .served import AnyTable
 

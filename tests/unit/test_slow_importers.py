@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvshm.engine import publisher as module
-from kvshm.engine.epoch_state import EpochState
-from kvshm.engine.publisher import DRAIN_POLL_SECONDS, Publisher
-from kvshm.node.peers import Peers
-from kvshm.roles import Decision
-from kvshm.shm.counters import FORCED
+from kvshm._engine import publisher as module
+from kvshm._engine.epoch_state import EpochState
+from kvshm._engine.publisher import DRAIN_POLL_SECONDS, Publisher
+from kvshm._ground.roles import Decision
+from kvshm._node.peers import Peers
+from kvshm._shm.counters import FORCED
 
 from .exporters import Clock, Exporter, Make
 

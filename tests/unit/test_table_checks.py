@@ -15,16 +15,16 @@ import msgspec
 import pytest
 
 from kvshm import _native
+from kvshm._ground.ids import LeaseBit, Rank
+from kvshm._ground.rundir import engine_socket
+from kvshm._node.handout import FETCH_SECONDS, Handouts, Reply
+from kvshm._node.protocol import PROTOCOL_VERSION, EngineInfo, Join, RankInfo
+from kvshm._shm.fd_server import FdServer
+from kvshm._shm.layout import LAYOUT_VERSION, TABLE_HEADER_BYTES, VERSION_OFFSET, table_bytes
+from kvshm._shm.segment import Segment
 from kvshm.coordinator.actions import CheckResult, Input, ProcessDeath, Refusal, Sender, TableUnused
 from kvshm.coordinator.tables import MAX_CHECKS, Tables
-from kvshm.ids import LeaseBit, Rank
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.handout import FETCH_SECONDS, Handouts, Reply
-from kvshm.node.protocol import PROTOCOL_VERSION, EngineInfo, Join, RankInfo
-from kvshm.rundir import engine_socket
-from kvshm.shm.fd_server import FdServer
-from kvshm.shm.layout import LAYOUT_VERSION, TABLE_HEADER_BYTES, VERSION_OFFSET, table_bytes
-from kvshm.shm.segment import Segment
 from kvshm.version import __version__
 
 from .exporters import Clock

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvshm.ids import (
+from kvshm._ground.ids import (
     NO_LEASE_BIT,
     BlockHash,
     BlockId,
@@ -17,9 +17,9 @@ from kvshm.ids import (
     LeaseBit,
     Rank,
 )
-from kvshm.shm.layout import NUM_ERRORS, NUM_TICKETS, BlockRecord, pack_records
-from kvshm.shm.own_slot_table import TableSpec
-from kvshm.shm.slot_table import SlotTableView
+from kvshm._shm.layout import NUM_ERRORS, NUM_TICKETS, BlockRecord, pack_records
+from kvshm._shm.own_slot_table import TableSpec
+from kvshm._shm.slot_table import SlotTableView
 
 from ..waiting import NanosecondClock as Clock
 from .served import AnyTable, again

@@ -34,7 +34,7 @@ class WrongGroup:
 
     def install(self) -> None:
         self._install_neighbours()
-        from kvshm.engine.prefix_search import PrefixSearch
+        from kvshm._engine.prefix_search import PrefixSearch
 
         longest = PrefixSearch.longest
 
@@ -75,8 +75,8 @@ class WrongGroup:
         raise AssertionError(f"nobody has another block for block {index} of group {self.group}")
 
     def _install_neighbours(self) -> None:
+        from kvshm._shm.slot_table import SlotTableView
         from kvshm.hooks.connector import KvshmConnector
-        from kvshm.shm.slot_table import SlotTableView
         from kvshm.transport.posix_shm import PosixAttachment
 
         allocated = KvshmConnector.update_state_after_alloc

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from kvshm.engine.groups import Group
+from kvshm._engine.groups import Group
 
 GARBAGE = -1
 Kv = list[int]

@@ -36,16 +36,16 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvshm.engine.groups import Part
-from kvshm.engine.load_plan import Plan
+from kvshm._engine.groups import Part
+from kvshm._engine.load_plan import Plan
+from kvshm._ground.ids import Epoch
+from kvshm._node.peer import PlannedRun
+from kvshm._node.protocol import RankInfo
+from kvshm._shm.layout import SlotState
+from kvshm._shm.own_slot_table import OwnSlotTable, RankSlotTable
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import QuietReport, RankDescription, RankReport
-from kvshm.ids import Epoch
 from kvshm.interfaces import MemoryDescriptor
-from kvshm.node.peer import PlannedRun
-from kvshm.node.protocol import RankInfo
-from kvshm.shm.layout import SlotState
-from kvshm.shm.own_slot_table import OwnSlotTable, RankSlotTable
 
 BLOCK_SIZE = 16
 SHAPE: Any = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}

@@ -12,11 +12,11 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.engine.groups import Part
-from kvshm.engine.load_plan import Load, LoadReport
+from kvshm._engine.groups import Part
+from kvshm._engine.load_plan import Load, LoadReport
+from kvshm._ground.ids import Epoch, LeaseBit, block_hash
+from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.ids import Epoch, LeaseBit, block_hash
-from kvshm.shm.layout import BlockRecord, pack_records
 
 from ..unit.exporters import Exporter
 from ..unit.served import ServedNode

@@ -22,13 +22,13 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.engine.groups import Group, Groups
-from kvshm.engine.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan
+from kvshm._engine.groups import Group, Groups
+from kvshm._engine.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan
+from kvshm._ground.ids import NO_LEASE_BIT, Epoch
+from kvshm._node.peer import PlannedRun
+from kvshm._shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
+from kvshm._shm.layout import RECORD_BYTES, SlotState
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.ids import NO_LEASE_BIT, Epoch
-from kvshm.node.peer import PlannedRun
-from kvshm.shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
-from kvshm.shm.layout import RECORD_BYTES, SlotState
 
 from .played_model import GARBAGE, Kv, PlayedModel
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, plan_of, prompt

@@ -26,7 +26,7 @@ from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from kvshm.engine.load_plan import LoadReport
+from kvshm._engine.load_plan import LoadReport
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.ranks import Ranks, ask_rank
 from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler

@@ -20,12 +20,12 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.engine.groups import Group, Groups
-from kvshm.engine.load_plan import NO_TICKET, Load, LoadReport, Piece
+from kvshm._engine.groups import Group, Groups
+from kvshm._engine.load_plan import NO_TICKET, Load, LoadReport, Piece
+from kvshm._ground.ids import NO_LEASE_BIT, Epoch
+from kvshm._shm.layout import SlotState
+from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.ids import NO_LEASE_BIT, Epoch
-from kvshm.shm.layout import SlotState
-from kvshm.shm.own_slot_table import OwnSlotTable
 
 from ..unit.served import set_life
 from .played_model import GARBAGE, Kv, PlayedModel

@@ -20,8 +20,8 @@ pytest.importorskip("vllm")
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvshm._shm.layout import SlotState
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.shm.layout import SlotState
 
 from .played_model import GARBAGE, Kv, contents, kv_of
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, as_told, prompt

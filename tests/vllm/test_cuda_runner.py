@@ -32,14 +32,14 @@ from vllm.v1.worker.gpu.kv_connector import ActiveKVConnector
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvshm import _native
+from kvshm._ground.syncpoints import SyncPoint
+from kvshm._rank import attachments, rank_load
+from kvshm._shm.layout import NUM_TICKETS
+from kvshm._shm.own_slot_table import _ticket
 from kvshm.hooks.vllm import at_once, before_prefill
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.layout import shared_kv_memory
-from kvshm.rank import attachments, rank_load
-from kvshm.shm.layout import NUM_TICKETS
-from kvshm.shm.own_slot_table import _ticket
-from kvshm.syncpoints import SyncPoint
 from kvshm.transport.cuda import transport as cuda_transport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine

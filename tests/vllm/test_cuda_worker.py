@@ -25,16 +25,16 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
+from kvshm._engine.load_plan import Load, Piece
+from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
+from kvshm._shm.layout import BlockRecord, pack_records
+from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.config import Config
-from kvshm.engine.load_plan import Load, Piece
 from kvshm.errors import TransportError
 from kvshm.hooks.vllm import worker as worker_module
 from kvshm.hooks.vllm.layout import shared_kv_memory
 from kvshm.hooks.vllm.messages import StepMetadata
 from kvshm.hooks.vllm.worker import WorkerSide
-from kvshm.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
-from kvshm.shm.layout import BlockRecord, pack_records
-from kvshm.shm.own_slot_table import OwnSlotTable, TableSpec
 from kvshm.transport.cuda import transport as cuda_transport
 
 from ..doubles.cuda_fake import FakeDriver, FakeMachine

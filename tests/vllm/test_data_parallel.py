@@ -11,9 +11,9 @@ from completions import Result, stream
 from local_node import Engine, EngineSpec, wait_until
 from sharing_node import BLOCK_SIZE
 
-from kvshm.ids import Epoch
-from kvshm.node.handout import Handouts
-from kvshm.rundir import list_sockets
+from kvshm._ground.ids import Epoch
+from kvshm._ground.rundir import list_sockets
+from kvshm._node.handout import Handouts
 
 from .engines import PATIENCE_S, SharedNode
 from .oracle import Prompt, prompts, shareable

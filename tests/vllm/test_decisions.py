@@ -13,8 +13,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvshm.engine.groups import Group, Groups
-from kvshm.engine.load_plan import (
+from kvshm._engine.groups import Group, Groups
+from kvshm._engine.load_plan import (
     NO_TICKET,
     Load,
     LoadFailure,
@@ -23,14 +23,14 @@ from kvshm.engine.load_plan import (
     PieceFailure,
     Plan,
 )
+from kvshm._ground.ids import NO_LEASE_BIT, Epoch
+from kvshm._node.peer import PlannedRun
+from kvshm._shm import counters as c
+from kvshm._shm.layout import RECORD_BYTES
 from kvshm.hooks.vllm import step_times
 from kvshm.hooks.vllm.before_prefill import LATE_SECONDS, MATCHES_IN_VAIN, TWIN_WAIT_SECONDS
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.pool_room import PoolRoom
-from kvshm.ids import NO_LEASE_BIT, Epoch
-from kvshm.node.peer import PlannedRun
-from kvshm.shm import counters as c
-from kvshm.shm.layout import RECORD_BYTES
 
 from .scheduling import DrivenEngine, Make, Sent, plan_of, prompt
 

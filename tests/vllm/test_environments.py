@@ -34,8 +34,8 @@ from sharing_node import BLOCK_SIZE
 from vllm import plugins
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvshm._ground.rundir import SOCKET_PATH_BYTES, list_sockets
 from kvshm.hooks.vllm.connector import KvshmConnector
-from kvshm.rundir import SOCKET_PATH_BYTES, list_sockets
 
 from ..unit.few_descriptors import descriptors
 from ..unit.few_threads import no_threads

@@ -14,10 +14,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvshm.engine.load_plan import LoadReport
+from kvshm._engine.load_plan import LoadReport
+from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.errors import SegmentTooSmall
 from kvshm.hooks.vllm.messages import QuietStep, RankReport
-from kvshm.shm.own_slot_table import OwnSlotTable
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, described, prompt
 

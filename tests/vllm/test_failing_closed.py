@@ -13,11 +13,11 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import FinishReason
 
-from kvshm.engine.load_plan import LoadReport
+from kvshm._engine.load_plan import LoadReport
+from kvshm._shm.counters import HOOK_ERRORS
 from kvshm.errors import MemoryInUse
 from kvshm.hooks.vllm import boundary
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.shm.counters import HOOK_ERRORS
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, description, prompt
 from .test_undoing import Failing

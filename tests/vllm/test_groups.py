@@ -12,12 +12,12 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.engine.groups import Part
-from kvshm.engine.load_plan import LoadReport
+from kvshm._engine.groups import Part
+from kvshm._engine.load_plan import LoadReport
+from kvshm._ground.ids import Epoch, Rank
+from kvshm._shm.counters import IMPORTED_BLOCKS, LEASES_TAKEN, LOADS_FAILED
+from kvshm._shm.layout import block_ids
 from kvshm.hooks.vllm.messages import QuietReport
-from kvshm.ids import Epoch, Rank
-from kvshm.shm.counters import IMPORTED_BLOCKS, LEASES_TAKEN, LOADS_FAILED
-from kvshm.shm.layout import block_ids
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, full, prompt, window
 from .several_groups import KINDS, PEER, PeerOf, Played, blocks_to_fill, peer_of, read_by

@@ -22,8 +22,8 @@ from vllm.config.kernel import KernelConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 
-from kvshm import fingerprint as names
-from kvshm.fingerprint import FIELDS, differences, fingerprint
+from kvshm._ground import fingerprint as names
+from kvshm._ground.fingerprint import FIELDS, differences, fingerprint
 from kvshm.hooks.vllm import identity, weights
 from kvshm.hooks.vllm.call_stack import callers_with
 from kvshm.hooks.vllm.identity import (

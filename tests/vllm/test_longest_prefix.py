@@ -30,10 +30,10 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvshm.engine.groups import Find, Group, Groups
+from kvshm._engine.groups import Find, Group, Groups
+from kvshm._node.peer import PlannedRun
+from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 from kvshm.hooks.vllm.groups import groups_of
-from kvshm.node.peer import PlannedRun
-from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
 
 HASHES = 24
 SIZE = 4

@@ -11,12 +11,12 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.engine.load_plan import NO_TICKET, Load, LoadReport, Plan
+from kvshm._engine.load_plan import NO_TICKET, Load, LoadReport, Plan
+from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._node.peer import PlannedRun
+from kvshm._shm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
+from kvshm._shm.layout import RECORD_BYTES
 from kvshm.hooks.vllm.messages import RankReport
-from kvshm.ids import NO_LEASE_BIT
-from kvshm.node.peer import PlannedRun
-from kvshm.shm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
-from kvshm.shm.layout import RECORD_BYTES
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, plan_of, prompt
 

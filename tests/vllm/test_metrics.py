@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
-from kvshm.engine.load_plan import LoadReport
+from kvshm._engine.load_plan import LoadReport
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.metrics import METRICS, LoadStats

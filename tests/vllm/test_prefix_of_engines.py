@@ -15,14 +15,14 @@ from msgspec.structs import replace
 
 pytest.importorskip("vllm")
 
-from kvshm.engine.epoch_state import EpochState
-from kvshm.engine.groups import Group
-from kvshm.engine.prefix_search import PrefixSearch
+from kvshm._engine.epoch_state import EpochState
+from kvshm._engine.groups import Group
+from kvshm._engine.prefix_search import PrefixSearch
+from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Generation, LeaseBit, Rank, block_hash
+from kvshm._node.peer import PlannedRun
+from kvshm._node.peers import Peers
+from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 from kvshm.hooks.vllm.pool_room import PoolRoom
-from kvshm.ids import NO_LEASE_BIT, BlockId, Generation, LeaseBit, Rank, block_hash
-from kvshm.node.peer import PlannedRun
-from kvshm.node.peers import Peers
-from kvshm.shm.layout import BlockRecord, pack_records, unpack_records
 
 from ..sessions import new_namespace
 from ..unit import exporters

@@ -8,10 +8,10 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
+from kvshm._ground.ids import BlockId
 from kvshm.hooks.vllm.after_prefill import BlockTracker
 from kvshm.hooks.vllm.imports import LoadedBlocks
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep
-from kvshm.ids import BlockId
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, prompt
 

@@ -14,13 +14,13 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from kvshm.engine.load_plan import Load, LoadReport
+from kvshm._engine.load_plan import Load, LoadReport
+from kvshm._ground.ids import Epoch
 from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import RankReport
 from kvshm.hooks.vllm.ranks import Ranks
 from kvshm.hooks.vllm.worker import WorkerSide
-from kvshm.ids import Epoch
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, Sent, full, prompt, window
 

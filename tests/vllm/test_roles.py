@@ -22,12 +22,12 @@ from vllm.config.kv_transfer import KVRole
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvshm._ground.roles import Decision, Limit
 from kvshm.config import Config
 from kvshm.hooks.vllm import plugin, pool_watch
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.registration import CONNECTOR, CONNECTOR_MODULE
 from kvshm.hooks.vllm.vllm_scheduler import VllmScheduler, kv_role_limit, scheduler_limits
-from kvshm.roles import Decision, Limit
 
 from .conftest import Lines
 from .scheduling import (

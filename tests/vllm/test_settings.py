@@ -22,11 +22,11 @@ pytest.importorskip("vllm")
 from local_node import wait_until
 from vllm.utils.ompmultiprocessing import OMPProcessManager
 
-from kvshm.engine import minute_report
-from kvshm.engine.load_plan import LoadFailure, LoadReport, PieceFailure
+from kvshm._engine import minute_report
+from kvshm._engine.load_plan import LoadFailure, LoadReport, PieceFailure
+from kvshm._ground.log import set_level
+from kvshm._node.peers import QUARANTINE_FAILURES
 from kvshm.hooks.vllm import plugin, pool_watch
-from kvshm.log import set_level
-from kvshm.node.peers import QUARANTINE_FAILURES
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
 

@@ -19,15 +19,15 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm.hooks.vllm import at_once, before_prefill
-from kvshm.rank import rank_cache as rank
-from kvshm.shm.counters import (
+from kvshm._rank import rank_cache as rank
+from kvshm._shm.counters import (
     ESTIMATED_US,
     IMPORTED_BLOCKS,
     LOADS_AT_ONCE,
     LOADS_TOO_LATE,
     MEASURED_US,
 )
+from kvshm.hooks.vllm import at_once, before_prefill
 
 from ..doubles.cuda_fake import NotYet
 from .scheduling import BLOCK_SIZE

@@ -12,8 +12,8 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import Request, RequestStatus
 
-from kvshm.node.peer import PlannedRun
-from kvshm.shm.layout import RECORD_BYTES
+from kvshm._node.peer import PlannedRun
+from kvshm._shm.layout import RECORD_BYTES
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, plan_of, prompt
 from .test_at_once import PEER, Node

@@ -16,15 +16,15 @@ pytest.importorskip("vllm")
 
 from torch.nn import Module
 
-from kvshm.engine.load_plan import NO_TICKET, Load, LoadReport
+from kvshm._engine.load_plan import NO_TICKET, Load, LoadReport
+from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
+from kvshm._rank.rank_cache import RankCache
+from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.errors import TransportError
 from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.connector import KvshmConnector
 from kvshm.hooks.vllm.messages import QuietReport, QuietStep, RankReport, StepMetadata
 from kvshm.hooks.vllm.worker import WorkerSide
-from kvshm.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
-from kvshm.rank.rank_cache import RankCache
-from kvshm.shm.own_slot_table import OwnSlotTable
 
 from ..sessions import new_namespace
 from ..unit.served import ServedNode

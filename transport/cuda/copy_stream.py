@@ -14,10 +14,10 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvshm._ground.ids import BlockId
+from kvshm._ground.log import logger
 from kvshm.errors import TransportError
-from kvshm.ids import BlockId
 from kvshm.interfaces import CopyState
-from kvshm.log import logger
 
 from .driver import CudaError, Driver, HostBuffer, RegionTable, Route, Stream
 

@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 import xxhash
 
+from kvshm._ground.ids import Epoch
+from kvshm._shm.fds import close_all
 from kvshm.errors import TransportError
-from kvshm.ids import Epoch
-from kvshm.shm.fds import close_all
 
 from .driver import CudaError, Driver, Stream, write
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from kvshm._ground.log import logger
+from kvshm._shm.fds import close_all, sibling_socket
 from kvshm.errors import TransportError
-from kvshm.log import logger
-from kvshm.shm.fds import close_all, sibling_socket
 
 from .driver import CudaError, Driver
 from .export import FABRIC, FD, IPC, CudaDetails, SharedMemory

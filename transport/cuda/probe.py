@@ -8,10 +8,10 @@ import time
 from array import array
 from collections.abc import Sequence
 
+from kvshm._ground.ids import BlockId
+from kvshm._ground.log import logger
 from kvshm.errors import TransportError
-from kvshm.ids import BlockId
 from kvshm.interfaces import CopyState
-from kvshm.log import logger
 
 from .copy_stream import CopyStream
 from .driver import CudaError, Driver, RegionRow, RegionTable, Route, Stream, write

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kvshm._ground.ids import BlockId, Epoch
+from kvshm._ground.log import logger
 from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.ids import BlockId, Epoch
 from kvshm.interfaces import MemoryDescriptor, Region, unpack_details
-from kvshm.log import logger
 
 from ..jobs import JobThread
 from ..own_cache import OwnCache

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvshm._shm.fd_server import FdServer
+from kvshm._shm.fds import close_all, fetch
 from kvshm.errors import StaleAttachment, TransportError
-from kvshm.shm.fd_server import FdServer
-from kvshm.shm.fds import close_all, fetch
 
 from .driver import Driver
 

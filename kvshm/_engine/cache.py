@@ -1,0 +1,191 @@
+"""The scheduler's half of a shared cache: the interface between an engine and kvshm.
+
+After ``open_epoch`` a SharedCache joins the node in the background, as soon as a coordinator
+runs.  With ``publisher`` the scheduler publishes the blocks it has computed and retracts those it
+is about to overwrite.  With ``planner`` the scheduler looks for prefixes in other engines and
+begins loads, which the ranks carry out (kvshm/_rank/rank_cache.py).  Nothing here knows vLLM.
+
+Methods run on the scheduler's thread unless their docstring says otherwise; none blocks
+except ``close``, and the publisher's ``drain_before_dispatch``, bounded by the drain budget.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvshm._ground.forks import guard_forks
+from kvshm._ground.log import engine_name, logger
+from kvshm._ground.rundir import start_command
+from kvshm._ground.timing import RetryPause
+from kvshm._node.coordinator_client import CoordinatorClient
+from kvshm._node.leftovers import clear
+from kvshm._node.protocol import RankInfo
+from kvshm._shm.own_slot_table import OwnSlotTable
+from kvshm.config import Config
+from kvshm.errors import KvshmError
+
+from .epoch_state import EngineSpec, EpochState, begin_epoch
+from .load_planner import LoadPlanner
+from .publisher import Publisher
+from .roster_handler import RosterHandler
+
+log = logger(__name__)
+
+Fields = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _EpochRequest:
+    """Arguments of ``open_epoch``, kept to begin the epoch, and another one if that fails."""
+
+    ranks: Sequence[RankInfo]
+    fields: Callable[[], Fields | None]
+    pause: RetryPause
+
+
+class SharedCache:
+    """One engine's place in the node's prefix cache."""
+
+    def __init__(
+        self,
+        config: Config,
+        spec: EngineSpec,
+        run_dir: Path,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        who = engine_name(name=spec.name, pid=os.getpid())
+        log.info(
+            "engine %s shares its prefix cache if its role and its KV cache allow it, "
+            "run directory %s",
+            who,
+            run_dir,
+        )
+        self._config = config
+        self.role = config.decide_role()
+        """Whether the engine exports and imports.  Whoever finds more limits in the running engine
+        sets it, before ``open_epoch``: an epoch's roster entry never changes."""
+        self._spec = spec
+        self._cleanup_dir: Path | None = run_dir
+        self._run_dir = run_dir
+        self._clock = clock
+        self._lock = threading.Lock()  # guards _requested and epoch_state across the two threads
+        self._requested: _EpochRequest | None = None
+        self.epoch_state: EpochState | None = None
+        """The present epoch, None without one.  Any thread may read it; only SharedCache sets
+        it."""
+        self.failed = False
+        """Whether the last attempt to begin an epoch failed; there will be another."""
+        start = start_command(run_dir, config.namespace)
+        handler = RosterHandler(self._open_when_ready, lambda: self.epoch_state, start)
+        self._client = CoordinatorClient(run_dir, config.namespace, handler)
+        budget = config.step_budget_ms(spec.asynchronous) / 1000
+        self.publisher = Publisher(self, self._client.send_events, budget, clock)
+        self.planner = LoadPlanner(config, self, clock)
+        guard_forks(self)
+
+    # -- epochs
+
+    @property
+    def table(self) -> OwnSlotTable | None:
+        """Own slot table of the present epoch.  Any thread."""
+        state = self.epoch_state
+        return state.table if state else None
+
+    def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
+        """Begin an epoch as soon as ``fields`` returns the fingerprint's fields; the client's
+        thread calls ``fields`` until then.  ``epoch_state`` is then set, and every rank has to open
+        the epoch (``RankCache.open_epoch``) before other engines can read its blocks.  An epoch
+        that cannot begin for lack of memory, descriptors or threads is tried again after a pause.
+        """
+        self.end_epoch()
+        with self._lock:
+            self._requested = _EpochRequest(ranks, fields, RetryPause(self._clock))
+        self._client.rejoin()
+
+    def end_epoch(self) -> None:
+        """Retract all blocks for good, without waiting: the cache was reset, the weights
+        changed, or something went wrong.  Idempotent."""
+        with self._lock:
+            self._requested, self.failed = None, False
+            state, self.epoch_state = self.epoch_state, None
+        if state is not None:
+            state.end()
+            self._client.rejoin()
+
+    def not_opened(self, epoch: int) -> bool:
+        """A rank could not open ``epoch``: end it and begin another epoch after a pause.  Returns
+        False if ``epoch`` is not the present one; nothing happens then."""
+        with self._lock:
+            state = self.epoch_state
+            if state is None or state.table.epoch != epoch:
+                return False
+            self.epoch_state, self.failed = None, True
+        state.end()
+        self._client.rejoin()
+        return True
+
+    def leave(self) -> None:
+        """Tell the other engines that this engine ends, without waiting: they stop using its
+        blocks, and it plans no more loads.  ``close`` has to follow.  Any thread."""
+        self.planner.leaving = True
+        self._client.leave()
+
+    def close(self) -> None:
+        """End the epoch and leave the node.  If no coordinator runs, also remove the files of
+        dead engines, so that the last engine leaves nothing behind.  Blocks up to two seconds."""
+        self.end_epoch()
+        self._client.close(timeout=1.0)
+        if self._cleanup_dir is not None:
+            try:
+                clear(self._cleanup_dir, self._config.namespace, patience=1.0)
+            except (KvshmError, OSError) as exc:
+                log.debug("nothing cleaned up: %s", exc)
+
+    def forget_in_child(self) -> None:
+        """The epoch belongs to the parent; the child has none (kvshm/_ground/forks.py)."""
+        self._lock = threading.Lock()
+        self._requested = self.epoch_state = self._cleanup_dir = None
+
+    def _open_when_ready(self) -> EpochState | None:
+        """Return the present epoch; try to begin it if it is due.  Client's thread."""
+        with self._lock:
+            wanted = self._requested
+            if self.epoch_state is not None or wanted is None or not wanted.pause.over:
+                return self.epoch_state
+            if (fields := wanted.fields()) is None:
+                return None
+            wanted.pause.tried()  # first, so that every failure is followed by a pause
+            try:
+                state = begin_epoch(
+                    self._config.namespace,
+                    self._spec,
+                    self.role,
+                    fields,
+                    wanted.ranks,
+                    self._run_dir,
+                )
+            except (KvshmError, OSError) as exc:  # for example, no memory or threads left
+                level = logging.DEBUG if self.failed else logging.WARNING
+                log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)
+                state = None
+            self.epoch_state, self.failed = state, state is None
+            return state
+
+    # -- counters and errors in the own slot table
+
+    def count(self, counter: int, amount: int = 1) -> None:
+        """Add to a counter of the own slot table; does nothing without an epoch."""
+        if (state := self.epoch_state) is not None:
+            state.table.counters.add(counter, amount)
+
+    def log_error(self, text: str) -> None:
+        """Record an error in the own slot table, where ``kvshm dump-index`` shows it.
+        Any thread."""
+        if (state := self.epoch_state) is not None:
+            state.table.log_error(text)

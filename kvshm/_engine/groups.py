@@ -1,0 +1,192 @@
+"""KV cache groups: what each needs of a prefix, and the longest prefix that all can restore.
+
+Pure.  A group is a set of layers with one block table (docs/kv-cache-groups.md).  The length of a
+prefix is counted in hashes, one for every ``hash_block_size`` tokens; a block covers one hash, or
+``scale`` of them.  A group needs its blocks from the first needed one to the end of the prefix, and
+the first needed one never moves back when the prefix grows.  So no prefix that contains a needed
+block which nobody holds can be restored, nor any longer one: the search lowers the length to the
+first such block until there is none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvshm._node.peer import PlannedRun
+from kvshm._shm.layout import RECORD_BYTES
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group.  Without ``window`` and ``chunk`` it has full attention."""
+
+    number: int
+    """As in the keys of its blocks."""
+    block_size: int
+    """Tokens per block."""
+    scale: int = 1
+    """Hashes per block."""
+    window: int = 0
+    """Tokens of its sliding window, the present token included."""
+    chunk: int = 0
+    """Tokens of a chunk of its chunked local attention."""
+    ahead: int = 0
+    """Blocks that must be held behind a prefix, although they are not restored: 1 if draft layers
+    use the group (EAGLE)."""
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has full attention."""
+        return not (self.window or self.chunk)
+
+    def first_needed(self, blocks: int) -> int:
+        """Return the first block that a prefix of so many blocks needs."""
+        if self.window:
+            return max(0, blocks - -(-(self.window - 1) // self.block_size))
+        if self.chunk:
+            return blocks * self.block_size // self.chunk * self.chunk // self.block_size
+        return 0
+
+    def needed(self, start: int, length: int) -> tuple[int, int]:
+        """Return the blocks that a prefix of ``length`` hashes needs behind a local hit of
+        ``start`` hashes, as begin and end; there are none if the begin is not before the end."""
+        end = length // self.scale
+        return max(self.first_needed(end), start // self.scale), end
+
+
+class Part(NamedTuple):
+    """Consecutive blocks of one group."""
+
+    group: int
+    """The group's number."""
+    first: int
+    """Index of the first block in the group's block table."""
+    num_blocks: int
+
+
+Find = Callable[[Group, int, int], tuple[list[PlannedRun], int]]
+"""``(group, first, stop)``: the longest run of blocks from ``first`` on, before ``stop``, that
+somebody holds, cut where the holder changes; and the index behind its last block."""
+
+
+class Groups:
+    """All groups of an engine."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        """``groups``: in the order of their numbers, which begin at 0."""
+        self.all = tuple(groups)
+        self.step = math.lcm(*(group.scale for group in groups))
+        """Hashes between two lengths at which a prefix can end."""
+        self.one_full = len(groups) == 1 and groups[0].is_full
+        """Whether a prefix is one chain of blocks, of which every begin is of use too."""
+        # Full attention first: it bounds the others best, and its blocks are looked up only once.
+        self._in_turn = sorted(range(len(groups)), key=lambda number: not groups[number].is_full)
+        self._num_full = sum(group.is_full for group in groups)
+        self.leading = groups[self._in_turn[0]]
+        """The group that is looked up first."""
+
+    def blocks_at(self, length: int) -> int:
+        """Return how many blocks a request keeps for a prefix of so many hashes."""
+        ends = ((group, length // group.scale) for group in self.all)
+        return sum(end - group.first_needed(end) for group, end in ends)
+
+    def parts(self, start: int, length: int) -> list[Part]:
+        """Return the blocks behind a local hit of ``start`` hashes that a prefix of ``length``
+        hashes needs, group by group; groups that need none are left out."""
+        needed = ((group.number, *group.needed(start, length)) for group in self.all)
+        return [Part(group, first, end - first) for group, first, end in needed if first < end]
+
+    def longest(self, start: int, stop: int, hashes: int, find: Find) -> Restorable:
+        """Find the longest prefix, of at most ``stop`` hashes, that every group can restore behind
+        a local hit of ``start`` hashes.  ``hashes``: how many hashes there are.  Without ``runs``
+        there is none.  Asks ``find`` for each block at most once."""
+        if len(self.all) == 1:
+            hashes = min(hashes, stop)  # as vLLM, where a draft layer's block must be in the hit
+        covers = [_Cover(group) for group in self.all]
+        in_turn = [covers[number] for number in self._in_turn]
+        length, full, at = stop - stop % self.step, 0, 0
+        if start % self.step:
+            length = start
+        while length > start and at < len(in_turn):
+            if at == self._num_full > 0:
+                full = full or length
+            limit = in_turn[at].limit(start, length, hashes, find)
+            at = at + 1 if limit == length else 0  # all look again at a shorter length
+            length = limit - limit % self.step
+        common = full if full > length else 0
+        if length <= start:
+            return Restorable(start, common, (), ())
+        parts, runs = list[Part](), list[PlannedRun]()
+        for cover in covers:
+            first, end = cover.wanted
+            if first < end:
+                parts.append(Part(cover.group.number, first, end - first))
+                runs += cover.cut(first, end)
+        return Restorable(length, common, tuple(parts), tuple(runs))
+
+
+class Restorable(NamedTuple):
+    """A prefix that can be restored."""
+
+    length: int
+    """In hashes, from the prompt's begin; without ``runs`` it says nothing."""
+    common: int
+    """Hashes of the longest prefix that the groups of full attention alone can restore, if it is
+    longer, else 0: the other groups keep blocks at some lengths only."""
+    parts: tuple[Part, ...]
+    runs: tuple[PlannedRun, ...]
+    """Who holds the blocks of the parts, in their order."""
+
+
+class _Cover:
+    """Consecutive blocks of one group that somebody holds, as far as they were looked for."""
+
+    __slots__ = ("end", "first", "group", "runs", "wanted")
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.wanted = (0, 0)
+        """The blocks that the length of the last ``limit`` needs, as begin and end."""
+        self.first = self.end = 0
+        self.runs: deque[PlannedRun] = deque()
+
+    def limit(self, start: int, length: int, hashes: int, find: Find) -> int:
+        """Return the longest length up to ``length`` that the group's blocks do not rule out."""
+        group = self.group
+        self.wanted = first, end = group.needed(start, length)
+        stop = end + group.ahead
+        if stop * group.scale > hashes:
+            return (hashes // group.scale - group.ahead) * group.scale
+        if first >= stop:
+            return length
+        if not (self.runs and self.first <= first):
+            self._look(first, stop, find)
+        return length if self.end >= stop else (self.end - group.ahead) * group.scale
+
+    def _look(self, first: int, stop: int, find: Find) -> None:
+        """Extend the cover to the blocks from ``first`` to ``stop``, or to the first of them that
+        nobody holds.  Earlier calls had no smaller ``stop``."""
+        unknown = min(self.first, stop) if self.runs else stop
+        found, reached = find(self.group, first, unknown)
+        if self.runs and reached == self.first:
+            self.runs.extendleft(reversed(found))
+        else:
+            self.runs, self.end = deque(found), reached
+        self.first = first
+
+    def cut(self, first: int, end: int) -> Iterable[PlannedRun]:
+        """Return the runs of these blocks, all of which are covered."""
+        if (first, end) == (self.first, self.end):
+            return self.runs
+        at, parts = self.first, []
+        for run in self.runs:
+            begin, stop = max(first, at), min(end, at + run.num_blocks)
+            if begin < stop:
+                cut = slice((begin - at) * RECORD_BYTES, (stop - at) * RECORD_BYTES)
+                parts.append(run._replace(records=run.records[cut]))
+            at += run.num_blocks
+        return parts

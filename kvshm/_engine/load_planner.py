@@ -1,0 +1,318 @@
+"""The importer's side: from a probe of the replica to the end of a load.
+
+Runs on the scheduler's thread.  A probe only reads; leases are taken once vLLM has allocated the
+blocks, and released by the ranks (kvshm/_rank/rank_load.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import takewhile
+from typing import NamedTuple
+
+from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit
+from kvshm._ground.log import RateLimit, logger
+from kvshm._ground.syncpoints import SyncPoint, sync_point
+from kvshm._shm import counters as c
+from kvshm._shm.counters import Counter
+from kvshm._shm.layout import RECORD_BYTES
+from kvshm.config import Auto, Config
+from kvshm.errors import KvshmError
+
+from .costs import Costs
+from .epoch_state import EpochState, HasEpoch
+from .groups import Restorable
+from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan
+from .prefix_search import PrefixSearch
+
+log = logger(__name__)
+
+PLAN_SECONDS = 5.0
+"""An older plan leases nothing, because it is probably out of date."""
+
+_PEERS_FAULT = {
+    LoadFailure.UNREACHABLE,
+    LoadFailure.COPY_FAILED,
+    LoadFailure.MISMATCH,
+}
+_HINT_WAS_WRONG = {LoadFailure.RECLAIMED, LoadFailure.MISMATCH}
+"""All bytes were copied, but the block is not what the replica says: the replica's entry goes.
+After any other failure bytes may be missing, and the entry stays for another try."""
+
+
+class LoadResult(NamedTuple):
+    """The result of one load, which all ranks have reported."""
+
+    num_blocks: int
+    """Good blocks before the first bad one; later blocks are of no use."""
+    length: int
+    """Hashes by which they make the prefix longer."""
+    failed: bool
+    """Whether some block has to be computed."""
+
+
+class LoadPlanner:
+    """Plans loads in the present epoch, takes their leases and learns from their results.
+    Single-threaded, except ``leaving``; nothing blocks."""
+
+    def __init__(
+        self, config: Config, cache: HasEpoch, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._clock = clock
+        self._log_limit = RateLimit(clock)
+        self.search = PrefixSearch()
+        """Finds prefixes; the caller tells it the engine's KV cache groups."""
+        self.common_prefix = 0
+        """``Restorable.common`` of the last ``probe``, or the length of what a setting refused; 0
+        if it did not search."""
+        self.costs = Costs()
+        """Estimated times of loads and steps; the caller adds the steps."""
+        self.results: list[LoadResult] = []
+        """Results of the loads that have ended since the last ``take_results``."""
+        self.leaving = False
+        """Set when the engine ends: no load can succeed any more.  Any thread may set it."""
+
+    # -- lookups
+
+    def has_peers(self) -> bool:
+        """Whether ``probe`` could find another engine.  If not, the counters record a lookup
+        without a result, and the reason; without an epoch nothing is counted."""
+        epoch = self._cache.epoch_state
+        if epoch is None or (reason := epoch.peers.why_no_peer()) is None:
+            return epoch is not None
+        epoch.table.counters.add_one_to_both(c.LOOKUPS, reason)
+        return False
+
+    def attached(self, epochs: Collection[int]) -> None:
+        """All ranks have attached these peers.  If a peer was avoided because a rank had not
+        attached it, it may be used again."""
+        if (epoch := self._cache.epoch_state) is not None:
+            epoch.peers.ranks_attached(epochs)
+
+    def probe(self, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
+        """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
+        hit of ``start`` hashes, as far as usable peers and the own cache seem to hold its blocks.
+        Sets ``common_prefix``.  None if there is none, if it is shorter than
+        ``min_prefix_tokens`` or, with several groups, longer than ``max_import_blocks``, if this
+        engine does not import, or if no load can succeed: this engine leaves, or some of its ranks
+        are no longer alive in its epoch."""
+        self.common_prefix = 0
+        epoch = self._cache.epoch_state
+        if epoch is None or self.leaving or self._cache.role.no_imports:
+            return None
+        plan = self._make_plan(epoch, hashes, start, stop)
+        return None if plan is None or epoch.has_ended() else plan
+
+    def _make_plan(
+        self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int
+    ) -> Plan | None:
+        count = epoch.table.counters.add
+        count(c.LOOKUPS, 1)
+        found = self.search.longest(epoch, hashes, start, stop, self._config.max_import_blocks)
+        self.common_prefix = found.common
+        if not found.runs:
+            group, scale = (leading := self.search.groups.leading).number, leading.scale
+            missed = epoch.peers.why_missed(hashes, start // scale, group=group, scale=scale)
+            count(missed, 1)
+            return None
+        length = found.length - start
+        if (refused := self._why_refused(found, length * epoch.table.block_size)) is not None:
+            self.common_prefix = found.common or found.length
+            count(refused, 1)
+            return None
+        nbytes = sum(run.num_blocks * run.peer.block_bytes for run in found.runs)
+        now, own = self._clock(), epoch.table.epoch
+        plan = Plan(own, start, length, found.parts, found.runs, now, nbytes)
+        count(c.LOOKUP_HITS, 1)
+        count(c.BLOCKS_MATCHED, plan.num_blocks)
+        return plan
+
+    def _why_refused(self, found: Restorable, tokens: int) -> Counter | None:
+        """Return the counter of the setting that forbids to import this prefix, if one does."""
+        least, most = self._config.min_prefix_tokens, self._config.max_import_blocks
+        if least is not Auto.AUTO and tokens < least:
+            return c.MISS_TOO_SHORT
+        return c.MISS_TOO_LONG if any(part.num_blocks > most for part in found.parts) else None
+
+    def is_current(self, plan: Plan) -> bool:
+        """Whether a load could still succeed, as far as the peers that the plan names tell: their
+        blocks may be gone."""
+        epoch = self._cache.epoch_state
+        if epoch is None or self.leaving or epoch.has_ended():
+            return False
+        return all(run.peer is epoch.own_peer or epoch.peers.may_use(run.peer) for run in plan.runs)
+
+    def worth(self, plan: Plan, waiting: float) -> bool:
+        """Whether to import the plan's blocks rather than compute them: because
+        ``min_prefix_tokens`` is set, because it is estimated to be faster, or as a trial.
+        ``waiting``: seconds by which an import delays the request in addition to the copy."""
+        epoch = self._cache.epoch_state
+        if epoch is None or self._config.min_prefix_tokens is not Auto.AUTO:
+            return True
+        tokens = plan.length * epoch.table.block_size
+        if self.costs.worth(tokens, plan.nbytes, waiting):
+            return True
+        tried = self.costs.try_anyway()
+        epoch.table.counters.add(c.TRIED if tried else c.MISS_CHEAPER)
+        return tried
+
+    def load_seconds(self, load: Load) -> float:
+        """Seconds that a load is estimated to take."""
+        return self.costs.load_seconds(load.nbytes)
+
+    # -- loads
+
+    def begin(
+        self, plan: Plan, load_id: str, targets: Sequence[BlockId], *, attached: bool = False
+    ) -> Load:
+        """Lease the plan's blocks up to the first that cannot be leased, and return the load that
+        every rank has to carry out.  ``attached``: all ranks have reported that they have attached
+        the plan's peers, so the load need not describe the peers' memory.
+
+        ``targets`` are the own blocks to fill, one per block of the plan.  From the first on whose
+        source cannot be leased any more, all are listed as lost; the others too, unless the engine
+        has one group of full attention.  Hand the ranks the load even if all are lost: the request
+        waits for their reports.
+        """
+        epoch = self._cache.epoch_state
+        all_lost = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
+        if epoch is None or epoch.table.epoch != plan.epoch:
+            return all_lost
+        table = epoch.table
+        fresh = self._clock() - plan.made_at <= PLAN_SECONDS
+        ticket = table.take_ticket(table.num_ranks) if fresh else None
+        if ticket is None:
+            table.counters.add(c.MISS_LEASE_LOST)
+            return all_lost
+        bit = table.lease_bit  # read once: a rejoin may change it
+        pieces = tuple(self._lease(epoch, bit, plan, targets, attached))
+        leased = sum(len(piece.targets) for piece in pieces)
+        sync_point(SyncPoint.LOAD_PLANNED)
+        table.counters.add(c.LEASE_LOST, len(targets) - leased)
+        length = leased if self.search.groups.one_full else plan.length
+        if leased < len(targets) and not self.search.groups.one_full:
+            _give_back(plan, bit, pieces)
+            pieces, leased = (), 0
+        table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
+        return Load(load_id, table.epoch, ticket, bit, pieces, tuple(targets[leased:]), length)
+
+    def _lease(
+        self,
+        epoch: EpochState,
+        bit: LeaseBit,
+        plan: Plan,
+        targets: Sequence[BlockId],
+        attached: bool,
+    ) -> Iterator[Piece]:
+        done = 0
+        for peer, records in plan.runs:
+            serving = True
+            try:
+                # Before the lease, since the ranks may open the epoch in between.
+                serving = peer.table.alive
+                own = peer.info.epoch == epoch.table.epoch
+                leased, taken = peer.table.lease(NO_LEASE_BIT if own else bit, records)
+            except KvshmError as exc:
+                text = f"cannot lease from engine {peer.info.log_name}: {exc}"
+                if self._log_limit.allows(text):
+                    log.warning("%s", text)
+                leased, taken = 0, b""
+            first_lost = leased * RECORD_BYTES
+            if leased:
+                epoch.table.count_lease_batch()
+                epoch.table.counters.add(c.LEASES_TAKEN, sum(taken))
+                yield Piece(
+                    peer_epoch=Epoch(peer.info.epoch),
+                    memory=() if attached else tuple(rank.memory for rank in peer.info.ranks),
+                    records=records[:first_lost],
+                    taken=taken[:leased],
+                    targets=tuple(targets[done : done + leased]),
+                    block_bytes=peer.block_bytes,
+                )
+            done += leased
+            if first_lost < len(records):
+                if serving:  # the peer reused the block: let the next lookup find another
+                    lost = records[first_lost : first_lost + RECORD_BYTES]
+                    epoch.peers.forget(Epoch(peer.info.epoch), lost)
+                else:  # the block is as it was, and must not be forgotten
+                    epoch.peers.rank_not_attached(Epoch(peer.info.epoch))
+                return
+
+    def end(self, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:
+        """Account for a load that all ranks have reported.  Returns the targets that any rank
+        reports as bad, or all of them if a part of the load is of no use: they must not be used.
+        Peers that failed are avoided from now on.
+
+        If the load's epoch has ended since the ranks' re-checks, all its targets are bad: blocks
+        of the old weights must not be published in the next epoch.
+        """
+        epoch, reports, targets = self._cache.epoch_state, list(reports), load.targets
+        bad = {*load.lost, *(target for report in reports for target in report.bad)}
+        if epoch is None or epoch.table.epoch != load.epoch:
+            bad.update(targets)
+        failed, one_full = bool(bad) or not load.pieces, self.search.groups.one_full
+        if failed and not one_full:
+            bad.update(targets)
+        good = [target not in bad for target in targets]
+        # A block is usable only if all blocks before it are.
+        usable = sum(takewhile(bool, good))
+        length = usable if one_full else load.length * (not failed)
+        self.results.append(LoadResult(usable, length, failed))
+        if epoch is not None:
+            epoch.table.counters.add(c.LOADS_FAILED if failed else c.LOADS_DONE)
+            epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))
+            epoch.table.counters.add(c.IMPORTED_TOKENS, length * epoch.table.block_size)
+            self._learn(epoch, load, reports)
+            self._update_peers(epoch, load, reports)
+        return bad
+
+    def take_results(self) -> list[LoadResult]:
+        """Return the results of the loads that have ended since the last call."""
+        results, self.results = self.results, []
+        return results
+
+    def _learn(self, epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
+        """Add the load's time on its slowest rank to the estimates.  A load of which some bytes
+        may not have been copied is added only if it took longer than expected."""
+        seconds = max((report.seconds for report in reports), default=0.0)
+        reasons = {failure.reason for report in reports for failure in report.failures}
+        if not load.nbytes or not seconds:
+            return
+        expected = self.costs.load_seconds(load.nbytes)
+        if seconds <= expected and not reasons <= _HINT_WAS_WRONG:
+            return
+        tokens = load.length * epoch.table.block_size
+        computing = self.costs.compute_seconds(tokens) or 0.0
+        seen = ((c.ESTIMATED_US, expected), (c.MEASURED_US, seconds), (c.COMPUTING_US, computing))
+        for counter, value in seen:
+            epoch.table.counters.add(counter, int(value * 1e6))
+        self.costs.add_load(load.nbytes, seconds)
+
+    @staticmethod
+    def _update_peers(epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
+        """Record each peer's success or failure, and forget blocks whose hint was wrong."""
+        at_fault: set[Epoch] = set()
+        for failure in (failure for report in reports for failure in report.failures):
+            if failure.reason in _HINT_WAS_WRONG:
+                epoch.peers.forget(failure.peer_epoch, failure.records)
+            if failure.reason is LoadFailure.NOT_ATTACHED:
+                epoch.peers.rank_not_attached(failure.peer_epoch)
+            if failure.reason in _PEERS_FAULT:
+                at_fault.add(failure.peer_epoch)
+        for piece in load.pieces:
+            if piece.peer_epoch not in at_fault:
+                epoch.peers.load_succeeded(piece.peer_epoch)
+            elif epoch.peers.load_failed(piece.peer_epoch):
+                epoch.table.counters.add(c.QUARANTINES)
+
+
+def _give_back(plan: Plan, bit: LeaseBit, pieces: Sequence[Piece]) -> None:
+    """Release the leases of a load that is of no use."""
+    for run, piece in zip(plan.runs, pieces, strict=False):
+        if bit >= 0 and any(piece.taken):
+            with suppress(KvshmError):  # the exporter takes them back after one drain budget
+                run.peer.table.release(bit, piece.records, piece.taken)

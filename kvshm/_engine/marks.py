@@ -1,0 +1,111 @@
+"""Marks: what an exporting engine knows about the contents of each of its own blocks.
+
+A block's version counts its changes.  A run names blocks with the versions they had, so that a
+block that has changed since drops out of the run by itself.  Marks lie in private memory, 8 bytes
+a block: version u32, flags u32 (kvshm/native/py_marks.c walks them, one call per request and
+step).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+from kvshm import _native
+from kvshm._ground.ids import BlockId
+
+Run: TypeAlias = (
+    tuple[list[bytes], int, bytes]
+    | tuple[list[bytes], int, bytes, int]
+    | tuple[list[bytes], int, bytes, int, object]
+)
+"""Consecutive blocks of a chain: the chain's hashes, the index of the first block, and the
+blocks, packed with their versions.  The chain has one hash for each block, or as many as the
+fourth element says; then a block's own is its last.  The fifth element is the run's owner."""
+
+SOUND = 1
+"""Flag.  The other flag, 2, is the native module's: the block is published."""
+_PAIR = struct.Struct("<II")
+
+
+class Marks:
+    """The marks of all blocks.  Used by one thread; nothing blocks.  A "pool block" is vLLM's
+    object for a block, with ``block_id``, ``block_hash`` and ``ref_cnt``.  Methods raise
+    IndexError for unknown blocks."""
+
+    def __init__(self, num_blocks: int, null_block: BlockId | None = None) -> None:
+        """``null_block``: stands in block tables for all blocks that are needed no more.  It is
+        always sound, because nobody reads it."""
+        self._always_sound = [] if null_block is None else [null_block]
+        self.packed = bytearray(8 * num_blocks)
+        """All marks, for ``OwnSlotTable``, whose methods publish and retract by them."""
+        self._words = memoryview(self.packed).cast("I")
+        self.sound: Callable[[Sequence[Any], int], int] = partial(_native.marks_sound, self.packed)
+        """``(table, count)``: number of sound pool blocks before the first that is not sound,
+        among the first ``count``."""
+        self.write: Callable[[Sequence[Any], int, int, int], tuple[bytes, list[BlockId]]] = partial(
+            _native.marks_write, self.packed
+        )
+        """``(table, first, last, complete)``: ``table[first:last]`` is about to be written; the
+        blocks before ``complete`` will be complete and sound.  Returns these, packed for a run, and
+        those of ``table[first:last]`` that are published."""
+        self.make_sound(self._always_sound)
+
+    def withdraw(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Take the blocks out of all runs, so that they are not published.  Returns those that
+        are published already."""
+        return cast(list[BlockId], _native.marks_change(self.packed, blocks, SOUND))
+
+    def clear(self, blocks: Sequence[BlockId | Any]) -> list[BlockId]:
+        """Like ``withdraw``, and the blocks' contents become unknown.  Takes pool blocks too."""
+        return cast(list[BlockId], _native.marks_change(self.packed, blocks, 0))
+
+    def clear_all(self) -> None:
+        """Make the contents of all blocks unknown, and none of them published."""
+        _native.marks_change(self.packed, range(len(self._words) // 2), 0)
+        self.make_sound(self._always_sound)
+
+    def make_sound(self, blocks: Iterable[BlockId]) -> None:
+        """Mark blocks as sound: their contents are trusted, or will be when their step ends."""
+        for block in blocks:
+            self._words[2 * block + 1] |= SOUND
+
+    def with_versions(self, blocks: Iterable[BlockId]) -> bytes:
+        """Return the blocks with their present versions, packed for a run."""
+        return b"".join(_PAIR.pack(b, self._words[2 * b]) for b in blocks)
+
+
+touching = _native.marks_step
+"""Find the requests of a step that touch marks; most stay within a block without a mark.
+
+``requests``: by id, objects with ``request`` (vLLM's), ``complete`` (no block of its tables has a
+mark behind so many hashes), ``epochs`` and ``preemptions`` (for which that was found).
+``scheduled``: tokens by request, of which ``drafts`` may be rejected later.  Returns the
+objects, each with the first hash whose block is written and the token before which it ends."""
+
+
+def make_run(
+    chain: list[bytes], first: int, packed: bytes, scale: int = 1, owner: object = None
+) -> Run:
+    """Return a run of blocks, each of which covers ``scale`` hashes of the chain.  ``owner`` is for
+    the caller, who gets it back from ``owner_of``."""
+    if owner is not None:
+        return chain, first, packed, scale, owner
+    return (chain, first, packed) if scale == 1 else (chain, first, packed, scale)
+
+
+def owner_of(run: Run) -> Any:
+    """Return the ``owner`` that the run was made with."""
+    return run[4] if len(run) == 5 else None
+
+
+def end_of(run: Run) -> int:
+    """Return the index behind the run's last block."""
+    return run[1] + len(run[2]) // _PAIR.size
+
+
+def blocks_of(runs: Iterable[Run]) -> list[BlockId]:
+    """Return the blocks that the runs name."""
+    return [BlockId(block) for run in runs for block, _ in _PAIR.iter_unpack(run[2])]

@@ -1,0 +1,78 @@
+"""Looks for the blocks of a prefix: in the other engines, and in the engine's own cache.
+
+The engine's own blocks count as well, behind its own hit: one group may have lost a block there
+that the others still have.  The engine allocates new blocks for all of them, so its own ones are
+copied like those of a peer.  Only published ones are, because the cache has a block from the moment
+that the block is scheduled, and the slot table only once the block is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from kvshm._ground.ids import BlockId
+from kvshm._node.peer import PlannedRun
+from kvshm._shm.layout import RECORD_BYTES, RecordKind, pack_records
+
+from .epoch_state import EpochState
+from .groups import Group, Groups, Part, Restorable
+
+ONE_FULL_GROUP = Groups([Group(0, 1)])
+NOTHING = Restorable(0, 0, (), ())
+_PUBLISH = int(RecordKind.PUBLISH)
+
+
+class PrefixSearch:
+    """Finds what the groups of one engine can restore.  Scheduler's thread; nothing blocks."""
+
+    def __init__(self) -> None:
+        self.groups = ONE_FULL_GROUP
+        self.own_blocks: Callable[[Iterable[bytes], int], list[BlockId]] = lambda digests, group: []
+        """``(hashes, group)``: the blocks of these keys in the engine's own cache, before the first
+        that it has not."""
+
+    def longest(
+        self, epoch: EpochState, hashes: Sequence[bytes], start: int, stop: int, most: int
+    ) -> Restorable:
+        """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
+        hit of ``start`` hashes.  Changes nothing.  Without ``runs`` there is none.  ``most``: to so
+        many blocks one group of full attention is cut; a part of anything else is of no use."""
+        if not self.groups.one_full:
+            find = _Finder(self, epoch, hashes)
+            return self.groups.longest(start, stop, len(hashes), find)
+        if not (runs := epoch.peers.lookup(hashes, start, min(stop, start + most))):
+            return NOTHING
+        found = sum(run.num_blocks for run in runs)
+        return Restorable(start + found, 0, (Part(0, start, found),), tuple(runs))
+
+
+class _Finder:
+    """Finds runs of blocks of one prompt."""
+
+    def __init__(self, search: PrefixSearch, epoch: EpochState, hashes: Sequence[bytes]) -> None:
+        self._search = search
+        self._epoch = epoch
+        self._hashes = hashes
+
+    def __call__(self, group: Group, first: int, stop: int) -> tuple[list[PlannedRun], int]:
+        lookup, runs = self._epoch.peers.lookup, list[PlannedRun]()
+        while first < stop:
+            found = lookup(self._hashes, first, stop, group=group.number, scale=group.scale)
+            found = found or self._own(group, first, stop)
+            if not found:
+                break
+            runs += found
+            for run in found:
+                first += len(run.records) // RECORD_BYTES
+        return runs, first
+
+    def _own(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
+        """The longest run of published blocks in the engine's own cache."""
+        digests = (self._hashes[(i + 1) * group.scale - 1] for i in range(first, stop))
+        blocks = self._search.own_blocks(digests, group.number)
+        generations = self._epoch.table.generations(blocks)
+        records = [
+            (self._hashes[(i + 1) * group.scale - 1], block, generation, i, _PUBLISH, group.number)
+            for i, (block, generation) in enumerate(zip(blocks, generations, strict=False), first)
+        ]
+        return [PlannedRun(self._epoch.own_peer, pack_records(records))] if records else []

@@ -1,0 +1,158 @@
+"""Applies the coordinator's updates to the peers of an engine's present epoch.
+
+All methods run on the client's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from kvshm._ground.ids import Epoch, LeaseBit
+from kvshm._ground.log import engine_name, logger
+from kvshm._node import incompatible
+from kvshm._node.peers import Peers
+from kvshm._node.protocol import (
+    EngineGone,
+    EngineInfo,
+    EngineJoined,
+    EngineRecovered,
+    EngineSuspected,
+    IncompatibleEngine,
+    IncompatibleJoined,
+    Joined,
+    Refused,
+    Tick,
+)
+from kvshm._node.updates import Coordinator, EventBatches, EventsLost, Update
+from kvshm._shm.counters import INDEX_FULL, REJOINS, RESYNCS
+
+from .epoch_state import EpochState
+from .minute_report import MinuteReport
+
+log = logger(__name__)
+
+MAX_RECORDED = 8
+"""Incompatible engines, the most similar ones, that a join records in the slot table's error log,
+which holds 16 entries."""
+MAX_REMEMBERED = 256
+"""Lines remembered as logged; with more of them the oldest may be logged again."""
+
+
+class RosterHandler:
+    """Keeps the peers of the present epoch up to date; a ``UpdateHandler``.  ``begin`` returns the
+    present epoch and begins it if it is due; ``present`` only returns it; ``start`` is the command
+    that starts the coordinator this engine looks for."""
+
+    def __init__(
+        self,
+        begin: Callable[[], EpochState | None],
+        present: Callable[[], EpochState | None],
+        start: str = "kvshm-coordinator",
+    ) -> None:
+        self._begin = begin
+        self._present = present
+        self._start = start
+        self._logged: dict[int, None] = {}  # in the order of logging
+        self._joined: Epoch | None = None
+        self._refusal = ""
+        self._minute_report = MinuteReport()
+
+    def describe(self) -> EngineInfo | None:
+        state = self._begin()
+        return state.info if state else None
+
+    def apply(self, update: Update) -> None:
+        state = self._present()
+        match update:
+            case EventBatches(batches) if state is not None:  # first: the most frequent update
+                state.peers.apply_events(batches)
+            case Coordinator.MISSING:
+                log.warning(
+                    "no coordinator: nothing is shared until one is started: %s", self._start
+                )
+            case Coordinator.LOST:
+                log.warning(
+                    "no coordinator: serving on with what is known, joining again when it is back"
+                )
+            case _ if state is None:
+                return
+            case Joined() | Refused():
+                if update.engine_epoch == state.table.epoch:  # else the epoch has ended meanwhile
+                    self._handle_reply(state, update)
+            case IncompatibleJoined(engine=other):
+                state.table.log_error(incompatible.error_log_entry(other))
+                self._log_once(other)
+            case Tick(num_incompatible=count):
+                state.peers.num_incompatible = count
+            case _:
+                _apply_to_peers(state.peers, update)
+
+    def _handle_reply(self, state: EpochState, reply: Joined | Refused) -> None:
+        if isinstance(reply, Refused):
+            text = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
+            if text != self._refusal:
+                self._refusal = text
+                log.warning("%s (serving on, unshared)", text)
+            return
+        self._refusal = ""
+        state.table.set_lease_bit(LeaseBit(reply.lease_bit))
+        if self._joined == state.table.epoch:
+            state.table.counters.add(REJOINS, 1)
+        self._joined = state.table.epoch
+        state.peers.num_incompatible = len(reply.incompatible)
+        for other in reply.incompatible[:MAX_RECORDED]:
+            state.table.log_error(incompatible.error_log_entry(other))
+            self._log_once(other)
+        peers = sum(info.epoch != state.table.epoch for info in reply.roster)
+        who = engine_name(state.table.epoch, state.table.engine, state.table.pid)
+        log.info("joined as %s, lease bit %d, peers to share with: %d", who, reply.lease_bit, peers)
+
+    def scan_again(self, enough: Callable[[], bool]) -> None:
+        if (state := self._present()) is not None:
+            scans = state.peers.scan_queue.scan_due(state.peers.rescan, enough)
+            state.table.counters.add(RESYNCS, scans)
+
+    def beat(self) -> None:
+        """About once a second: write the heartbeat and look after the peers; once a minute, log how
+        many lookups found a prefix."""
+        if (state := self._present()) is not None:
+            state.table.beat()
+            state.peers.look_for_deaths()
+            state.peers.try_again()
+            counters, refused = state.table.counters, state.peers.replica.refused
+            counters.add(INDEX_FULL, refused - counters.read(INDEX_FULL))
+            if (line := self._minute_report.line(state.table)) is not None:
+                log.info("%s", line)
+
+    def count(self, counter: int, amount: int = 1) -> None:
+        if (state := self._present()) is not None:
+            state.table.counters.add(counter, amount)
+
+    def _log_once(self, other: IncompatibleEngine) -> None:
+        """Log once why this engine cannot share with ``other``.  If the other engine serves
+        another model, log it once for all engines with the same differences."""
+        line, level = incompatible.log_line(other), logging.WARNING
+        key = hash(line)
+        if incompatible.has_another_model(other):
+            key, level = hash(tuple(other.differences.items())), logging.INFO
+        if key not in self._logged:
+            self._logged[key] = None
+            log.log(level, "%s", line)
+        if len(self._logged) > MAX_REMEMBERED:
+            del self._logged[next(iter(self._logged))]
+
+
+def _apply_to_peers(peers: Peers, update: Update) -> None:
+    match update:
+        case EventsLost(epoch):
+            peers.scan_queue.add(Epoch(epoch))
+        case EngineJoined(engine=info):
+            peers.joined(info)
+            log.info("engine %s joined", info.log_name)
+        case EngineSuspected(epoch=epoch):
+            peers.suspected(Epoch(epoch))
+        case EngineRecovered(epoch=epoch):
+            peers.recovered(Epoch(epoch))
+        case EngineGone(epoch=epoch, reason=reason):
+            log.info("engine %s is gone: %s", peers.gone(Epoch(epoch)), reason)

@@ -1,0 +1,1 @@
+"""What all folders of kvshm stand on: names, times, logs, files."""

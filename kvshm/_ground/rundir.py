@@ -1,0 +1,213 @@
+"""The run directory: where a user's sockets and lock files lie, and their names.
+
+Engines and coordinator find each other through the run directory.  Its mode keeps other users out
+(libzmq creates socket files that everybody may connect to), so it is used only if it is a real
+directory of mode 0700 that belongs to this user.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import stat
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from kvshm.errors import RunDirectoryError
+
+from .ids import Epoch
+
+SOCKET_PATH_BYTES = 107
+"""Longest path of a Unix socket (Linux, without the closing zero)."""
+
+MAX_FOUND = 4096
+"""Sockets or lists of peers that a search returns at most: more than any node has."""
+
+_SOCKET = re.compile(
+    r"(?P<namespace>[^.]+)\.(engine\.(?P<epoch>[0-9a-f]{16})|rank\.[0-9a-z]+\.[0-9]+)\.sock"
+)
+_TABLES_SOCKET = re.compile(r"(?P<namespace>[^.]+)\.tables\.sock")
+_PEERS_FILE = re.compile(r"(?P<namespace>[^.]+)\.peers\.(?P<epoch>[0-9a-f]{16})(\.new)?")
+
+
+def choose_run_directory(given: str, environ: Mapping[str, str]) -> Path:
+    """Return where the run directory is.  Creates nothing.
+
+    ``given`` is KVSHM_RUN_DIR.  If empty, the directory is $XDG_RUNTIME_DIR/kvshm; if that variable
+    is unset (or relative, which its specification calls invalid), /tmp/kvshm-<uid>, or a directory
+    in $HOME if that name belongs to another user.
+    """
+    if given:
+        return Path(given)
+    runtime = environ.get("XDG_RUNTIME_DIR", "")
+    return Path(runtime) / "kvshm" if runtime.startswith("/") else _per_user(environ)
+
+
+def open_run_directory(given: str, environ: Mapping[str, str]) -> Path:
+    """Return the run directory, created with mode 0700 if it is missing.
+
+    Raises RunDirectoryError, naming path and remedy, if it cannot be trusted or created.
+    """
+    directory = choose_run_directory(given, environ)
+    if not directory.is_absolute():
+        raise RunDirectoryError(
+            f"run directory {directory} is a relative path, which means another place to each "
+            "process; give an absolute one"
+        )
+    try:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        _check(directory, os.lstat(directory))
+    except OSError as exc:
+        raise RunDirectoryError(
+            f"run directory {directory} cannot be used: {exc.strerror}; create it with mode "
+            "0700, or set KVSHM_RUN_DIR to a directory of your own"
+        ) from exc
+    return directory
+
+
+def _per_user(environ: Mapping[str, str]) -> Path:
+    """The same for all processes of this user, although other users may take the name in /tmp
+    first.  A directory in $HOME has precedence: else, once the other user gave up the name in
+    /tmp, later processes would choose another directory than earlier ones."""
+    in_tmp, home = Path(f"/tmp/kvshm-{os.geteuid()}"), environ.get("HOME", "")
+    if not home.startswith("/"):
+        return in_tmp
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]  # machines may share a home
+    at_home = Path(home) / f".kvshm-{boot}"
+    return at_home if _is_own(at_home) or _is_own(in_tmp) is False else in_tmp
+
+
+def _is_own(path: Path) -> bool | None:
+    """Whether ``path`` belongs to this user; None if it does not exist or cannot be read."""
+    try:
+        return os.lstat(path).st_uid == os.geteuid()
+    except OSError:
+        return None
+
+
+def _check(directory: Path, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise RunDirectoryError(
+            f"run directory {directory} is a link; set KVSHM_RUN_DIR to the place it leads to"
+        )
+    if found.st_uid != os.geteuid():
+        raise RunDirectoryError(
+            f"run directory {directory} belongs to uid {found.st_uid}, this process runs as uid "
+            f"{os.geteuid()}; set KVSHM_RUN_DIR to a directory of your own"
+        )
+    mode = stat.S_IMODE(found.st_mode)
+    # Set-group-id is inherited from the directory above (Kubernetes: fsGroup) and harmless.
+    if mode & ~stat.S_ISGID != 0o700:
+        raise RunDirectoryError(
+            f"run directory {directory} has mode {mode:04o}, wanted 0700; run chmod 700 {directory}"
+        )
+
+
+def command_endpoint(run_dir: Path, namespace: str) -> str:
+    """Address of the coordinator's ROUTER: receives joins, leaves, events and heartbeats."""
+    return f"ipc://{_socket(run_dir, f'{namespace}.commands')}"
+
+
+def event_endpoint(run_dir: Path, namespace: str) -> str:
+    """Address of the coordinator's PUB: sends broadcasts."""
+    return f"ipc://{_socket(run_dir, f'{namespace}.events')}"
+
+
+def closed_socket(path: Path) -> Path:
+    """Path of a coordinator's socket while the coordinator accepts no connections."""
+    return path.with_name(f"{path.name}.shut")
+
+
+def lock_path(run_dir: Path, namespace: str) -> Path:
+    """File whose flock makes a coordinator the only one of its namespace."""
+    return run_dir / f"{namespace}.lock"
+
+
+def tables_socket(run_dir: Path, namespace: str) -> Path:
+    """Socket at which the coordinator hands out the slot tables of its roster."""
+    return _socket(run_dir, f"{namespace}.tables.sock")
+
+
+def engine_socket(run_dir: Path, namespace: str, epoch: int) -> Path:
+    """Socket at which an engine hands out its slot table and replica, in one epoch."""
+    return _socket(run_dir, f"{namespace}.engine.{epoch:016x}.sock")
+
+
+def rank_socket(run_dir: Path, namespace: str, process: str, rank: int) -> Path:
+    """Socket at which a worker process hands out the file descriptors of its KV memory, for one
+    epoch after another.  ``process``: letters and digits that are unique to the process.  A pid is
+    not unique among containers that have the same run directory."""
+    return _socket(run_dir, f"{namespace}.rank.{process}.{rank}.sock")
+
+
+def peers_file(run_dir: Path, namespace: str, epoch: int) -> Path:
+    """File in which an engine lists its peers for its own ranks (kvshm/_node/peer_list.py)."""
+    return run_dir / f"{namespace}.peers.{epoch:016x}"
+
+
+def require_room(run_dir: Path, namespace: str) -> None:
+    """Check that the paths of all sockets of an engine fit.  Raises RunDirectoryError: better
+    before the engine begins to share than rank by rank."""
+    engine_socket(run_dir, namespace, epoch=0)  # the longest name
+
+
+def start_command(run_dir: Path, namespace: str) -> str:
+    """The shell command that starts the coordinator of this run directory and namespace."""
+    return f"kvshm-coordinator --run-dir {shlex.quote(str(run_dir))} --namespace {namespace}"
+
+
+def list_coordinators(run_dir: Path, namespace: str | None) -> list[str]:
+    """Return the namespaces in which a coordinator serves or has left its socket.  ``namespace``:
+    only this one (None: all)."""
+    return [found.namespace for found in _find(run_dir, _TABLES_SOCKET, namespace)]
+
+
+class FoundFile(NamedTuple):
+    """A socket or a list of peers in the run directory; its process may have ended."""
+
+    namespace: str
+    epoch: Epoch | None
+    """The engine's epoch; None if the name has none, as that of a rank's socket."""
+    path: Path
+
+
+def list_sockets(run_dir: Path, namespace: str | None) -> list[FoundFile]:
+    """Return the sockets of engines and ranks, of one namespace (None: of all)."""
+    return _find(run_dir, _SOCKET, namespace)
+
+
+def list_peers_files(run_dir: Path, namespace: str) -> list[FoundFile]:
+    """Return the namespace's lists of peers, half-written ones included."""
+    return _find(run_dir, _PEERS_FILE, namespace)
+
+
+def _find(run_dir: Path, pattern: re.Pattern[str], namespace: str | None) -> list[FoundFile]:
+    """The entries whose names match, sorted, at most MAX_FOUND.  Reads only the names."""
+    matches = filter(None, map(pattern.fullmatch, os.listdir(run_dir)))
+    ours = (match for match in matches if namespace in (None, match["namespace"]))
+    found = []
+    for match in sorted(islice(ours, MAX_FOUND), key=lambda match: match.string):
+        epoch = match.groupdict().get("epoch")
+        number = None if epoch is None else Epoch(int(epoch, 16))
+        found.append(FoundFile(match["namespace"], number, run_dir / match.string))
+    return found
+
+
+def path_too_long(path: str | Path) -> str:
+    """The error message, with a remedy, if ``path`` is too long for a socket; otherwise ""."""
+    if (length := len(os.fsencode(path))) <= SOCKET_PATH_BYTES:
+        return ""
+    return (
+        f"socket path {path} has {length} bytes, at most {SOCKET_PATH_BYTES} are possible; "
+        "set KVSHM_RUN_DIR to a shorter directory"
+    )
+
+
+def _socket(run_dir: Path, name: str) -> Path:
+    path = run_dir / name
+    if error := path_too_long(path):
+        raise RunDirectoryError(error)
+    return path

@@ -1,0 +1,229 @@
+"""An engine's connection to the coordinator: one thread that owns every socket.
+
+The scheduler's thread only puts batches of events into a queue; it never waits for the coordinator
+and sees none of its errors.  Messages of the coordinator reach the engine through an
+``UpdateHandler``, whose methods all run on the client's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from kvshm import _native
+from kvshm._ground.forks import guard_forks
+from kvshm._ground.log import logger
+from kvshm._ground.resources import start_thread
+from kvshm._ground.timing import TIMING, Timing
+from kvshm._shm.counters import EVENTS_DROPPED, EVENTS_UNHEARD
+from kvshm._shm.fds import close_all
+from kvshm._shm.layout import RECORD_BYTES
+from kvshm.errors import KvshmError
+
+from .coordinator_session import CoordinatorSession
+from .protocol import MAX_EVENTS_BYTES
+from .updates import UpdateHandler
+
+MAX_QUEUED = 4096
+"""Batches of events that may wait for the client's thread; further batches are dropped."""
+MAX_JOINED_BYTES = MAX_EVENTS_BYTES // RECORD_BYTES * RECORD_BYTES
+"""Batches that wait together are sent as one message of at most so many bytes, a longer batch as
+several messages."""
+
+_log = logger(__name__)
+
+
+class CoordinatorClient:
+    """Keeps this engine in the roster, from construction until ``close``.
+
+    Any thread may call.  Only ``close`` blocks, with a bound; only the constructor raises.  In a
+    forked child the methods do nothing.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        namespace: str,
+        handler: UpdateHandler,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        jitter: Callable[[], float] = random.random,
+        timing: Timing = TIMING,
+    ) -> None:
+        """Raises KvshmError, leaving nothing open, if no descriptors or threads are left."""
+        self._timing = timing
+        self._later_us = round(timing.send_delay_seconds * 1e6)
+        self._outbox: deque[bytes | None] = deque()
+        """Batches of events; None stands for ``rejoin``."""
+        timers = _open_timers()
+        self._wake_now, self._wake_later = timers
+        """Two timers, because setting a timer cancels its earlier setting: a batch would delay the
+        ``leave`` or ``rejoin`` of another thread."""
+        self._close_timers = weakref.finalize(self, close_all, timers)
+        self._close_timers.atexit = False
+        self._will_wake = False
+        """Whether the client's thread will wake up and read the outbox."""
+        self._closing = threading.Event()
+        self._usable = True
+        self._overflows = self._overflows_reported = 0
+        """Batches dropped here: counted by the sending thread, reported by the client's thread."""
+        self._unheard = self._unheard_reported = 0
+        """Batches that were not queued because no peer is known, likewise."""
+        self._session: CoordinatorSession | None = CoordinatorSession(
+            run_dir, namespace, handler, clock, jitter, timing
+        )
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, args=(self._session,), name="kvshm-client", daemon=True
+        )
+        guard_forks(self)
+        try:
+            start_thread(self._thread)
+        except KvshmError:
+            self._close_timers()
+            raise
+
+    def send_events(self, records: bytes) -> None:
+        """Queue one step's packed records.  Change the slots before the call: if the batch is
+        dropped, the peers scan this engine's slot table instead.  Without peers nothing is sent,
+        since an engine that joins scans the table."""
+        session = self._session
+        if session is not None and not session.has_listeners:
+            self._unheard += 1
+            return
+        if len(self._outbox) >= MAX_QUEUED:
+            self._overflows += 1
+            return
+        self._put(records, self._later_us)
+
+    def rejoin(self) -> None:
+        """The engine's cache has begun a new epoch: leave with the old epoch and join with the
+        description that ``describe`` returns now.  Events queued before belong to the old epoch."""
+        self._put(None, 0)
+
+    def leave(self) -> None:
+        """Leave the node and end the thread, without waiting.  Idempotent."""
+        self._closing.set()
+        self._wake(0)
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Leave and end the thread; waits at most ``timeout`` seconds.  Idempotent."""
+        self.leave()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            _log.warning("client's thread has not ended within %.1f s", timeout)
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the coordinator has this engine in its roster, as far as known."""
+        return self._session is not None and self._session.is_member
+
+    def _put(self, item: bytes | None, microseconds: int) -> None:
+        if self._usable and not self._closing.is_set():
+            self._outbox.append(item)
+            if not self._will_wake or not microseconds:
+                self._wake(microseconds)
+
+    def _wake(self, microseconds: int) -> None:
+        if not self._usable:
+            return
+        self._will_wake = True
+        _native.wake(self._wake_later if microseconds else self._wake_now, microseconds)
+
+    def forget_in_child(self) -> None:
+        """Drop the sockets and the thread, which belong to the parent (kvshm/_ground/forks.py)."""
+        self._usable = False
+        self._thread = self._session = None
+        self._outbox.clear()
+
+    # -- on the client's thread
+
+    def _run(self, session: CoordinatorSession) -> None:
+        if not self._open(session):
+            return
+        while not self._closing.is_set():
+            try:
+                readable = session.wait()
+                self._hand_over(session, readable)
+                session.work()
+            except Exception:  # a bug must not end the thread or use up a core
+                session.guard.log_failure("client's thread", exc_info=True)
+                self._closing.wait(self._timing.bug_pause_seconds)
+        self._hand_over(session)
+        session.close()
+
+    def _open(self, session: CoordinatorSession) -> bool:
+        """Open the sockets; whether that succeeded.  Without sockets (no descriptors are left) the
+        engine serves on, unshared, and nothing is queued."""
+        try:
+            timers = self._wake_now, self._wake_later
+            session.open(timers, lambda: self._hand_over(session))
+        except Exception as exc:  # whatever it is, the engine serves without kvshm
+            self._usable = False
+            _log.error("no sockets for the coordinator: %s (serving on, unshared)", exc)
+        return self._usable
+
+    def _hand_over(self, session: CoordinatorSession, readable: Collection[object] = ()) -> None:
+        """Send what other threads have queued so far, in few messages: each message releases the
+        GIL, which a busy scheduler's thread returns late, and this thread has to receive, too.
+        Clears the timers among ``readable``."""
+        for timer in (self._wake_now, self._wake_later):
+            if timer in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(timer, 8)
+        self._will_wake = False  # before the queue is read
+        # First, so that the messages sent below show the gap.
+        if unheard := self._unheard - self._unheard_reported:
+            self._unheard_reported += unheard
+            session.skip_events(unheard, EVENTS_UNHEARD)
+        waiting = len(self._outbox)
+        while waiting:
+            batches = _next_message(self._outbox, waiting)
+            waiting -= len(batches) or 1
+            if batches:
+                records = b"".join(batches)
+                for begin in range(0, len(records), MAX_JOINED_BYTES):
+                    session.send_events(records[begin : begin + MAX_JOINED_BYTES])
+            else:
+                self._outbox.popleft()
+                session.rejoin()
+        if lost := self._overflows - self._overflows_reported:
+            self._overflows_reported += lost
+            session.skip_events(lost, EVENTS_DROPPED)
+
+
+def _open_timers() -> list[int]:
+    """Return two timer descriptors, which wake the client's thread.  Raises KvshmError."""
+    timers: list[int] = []
+    try:
+        for _ in range(2):
+            timers.append(_native.timer())
+    except OSError as exc:
+        close_all(timers)
+        raise KvshmError(
+            f"no timer can be opened: {exc.strerror}; raise the limit of open files (ulimit -n)"
+        ) from exc
+    return timers
+
+
+def _next_message(queued: deque[bytes | None], limit: int) -> list[bytes]:
+    """Take the first batches off the queue: as many as one message holds, at least one and at most
+    ``limit``; none if a ``rejoin`` is first."""
+    batches: list[bytes] = []
+    size = 0
+    while len(batches) < limit and (batch := queued[0]) is not None:
+        size += len(batch)
+        if batches and size > MAX_JOINED_BYTES:
+            break
+        batches.append(batch)
+        queued.popleft()
+    return batches

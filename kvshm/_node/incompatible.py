@@ -1,0 +1,64 @@
+"""Why two engines of one node cannot share, in one line: for the log, and for the slot table.
+
+Both engines log the reason, each with its own value first.  Pure.
+"""
+
+from __future__ import annotations
+
+from kvshm._ground.fingerprint import (
+    DTYPE,
+    KV_DTYPE,
+    MODEL,
+    MODEL_CONFIG,
+    PARALLEL,
+    QUANTIZATION,
+    WEIGHTS,
+)
+from kvshm._ground.log import engine_name
+from kvshm._shm.error_log import TEXT_BYTES
+
+from .protocol import IncompatibleEngine
+
+LINE_CHARACTERS = 600
+"""Enough for the names of all fields of a fingerprint."""
+VALUE_CHARACTERS = 64
+_OF_ONE_MODEL = {DTYPE, KV_DTYPE, PARALLEL, QUANTIZATION}
+"""Fields that give the weights of the same model another digest."""
+
+
+def log_line(other: IncompatibleEngine) -> str:
+    """Return the log line about an incompatible engine: the first differing field with both
+    values, and the names of the other differing fields."""
+    who = engine_name(name=other.name, pid=other.pid)
+    return f"engine {who} cannot share with this one: {reason(other, LINE_CHARACTERS)}"
+
+
+def error_log_entry(other: IncompatibleEngine) -> str:
+    """Return the reason as an entry of the slot table's error log, which ``kvshm dump-index``
+    shows."""
+    head = f"cannot share with {other.name}: "
+    return head + reason(other, TEXT_BYTES - len(head))
+
+
+def reason(other: IncompatibleEngine, size: int) -> str:
+    """Return the differences in at most ``size`` characters; of long values the part that
+    differs."""
+    (name, (ours, theirs)), *others = other.differences.items()
+    frame = f"{name} is  here,  there{'; also ...' if others else ''}"
+    room = max(1, min(VALUE_CHARACTERS, (size - len(frame)) // 2))
+    same = [a == b for a, b in zip(ours, theirs, strict=False)]
+    equal = same.index(False) if False in same else len(same)
+    begin = max(0, equal - room // 2) if max(len(ours), len(theirs)) > room else 0
+    ours, theirs = ours[begin : begin + room], theirs[begin : begin + room]
+    text = f"{name} is {ours} here, {theirs} there"
+    if others:
+        text += f"; also {' '.join(name for name, _ in others)}"
+    return text if len(text) <= size else f"{text[: size - 3]}..."
+
+
+def has_another_model(other: IncompatibleEngine) -> bool:
+    """Whether the engine probably serves another model: then it is not meant to share."""
+    differing = other.differences.keys()
+    if MODEL in differing or WEIGHTS not in differing:
+        return MODEL in differing
+    return MODEL_CONFIG in differing or differing.isdisjoint(_OF_ONE_MODEL)

@@ -1,0 +1,119 @@
+"""One coordinator per run directory and namespace.
+
+A second bind on a live ``ipc://`` path succeeds and takes the path over, so the lock is taken
+before any socket is touched.  The kernel releases the lock when its holder ends, in any way.
+
+A process that cleans up without a coordinator (kvshm/_node/leftovers.py) holds this lock meanwhile,
+and a second lock, on the run directory, for which a starting coordinator waits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from kvshm.errors import AlreadyRunning, RunDirectoryError
+
+CLEANUP_SECONDS = 5.0
+"""How long a starting coordinator waits for a process that cleans up, which takes milliseconds."""
+_PAUSE_SECONDS = 0.01
+"""The pause between two tries for a lock: flock has no wait with a time limit."""
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_HOLDER_BYTES = 32
+
+
+def take_lock(path: Path) -> int:
+    """Take the lock, creating its file; return the descriptor, which holds the lock while open.
+
+    Raises AlreadyRunning, naming the holder, or RunDirectoryError.  The holder may remove the
+    file: this function never takes the lock of a file that has lost its name.
+    """
+    while True:
+        try:
+            fd = os.open(path, _FLAGS, 0o600)
+        except OSError as exc:
+            raise RunDirectoryError(
+                f"lock file {path} cannot be opened: {exc.strerror}; remove it, make room in that "
+                "directory, or set KVSHM_RUN_DIR to another one"
+            ) from exc
+        try:
+            _check_file(fd, path)
+            if _lock(fd, path):
+                _name_holder(fd)
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)  # the last holder removed the file after it was opened here
+
+
+@contextmanager
+def cleanup_lock(run_dir: Path, patience: float = CLEANUP_SECONDS) -> Iterator[bool]:
+    """Hold the run directory's lock: only one process at a time cleans up, and none while a
+    coordinator takes its locks.  Yields False if ``patience`` seconds were not enough.
+
+    Raises RunDirectoryError if the directory cannot be opened (any more).
+    """
+    try:
+        fd = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as exc:
+        raise RunDirectoryError(
+            f"run directory {run_dir} cannot be opened: {exc.strerror}; create it with mode 0700, "
+            "or set KVSHM_RUN_DIR to a directory of your own"
+        ) from exc
+    try:
+        deadline = time.monotonic() + patience
+        while not (held := _try_lock(fd)) and time.monotonic() < deadline:
+            time.sleep(_PAUSE_SECONDS)
+        yield held
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int, path: Path) -> bool:
+    """Lock the file; return whether it still has its name.  Raises AlreadyRunning or
+    RunDirectoryError."""
+    try:
+        if not _try_lock(fd):
+            holder = os.pread(fd, _HOLDER_BYTES, 0).decode("ascii", "replace").strip()
+            raise AlreadyRunning(f"another coordinator (pid {holder or 'unknown'}) holds {path}")
+        return has_name(fd, path)
+    except OSError as exc:
+        raise RunDirectoryError(f"lock file {path} cannot be locked: {exc.strerror}") from exc
+
+
+def has_name(fd: int, path: Path) -> bool:
+    """Whether a held lock still excludes other processes: its file may have been removed, or
+    replaced by another file.  Raises OSError."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _name_holder(fd: int) -> None:
+    with suppress(OSError):  # the pid is for people only, and the file system may be full
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+
+
+def _check_file(fd: int, path: Path) -> None:
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        reason = f"lock file {path} cannot be opened: it is not a regular file; remove it"
+        raise RunDirectoryError(reason)
+    if found.st_uid != os.geteuid():
+        raise RunDirectoryError(f"lock file {path} belongs to uid {found.st_uid}: remove it")
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,67 @@
+"""Another engine in one epoch, as the scheduler's process of this one sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvshm._ground.ids import NO_LEASE_BIT
+from kvshm._shm.layout import NUM_LEASE_BITS, RECORD_BYTES
+from kvshm._shm.slot_table import PeerSlotTable
+from kvshm.errors import CorruptSegment, ProtocolError, StaleAttachment
+
+from .protocol import EngineInfo
+
+
+@dataclass(eq=False, slots=True)
+class Peer:
+    """Another engine in one epoch, attached for as long as this object exists.
+
+    Its table stays mapped until the last plan that holds the peer is gone.  The client's thread
+    changes ``dead``, the scheduler's thread the fields after it.
+    """
+
+    info: EngineInfo
+    table: PeerSlotTable
+    row: int
+    dead: bool = False
+    """One of its processes has ended; a coordinator reports that, too."""
+    failures: int = 0
+    paused_until: float = 0.0
+    """Reading of the clock until which nothing is planned from the peer."""
+    quarantined: bool = False
+    """Whether the pause is due to failed loads."""
+    block_bytes: int = field(init=False)
+    """Bytes of a block in the memory of each rank of the peer."""
+
+    def __post_init__(self) -> None:
+        self.block_bytes = self.info.ranks[0].memory.block_bytes if self.info.ranks else 0
+
+
+class PlannedRun(NamedTuple):
+    """Consecutive blocks of one prefix that one peer seems to hold.  Refers to the peer itself, not
+    to its row: another peer may get the row."""
+
+    peer: Peer
+    records: bytes
+    """Packed block records, in the order of the prefix."""
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.records) // RECORD_BYTES
+
+
+def check_table(table: PeerSlotTable, info: EngineInfo) -> None:
+    """Raise unless the table is as the roster describes it."""
+    if table.epoch != info.epoch:
+        raise StaleAttachment(
+            f"its table is of epoch {table.epoch:016x}, the roster says {info.epoch:016x}"
+        )
+    said = (info.num_blocks, len(info.ranks), info.fingerprint)
+    found = (table.num_blocks, table.num_ranks, table.fingerprint)
+    if said != found:
+        raise CorruptSegment(
+            f"its table (blocks, ranks, fingerprint) is {found}, the roster says {said}"
+        )
+    if not NO_LEASE_BIT <= info.lease_bit < NUM_LEASE_BITS:
+        raise ProtocolError(f"the roster gives it lease bit {info.lease_bit}")

@@ -1,0 +1,53 @@
+"""The engines whose events were lost, and when their slot tables are scanned again.
+
+A scan takes milliseconds for each million blocks, and a faulty engine may lose events with each
+message.  Therefore one scan serves for all events lost so far, and scans of one table have pauses.
+Until the scan the replica may be stale for that engine, which costs misses: a lease decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvshm._ground.ids import Epoch
+from kvshm._ground.timing import TIMING, Timing
+
+BURST_SCANS = 8
+"""Scans of one table without a pause: after a restart of the coordinator an engine that joins has
+published blocks since, so that its table is scanned for each join."""
+
+
+class ScanQueue:
+    """Epochs to scan, in the order in which they were added.  Used by one thread."""
+
+    def __init__(self, clock: Callable[[], float], timing: Timing = TIMING) -> None:
+        self._clock = clock
+        self._pause = timing.rescan_pause_seconds
+        self._wanted: dict[Epoch, None] = {}
+        self._next_free: dict[Epoch, float] = {}
+        """When the next scan would be due if each scan so far had waited for its pause."""
+
+    def add(self, epoch: Epoch) -> None:
+        """Have an engine's table scanned when a scan is due."""
+        self._wanted[epoch] = None
+
+    def remove(self, epoch: Epoch) -> None:
+        """Forget an engine that is not attached any more."""
+        self._wanted.pop(epoch, None)
+        self._next_free.pop(epoch, None)
+
+    def scan_due(self, scan: Callable[[Epoch], None], should_stop: Callable[[], bool]) -> int:
+        """Scan the tables that are due, at least one, until ``should_stop``; return how many were
+        scanned.  The next call begins with the others."""
+        now, scans = self._clock(), 0
+        for epoch in list(self._wanted):
+            next_free = max(now, self._next_free.get(epoch, now))
+            if next_free > now + (BURST_SCANS - 1) * self._pause:
+                continue
+            del self._wanted[epoch]
+            self._next_free[epoch] = next_free + self._pause
+            scan(epoch)  # removes the epoch if the scan fails
+            scans += 1
+            if should_stop():
+                break
+        return scans

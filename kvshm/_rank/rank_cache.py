@@ -1,0 +1,261 @@
+"""The worker rank's half of a shared cache: carries out loads on one rank.
+
+A rank owns KV memory (behind a Transport) and one load thread.  The serving thread gives loads to
+the load thread and collects reports.  Neither thread blocks on a peer: each peer is attached on a
+thread of its own (kvshm/_rank/attachments.py).  Per load and rank:
+
+    attach the peer's memory (once per epoch)  ->  copy  ->  RE-CHECK the slots  ->
+    (KVSHM_VERIFY: compare checksums)  ->  last rank releases the leases  ->  report
+
+The order is the protocol (docs/protocol.md): a block counts only if its slot's generation
+and the exporter's life word are unchanged *after* its last byte was copied.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from kvshm._engine.load_plan import Load, LoadFailure, LoadReport
+from kvshm._ground.forks import guard_forks
+from kvshm._ground.ids import BlockId, Epoch, Rank
+from kvshm._ground.log import logger
+from kvshm._ground.resources import start_thread
+from kvshm._node.handout import Handouts
+from kvshm._node.peer_list import PeerListReader
+from kvshm._shm.counters import LOADS_STARTED, LOADS_TOO_LATE
+from kvshm._shm.own_slot_table import RankSlotTable
+from kvshm.errors import MemoryInUse
+from kvshm.interfaces import Transport
+
+from .attachments import AttachmentCache
+from .rank_load import RankLoad
+
+log = logger(__name__)
+
+POLL_SECONDS = 0.0002
+"""Between two polls of copies under way; much shorter than a scheduler step."""
+STEP_POLL_SECONDS = 0.00005
+"""Between two polls while a step waits; copies by a device do not notify when they end."""
+TIDY_SECONDS = 1.0
+"""How often a rank looks for peers that have ended and for new ones."""
+CLOSE_SECONDS = 5.0
+STUCK_SECONDS = 30.0
+"""How long a step waits for a cancelled copy that may still write into the KV cache."""
+MAX_COUNTED_SECONDS = 0.1
+"""Of a longer pause between two polls of such a copy only so much counts."""
+
+
+class RankCache:
+    """One rank's memory, exported and filled.  Used by the rank's serving thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank: Rank,
+        handouts: Handouts,
+        *,
+        verify: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``handouts``: where the own table and those of peers are fetched.  Raises
+        TransportError if no thread can be started."""
+        self._handouts = handouts
+        self._transport = transport
+        self._rank = rank
+        self._verify = verify
+        self._clock = clock
+        self.failed = ""
+        """Why ``open_epoch`` failed; empty if it succeeded."""
+        self.table: RankSlotTable | None = None
+        """The engine's own slot table, mapped by this rank; None outside an epoch."""
+        self._attachments = AttachmentCache(transport, rank, handouts, clock)
+        self._tidy_at = clock() + TIDY_SECONDS
+        self._tidy_failed = False
+        # Not a SimpleQueue: a thread that is held up while it calls SimpleQueue.get with a timeout
+        # may wait for ever (CPython 3.11), and a load under way then never ends.
+        self._loads: queue.Queue[RankLoad | None] = queue.Queue()
+        self._reports: deque[LoadReport] = deque()
+        self._unreported = 0
+        """Loads whose report ``poll`` has not returned yet."""
+        self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
+        self._inherited = False
+        start_thread(self._thread)
+        guard_forks(self)
+
+    def attached(self) -> frozenset[Epoch]:
+        """The peers whose memory this rank has mapped: a load from them begins at once.  A peer
+        may have ended since; loads from it fail.  Any thread; does not block."""
+        return self._attachments.attached
+
+    def open_epoch(self, epoch: Epoch) -> None:
+        """Export own memory under the engine's ``epoch`` and set the rank's life word.
+
+        The life word is set last: before that, no lease on this engine's blocks succeeds.  Blocks
+        until the engine has handed out its table, FETCH_SECONDS at most.  Raises SegmentError or
+        TransportError; the rank exports nothing then, and ``failed`` gives the reason until an
+        epoch is opened.
+        """
+        self.end_epoch()
+        try:
+            self.table = self._export(epoch)
+        except Exception as exc:  # any; raised again
+            self.failed = f"rank {self._rank} cannot export: {exc}"
+            raise
+        self.failed = ""
+        self._attachments.follow(PeerListReader(self._handouts.peers_file(epoch)))
+
+    def _export(self, epoch: Epoch) -> RankSlotTable:
+        table = self._handouts.rank_table(epoch)
+        try:
+            table.begin_pulse(self._rank)
+            self._transport.export(epoch)
+            table.set_life(self._rank)
+        except BaseException:
+            table.close()
+            raise
+        return table
+
+    def end_epoch(self) -> None:
+        """Zero the rank's life word, before own memory is freed, remapped or given new meaning.
+
+        Loads under way begin no further copy and deliver nothing.  The old table stays mapped
+        until the loads that use it have ended.
+        """
+        table, self.table = self.table, None
+        self._attachments.follow(None)
+        if table is not None:
+            table.end_life(self._rank)
+
+    def begin_load(self, load: Load) -> None:
+        """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
+        table = self.table
+        self._unreported += 1
+        if self._rank == 0 and table is not None:
+            table.counters.add(LOADS_STARTED, 1)
+        new = RankLoad(load, self._attachments, table, verify=self._verify, clock=self._clock)
+        self._loads.put(new)
+
+    def load_at_once(self, loads: Sequence[Load], patience: float) -> list[LoadReport]:
+        """Carry out loads on the calling thread, which runs the model on their blocks next.
+
+        Blocks for ``patience`` seconds at most, for all loads together, and then until none of
+        their copies can write over what the model computes: for the copy of a few megabytes, or
+        of one block, at most.  Loads that have not ended by then are reported as lost.  Raises
+        MemoryInUse if a copy cannot be stopped: the model must not run.
+        """
+        table = self.table
+        if self._rank == 0 and table is not None:
+            table.counters.add(LOADS_STARTED, len(loads))
+        clock, until = self._clock, self._clock() + patience
+        ongoing = [
+            RankLoad(each, self._attachments, table, verify=self._verify, until=until, clock=clock)
+            for each in loads
+        ]
+        reports = []
+        with self._attachments.pinned([epoch for load in ongoing for epoch in load.peers]):
+            while ongoing:
+                ended = [load for load in ongoing if load.advance()]
+                reports += [load.report for load in ended]
+                ongoing = [load for load in ongoing if load not in ended]
+                if not ongoing or clock() >= until:
+                    break
+                time.sleep(STEP_POLL_SECONDS)  # copies are polled: a GPU wakes nobody
+            for load in ongoing:
+                self._abandon(load)
+                reports.append(load.failed_report(LoadFailure.TOO_LATE))
+                self._loads.put(load)  # the load thread releases the leases after the copies
+        if self._rank == 0 and table is not None and (late := sum(_is_late(r) for r in reports)):
+            table.counters.add(LOADS_TOO_LATE, late)
+        return reports
+
+    def _abandon(self, load: RankLoad) -> None:
+        """Wait until no copy of the load writes any more.  A copy that goes on writing would
+        overwrite what the model computes in these blocks, now or for a later request."""
+        waited, last = 0.0, self._clock()
+        while not load.abandon():
+            now = self._clock()
+            # While this process was stopped, its copies were stopped as well.
+            waited, last = waited + min(now - last, MAX_COUNTED_SECONDS), now
+            if waited >= STUCK_SECONDS:
+                self.end_epoch()
+                raise MemoryInUse(
+                    f"rank {self._rank}: a copy from another engine's cache has not ended "
+                    f"{STUCK_SECONDS:g} s after it was cancelled and may still write into this "
+                    "one's: the engine cannot go on"
+                )
+            time.sleep(STEP_POLL_SECONDS)
+
+    def poll(self, linger: float = 0.0) -> list[LoadReport]:
+        """Return the reports of the loads that have ended since the last call.  Blocks until all
+        loads have ended, for ``linger`` seconds at most."""
+        until = self._clock() + linger
+        while len(self._reports) < self._unreported and self._clock() < until:
+            time.sleep(STEP_POLL_SECONDS)
+        reports = [self._reports.popleft() for _ in range(len(self._reports))]
+        self._unreported -= len(reports)
+        return reports
+
+    def write_checksums(self, blocks: list[BlockId]) -> None:
+        """KVSHM_VERIFY: record the checksums of own blocks that were just computed, before
+        they are published.  Blocks while they are hashed."""
+        table = self.table
+        if table is None or not self._verify or not blocks:
+            return
+        for block, checksum in zip(blocks, self._transport.checksum(blocks), strict=True):
+            table.set_checksum(self._rank, block, checksum)
+
+    def close(self) -> None:
+        """End the epoch, let copies under way end, unmap the peers, close the transport.  Does
+        nothing in a forked child, because all of that belongs to the parent."""
+        if self._inherited:
+            return
+        self.end_epoch()
+        self._loads.put(None)
+        self._thread.join(timeout=CLOSE_SECONDS)
+        self._transport.close()
+
+    def forget_in_child(self) -> None:
+        """Memory and epoch belong to the parent (kvshm/_ground/forks.py)."""
+        self._inherited, self.table = True, None
+
+    # -- the load thread
+
+    def _run(self) -> None:
+        active: list[RankLoad] = []
+        closing = False
+        while active or not closing:
+            with suppress(queue.Empty):
+                load = self._loads.get(timeout=POLL_SECONDS if active else TIDY_SECONDS)
+                if load is None:
+                    closing = True
+                else:
+                    active.append(load)
+            ended = [load for load in active if load.advance()]
+            active = [load for load in active if load not in ended]
+            self._reports.extend(load.report for load in ended if not load.abandoned)
+            self._tidy(active)
+        self._attachments.close()
+
+    def _tidy(self, active: list[RankLoad]) -> None:
+        """Once in TIDY_SECONDS, busy or not: unmap peers that have ended, attach new ones.  Never
+        raises: without the load thread every later load would wait for ever."""
+        now = self._clock()
+        if now < self._tidy_at:
+            return
+        self._tidy_at = now + TIDY_SECONDS
+        try:
+            self._attachments.unmap_ended({epoch for load in active for epoch in load.peers})
+            self._attachments.attach_listed()
+        except Exception:  # any: the load thread must not end
+            if not self._tidy_failed:
+                log.exception("peers that have ended could not be unmapped, or new ones attached")
+            self._tidy_failed = True
+
+
+def _is_late(report: LoadReport) -> bool:
+    return any(failure.reason is LoadFailure.TOO_LATE for failure in report.failures)

@@ -1,0 +1,290 @@
+"""One load on one rank, from attaching the peers to the report.
+
+Runs on the rank's load thread or, for a load at once (one that a step waits for), on its main
+thread.  Every failure ends in a report with bad targets, which the engine recomputes.  A load never
+ends without a report, and reports only after the last of its copies has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvshm._engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
+from kvshm._ground.ids import BlockId
+from kvshm._ground.log import logger
+from kvshm._ground.syncpoints import SyncPoint, sync_point
+from kvshm._shm.counters import (
+    BLOCKS_COPIED,
+    BYTES_COPIED,
+    DISCARDED,
+    MISMATCHED,
+    RECHECK_FAILED,
+    VERIFIED,
+)
+from kvshm._shm.layout import RECORD_BYTES, block_ids
+from kvshm._shm.own_slot_table import RankSlotTable
+from kvshm.errors import KvshmError, StillAttaching
+from kvshm.interfaces import Copy, CopyState
+
+from .attachments import AttachmentCache, PeerMemory
+
+log = logger(__name__)
+
+
+@dataclass
+class _Part:
+    """A piece of the load, and how far it is."""
+
+    piece: Piece
+    peer: PeerMemory | None = None
+    copy: Copy | None = None
+    failure: LoadFailure | None = None
+
+
+class RankLoad:
+    """Carries out one load: call ``advance`` until it returns True."""
+
+    def __init__(
+        self,
+        load: Load,
+        attachments: AttachmentCache,
+        table: RankSlotTable | None,
+        *,
+        verify: bool = False,
+        until: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``table``: the engine's own; None outside an epoch.  ``until``: when, by ``clock``, the
+        step stops waiting for this load at once; None if no step waits.  A load at once waits for
+        no attach."""
+        self._load = load
+        self._attachments = attachments
+        self._rank = attachments.rank
+        self._table = table
+        self._verify = verify
+        self._until = until
+        self._clock = clock
+        self._begun_at = 0.0
+        self._queued = False
+        """Whether another load was copying when its copies began, so that they cannot be timed."""
+        self.abandoned = False
+        """Whether the load was reported as lost before its copies had ended."""
+        self._parts = [_Part(piece) for piece in load.pieces]
+        self._failures: list[PieceFailure] = []
+        self._bad: list[BlockId] = list(load.lost)
+        self._discarded = False
+        self._released = False
+        self.peers = frozenset(piece.peer_epoch for piece in load.pieces)
+        """Epochs whose attachments this load needs until it has ended."""
+        self.report = LoadReport(load.load_id, ())
+
+    def advance(self) -> bool:
+        """Go on as far as possible without waiting.  Returns whether the load has ended;
+        ``report`` is complete then.  Never raises."""
+        try:
+            if self._pending():
+                return False
+            self._attachments.copying.discard(self)
+            if not self._discarded:
+                for part in self._parts:
+                    self._decide(part)
+            self._release()
+        except Exception as exc:  # any: the load must end with a report
+            self._discard_all(exc)
+            return False  # its copies may still write: the next call polls them again
+        if self._discarded:
+            self.report = self.failed_report(LoadFailure.COPY_FAILED)
+        elif any(failure.reason is LoadFailure.TOO_LATE for failure in self._failures):
+            self.report = self.failed_report(LoadFailure.TOO_LATE)
+        else:
+            load_id, bad = self._load.load_id, tuple(dict.fromkeys(self._bad))
+            self.report = LoadReport(load_id, bad, tuple(self._failures), self._elapsed())
+        return True
+
+    def _elapsed(self) -> float:
+        """Seconds since the first of its copies began; 0 before, and if they were queued."""
+        return self._clock() - self._begun_at if self._begun_at and not self._queued else 0.0
+
+    def abandon(self) -> bool:
+        """Deliver nothing, because the step can wait no longer.  Returns whether no copy of this
+        load can still overwrite what the model computes from now on; if not, call it again.
+        ``advance`` releases the leases once the copies have ended.  Never raises."""
+        if not self.abandoned:
+            self.abandoned = True
+            for part in self._parts:
+                part.failure = part.failure or LoadFailure.TOO_LATE
+        try:
+            stopped = [self._stop_copy(part) for part in self._parts]  # a list: cancels each copy
+            return all(stopped)
+        except Exception as exc:  # any, of a transport: then the copy may still write
+            self._discard_all(exc)
+            return False
+
+    @staticmethod
+    def _stop_copy(part: _Part) -> bool:
+        """Cancel the copy.  Returns whether all that the model computes from now on comes after the
+        copy's last write."""
+        if part.copy is None or part.copy.poll() is not CopyState.PENDING:
+            return True
+        part.copy.cancel()
+        return part.copy.fence() or part.copy.poll() is not CopyState.PENDING
+
+    def failed_report(self, reason: LoadFailure) -> LoadReport:
+        """Return the report of a load of which no block may be used.  If its time is up, the report
+        has the time the load has taken so far, so that the estimate for the next load grows."""
+        failures = tuple(PieceFailure(piece.peer_epoch, reason, b"") for piece in self._load.pieces)
+        bad = self._load.targets + self._load.lost
+        return LoadReport(self._load.load_id, bad, failures, self._elapsed())
+
+    def _pending(self) -> bool:
+        """Whether a peer is being attached or a copy may still write."""
+        begun = [self._begin(part) for part in self._parts] if not self._discarded else []
+        states = [part.copy.poll() for part in self._parts if part.copy is not None]
+        return not all(begun) or CopyState.PENDING in states
+
+    def _begin(self, part: _Part) -> bool:
+        """Begin a piece's copy once its peer is attached.  Returns whether it has begun or never
+        will."""
+        if part.copy is not None or part.failure is not None:
+            return True
+        if self._own_epoch_ended():
+            part.failure = LoadFailure.OWN_RESET
+            return True
+        try:
+            part.peer = self._attachments.find(part.piece)
+            if part.peer is None:
+                at_once = self._until is not None
+                part.failure = LoadFailure.NOT_ATTACHED if at_once else None
+                return at_once
+            if not self._in_time():  # nothing was copied, so the report has no time of a copy
+                part.failure = LoadFailure.TOO_LATE
+                return True
+            if not self._begun_at:
+                self._queued = bool(self._attachments.copying)
+                self._attachments.copying.add(self)
+                self._begun_at = self._clock()
+            sync_point(SyncPoint.COPY_BEGINS)
+            part.copy = part.peer.memory.begin_copy(
+                block_ids(part.piece.records),
+                part.piece.targets,
+                None if self._until is None else self._in_time,
+            )
+        except Exception as exc:  # any: the piece is a miss
+            late = isinstance(exc, StillAttaching)
+            part.failure = LoadFailure.NOT_ATTACHED if late else LoadFailure.UNREACHABLE
+            who = self._attachments.name_of(part.piece.peer_epoch)
+            self._log_problem(
+                f"cannot read from engine {part.piece.peer_epoch:016x}: {exc}",
+                exc,
+                f"cannot read from engine {who}: {exc}",
+            )
+        return True
+
+    def _in_time(self) -> bool:
+        return self._until is None or self._clock() < self._until
+
+    def _discard_all(self, exc: Exception) -> None:
+        """Deliver nothing of this load.  The problem is logged once per load."""
+        if not self._discarded:
+            self._discarded = True
+            self._log_problem(f"a load could not be checked and is discarded: {exc}", exc)
+
+    def _decide(self, part: _Part) -> None:
+        """Decide which of a piece's targets may be used.  Its copy has ended."""
+        piece, places = part.piece, range(len(part.piece.targets))
+        if part.copy is None or part.peer is None:
+            self._reject(piece, places, part.failure or LoadFailure.UNREACHABLE)
+            return
+        if self.abandoned or part.copy.poll() is not CopyState.DONE:
+            reason = LoadFailure.COPY_FAILED if self._in_time() else LoadFailure.TOO_LATE
+            self._reject(piece, places, reason)
+            return
+        sync_point(SyncPoint.COPIED)
+        wanted = []
+        if self._verify:  # before the re-check, so that it covers the checksums too
+            wanted = [part.peer.table.checksum(self._rank, s) for s in block_ids(piece.records)]
+        good = part.peer.table.recheck(self._rank, piece.records)
+        if self._own_epoch_ended():
+            self._reject(piece, places, LoadFailure.OWN_RESET)
+            return
+        self._count(BLOCKS_COPIED, len(places))
+        self._count(BYTES_COPIED, len(places) * piece.block_bytes)
+        if reused := [place for place in places if not good[place]]:
+            self._count(RECHECK_FAILED, len(reused))
+            self._reject(piece, reused, LoadFailure.RECLAIMED)
+        if self._verify:
+            self._compare(piece, good, wanted)
+
+    def _compare(self, piece: Piece, good: list[bool], wanted: list[int]) -> None:
+        """KVSHM_VERIFY: compare the copied bytes with the exporter's checksums.  Blocks without a
+        checksum are not compared.  Stores the checksums for importers that copy these blocks."""
+        found = self._attachments.transport.checksum(piece.targets)
+        compared = [place for place, want in enumerate(wanted) if want and good[place]]
+        differ = [place for place in compared if found[place] != wanted[place]]
+        self._count(VERIFIED, len(compared) - len(differ))
+        if differ:
+            self._count(MISMATCHED, len(differ))
+            self._reject(piece, differ, LoadFailure.MISMATCH)
+            what = "copied bytes differ from what it published"
+            who = self._attachments.name_of(piece.peer_epoch)
+            self._log_problem(
+                f"engine {piece.peer_epoch:016x}: {what}", logged=f"engine {who}: {what}"
+            )
+        if self._table is not None:
+            for target, checksum in zip(piece.targets, found, strict=True):
+                self._table.set_checksum(self._rank, target, checksum)
+
+    def _own_epoch_ended(self) -> bool:
+        table = self._table
+        return table is None or table.epoch != self._load.epoch or not table.is_alive(self._rank)
+
+    def _reject(self, piece: Piece, bad: Sequence[int], reason: LoadFailure) -> None:
+        """``bad``: places of blocks in the piece."""
+        size = RECORD_BYTES
+        self._bad += [piece.targets[i] for i in bad]
+        records = b"".join(piece.records[i * size : (i + 1) * size] for i in bad)
+        self._failures.append(PieceFailure(piece.peer_epoch, reason, records))
+        self._count(DISCARDED, len(bad))
+
+    def _release(self) -> None:
+        """Release the leases, once: the last rank to finish does it for all ranks."""
+        if self._released or self._load.ticket == NO_TICKET:
+            return
+        self._released = True
+        if not self._is_last():
+            return
+        for part in self._parts:
+            try:
+                self._attachments.release(part.piece, self._load.lease_bit)
+            except Exception as exc:  # any: the other pieces' leases are returned too
+                self._log_problem(f"leases could not be released; the exporter will: {exc}", exc)
+        sync_point(SyncPoint.RELEASED)
+
+    def _is_last(self) -> bool:
+        """Whether no other rank needs the leases.  True also for a rank without a table of the
+        load's epoch: that rank cannot count itself in the ticket, so no rank would ever be last.
+        To release the leases early is safe: a lease only makes it likely that a copy passes its
+        re-check.  The ticket stays in use until its table ends."""
+        if self._table is None or self._table.epoch != self._load.epoch:
+            return True
+        try:
+            return self._table.finish_ticket(self._load.ticket)
+        except Exception as exc:  # any: leases that are held too long cost the exporter time
+            self._log_problem(f"a load's ticket cannot be counted: {exc}", exc)
+            return True
+
+    def _count(self, counter: int, amount: int) -> None:
+        if self._table is not None and amount:
+            self._table.counters.add(counter, amount)
+
+    def _log_problem(self, text: str, exc: Exception | None = None, logged: str = "") -> None:
+        """Record a problem as ``text`` in the own table, which has room for few characters, and in
+        the log, there as ``logged`` if that is given."""
+        if self._attachments.log_limit.allows(logged or text):
+            log.warning("%s", logged or text, exc_info=None if isinstance(exc, KvshmError) else exc)
+        with suppress(Exception):  # it is logged already; an error here must not lose the load
+            if self._table is not None:
+                self._table.log_error(text)

@@ -1,0 +1,253 @@
+"""The owner's side of kvshm/_shm/fds.py: a thread that answers requests for file descriptors."""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from kvshm._ground.forks import guard_forks
+from kvshm._ground.log import RateLimit, logger
+from kvshm._ground.resources import start_thread
+from kvshm.errors import TransportError
+
+from .fds import (
+    MAX_REQUEST_BYTES,
+    FileId,
+    file_at,
+    is_served,
+    new_socket,
+    peer_credentials,
+    remove_own,
+)
+
+MAX_CLIENTS = 64
+MAX_KEPT = 1024
+"""Most connections left open after their reply; less if the process may have fewer than
+LIMIT_SHARE times as many descriptors.  Beyond that the server closes the oldest connection of the
+peer that has most; that peer will ask again."""
+LIMIT_SHARE = 8
+MIN_KEPT = 32
+"""Connections left open even with few descriptors: about as many as there are lease bits."""
+CHECK_SECONDS = 2.0
+"""How often a server checks that its socket is still at its path."""
+_log = logger(__name__)
+
+RequestHandler = Callable[[bytes], tuple[bytes, list[int]]]
+"""Request -> (reply, descriptors).  Runs on the server's thread, must not block, and keeps the
+descriptors: the server only sends them.  If it raises, the peer sees the connection close without
+a reply."""
+
+
+def _max_kept() -> int:
+    """Computed each time, since vLLM raises the limit of descriptors after its start."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    share = MAX_KEPT if soft == resource.RLIM_INFINITY else soft // LIMIT_SHARE
+    return min(MAX_KEPT, max(MIN_KEPT, share))
+
+
+def _remove_stale(path: str) -> None:
+    """Remove what a dead process left at ``path``; TransportError if one serves there."""
+    # No socket of kvshm is a link; what the link leads to is not ours.
+    if not os.path.islink(path) and is_served(path):
+        raise TransportError(f"{path}: another process serves this socket")
+    Path(path).unlink(missing_ok=True)
+
+
+def _listen(path: str) -> tuple[socket.socket, FileId | None]:
+    """Listen at ``path``, with mode 0600 before a peer can connect; return the socket and the id of
+    its file.  Raises TransportError."""
+    with ExitStack() as undo:
+        listener = undo.enter_context(new_socket(path))
+        try:
+            _remove_stale(path)
+            listener.bind(path)
+            Path(path).chmod(0o600)
+            listener.listen(MAX_CLIENTS)
+            own = file_at(path)
+        except OSError as exc:
+            raise TransportError(
+                f"{path}: cannot serve descriptors here: {exc.strerror}; remove what lies there, "
+                "or make room in that directory"
+            ) from exc
+        listener.setblocking(False)
+        undo.pop_all()
+    return listener, own
+
+
+class FdServer:
+    """Answers ``fetch`` at ``path`` on a daemon thread of its own until ``close``.
+
+    A peer has ``client_timeout`` seconds to send its request, and of more than 64 waiting peers
+    the one that waits longest is dropped: a silent, slow or dying peer costs other peers nothing.
+    After the reply, a bounded number of peers stay connected until they close or send more.  A
+    socket that was removed or replaced is made again within CHECK_SECONDS.  A forked child keeps no
+    part of the server.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        answer: RequestHandler,
+        client_timeout: float = 2.0,
+        max_kept: int | None = None,
+    ) -> None:
+        """Listen at ``path``.  ``max_kept`` replaces the module's bounds.  Raises TransportError:
+        path too long, in use or not writable; no descriptors or threads left."""
+        self.path = os.fspath(path)
+        self._answer = answer
+        self._client_timeout = client_timeout
+        self._max_kept = max_kept
+        self._deadlines: dict[socket.socket, float] = {}
+        self._kept: dict[socket.socket, int] = {}  # their pids, in the order of their answers
+        self._log_limit = RateLimit(time.monotonic)
+        self._logged: set[str] = set()  # errors of the listener that were logged
+        self._closed = False
+        self._next_check = time.monotonic() + CHECK_SECONDS
+        # poll, not epoll: an epoll object would be shared with a forked child.
+        self._selector = selectors.PollSelector()
+        self._thread = threading.Thread(target=self._serve, name="kvshm-fds", daemon=True)
+        try:
+            self._waker, self._woken = socket.socketpair()
+        except OSError as exc:
+            raise TransportError(f"{self.path}: cannot serve descriptors here: {exc}") from exc
+        with ExitStack() as undo:
+            undo.callback(self._waker.close)
+            undo.callback(self._woken.close)
+            self._listener, self._own = _listen(self.path)
+            undo.callback(self._close_sockets)
+            undo.callback(self._remove_name)
+            self._selector.register(self._listener, selectors.EVENT_READ)
+            self._selector.register(self._woken, selectors.EVENT_READ)
+            guard_forks(self)
+            start_thread(self._thread)
+            undo.pop_all()
+
+    def close(self) -> None:
+        """Stop answering and remove the socket.  Idempotent; waits for the reply under way."""
+        if self._closed:
+            return
+        self._closed = True
+        self._waker.send(b"x")
+        self._thread.join()
+        self._remove_name()
+        self._close_sockets()
+
+    def _remove_name(self) -> None:
+        with suppress(OSError):  # removed already
+            remove_own(self.path, self._own)
+
+    def _close_sockets(self) -> None:
+        clients = (*self._deadlines, *self._kept)
+        for opened in (self._listener, self._waker, self._woken, *clients):
+            opened.close()
+        self._deadlines.clear()
+        self._kept.clear()
+
+    def forget_in_child(self) -> None:
+        """In a forked child, which has no server thread: close the inherited sockets, so that they
+        end with the parent, and leave the path alone."""
+        self._closed = True
+        self._close_sockets()
+
+    # -- on the server's thread
+
+    def _serve(self) -> None:
+        while not self._closed:
+            for key, _ in self._selector.select(self._select_timeout()):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._deadlines:
+                    self._reply(key.fileobj)
+                elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._kept:
+                    self._drop(key.fileobj)  # it closed, or sent more than one request
+            now = time.monotonic()
+            if now >= self._next_check:
+                self._next_check = now + CHECK_SECONDS
+                self._restore()
+            for client in [c for c, deadline in self._deadlines.items() if deadline <= now]:
+                self._drop(client)
+
+    def _select_timeout(self) -> float:
+        until = min(self._deadlines.values(), default=self._next_check)
+        return max(0.0, min(until, self._next_check) - time.monotonic())
+
+    def _restore(self) -> None:
+        """Make the socket again if its path was removed or replaced: peers cannot find it then."""
+        try:
+            if file_at(self.path) == self._own or not os.path.isdir(os.path.dirname(self.path)):
+                return
+            fresh, self._own = _listen(self.path)
+        except (TransportError, OSError) as exc:
+            self._warn_once("%s", exc)
+            return
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = fresh
+        self._selector.register(fresh, selectors.EVENT_READ)
+        self._logged.clear()
+        _log.warning("%s was removed or replaced, and is there again", self.path)
+
+    def _warn_once(self, text: str, *about: object) -> None:
+        """Log a warning unless it was logged before, since the socket was made (again)."""
+        if (warning := text % about) not in self._logged:
+            self._logged.add(warning)
+            _log.warning("%s", warning)
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._listener.accept()
+        except BlockingIOError:
+            return  # the peer closed before it was accepted
+        except OSError as exc:
+            self._warn_once("cannot accept at %s: %s", self.path, exc)
+            time.sleep(0.1)  # out of descriptors: the listener stays readable
+            return
+        if (uid := peer_credentials(client).uid) != os.geteuid():
+            if self._log_limit.allows(f"uid {uid}"):
+                _log.warning("uid %d asked at %s: refused", uid, self.path)
+            client.close()
+            return
+        if len(self._deadlines) >= MAX_CLIENTS:
+            self._drop(next(iter(self._deadlines)))
+        client.setblocking(False)
+        self._deadlines[client] = time.monotonic() + self._client_timeout
+        self._selector.register(client, selectors.EVENT_READ)
+
+    def _reply(self, client: socket.socket) -> None:
+        try:
+            request = client.recv(MAX_REQUEST_BYTES + 1)
+            if 0 < len(request) <= MAX_REQUEST_BYTES:
+                reply, fds = self._answer(request)
+                # Never blocks: one packet into an empty queue, or it fails.
+                socket.send_fds(client, [reply], fds)
+                self._keep(client)
+                return
+        except OSError as exc:
+            _log.debug("a peer left %s before its answer: %s", self.path, exc)
+        except Exception:
+            # No request may end the thread; the peer sees the connection close without a reply.
+            if self._log_limit.allows("request"):
+                _log.exception("request at %s failed", self.path)
+        self._drop(client)
+
+    def _keep(self, client: socket.socket) -> None:
+        del self._deadlines[client]
+        self._kept[client] = peer_credentials(client).pid  # 0 for all peers of other containers
+        most = _max_kept() if self._max_kept is None else self._max_kept
+        while len(self._kept) > most:
+            [(greediest, _)] = Counter(self._kept.values()).most_common(1)
+            self._drop(next(kept for kept, pid in self._kept.items() if pid == greediest))
+
+    def _drop(self, client: socket.socket) -> None:
+        self._selector.unregister(client)
+        self._deadlines.pop(client, None)
+        self._kept.pop(client, None)
+        client.close()

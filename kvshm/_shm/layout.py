@@ -1,0 +1,263 @@
+"""Every byte offset of kvshm's shared memory, in one place.
+
+C has the same numbers in ``layout.h``, and docs/layout.md in its tables: `make docs` writes both.
+``kvshm._native`` refuses to load if it was built with different numbers.
+All integers are little-endian (kvshm runs on x86-64 and aarch64 Linux only).
+
+Slot table: one per exporting engine and epoch
+==============================================
+::
+
+    0     +-----------------------------------------------------------------+
+          | magic "KVSHMSLT"                                     8 bytes    |
+    8     | layout_version u32 (written LAST)  | header_bytes u32           |
+    16    | segment_bytes u64                                               |
+    24    | epoch u64                                                       |
+    32    | pid u64, as its owner sees it: for people                       |
+    40    | reserved                                                        |
+    64    | fingerprint 32 bytes                                            |
+    96    | num_blocks u32 | block_size u32                                 |
+    104   | num_ranks u32  | lease_bit+1 u32 (0: it has none)               |
+    112   | created_ns u64 (CLOCK_REALTIME)                                 |
+    120   | heartbeat u64 (counts up about once a second)                   |
+    128   | leases_taken u64 (counts up with every batch of leases taken)   |
+    136   | retired u64 (1: no lease will ever succeed again)               |
+    144   | reserved                                                        |
+    192   | life u64 x 64: epoch while that rank's KV memory is valid       |
+    704   | engine name, 64 bytes of UTF-8, zero padded                     |
+    768   | model name, 256 bytes of UTF-8, zero padded                     |
+    1024  | counters u64 x 128 (ids: kvshm/_shm/counters.py)                     |
+    2048  | error log: 16 x (count u64, first_ns u64, last_ns u64, 104 text)|
+    4096  | load tickets u64 x 256: ranks that have yet to finish a load    |
+    6144  | pulses u64 x 65: of the owner, then of each rank (below)        |
+    6664  | reserved                                                        |
+    8192  +-----------------------------------------------------------------+
+          | slot 0: 64 bytes                                                |
+          | slot 1 ...                                  64 x num_blocks     |
+          +-----------------------------------------------------------------+
+          | checksum u64 [num_ranks][num_blocks]  (KVSHM_VERIFY)            |
+          +-----------------------------------------------------------------+
+
+Pulse: 0 until the process has the table, then the id of a thread that ends with the process.  When
+the process ends, in whatever way, the kernel replaces the id by PULSE_DIED (FUTEX_OWNER_DIED)
+before it frees any of the process's memory or descriptors (kvshm/native/py_pulse.c).
+
+Slot::
+
+    0   | word u64 = generation:32 | state:4 | leases:28 (bit i: importer i)  |
+    8   | block_hash 32 bytes            frozen while state != EMPTY          |
+    40  | parent_tag u64: first 8 bytes of the hash of the block before       |
+    48  | depth u32: blocks before this one in its chain                      |
+    52  | published_ms u32: since created_ns, saturating                      |
+    56  | group u32                        | u32                              |
+
+Replica index: one per engine, written by that engine's scheduler process only
+===============================================================================
+::
+
+    0     | magic "KVSHMIDX" | layout_version u32 (LAST) | header_bytes u32  |
+    16    | segment_bytes u64 | epoch u64 (of the owning engine)             |
+    32    | pid u64 | reserved                                               |
+    64    | capacity u64 (entries, a power of two)                           |
+    72    | count u64 (entries in use)                                       |
+    80    | sequence u64 (odd while the writer is at work)                   |
+    88    | reserved                                                         |
+    4096  | rows: 64 x 64 bytes, one per known engine                        |
+    8192  | entries: 24 bytes x capacity                                     |
+
+Row::
+
+    0   | epoch u64   | state u32       | num_blocks u32                        |
+    16  | entries u64 | lease_bit+1 u32 | u32 | name 32 bytes, zero padded      |
+
+Entry::  tag u64 | place u64 = generation:32 << 32 | block_id:32
+         | owner u64 = depth:32 << 32 | row + 1 (0: entry free)
+
+Block record: how blocks are named in events, plans and batches (48 bytes)
+===========================================================================
+::
+
+    0   | block_hash 32 bytes                                                 |
+    32  | block_id u32 | generation u32 | depth u32 | kind u16 | group u16    |
+
+Tombstone: private memory of the replica's writer, 16 bytes per block of each engine::
+
+    tag u64 | generation:32 << 32 | state:32  (highest generation heard of, and its state)
+"""
+
+from __future__ import annotations
+
+import struct
+from binascii import crc32
+from collections.abc import Iterable, Iterator, Mapping
+from enum import IntEnum
+from typing import NamedTuple, cast
+
+from kvshm._ground.ids import HASH_BYTES, BlockHash, BlockId, Generation
+
+LAYOUT_VERSION = 3
+
+# -- common prefix of all segments
+MAGIC_OFFSET = 0
+VERSION_OFFSET = MAGIC_OFFSET + 8
+HEADER_BYTES_OFFSET = VERSION_OFFSET + 4
+SEGMENT_BYTES_OFFSET = HEADER_BYTES_OFFSET + 4
+EPOCH_OFFSET = SEGMENT_BYTES_OFFSET + 8
+PID_OFFSET = EPOCH_OFFSET + 8
+PREFIX_BYTES = 64
+
+# -- slot table
+TABLE_MAGIC = b"KVSHMSLT"
+TABLE_HEADER_BYTES = 8192
+FINGERPRINT_OFFSET = PREFIX_BYTES
+NUM_BLOCKS_OFFSET = FINGERPRINT_OFFSET + 32
+BLOCK_SIZE_OFFSET = NUM_BLOCKS_OFFSET + 4
+NUM_RANKS_OFFSET = BLOCK_SIZE_OFFSET + 4
+LEASE_BIT_OFFSET = NUM_RANKS_OFFSET + 4
+CREATED_OFFSET = LEASE_BIT_OFFSET + 4
+HEARTBEAT_OFFSET = CREATED_OFFSET + 8
+LEASES_TAKEN_OFFSET = HEARTBEAT_OFFSET + 8
+RETIRED_OFFSET = LEASES_TAKEN_OFFSET + 8
+LIFE_OFFSET = 192
+MAX_RANKS = 64
+MAX_BLOCKS = 1 << 24
+ENGINE_NAME_OFFSET = LIFE_OFFSET + 8 * MAX_RANKS
+ENGINE_NAME_BYTES = 64
+MODEL_NAME_OFFSET = ENGINE_NAME_OFFSET + ENGINE_NAME_BYTES
+MODEL_NAME_BYTES = 256
+COUNTERS_OFFSET = MODEL_NAME_OFFSET + MODEL_NAME_BYTES
+NUM_COUNTERS = 128
+ERRORS_OFFSET = COUNTERS_OFFSET + 8 * NUM_COUNTERS
+NUM_ERRORS = 16
+ERROR_BYTES = 128
+TICKETS_OFFSET = ERRORS_OFFSET + NUM_ERRORS * ERROR_BYTES
+NUM_TICKETS = 256
+PULSES_OFFSET = TICKETS_OFFSET + 8 * NUM_TICKETS
+PULSE_DIED = 0x40000000
+
+SLOT_BYTES = 64
+SLOT_HASH_OFFSET = 8
+SLOT_PARENT_OFFSET = SLOT_HASH_OFFSET + HASH_BYTES
+SLOT_DEPTH_OFFSET = SLOT_PARENT_OFFSET + 8
+SLOT_PUBLISHED_OFFSET = SLOT_DEPTH_OFFSET + 4
+SLOT_GROUP_OFFSET = SLOT_PUBLISHED_OFFSET + 4
+
+NUM_LEASE_BITS = 28
+LEASE_MASK = (1 << NUM_LEASE_BITS) - 1
+STATE_SHIFT = NUM_LEASE_BITS
+GENERATION_SHIFT = 32
+
+# -- replica index
+INDEX_MAGIC = b"KVSHMIDX"
+INDEX_HEADER_BYTES = 8192
+CAPACITY_OFFSET = PREFIX_BYTES
+COUNT_OFFSET = CAPACITY_OFFSET + 8
+SEQUENCE_OFFSET = COUNT_OFFSET + 8
+ROWS_OFFSET = 4096
+NUM_ROWS = 64
+ROW_BYTES = 64
+ROW_STATE_OFFSET = 8
+ROW_ENTRIES_OFFSET = 16
+ENTRY_BYTES = 24
+TOMBSTONE_BYTES = 16
+
+RECORD_BYTES = 48
+_RECORD = struct.Struct(f"<{HASH_BYTES}sIIIHH")
+assert _RECORD.size == RECORD_BYTES
+
+
+class SlotState(IntEnum):
+    """State of a slot; the transitions are drawn in docs/protocol.md."""
+
+    EMPTY = 0
+    READY = 1
+    DRAINING = 2
+
+
+class RowState(IntEnum):
+    """State of another engine in the replica."""
+
+    FREE = 0
+    LIVE = 1
+    SUSPECTED = 2
+    GONE = 3
+
+
+class RecordKind(IntEnum):
+    """What happened to the block of a record in an event."""
+
+    PUBLISH = 1
+    RETRACT = 2
+
+
+class BlockRecord(NamedTuple):
+    """One block of one engine at one generation, in events and plans."""
+
+    block_hash: BlockHash
+    block_id: BlockId
+    generation: Generation
+    depth: int
+    kind: RecordKind = RecordKind.PUBLISH
+    group: int = 0
+    """Index of the block's KV cache group, at most 65535."""
+
+
+def pack_records(
+    records: Iterable[BlockRecord | tuple[bytes, int, int, int, int, int]],
+) -> bytes:
+    """Return the records as one packed array, RECORD_BYTES each.  Plain tuples of their fields are
+    quicker to make."""
+    return b"".join(_RECORD.pack(*record) for record in records)
+
+
+def unpack_records(packed: bytes | memoryview) -> Iterator[BlockRecord]:
+    """Yield the records of a packed array.  ValueError if its length is not a multiple
+    of RECORD_BYTES or a kind is unknown."""
+    if len(packed) % RECORD_BYTES:
+        raise ValueError(f"{len(packed)} bytes are not a multiple of {RECORD_BYTES}")
+    for block_hash, block_id, generation, depth, kind, group in _RECORD.iter_unpack(packed):
+        yield BlockRecord(block_hash, block_id, generation, depth, RecordKind(kind), group)
+
+
+def block_ids(packed: bytes) -> list[BlockId]:
+    """The block ids of a packed array, in order.  ValueError if its length is not a multiple of
+    RECORD_BYTES."""
+    if len(packed) % RECORD_BYTES:
+        raise ValueError(f"{len(packed)} bytes are not a multiple of {RECORD_BYTES}")
+    words = memoryview(packed).cast("I")
+    return cast(list[BlockId], words[HASH_BYTES // 4 :: RECORD_BYTES // 4].tolist())
+
+
+def table_bytes(num_blocks: int, num_ranks: int) -> int:
+    """Size of a slot table segment."""
+    return TABLE_HEADER_BYTES + num_blocks * (SLOT_BYTES + 8 * num_ranks)
+
+
+def index_bytes(capacity: int) -> int:
+    """Size of a replica index segment for ``capacity`` entries."""
+    return INDEX_HEADER_BYTES + capacity * ENTRY_BYTES
+
+
+def numbers() -> dict[str, int]:
+    """All numbers of the layout by name, as in kvshm/native/layout.h."""
+    own = {name: value for name, value in globals().items() if name[0].isupper()}
+    enums = (SlotState, RowState, RecordKind)
+    own |= {member.name: member.value for enum in enums for member in enum}
+    return {name: value for name, value in own.items() if type(value) is int and name.isupper()}
+
+
+def digest(of: Mapping[str, int]) -> int:
+    """A 32-bit checksum of ``numbers()``."""
+    return crc32(repr(sorted(of.items())).encode())
+
+
+def check_layout(native: int) -> None:
+    """Compare the digest of the layout that the native module was built with to this module's.
+
+    ``kvshm._native`` calls it during its import, so it cannot be skipped.  Raises ImportError.
+    """
+    if native != digest(numbers()):
+        raise ImportError(
+            f"kvshm._native was built with another layout than that of {__file__}: "
+            "build the native module again, after `make docs` if the layout was changed"
+        )

@@ -1,0 +1,231 @@
+"""Sealed shared memory: creates, hands out, maps and checks segments.
+
+A segment is a memfd.  It has no name that another process could open, take or remove; its pages
+are freed with the last process that has it; its seals keep all processes, the owner included, from
+shrinking it.  Only a process that gets its descriptor (kvshm/_node/handout.py) can map it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from kvshm import _native
+from kvshm._ground.ids import Epoch
+from kvshm.errors import (
+    CorruptSegment,
+    SegmentError,
+    SegmentNotReady,
+    SegmentTooSmall,
+    VersionMismatch,
+)
+
+from .available_memory import reserve
+from .layout import LAYOUT_VERSION, PID_OFFSET, PREFIX_BYTES, VERSION_OFFSET
+
+TABLE_KIND = "slots"
+INDEX_KIND = "index"
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PREFIX = struct.Struct("<8sIIQQQ")
+assert _PREFIX.size == PID_OFFSET + 8 <= PREFIX_BYTES
+_NAME_BYTES = 200  # of a memfd's name, which /proc/PID/maps shows; the kernel allows 249
+
+
+class SegmentName(NamedTuple):
+    """The name of a segment, for people: no segment can be opened by it."""
+
+    namespace: str
+    kind: str
+    engine: str
+    epoch: Epoch
+
+    def __str__(self) -> str:
+        return f"kvshm.{self.namespace}.{self.kind}.{self.engine}.{self.epoch:016x}"
+
+
+def _reserve(fd: int, name: str, nbytes: int) -> None:
+    """Allocate all pages now: a lack of memory is an error here instead of a SIGBUS later."""
+    try:
+        reserve(fd, nbytes)
+    except OSError as exc:
+        raise SegmentTooSmall(
+            f"{name} needs {nbytes} bytes of shared memory: {exc.strerror}; free memory, raise "
+            "the container's limit, or use fewer blocks"
+        ) from exc
+
+
+@contextmanager
+def _closing_on_error(fd: int, failed: str) -> Iterator[None]:
+    """A context: an error within it closes ``fd``; an OSError becomes a SegmentError, which begins
+    with ``failed``."""
+    try:
+        yield
+    except OSError as exc:
+        os.close(fd)
+        raise SegmentError(f"{failed}: {exc.strerror}") from exc
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def check_sealed(fd: int, name: str, largest: int) -> int:
+    """Return the size of a received segment.  Raises SegmentError unless it is memory of this user
+    that cannot shrink and has all its pages, so that reads never fault."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        raise SegmentError(f"{name} is not memory of uid {os.geteuid()}")
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:
+        sealed = 0
+    if not sealed:
+        raise SegmentError(f"{name} may be cut short by whoever made it: it is not sealed")
+    if found.st_size > largest:
+        raise SegmentError(f"{name} has {found.st_size} bytes, at most {largest} were expected")
+    if found.st_blocks * 512 < found.st_size:
+        raise SegmentError(
+            f"{name} has {found.st_size} bytes, but only {found.st_blocks * 512} of them exist"
+        )
+    return found.st_size
+
+
+class Segment:
+    """One mapped segment.  ``buffer`` is the whole mapping; ``close`` unmaps it."""
+
+    def __init__(self, name: str, fd: int, mapping: mmap.mmap) -> None:
+        self.name = name
+        self._fd = fd
+        self._mapping: mmap.mmap | None = mapping
+        self._buffer: memoryview | None = memoryview(mapping)
+
+    @classmethod
+    def create(cls, name: str, nbytes: int) -> Segment:
+        """Create a zeroed, sealed segment.  Raises SegmentTooSmall or SegmentError."""
+        try:
+            flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+            fd = os.memfd_create(name[:_NAME_BYTES], flags)
+        except OSError as exc:
+            raise SegmentError(f"{name} cannot be created: {exc.strerror}") from exc
+        with _closing_on_error(fd, f"{name} cannot be created"):
+            _reserve(fd, name, nbytes)
+            mapping = mmap.mmap(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        return cls(name, fd, mapping)
+
+    @classmethod
+    def from_fd(cls, name: str, fd: int, writable: bool, largest: int) -> Segment:
+        """Map a segment from a descriptor.  The object takes the descriptor over; an error closes
+        it.  ``largest``: most bytes that the segment may have.
+
+        Raises SegmentNotReady (not filled yet) or SegmentError.
+        """
+        with _closing_on_error(fd, f"{name} cannot be mapped"):
+            nbytes = check_sealed(fd, name, largest)
+            if nbytes < PREFIX_BYTES:
+                raise SegmentNotReady(f"{name} has {nbytes} bytes: its owner is creating it")
+            prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+            mapping = mmap.mmap(fd, nbytes, prot=prot)
+        return cls(name, fd, mapping)
+
+    def descriptor(self, writable: bool) -> int:
+        """A new descriptor of the segment; the caller closes it.  Raises SegmentError."""
+        if self._fd < 0:
+            raise SegmentError(f"{self.name} is closed")
+        try:
+            # Opened again, not duplicated: a duplicate would have the access mode of the original.
+            flags = os.O_RDWR if writable else os.O_RDONLY
+            return os.open(f"/proc/self/fd/{self._fd}", flags | os.O_CLOEXEC)
+        except OSError as exc:
+            raise SegmentError(f"{self.name} cannot be handed on: {exc.strerror}") from exc
+
+    def close_descriptor(self) -> Segment:
+        """Close the descriptor of a mapped segment that will not be handed out.  Returns self."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+        return self
+
+    @property
+    def buffer(self) -> memoryview:
+        """The whole mapping.  Raises SegmentError after ``close``."""
+        if self._buffer is None:
+            raise SegmentError(f"{self.name} is closed")
+        return self._buffer
+
+    @property
+    def closed(self) -> bool:
+        return self._buffer is None
+
+    def close(self) -> None:
+        """Unmap; idempotent.  The mapping stays while another thread holds a view (a native call
+        under way)."""
+        self.close_descriptor()
+        buffer, mapping = self._buffer, self._mapping
+        self._buffer = self._mapping = None
+        if buffer is None or mapping is None:
+            return
+        with suppress(BufferError):
+            buffer.release()
+            mapping.close()
+
+    def __del__(self) -> None:
+        self.close_descriptor()
+
+    def __repr__(self) -> str:
+        size = "closed" if self._buffer is None else f"{self._buffer.nbytes} bytes"
+        return f"<Segment {self.name} [{size}]>"
+
+
+# -- the header that all segments begin with
+
+
+class Header(NamedTuple):
+    """The fields that all segments begin with."""
+
+    magic: bytes
+    header_bytes: int
+    epoch: Epoch
+    pid: int
+    """The owner's pid as the owner sees it: for people, since pid namespaces may differ."""
+
+
+def write_header(segment: Segment, header: Header) -> None:
+    """Fill the common prefix and make the segment valid for other processes.
+
+    Call it after everything else is written: the layout version is written last, with release
+    order.
+    """
+    buffer, (magic, header_bytes, epoch, pid) = segment.buffer, header
+    _PREFIX.pack_into(buffer, 0, magic, 0, header_bytes, buffer.nbytes, epoch, pid)
+    # SYNC POINT: from here on other processes treat the segment as complete
+    _native.mark_ready(buffer, LAYOUT_VERSION)
+
+
+def check_header(segment: Segment, magic: bytes) -> Header:
+    """Return the header of a mapped segment.
+
+    Raises SegmentNotReady, VersionMismatch or CorruptSegment.
+    """
+    name, buffer = segment.name, segment.buffer
+    # acquire: the rest of the header is read after the version, which was written last
+    version = _native.load(buffer, VERSION_OFFSET) & 0xFFFFFFFF
+    found, _, header_bytes, nbytes, epoch, pid = _PREFIX.unpack_from(buffer, 0)
+    if version == 0:
+        raise SegmentNotReady(f"{name} is not filled yet by its owner")
+    if found != magic:
+        raise CorruptSegment(f"{name} begins with {found!r}, wanted {magic!r}")
+    if version != LAYOUT_VERSION:
+        message = f"{name} has layout {version}, this kvshm reads {LAYOUT_VERSION}"
+        raise VersionMismatch(message, version, LAYOUT_VERSION)
+    if nbytes != buffer.nbytes or not PREFIX_BYTES <= header_bytes <= nbytes:
+        raise CorruptSegment(
+            f"{name} states {nbytes} bytes with a header of {header_bytes}, has {buffer.nbytes}"
+        )
+    return Header(found, header_bytes, Epoch(epoch), pid)

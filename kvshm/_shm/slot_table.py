@@ -1,0 +1,225 @@
+"""The slot table: one slot per KV block of one engine, in one epoch, in shared memory.
+
+Each role has a type with the operations that the role may use: importers lease, re-check and
+release, the coordinator sweeps, tools only read.  The types of the engine itself are in
+kvshm/_shm/own_slot_table.py.  Methods take and return blocks as packed records: hash, id,
+generation, depth, kind and group of each (kvshm/_shm/layout.py).  docs/protocol.md draws the
+protocol, core.c describes its memory order; this module checks arguments and keeps no state of the
+table.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator
+from typing import ClassVar, NamedTuple, Self
+
+from kvshm import _native
+from kvshm._ground import (
+    syncpoints as syncpoints,  # arms the core's sync points, if a test asked for it
+)
+from kvshm._ground.ids import BlockHash, Generation, LeaseBit, Rank
+from kvshm.errors import CorruptSegment
+
+from .counters import SWEPT
+from .layout import (
+    GENERATION_SHIFT,
+    LEASE_MASK,
+    MAX_BLOCKS,
+    MAX_RANKS,
+    NUM_LEASE_BITS,
+    SLOT_BYTES,
+    STATE_SHIFT,
+    TABLE_HEADER_BYTES,
+    TABLE_MAGIC,
+    SlotState,
+    table_bytes,
+)
+from .segment import Segment, check_header
+from .table_header import TableHeader
+
+LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
+_SCAN_BATCH = 4096
+_STABLE_READS = 8
+"""How often one slot is read until two reads in a row agree."""
+_SLOT = struct.Struct("<Q32sQIII4x")
+assert _SLOT.size == SLOT_BYTES
+
+
+class Slot(NamedTuple):
+    """One slot at one moment.  In an EMPTY slot the fields from ``block_hash`` on are those of the
+    last publication."""
+
+    generation: Generation
+    state: SlotState
+    leases: int
+    """Bit i: importer i holds a lease."""
+    block_hash: BlockHash
+    parent_tag: int
+    depth: int
+    published_ms: int
+    group: int = 0
+    """Index of the block's KV cache group."""
+
+
+def state_of(word: int) -> int:
+    """Return the state in a slot's word; in a corrupt one it may be none of SlotState's."""
+    return word >> STATE_SHIFT & 0xF
+
+
+class SlotTableView(TableHeader):
+    """Reads a slot table, as tools may.  Lock-free between processes; no call blocks.
+
+    All methods raise CorruptSegment if the table contradicts itself, IndexError for blocks,
+    ranks and lease bits that do not exist, SegmentError once the table is closed.
+    """
+
+    WRITABLE: ClassVar[bool] = False
+    """Whether this role maps the table writable."""
+
+    @classmethod
+    def from_fd(cls, name: str, fd: int, largest: int = LARGEST_TABLE, keep: bool = False) -> Self:
+        """Map the table that ``fd`` describes.  Closes ``fd``, or with ``keep`` keeps it open for
+        ``descriptor``.  ``name``: for messages; ``largest``: most bytes that the table may have.
+
+        Raises SegmentNotReady, VersionMismatch, CorruptSegment or SegmentError.
+        """
+        segment = Segment.from_fd(name, fd, cls.WRITABLE, largest)
+        if not keep:
+            segment.close_descriptor()
+        try:
+            return cls(segment, check_header(segment, TABLE_MAGIC))
+        except BaseException:
+            segment.close()
+            raise
+
+    def scan(self) -> bytes:
+        """Records of all READY slots, each consistent.  Slots that change meanwhile may be missing;
+        their owner sends an event for each change."""
+        parts, block = [], 0
+        while block < self.num_blocks:
+            begin = block
+            records, block = _native.scan(self._segment.buffer, begin, _SCAN_BATCH)
+            if block == begin:
+                raise CorruptSegment(f"{self.name} had {self.num_blocks} blocks, now only {begin}")
+            parts.append(records)
+        return b"".join(parts)
+
+    def slot(self, block_id: int) -> Slot:
+        """One slot, consistent unless it changes faster than it can be read."""
+        offset = self._slot_offset(block_id)
+        word = self._load(offset)
+        for _ in range(_STABLE_READS):
+            fields = _SLOT.unpack_from(self._segment.buffer, offset)[1:]
+            before, word = word, self._load(offset)
+            if before == word:
+                break
+        try:
+            state = SlotState(state_of(word))
+        except ValueError as exc:
+            raise CorruptSegment(f"{self.name}: slot {block_id} has word {word:#x}") from exc
+        return Slot(Generation(word >> GENERATION_SHIFT), state, word & LEASE_MASK, *fields)
+
+    def slots(self) -> Iterator[Slot]:
+        """All slots in order of their block ids, each read when it is requested."""
+        return map(self.slot, range(self.num_blocks))
+
+    def recheck(self, rank: Rank, records: bytes) -> list[bool]:
+        """For each record: whether the block's bytes, copied from ``rank`` before this call, may be
+        used: slot, life word and pulse are those of the copied contents."""
+        good = _native.recheck(self._segment.buffer, self.epoch, rank, records)
+        return [flag == 1 for flag in good]
+
+    def checksum(self, rank: Rank, block_id: int) -> int:
+        """Checksum of the rank's bytes of a block (KVSHM_VERIFY); 0 if none was written."""
+        return self._load(self._checksum_offset(rank, block_id))
+
+    def check_integrity(self) -> list[str]:
+        """Return the violations of the table's invariants, as text.
+
+        Invariants: a slot is EMPTY, READY or DRAINING; an EMPTY slot has no leases; life words
+        hold the epoch or 0.  May run while others write: a suspect slot is read again before it is
+        reported.
+        """
+        return self._header_violations() + [
+            f"slot {block}: {wrong}"
+            for block in range(self.num_blocks)
+            if (wrong := self._slot_violation(block))
+        ]
+
+    def _slot_violation(self, block_id: int) -> str:
+        offset = self._slot_offset(block_id)
+        word = self._load(offset)
+        state, leases = state_of(word), word & LEASE_MASK
+        sound = state in (SlotState.READY, SlotState.DRAINING)
+        if sound or (state == SlotState.EMPTY and not leases) or self._load(offset) != word:
+            return ""
+        return f"state {state} with leases {leases:#x}"
+
+    def _slot_offset(self, block_id: int) -> int:
+        if not 0 <= block_id < self.num_blocks:
+            raise IndexError(f"{self.name} has {self.num_blocks} blocks, no block {block_id}")
+        return TABLE_HEADER_BYTES + SLOT_BYTES * block_id
+
+    def _checksum_offset(self, rank: int, block_id: int) -> int:
+        self._life_offset(rank)
+        self._slot_offset(block_id)
+        checksums = TABLE_HEADER_BYTES + SLOT_BYTES * self.num_blocks
+        return checksums + 8 * (rank * self.num_blocks + block_id)
+
+    def __repr__(self) -> str:
+        if self._segment.closed:
+            return f"<{type(self).__name__} {self.name} [closed]>"
+        words = [self._load(self._slot_offset(block)) for block in range(self.num_blocks)]
+        counts = Counter(map(state_of, words))
+        states = ", ".join(f"{counts[state]} {state.name.lower()}" for state in SlotState)
+        leased = sum(bool(word & LEASE_MASK) for word in words)
+        retired = ", retired" if self.retired else ""
+        return f"<{type(self).__name__} {self.name} [{states}, {leased} leased{retired}]>"
+
+
+class PeerSlotTable(SlotTableView):
+    """Another engine's slot table, for an importer's scheduler and ranks."""
+
+    WRITABLE = True
+
+    def lease(self, bit: LeaseBit, records: bytes) -> tuple[int, bytes]:
+        """Lease the longest prefix of ``records`` whose slots still match the records.
+
+        Returns its length, and one byte per record: 1 if this call took the lease, 0 if the bit
+        was set already or the block was not leased.  With NO_LEASE_BIT no lease is taken and the
+        re-check alone protects the copy; the table may then be mapped read-only.
+        """
+        return _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
+
+    def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
+        """Give back the leases that ``lease`` reported as taken (None: all of the records).
+
+        Returns how many were still held: the exporter may have forced some blocks, that is,
+        reused them in spite of the leases.
+        """
+        return _native.release(self._segment.buffer, _bounded(bit), records, taken)
+
+
+class RosterSlotTable(SlotTableView):
+    """The slot table of an engine in the roster, for the coordinator."""
+
+    WRITABLE = True
+
+    def descriptor(self, writable: bool) -> int:
+        """A new descriptor of the table, to hand out; the caller closes it.  Only if the table was
+        mapped with ``keep``.  Any thread.  Raises SegmentError."""
+        return self._segment.descriptor(writable)
+
+    def sweep(self, bits: int) -> int:
+        """Clear the leases of importers that are confirmed dead (``bits``: their lease bits).
+        Counts the changed slots, and returns their number."""
+        swept = _native.sweep(self._segment.buffer, bits)
+        _native.add(self._segment.buffer, SWEPT.offset, swept)
+        return swept
+
+
+def _bounded(bit: int) -> int:
+    """The bit, or an invalid one that fits a C int: it may come from a corrupt header."""
+    return min(bit, NUM_LEASE_BITS)
