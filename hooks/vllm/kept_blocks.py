@@ -3,7 +3,7 @@
 vLLM takes blocks from the head of its queue of free blocks.  A block that an importer has leased
 would cost that import, or a wait of up to one drain budget; a held one is asked for by name
 (``PeerSlotTable.hold``).  So just before vLLM takes blocks, such *kept* blocks at the head of the
-queue move to its end, in their order.  If there are not enough others, kept ones are handed out all
+queue move to its end, as if they had just been used.  If there are not enough others, kept ones are handed out all
 the same: nothing that vLLM counts changes.
 """
 
@@ -32,8 +32,9 @@ class KeptBlocks:
         self._usable &= all(hasattr(pool.null_block, name) for name in LINKS)
         if not self._usable:
             log.warning("leased and held blocks are reused like others: unknown block queue")
-        self._all_kept: tuple[Any, int] = (None, 0)
-        """The queue's last block when no others were left, and the second when that was."""
+        self._all_kept: tuple[Any, int, int] = (None, 0, 0)
+        """The queue's last block when there were not enough others, how many blocks that left in
+        the queue, and the second when that was."""
 
     def may_exist(self) -> bool:
         """Whether any block may be leased or held.  Fast: asked at every allocation."""
@@ -50,17 +51,18 @@ class KeptBlocks:
         free = queue.num_free_blocks
         if epoch is None or not 0 < wanted < free or not epoch.table.keeps_blocks():
             return
-        tail, (last, second) = queue.fake_free_list_tail, self._all_kept
-        if tail.prev_free_block is last and epoch.table.now == second:
+        tail, now = queue.fake_free_list_tail, epoch.table.now
+        last, most, second = self._all_kept
+        if tail.prev_free_block is last and free <= most and now == second:
+            self._all_kept = last, free - wanted, second
             return
-        head = queue.fake_free_list_head
-        runs, others, kept = epoch.table.kept_runs(head, wanted, free)
+        runs, others, kept = epoch.table.kept_runs(queue.fake_free_list_head, wanted, free)
         if others:
             for run in runs:
                 _append(run, tail)
             epoch.table.counters.add(KEPT, kept)
         if others < wanted:
-            self._all_kept = tail.prev_free_block, epoch.table.now
+            self._all_kept = tail.prev_free_block, free - wanted, now
 
 
 def _append(run: tuple[Any, Any], tail: Any) -> None:
