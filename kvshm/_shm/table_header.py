@@ -62,6 +62,12 @@ def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode("utf-8", "ignore")
 
 
+def seconds_left(until: int, now: int) -> int:
+    """For how long a hold counts that ends ``until``; both in seconds since the table was created.
+    0 if it does not count: it has ended, or the machine's clock was set back."""
+    return until - now if 0 < until - now <= MAX_HOLD_SECONDS else 0
+
+
 class TableHeader:
     """Reads the header of one mapped table.  Constant fields are read once, all others at each
     call, since other processes write them."""
@@ -123,8 +129,7 @@ class TableHeader:
 
     def seconds_left(self, until: int) -> int:
         """For how long a hold until then still counts; 0 if it does not."""
-        left = until - self.now
-        return left if 0 < left <= MAX_HOLD_SECONDS else 0
+        return seconds_left(until, self.now)
 
     # -- life words
 
