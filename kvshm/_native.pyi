@@ -89,9 +89,7 @@ def marks_publish(
 
 # -- the engine's queue of free blocks
 
-def kept_runs(
-    table: Buffer, head: Any, wanted: int, most: int, now: int, /
-) -> KeptRuns:
+def kept_runs(table: Buffer, head: Any, wanted: int, most: int, now: int, /) -> KeptRuns:
     """Walk the blocks that follow ``head`` by their ``next_free_block``, ``most`` at most, until
     ``wanted`` of them are not kept (``kvshm_kept``).  Returns the runs of kept blocks, each as its
     first and last block, and how many blocks were not kept, and how many were."""

@@ -3,8 +3,8 @@
 vLLM takes blocks from the head of its queue of free blocks.  A block that an importer has leased
 would cost that import, or a wait of up to one drain budget; a held one is asked for by name
 (``PeerSlotTable.hold``).  So just before vLLM takes blocks, such *kept* blocks at the head of the
-queue move to its end, as if they had just been used.  If there are not enough others, kept ones are handed out all
-the same: nothing that vLLM counts changes.
+queue move to its end, as if they had just been used.  If there are not enough others, kept ones are
+handed out all the same: nothing that vLLM counts changes.
 """
 
 from __future__ import annotations

@@ -47,9 +47,7 @@ class PrefixSearch:
         found = sum(run.num_blocks for run in runs)
         return Restorable(start + found, 0, (Part(0, start, found),), tuple(runs))
 
-    def hold(
-        self, epoch: EpochState, hashes: Sequence[bytes], seconds: float, number: int
-    ) -> int:
+    def hold(self, epoch: EpochState, hashes: Sequence[bytes], seconds: float, number: int) -> int:
         """Hold the blocks of group ``number`` in one place each: in the own cache where it has
         published them, else at the peers that a lookup names.  Returns how many were found.
         IndexError if there is no such group."""

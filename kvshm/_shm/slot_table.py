@@ -228,7 +228,6 @@ class PeerSlotTable(SlotTableView):
         """
         return _native.release(self._segment.buffer, _bounded(bit), records, taken)
 
-
     def hold(self, records: bytes, seconds: float) -> int:
         """Ask the owner to hand these blocks out last for so long, an hour (MAX_HOLD_SECONDS) at
         most; a hold that ends later stays.  Counted in whole seconds, rounded up.

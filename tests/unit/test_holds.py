@@ -84,7 +84,8 @@ def test_a_hold_is_for_blocks_that_are_what_the_record_says(table: AnyTable) -> 
     ):
         assert table.hold(wrong, 5) == 0
     assert kept(table) == {1, 2}
-    assert table.hold(changed(records[:48], generation=Generation(7)) + records[96:], 5) == 1
+    beyond = changed(records[:48], block_id=BlockId(table.num_blocks))
+    assert table.hold(beyond + records[96:], 5) == 1
     assert kept(table) == {1, 2, 3}, "a record that does not match hides no other"
 
 
@@ -139,9 +140,7 @@ def test_a_hold_lasts_as_long_as_asked_rounded_up(
     assert not table.keeps_blocks()
 
 
-def test_a_hold_that_begins_within_a_second_is_not_cut_by_it(
-    table: AnyTable, clock: Clock
-) -> None:
+def test_a_hold_that_begins_within_a_second_is_not_cut_by_it(table: AnyTable, clock: Clock) -> None:
     clock.now += SECOND // 2
     table.hold(publish(table, 1), 1)
     clock.now += SECOND - 1
@@ -151,9 +150,7 @@ def test_a_hold_that_begins_within_a_second_is_not_cut_by_it(
 
 
 @pytest.mark.parametrize("seconds", [MAX_HOLD_SECONDS, 1e9, math.inf])
-def test_nobody_holds_for_more_than_an_hour(
-    table: AnyTable, clock: Clock, seconds: float
-) -> None:
+def test_nobody_holds_for_more_than_an_hour(table: AnyTable, clock: Clock, seconds: float) -> None:
     clock.now += SECOND // 2
     assert table.hold(publish(table, 1), seconds) == 1
     assert kept(table) == {1}

@@ -238,6 +238,7 @@ class SlotsModel(RuleBasedStateMachine):
             leases = sum(1 << bit for bit in model.leases)
             assert slot[:3] == (model.generation, model.state, leases)
             assert slot.block_hash == model.block_hash
+            assert slot.held_until == model.held_until
 
     @invariant()
     def kept_is_what_is_leased_or_held(self) -> None:
