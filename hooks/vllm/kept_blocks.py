@@ -27,8 +27,8 @@ class KeptBlocks:
     def __init__(self, cache: HasEpoch, pool: Any) -> None:
         """If this vLLM has no such queue, nothing is kept."""
         self._cache = cache
-        self._queue = queue = getattr(pool, "free_block_queue", None)
-        self._usable = all(hasattr(queue, name) for name in QUEUE)
+        self._queue: Any = getattr(pool, "free_block_queue", None)
+        self._usable = all(hasattr(self._queue, name) for name in QUEUE)
         self._usable &= all(hasattr(pool.null_block, name) for name in LINKS)
         if not self._usable:
             log.warning("leased and held blocks are reused like others: unknown block queue")

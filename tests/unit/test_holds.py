@@ -272,6 +272,7 @@ class Slotted:
     """As vLLM's blocks: attributes in slots."""
 
     __slots__ = ("_block_hash", "block_id", "next_free_block", "ref_cnt")
+    _block_hash: object
 
     @property
     def block_hash(self) -> object:
@@ -304,7 +305,7 @@ def queue(ids: list[int], kind: type = Slotted) -> list[object]:
     ],
 )
 def test_a_walk_ends_where_enough_others_were_found(
-    table: AnyTable, kind: type, wanted: int, most: int, runs: list[object], others: int
+    table: AnyTable, kind: type, wanted: int, most: int, runs: list[tuple[int, int]], others: int
 ) -> None:
     table.hold(publish(table, 2, 3, 5, 7), 5)
     blocks = queue([1, 2, 3, 4, 5, 6, 7], kind)
