@@ -83,6 +83,11 @@ class Toy:
         finally:
             go_on.set()
 
+    def wait_until_copying(self) -> None:
+        """Wait until a copy into its memory has begun, or is held up."""
+        copier = self.node._halves._transport.copier
+        wait_until(lambda: bool(copier._waiting), "the copy begins")
+
     def close(self) -> None:
         self.node.close()
         self.memory.close()
@@ -110,10 +115,10 @@ class Toys:
         return toy
 
     def pair(self, **how: Any) -> tuple[Toy, Toy]:
-        """Two engines that can load from each other at once."""
+        """Two engines that know each other."""
         toys = self.join("a", **how), self.join("b", **how)
         for toy in toys:
-            wait_until(lambda toy=toy: is_ready(toy), "peers are attached")
+            wait_until(lambda toy=toy: toy.node.stats()["peers"] > 0, "they know each other")
         return toys
 
     def close(self) -> None:
@@ -123,11 +128,6 @@ class Toys:
                 wait_until(lambda toy=toy: not toy.leases(), "leases are given back")
                 assert toy.table.check_integrity() == []
         self._undo.close()
-
-
-def is_ready(toy: Toy) -> bool:
-    """Whether it has attached a peer."""
-    return toy.node.stats()["peers"] > 0 and bool(toy.node._halves.rank.attached())
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -62,17 +62,13 @@ class Scene:
     """One engine with blocks 0 to 5 published, another with a load under way into blocks 8 to 13
     and blocks 0 and 1 published; blocks from 20 on are free."""
 
-    def __init__(self, toys: Toys) -> None:
-        self.a, self.b = toys.pair()
-        self.keys, self.own = prompt(self.a), prompt(self.a, 2, b"own")
-        self.a.compute(self.keys, range(6))
-        self.b.compute(self.own, range(2))
-        self.found = self.b.node.wait_for(self.keys, PATIENCE_SECONDS)
-        self.load = self.b.node.load(self.b.node.lookup(self.keys), range(8, 14))
-
-    def retract_late(self) -> Any:
-        self.b.node.retract([1], wait=False)
-        self.b.node.publish(self.own, [1], 1)
+    def __init__(self, a: Toy, b: Toy) -> None:
+        self.a, self.b = a, b
+        self.keys, self.own = prompt(a), prompt(a, 2, b"own")
+        a.compute(self.keys, range(6))
+        b.compute(self.own, range(2))
+        self.found = b.node.wait_for(self.keys, PATIENCE_SECONDS)
+        self.load = b.node.load(b.node.lookup(self.keys), range(8, 14))
 
     def state(self) -> Any:
         """All that a refused call could have changed."""
@@ -137,19 +133,12 @@ MISUSES: dict[str, tuple[Callable[[Scene], Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def scene(place: Node) -> Any:
+def scene(place: Node) -> Iterator[Scene]:
     toys = Toys(place, "scene")
     try:
         a, b = toys.pair()
-        del a
         with b.copies_held_up():
-            scene = Scene.__new__(Scene)
-            scene.a, scene.b = toys._made
-            scene.keys, scene.own = prompt(b), prompt(b, 2, b"own")
-            scene.a.compute(scene.keys, range(6))
-            b.compute(scene.own, range(2))
-            scene.found = b.node.wait_for(scene.keys, PATIENCE_SECONDS)
-            scene.load = b.node.load(b.node.lookup(scene.keys), range(8, 14))
+            scene = Scene(a, b)
             yield scene
             assert scene.load.poll() is LoadState.PENDING
     finally:
@@ -213,6 +202,7 @@ def test_blocks_that_are_reused_in_the_copy_fail(toys: Toys) -> None:
     with b.copies_held_up():
         load = b.node.load(found, range(10, 16))
         assert load.wait(0) is LoadState.PENDING
+        b.wait_until_copying()
         assert a.leases() == 6
         a.node.retract([4])
         a.write(4, b"others")
@@ -231,6 +221,42 @@ def test_wrong_copies_are_noticed(toys: Toys, fault: Fault) -> None:
     load = ended(b.node.load(b.node.wait_for(keys, PATIENCE_SECONDS), range(6)))
     assert (load.state, load.good) == (LoadState.FAILED, 0)
     assert b.node.stats()["mismatched"] > 0
+
+
+def test_a_block_that_may_still_be_read_cannot_be_published_anew(toys: Toys) -> None:
+    """It was retracted without waiting: whoever wrote it since has written under a reader."""
+    a, b = toys.pair()
+    keys = prompt(a)
+    a.compute(keys, range(6))
+    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    with b.copies_held_up():
+        load = b.node.load(found, range(6))
+        b.wait_until_copying()
+        a.node.retract(range(6), wait=False)
+        assert a.leases() == 6
+        with pytest.raises(MisuseError, match=r"call drain\(\) before you write it"):
+            a.node.publish(keys, [0])
+        a.node.drain()
+        assert a.leases() == 0
+        assert a.node.publish(keys, [0]) == 1
+    assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
+
+
+def test_blocks_are_drained_before_a_load_fills_them(toys: Toys) -> None:
+    a, b = toys.pair()
+    keys, others = prompt(a), prompt(a, 6, b"others")
+    a.compute(keys, range(6))
+    b.compute(others, range(6))
+    found, theirs = (
+        b.node.wait_for(keys, PATIENCE_SECONDS),
+        a.node.wait_for(others, PATIENCE_SECONDS),
+    )
+    with a.copies_held_up():
+        reading = a.node.load(theirs, range(8, 14))
+        a.wait_until_copying()
+        b.node.retract(range(6), wait=False)
+        assert ended(b.node.load(found, range(6))).state is LoadState.DONE
+    assert (ended(reading).state, reading.good) == (LoadState.FAILED, 0)
 
 
 # -- ends of loads
