@@ -21,7 +21,7 @@ from .identity import Identity
 from .load import Found, Load, pauses
 from .loads import Loads
 from .lookups import all_lengths, held_by_peers
-from .own_blocks import Content, OwnBlocks, check_keys, pack_contents
+from .own_blocks import Content, OwnBlocks, check_keys, check_prefix, pack_contents
 from .prefix_keys import Extra, prefix_keys
 
 log = logger(__name__)
@@ -90,17 +90,29 @@ class Node:
         return self.joined
 
     def begin(self, identity: Identity) -> None:
-        """Begin an epoch.  Only ``join`` calls this, and ``reset``."""
-        fields = self._fields(identity)
+        """Begin the first epoch.  Only ``join`` calls this."""
         with self._lock:
-            self._identity = identity
-            if (halves := self._halves) is not None:
-                try:
-                    halves.begin_epoch(fields, self._groups)
-                except KvshmError as exc:
-                    self._refuse(str(exc))
-                    self._halves = None
-                    halves.close()
+            unusable = self._begin(identity)
+        self._give_up(unusable)
+
+    def _begin(self, identity: Identity) -> HalvesInOne | None:
+        """Begin an epoch.  Returns both halves if they cannot: close them without the lock, which
+        the client's thread may want."""
+        self._identity, halves = identity, self._halves
+        if halves is not None:
+            try:
+                halves.begin_epoch(self._fields(identity), self._groups)
+            except KvshmError as exc:
+                self._refuse(str(exc))
+                self._halves = None
+                return halves
+        return None
+
+    def _give_up(self, unusable: HalvesInOne | None) -> None:
+        if unusable is not None:
+            unusable.close()
+            with self._lock:
+                self._loads.end_all()
 
     def reset(self, identity: Identity | None = None) -> None:
         """Retract all blocks for good, and begin another epoch: the cache was dropped or, with an
@@ -110,12 +122,13 @@ class Node:
         if identity is not None:
             self._fields(identity)  # may raise: nothing has been done
         with self._lock:
-            halves = self._living()
+            halves, unusable = self._living(), None
             self._own.clear()
             self._open = None
             if halves is not None:
                 halves.end_epoch()
-                self.begin(identity or self._identity)
+                unusable = self._begin(identity or self._identity)
+        self._give_up(unusable)
 
     def _opened(self, state: EpochState) -> None:
         """An epoch is open on both halves: publish what was to be published meanwhile.  Client's
@@ -128,10 +141,14 @@ class Node:
                 self._publish_now(self._own.contents)
 
     def _living(self) -> HalvesInOne | None:
-        """Both halves, None if this engine shares nothing.  Raises MisuseError once closed."""
+        """Both halves, None if this engine shares nothing.  Takes note of the loads that have
+        ended: their blocks are the caller's, who need not have watched.  Raises MisuseError once
+        closed."""
         if self._closed:
             raise MisuseError(f"node {self.name} is closed; join() again")
-        return self._halves
+        if (halves := self._halves) is not None:
+            self._loads.collect(halves)
+        return halves
 
     # -- keys and lookups
 
@@ -149,14 +166,11 @@ class Node:
         """Find the longest prefix of ``keys`` that other engines hold, behind the first ``start``
         keys, whose blocks the caller has.  A search in memory: no message, no lease.  Changes
         nothing, except counters."""
-        check_keys(keys)
-        if not 0 <= start <= len(keys):
-            raise MisuseError(f"start is {start}, there are {len(keys)} keys; give 0 to that")
+        check_prefix(keys, start)
         with self._lock:
             halves = self._living()
             plan: Plan | None = None
             if halves is not None and not self._paused and self._open is not None:
-                self._loads.collect(halves)
                 planner = halves.cache.planner
                 if planner.has_peers() and start < len(keys):
                     plan = planner.lookup(keys, start, len(keys))
@@ -187,6 +201,7 @@ class Node:
     ) -> Found:
         """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most; return what can be
         then."""
+        check_prefix(keys, start)
         for pause in pauses(timeout):
             if self._all_there(keys, start):
                 break
@@ -197,6 +212,7 @@ class Node:
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0
     ) -> Found:
         """Like ``wait_for``, without blocking the event loop."""
+        check_prefix(keys, start)
         for pause in pauses(timeout):
             if self._all_there(keys, start):
                 break
@@ -218,7 +234,8 @@ class Node:
     # -- loads
 
     def load(self, found: Found, into: Iterable[int]) -> Load:
-        """Begin to copy what was found into own blocks; does not block.
+        """Begin to copy what was found into own blocks.  Does not block, unless blocks were
+        retracted without waiting: then as ``drain`` does.
 
         ``into``: block ids, as many as ``found.num_blocks``, in the order of ``found.parts``;
         neither published nor being loaded.  Leases are taken here, and given back by whoever ends
@@ -228,12 +245,14 @@ class Node:
             halves = self._living()
             if found.node is not self:
                 raise MisuseError("another node found this; look the keys up on this one")
-            if found.plan is None or halves is None:
+            if found.plan is None:
                 raise MisuseError("nothing was found, so nothing can be loaded; ask `if found`")
             if found.loaded:
                 raise MisuseError("this Found was loaded already; look the keys up again")
             targets = self._own.check_targets(into, found.num_blocks)
             found.loaded = True
+            if halves is None:
+                return self._loads.failed(self, targets)
             self._drain(halves)  # first: nobody may read the targets any more
             return self._loads.begin(self, halves, found.plan, targets)
 
@@ -263,10 +282,8 @@ class Node:
         published with the same key already are left out.
         """
         with self._lock:
-            halves = self._living()
+            self._living()
             new = self._own.check_contents(keys, block_ids, start, group)
-            if halves is not None:
-                self._loads.collect(halves)
             self._own.add(new)
             return 0 if self._paused else self._publish_now(new)
 

@@ -36,6 +36,13 @@ def check_keys(keys: Sequence[bytes]) -> None:
             raise MisuseError(f"{key!r} is not a key; keys() and prefix_keys() make them")
 
 
+def check_prefix(keys: Sequence[bytes], start: int) -> None:
+    """Raise MisuseError unless ``keys`` are keys, and ``start`` counts the first of them."""
+    check_keys(keys)
+    if not isinstance(start, int) or not 0 <= start <= len(keys):
+        raise MisuseError(f"start is {start!r}, there are {len(keys)} keys; give 0 to that")
+
+
 class OwnBlocks:
     """All blocks of one engine."""
 
