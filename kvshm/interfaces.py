@@ -224,11 +224,11 @@ def choose_transport(wanted: str, device: str) -> Any:
 
 def _entry(name: str) -> Any:
     """Return the entry point, or None.  Raises TransportError without descriptors to find out."""
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return entry
     try:
+        for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+            return entry
         require_descriptors(8)  # without descriptors, packages cannot be found
-    except KvshmError as exc:
+    except (KvshmError, OSError) as exc:
         raise TransportError(f"transport {name!r} cannot be loaded: {exc}") from exc
     return None
 
