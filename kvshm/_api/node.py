@@ -33,8 +33,9 @@ class Node:
     """A joined engine.  ``kvshm.join`` makes it; ``close`` or a ``with`` statement ends it.
 
     Any thread may call; calls take turns.  Only ``wait_*``, ``retract``, ``drain`` and ``close``
-    block.  What fails on the node (no coordinator, no memory, a peer that hangs or dies) is a miss
-    and a counter; the only error raised is MisuseError, before anything is done.
+    wait for others; all else takes microseconds to milliseconds, more for more keys.  What fails on
+    the node (no coordinator, no memory, a peer that hangs or dies) is a miss and a counter; the
+    only error raised is MisuseError, before anything is done.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class Node:
         """As the other engines' logs and lists show it."""
         self.block_size = block_size
         """Tokens for each key."""
-        self.refusal = ""
+        self.refusal: str = ""
         """Why this engine shares nothing until it is joined again; empty if it may."""
         self._own = own
         self._groups = groups
@@ -81,8 +82,8 @@ class Node:
         return halves is not None and state is halves.cache.epoch_state and halves.cache.is_member
 
     def wait_joined(self, timeout: float | None = None) -> bool:
-        """Wait until ``joined``, ``timeout`` seconds at most.  Returns ``joined``; at once if this
-        engine shares nothing."""
+        """Wait until ``joined``, ``timeout`` seconds at most (None: for ever).  Returns ``joined``;
+        at once if this engine shares nothing."""
         for pause in pauses(timeout):
             if self.joined or self._halves is None:
                 break
@@ -90,7 +91,7 @@ class Node:
         return self.joined
 
     def begin(self, identity: Identity) -> None:
-        """Begin the first epoch.  Only ``join`` calls this."""
+        """Internal: begin the first epoch, for ``join``."""
         with self._lock:
             unusable = self._begin(identity)
         self._give_up(unusable)
@@ -165,7 +166,11 @@ class Node:
     def lookup(self, keys: Sequence[bytes], start: int = 0) -> Found:
         """Find the longest prefix of ``keys`` that other engines hold, behind the first ``start``
         keys, whose blocks the caller has.  A search in memory: no message, no lease.  Changes
-        nothing, except counters."""
+        nothing, except counters.
+
+        ``keys``: of the whole prompt from its first block on, 32 bytes each.  Blocks that were
+        published are found some milliseconds later; before this engine has joined, nothing is.
+        Raises MisuseError for what is no key, and for a ``start`` beyond the keys."""
         check_prefix(keys, start)
         with self._lock:
             halves = self._living()
@@ -177,7 +182,7 @@ class Node:
             return Found(self, keys, start, plan)
 
     def lengths_of(self, found: Found) -> tuple[int, ...]:
-        """``Found.lengths``, which calls this."""
+        """Internal: ``Found.lengths``."""
         with self._lock:
             halves, state = self._halves, self._open
             if self._groups.one_full or halves is None or state is None:
@@ -199,8 +204,8 @@ class Node:
     def wait_for(
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0
     ) -> Found:
-        """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most; return what can be
-        then."""
+        """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most (None: for ever);
+        return what can be then.  Returns at once if this engine shares nothing."""
         check_prefix(keys, start)
         for pause in pauses(timeout):
             if self._all_there(keys, start):
@@ -237,9 +242,12 @@ class Node:
         """Begin to copy what was found into own blocks.  Does not block, unless blocks were
         retracted without waiting: then as ``drain`` does.
 
+
         ``into``: block ids, as many as ``found.num_blocks``, in the order of ``found.parts``;
-        neither published nor being loaded.  Leases are taken here, and given back by whoever ends
-        the load.  From blocks that are gone meanwhile on, the load fails.
+        neither published nor being loaded, and used by nobody until the load has ended.  Leases are
+        taken here, and given back by whoever ends the load.  From blocks that are gone meanwhile
+        on, the load fails.  Raises MisuseError for a Found of nothing, of another node, or loaded
+        before, and for other blocks than these.
         """
         with self._lock:
             halves = self._living()
@@ -257,13 +265,13 @@ class Node:
             return self._loads.begin(self, halves, found.plan, targets)
 
     def advance_loads(self) -> None:
-        """Take note of the loads that have ended; does not block.  Loads and lookups call this."""
+        """Internal: take note of the loads that have ended; does not block."""
         with self._lock:
             if self._halves is not None:
                 self._loads.collect(self._halves)
 
     def cancel_load(self, load: Load) -> None:
-        """``Load.cancel``, which calls this."""
+        """Internal: ``Load.cancel``."""
         with self._lock:
             if self._halves is not None:
                 self._halves.rank.cancel(load.load_id)
@@ -274,12 +282,16 @@ class Node:
         self, keys: Sequence[bytes], block_ids: Iterable[int], start: int = 0, group: int = 0
     ) -> int:
         """Let other engines read own blocks, whose bytes are complete: work of a GPU that writes
-        them has ended.  Returns how many of them are readable now; if the epoch is not open yet, or
-        this engine is paused, they become so later.  Does not block.
+        them has ended.  Returns how many of them have become readable; if the epoch is not open
+        yet, or this engine is paused, they become so later.  Does not block; with KVSHM_VERIFY it
+        reads all their bytes.
 
-        ``keys``: of the whole prefix.  ``block_ids``: its blocks of ``group`` from block ``start``
-        on.  From now on until ``retract`` the caller must not change them.  Blocks that are
-        published with the same key already are left out.
+        ``keys``: of the whole prefix from its first block on, and no fewer than there are blocks;
+        those behind the last block do not count.  ``block_ids``: its blocks of ``group`` from block
+        ``start`` on.  From now on until ``retract`` the caller must not change them.  Blocks that
+        are published with the same key already are left out and not counted; several blocks may
+        have one key.  Raises MisuseError for a block that is published with another key or is being
+        loaded.
         """
         with self._lock:
             self._living()
@@ -296,9 +308,10 @@ class Node:
 
     def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
         """Let nobody read these blocks any more, before they are written or given other contents.
-        Blocks that are not published are left alone.  Blocks until nobody reads them, for the drain
-        budget (KVSHM_DRAIN_BUDGET_MS) at most: what is still being copied then, its importer
-        discards.  Without ``wait`` it returns at once; then call ``drain`` before writing them."""
+        Blocks that are not published are left alone.  Waits until nobody reads them, for the drain
+        budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most: what is still being copied then, its importer
+        discards.  Raises MisuseError for a block that is being loaded.  Without ``wait`` it returns
+        at once; then call ``drain`` before writing them."""
         with self._lock:
             halves = self._living()
             gone = self._own.remove(self._own.check_retractable(block_ids))
@@ -368,7 +381,7 @@ class Node:
         self._halves = self._open = None
 
     def forget_in_child(self) -> None:
-        """A forked child has no part in the node (kvshm/_ground/forks.py)."""
+        """Internal: a forked child has no part in the node (kvshm/_ground/forks.py)."""
         self._lock = threading.RLock()
         self.refusal = "this process was forked from the engine that has joined"
         self._let_go()
