@@ -42,7 +42,7 @@ class Membership:
         """As the other engines' logs and lists show it."""
         self.block_size = block_size
         """Tokens for each key."""
-        self.refusal = ""
+        self.refusal: str = ""
         """Why this engine shares nothing until it is joined again; empty if it may."""
         self._own = own
         self._groups = groups
@@ -72,8 +72,8 @@ class Membership:
         return halves is not None and state is halves.cache.epoch_state and halves.cache.is_member
 
     def wait_joined(self, timeout: float | None = None) -> bool:
-        """Wait until ``joined``, ``timeout`` seconds at most.  Returns ``joined``; at once if this
-        engine shares nothing."""
+        """Wait until ``joined``, ``timeout`` seconds at most (None: for ever).  Returns ``joined``;
+        at once if this engine shares nothing."""
         for pause in pauses(timeout):
             if self.joined or self._halves is None:
                 break
@@ -81,7 +81,7 @@ class Membership:
         return self.joined
 
     def begin(self, identity: Identity) -> None:
-        """Begin the first epoch.  Only ``join`` calls this."""
+        """Internal: begin the first epoch, for ``join``."""
         with self._lock:
             unusable = self._begin(identity)
         self._give_up(unusable)
@@ -174,7 +174,7 @@ class Membership:
         self._halves = self._open = None
 
     def forget_in_child(self) -> None:
-        """A forked child has no part in the node (kvshm/_ground/forks.py)."""
+        """Internal: a forked child has no part in the node (kvshm/_ground/forks.py)."""
         self._lock = threading.RLock()
         self.refusal = "this process was forked from the engine that has joined"
         self._let_go()

@@ -21,8 +21,9 @@ class Node(Membership):
     """A joined engine.  ``kvshm.join`` makes it; ``close`` or a ``with`` statement ends it.
 
     Any thread may call; calls take turns.  Only ``wait_*``, ``retract``, ``drain`` and ``close``
-    block.  What fails on the node (no coordinator, no memory, a peer that hangs or dies) is a miss
-    and a counter; the only error raised is MisuseError, before anything is done.
+    wait for others; all else takes microseconds to milliseconds, more for more keys.  What fails on
+    the node (no coordinator, no memory, a peer that hangs or dies) is a miss and a counter; the
+    only error raised is MisuseError, before anything is done.
     """
 
     # -- keys and lookups
@@ -40,7 +41,11 @@ class Node(Membership):
     def lookup(self, keys: Sequence[bytes], start: int = 0) -> Found:
         """Find the longest prefix of ``keys`` that other engines hold, behind the first ``start``
         keys, whose blocks the caller has.  A search in memory: no message, no lease.  Changes
-        nothing, except counters."""
+        nothing, except counters.
+
+        ``keys``: of the whole prompt from its first block on, 32 bytes each.  Blocks that were
+        published are found some milliseconds later; before this engine has joined, nothing is.
+        Raises MisuseError for what is no key, and for a ``start`` beyond the keys."""
         check_prefix(keys, start)
         with self._lock:
             halves = self._living()
@@ -52,7 +57,7 @@ class Node(Membership):
             return Found(self, keys, start, plan)
 
     def lengths_of(self, found: Found) -> tuple[int, ...]:
-        """``Found.lengths``, which calls this."""
+        """Internal: ``Found.lengths``."""
         with self._lock:
             halves, state = self._halves, self._open
             if self._groups.one_full or halves is None or state is None:
@@ -74,8 +79,8 @@ class Node(Membership):
     def wait_for(
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0
     ) -> Found:
-        """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most; return what can be
-        then."""
+        """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most (None: for ever);
+        return what can be then.  Returns at once if this engine shares nothing."""
         check_prefix(keys, start)
         for pause in pauses(timeout):
             if self._all_there(keys, start):
@@ -112,9 +117,12 @@ class Node(Membership):
         """Begin to copy what was found into own blocks.  Does not block, unless blocks were
         retracted without waiting: then as ``drain`` does.
 
+
         ``into``: block ids, as many as ``found.num_blocks``, in the order of ``found.parts``;
-        neither published nor being loaded.  Leases are taken here, and given back by whoever ends
-        the load.  From blocks that are gone meanwhile on, the load fails.
+        neither published nor being loaded, and used by nobody until the load has ended.  Leases are
+        taken here, and given back by whoever ends the load.  From blocks that are gone meanwhile
+        on, the load fails.  Raises MisuseError for a Found of nothing, of another node, or loaded
+        before, and for other blocks than these.
         """
         with self._lock:
             halves = self._living()
@@ -132,13 +140,13 @@ class Node(Membership):
             return self._loads.begin(self, halves, found.plan, targets)
 
     def advance_loads(self) -> None:
-        """Take note of the loads that have ended; does not block.  Loads and lookups call this."""
+        """Internal: take note of the loads that have ended; does not block."""
         with self._lock:
             if self._halves is not None:
                 self._loads.collect(self._halves)
 
     def cancel_load(self, load: Load) -> None:
-        """``Load.cancel``, which calls this."""
+        """Internal: ``Load.cancel``."""
         with self._lock:
             if self._halves is not None:
                 self._halves.rank.cancel(load.load_id)
@@ -149,12 +157,16 @@ class Node(Membership):
         self, keys: Sequence[bytes], block_ids: Iterable[int], start: int = 0, group: int = 0
     ) -> int:
         """Let other engines read own blocks, whose bytes are complete: work of a GPU that writes
-        them has ended.  Returns how many of them are readable now; if the epoch is not open yet, or
-        this engine is paused, they become so later.  Does not block.
+        them has ended.  Returns how many of them have become readable; if the epoch is not open
+        yet, or this engine is paused, they become so later.  Does not block; with KVSHM_VERIFY it
+        reads all their bytes.
 
-        ``keys``: of the whole prefix.  ``block_ids``: its blocks of ``group`` from block ``start``
-        on.  From now on until ``retract`` the caller must not change them.  Blocks that are
-        published with the same key already are left out.
+        ``keys``: of the whole prefix from its first block on, and no fewer than there are blocks;
+        those behind the last block do not count.  ``block_ids``: its blocks of ``group`` from block
+        ``start`` on.  From now on until ``retract`` the caller must not change them.  Blocks that
+        are published with the same key already are left out and not counted; several blocks may
+        have one key.  Raises MisuseError for a block that is published with another key or is being
+        loaded.
         """
         with self._lock:
             self._living()
@@ -164,9 +176,10 @@ class Node(Membership):
 
     def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
         """Let nobody read these blocks any more, before they are written or given other contents.
-        Blocks that are not published are left alone.  Blocks until nobody reads them, for the drain
-        budget (KVSHM_DRAIN_BUDGET_MS) at most: what is still being copied then, its importer
-        discards.  Without ``wait`` it returns at once; then call ``drain`` before writing them."""
+        Blocks that are not published are left alone.  Waits until nobody reads them, for the drain
+        budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most: what is still being copied then, its importer
+        discards.  Raises MisuseError for a block that is being loaded.  Without ``wait`` it returns
+        at once; then call ``drain`` before writing them."""
         with self._lock:
             halves = self._living()
             gone = self._own.remove(self._own.check_retractable(block_ids))
