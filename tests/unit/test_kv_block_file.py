@@ -6,11 +6,13 @@ import json
 import os
 import stat
 import struct
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -30,8 +32,13 @@ SIZES = [[4, 8], [4, 8]]
 def description(**changed: Any) -> Description:
     blocks = [BlockKey(key, bytes(8), depth, 0) for depth, key in enumerate(KEYS)]
     told = {"fields": FIELDS, "engine": "e", "model": "m", "block_size": 16, "regions": SIZES}
-    told |= {"blocks": blocks, **changed}
+    sums = [checksums(rank) for rank in arrays()]
+    told |= {"blocks": blocks, "checksums": sums, **changed}
     return Description(fingerprint=fingerprint(told["fields"]), **told)
+
+
+def checksums(rank: list[Any]) -> list[int]:
+    return [xxhash.xxh3_64_intdigest(b"".join(map(bytes, row))) for row in zip(*rank, strict=True)]
 
 
 def arrays() -> list[list[Any]]:
@@ -131,6 +138,9 @@ LIES: dict[str, dict[str, str | None]] = {
     "a huge depth": {"depths": f"[0, {1 << 32}, 2]"},
     "a huge group": {"groups": f"[0, {1 << 16}, 0]"},
     "a parent too long": {"parents": json.dumps(["00" * 9] * 3)},
+    "too few checksums": {"checksums": json.dumps([["00" * 8] * 3, ["00" * 8] * 2])},
+    "checksums of one rank": {"checksums": json.dumps([["00" * 8] * 3])},
+    "a checksum that is no number": {"checksums": json.dumps([["zz" * 8] * 3] * 2)},
     "no block size": {"block_size": "0"},
     "a huge block size": {"block_size": str(1 << 64)},
     "no ranks": {"regions": "[]"},
@@ -228,7 +238,8 @@ def test_a_command_names_the_file_that_it_cannot_use(
 def test_memory_is_not_taken_for_a_file_that_is_larger(tmp_path: Path) -> None:
     """A file with holes may state, and have, more bytes than there is memory."""
     size = 1 << 40
-    what = description(regions=[[size]], blocks=[BlockKey(KEYS[0], bytes(8), 0, 0)])
+    block = BlockKey(KEYS[0], bytes(8), 0, 0)
+    what = description(regions=[[size]], blocks=[block], checksums=[[0]])
     tensor = {"dtype": "U8", "shape": [1, size], "data_offsets": [0, size]}
     header = json.dumps({"__metadata__": what.metadata(), "rank0.region0": tensor}).encode()
     path = tmp_path / "f"
@@ -236,6 +247,19 @@ def test_memory_is_not_taken_for_a_file_that_is_larger(tmp_path: Path) -> None:
         holes.write(struct.pack("<Q", len(header)) + header)
         holes.truncate(8 + len(header) + size)
     with pytest.raises(KvshmError, match=f"{size} bytes: .* are available"):
+        FileEngine(BlockFile(path), Config(), tmp_path)
+
+
+def test_a_damaged_block_is_not_served(tmp_path: Path) -> None:
+    """Bytes of blocks that have changed on the disk: the rest of the file is as it was."""
+    path = tmp_path / "f"
+    block_file.write(path, description(), arrays(), force=False)
+    with closing(FileEngine(BlockFile(path), Config(), tmp_path)):
+        pass
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BlockFileError, match="is damaged: 1 blocks of rank 1"):
         FileEngine(BlockFile(path), Config(), tmp_path)
 
 

@@ -115,7 +115,7 @@ def write(path: Path, rows: dict[int, list[float]], **fields: str) -> Path:
     told = {"kv_dtype": "auto", "dtype": "torch.float32", **fields}
     keys = [BlockKey(bytes([key]) * 32, bytes(8), 0, 0) for key in rows]
     width = 4 * len(next(iter(rows.values())))
-    what = Description(fingerprint(told), told, "e", "m", 16, [[width]], keys)
+    what = Description(fingerprint(told), told, "e", "m", 16, [[width]], keys, [[0] * len(keys)])
     data = numpy.stack([raw(row, "float32") for row in rows.values()])
     block_file.write(path, what, [[data]], force=False)
     return path
@@ -174,7 +174,7 @@ def test_bytes_that_are_no_numbers_of_the_format_are_told(
 ) -> None:
     told = {"dtype": "float32"}
     block = BlockKey(bytes(32), bytes(8), 0, 0)
-    what = Description(fingerprint(told), told, "e", "m", 16, [[6]], [block])
+    what = Description(fingerprint(told), told, "e", "m", 16, [[6]], [block], [[0]])
     block_file.write(tmp_path / "a", what, [[numpy.zeros((1, 6), numpy.uint8)]], force=False)
     assert compared(tmp_path / "a", tmp_path / "a") == 2
     assert "no numbers of float32" in capsys.readouterr().err

@@ -34,6 +34,7 @@ _Tokens = Annotated[int, Meta(ge=1, lt=1 << 32)]
 _Size = Annotated[int, Meta(ge=1, lt=1 << 62)]
 _Key = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * HASH_BYTES}}}\Z")]
 _Tag = Annotated[str, Meta(pattern=rf"^[0-9a-f]{{{2 * TAG_BYTES}}}\Z")]
+"""16 digits: the beginning of a key, or a checksum."""
 _Group = Annotated[int, Meta(ge=0, lt=1 << 16)]
 _Regions = Annotated[list[_Size], Meta(min_length=1, max_length=MAX_REGIONS)]
 _Ranks = Annotated[list[_Regions], Meta(min_length=1, max_length=MAX_RANKS)]
@@ -73,6 +74,8 @@ class Description:
     regions: list[list[int]]
     """For each rank the bytes of one block in each region."""
     blocks: list[BlockKey] = field(default_factory=list)
+    checksums: list[list[int]] = field(default_factory=list)
+    """For each rank the checksum of each block: 64-bit xxh3 of its bytes in all regions."""
     kvshm_version: str = __version__
 
     @property
@@ -95,6 +98,7 @@ class Description:
             "parents": [block.parent.hex() for block in self.blocks],
             "depths": [block.depth for block in self.blocks],
             "groups": [block.group for block in self.blocks],
+            "checksums": [[f"{each:016x}" for each in rank] for rank in self.checksums],
             "block_size": self.block_size,
         }
         return {
@@ -200,14 +204,19 @@ def _describe(metadata: dict[str, str]) -> Description:
     blocks = [BlockKey(bytes.fromhex(k), bytes.fromhex(p), d, g) for k, p, d, g in rows]
     if len({(block.key, block.group) for block in blocks}) < len(blocks):
         raise ValueError("it names a block twice")
+    regions = _decode(metadata, "regions", _Ranks)
+    checksums = _decode(metadata, "checksums", list[list[_Tag]])
+    if [len(rank) for rank in checksums] != [len(keys)] * len(regions):
+        raise ValueError("it does not have a checksum for each block of each rank")
     found = Description(
         fingerprint=bytes.fromhex(_text(metadata, "fingerprint")),
         fields=_decode(metadata, "fields", dict[str, str]),
         engine=_text(metadata, "engine"),
         model=_text(metadata, "model"),
         block_size=_decode(metadata, "block_size", _Tokens),
-        regions=_decode(metadata, "regions", _Ranks),
+        regions=regions,
         blocks=blocks,
+        checksums=[[int(each, 16) for each in rank] for rank in checksums],
         kvshm_version=_text(metadata, "kvshm_version"),
     )
     if fingerprint(found.fields) != found.fingerprint:

@@ -188,6 +188,10 @@ class _RankReader:
         end = where.offset + where.block_bytes * self._batch
         return self._bytes[where.offset : end].reshape(self._batch, where.block_bytes)
 
+    def checksums(self, rows: list[BlockId]) -> list[int]:
+        """Checksums of copied blocks."""
+        return list(self._transport.checksum(rows))
+
     def close(self) -> None:
         self._transport.close()
         self._memory.close()
@@ -198,6 +202,8 @@ class _Read:
     """What was read so far, in the first rows of the arrays."""
 
     arrays: list[list[Any]]
+    checksums: list[list[int]]
+    """For each rank those of its blocks."""
     blocks: list[BlockKey] = field(default_factory=list)
 
 
@@ -230,7 +236,10 @@ class _Reader:
         enough memory for all."""
         count = len(blocks)
         _check_memory(count * sum(map(sum, self._sizes)), count)
-        read = _Read([[numpy.empty((count, n), numpy.uint8) for n in s] for s in self._sizes])
+        arrays: list[list[Any]] = [
+            [numpy.empty((count, n), numpy.uint8) for n in s] for s in self._sizes
+        ]
+        read = _Read(arrays, [[] for _ in self._ranks])
         for begin in range(0, count, self._batch):
             self._read(blocks[begin : begin + self._batch], read)
         kept = len(read.blocks)
@@ -246,9 +255,9 @@ class _Reader:
             block_size=self._table.block_size,
             regions=self._sizes,
             blocks=read.blocks,
+            checksums=read.checksums,
         )
-        arrays = [[array[:kept] for array in arrays] for arrays in read.arrays]
-        return Dump(what, arrays, count - kept)
+        return Dump(what, [[array[:kept] for array in rank] for rank in arrays], count - kept)
 
     def _read(self, blocks: Sequence[_Block], read: _Read) -> None:
         """Copy a batch, then keep those blocks that no rank's re-check rejects."""
@@ -263,6 +272,7 @@ class _Reader:
         for rank, arrays in enumerate(read.arrays):
             for region, array in enumerate(arrays):
                 array[first : first + len(kept)] = self._ranks[rank].rows(region)[kept]
+            read.checksums[rank] += self._ranks[rank].checksums([BlockId(int(r)) for r in kept])
         read.blocks += [blocks[place].what for place in kept]
 
     def close(self) -> None:

@@ -57,6 +57,7 @@ class _ServedRank:
         self.transport = transport(
             memory=self._memory, regions=regions, rank=rank, socket_path=path, fault=config.fault
         )
+        self._check(file, rank)
         handouts = Handouts(run_dir, config.namespace)
         self.cache = RankCache(self.transport, Rank(rank), handouts, verify=config.verify)
 
@@ -69,6 +70,16 @@ class _ServedRank:
                 part: Any = file.rows(name, begin, min(begin + rows, len(file.what.blocks)))
                 at = regions[number].offset + begin * nbytes
                 self._memory.buffer[at : at + part.nbytes] = memoryview(part).cast("B")
+
+    def _check(self, file: BlockFile, rank: int) -> None:
+        """Raise BlockFileError unless every block has the bytes that were dumped."""
+        stated = file.what.checksums[rank]
+        found = self.transport.checksum([BlockId(row) for row in range(len(stated))])
+        if damaged := sum(a != b for a, b in zip(stated, found, strict=True)):
+            raise BlockFileError(
+                f"{file.path} is damaged: {damaged} blocks of rank {rank} do not have the bytes "
+                "that were dumped"
+            )
 
     def close(self) -> None:
         self.cache.close()
@@ -114,9 +125,7 @@ class FileEngine:
         except KvshmError:
             self._cache.not_opened(state.table.epoch)
             raise
-        records, parents = _records(self._what)
-        state.outbox.append(state.table.publish(records, parents))
-        self._cache.publisher.flush()
+        self._cache.publisher.publish(*_records(self._what))
         self._shown = state
         return engine_name(state.table.epoch, state.table.engine, state.table.pid)
 
