@@ -126,7 +126,7 @@ def test_a_name_taken_meanwhile_is_not_replaced(
 
 LIES: dict[str, dict[str, str | None]] = {
     "no format": {"format": None},
-    "another format": {"format": "kvshm-kv/2"},
+    "another format": {"format": "kvshm-kv 2"},
     "no keys": {"keys": None},
     "keys are no JSON": {"keys": "["},
     "a short key": {"keys": json.dumps(["00" * 31, "01" * 32, "02" * 32])},

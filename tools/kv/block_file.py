@@ -26,7 +26,7 @@ from kvshm.errors import KvshmError
 from kvshm.interfaces import MAX_REGIONS
 from kvshm.version import __version__
 
-FORMAT = "kvshm-kv/1"
+FORMAT = "kvshm-kv 1"
 TAG_BYTES = 8
 
 _Word = Annotated[int, Meta(ge=0, lt=1 << 32)]
