@@ -28,7 +28,6 @@ from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import CorruptSegment, KvshmError, TransportError
 from kvshm.interfaces import CopyState, MemoryDescriptor, Region, load_transport
 
-from ..chains import tag_of
 from ..fetching import fetch_all
 from .block_file import TAG_BYTES, BlockFileError, BlockKey, Description
 from .roster import ask_for
@@ -118,10 +117,10 @@ def _published(table: SlotTableView) -> list[_Block]:
             slot = table.slot(record.block_id)
         except CorruptSegment:
             continue
-        if slot.generation == record.generation:  # else it was reused: its parent is another one
-            parent = slot.parent_tag.to_bytes(TAG_BYTES, "little")
-            what = BlockKey(bytes(record.block_hash), parent, record.depth, record.group)
-            found.setdefault((what.key, what.group), _Block(record, what))
+        # If the slot was reused since, this is another block's parent; the re-check finds out.
+        parent = slot.parent_tag.to_bytes(TAG_BYTES, "little")
+        what = BlockKey(bytes(record.block_hash), parent, record.depth, record.group)
+        found.setdefault((what.key, what.group), _Block(record, what))
     return list(found.values())
 
 
@@ -135,22 +134,22 @@ def _select(blocks: list[_Block], wanted: Wanted) -> list[_Block]:
 
 
 def _with_blocks_before(named: list[_Block], blocks: list[_Block]) -> Iterator[_Block]:
-    by_place = {_place(b.what, tag_of(b.what.key), b.what.depth): b for b in blocks}
-    seen = set()
+    by_place = {_place(block.what): block for block in blocks}
     while named:
-        place = _place(named[-1].what, tag_of(named[-1].what.key), named[-1].what.depth)
         block = named.pop()
-        if place in seen:
-            continue
-        seen.add(place)
-        yield block
-        before = int.from_bytes(block.what.parent, "little")
-        if (parent := by_place.get(_place(block.what, before, block.what.depth - 1))) is not None:
-            named.append(parent)
+        if by_place.pop(_place(block.what), None) is not None:
+            yield block
+            parent = by_place.get(_place_before(block.what))
+            named += [] if parent is None else [parent]
 
 
-def _place(block: BlockKey, tag: int, depth: int) -> tuple[int, int, int]:
-    return block.group, tag, depth
+def _place(block: BlockKey) -> tuple[int, bytes, int]:
+    """What a successor says of the block before it."""
+    return block.group, block.key[:TAG_BYTES], block.depth
+
+
+def _place_before(block: BlockKey) -> tuple[int, bytes, int]:
+    return block.group, block.parent, block.depth - 1
 
 
 # -- their bytes

@@ -159,17 +159,17 @@ def check_servable(what: Description, config: Config) -> None:
 
 def serve(path: Path, config: Config, run_dir: Path) -> int:
     """Serve the file until SIGTERM or SIGINT; return the exit status.  Raises KvshmError."""
-    with _until_signal() as ended:
-        file = BlockFile(path)
-        check_servable(file.what, config)
-        count, nbytes = len(file.what.blocks), file.what.block_bytes
-        with closing(FileEngine(file, config, run_dir)) as engine:
-            del file  # it is in memory now, and may be changed or removed
-            engine.open()
-            while not ended.is_set():
-                if (name := _show(engine)) is not None:
-                    print(f"serving {count} blocks of {nbytes} bytes as {name}", flush=True)
-                ended.wait(POLL_SECONDS)
+    file = BlockFile(path)
+    check_servable(file.what, config)
+    count, nbytes = len(file.what.blocks), file.what.block_bytes
+    # Until the file is read a signal ends the process at once.
+    with closing(FileEngine(file, config, run_dir)) as engine, _until_signal() as ended:
+        del file  # it is in memory now, and may be changed or removed
+        engine.open()
+        while not ended.is_set():
+            if (name := _show(engine)) is not None:
+                print(f"serving {count} blocks of {nbytes} bytes as {name}", flush=True)
+            ended.wait(POLL_SECONDS)
     return 0
 
 
