@@ -95,8 +95,7 @@ def test_no_torn_block_is_written_while_the_engine_reuses_all_of_them(node: Node
     while not (changed and kept > 50):
         try:
             found = read_engine(node.run_dir, node.namespace, Wanted())
-        except NothingToDump as exc:  # every block was reused
-            assert "were reused while they were read" in str(exc)
+        except NothingToDump:  # every block was reused
             changed += 1
             continue
         assert wrong_rows(found.what, found.arrays) == 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import signal
 import sys
 import threading
@@ -18,19 +17,15 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvshm._engine.cache import SharedCache
-from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._ground.fingerprint import KVSHM_ABI
-from kvshm._ground.ids import BlockHash, BlockId, Epoch, Generation, Rank
+from kvshm._ground.ids import BlockHash, Generation
 from kvshm._ground.log import engine_name
 from kvshm._ground.roles import Limit
-from kvshm._ground.rundir import rank_socket
-from kvshm._node.handout import Handouts
-from kvshm._node.protocol import PROTOCOL_VERSION, RankInfo
-from kvshm._rank.rank_cache import RankCache
-from kvshm._shm.layout import LAYOUT_VERSION, BlockRecord, pack_records
+from kvshm._node.protocol import abi
+from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
+from kvshm.halves import BlockId, EngineSpec, Epoch, RankInfo, SchedulerHalf, open_rank
 from kvshm.interfaces import Region, load_transport
 
 from .block_file import BlockFile, BlockFileError, Description
@@ -39,7 +34,6 @@ from .dump import HOST_MEMORY
 POLL_SECONDS = 0.1
 """How soon the end of an epoch and a signal are noticed."""
 CHUNK_BYTES = 64 << 20
-ABI = f"layout {LAYOUT_VERSION}, protocol {PROTOCOL_VERSION}"
 
 
 class _ServedRank:
@@ -53,13 +47,12 @@ class _ServedRank:
             end += nbytes * count
         self._memory = transport.allocate(end)
         self._fill(file, rank, regions)
-        path = rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank)
-        self.transport = transport(
-            memory=self._memory, regions=regions, rank=rank, socket_path=path, fault=config.fault
-        )
-        self._check(file, rank)
-        handouts = Handouts(run_dir, config.namespace)
-        self.cache = RankCache(self.transport, Rank(rank), handouts, verify=config.verify)
+        self.half = open_rank(config, run_dir, rank, transport, self._memory, regions)
+        try:
+            self._check(file, rank)
+        except BlockFileError:
+            self.close()
+            raise
 
     def _fill(self, file: BlockFile, rank: int, regions: list[Region]) -> None:
         for name, its_rank, number, nbytes in file.what.tensors():
@@ -74,7 +67,7 @@ class _ServedRank:
     def _check(self, file: BlockFile, rank: int) -> None:
         """Raise BlockFileError unless every block has the bytes that were dumped."""
         stated = file.what.checksums[rank]
-        found = self.transport.checksum([BlockId(row) for row in range(len(stated))])
+        found = self.half.transport.checksum([BlockId(row) for row in range(len(stated))])
         if damaged := sum(a != b for a, b in zip(stated, found, strict=True)):
             raise BlockFileError(
                 f"{file.path} is damaged: {damaged} blocks of rank {rank} do not have the bytes "
@@ -82,7 +75,7 @@ class _ServedRank:
             )
 
     def close(self) -> None:
-        self.cache.close()
+        self.half.close()
         self._memory.close()
 
 
@@ -101,31 +94,34 @@ class FileEngine:
             spec = EngineSpec(
                 f"kv-file-{os.getpid()}", _model(file.what), count, file.what.block_size
             )
-            self._cache = undo.enter_context(closing(SharedCache(config, spec, run_dir)))
+            self._half = undo.enter_context(closing(SchedulerHalf(config, spec, run_dir)))
             never = Limit("kvshm kv serve", no_exports=False, no_imports=True)
-            self._cache.role = config.decide_role(never)
+            self._half.role = config.decide_role(never)
             self._undo = undo.pop_all()
-        self._shown: EpochState | None = None
+        self._shown: object = None
+        """The epoch in which the blocks are published."""
 
     def open(self) -> None:
         """Begin to join the node, which goes on in the background."""
-        infos = [RankInfo(os.getpid(), rank.transport.export(Epoch(0))) for rank in self._ranks]
-        self._cache.open_epoch(infos, lambda: self._what.fields)
+        infos = [
+            RankInfo(os.getpid(), rank.half.transport.export(Epoch(0))) for rank in self._ranks
+        ]
+        self._half.open_epoch(infos, lambda: self._what.fields)
 
     def show(self) -> str | None:
         """Publish all blocks once an epoch has begun, and again in each further one.  Returns the
         engine's name when that has happened."""
-        state = self._cache.epoch_state
+        state = self._half.epoch_state
         if state is None or state is self._shown:
             return None
         try:
             for rank in self._ranks:
-                rank.cache.open_epoch(state.table.epoch)
-                rank.cache.write_checksums([BlockId(row) for row in range(len(self._what.blocks))])
+                rank.half.open_epoch(state.table.epoch)
+                rank.half.write_checksums([BlockId(row) for row in range(len(self._what.blocks))])
         except KvshmError:
-            self._cache.not_opened(state.table.epoch)
+            self._half.not_opened(state.table.epoch)
             raise
-        self._cache.publisher.publish(*_records(self._what))
+        self._half.publisher.publish(*_records(self._what))
         self._shown = state
         return engine_name(state.table.epoch, state.table.engine, state.table.pid)
 
@@ -150,10 +146,10 @@ def check_servable(what: Description, config: Config) -> None:
     """Raise ConfigError or BlockFileError if no engine could import these blocks from here."""
     if config.decide_role().no_exports:
         raise ConfigError(f"{config.decide_role().no_exports} rules out exporting; unset it")
-    if (abi := what.fields.get(KVSHM_ABI, ABI)) != ABI:
+    if (theirs := what.fields.get(KVSHM_ABI, abi())) != abi():
         raise BlockFileError(
-            f"the engine of the file had {KVSHM_ABI} {abi}, this kvshm has {ABI}: serve the file "
-            f"with kvshm {what.kvshm_version}, or dump it again"
+            f"the engine of the file had {KVSHM_ABI} {theirs}, this kvshm has {abi()}: serve "
+            f"the file with kvshm {what.kvshm_version}, or dump it again"
         )
 
 
