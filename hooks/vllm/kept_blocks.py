@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvshm._engine.epoch_state import HasEpoch
 from kvshm._ground.log import logger
-from kvshm._shm.counters import KEPT
+from kvshm.halves import KEPT, SchedulerHalf
 
 log = logger(__name__)
 
@@ -24,7 +23,7 @@ LINKS = ("prev_free_block", "next_free_block")
 class KeptBlocks:
     """The kept blocks of one engine's pool.  Scheduler's thread."""
 
-    def __init__(self, cache: HasEpoch, pool: Any) -> None:
+    def __init__(self, cache: SchedulerHalf, pool: Any) -> None:
         """If this vLLM has no such queue, nothing is kept."""
         self._cache = cache
         self._queue: Any = getattr(pool, "free_block_queue", None)

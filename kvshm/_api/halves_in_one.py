@@ -19,7 +19,7 @@ from kvshm._node.protocol import RankInfo
 from kvshm._rank.opening import open_rank
 from kvshm.config import Config
 from kvshm.errors import KvshmError
-from kvshm.interfaces import Region, load_transport
+from kvshm.interfaces import Region
 
 log = logger(__name__)
 
@@ -31,16 +31,16 @@ class HalvesInOne:
         self,
         config: Config,
         spec: EngineSpec,
-        transport: str,
+        transport: Any,
         memory: Any,
         regions: Sequence[Region],
         opened: Callable[[EpochState], None],
     ) -> None:
-        """``opened``: called on the client's thread when an epoch has begun on the rank as well.
-        Raises KvshmError or OSError; nothing is left open then."""
+        """``transport``: its class.  ``opened``: called on the client's thread when an epoch has
+        begun on the rank as well.  Raises KvshmError or OSError; nothing is left open then."""
         self._opened = opened
         run_dir = open_run_directory(config.run_dir, os.environ)
-        self.rank = open_rank(config, run_dir, 0, load_transport(transport), memory, regions)
+        self.rank = open_rank(config, run_dir, 0, transport, memory, regions)
         try:
             self.cache = SchedulerHalf(config, spec, run_dir, opened=self._open_epoch)
         except BaseException:

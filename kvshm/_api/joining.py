@@ -10,30 +10,33 @@ from typing import Any
 
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Group, Groups
+from kvshm._ground.fingerprint import TRANSPORT
 from kvshm._shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS
 from kvshm.config import Config
-from kvshm.errors import KvshmError, MisuseError
-from kvshm.interfaces import MAX_REGIONS, Region, load_transport
+from kvshm.errors import KvshmError, MisuseError, TransportError
+from kvshm.interfaces import MAX_REGIONS, Region, choose_transport
 
 from .halves_in_one import HalvesInOne
 from .identity import Identity
 from .node import Node
 from .own_blocks import OwnBlocks
 
-DEFAULT_TRANSPORT = "posix_shm"
+DEVICE = "cpu"
 
 
-def allocate(nbytes: int, transport: str = DEFAULT_TRANSPORT) -> Any:
-    """Return zeroed memory that other engines can read, for a KV cache.
+def allocate(nbytes: int, config: Config | None = None) -> Any:
+    """Return zeroed memory on the CPU that other engines can read, for a KV cache.
 
     ``buffer`` is a writable memoryview of all of it (``torch.frombuffer`` takes it), ``address``
-    and ``nbytes`` say where it lies; ``close()`` ends the sharing.  Blocks while the kernel clears
-    the pages, about a second for 4 GB.  Raises TransportError if there is no room, or the transport
-    shares memory only where it lies.
+    and ``nbytes`` say where it lies; ``close()`` ends the sharing.  ``config``: names the
+    transport; unless given, the environment does.  Blocks while the kernel clears the pages, about a second
+    for 4 GB.  Raises TransportError if there is no room, ConfigError for a bad setting, and
+    MisuseError if the transport allocates no memory.
     """
-    if (make := getattr(load_transport(transport), "allocate", None)) is None:
+    config = config or Config.from_env(os.environ)
+    if (make := getattr(choose_transport(config.transport, DEVICE), "allocate", None)) is None:
         raise MisuseError(
-            f"transport {transport!r} allocates no memory; give join() the memory of the cache"
+            f"transport {config.transport!r} allocates no memory; give join() what it takes instead"
         )
     return make(nbytes)
 
@@ -47,7 +50,7 @@ def join(
     groups: Sequence[Group] | None = None,
     config: Config | None = None,
     name: str | None = None,
-    transport: str = DEFAULT_TRANSPORT,
+    device: str = DEVICE,
     environ: Mapping[str, str] = os.environ,
 ) -> Node:
     """Make this engine's cache a part of the node's, and return its place in it.  Does not wait:
@@ -58,7 +61,7 @@ def join(
     ``block_size``: tokens for each key, at least 1.  ``groups``: KV cache groups, numbered from 0;
     unless given, one of full attention, with blocks of ``block_size`` tokens.  ``config``: the
     settings; unless given, those of ``environ`` (KVSHM_ENABLE is not asked).  ``name``: for
-    people.
+    people.  ``device``: type of the device whose memory it is, as torch names it.
 
     If this engine cannot share, a line in the log and ``Node.refusal`` say why; the Node then finds
     nothing.  Raises ConfigError for a bad setting, MisuseError for arguments that cannot be meant.
@@ -69,19 +72,33 @@ def join(
     num_blocks = _checked_blocks(regions)
     spec = EngineSpec(called, identity.model, num_blocks, block_size, asynchronous=True)
 
+    path = _chosen_transport(config, device)
+
     def fields(who: Identity) -> dict[str, str]:
-        return who.fields(block_size, regions, shape.all)
+        name = str(getattr(path, "name", ""))
+        return who.fields(block_size, regions, shape.all) | {TRANSPORT: name}
 
     def open_halves(opened: Callable[[EpochState], None]) -> HalvesInOne:
         if (refusal := config.decide_role().refusal) is not None:
             raise KvshmError(refusal)
-        return HalvesInOne(config, spec, transport, memory, regions, opened)
+        if isinstance(path, TransportError):
+            raise path
+        return HalvesInOne(config, spec, path, memory, regions, opened)
 
     fields(identity)  # may raise: nothing has been opened
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
     node = Node(called, block_size, own, shape, fields, open_halves)
     node.begin(identity)
     return node
+
+
+def _chosen_transport(config: Config, device: str) -> Any:
+    """Return the transport's class, or the TransportError that says why this engine has none.
+    Raises ConfigError if there is no such transport."""
+    try:
+        return choose_transport(config.transport, device)
+    except TransportError as exc:
+        return exc
 
 
 def _name(given: str | None) -> str:

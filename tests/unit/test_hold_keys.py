@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
-from kvshm._engine.cache import SharedCache
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.groups import Group, Groups
+from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._ground.ids import BlockId, Generation
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 from kvshm._shm.slot_table import SlotTableView
@@ -22,10 +22,10 @@ Peer = Callable[..., Exporter]
 
 
 @pytest.fixture
-def cache(served: ServedNode) -> Iterator[SharedCache]:
+def cache(served: ServedNode) -> Iterator[SchedulerHalf]:
     """A cache in its first epoch."""
     config = Config.from_env({"KVSHM_NAMESPACE": served.namespace})
-    cache = SharedCache(config, EngineSpec("me", "model", 32, 16), served.run_dir)
+    cache = SchedulerHalf(config, EngineSpec("me", "model", 32, 16), served.run_dir)
     begin_epoch(cache)
     set_life(cache.table)
     yield cache
@@ -33,7 +33,7 @@ def cache(served: ServedNode) -> Iterator[SharedCache]:
 
 
 @pytest.fixture
-def peer(cache: SharedCache, served: ServedNode) -> Peer:
+def peer(cache: SchedulerHalf, served: ServedNode) -> Peer:
     """Makes engines that have published these contents, and that the cache knows."""
     made: list[Exporter] = []
 
@@ -47,7 +47,7 @@ def peer(cache: SharedCache, served: ServedNode) -> Peer:
     return make
 
 
-def own(cache: SharedCache, *contents: int) -> None:
+def own(cache: SchedulerHalf, *contents: int) -> None:
     """The cache's engine has published these; block ``n`` has content ``n``."""
     records = [BlockRecord(HASHES[n], n, 0, n) for n in contents]
     cache.table.publish(pack_records(records), bytes(8 * len(contents)))
@@ -63,7 +63,7 @@ def held(table: SlotTableView) -> set[int]:
     return {block for block, s in enumerate(table.slots()) if table.seconds_left(s.held_until)}
 
 
-def test_blocks_are_held_by_whoever_has_them(cache: SharedCache, peer: Peer) -> None:
+def test_blocks_are_held_by_whoever_has_them(cache: SchedulerHalf, peer: Peer) -> None:
     a, b = peer(0, 1, 2, shift=10), peer(5, 6, shift=20)
     own(cache, 3)
     assert cache.planner.hold(HASHES[:8], 60) == 6
@@ -73,7 +73,7 @@ def test_blocks_are_held_by_whoever_has_them(cache: SharedCache, peer: Peer) -> 
 
 
 def test_one_block_is_held_in_one_place_and_first_in_the_own_cache(
-    cache: SharedCache, peer: Peer
+    cache: SchedulerHalf, peer: Peer
 ) -> None:
     a, b = peer(0, 1, 2), peer(0, 1, 2)
     own(cache, 0)
@@ -82,7 +82,7 @@ def test_one_block_is_held_in_one_place_and_first_in_the_own_cache(
     assert sorted(map(len, (held(a.table), held(b.table)))) == [0, 2]
 
 
-def test_what_was_reused_or_ended_is_not_found(cache: SharedCache, peer: Peer) -> None:
+def test_what_was_reused_or_ended_is_not_found(cache: SchedulerHalf, peer: Peer) -> None:
     a, b = peer(0, 1, 2), peer(4, 5)
     a.reuse(1)
     b.table.retire()
@@ -92,14 +92,14 @@ def test_what_was_reused_or_ended_is_not_found(cache: SharedCache, peer: Peer) -
     assert held(a.table) == {0, 2}
 
 
-def test_a_spoilt_table_hides_no_other(cache: SharedCache, peer: Peer) -> None:
+def test_a_spoilt_table_hides_no_other(cache: SchedulerHalf, peer: Peer) -> None:
     a, b = peer(0), peer(1)
     break_version(a)
     assert cache.planner.hold(HASHES[:2], 60) == 1
     assert held(b.table) == {1}
 
 
-def test_a_hold_is_for_one_group(cache: SharedCache, peer: Peer) -> None:
+def test_a_hold_is_for_one_group(cache: SchedulerHalf, peer: Peer) -> None:
     cache.planner.search.groups = Groups([Group(0, 16), Group(1, 32, scale=2)])
     a = peer()
     records = [
@@ -117,7 +117,7 @@ def test_a_hold_is_for_one_group(cache: SharedCache, peer: Peer) -> None:
         cache.planner.hold(HASHES[:5], 60, group=2)
 
 
-def test_without_an_epoch_nothing_is_held(cache: SharedCache, peer: Peer) -> None:
+def test_without_an_epoch_nothing_is_held(cache: SchedulerHalf, peer: Peer) -> None:
     a = peer(0)
     cache.leave()
     assert cache.planner.hold(HASHES[:1], 60) == 0
