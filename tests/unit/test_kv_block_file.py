@@ -6,6 +6,8 @@ import json
 import os
 import stat
 import struct
+import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,13 @@ def description(**changed: Any) -> Description:
     sums = [checksums(rank) for rank in arrays()]
     told |= {"blocks": blocks, "checksums": sums, **changed}
     return Description(fingerprint=fingerprint(told["fields"]), **told)
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A run directory: sockets hold 107 bytes of a path."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        yield Path(folder)
 
 
 def checksums(rank: list[Any]) -> list[int]:
@@ -223,10 +232,13 @@ def test_a_spoilt_file_is_refused_or_read_but_never_crashes(
 
 @pytest.mark.parametrize("verb", ["serve", "compare"])
 def test_a_command_names_the_file_that_it_cannot_use(
-    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    short: Path,
+    verb: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("KVSHM_RUN_DIR", str(tmp_path))
-    tmp_path.chmod(0o700)
+    monkeypatch.setenv("KVSHM_RUN_DIR", str(short))
     path = tmp_path / "f"
     path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     names = [str(path)] * (2 if verb == "compare" else 1)
@@ -250,17 +262,17 @@ def test_memory_is_not_taken_for_a_file_that_is_larger(tmp_path: Path) -> None:
         FileEngine(BlockFile(path), Config(), tmp_path)
 
 
-def test_a_damaged_block_is_not_served(tmp_path: Path) -> None:
+def test_a_damaged_block_is_not_served(tmp_path: Path, short: Path) -> None:
     """Bytes of blocks that have changed on the disk: the rest of the file is as it was."""
     path = tmp_path / "f"
     block_file.write(path, description(), arrays(), force=False)
-    with closing(FileEngine(BlockFile(path), Config(), tmp_path)):
+    with closing(FileEngine(BlockFile(path), Config(), short)):
         pass
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(BlockFileError, match="is damaged: 1 blocks of rank 1"):
-        FileEngine(BlockFile(path), Config(), tmp_path)
+        FileEngine(BlockFile(path), Config(), short)
 
 
 def test_a_file_of_another_layout_is_not_served() -> None:

@@ -120,8 +120,8 @@ def _serve(asked: argparse.Namespace) -> int:
     from . import serve
 
     config, run_dir = _read_place(asked)
-    serve.log_to_stderr(config.log_level)
-    return serve.serve(asked.file, config, run_dir)
+    with serve.logging_to_stderr(config.log_level):
+        return serve.serve(asked.file, config, run_dir)
 
 
 def _compare(asked: argparse.Namespace) -> int:

@@ -190,11 +190,18 @@ def _until_signal() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def log_to_stderr(level: str) -> None:
-    """Show the lines of this process's own engine half, as vLLM would."""
-    handler = logging.StreamHandler()
+@contextmanager
+def logging_to_stderr(level: str) -> Iterator[None]:
+    """A context in which lines of kvshm's logs are shown, as vLLM would show them."""
+    handler, logger = logging.StreamHandler(), logging.getLogger("vllm.kvshm")
     handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-    logger = logging.getLogger("vllm.kvshm")
+    before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(level)
     logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
