@@ -21,10 +21,11 @@ IN_C = ("kvshm", *sorted(COMPONENTS), "tests")
 C_FILES = sorted(p for d in IN_C for p in (ROOT / d).rglob("*.[ch]"))
 NATIVE = ROOT / "kvshm" / "native"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-VLLM, CUDA = "hooks/vllm", "transport/cuda"
+VLLM, CUDA, KV = "hooks/vllm", "transport/cuda", "tools/kv"
 FOR_TESTS = {"pytest", "hypothesis", "unittest", *FOLDERS, *(path.stem for path in OTHERS)}
 NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
 MAY_IMPORT = NOWHERE | {"vllm": {VLLM}, "torch": {VLLM, CUDA}, "triton": {CUDA}, "cuda": {CUDA}}
+MAY_IMPORT |= {"numpy": {KV}, "safetensors": {KV}}
 """Rooms: the folders of the product that may import it."""
 REQUIRED = {re.split(r"\W", requirement)[0] for requirement in PROJECT["dependencies"]}
 ALL_IMPORT = {"kvshm", *sys.stdlib_module_names, *({"pyzmq": "zmq"}.get(r, r) for r in REQUIRED)}
