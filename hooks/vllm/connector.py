@@ -40,7 +40,7 @@ from kvshm._ground.rundir import open_run_directory, require_room
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 
-from .boundary import guarded, report
+from ..boundary import guarded, report
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others

@@ -1,4 +1,4 @@
-"""The boundary to vLLM: no exception of kvshm crosses it, except MemoryInUse.
+"""The boundary to an engine: no exception of kvshm crosses it, except MemoryInUse.
 
 In the serving path any failure is a cache miss and a counter.  The traceback is logged once
 per hook; KVSHM_STRICT=1 (tests) lets the exception through instead.
