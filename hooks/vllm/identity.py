@@ -74,7 +74,7 @@ def scheduler_fields(
     model, cache = vllm_config.model_config, vllm_config.cache_config
     own = {
         names.KVSHM_ABI: f"layout {LAYOUT_VERSION}, protocol {PROTOCOL_VERSION}",
-        names.VLLM_VERSION: str(vllm.__version__),
+        names.ENGINE: f"vllm {vllm.__version__}",
         names.MODEL: str(model.architecture),
         names.MODEL_CONFIG: _short(_model_config(model)),
         names.ROPE: _rope(model.hf_text_config),

@@ -58,7 +58,10 @@ class SharedCache:
         spec: EngineSpec,
         run_dir: Path,
         clock: Callable[[], float] = time.monotonic,
+        opened: Callable[[EpochState], None] | None = None,
     ) -> None:
+        """``opened``: called on the client's thread with each epoch that has begun, if the ranks
+        live in this process and need not wait for a step to hear of it."""
         who = engine_name(name=spec.name, pid=os.getpid())
         log.info(
             "engine %s shares its prefix cache if its role and its KV cache allow it, "
@@ -82,7 +85,8 @@ class SharedCache:
         self.failed = False
         """Whether the last attempt to begin an epoch failed; there will be another."""
         start = start_command(run_dir, config.namespace)
-        handler = RosterHandler(self._open_when_ready, lambda: self.epoch_state, start)
+        self._opened = opened
+        handler = RosterHandler(self._open, lambda: self.epoch_state, start)
         self._client = CoordinatorClient(run_dir, config.namespace, handler)
         budget = config.step_budget_ms(spec.asynchronous) / 1000
         self.publisher = Publisher(self, self._client.send_events, budget, clock)
@@ -96,6 +100,12 @@ class SharedCache:
         """Own slot table of the present epoch.  Any thread."""
         state = self.epoch_state
         return state.table if state else None
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the coordinator has the present epoch in its roster, as far as known.  Any
+        thread."""
+        return self.epoch_state is not None and self._client.is_member
 
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` returns the fingerprint's fields; the client's
@@ -151,6 +161,13 @@ class SharedCache:
         """The epoch belongs to the parent; the child has none (kvshm/_ground/forks.py)."""
         self._lock = threading.Lock()
         self._requested = self.epoch_state = self._cleanup_dir = None
+
+    def _open(self) -> EpochState | None:
+        """Return the present epoch, and say so if it has just begun.  Client's thread."""
+        before, state = self.epoch_state, self._open_when_ready()
+        if state is not None and state is not before and self._opened is not None:
+            self._opened(state)
+        return state
 
     def _open_when_ready(self) -> EpochState | None:
         """Return the present epoch; try to begin it if it is due.  Client's thread."""

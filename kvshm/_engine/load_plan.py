@@ -110,6 +110,8 @@ class LoadFailure(StrEnum):
     """The copy had not ended when the step could not wait any longer."""
     MISMATCH = "mismatch"
     """KVSHM_VERIFY: the copied bytes are not those that were published."""
+    CANCELLED = "cancelled"
+    """The engine wants the blocks no more."""
     OWN_RESET = "own-reset"
     """The importer's own epoch ended meanwhile."""
 

@@ -80,6 +80,7 @@ class RankCache:
         # may wait for ever (CPython 3.11), and a load under way then never ends.
         self._loads: queue.Queue[RankLoad | None] = queue.Queue()
         self._reports: deque[LoadReport] = deque()
+        self._begun: dict[str, RankLoad] = {}
         self._unreported = 0
         """Loads whose report ``poll`` has not returned yet."""
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
@@ -138,7 +139,14 @@ class RankCache:
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
         new = RankLoad(load, self._attachments, table, verify=self._verify, clock=self._clock)
+        self._begun[load.load_id] = new
         self._loads.put(new)
+
+    def cancel(self, load_id: str) -> None:
+        """Have a load begun by ``begin_load`` end early; ``poll`` reports all its blocks as bad.
+        Does not block.  Nothing happens if it has been reported."""
+        if (load := self._begun.get(load_id)) is not None:
+            load.cancel()
 
     def load_at_once(self, loads: Sequence[Load], patience: float) -> list[LoadReport]:
         """Carry out loads on the calling thread, which runs the model on their blocks next.
@@ -198,6 +206,8 @@ class RankCache:
             time.sleep(STEP_POLL_SECONDS)
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
         self._unreported -= len(reports)
+        for report in reports:
+            self._begun.pop(report.load_id, None)
         return reports
 
     def write_checksums(self, blocks: list[BlockId]) -> None:
