@@ -58,6 +58,11 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
     return decorate
 
 
+def decline(reason: str) -> None:
+    """Say why an engine shares nothing; it serves on."""
+    log.warning("not sharing the prefix cache: %s", reason)
+
+
 def report(owner: Bounded, hook: str, exc: Exception) -> None:
     """Log the first failure of a hook with its traceback and make ``owner`` safe."""
     if hook not in _logged:

@@ -21,13 +21,14 @@ IN_C = ("kvshm", *sorted(COMPONENTS), "tests")
 C_FILES = sorted(p for d in IN_C for p in (ROOT / d).rglob("*.[ch]"))
 NATIVE = ROOT / "kvshm" / "native"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-HOOKS, VLLM = "hooks", "hooks/vllm"
+HOOKS, VLLM, TRANSFORMERS = "hooks", "hooks/vllm", "hooks/transformers"
 CUDA = "transport/cuda"
 FOR_TESTS = {"pytest", "hypothesis", "unittest", *FOLDERS, *(path.stem for path in OTHERS)}
 NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
 MAY_IMPORT = NOWHERE | {
     "vllm": {VLLM},
-    "torch": {HOOKS, VLLM, CUDA},
+    "transformers": {TRANSFORMERS},
+    "torch": {HOOKS, VLLM, TRANSFORMERS, CUDA},
     "triton": {CUDA},
     "cuda": {CUDA},
 }
