@@ -161,7 +161,7 @@ class Engine:
         sums = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
         for name, value in self.metrics().items():
             for source in sums:
-                if name.startswith("vllm:prompt_tokens_by_source_total") and f'"{source}"' in name:
+                if ":prompt_tokens_by_source_total{" in name and f'"{source}"' in name:
                     sums[source] += int(value)
         return PromptTokens(*sums.values())
 
