@@ -1,6 +1,6 @@
 """One pair of engines of each kind, in every `make test`: imports are right to the bit, a wrong
-copy would be noticed, a client's refusal is obeyed, and a death costs misses.  `make test-all` shows
-the rest.
+copy would be noticed, a client's refusal is obeyed, and a death costs misses.  `make test-all`
+shows the rest.
 
 One of the two copies wrongly, without verification, so that its imports show that the oracle can
 go red.  What it computes is right: what the other imports from it is what the oracle has to pass.
