@@ -50,6 +50,12 @@ class EngineSpec:
         cache = ["--max-model-len", "8192", "--num-gpu-blocks-override", str(self.num_blocks)]
         return [*server, *where, *cache, "--enforce-eager", "--dtype", "bfloat16", *self.arguments]
 
+    @staticmethod
+    def longest_prompt(tokens: int) -> tuple[str, ...]:
+        """Return arguments that limit a prompt with its answer: vLLM does not start if the longest
+        does not fit into the cache."""
+        return ("--max-model-len", str(tokens))
+
 
 def free_port() -> int:
     """Return a TCP port of the loopback interface that nobody uses right now."""

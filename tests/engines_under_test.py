@@ -27,5 +27,10 @@ class TransformersSpec(EngineSpec):
         cache = ["--page-size", str(BLOCK_SIZE), "--num-blocks", str(self.num_blocks)]
         return [sys.executable, str(SERVER), *where, *cache, *self.arguments]
 
+    @staticmethod
+    def longest_prompt(tokens: int) -> tuple[str, ...]:
+        """A cache of any size will do."""
+        return ()
+
 
 ENGINES: dict[str, type[EngineSpec]] = {"vllm": EngineSpec, "transformers": TransformersSpec}
