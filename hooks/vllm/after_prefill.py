@@ -22,10 +22,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from kvshm._engine.cache import SharedCache
-from kvshm._engine.groups import Group, Groups
-from kvshm._engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
 from kvshm._ground.ids import BlockId
+from kvshm.halves import (
+    Group,
+    Groups,
+    Marks,
+    Run,
+    SchedulerHalf,
+    blocks_of,
+    end_of,
+    make_run,
+    owner_of,
+    touching,
+)
 
 from .imports import Import, LoadedBlocks
 from .pool_watch import block_tables, cached_counts
@@ -57,7 +66,7 @@ class BlockTracker:
 
     def __init__(
         self,
-        cache: SharedCache,
+        cache: SchedulerHalf,
         manager: Any,
         groups: Groups,
         may_share: Callable[[Any], bool],

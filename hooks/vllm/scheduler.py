@@ -9,16 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvshm._engine.cache import SharedCache
-from kvshm._engine.epoch_state import EngineSpec
-from kvshm._engine.groups import Groups
-from kvshm._engine.marks import blocks_of
 from kvshm._ground.ids import BlockId
 from kvshm._ground.log import logger
 from kvshm._ground.roles import Decision, Limit
-from kvshm._shm.counters import HOOK_ERRORS, LOADS_AT_ONCE
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
+from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
 from .after_prefill import BlockTracker, CompletedRuns
 from .before_prefill import RequestImporter
@@ -56,7 +52,7 @@ class SchedulerSide:
             block_size=self._block_size,
             asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         )
-        self.cache = SharedCache(config, spec, run_dir)
+        self.cache = SchedulerHalf(config, spec, run_dir)
         on_shutdown_signal(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self.importer = RequestImporter(self.cache, config, self._block_size, self._num_ranks)

@@ -159,7 +159,7 @@ class Node:
                 self._loads.collect(halves)
                 planner = halves.cache.planner
                 if planner.has_peers() and start < len(keys):
-                    plan = planner.probe(keys, start, len(keys))
+                    plan = planner.lookup(keys, start, len(keys))
             return Found(self, keys, start, plan)
 
     def lengths_of(self, found: Found) -> tuple[int, ...]:
