@@ -28,18 +28,23 @@ from .shared_prefixes import SharedPrefixes
 
 
 def share(
-    manager: ContinuousBatchingManager, *, salt: bytes = b"", config: Config | None = None
+    manager: ContinuousBatchingManager,
+    *,
+    salt: bytes = b"",
+    name: str | None = None,
+    config: Config | None = None,
 ) -> ContinuousBatchingManager:
     """Have a manager share its prefix cache, if KVSHM_ENABLE=1; return the manager.
 
     Call it before the manager starts or warms up.  ``salt``: only managers with the same one share.
-    ``config``: the settings; unless given, those of the environment.  What keeps a manager from
-    sharing is logged, and it serves on unshared.  Raises ConfigError for a bad setting.
+    ``name``: by which other engines' logs know it.  ``config``: the settings; unless given, those
+    of the environment.  What keeps a manager from sharing is logged, and it serves on unshared.
+    Raises ConfigError for a bad setting.
     """
     config = config or Config.from_env(os.environ)
     if not config.enable:
         return manager
-    sharing = _Sharing(manager, salt, config)
+    sharing = _Sharing(manager, salt, name, config)
     if reason := manager_refusal(manager) or interface_refusal():
         decline(reason)
         return manager
@@ -74,13 +79,13 @@ def node_of(manager: ContinuousBatchingManager) -> Node | None:
 
 
 def stats_of(manager: ContinuousBatchingManager) -> dict[str, int]:
-    """Return where the tokens of prompts came from and what became of imports, as ImportCounts
-    (hooks/transformers/imports.py) names it, and its node's ``stats``; nothing if it shares
-    nothing."""
+    """Return the ``stats`` of the manager's node, and what ImportCounts names
+    (hooks/transformers/imports.py): where the tokens of prompts came from, what became of imports.
+    Nothing if the manager shares nothing."""
     processor = manager.batch_processor
     if (prefixes := _prefixes_of(processor)) is None:
         return {}
-    return {**asdict(processor.cache.importer.counts), **prefixes.node.stats()}
+    return {**prefixes.node.stats(), **asdict(processor.cache.importer.counts)}
 
 
 def _prefixes_of(processor: Any) -> SharedPrefixes | None:
@@ -94,10 +99,13 @@ def _prefixes_of(processor: Any) -> SharedPrefixes | None:
 class _Sharing:
     """What one manager shares, in one cache after the other."""
 
-    def __init__(self, manager: ContinuousBatchingManager, salt: bytes, config: Config) -> None:
+    def __init__(
+        self, manager: ContinuousBatchingManager, salt: bytes, name: str | None, config: Config
+    ) -> None:
         self.strict = config.strict
         self._manager = manager
         self._salt = salt
+        self._name = name
         self._config = config
 
     def hook_failed(self, hook: str, exc: Exception) -> None:
@@ -181,6 +189,7 @@ class _Sharing:
             regions=regions_of(cache),
             block_size=allocator_of(cache).tokens_per_page,
             config=self._config,
+            name=self._name,
         )
         prefixes = SharedPrefixes(node, identity, memory, salt=self._salt, strict=self.strict)
         SharedPagedAttentionCache.take_over(cache, prefixes)

@@ -106,8 +106,7 @@ class SharedPagedAttentionCache(PagedAttentionCache):
         keys = self.prefixes.begin(request_id, prompt_ids)
         counts = self.importer.counts
         imported_before = counts.imported_tokens
-        if keys:
-            self.importer.import_prefix(prompt_ids, keys)
+        self.importer.import_prefix(prompt_ids, keys)
         found = int(super().search_prefix_match(request_id, prompt_ids))
         counts.local_hit_tokens += found - (counts.imported_tokens - imported_before)
         return found
