@@ -184,14 +184,14 @@ def test_engines_of_the_same_fingerprint_import_from_a_file(node: Node, tmp_path
 
 def test_a_joined_node_imports_what_another_one_had(node: Node, tmp_path: Path) -> None:
     """The same over the public surface, which has keys and a fingerprint of its own."""
-    environ = {"KVSHM_RUN_DIR": str(node.run_dir), "KVSHM_NAMESPACE": node.namespace}
+    config = kvshm.Config(run_dir=str(node.run_dir), namespace=node.namespace)
     count, size, tokens = 4, 64, list(range(4 * 16))
 
     def joined(name: str) -> tuple[kvshm.Node, memoryview]:
         memory = kvshm.allocate(count * size)
         who = kvshm.Identity(engine="test 1", model="m", weights="w")
         place = {"memory": memory, "regions": [kvshm.Region(0, size, size, count)]}
-        made = kvshm.join(who, **place, block_size=16, name=name, environ=environ)
+        made = kvshm.join(who, **place, block_size=16, name=name, config=config)
         assert made.wait_joined(PATIENCE_SECONDS)
         return made, memory.buffer
 
