@@ -105,7 +105,7 @@ class Service:
 
     def forget_in_child(self) -> None:
         """In a forked child: close the inherited descriptors, so that lock, sockets and tables end
-        with the parent.  What libzmq has open is left alone: pyzmq does not touch it in a child."""
+        with the parent."""
         self._lock.close()
         self._server.forget_in_child()
 

@@ -47,6 +47,7 @@ are taken away."""
 _OWN_DESCRIPTORS = 16
 """Descriptors of the sockets without any connection."""
 _LOG_AGAIN_SECONDS = 60.0
+_UNIX_SOCKETS = Path("/proc/net/unix")
 
 
 def raise_descriptor_limit() -> int:
@@ -119,7 +120,6 @@ class _SocketName:
         self._aside = closed_socket(self._path)
         self._own: FileId | None = None
         self._hidden = False
-        self._fd = -1
 
     def open(self) -> int:
         """Listen under the name; return the descriptor.  Raises RunDirectoryError."""
@@ -137,13 +137,7 @@ class _SocketName:
                 "lies there, make room in that directory, or set KVSHM_RUN_DIR to another one"
             ) from exc
         self._hidden = False
-        self._fd = listener.detach()
-        return self._fd
-
-    def forget_in_child(self) -> None:
-        """In a forked child: close the descriptor, which is libzmq's in the parent."""
-        if self._fd >= 0:
-            os.close(self._fd)
+        return listener.detach()
 
     def set_hidden(self, hidden: bool) -> None:
         """Take the name away, or give it back.  Raises OSError, or KvshmError like ``check``."""
@@ -168,8 +162,7 @@ class _SocketName:
             )
 
     def remove(self) -> None:
-        """Remove the name unless another coordinator has taken it.  libzmq closes the socket."""
-        self._fd = -1
+        """Remove the name unless another coordinator has taken it."""
         for path in (self._path, self._aside):
             with suppress(OSError):
                 remove_own(path, self._own)
@@ -244,10 +237,17 @@ class Sockets:
         self._context.term()
 
     def forget_in_child(self) -> None:
-        """In a forked child: stop listening, or the names would seem to be served after the
-        parent's death."""
-        for name in self._names:
-            name.forget_in_child()
+        """In a forked child: close the sockets that libzmq has made in the parent.  Else the names
+        would seem to be served after the parent's end, and engines would not notice that end."""
+        names = {name.endpoint.removeprefix("ipc://") for name in self._names}
+        with suppress(OSError):
+            rows = [row.split(maxsplit=7) for row in _UNIX_SOCKETS.read_text().splitlines()]
+            # Connections have their listener's name, also when the file has gone.
+            ours = {f"socket:[{row[6]}]" for row in rows if len(row) == 8 and row[7] in names}
+            for fd in os.listdir("/proc/self/fd"):
+                with suppress(OSError):  # the descriptor of that folder
+                    if os.readlink(f"/proc/self/fd/{fd}") in ours:
+                        os.close(int(fd))
 
     def _empty_monitors(self) -> None:
         for monitor in self._monitors:
