@@ -1,5 +1,48 @@
-"""kvshm: one prefix cache per node, shared in place by the vLLM engines on it."""
+"""kvshm: one prefix cache per node, shared in place by the engines on it.
+
+The names of kvshm/api.py are names of this package, too.  They are imported when the first of them
+is used, so that a process which only passes by (a tool, vLLM without kvshm) pays nothing.
+"""
+
+# ruff: noqa: F405  # api.py defines the names of __all__
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from .version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from .api import *  # noqa: F403  # all its names, which are those below
+
+__all__ = [
+    "API_VERSION",
+    "Config",
+    "ConfigError",
+    "EngineView",
+    "Found",
+    "Group",
+    "Identity",
+    "KvshmError",
+    "Load",
+    "LoadState",
+    "MisuseError",
+    "Node",
+    "Owner",
+    "PublishedBlock",
+    "Reader",
+    "Region",
+    "TransportError",
+    "__version__",
+    "allocate",
+    "join",
+    "prefix_keys",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from . import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

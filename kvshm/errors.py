@@ -78,3 +78,8 @@ class MemoryInUse(TransportError):
 class StillAttaching(TransportError):
     """A peer's memory is not open yet: the attach is still under way, or the peer's rank serves no
     memory."""
+
+
+class MisuseError(KvshmError):
+    """A call that cannot be meant: nothing has been done, and the message says what to do instead.
+    The only error that the calls of a joined node raise."""

@@ -196,6 +196,16 @@ def test_no_thread_waits_for_a_simple_queue_for_a_time(path: Path) -> None:
         assert not (timed and ast.unparse(call.func).endswith(".get")), f"line {call.lineno}"
 
 
+def test_hooks_meet_the_node_through_the_public_surface_only() -> None:
+    """There is no second way in: what an engine needs of kvshm is offered to every engine.  Names,
+    log lines and the like (the ground) are the house's own."""
+    inside = {f"kvshm.{folder.name}" for folder in (ROOT / "kvshm").glob("_*/")} - {"kvshm._ground"}
+    assert "kvshm._engine" in inside
+    for path in (ROOT / "hooks").rglob("*.py"):
+        for full in full_imports(path, ast.parse(path.read_text())):
+            assert not inside & {full, *parents(full)}, f"{name_of(path)} imports {full}"
+
+
 def test_no_import_leads_back_to_where_it_came_from() -> None:
     """Not even one within a function; only what type checkers alone read may.  Packages count:
     an import runs the ``__init__`` of each that it enters.  None is imported itself, since its
@@ -224,15 +234,20 @@ def test_no_import_leads_back_to_where_it_came_from() -> None:
 
 def test_a_folder_of_the_core_imports_only_those_drawn_below_it() -> None:
     """The floors are the folders of kvshm/, in the order in which docs/architecture.md draws
-    them; modules that lie in no folder stand on the ground and the C core only."""
+    them; modules that lie in no folder stand on the ground and the C core only, but for those
+    drawn above all folders and the package itself, which only pass names on."""
     inner = [path for path in PRODUCT if path.is_relative_to(ROOT / "kvshm")]
     depth = len((ROOT / "kvshm").parts)
     folder_of = {path: path.parent.parts[depth] for path in inner if len(path.parent.parts) > depth}
     drawing = (ROOT / "docs/architecture.md").read_text().partition("\n kvshm/\n")[2]
     floors = re.findall(r"^   (\w+)/ ", drawing.partition("```")[0], re.MULTILINE)
     assert floors[-1] == "native"
+    roof = re.findall(r"\w+", drawing.split("  the public surface")[0])
+    assert "api" in roof
     assert sorted(floors[:-1]) == sorted({*folder_of.values()})
     for path in inner:
+        if path.parent == ROOT / "kvshm" and path.stem in {*roof, "__init__"}:
+            continue
         above = floors[: floors.index(folder_of.get(path, "_ground"))]
         for full in full_imports(path, ast.parse(path.read_text())):
             assert not {f"kvshm.{folder}" for folder in above} & {full, *parents(full)}, (

@@ -254,6 +254,12 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler = None
 
     @guarded(_nothing)
+    def blocks_wanted(self, count: int) -> None:
+        """vLLM takes so many blocks, and some free ones may be kept (pool_watch.PoolListener)."""
+        if self._scheduler and self._scheduler.tracker:
+            self._scheduler.tracker.kept.put_last(count)
+
+    @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """These blocks are about to get new contents (pool_watch.PoolListener)."""
         if self._scheduler and self._scheduler.tracker:

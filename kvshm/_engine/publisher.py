@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvshm._ground.ids import BlockId
-from kvshm._shm.counters import DRAIN_WAIT_US, DRAINED, FORCED, RETRACTED
+from kvshm._shm.counters import DRAIN_WAIT_US, DRAINED, FORCED, PUBLISHED, RETRACTED
 from kvshm._shm.layout import NUM_LEASE_BITS, RECORD_BYTES
 from kvshm._shm.slot_table import PeerSlotTable
 
@@ -87,6 +87,20 @@ class Publisher:
             self.flush()  # earlier retracts are sent first
             self._send(published)
         return left
+
+    def publish(self, records: bytes, parents: bytes) -> int:
+        """Publish blocks (``OwnSlotTable.publish``) and send their events.  The caller guarantees
+        that every byte of the blocks is written on every rank.  Returns how many are readable now:
+        none if this engine does not export."""
+        epoch = self._cache.epoch_state
+        if epoch is None or self._cache.role.no_exports:
+            return 0
+        published = epoch.table.publish(records, parents)
+        if published:
+            epoch.table.counters.add(PUBLISHED, len(published) // RECORD_BYTES)
+            self.flush()  # earlier retracts are sent first
+            self._send(published)
+        return len(published) // RECORD_BYTES
 
     def retract(self, blocks: Sequence[BlockId]) -> None:
         """Retract published blocks at once: from now on no new lease on them succeeds.

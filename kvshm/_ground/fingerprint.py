@@ -26,7 +26,9 @@ KVSHM_ABI = _field(
     "kvshm_abi",
     "Layout of shared memory and version of the protocol: others cannot be read at all.",
 )
-VLLM_VERSION = _field("vllm_version", "Another version may compute, lay out or hash differently.")
+ENGINE = _field(
+    "engine", "Another program, or version of it, may compute, lay out or hash differently."
+)
 HARDWARE = _field(
     "hardware", "Kernels are chosen, and round, by the GPU or the CPU's instruction set."
 )

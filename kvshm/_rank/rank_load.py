@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvshm._engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
+from kvshm._engine.load_plan import (
+    NO_TICKET,
+    LoadFailure,
+    LoadOrder,
+    LoadReport,
+    Piece,
+    PieceFailure,
+)
 from kvshm._ground.ids import BlockId
 from kvshm._ground.log import logger
 from kvshm._ground.syncpoints import SyncPoint, sync_point
@@ -49,7 +56,7 @@ class RankLoad:
 
     def __init__(
         self,
-        load: Load,
+        load: LoadOrder,
         attachments: AttachmentCache,
         table: RankSlotTable | None,
         *,
@@ -77,6 +84,7 @@ class RankLoad:
         self._bad: list[BlockId] = list(load.lost)
         self._discarded = False
         self._released = False
+        self._cancelled = False
         self.peers = frozenset(piece.peer_epoch for piece in load.pieces)
         """Epochs whose attachments this load needs until it has ended."""
         self.report = LoadReport(load.load_id, ())
@@ -107,6 +115,11 @@ class RankLoad:
     def _elapsed(self) -> float:
         """Seconds since the first of its copies began; 0 before, and if they were queued."""
         return self._clock() - self._begun_at if self._begun_at and not self._queued else 0.0
+
+    def cancel(self) -> None:
+        """Have the load end early and deliver nothing.  Any thread; its end is reported as that of
+        every load."""
+        self._cancelled = True
 
     def abandon(self) -> bool:
         """Deliver nothing, because the step can wait no longer.  Returns whether no copy of this
@@ -141,9 +154,17 @@ class RankLoad:
 
     def _pending(self) -> bool:
         """Whether a peer is being attached or a copy may still write."""
+        if self._cancelled:
+            self._cancel_copies()
         begun = [self._begin(part) for part in self._parts] if not self._discarded else []
         states = [part.copy.poll() for part in self._parts if part.copy is not None]
         return not all(begun) or CopyState.PENDING in states
+
+    def _cancel_copies(self) -> None:
+        for part in self._parts:
+            part.failure = part.failure or LoadFailure.CANCELLED
+            if part.copy is not None and part.copy.poll() is CopyState.PENDING:
+                part.copy.cancel()
 
     def _begin(self, part: _Part) -> bool:
         """Begin a piece's copy once its peer is attached.  Returns whether it has begun or never
@@ -198,9 +219,9 @@ class RankLoad:
         if part.copy is None or part.peer is None:
             self._reject(piece, places, part.failure or LoadFailure.UNREACHABLE)
             return
-        if self.abandoned or part.copy.poll() is not CopyState.DONE:
+        if self._cancelled or self.abandoned or part.copy.poll() is not CopyState.DONE:
             reason = LoadFailure.COPY_FAILED if self._in_time() else LoadFailure.TOO_LATE
-            self._reject(piece, places, reason)
+            self._reject(piece, places, LoadFailure.CANCELLED if self._cancelled else reason)
             return
         sync_point(SyncPoint.COPIED)
         wanted = []

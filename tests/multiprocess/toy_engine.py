@@ -22,16 +22,16 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm._engine.cache import SharedCache
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.load_plan import LoadReport
 from kvshm._engine.marks import Marks
+from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._ground.fingerprint import TRANSPORT
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Rank, block_hash
 from kvshm._ground.rundir import rank_socket
 from kvshm._node.handout import Handouts
 from kvshm._node.protocol import RankInfo
-from kvshm._rank.rank_cache import RankCache
+from kvshm._rank.rank_half import RankHalf
 from kvshm.config import Config
 from kvshm.interfaces import Region, choose_transport
 
@@ -77,7 +77,7 @@ class ToyRank:
             fault=config.fault,
         )
         handouts = Handouts(run_dir, config.namespace)
-        self.cache = RankCache(self.transport, self.rank, handouts, verify=config.verify)
+        self.cache = RankHalf(self.transport, self.rank, handouts, verify=config.verify)
 
     def contents(self, chain_hash: BlockHash, region: int) -> bytes:
         """What the block must hold."""
@@ -117,7 +117,7 @@ class ToyEngine:
     def __init__(self, num_blocks: int, ranks: int, region_bytes: int, model: str = "toy") -> None:
         self.config, self.model = Config.from_env(os.environ), model
         spec = EngineSpec(f"toy-{os.getpid()}", model, num_blocks, BLOCK_SIZE, asynchronous=True)
-        self.cache = SharedCache(self.config, spec, Path(self.config.run_dir))
+        self.cache = SchedulerHalf(self.config, spec, Path(self.config.run_dir))
         self.ranks = [self.make_rank(r, num_blocks, region_bytes) for r in range(ranks)]
         self.lru: OrderedDict[BlockId, BlockHash | None] = OrderedDict.fromkeys(
             BlockId(b) for b in range(num_blocks)
@@ -154,7 +154,7 @@ class ToyEngine:
         while local < len(chain) and chain[local] in self.by_hash:
             self.lru.move_to_end(self.by_hash[chain[local]])
             local += 1
-        plan = self.cache.planner.probe(chain, local, len(chain))
+        plan = self.cache.planner.lookup(chain, local, len(chain))
         blocks = self._allocate(len(chain) - local)
         good = 0
         if plan is not None:
@@ -176,7 +176,7 @@ class ToyEngine:
 
     def _import(self, plan: object, targets: list[BlockId], chain: list[BlockHash]) -> int:
         self.loads += 1
-        load = self.cache.planner.begin(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
+        load = self.cache.planner.load(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
         self.cache.publisher.drain_before_dispatch()
         for rank in self.ranks:
             rank.cache.begin_load(load)
@@ -185,7 +185,7 @@ class ToyEngine:
             time.sleep(POLL_SECONDS)
             for rank in self.ranks:
                 reports += rank.cache.poll()
-        bad = self.cache.planner.end(load, reports)
+        bad = self.cache.planner.end_load(load, reports)
         good = next((i for i, t in enumerate(targets) if t in bad), len(targets))
         for target, chain_hash in zip(targets[:good], chain, strict=False):
             self.wrong += sum(rank.wrong_bytes(target, chain_hash) for rank in self.ranks)

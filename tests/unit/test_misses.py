@@ -169,7 +169,7 @@ def test_a_note_fits_the_error_log_and_shows_where_values_differ(
     [
         ("model model_config weights dtype", True),
         ("weights", True),
-        ("vllm_version weights", True),
+        ("engine weights", True),
         ("model_config weights parallel", True),
         ("dtype weights", False),
         ("parallel weights", False),
@@ -178,7 +178,7 @@ def test_a_note_fits_the_error_log_and_shows_where_values_differ(
         ("dtype parallel", False),
         ("model_config", False),
         ("none_hash block_size", False),
-        ("vllm_version", False),
+        ("engine", False),
     ],
 )
 def test_another_model_is_told_from_one_that_is_set_up_otherwise(

@@ -28,7 +28,7 @@ from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED  # noqa: E402 - l
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 
 USUAL = {
-    "vllm_version": vllm.__version__,
+    "engine": f"vllm {vllm.__version__}",
     "dtype": "torch.bfloat16",
     "parallel": "tp 1, pp 1, dcp 1, pcp 1, interleave 1",
     "kv_dtype": "auto",
@@ -95,7 +95,7 @@ def test_another_vllm_dtype_seed_and_tensor_parallel_size(pair: Pair, tmp_path: 
     )
     (other,) = pair.node.start_engines(spec)
     differing = {
-        "vllm_version": "0.99.1",
+        "engine": "vllm 0.99.1",
         "dtype": "torch.float32",
         "parallel": USUAL["parallel"].replace("tp 1", "tp 2"),
         "none_hash": sha256("7").hex(),

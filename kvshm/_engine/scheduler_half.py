@@ -1,9 +1,9 @@
 """The scheduler's half of a shared cache: the interface between an engine and kvshm.
 
-After ``open_epoch`` a SharedCache joins the node in the background, as soon as a coordinator
+After ``open_epoch`` a SchedulerHalf joins the node in the background, as soon as a coordinator
 runs.  With ``publisher`` the scheduler publishes the blocks it has computed and retracts those it
 is about to overwrite.  With ``planner`` the scheduler looks for prefixes in other engines and
-begins loads, which the ranks carry out (kvshm/_rank/rank_cache.py).  Nothing here knows vLLM.
+begins loads, which the ranks carry out (kvshm/_rank/rank_half.py).  Nothing here knows vLLM.
 
 Methods run on the scheduler's thread unless their docstring says otherwise; none blocks
 except ``close``, and the publisher's ``drain_before_dispatch``, bounded by the drain budget.
@@ -49,7 +49,7 @@ class _EpochRequest:
     pause: RetryPause
 
 
-class SharedCache:
+class SchedulerHalf:
     """One engine's place in the node's prefix cache."""
 
     def __init__(
@@ -58,7 +58,10 @@ class SharedCache:
         spec: EngineSpec,
         run_dir: Path,
         clock: Callable[[], float] = time.monotonic,
+        opened: Callable[[EpochState], None] | None = None,
     ) -> None:
+        """``opened``: called on the client's thread with each epoch that has begun, if the ranks
+        live in this process and need not wait for a step to hear of it."""
         who = engine_name(name=spec.name, pid=os.getpid())
         log.info(
             "engine %s shares its prefix cache if its role and its KV cache allow it, "
@@ -77,12 +80,13 @@ class SharedCache:
         self._lock = threading.Lock()  # guards _requested and epoch_state across the two threads
         self._requested: _EpochRequest | None = None
         self.epoch_state: EpochState | None = None
-        """The present epoch, None without one.  Any thread may read it; only SharedCache sets
+        """The present epoch, None without one.  Any thread may read it; only SchedulerHalf sets
         it."""
         self.failed = False
         """Whether the last attempt to begin an epoch failed; there will be another."""
         start = start_command(run_dir, config.namespace)
-        handler = RosterHandler(self._open_when_ready, lambda: self.epoch_state, start)
+        self._opened = opened
+        handler = RosterHandler(self._open, lambda: self.epoch_state, start)
         self._client = CoordinatorClient(run_dir, config.namespace, handler)
         budget = config.step_budget_ms(spec.asynchronous) / 1000
         self.publisher = Publisher(self, self._client.send_events, budget, clock)
@@ -97,10 +101,16 @@ class SharedCache:
         state = self.epoch_state
         return state.table if state else None
 
+    @property
+    def is_member(self) -> bool:
+        """Whether the coordinator has the present epoch in its roster, as far as known.  Any
+        thread."""
+        return self.epoch_state is not None and self._client.is_member
+
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` returns the fingerprint's fields; the client's
         thread calls ``fields`` until then.  ``epoch_state`` is then set, and every rank has to open
-        the epoch (``RankCache.open_epoch``) before other engines can read its blocks.  An epoch
+        the epoch (``RankHalf.open_epoch``) before other engines can read its blocks.  An epoch
         that cannot begin for lack of memory, descriptors or threads is tried again after a pause.
         """
         self.end_epoch()
@@ -151,6 +161,13 @@ class SharedCache:
         """The epoch belongs to the parent; the child has none (kvshm/_ground/forks.py)."""
         self._lock = threading.Lock()
         self._requested = self.epoch_state = self._cleanup_dir = None
+
+    def _open(self) -> EpochState | None:
+        """Return the present epoch, and say so if it has just begun.  Client's thread."""
+        before, state = self.epoch_state, self._open_when_ready()
+        if state is not None and state is not before and self._opened is not None:
+            self._opened(state)
+        return state
 
     def _open_when_ready(self) -> EpochState | None:
         """Return the present epoch; try to begin it if it is due.  Client's thread."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvshm._engine.load_plan import Load, LoadFailure, LoadReport
+from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport
 from kvshm._ground.forks import guard_forks
 from kvshm._ground.ids import BlockId, Epoch, Rank
 from kvshm._ground.log import logger
@@ -50,7 +50,7 @@ MAX_COUNTED_SECONDS = 0.1
 """Of a longer pause between two polls of such a copy only so much counts."""
 
 
-class RankCache:
+class RankHalf:
     """One rank's memory, exported and filled.  Used by the rank's serving thread."""
 
     def __init__(
@@ -65,7 +65,8 @@ class RankCache:
         """``handouts``: where the own table and those of peers are fetched.  Raises
         TransportError if no thread can be started."""
         self._handouts = handouts
-        self._transport = transport
+        self.transport = transport
+        """The memory behind it."""
         self._rank = rank
         self._verify = verify
         self._clock = clock
@@ -80,6 +81,7 @@ class RankCache:
         # may wait for ever (CPython 3.11), and a load under way then never ends.
         self._loads: queue.Queue[RankLoad | None] = queue.Queue()
         self._reports: deque[LoadReport] = deque()
+        self._begun: dict[str, RankLoad] = {}
         self._unreported = 0
         """Loads whose report ``poll`` has not returned yet."""
         self._thread = threading.Thread(target=self._run, name="kvshm-loads", daemon=True)
@@ -113,7 +115,7 @@ class RankCache:
         table = self._handouts.rank_table(epoch)
         try:
             table.begin_pulse(self._rank)
-            self._transport.export(epoch)
+            self.transport.export(epoch)
             table.set_life(self._rank)
         except BaseException:
             table.close()
@@ -131,16 +133,23 @@ class RankCache:
         if table is not None:
             table.end_life(self._rank)
 
-    def begin_load(self, load: Load) -> None:
+    def begin_load(self, load: LoadOrder) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self.table
         self._unreported += 1
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
         new = RankLoad(load, self._attachments, table, verify=self._verify, clock=self._clock)
+        self._begun[load.load_id] = new
         self._loads.put(new)
 
-    def load_at_once(self, loads: Sequence[Load], patience: float) -> list[LoadReport]:
+    def cancel(self, load_id: str) -> None:
+        """Have a load begun by ``begin_load`` end early; ``poll`` reports all its blocks as bad.
+        Does not block.  Nothing happens if it has been reported."""
+        if (load := self._begun.get(load_id)) is not None:
+            load.cancel()
+
+    def load_at_once(self, loads: Sequence[LoadOrder], patience: float) -> list[LoadReport]:
         """Carry out loads on the calling thread, which runs the model on their blocks next.
 
         Blocks for ``patience`` seconds at most, for all loads together, and then until none of
@@ -198,6 +207,8 @@ class RankCache:
             time.sleep(STEP_POLL_SECONDS)
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
         self._unreported -= len(reports)
+        for report in reports:
+            self._begun.pop(report.load_id, None)
         return reports
 
     def write_checksums(self, blocks: list[BlockId]) -> None:
@@ -206,7 +217,7 @@ class RankCache:
         table = self.table
         if table is None or not self._verify or not blocks:
             return
-        for block, checksum in zip(blocks, self._transport.checksum(blocks), strict=True):
+        for block, checksum in zip(blocks, self.transport.checksum(blocks), strict=True):
             table.set_checksum(self._rank, block, checksum)
 
     def close(self) -> None:
@@ -217,7 +228,7 @@ class RankCache:
         self.end_epoch()
         self._loads.put(None)
         self._thread.join(timeout=CLOSE_SECONDS)
-        self._transport.close()
+        self.transport.close()
 
     def forget_in_child(self) -> None:
         """Memory and epoch belong to the parent (kvshm/_ground/forks.py)."""

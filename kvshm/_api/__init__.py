@@ -1,0 +1,1 @@
+"""What an engine sees of kvshm: one object for a node that is joined, and what it returns."""

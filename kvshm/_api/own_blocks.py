@@ -1,0 +1,184 @@
+"""What a caller has said about its own blocks: published, being loaded, or neither.
+
+A block is never two of these at once; a call that would make it so is refused before anything is
+done.  What is published is remembered here as well as in the slot table, so that it can be
+published again in another epoch.  Pure, not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvshm._ground.ids import HASH_BYTES, BlockId
+from kvshm._shm.layout import RecordKind, pack_records
+from kvshm.errors import MisuseError
+
+_PUBLISH = int(RecordKind.PUBLISH)
+_TAG_BYTES = 8
+
+
+class Content(NamedTuple):
+    """What a published block holds."""
+
+    key: bytes
+    parent: bytes
+    """The first 8 bytes of the key before it in its chain; zeros for a chain's first block."""
+    depth: int
+    """Index in its chain, in blocks."""
+    group: int
+
+
+def check_keys(keys: Sequence[bytes]) -> None:
+    """Raise MisuseError unless all keys have the bytes of a key."""
+    for key in keys:
+        if not isinstance(key, bytes) or len(key) != HASH_BYTES:
+            raise MisuseError(f"{key!r} is not a key; keys() and prefix_keys() make them")
+
+
+def check_prefix(keys: Sequence[bytes], start: int) -> None:
+    """Raise MisuseError unless ``keys`` are keys, and ``start`` counts the first of them."""
+    check_keys(keys)
+    if not isinstance(start, int) or not 0 <= start <= len(keys):
+        raise MisuseError(f"start is {start!r}, there are {len(keys)} keys; give 0 to that")
+
+
+class OwnBlocks:
+    """All blocks of one engine."""
+
+    def __init__(self, num_blocks: int, scales: Sequence[int]) -> None:
+        """``scales``: of each group, how many keys a block covers."""
+        self.num_blocks = num_blocks
+        self._scales = scales
+        self.contents: dict[BlockId, Content] = {}
+        """Of the published blocks."""
+        self._places: dict[tuple[bytes, int], dict[BlockId, None]] = {}
+        self._loading: set[BlockId] = set()
+        self.undrained: set[BlockId] = set()
+        """Retracted, and perhaps still being read."""
+
+    def find(self, key: bytes, group: int) -> BlockId | None:
+        """Return a published block with this key, or None."""
+        return next(iter(self._places.get((key, group), ())), None)
+
+    def check_group(self, group: int) -> None:
+        """Raise MisuseError unless there is such a group."""
+        if not 0 <= group < len(self._scales):
+            raise MisuseError(f"there is no group {group}; join() was told of {len(self._scales)}")
+
+    def check_exist(self, blocks: Iterable[int]) -> list[BlockId]:
+        """Return the blocks as a list.  Raises MisuseError for one that does not exist."""
+        found = list(blocks)
+        for block in found:
+            if not isinstance(block, int) or not 0 <= block < self.num_blocks:
+                raise MisuseError(
+                    f"block {block!r} does not exist: the regions have blocks 0 to "
+                    f"{self.num_blocks - 1}"
+                )
+        return [BlockId(block) for block in found]
+
+    def check_targets(self, blocks: Iterable[int], wanted: int) -> list[BlockId]:
+        """Return the blocks that a load may fill, ``wanted`` in number.  Raises MisuseError."""
+        targets = self.check_exist(blocks)
+        if len(targets) != wanted:
+            raise MisuseError(
+                f"{len(targets)} blocks are given to load {wanted} into; give one for each, or "
+                "look fewer keys up"
+            )
+        if len(set(targets)) != len(targets):
+            raise MisuseError("a block is given twice to load into; give each once")
+        for block in targets:
+            self._check_free(block, "loaded into")
+        return targets
+
+    def check_contents(
+        self, keys: Sequence[bytes], blocks: Iterable[int], start: int, group: int
+    ) -> dict[BlockId, Content]:
+        """Return what those blocks hold that are not published yet.  ``start``: index of the first
+        block in its prefix.  Raises MisuseError."""
+        check_keys(keys)
+        given = self.check_exist(blocks)
+        self.check_group(group)
+        scale = self._scales[group]
+        if start < 0 or (start + len(given)) * scale > len(keys):
+            raise MisuseError(
+                f"{len(given)} blocks from block {start} on need more than the {len(keys)} keys; "
+                "give the keys of the whole prefix, and in `start` the first block's index"
+            )
+        new: dict[BlockId, Content] = {}
+        for index, block in enumerate(given, start):
+            parent = keys[index * scale - 1][:_TAG_BYTES] if index else bytes(_TAG_BYTES)
+            content = Content(keys[(index + 1) * scale - 1], parent, index, group)
+            known = self.contents.get(block) or new.get(block)
+            if known is None:
+                self._check_free(block, "published")
+                new[block] = content
+            elif (known.key, known.group) != (content.key, group):
+                raise MisuseError(
+                    f"block {block} is published with another key; retract it before it gets new "
+                    "contents"
+                )
+        return new
+
+    def _check_free(self, block: BlockId, what: str) -> None:
+        if block in self._loading:
+            raise MisuseError(f"block {block} is being loaded and cannot be {what}; wait for that")
+        if block in self.contents:
+            raise MisuseError(f"block {block} is published and cannot be {what}; retract it first")
+        if block in self.undrained and what == "published":
+            raise MisuseError(
+                f"block {block} was retracted without waiting and may have been written while it "
+                "was read; call drain() before you write it"
+            )
+
+    def add(self, contents: dict[BlockId, Content]) -> None:
+        """These blocks are published."""
+        self.contents |= contents
+        for block, content in contents.items():
+            self._places.setdefault((content.key, content.group), {})[block] = None
+
+    def remove(self, blocks: Iterable[BlockId]) -> list[BlockId]:
+        """Return which of these blocks were published; they no longer are."""
+        gone = []
+        for block in blocks:
+            if (content := self.contents.pop(block, None)) is not None:
+                place = content.key, content.group
+                del self._places[place][block]
+                if not self._places[place]:
+                    del self._places[place]
+                gone.append(block)
+        return gone
+
+    def begin_load(self, blocks: Iterable[BlockId]) -> None:
+        """These blocks are being filled."""
+        self._loading.update(blocks)
+
+    def end_load(self, blocks: Iterable[BlockId]) -> None:
+        """Nothing fills these blocks any more: they are the caller's."""
+        self._loading.difference_update(blocks)
+
+    def check_retractable(self, blocks: Iterable[int]) -> list[BlockId]:
+        """Return the blocks.  Raises MisuseError for one that is being loaded."""
+        given = self.check_exist(blocks)
+        for block in given:
+            if block in self._loading:
+                raise MisuseError(
+                    f"block {block} is being loaded; cancel the load and wait for its end"
+                )
+        return given
+
+    def clear(self) -> None:
+        """Nothing is published any more."""
+        self.contents.clear()
+        self._places.clear()
+        self.undrained.clear()
+
+
+def pack_contents(contents: Mapping[BlockId, Content]) -> tuple[bytes, bytes]:
+    """Return the blocks' records, without generations, and their parents, as the slot table takes
+    them."""
+    records = pack_records(
+        (content.key, block, 0, content.depth, _PUBLISH, content.group)
+        for block, content in contents.items()
+    )
+    return records, b"".join(content.parent for content in contents.values())

@@ -1,0 +1,92 @@
+"""Keys of blocks: a 256-bit chain over the tokens, so that equal keys mean equal prefixes.
+
+::
+
+    seed   = sha256("kvshm keys 1", block size, salt, extra of the whole prompt)
+    key 0  = sha256(seed,  tokens of block 0, extras that begin in block 0)
+    key i  = sha256(key i-1, tokens of block i, extras that begin in block i)
+
+Every variable part stands behind its length, so that no two inputs give the same bytes.  Pure.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+
+from kvshm._ground.ids import BlockHash
+from kvshm.errors import MisuseError
+
+KEYS_VERSION = "kvshm keys 1"
+"""Names this way of making keys; a part of the fingerprint."""
+_TOKEN_BYTES = 4
+
+Extra = bytes | Mapping[int, bytes]
+"""What decides a prefix besides its tokens: one value for the whole prompt (an adapter), or values
+by the index of the token from whose block on they count (an image)."""
+
+
+def prefix_keys(
+    tokens: Sequence[int], block_size: int, *, salt: bytes = b"", extra: Extra = b""
+) -> list[BlockHash]:
+    """Return the keys of a prompt's full blocks: 32 bytes for each, one for every ``block_size``
+    tokens; a last block that is not full has none.
+
+    ``tokens``: token ids, 0 to 2**32 - 1.  ``salt``: prompts with different salts share nothing.
+    Any thread; nothing blocks.  Raises MisuseError for a block size below 1, for other tokens, and
+    for an extra outside of the prompt.
+    """
+    if not isinstance(block_size, int) or not 0 < block_size < 1 << 32:
+        raise MisuseError(f"a block has {block_size!r} tokens; give at least 1")
+    packed = _pack(tokens)
+    num_tokens = len(packed) // _TOKEN_BYTES
+    inside = _by_block(extra, num_tokens, block_size)
+    whole = b"" if isinstance(extra, Mapping) else _bytes("extra", extra)
+    key = _digest(KEYS_VERSION.encode(), struct.pack("<Q", block_size), _bytes("salt", salt), whole)
+    keys, step = [], _TOKEN_BYTES * block_size
+    for index in range(num_tokens // block_size):
+        part = packed[index * step : (index + 1) * step]
+        key = _digest(key, part, *inside.get(index, ()))
+        keys.append(BlockHash(key))
+    return keys
+
+
+def _digest(*parts: bytes) -> bytes:
+    digest = sha256()
+    for part in parts:
+        digest.update(struct.pack("<Q", len(part)))
+        digest.update(part)
+    return digest.digest()
+
+
+def _pack(tokens: Sequence[int]) -> bytes:
+    """The tokens, 4 bytes each, little endian."""
+    try:
+        words = array("I", list(tokens))  # a list: of bytes, array would take the numbers apart
+    except (OverflowError, TypeError) as exc:
+        raise MisuseError(f"tokens are whole numbers from 0 to {2**32 - 1}: {exc}") from exc
+    if words.itemsize != _TOKEN_BYTES:  # on no platform with Linux
+        return struct.pack(f"<{len(words)}I", *words)
+    return words.tobytes()
+
+
+def _by_block(extra: Extra, num_tokens: int, block_size: int) -> dict[int, tuple[bytes, ...]]:
+    """The extras that begin in each block, each behind its place in the block."""
+    found: dict[int, tuple[bytes, ...]] = {}
+    if isinstance(extra, Mapping):
+        for token in extra:
+            if not isinstance(token, int) or not 0 <= token < num_tokens:
+                raise MisuseError(f"extra at token {token!r}, the prompt has {num_tokens} tokens")
+        for token in sorted(extra):
+            block, place = divmod(token, block_size)
+            value = struct.pack("<Q", place), _bytes("extra", extra[token])
+            found[block] = found.get(block, ()) + value
+    return found
+
+
+def _bytes(what: str, value: object) -> bytes:
+    if not isinstance(value, bytes):
+        raise MisuseError(f"{what} is bytes, not {type(value).__name__}; encode it")
+    return value

@@ -1,0 +1,132 @@
+"""What is published on this machine, for whoever wants to know: routers, tools, tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Self
+
+from kvshm._ground.ids import BlockHash, BlockId, Epoch
+from kvshm._ground.rundir import choose_run_directory, list_sockets
+from kvshm._node.handout import Handouts
+from kvshm._shm.layout import unpack_records
+from kvshm._shm.slot_table import SlotTableView
+from kvshm.config import Config
+from kvshm.errors import KvshmError
+
+from .own_blocks import check_keys
+
+READ_SECONDS = 1.0
+"""How long an engine that does not answer is waited for."""
+
+
+class EngineView(NamedTuple):
+    """An engine, in its present epoch."""
+
+    name: str
+    epoch: int
+    pid: int
+    """As the engine sees it; 0 is possible in containers."""
+    model: str
+    fingerprint: str
+    """Engines with the same one share; hexadecimal."""
+    num_blocks: int
+    block_size: int
+    """Tokens for each key."""
+    num_ranks: int
+    alive: bool
+    """Whether its blocks can be read."""
+
+
+class PublishedBlock(NamedTuple):
+    """A block that other engines may read."""
+
+    key: BlockHash
+    group: int
+    depth: int
+    """Index in its prefix, in blocks."""
+    block_id: BlockId
+    engine: str
+    epoch: int
+
+
+class Reader:
+    """Reads what the engines of one namespace publish; changes nothing, needs no coordinator.
+
+    One thread.  Methods block for a second for each engine that does not answer, and leave it out.
+    Each call reads the engines' own memory: what it returns was true a moment ago.
+    """
+
+    def __init__(self, config: Config | None = None) -> None:
+        """``config``: its directory and namespace; unless given, those of the environment.  Raises
+        ConfigError."""
+        config = config or Config.from_env(os.environ)
+        self._namespace = config.namespace
+        self._run_dir = choose_run_directory(config.run_dir, os.environ)
+        self._handouts = Handouts(self._run_dir, config.namespace, READ_SECONDS)
+        self._tables: dict[Epoch, SlotTableView] = {}
+
+    def engines(self) -> tuple[EngineView, ...]:
+        """Return the engines, in the order of their names."""
+        return tuple(sorted(_view(table) for table in self._refresh()))
+
+    def holders(
+        self, keys: Sequence[bytes], group: int = 0
+    ) -> tuple[tuple[PublishedBlock, ...], ...]:
+        """Return for each key the blocks that have it, of engines of any fingerprint.  Reads all
+        published blocks: some milliseconds for 100,000."""
+        check_keys(keys)
+        found: dict[bytes, tuple[PublishedBlock, ...]] = dict.fromkeys(keys, ())
+        for block in self.list():
+            if block.group == group and block.key in found:
+                found[block.key] += (block,)
+        return tuple(found[key] for key in keys)
+
+    def list(self, epoch: int | None = None) -> Iterator[PublishedBlock]:
+        """Yield the published blocks of all living engines, or of the one in ``epoch``."""
+        for table in self._refresh():
+            if table.alive and epoch in (None, table.epoch):
+                with suppress(KvshmError):  # what contradicts itself is left out
+                    for key, block, _, depth, _, group in unpack_records(table.scan()):
+                        yield PublishedBlock(key, group, depth, block, table.engine, table.epoch)
+
+    def _refresh(self) -> tuple[SlotTableView, ...]:
+        """The tables of the present engines."""
+        try:
+            served = list_sockets(self._run_dir, self._namespace)
+        except OSError:  # no engine has ever run here
+            served = []
+        present = {found.epoch for found in served if found.epoch is not None}
+        for epoch in [epoch for epoch in self._tables if epoch not in present]:
+            self._tables.pop(epoch).close()
+        for epoch in present - self._tables.keys():
+            with suppress(KvshmError, OSError):  # it has ended, or hangs
+                self._tables[epoch] = self._handouts.view(epoch)
+        return tuple(self._tables.values())
+
+    def close(self) -> None:
+        """Let go of the engines' memory.  Idempotent."""
+        for table in self._tables.values():
+            table.close()
+        self._tables.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _view(table: SlotTableView) -> EngineView:
+    return EngineView(
+        table.engine,
+        table.epoch,
+        table.pid,
+        table.model,
+        table.fingerprint.hex(),
+        table.num_blocks,
+        table.block_size,
+        table.num_ranks,
+        table.alive and not table.died,
+    )
