@@ -3,6 +3,7 @@ and the program keeps everything else as it was."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -12,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -28,7 +30,8 @@ from kvshm.errors import AlreadyRunning, KvshmError, RunDirectoryError, Transpor
 from ..unit.few_threads import no_threads
 from . import toys
 from .engines import FakeEngine
-from .processes import Node, wait_until
+from .joined import TOKENS, Toys, ended
+from .processes import PATIENCE_SECONDS, Node, wait_until
 from .toy_engine import ToyEngine, chain_of
 
 pytestmark = pytest.mark.multiprocess
@@ -107,6 +110,17 @@ def test_engines_of_one_process_and_of_another_share_every_byte(
     assert list(node.run_dir.iterdir()) == []
 
 
+def test_joined_nodes_of_one_process_share(node: Node) -> None:
+    with serve(config_of(node)), closing(Toys(node, "kind")) as joined:
+        a, b = joined.pair()
+        keys = a.node.keys(range(6 * TOKENS))
+        a.compute(keys, range(6))
+        found = b.node.wait_for(keys, PATIENCE_SECONDS)
+        load = ended(b.node.load(found, range(20, 26)))
+        assert (load.good, load.failed) == (6, ())
+        assert b.holds(range(20, 26), keys) == [True] * 6
+
+
 def state_of_process() -> list[object]:
     """What belongs to the program in which a coordinator's thread runs."""
     os.umask(umask := os.umask(0))
@@ -120,13 +134,18 @@ def state_of_process() -> list[object]:
     ]
 
 
+def threads_and_descriptors() -> tuple[set[threading.Thread], int | None]:
+    gc.collect()  # what earlier tests have dropped
+    return set(threading.enumerate()), num_open_descriptors()
+
+
 def test_the_process_is_left_as_it_was(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     with serve(config_of(node)):
         pass  # whatever libzmq and Python open for good
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 900), hard))
     try:
-        before = state_of_process(), set(threading.enumerate()), num_open_descriptors()
+        before = state_of_process(), *threads_and_descriptors()
         with caplog.at_level(logging.INFO, "kvshm.coordinator"), serve(config_of(node)):
             (one,) = set(threading.enumerate()) - before[1] - {served_tables()}
             assert one.name == "kvshm-coordinator"
@@ -134,7 +153,7 @@ def test_the_process_is_left_as_it_was(node: Node, caplog: pytest.LogCaptureFixt
             engine.joined()
             engine.end()
             assert state_of_process()[:3] == before[0][:3]
-        assert (state_of_process(), set(threading.enumerate()), num_open_descriptors()) == before
+        assert (state_of_process(), *threads_and_descriptors()) == before
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     said = [record.getMessage().split()[0] for record in caplog.records]
@@ -181,7 +200,7 @@ def test_a_start_that_fails_leaves_nothing_open(
 ) -> None:
     with serve(config_of(node)):
         pass
-    before = set(threading.enumerate()), num_open_descriptors()
+    before = threads_and_descriptors()
     taken = Path(command_endpoint(node.run_dir, node.namespace).removeprefix("ipc://"))
     taken.mkdir()
     with pytest.raises(RunDirectoryError, match="cannot be made"), serve(config_of(node)):
@@ -195,7 +214,7 @@ def test_a_start_that_fails_leaves_nothing_open(
         patch.setattr(in_process, "start_thread", no_thread)
         with pytest.raises(TransportError, match="none left"), serve(config_of(node)):
             pass
-    assert (set(threading.enumerate()), num_open_descriptors()) == before
+    assert threads_and_descriptors() == before
     with serve(config_of(node)) as thread:
         assert thread.running
 
