@@ -41,10 +41,15 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     """
 
     offset: int
+    """Byte at which block 0 begins."""
     stride: int
+    """Bytes from the begin of a block to that of the next one, at least ``block_bytes``."""
     block_bytes: int
+    """Bytes of one block in this run."""
     num_blocks: int
+    """How many blocks the run has."""
     handle: int = 0
+    """Which memory, if there are several."""
 
 
 class MemoryDescriptor(msgspec.Struct, frozen=True, array_like=True):
@@ -224,11 +229,11 @@ def choose_transport(wanted: str, device: str) -> Any:
 
 def _entry(name: str) -> Any:
     """Return the entry point, or None.  Raises TransportError without descriptors to find out."""
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return entry
     try:
+        for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+            return entry
         require_descriptors(8)  # without descriptors, packages cannot be found
-    except KvshmError as exc:
+    except (KvshmError, OSError) as exc:
         raise TransportError(f"transport {name!r} cannot be loaded: {exc}") from exc
     return None
 
