@@ -55,15 +55,15 @@ class Engine:
 
     def publish(self, prompt: int, start: int, number: int) -> dict[str, Any]:
         """Compute blocks of a prompt, as far as there is room."""
-        keys, free = keys_of(prompt), self._free()
-        wanted = list(enumerate(keys))[start : start + number]
-        placed = [(i, key, block) for (i, key), block in zip(wanted, free, strict=False)]
-        for _, key, block in placed:
-            self._write(block, content(key))
-            self.published[block] = key
-        if placed:
-            self.node.publish(keys, [block for _, _, block in placed], start)
-        return {"length": start + len(placed)}
+        keys, there = keys_of(prompt), set(self.published.values())
+        for index in range(start, min(start + number, len(keys))):
+            if keys[index] not in there:
+                if not (free := self._free()):
+                    return {"length": index}
+                self._write(free[0], content(keys[index]))
+                self.node.publish(keys, free[:1], index)
+                self.published[free[0]] = keys[index]
+        return {"length": min(start + number, len(keys))}
 
     def reuse(self, first: int, number: int) -> dict[str, Any]:
         """Retract blocks, and write what nobody asked for."""

@@ -55,6 +55,12 @@ class Modelled:
     def write(self, block: int, what: bytes) -> None:
         self.memory.buffer[block * BLOCK : (block + 1) * BLOCK] = what
 
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        """They are not published any more, and get other contents at once."""
+        for block in blocks:
+            del self.published[block]
+            self.write(block, garbage(block))
+
     def read(self, block: int) -> bytes:
         return bytes(self.memory.buffer[block * BLOCK : (block + 1) * BLOCK])
 

@@ -19,8 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvshm import Found, LoadState, MisuseError, Node
 
-from .processes import PATIENCE_SECONDS
-from .surface_contents import BLOCKS, content, garbage, keys_of
+from .processes import PATIENCE_SECONDS, wait_until
+from .surface_contents import BLOCKS, content, keys_of
 from .surface_model import Modelled, identity, pick
 from .surface_world import Peer, World
 
@@ -51,7 +51,9 @@ class SurfaceMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         kind = f"kind {next(_kinds)}"
         self.world.begin(kind)
-        self.own = Modelled(self.world.place, kind)
+        self.own, self._turn = Modelled(self.world.place, kind), 0
+        self.peer_publishes(0, 0, 0, 6, True)
+        self.peer_publishes(1, 1, 0, 6, True)
 
     @property
     def node(self) -> Node:
@@ -77,27 +79,28 @@ class SurfaceMachine(RuleBasedStateMachine):
         self.node.retract([*blocks, *self.own.free[:1]], wait)
         if not wait:
             self.node.drain()
-        for block in blocks:
-            del self.own.published[block]
-            self.own.write(block, garbage(block))
+        self.own.free_blocks(blocks)
 
-    @rule(prompt=prompts, start=places, number=numbers)
-    def look_up(self, prompt: int, start: int, number: int) -> None:
-        keys = keys_of(prompt)[: start + number]
-        found = self.node.lookup(keys, start)
-        assert start <= found.length <= len(keys)
-        assert bool(found) == (found.length > start)
-        assert not (self.own.is_paused and found)
-        assert found.num_blocks == found.length - start == len(found.lengths)
-        assert [sum(o.num_blocks for o in found.owners)] == [found.num_blocks]
-        assert {o.name for o in found.owners} <= {"left", "right"}
-        self.own.found = [*self.own.found[-4:], found]
+    @rule(prompt=prompts, start=places, at=first)
+    def load(self, prompt: int, start: int, at: int) -> None:
+        self.begin_load(self.look_up(keys_of(prompt), start % 3), at)
+
+    @rule(prompt=prompts, number=numbers, at=first)
+    def load_slowly(self, prompt: int, number: int, at: int) -> None:
+        """The copy waits for ``let_go``, or for the end, while others act."""
+        self.own.hold_copies()
+        self.begin_load(self.look_up(keys_of(prompt)[:number], 0), at)
+
+    @rule(prompt=prompts)
+    def find(self, prompt: int) -> None:
+        self.own.found = [*self.own.found[-4:], self.look_up(keys_of(prompt), 0)]
 
     @rule(which=first, at=first)
-    def load(self, which: int, at: int) -> None:
-        if not self.own.found:
-            return
-        found = self.own.found[which % len(self.own.found)]
+    def load_what_was_found(self, which: int, at: int) -> None:
+        if self.own.found:
+            self.begin_load(self.own.found[which % len(self.own.found)], at)
+
+    def begin_load(self, found: Found, at: int) -> None:
         targets = pick(self.own.free, at, found.num_blocks)
         if not found or found.loaded or len(targets) < found.num_blocks:
             self.refused(lambda: self.node.load(found, targets))
@@ -106,9 +109,15 @@ class SurfaceMachine(RuleBasedStateMachine):
         self.own.loads.append((load, found.keys[found.start : found.length]))
         self.refused(lambda: self.node.load(found, targets))
 
-    @rule()
-    def hold_copies(self) -> None:
-        self.own.hold_copies()
+    def look_up(self, keys: list[bytes], start: int) -> Found:
+        found = self.node.lookup(keys, start)
+        assert start <= found.length <= len(keys)
+        assert bool(found) == (found.length > start)
+        assert not (self.own.is_paused and found)
+        assert found.num_blocks == found.length - start == len(found.lengths)
+        assert sum(owner.num_blocks for owner in found.owners) == found.num_blocks
+        assert {owner.name for owner in found.owners} <= {"left", "right"}
+        return found
 
     @rule()
     def let_go(self) -> None:
@@ -128,14 +137,28 @@ class SurfaceMachine(RuleBasedStateMachine):
 
     @rule()
     def pause_or_resume(self) -> None:
-        (self.node.resume if self.own.is_paused else self.node.pause)()
+        if self.own.is_paused:
+            self.node.resume()
+        elif self.seldom():
+            self.node.pause()
+        else:
+            return
         self.own.is_paused = not self.own.is_paused
 
-    @rule(at=first)
-    def reset(self, at: int) -> None:
-        if at < 4:  # not often: everything is gone then
+    @rule()
+    def reset(self) -> None:
+        if self.seldom():
             self.node.reset(identity(self.own.kind))
-            self.own.published.clear()
+            self.own.free_blocks(list(self.own.published))
+            if self.world.coordinator is not None and not self.seldom():
+                assert self.node.wait_joined(PATIENCE_SECONDS)
+                there = sum(p.is_there and not p.was_hindered for p in self.world.peers)
+                wait_until(lambda: self.node.stats()["peers"] >= there, "it knows the others")
+
+    def seldom(self) -> bool:
+        """For what leaves little to do afterwards."""
+        self._turn += 1
+        return self._turn % 4 == 0
 
     @rule(prompt=prompts)
     def contains(self, prompt: int) -> None:
@@ -202,21 +225,24 @@ class SurfaceMachine(RuleBasedStateMachine):
     @rule(side=sides, how=st.sampled_from(["stop", "go_on", "go_on", "kill", "reset", "leave"]))
     def peer_is_disturbed(self, side: int, how: str) -> None:
         peer = self.peer(side)
-        if how != "reset":
+        if how == "go_on":
+            peer.go_on()
+        elif self.seldom() and how != "reset":
             getattr(peer, how)()
-        elif peer.is_there:
+        elif self.seldom() and peer.is_there:
             peer.do("reset")
 
     @rule(side=sides)
     def peer_comes_back(self, side: int) -> None:
         if not (peer := self.peer(side)).kind:
             peer.join(self.own.kind)
+            self.peer_publishes(side, side, 0, 6, True)
 
     @rule(dies=st.booleans())
     def coordinator_is_disturbed(self, dies: bool) -> None:
-        if dies:
+        if dies and self.seldom():
             self.world.kill_coordinator()
-        else:
+        elif not dies:
             self.world.start_coordinator()
 
     # -- what holds
@@ -240,7 +266,7 @@ class SurfaceMachine(RuleBasedStateMachine):
             self.own.close()
             for peer in self.world.peers:
                 peer.leave()
-        self.world.check_nothing_left()
+        self.world.check_nothing_served()
 
 
 def no() -> None:
@@ -248,8 +274,8 @@ def no() -> None:
 
 
 QUICK = settings(
-    max_examples=20,
-    stateful_step_count=30,
+    max_examples=10,
+    stateful_step_count=100,
     deadline=None,
     derandomize=True,
     phases=[Phase.generate],
