@@ -42,8 +42,8 @@ from typing import Any, NamedTuple
 import zmq
 from measurement import percentiles, report
 
-from kvshm._engine.cache import SharedCache
 from kvshm._engine.epoch_state import EngineSpec
+from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 from kvshm._ground.rundir import command_endpoint, engine_socket
 from kvshm._ground.timing import TIMING
@@ -76,18 +76,18 @@ CHUNK = 200
 """Loop turns between two looks at the clock, about 10 us."""
 
 
-def num_peers(cache: SharedCache) -> int:
+def num_peers(cache: SchedulerHalf) -> int:
     """Engines whose blocks may be used at present."""
     state = cache.epoch_state
     return state.peers.stats().usable if state else 0
 
 
-def engine(name: str, core: int, peers: int = ENGINES) -> SharedCache:
+def engine(name: str, core: int, peers: int = ENGINES) -> SchedulerHalf:
     """An engine in the roster, in this process."""
     os.sched_setaffinity(0, {core})
     config = Config.from_env(os.environ)
     spec = EngineSpec(name, "none", BLOCKS, 16, asynchronous=True)
-    cache = SharedCache(config, spec, Path(config.run_dir))
+    cache = SchedulerHalf(config, spec, Path(config.run_dir))
 
     rank = RankInfo(os.getpid(), MemoryDescriptor("none", 0, 0, []))
     cache.open_epoch([rank], lambda: {"weights": "none"})
@@ -238,7 +238,7 @@ def send_for_all(fingerprint: bytes, hz: float, records: int) -> None:
 class Busy:
     """The engine whose scheduler never rests."""
 
-    def __init__(self, cache: SharedCache, hz: float, records: int) -> None:
+    def __init__(self, cache: SchedulerHalf, hz: float, records: int) -> None:
         self._cache, self._hz = cache, hz
         self._own = batches("busy", records)
         self._next_mark = self._heard = self._looks = 0
@@ -275,7 +275,7 @@ class Busy:
             self._next_mark = number + 1
 
 
-def start_senders(cache: SharedCache, options: argparse.Namespace) -> list[subprocess.Popen[str]]:
+def start_senders(cache: SchedulerHalf, options: argparse.Namespace) -> list[subprocess.Popen[str]]:
     load = ["--hz", str(options.hz), "--records", str(options.records)]
     parts = [["--sender", f"e{number}"] for number in range(ENGINES)]
     if options.crowd:

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_groups.py
 
-As bench_lookup.py: no vLLM, no coordinator, one other engine, which holds everything.  A probe of
-all groups finds what each needs of a prompt.  ``each alone``: for every group a probe of as many
+As bench_lookup.py: no vLLM, no coordinator, one other engine, which holds everything.  A lookup of
+all groups finds what each needs of a prompt.  ``each alone``: for every group a lookup of as many
 blocks as it needs, as an engine with one group makes it; the sum of them, in turns with the other.
 """
 
@@ -19,10 +19,10 @@ from pathlib import Path
 from bench_lookup import CALLS, PROMPT, digest, opened
 from measurement import percentiles, report
 
-from kvshm._engine.cache import SharedCache
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.prefix_search import ONE_FULL_GROUP
+from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 from kvshm._ground.rundir import tables_socket
 from kvshm._node.handout import HandoutServer
@@ -73,16 +73,16 @@ def seconds(call: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - begin) / 1000
 
 
-def measure(cache: SharedCache, groups: Groups) -> dict[str, object]:
+def measure(cache: SchedulerHalf, groups: Groups) -> dict[str, object]:
     planner, search = cache.planner, cache.planner.search
     needed = [part.num_blocks for part in groups.parts(0, PROMPT)]
     together, alone = [], []
     for _ in range(CALLS):
         search.groups = groups
-        together.append(seconds(partial(planner.probe, CHAIN, 0, PROMPT)))
+        together.append(seconds(partial(planner.lookup, CHAIN, 0, PROMPT)))
         search.groups = ONE_FULL_GROUP
-        probes = [partial(planner.probe, CHAIN, 0, count) for count in needed]
-        alone.append(sum(map(seconds, probes)))
+        lookups = [partial(planner.lookup, CHAIN, 0, count) for count in needed]
+        alone.append(sum(map(seconds, lookups)))
     ratios = percentiles([one / other for one, other in zip(together, alone, strict=True)])
     return {
         "blocks": sum(needed),
@@ -106,7 +106,7 @@ def run(name: str, groups: Groups) -> None:
             lambda asked: table.descriptor(asked.writable),
         )
         config = Config.from_env({"KVSHM_NAMESPACE": namespace})
-        cache = SharedCache(config, EngineSpec("me", "model", 64, SIZE), Path(directory))
+        cache = SchedulerHalf(config, EngineSpec("me", "model", 64, SIZE), Path(directory))
         try:
             opened(cache).joined(info)
             report("groups", unit="us", model=name, **measure(cache, groups))

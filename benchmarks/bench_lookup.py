@@ -2,8 +2,8 @@
 
     python benchmarks/bench_lookup.py
 
-No vLLM, no coordinator: one SharedCache and a few engines whose slot tables this process fills.
-``probe`` is the whole of ``LoadPlanner.probe``, with its counters and the reason of a miss.  Cold
+No vLLM, no coordinator: one SchedulerHalf and a few engines whose slot tables this process fills.
+``planner`` is the whole of ``LoadPlanner.lookup``, with counters and the reason of a miss.  Cold
 means that the caches of the core have been filled with other data before each call.
 """
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 from measurement import percentiles, report
 
-from kvshm._engine.cache import SharedCache
 from kvshm._engine.epoch_state import EngineSpec
+from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation, Rank
 from kvshm._ground.rundir import tables_socket
 from kvshm._node.handout import HandoutServer
@@ -80,7 +80,7 @@ def cool() -> None:
     OTHER_DATA[::64] = OTHER_DATA[1::64]
 
 
-def opened(cache: SharedCache) -> Peers:
+def opened(cache: SchedulerHalf) -> Peers:
     """The cache's peers, once its epoch has begun."""
     memory = MemoryDescriptor("none", Epoch(0), 0, [])
     cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: {"weights": "w"})
@@ -89,7 +89,7 @@ def opened(cache: SharedCache) -> Peers:
     return state.peers
 
 
-def measure(cache: SharedCache, peers: Peers, engines: int) -> dict[str, dict[str, float]]:
+def measure(cache: SchedulerHalf, peers: Peers, engines: int) -> dict[str, dict[str, float]]:
     strange = [digest(f"nobody's {n}") for n in range(PROMPT)]
     prompts = [[digest(f"{e} {n}") for n in range(PROMPT)] for e in range(engines)]
     turn = iter(range(1 << 62))
@@ -98,12 +98,14 @@ def measure(cache: SharedCache, peers: Peers, engines: int) -> dict[str, dict[st
         return peers.lookup(prompts[next(turn) % engines], 0, PROMPT)
 
     return {
-        "probe, nobody has it": timed(lambda: cache.planner.probe(strange, 0, PROMPT), CALLS, warm),
+        "planner, nobody has it": timed(
+            lambda: cache.planner.lookup(strange, 0, PROMPT), CALLS, warm
+        ),
         "lookup, nobody has it": timed(lambda: peers.lookup(strange, 0, PROMPT), CALLS, warm),
         f"lookup of {PROMPT}, warm": timed(find, CALLS, warm),
         f"lookup of {PROMPT}, cold": timed(find, COLD_CALLS, cool),
-        f"probe of {PROMPT}, cold": timed(
-            lambda: cache.planner.probe(prompts[next(turn) % engines], 0, PROMPT), COLD_CALLS, cool
+        f"planner of {PROMPT}, cold": timed(
+            lambda: cache.planner.lookup(prompts[next(turn) % engines], 0, PROMPT), COLD_CALLS, cool
         ),
     }
 
@@ -124,7 +126,7 @@ def run(engines: int, blocks: int) -> None:
             tables_socket(Path(directory), namespace),
             lambda asked: tables[asked.epoch].descriptor(asked.writable),
         )
-        cache = SharedCache(config, EngineSpec("me", "model", 64, 16), Path(directory))
+        cache = SchedulerHalf(config, EngineSpec("me", "model", 64, 16), Path(directory))
         try:
             peers = opened(cache)
             for number in range(engines):
@@ -135,9 +137,9 @@ def run(engines: int, blocks: int) -> None:
             assert peers.stats().usable == engines
             for table in tables.values():
                 peers.gone(table.epoch)
-            nobody = timed(lambda: cache.planner.probe([digest("x")], 0, 1), CALLS, warm)
+            nobody = timed(lambda: cache.planner.lookup([digest("x")], 0, 1), CALLS, warm)
             report("lookup", unit="us", engines=engines, blocks=blocks,
-                   **measured, **{"probe, no peer": nobody})  # fmt: skip
+                   **measured, **{"planner, no peer": nobody})  # fmt: skip
         finally:
             cache.close()
             server.close()

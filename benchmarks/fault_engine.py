@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvshm._engine.cache import SharedCache
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.marks import Marks
+from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, LeaseBit, Rank, block_hash
 from kvshm._node.protocol import RankInfo
 from kvshm._shm.layout import RECORD_BYTES
@@ -54,7 +54,7 @@ class Engine:
     def __init__(self, run_dir: str, namespace: str, blocks: int) -> None:
         config = Config.from_env({"KVSHM_RUN_DIR": run_dir, "KVSHM_NAMESPACE": namespace})
         spec = EngineSpec(f"bench-{os.getpid()}", "bench", blocks, 16, asynchronous=True)
-        self.cache = SharedCache(config, spec, Path(run_dir))
+        self.cache = SchedulerHalf(config, spec, Path(run_dir))
         memory = MemoryDescriptor("none", Epoch(0), 0, [])
         ranks = [RankInfo(os.getpid(), memory)]
         self.cache.open_epoch(ranks, lambda: {"weights": "bench"})
@@ -84,7 +84,7 @@ class Engine:
 
     def found(self, pid: int, begin: int, count: int) -> int:
         """How many of a peer's blocks a lookup names."""
-        plan = self.cache.planner.probe(chain(pid, begin, count), 0, count)
+        plan = self.cache.planner.lookup(chain(pid, begin, count), 0, count)
         return plan.num_blocks if plan else 0
 
     def await_found(self, pid: int, begin: int, count: int) -> float:

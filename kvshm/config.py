@@ -104,6 +104,13 @@ def _absolute_path(text: str) -> str:
     return os.path.normpath(text)
 
 
+def _transport(text: str) -> str:
+    # Whether it is installed is looked up by the engine that is to use it.
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
+        raise ValueError
+    return text
+
+
 def _log_level(text: str) -> str:
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     return levels[levels.index(text.upper())]
@@ -179,6 +186,14 @@ class Config:
     staging: bool = _flag(
         "Copy through host memory between GPUs that cannot reach each other, "
         "instead of leaving them unshared."
+    )
+    transport: str = _setting(
+        Auto.AUTO,
+        _transport,
+        "auto, or the name of an installed transport",
+        "How blocks travel: with auto, by kvshm's own transport for the device of the KV cache; "
+        "else by this one, which another package may have installed. Engines with different "
+        "transports do not share.",
     )
     log_level: str = _setting(
         "INFO", _log_level, "debug, info, warning or error", "Least severe level that is logged."

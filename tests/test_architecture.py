@@ -196,6 +196,16 @@ def test_no_thread_waits_for_a_simple_queue_for_a_time(path: Path) -> None:
         assert not (timed and ast.unparse(call.func).endswith(".get")), f"line {call.lineno}"
 
 
+def test_hooks_meet_the_node_through_the_public_surface_only() -> None:
+    """There is no second way in: what an engine needs of kvshm is offered to every engine.  Names,
+    log lines and the like (the ground) are the house's own."""
+    inside = {f"kvshm.{folder.name}" for folder in (ROOT / "kvshm").glob("_*/")} - {"kvshm._ground"}
+    assert "kvshm._engine" in inside
+    for path in (ROOT / "hooks").rglob("*.py"):
+        for full in full_imports(path, ast.parse(path.read_text())):
+            assert not inside & {full, *parents(full)}, f"{name_of(path)} imports {full}"
+
+
 def test_no_import_leads_back_to_where_it_came_from() -> None:
     """Not even one within a function; only what type checkers alone read may.  Packages count:
     an import runs the ``__init__`` of each that it enters.  None is imported itself, since its

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from kvshm.config import Config, list_settings
-from kvshm.errors import ConfigError
+from kvshm.errors import KvshmError
+from kvshm.interfaces import check_installed
 from kvshm.version import __version__
 
 from . import clean, dump_index
@@ -24,7 +25,8 @@ def print_config(environ: Mapping[str, str]) -> int:
     """Print the settings of ``environ``, one per line; return the exit status."""
     try:
         settings = list_settings(environ)
-    except ConfigError as exc:
+        check_installed(Config.from_env(environ).transport)
+    except KvshmError as exc:
         print(f"kvshm: {exc}", file=sys.stderr)
         return EXIT_USAGE
     widths = [max(len(setting[column]) for setting in settings) for column in (0, 1)]

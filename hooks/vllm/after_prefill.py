@@ -22,12 +22,22 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
-from kvshm._engine.cache import SharedCache
-from kvshm._engine.groups import Group, Groups
-from kvshm._engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
 from kvshm._ground.ids import BlockId
+from kvshm.halves import (
+    Group,
+    Groups,
+    Marks,
+    Run,
+    SchedulerHalf,
+    blocks_of,
+    end_of,
+    make_run,
+    owner_of,
+    touching,
+)
 
 from .imports import Import, LoadedBlocks
+from .kept_blocks import KeptBlocks
 from .pool_watch import block_tables, cached_counts
 
 
@@ -57,7 +67,7 @@ class BlockTracker:
 
     def __init__(
         self,
-        cache: SharedCache,
+        cache: SchedulerHalf,
         manager: Any,
         groups: Groups,
         may_share: Callable[[Any], bool],
@@ -70,6 +80,7 @@ class BlockTracker:
         self._cache = cache
         self._publisher = cache.publisher
         self._pool = manager.block_pool
+        self.kept = KeptBlocks(cache, manager.block_pool)
         self._tables = list(zip(groups.all, block_tables(manager, len(groups.all)), strict=True))
         self._cached = cached_counts(manager, len(groups.all))
         self._windows = any(group.window for group in groups.all)

@@ -1,6 +1,6 @@
 """The import of blocks: which requests get blocks from another engine, and with what result.
 
-    new request      probe the replica for the blocks this engine lacks     (read only)
+    new request      look up the blocks this engine lacks in the replica    (read only)
     blocks allocated lease the blocks and plan the load; a lost block is a load error
     step built       the load travels to the ranks, which copy and re-check
     output arrives   good blocks count as computed; vLLM computes the bad blocks itself
@@ -15,12 +15,18 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from kvshm._engine.cache import SharedCache
-from kvshm._engine.groups import Groups, Part
-from kvshm._engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Plan
-from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch
-from kvshm._shm.counters import MISS_NO_ROOM
+from kvshm._ground.ids import BlockId, Epoch
 from kvshm.config import Config
+from kvshm.halves import (
+    MISS_NO_ROOM,
+    Groups,
+    LoadFailure,
+    LoadOrder,
+    LoadReport,
+    Part,
+    Plan,
+    SchedulerHalf,
+)
 
 from .at_once import AtOnce
 from .imports import Import, Tables, loaded_blocks
@@ -51,16 +57,15 @@ class RequestImporter:
 
     def __init__(
         self,
-        cache: SharedCache,
+        cache: SchedulerHalf,
         config: Config,
         block_size: int,
         num_ranks: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cache, self._planner = cache, cache.planner
-        self._config = config
+        self._config, self._clock = config, clock
         self._block_size = block_size  # tokens per hash
-        self._clock = clock
         self.room: PoolRoom | None = None
         """vLLM's pool, once it exists."""
         self.lookups = Lookups(self._planner, block_size, clock)
@@ -219,7 +224,7 @@ class RequestImporter:
             return
         made = self._register(request, plan.start, plan.parts, tables)
         awaited, targets = self.at_once.withholds(request.request_id), made.load.lost
-        made.load = self._planner.begin(plan, made.load.load_id, targets, attached=awaited)
+        made.load = self._planner.load(plan, made.load.load_id, targets, attached=awaited)
 
     def allocation_failed(self, request: Any, tables: Tables, num_external: int) -> None:
         """``allocated`` failed: register an empty load unless one was registered by then."""
@@ -230,12 +235,10 @@ class RequestImporter:
 
     def _register_lost(self, request: Any, tables: Tables, num_external: int) -> None:
         """Register an import without a plan: nothing fills its blocks, the last of the tables."""
-        ends = (
-            len(table) * g.scale for g, table in zip(self.lookups.groups.all, tables, strict=True)
-        )
-        length = min(ends)
+        groups = self.lookups.groups
+        length = min(len(table) * g.scale for g, table in zip(groups.all, tables, strict=True))
         start = length - num_external // self._block_size
-        self._register(request, start, self.lookups.groups.parts(start, length), tables)
+        self._register(request, start, groups.parts(start, length), tables)
 
     def _register(
         self, request: Any, start: int, parts: Iterable[Part] = (), tables: Tables = ()
@@ -252,7 +255,7 @@ class RequestImporter:
             # vLLM knows an asynchronous load by its request's id.  vLLM does not know the loads
             # that a step waits for, and an earlier load of the request may still lack its report.
             load_id = f"{request_id}{SEPARATOR}{next(self._attempts)}"
-        load = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), targets)
+        load = LoadOrder.of_nothing(load_id, targets)
         made = Import(request_id, load, chain, start, blocks)
         self._imports[load_id] = self._new[load_id] = made
         if start < len(chain):
@@ -261,7 +264,7 @@ class RequestImporter:
             self.at_once.begun(request_id, load_id)
         return made
 
-    def loads(self, scheduled: Container[str]) -> tuple[list[Load], list[Load]]:
+    def loads(self, scheduled: Container[str]) -> tuple[list[LoadOrder], list[LoadOrder]]:
         """Return the asynchronous loads and the loads at once of the step being built, which
         computes the requests ``scheduled``.  Keeps both until ``step_dispatched``."""
         if not (self._new or self.at_once.withheld):
@@ -277,7 +280,7 @@ class RequestImporter:
         """Whether the step being built computes from blocks that a load has yet to fill."""
         return bool(self.at_once.withheld) or any(SEPARATOR in load_id for load_id in self._new)
 
-    def linger(self, begun: Sequence[Load], busy: bool) -> float:
+    def linger(self, begun: Sequence[LoadOrder], busy: bool) -> float:
         """Seconds that the end of the step being built may wait for loads under way: more than 0
         if all its copies are shorter than that, or if no other request runs."""
         short = bool(begun) and max(map(self._planner.load_seconds, begun)) <= LINGER_SECONDS
@@ -301,7 +304,9 @@ class RequestImporter:
         self.at_once.undo_all()
         self.drop([load_id for load_id in self._imports if SEPARATOR in load_id])
 
-    def finish_awaited(self, loads: Iterable[Load], reports: Sequence[LoadReport]) -> list[Import]:
+    def finish_awaited(
+        self, loads: Iterable[LoadOrder], reports: Sequence[LoadReport]
+    ) -> list[Import]:
         """A step that waited for these loads has ended with these ``reports`` of its ranks.  A
         load counts only as a whole: its request has computed on top of all its blocks."""
         results = []
@@ -346,7 +351,7 @@ class RequestImporter:
         self._forget_first(done)
         if len(done.reports) < self._num_ranks:
             done.reports.append(LoadReport(load_id, done.targets))
-        done.bad = self._planner.end(done.load, done.reports)
+        done.bad = self._planner.end_load(done.load, done.reports)
         if done.bad:
             self._failed.add(done.request_id)
         self._end(done.request_id)

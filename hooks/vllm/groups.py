@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvshm._engine.groups import Group, Groups
+from kvshm.halves import Group, Groups
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig

@@ -25,8 +25,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvshm._ground import fingerprint as names
-from kvshm._node.protocol import PROTOCOL_VERSION
-from kvshm._shm.layout import LAYOUT_VERSION
+from kvshm.halves import abi
 
 from .weights import weights_digest
 
@@ -73,7 +72,7 @@ def scheduler_fields(
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     own = {
-        names.KVSHM_ABI: f"layout {LAYOUT_VERSION}, protocol {PROTOCOL_VERSION}",
+        names.KVSHM_ABI: abi(),
         names.ENGINE: f"vllm {vllm.__version__}",
         names.MODEL: str(model.architecture),
         names.MODEL_CONFIG: _short(_model_config(model)),

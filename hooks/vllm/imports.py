@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
-from kvshm._engine.groups import Part
-from kvshm._engine.load_plan import Load, LoadReport
 from kvshm._ground.ids import BlockId
+from kvshm.halves import LoadOrder, LoadReport, Part
 
 Tables: TypeAlias = Sequence[Sequence[BlockId]]
 """A request's block tables, by group."""
@@ -41,7 +40,7 @@ class Import:
     """One request's import: its load, and what the ranks report of that load."""
 
     request_id: str
-    load: Load
+    load: LoadOrder
     chain: list[bytes]
     """The request's block hashes; grows as the request does."""
     start: int

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kvshm._engine.load_plan import Plan
-from kvshm._engine.load_planner import LoadPlanner
-from kvshm._engine.prefix_search import ONE_FULL_GROUP
+from kvshm.halves import ONE_FULL_GROUP, LoadPlanner, Plan
 
 AGAIN_SECONDS = 0.1
 """How long, with several groups, a request that was looked up in vain is not looked up again: a
@@ -45,10 +43,10 @@ class Lookups:
         """Return a plan for a prefix of at most ``stop`` hashes behind a local hit of ``start``
         hashes, or None."""
         if self.groups.one_full:
-            return self._planner.probe(request.block_hashes, start, stop)
+            return self._planner.lookup(request.block_hashes, start, stop)
         answer = self._answers.get(request.request_id)
         if answer is None or not self._holds(answer, (start, stop)):
-            plan = self._planner.probe(request.block_hashes, start, stop)
+            plan = self._planner.lookup(request.block_hashes, start, stop)
             until = self._clock() + (AGAIN_SECONDS if plan is None else KEPT_SECONDS)
             common = self._planner.common_prefix * self._block_size
             answer = Answer(until, (start, stop), plan, common)

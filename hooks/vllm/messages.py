@@ -12,9 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvshm._engine.load_plan import Load, LoadReport
 from kvshm._ground.ids import BlockId, Epoch
-from kvshm._node.protocol import RankInfo
+from kvshm.halves import LoadOrder, LoadReport, RankInfo
 
 _NONE: Any = ()
 _NOBODY: Any = MappingProxyType({})
@@ -41,11 +40,11 @@ class StepMetadata(KVConnectorMetadata):
     describe: int = 0
     """Number of the reset after which every rank must describe itself again, because the weights
     may have changed.  0: no need."""
-    loads: list[Load] = field(default_factory=list)
+    loads: list[LoadOrder] = field(default_factory=list)
     fence: int = 0
     """In a step without a forward pass: report whether memory holds everything that was written up
     to this step, the drafter's part included.  0: no need."""
-    at_once: list[Load] = field(default_factory=list)
+    at_once: list[LoadOrder] = field(default_factory=list)
     """Loads whose blocks this step computes from; the step waits for these loads."""
     patience: float = 0.0
     """How long the step may wait for them, in seconds."""

@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvshm._engine.load_planner import LoadResult
+from kvshm.halves import LoadResult
 
 METRICS = {
     "imported_tokens": "Prompt tokens imported from other engines, without those of lost blocks.",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvshm._engine.groups import Groups
 from kvshm._ground.ids import BlockId
+from kvshm.halves import Groups
 
 PREFILLING = frozenset({"RUNNING", "WAITING_FOR_REMOTE_KVS"})
 """Names of the states in which vLLM keeps room for the rest of a request's prompt."""

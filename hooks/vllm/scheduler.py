@@ -9,16 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvshm._engine.cache import SharedCache
-from kvshm._engine.epoch_state import EngineSpec
-from kvshm._engine.groups import Groups
-from kvshm._engine.marks import blocks_of
 from kvshm._ground.ids import BlockId
 from kvshm._ground.log import logger
 from kvshm._ground.roles import Decision, Limit
-from kvshm._shm.counters import HOOK_ERRORS, LOADS_AT_ONCE
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
+from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
 from .after_prefill import BlockTracker, CompletedRuns
 from .before_prefill import RequestImporter
@@ -56,7 +52,7 @@ class SchedulerSide:
             block_size=self._block_size,
             asynchronous=bool(vllm_config.scheduler_config.async_scheduling),
         )
-        self.cache = SharedCache(config, spec, run_dir)
+        self.cache = SchedulerHalf(config, spec, run_dir)
         on_shutdown_signal(self.cache.leave)
         self._num_ranks = int(vllm_config.parallel_config.world_size)
         self.importer = RequestImporter(self.cache, config, self._block_size, self._num_ranks)
@@ -113,7 +109,7 @@ class SchedulerSide:
             if not role.no_exports:
                 delay = 1 if self._vllm_config.speculative_config else 0
                 tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
-                watch_blocks(manager.block_pool, listener)
+                watch_blocks(manager.block_pool, listener, tracker.kept.may_exist)
                 self.tracker = tracker
         except PoolChanged as exc:
             yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)

@@ -19,9 +19,9 @@ from kvshm._ground.forks import guard_forks
 from kvshm._ground.log import logger
 from kvshm._ground.resources import start_thread
 from kvshm._ground.rundir import choose_run_directory, open_run_directory
-from kvshm._node.leftovers import clear
 from kvshm.config import Config
 from kvshm.errors import KvshmError
+from kvshm.halves import clear
 
 log = logger(__name__)
 

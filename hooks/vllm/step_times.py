@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from kvshm._engine.costs import Costs
+from kvshm.halves import Costs
 
 STEPS_PER_MEASURED = 8
 """Of the steps that only decode, every 8th is measured.  Once the cost of prefill is known, so is

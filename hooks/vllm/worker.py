@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -12,24 +11,20 @@ from typing import Any
 
 import torch
 
-from kvshm._engine.load_plan import LoadReport
-from kvshm._ground.fingerprint import KERNEL_BLOCKS
+from kvshm._ground.fingerprint import KERNEL_BLOCKS, TRANSPORT
 from kvshm._ground.ids import BlockId, Epoch, Rank
 from kvshm._ground.log import logger
-from kvshm._ground.rundir import rank_socket
-from kvshm._node.handout import Handouts
-from kvshm._node.protocol import RankInfo
-from kvshm._rank.rank_cache import POLL_SECONDS, RankCache
 from kvshm.config import Config
 from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportError
-from kvshm.interfaces import Transport, load_transport
+from kvshm.halves import POLL_SECONDS, LoadReport, RankHalf, RankInfo, open_rank
+from kvshm.interfaces import Transport, choose_transport
 
 from .call_stack import callers_with
 from .groups import is_one_full
 from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
-from .refusals import TRANSPORTS
+from .refusals import cache_device
 from .weights import WeightsUnknown, watch_weights
 
 log = logger(__name__)
@@ -47,8 +42,8 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank = Rank(vllm_config.parallel_config.rank)
-        device = vllm_config.device_config.device_type
-        self._transport_type = load_transport(TRANSPORTS[device])
+        device = cache_device(vllm_config)
+        self._transport_type = choose_transport(config.transport, device)
         # On a GPU the cache stays where vLLM puts it.
         allocate = getattr(self._transport_type, "allocate", None)
         self.allocation = shared_kv_memory(allocate) if allocate is not None else None
@@ -60,7 +55,7 @@ class WorkerSide:
         self._could_not_open = False
         self._kernel_blocks = "1"
         self._transport: Transport | None = None
-        self._cache: RankCache | None = None
+        self._cache: RankHalf | None = None
         self._under_way: set[str] = set()
         self._one_full = is_one_full(kv_cache_config)
         self._finished: set[str] = set()
@@ -87,28 +82,19 @@ class WorkerSide:
         if self._model is not None:
             watch_weights([self._model, *owners], self._weights_change)
         self._kernel_blocks = placement.kernel_blocks
-        run_dir, namespace = self._run_dir, self._config.namespace
-        socket = rank_socket(run_dir, namespace, secrets.token_hex(4), self._rank)
-        wanted = getattr(self._transport_type, "settings", ())
         try:
-            self._transport = self._transport_type(
-                memory=self._memory(placement),
-                regions=placement.regions,
-                rank=self._rank,
-                socket_path=socket,
-                fault=self._config.fault,
-                **{name: getattr(self._config, name) for name in wanted},
-            )
-            handouts = Handouts(run_dir, namespace)
-            self._cache = RankCache(
-                self._transport, self._rank, handouts, verify=self._config.verify
+            self._cache = open_rank(
+                self._config,
+                self._run_dir,
+                self._rank,
+                self._transport_type,
+                self._memory(placement),
+                placement.regions,
             )
         except TransportError as exc:
             self._refusal = str(exc)
-            if self._transport is not None:
-                self._transport.close()
-                self._transport = None
             return
+        self._transport = self._cache.transport
         # vLLM frees a block only when no step under way writes to it any more (in an engine that
         # may import); but a drafter still writes after its step's output was handed over.
         self._transport.late_writers = self._vllm_config.speculative_config is not None
@@ -148,6 +134,7 @@ class WorkerSide:
             memory = self._transport.export(Epoch(0))  # serves no peer until an epoch is opened
         except (WeightsUnknown, TransportError) as exc:
             return RankDescription(None, {}, str(exc))
+        fields[TRANSPORT] = self._transport.name
         fields[KERNEL_BLOCKS] = self._kernel_blocks  # decides the order within a block
         return RankDescription(RankInfo(os.getpid(), memory), fields)
 
@@ -181,7 +168,7 @@ class WorkerSide:
         if metadata.open_epoch and self._cache is not None and self._described:
             self._open_epoch(self._cache, Epoch(metadata.open_epoch))
 
-    def _open_epoch(self, cache: RankCache, epoch: Epoch) -> None:
+    def _open_epoch(self, cache: RankHalf, epoch: Epoch) -> None:
         try:
             cache.open_epoch(epoch)
         except SegmentNotFound:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from kvshm._engine.groups import Group
 from kvshm._ground import fingerprint as names
-from kvshm._node.protocol import PROTOCOL_VERSION
-from kvshm._shm.layout import LAYOUT_VERSION
+from kvshm._node.protocol import abi
 from kvshm.errors import MisuseError
 from kvshm.interfaces import Region
 
@@ -51,7 +50,7 @@ class Identity:
             names.WEIGHTS: self.weights,
         }
         ours = {
-            names.KVSHM_ABI: f"layout {LAYOUT_VERSION}, protocol {PROTOCOL_VERSION}",
+            names.KVSHM_ABI: abi(),
             names.BLOCK_SIZE: str(block_size),
             names.LAYERS: _layers(regions, groups),
             names.HASH_ALGORITHM: KEYS_VERSION,

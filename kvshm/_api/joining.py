@@ -12,35 +12,38 @@ from msgspec.structs import astuple
 
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Group, Groups
+from kvshm._ground.fingerprint import TRANSPORT
 from kvshm._ground.log import logger
 from kvshm._shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS
 from kvshm.config import Config, Share
-from kvshm.errors import KvshmError, MisuseError
-from kvshm.interfaces import MAX_REGIONS, Region, load_transport
+from kvshm.errors import KvshmError, MisuseError, TransportError
+from kvshm.interfaces import MAX_REGIONS, Region, choose_transport
 
 from .halves_in_one import HalvesInOne
 from .identity import Identity
 from .node import Node
 from .own_blocks import OwnBlocks
 
-DEFAULT_TRANSPORT = "posix_shm"
+DEVICE = "cpu"
 MAX_GROUPS = 1 << 16
 """As many as a block's record can name."""
 
 log = logger(__name__)
 
 
-def allocate(nbytes: int, transport: str = DEFAULT_TRANSPORT) -> Any:
-    """Return zeroed memory that other engines can read, for a KV cache.
+def allocate(nbytes: int, config: Config | None = None) -> Any:
+    """Return zeroed memory on the CPU that other engines can read, for a KV cache.
 
     ``buffer`` is a writable memoryview of all of it (``torch.frombuffer`` takes it), ``address``
-    and ``nbytes`` say where it lies; ``close()`` ends the sharing.  Blocks while the kernel clears
-    the pages, about a second for 4 GB.  Raises TransportError if there is no room, or no such
-    transport, and MisuseError if the transport shares memory only where it lies.
+    and ``nbytes`` say where it lies; ``close()`` ends the sharing.  ``config``: names the
+    transport; unless given, the environment does.  Blocks while the kernel clears the pages, about
+    a second for 4 GB.  Raises TransportError if there is no room, ConfigError for a bad setting,
+    and MisuseError if the transport shares memory only where it lies.
     """
-    if (make := getattr(load_transport(transport), "allocate", None)) is None:
+    config = config or Config.from_env(os.environ)
+    if (make := getattr(choose_transport(config.transport, DEVICE), "allocate", None)) is None:
         raise MisuseError(
-            f"transport {transport!r} allocates no memory; give join() the memory of the cache"
+            f"transport {config.transport!r} allocates no memory; give join() what it takes instead"
         )
     return make(nbytes)
 
@@ -54,7 +57,7 @@ def join(
     groups: Sequence[Group] | None = None,
     config: Config | None = None,
     name: str | None = None,
-    transport: str = DEFAULT_TRANSPORT,
+    device: str = DEVICE,
 ) -> Node:
     """Make this engine's cache a part of the node's, and return its place in it.  Does not wait:
     the node is joined in the background, as soon as a ``kvshm-coordinator`` runs.
@@ -64,7 +67,7 @@ def join(
     ``block_size``: tokens for each key, at least 1.  ``groups``: KV cache groups, numbered from 0;
     unless given, one of full attention, with blocks of ``block_size`` tokens.  ``config``: the
     settings; unless given, those of the environment (KVSHM_ENABLE is not asked).  ``name``: for
-    people.
+    people.  ``device``: type of the device whose memory it is, as torch names it.
 
     If this engine cannot share, a line in the log and ``Node.refusal`` say why; the Node then finds
     nothing.  Raises ConfigError for a bad setting, MisuseError for arguments that cannot be meant.
@@ -74,19 +77,23 @@ def join(
     shape = Groups(_checked_groups(groups, block_size))
     num_blocks = _checked_blocks(regions, memory)
     spec = EngineSpec(called, identity.model, num_blocks, block_size, asynchronous=True)
+    path = _chosen_transport(config, device)
 
     def fields(who: Identity) -> dict[str, str]:
-        return who.fields(block_size, regions, shape.all)
+        name = str(getattr(path, "name", ""))
+        return who.fields(block_size, regions, shape.all) | {TRANSPORT: name}
 
     def open_halves(opened: Callable[[EpochState], None]) -> HalvesInOne:
         if (refusal := config.decide_role().refusal) is not None:
             raise KvshmError(refusal)
+        if isinstance(path, TransportError):
+            raise path
         if config.share is Share.SALTED_ONLY:
             raise KvshmError(
                 f"KVSHM_SHARE={config.share}, and keys do not tell which prompts have a salt; set "
                 "all, and publish only what may be shared"
             )
-        return HalvesInOne(config, spec, transport, memory, regions, opened)
+        return HalvesInOne(config, spec, path, memory, regions, opened)
 
     fields(identity)  # may raise: nothing has been opened
     for warning in config.warnings:
@@ -95,6 +102,15 @@ def join(
     node = Node(called, block_size, own, shape, fields, open_halves)
     node.begin(identity)
     return node
+
+
+def _chosen_transport(config: Config, device: str) -> Any:
+    """Return the transport's class, or the TransportError that says why this engine has none.
+    Raises ConfigError if there is no such transport."""
+    try:
+        return choose_transport(config.transport, device)
+    except TransportError as exc:
+        return exc
 
 
 def _name(given: str | None) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvshm._engine.load_plan import Load as LoadOrder
-from kvshm._engine.load_plan import Plan
+from kvshm._engine.load_plan import LoadOrder, Plan
 from kvshm._ground.ids import BlockId, Epoch
 
 from .halves_in_one import HalvesInOne
@@ -26,7 +25,7 @@ class Loads:
         """Take the leases and have the rank copy.  Nobody may read the targets any more."""
         self._number += 1
         load = Load(node, str(self._number), targets)
-        order = halves.cache.planner.begin(plan, load.load_id, targets)
+        order = halves.cache.planner.load(plan, load.load_id, targets)
         self._under_way[load.load_id] = load, order
         self._own.begin_load(targets)
         halves.rank.begin_load(order)
@@ -46,7 +45,7 @@ class Loads:
             planner.attached(attached)
         for report in halves.rank.poll():
             load, order = self._under_way.pop(report.load_id)
-            planner.end(order, [report])
+            planner.end_load(order, [report])
             self._own.end_load(load.targets)
             load.end(planner.take_results()[-1].num_blocks)
 

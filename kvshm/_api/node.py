@@ -173,7 +173,7 @@ class Node:
             if halves is not None and not self._paused and self._open is not None:
                 planner = halves.cache.planner
                 if planner.has_peers() and start < len(keys):
-                    plan = planner.probe(keys, start, len(keys))
+                    plan = planner.lookup(keys, start, len(keys))
             return Found(self, keys, start, plan)
 
     def lengths_of(self, found: Found) -> tuple[int, ...]:

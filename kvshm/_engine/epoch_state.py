@@ -85,7 +85,7 @@ class EpochState:
 
 
 class HasEpoch(Protocol):
-    """The owner of the present epoch: a SharedCache."""
+    """The owner of the present epoch: a SchedulerHalf."""
 
     epoch_state: EpochState | None
     """None without an epoch.  Any thread may read it; each read may find another epoch."""

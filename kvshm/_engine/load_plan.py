@@ -6,11 +6,12 @@ metadata), never between engines.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
-from kvshm._ground.ids import BlockId, Epoch
+from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.layout import block_ids
 from kvshm.interfaces import MemoryDescriptor
@@ -71,7 +72,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadOrder:
     """One request's import, as every rank of the importing engine carries it out."""
 
     load_id: str
@@ -85,6 +86,11 @@ class Load:
     """Targets whose source blocks could not be leased: load errors from the start."""
     length: int = 0
     """Hashes by which the prefix becomes longer if all targets but ``lost`` are filled."""
+
+    @classmethod
+    def of_nothing(cls, load_id: str, targets: Sequence[BlockId]) -> Self:
+        """A load that fills none of its targets, and only makes the ranks report it."""
+        return cls(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
 
     @property
     def targets(self) -> tuple[BlockId, ...]:

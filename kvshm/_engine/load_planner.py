@@ -1,6 +1,6 @@
-"""The importer's side: from a probe of the replica to the end of a load.
+"""The importer's side: from a lookup in the replica to the end of a load.
 
-Runs on the scheduler's thread.  A probe only reads; leases are taken once vLLM has allocated the
+Runs on the scheduler's thread.  A lookup only reads; leases are taken once vLLM has allocated the
 blocks, and released by the ranks (kvshm/_rank/rank_load.py).
 """
 
@@ -24,7 +24,7 @@ from kvshm.errors import KvshmError
 from .costs import Costs
 from .epoch_state import EpochState, HasEpoch
 from .groups import Restorable
-from .load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, Plan
+from .load_plan import LoadFailure, LoadOrder, LoadReport, Piece, Plan
 from .prefix_search import PrefixSearch
 
 log = logger(__name__)
@@ -67,7 +67,7 @@ class LoadPlanner:
         self.search = PrefixSearch()
         """Finds prefixes; the caller tells it the engine's KV cache groups."""
         self.common_prefix = 0
-        """``Restorable.common`` of the last ``probe``, or the length of what a setting refused; 0
+        """``Restorable.common`` of the last ``lookup``, or the length of what a setting refused; 0
         if it did not search."""
         self.costs = Costs()
         """Estimated times of loads and steps; the caller adds the steps."""
@@ -79,7 +79,7 @@ class LoadPlanner:
     # -- lookups
 
     def has_peers(self) -> bool:
-        """Whether ``probe`` could find another engine.  If not, the counters record a lookup
+        """Whether ``lookup`` could find another engine.  If not, the counters record a lookup
         without a result, and the reason; without an epoch nothing is counted."""
         epoch = self._cache.epoch_state
         if epoch is None or (reason := epoch.peers.why_no_peer()) is None:
@@ -93,7 +93,7 @@ class LoadPlanner:
         if (epoch := self._cache.epoch_state) is not None:
             epoch.peers.ranks_attached(epochs)
 
-    def probe(self, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
+    def lookup(self, hashes: Sequence[bytes], start: int, stop: int) -> Plan | None:
         """Find the longest prefix of at most ``stop`` hashes that can be restored behind a local
         hit of ``start`` hashes, as far as usable peers and the own cache seem to hold its blocks.
         Sets ``common_prefix``.  None if there is none, if it is shorter than
@@ -138,6 +138,15 @@ class LoadPlanner:
             return c.MISS_TOO_SHORT
         return c.MISS_TOO_LONG if any(part.num_blocks > most for part in found.parts) else None
 
+    def hold(self, hashes: Sequence[bytes], seconds: float, group: int = 0) -> int:
+        """Ask whoever has these blocks of a KV cache group to hand them out last for so long, an
+        hour at most.  Own blocks are found only by ``search.own_blocks``.  Returns how many blocks
+        were found; a hint, which ends by itself.  IndexError if there is no such group."""
+        epoch = self._cache.epoch_state
+        if epoch is None or self.leaving:
+            return 0
+        return self.search.hold(epoch, hashes, seconds, group)
+
     def is_current(self, plan: Plan) -> bool:
         """Whether a load could still succeed, as far as the peers that the plan names tell: their
         blocks may be gone."""
@@ -160,15 +169,15 @@ class LoadPlanner:
         epoch.table.counters.add(c.TRIED if tried else c.MISS_CHEAPER)
         return tried
 
-    def load_seconds(self, load: Load) -> float:
+    def load_seconds(self, load: LoadOrder) -> float:
         """Seconds that a load is estimated to take."""
         return self.costs.load_seconds(load.nbytes)
 
     # -- loads
 
-    def begin(
+    def load(
         self, plan: Plan, load_id: str, targets: Sequence[BlockId], *, attached: bool = False
-    ) -> Load:
+    ) -> LoadOrder:
         """Lease the plan's blocks up to the first that cannot be leased, and return the load that
         every rank has to carry out.  ``attached``: all ranks have reported that they have attached
         the plan's peers, so the load need not describe the peers' memory.
@@ -179,7 +188,7 @@ class LoadPlanner:
         waits for their reports.
         """
         epoch = self._cache.epoch_state
-        all_lost = Load(load_id, Epoch(0), NO_TICKET, NO_LEASE_BIT, (), tuple(targets))
+        all_lost = LoadOrder.of_nothing(load_id, targets)
         if epoch is None or epoch.table.epoch != plan.epoch:
             return all_lost
         table = epoch.table
@@ -198,7 +207,7 @@ class LoadPlanner:
             _give_back(plan, bit, pieces)
             pieces, leased = (), 0
         table.counters.add(c.MISS_LEASE_LOST, 0 if leased else 1)
-        return Load(load_id, table.epoch, ticket, bit, pieces, tuple(targets[leased:]), length)
+        return LoadOrder(load_id, table.epoch, ticket, bit, pieces, tuple(targets[leased:]), length)
 
     def _lease(
         self,
@@ -242,7 +251,7 @@ class LoadPlanner:
                     epoch.peers.rank_not_attached(Epoch(peer.info.epoch))
                 return
 
-    def end(self, load: Load, reports: Iterable[LoadReport]) -> set[BlockId]:
+    def end_load(self, load: LoadOrder, reports: Iterable[LoadReport]) -> set[BlockId]:
         """Account for a load that all ranks have reported.  Returns the targets that any rank
         reports as bad, or all of them if a part of the load is of no use: they must not be used.
         Peers that failed are avoided from now on.
@@ -275,7 +284,7 @@ class LoadPlanner:
         results, self.results = self.results, []
         return results
 
-    def _learn(self, epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
+    def _learn(self, epoch: EpochState, load: LoadOrder, reports: Sequence[LoadReport]) -> None:
         """Add the load's time on its slowest rank to the estimates.  A load of which some bytes
         may not have been copied is added only if it took longer than expected."""
         seconds = max((report.seconds for report in reports), default=0.0)
@@ -293,7 +302,7 @@ class LoadPlanner:
         self.costs.add_load(load.nbytes, seconds)
 
     @staticmethod
-    def _update_peers(epoch: EpochState, load: Load, reports: Sequence[LoadReport]) -> None:
+    def _update_peers(epoch: EpochState, load: LoadOrder, reports: Sequence[LoadReport]) -> None:
         """Record each peer's success or failure, and forget blocks whose hint was wrong."""
         at_fault: set[Epoch] = set()
         for failure in (failure for report in reports for failure in report.failures):

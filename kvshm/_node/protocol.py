@@ -19,7 +19,7 @@ from msgspec import Meta, Raw
 from msgspec.msgpack import Decoder, Encoder
 
 from kvshm._ground.log import engine_name
-from kvshm._shm.layout import ENGINE_NAME_BYTES, MAX_RANKS
+from kvshm._shm.layout import ENGINE_NAME_BYTES, LAYOUT_VERSION, MAX_RANKS
 from kvshm.errors import ProtocolError, VersionMismatch
 from kvshm.interfaces import MemoryDescriptor
 
@@ -39,6 +39,11 @@ QUEUE_FRAMES = 128
 MAX_RECEIVED_BYTES = 2 * MAX_MESSAGE_BYTES
 """A message longer than allowed is received, so that it is counted and its sender named.  A
 message longer than this ends the sender's connection before any byte is kept."""
+
+
+def abi() -> str:
+    """What two engines need in common to read each other at all: a field of the fingerprint."""
+    return f"layout {LAYOUT_VERSION}, protocol {PROTOCOL_VERSION}"
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type", kw_only=True):

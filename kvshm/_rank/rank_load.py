@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvshm._engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece, PieceFailure
+from kvshm._engine.load_plan import (
+    NO_TICKET,
+    LoadFailure,
+    LoadOrder,
+    LoadReport,
+    Piece,
+    PieceFailure,
+)
 from kvshm._ground.ids import BlockId
 from kvshm._ground.log import logger
 from kvshm._ground.syncpoints import SyncPoint, sync_point
@@ -49,7 +56,7 @@ class RankLoad:
 
     def __init__(
         self,
-        load: Load,
+        load: LoadOrder,
         attachments: AttachmentCache,
         table: RankSlotTable | None,
         *,

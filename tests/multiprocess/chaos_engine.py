@@ -25,8 +25,8 @@ from typing import Any
 
 from toy_engine import ToyEngine, ToyRank, chain_of
 
-from kvshm._engine.cache import SharedCache
 from kvshm._engine.epoch_state import EngineSpec
+from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._ground.ids import BlockHash, Epoch
 from kvshm._ground.rundir import open_run_directory
 from kvshm._node.protocol import RankInfo
@@ -218,7 +218,7 @@ def confused() -> None:
     """Join with a slot table of many blocks whose memory has been taken away again."""
     config = Config.from_env(os.environ)
     place = open_run_directory(config.run_dir, os.environ)
-    cache = SharedCache(config, EngineSpec("confused", "toy", CONFUSED_BLOCKS, 16), place)
+    cache = SchedulerHalf(config, EngineSpec("confused", "toy", CONFUSED_BLOCKS, 16), place)
     memory = MemoryDescriptor("none", Epoch(0), 0, [])
     cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: {"weights": "toy"})
     while (table := cache.table) is None:

@@ -76,7 +76,8 @@ class Toy:
             begun.set()
             assert go_on.wait(PATIENCE_SECONDS)
 
-        halves._transport.copier.submit(wait)
+        transport: Any = halves.rank.transport
+        transport.copier.submit(wait)
         assert begun.wait(PATIENCE_SECONDS)
         try:
             yield
@@ -85,7 +86,7 @@ class Toy:
 
     def wait_until_copying(self) -> None:
         """Wait until a copy into its memory has begun, or is held up."""
-        copier = self.node._halves._transport.copier
+        copier = self.node._halves.rank.transport.copier
         wait_until(lambda: bool(copier._waiting), "the copy begins")
 
     def close(self) -> None:

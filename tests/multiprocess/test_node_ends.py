@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvshm import Identity, LoadState, MisuseError
+from kvshm import Found, Identity, Load, LoadState, MisuseError
 from kvshm._ground.ids import Epoch
 from kvshm._ground.rundir import list_sockets
-from kvshm._rank.rank_cache import RankCache
+from kvshm._rank.rank_half import RankHalf
 
 from .joined import TOKENS, Toy, Toys, ended
 from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
@@ -47,15 +47,15 @@ def test_what_is_published_before_there_is_a_coordinator_is_readable_later() -> 
 def test_what_is_published_before_the_epoch_is_open_is_readable_later(
     toys: Toys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opening, go_on, original = threading.Event(), threading.Event(), RankCache.open_epoch
+    opening, go_on, original = threading.Event(), threading.Event(), RankHalf.open_epoch
 
-    def slowly(rank: RankCache, epoch: Epoch) -> None:
+    def slowly(rank: RankHalf, epoch: Epoch) -> None:
         opening.set()
         assert go_on.wait(PATIENCE_SECONDS)
         original(rank, epoch)
 
     b = toys.join("b")
-    monkeypatch.setattr(RankCache, "open_epoch", slowly)
+    monkeypatch.setattr(RankHalf, "open_epoch", slowly)
     a = toys.begin("a")
     keys = prompt(a)
     assert opening.wait(PATIENCE_SECONDS)
@@ -162,7 +162,7 @@ def test_a_reset_that_cannot_begin_again_ends_all_loads(
     a.compute(keys, range(6))
     found, stale = b.node.wait_for(keys, PATIENCE_SECONDS), b.node.lookup(keys)
     load = b.node.load(found, range(6))
-    transport = b.node._halves._transport
+    transport = b.node._halves.rank.transport
     transport.close()  # so that nothing can be exported
     b.node.reset()
     assert load.wait(PATIENCE_SECONDS) is LoadState.FAILED
@@ -227,7 +227,7 @@ def test_a_forked_child_has_no_part_in_the_node(toys: Toys, place: Node) -> None
     assert list_sockets(place.run_dir, place.namespace) != []
 
 
-def child_of(b: Toy, keys: list[bytes], found: object, load: object) -> int:
+def child_of(b: Toy, keys: list[bytes], found: Found, load: Load) -> int:
     """What a forked child may do: everything, and nothing comes of it.  Returns its status."""
     signal.alarm(int(PATIENCE_SECONDS))
     try:

@@ -22,17 +22,18 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvshm._engine.cache import SharedCache
 from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.load_plan import LoadReport
 from kvshm._engine.marks import Marks
+from kvshm._engine.scheduler_half import SchedulerHalf
+from kvshm._ground.fingerprint import TRANSPORT
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Rank, block_hash
 from kvshm._ground.rundir import rank_socket
 from kvshm._node.handout import Handouts
 from kvshm._node.protocol import RankInfo
-from kvshm._rank.rank_cache import RankCache
+from kvshm._rank.rank_half import RankHalf
 from kvshm.config import Config
-from kvshm.interfaces import Region, load_transport
+from kvshm.interfaces import Region, choose_transport
 
 BLOCK_SIZE = 16
 REGIONS = 2
@@ -59,7 +60,7 @@ class ToyRank:
     def __init__(
         self, config: Config, rank: int, num_blocks: int, region_bytes: int, model: str
     ) -> None:
-        transport, run_dir = load_transport("posix_shm"), Path(config.run_dir)
+        transport, run_dir = choose_transport(config.transport, "cpu"), Path(config.run_dir)
         self.model = model.encode()
         self.pid = os.getpid()
         self.rank, self.region_bytes = Rank(rank), region_bytes
@@ -76,7 +77,7 @@ class ToyRank:
             fault=config.fault,
         )
         handouts = Handouts(run_dir, config.namespace)
-        self.cache = RankCache(self.transport, self.rank, handouts, verify=config.verify)
+        self.cache = RankHalf(self.transport, self.rank, handouts, verify=config.verify)
 
     def contents(self, chain_hash: BlockHash, region: int) -> bytes:
         """What the block must hold."""
@@ -116,7 +117,7 @@ class ToyEngine:
     def __init__(self, num_blocks: int, ranks: int, region_bytes: int, model: str = "toy") -> None:
         self.config, self.model = Config.from_env(os.environ), model
         spec = EngineSpec(f"toy-{os.getpid()}", model, num_blocks, BLOCK_SIZE, asynchronous=True)
-        self.cache = SharedCache(self.config, spec, Path(self.config.run_dir))
+        self.cache = SchedulerHalf(self.config, spec, Path(self.config.run_dir))
         self.ranks = [self.make_rank(r, num_blocks, region_bytes) for r in range(ranks)]
         self.lru: OrderedDict[BlockId, BlockHash | None] = OrderedDict.fromkeys(
             BlockId(b) for b in range(num_blocks)
@@ -131,7 +132,8 @@ class ToyEngine:
     def open(self, *, wait: bool = True) -> None:
         """Begin an epoch and wait until it is open on every rank."""
         infos = [RankInfo(rank.pid, rank.transport.export(Epoch(0))) for rank in self.ranks]
-        self.cache.open_epoch(infos, lambda: {"weights": self.model})
+        fields = {"weights": self.model, TRANSPORT: infos[0].memory.transport}
+        self.cache.open_epoch(infos, lambda: fields)
         if not wait:
             return
         while self.cache.table is None:
@@ -152,7 +154,7 @@ class ToyEngine:
         while local < len(chain) and chain[local] in self.by_hash:
             self.lru.move_to_end(self.by_hash[chain[local]])
             local += 1
-        plan = self.cache.planner.probe(chain, local, len(chain))
+        plan = self.cache.planner.lookup(chain, local, len(chain))
         blocks = self._allocate(len(chain) - local)
         good = 0
         if plan is not None:
@@ -174,7 +176,7 @@ class ToyEngine:
 
     def _import(self, plan: object, targets: list[BlockId], chain: list[BlockHash]) -> int:
         self.loads += 1
-        load = self.cache.planner.begin(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
+        load = self.cache.planner.load(plan, f"r{self.requests}", targets)  # type: ignore[arg-type]
         self.cache.publisher.drain_before_dispatch()
         for rank in self.ranks:
             rank.cache.begin_load(load)
@@ -183,7 +185,7 @@ class ToyEngine:
             time.sleep(POLL_SECONDS)
             for rank in self.ranks:
                 reports += rank.cache.poll()
-        bad = self.cache.planner.end(load, reports)
+        bad = self.cache.planner.end_load(load, reports)
         good = next((i for i, t in enumerate(targets) if t in bad), len(targets))
         for target, chain_hash in zip(targets[:good], chain, strict=False):
             self.wrong += sum(rank.wrong_bytes(target, chain_hash) for rank in self.ranks)

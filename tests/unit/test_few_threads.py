@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from kvshm import _native
-from kvshm._engine.cache import SharedCache
 from kvshm._engine.epoch_state import EngineSpec
+from kvshm._engine.scheduler_half import SchedulerHalf
 from kvshm._ground.ids import Rank
 from kvshm._ground.timing import TIMING
 from kvshm._node.coordinator_client import CoordinatorClient
 from kvshm._node.handout import Handouts
 from kvshm._node.protocol import RankInfo
-from kvshm._rank.rank_cache import RankCache
+from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.fd_server import FdServer
 from kvshm.config import Config
 from kvshm.errors import KvshmError, TransportError
@@ -60,7 +60,7 @@ def test_a_client_leaves_nothing_behind(place: Path, short: Any, nothing_opened:
 
 def test_a_rank_says_so(place: Path) -> None:
     with no_threads(), pytest.raises(TransportError, match="ulimit -u"):
-        RankCache(None, Rank(0), Handouts(place, "ns"))  # type: ignore[arg-type]  # asked nothing
+        RankHalf(None, Rank(0), Handouts(place, "ns"))  # type: ignore[arg-type]  # asked nothing
 
 
 def test_a_copy_that_got_no_thread_fails_and_the_next_does_not_wait_for_ever() -> None:
@@ -78,9 +78,9 @@ def test_a_copy_that_got_no_thread_fails_and_the_next_does_not_wait_for_ever() -
 
 
 @pytest.fixture
-def cache(place: Path, clock: Clock) -> Iterator[SharedCache]:
+def cache(place: Path, clock: Clock) -> Iterator[SchedulerHalf]:
     config = Config.from_env({"KVSHM_NAMESPACE": "ns"})
-    cache = SharedCache(config, EngineSpec("me", "model", 8, 16), place, clock)
+    cache = SchedulerHalf(config, EngineSpec("me", "model", 8, 16), place, clock)
     thread = cache._client._thread
     assert thread is not None
     yield cache
@@ -88,7 +88,7 @@ def cache(place: Path, clock: Clock) -> Iterator[SharedCache]:
     thread.join(60)  # ``close`` waits a second; other tests replace what this thread calls
 
 
-def opening(cache: SharedCache, asked: list[float], clock: Clock) -> Callable[[], None]:
+def opening(cache: SchedulerHalf, asked: list[float], clock: Clock) -> Callable[[], None]:
     """An epoch begins with what is returned; the client's thread has its sockets."""
     running, ready = threading.Event(), threading.Event()
 
@@ -107,7 +107,7 @@ def opening(cache: SharedCache, asked: list[float], clock: Clock) -> Callable[[]
 
 @pytest.mark.parametrize("short", [no_threads, lambda: descriptors(2)])
 def test_an_epoch_that_could_not_begin_begins_when_the_shortage_is_over(
-    cache: SharedCache, clock: Clock, place: Path, short: Any, caplog: pytest.LogCaptureFixture
+    cache: SchedulerHalf, clock: Clock, place: Path, short: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[float] = []
     begin = opening(cache, asked, clock)
@@ -130,7 +130,7 @@ def test_an_epoch_that_could_not_begin_begins_when_the_shortage_is_over(
 
 
 def test_of_an_epoch_that_a_rank_cannot_open_there_is_another_after_a_pause(
-    cache: SharedCache, clock: Clock, place: Path
+    cache: SchedulerHalf, clock: Clock, place: Path
 ) -> None:
     asked: list[float] = []
     opening(cache, asked, clock)()

@@ -247,10 +247,10 @@ def test_settings_come_from_the_environment(
 
 
 def test_memory_is_of_the_kind_that_its_transport_shares() -> None:
-    with pytest.raises(TransportError, match="no transport 'pigeon'"):
-        kvshm.allocate(1, transport="pigeon")
-    with pytest.raises(MisuseError, match="allocates no memory"):
-        kvshm.allocate(1, transport="loopback")
+    with pytest.raises(ConfigError, match="'pigeon' is not an installed transport"):
+        kvshm.allocate(1, config=kvshm.Config(transport="pigeon"))
+    with pytest.raises(TransportError, match="works only within one process"):
+        kvshm.allocate(1, config=kvshm.Config(transport="loopback"))
     with pytest.raises(TransportError, match="at least one byte"):
         kvshm.allocate(0)
 

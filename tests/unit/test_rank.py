@@ -1,4 +1,4 @@
-"""kvshm._rank.rank_cache: a rank whose peers hang, end or go wrong, and whose own epoch fails.
+"""kvshm._rank.rank_half: a rank whose peers hang, end or go wrong, and whose own epoch fails.
 
 Slot tables are real; the transport does what a test tells it to.
 """
@@ -13,10 +13,10 @@ from itertools import count
 
 import pytest
 
-from kvshm._engine.load_plan import NO_TICKET, Load, LoadFailure, LoadReport, Piece
+from kvshm._engine.load_plan import NO_TICKET, LoadFailure, LoadOrder, LoadReport, Piece
 from kvshm._ground.ids import BlockId, Epoch, LeaseBit, Rank
 from kvshm._rank.attachments import FAILED_SECONDS, AttachmentCache
-from kvshm._rank.rank_cache import RankCache
+from kvshm._rank.rank_half import RankHalf
 from kvshm._rank.rank_load import RankLoad
 from kvshm._shm.layout import TICKETS_OFFSET
 from kvshm._shm.slot_table import PeerSlotTable
@@ -41,11 +41,11 @@ def piece_of(peer: Exporter, block: int, taken: bytes = b"\0") -> Piece:
     return Piece(Epoch(peer.info.epoch), memory, records, taken, (BlockId(block + 10),), 8)
 
 
-def load_of(*pieces: Piece, ticket: int = NO_TICKET, name: str = "load") -> Load:
-    return Load(name, OWN, ticket, BIT, pieces, ())
+def load_of(*pieces: Piece, ticket: int = NO_TICKET, name: str = "load") -> LoadOrder:
+    return LoadOrder(name, OWN, ticket, BIT, pieces, ())
 
 
-def reports(cache: RankCache, number: int) -> dict[str, LoadReport]:
+def reports(cache: RankHalf, number: int) -> dict[str, LoadReport]:
     found: dict[str, LoadReport] = {}
 
     def enough() -> bool:
@@ -67,8 +67,8 @@ def transport() -> PlayedTransport:
 
 
 @pytest.fixture
-def cache(transport: PlayedTransport, served: ServedNode, clock: Clock) -> Iterator[RankCache]:
-    cache = RankCache(transport, Rank(0), served.handouts, clock=clock)
+def cache(transport: PlayedTransport, served: ServedNode, clock: Clock) -> Iterator[RankHalf]:
+    cache = RankHalf(transport, Rank(0), served.handouts, clock=clock)
     yield cache
     for hung in transport.hung.values():
         hung.set()
@@ -79,7 +79,7 @@ def cache(transport: PlayedTransport, served: ServedNode, clock: Clock) -> Itera
 
 
 @pytest.fixture
-def opened(cache: RankCache, own: AnyTable) -> RankCache:
+def opened(cache: RankHalf, own: AnyTable) -> RankHalf:
     """The cache in its epoch."""
     cache.open_epoch(own.epoch)
     return cache
@@ -94,7 +94,7 @@ def in_use(table: AnyTable, ticket: int) -> int:
 
 
 def test_a_hung_peer_holds_only_its_own_loads_up(
-    opened: RankCache, transport: PlayedTransport, exporter: Make
+    opened: RankHalf, transport: PlayedTransport, exporter: Make
 ) -> None:
     hung, fresh = exporter("hung"), exporter("fresh")
     transport.hung[hung.info.epoch] = threading.Event()
@@ -113,7 +113,7 @@ def test_a_hung_peer_holds_only_its_own_loads_up(
 
 
 def test_a_load_reports_once_all_its_peers_have_been_tried(
-    opened: RankCache, transport: PlayedTransport, exporter: Make
+    opened: RankHalf, transport: PlayedTransport, exporter: Make
 ) -> None:
     """What is copied already waits for what is still being attached: one report a load."""
     near, slow = exporter("near"), exporter("slow")
@@ -127,7 +127,7 @@ def test_a_load_reports_once_all_its_peers_have_been_tried(
 
 
 def test_a_failed_peer_is_not_asked_again_for_a_while(
-    opened: RankCache, transport: PlayedTransport, exporter: Make, clock: Clock
+    opened: RankHalf, transport: PlayedTransport, exporter: Make, clock: Clock
 ) -> None:
     peer = exporter()
     transport.broken.add(peer.info.epoch)
@@ -164,7 +164,7 @@ def test_a_table_of_another_epoch_or_without_the_rank_is_not_attached(
 
 
 def test_closing_waits_for_no_hung_peer(
-    opened: RankCache, transport: PlayedTransport, exporter: Make
+    opened: RankHalf, transport: PlayedTransport, exporter: Make
 ) -> None:
     """What is attached after all is let go again: the fixture sees to that."""
     peer = exporter()
@@ -177,7 +177,7 @@ def test_closing_waits_for_no_hung_peer(
 
 
 def test_nothing_is_copied_into_memory_whose_epoch_ended_meanwhile(
-    opened: RankCache, transport: PlayedTransport, exporter: Make
+    opened: RankHalf, transport: PlayedTransport, exporter: Make
 ) -> None:
     peer = exporter()
     transport.hung[peer.info.epoch] = threading.Event()
@@ -193,7 +193,7 @@ def test_nothing_is_copied_into_memory_whose_epoch_ended_meanwhile(
 # -- leases of a rank without a table
 
 
-def leased(cache: RankCache, own: AnyTable, exporter: Make) -> tuple[Exporter, int]:
+def leased(cache: RankHalf, own: AnyTable, exporter: Make) -> tuple[Exporter, int]:
     peer, ticket = exporter(), own.take_ticket(1)
     assert ticket is not None
     cache.begin_load(load_of(piece_of(peer, 1, b"\1"), ticket=ticket))
@@ -201,7 +201,7 @@ def leased(cache: RankCache, own: AnyTable, exporter: Make) -> tuple[Exporter, i
 
 
 def test_a_rank_with_a_table_counts_the_ticket_and_releases(
-    opened: RankCache, own: AnyTable, exporter: Make
+    opened: RankHalf, own: AnyTable, exporter: Make
 ) -> None:
     peer, ticket = leased(opened, own, exporter)
     assert reports(opened, 1)["load"].bad == ()
@@ -210,7 +210,7 @@ def test_a_rank_with_a_table_counts_the_ticket_and_releases(
 
 
 def test_only_the_last_rank_of_a_load_gives_its_leases_back(
-    opened: RankCache, own: AnyTable, exporter: Make
+    opened: RankHalf, own: AnyTable, exporter: Make
 ) -> None:
     peer, ticket = exporter(), own.take_ticket(2)
     assert ticket is not None
@@ -223,7 +223,7 @@ def test_only_the_last_rank_of_a_load_gives_its_leases_back(
 
 
 def test_a_rank_without_a_table_gives_its_leases_back(
-    cache: RankCache, own: AnyTable, exporter: Make
+    cache: RankHalf, own: AnyTable, exporter: Make
 ) -> None:
     peer, _ = leased(cache, own, exporter)
     [failure] = reports(cache, 1)["load"].failures
@@ -232,7 +232,7 @@ def test_a_rank_without_a_table_gives_its_leases_back(
 
 
 def test_a_load_of_an_earlier_epoch_leaves_the_tickets_of_this_one_alone(
-    cache: RankCache, own: AnyTable, served: ServedNode, exporter: Make
+    cache: RankHalf, own: AnyTable, served: ServedNode, exporter: Make
 ) -> None:
     table = served.serve("next", OWN + 1, NUM_BLOCKS, 1, FINGERPRINT).table
     cache.open_epoch(table.epoch)
@@ -246,7 +246,7 @@ def test_a_load_of_an_earlier_epoch_leaves_the_tickets_of_this_one_alone(
 
 
 def test_one_peer_that_has_gone_keeps_no_other_lease(
-    opened: RankCache, own: AnyTable, transport: PlayedTransport, exporter: Make
+    opened: RankHalf, own: AnyTable, transport: PlayedTransport, exporter: Make
 ) -> None:
     gone, peer = exporter("gone"), exporter()
     ticket = own.take_ticket(1)
@@ -260,7 +260,7 @@ def test_one_peer_that_has_gone_keeps_no_other_lease(
 
 
 def test_why_a_rank_exports_nothing_is_said_until_it_does(
-    cache: RankCache, own: AnyTable, transport: PlayedTransport
+    cache: RankHalf, own: AnyTable, transport: PlayedTransport
 ) -> None:
     assert cache.failed == ""
     transport.export_error = TransportError("no room for a socket")
@@ -278,7 +278,7 @@ def test_why_a_rank_exports_nothing_is_said_until_it_does(
 
 
 def test_an_ended_peer_is_unmapped_by_a_rank_that_is_never_idle(
-    opened: RankCache, transport: PlayedTransport, exporter: Make, clock: Clock
+    opened: RankHalf, transport: PlayedTransport, exporter: Make, clock: Clock
 ) -> None:
     ended, living = exporter("ended"), exporter("living")
     opened.begin_load(load_of(piece_of(ended, 1), piece_of(living, 2)))
@@ -296,7 +296,7 @@ def test_an_ended_peer_is_unmapped_by_a_rank_that_is_never_idle(
 
 
 def test_an_ended_peer_stays_mapped_while_a_load_has_yet_to_check_it(
-    opened: RankCache, own: AnyTable, transport: PlayedTransport, exporter: Make, clock: Clock
+    opened: RankHalf, own: AnyTable, transport: PlayedTransport, exporter: Make, clock: Clock
 ) -> None:
     transport.state = CopyState.PENDING
     peer, _ = leased(opened, own, exporter)
@@ -321,7 +321,7 @@ def test_an_ended_peer_stays_mapped_while_a_load_has_yet_to_check_it(
 
 
 def test_the_load_thread_outlives_what_cannot_be_unmapped(
-    opened: RankCache,
+    opened: RankHalf,
     exporter: Make,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
@@ -344,7 +344,7 @@ def test_the_load_thread_outlives_what_cannot_be_unmapped(
 
 
 def test_a_spoilt_load_reports_all_its_targets_once_nothing_can_write(
-    opened: RankCache,
+    opened: RankHalf,
     own: AnyTable,
     transport: PlayedTransport,
     exporter: Make,
@@ -374,7 +374,7 @@ def test_a_spoilt_load_reports_all_its_targets_once_nothing_can_write(
 
 
 def test_a_load_whose_check_fails_is_bad_and_gives_its_leases_back(
-    opened: RankCache, own: AnyTable, exporter: Make, monkeypatch: pytest.MonkeyPatch
+    opened: RankHalf, own: AnyTable, exporter: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> list[bool]:
         raise StaleAttachment("recheck")

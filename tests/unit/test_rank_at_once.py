@@ -1,4 +1,4 @@
-"""rank.rank_cache: loads that a step waits for, and what becomes of those it cannot wait for."""
+"""kvshm._rank.rank_half: loads that a step waits for, and those it cannot wait for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from kvshm._engine.load_plan import LoadFailure
 from kvshm._ground.ids import Rank
 from kvshm._ground.syncpoints import SyncPoint
-from kvshm._rank.rank_cache import RankCache
+from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.counters import LOADS_TOO_LATE
 from kvshm._shm.slot_table import PeerSlotTable
 from kvshm.errors import CorruptSegment, MemoryInUse
@@ -27,7 +27,7 @@ __all__ = ["cache", "own", "transport"]
 
 
 @pytest.fixture
-def attached(cache: RankCache, own: AnyTable, exporter: Make) -> Make:
+def attached(cache: RankHalf, own: AnyTable, exporter: Make) -> Make:
     """Makes exporters that the rank has attached."""
     cache.open_epoch(own.epoch)
 
@@ -41,7 +41,7 @@ def attached(cache: RankCache, own: AnyTable, exporter: Make) -> Make:
 
 
 def test_a_load_of_an_attached_peer_has_ended_when_the_call_returns(
-    cache: RankCache, attached: Make
+    cache: RankHalf, attached: Make
 ) -> None:
     piece = piece_of(attached(), 2)
     (report,) = cache.load_at_once([load_of(piece)], 1.0)
@@ -50,7 +50,7 @@ def test_a_load_of_an_attached_peer_has_ended_when_the_call_returns(
 
 
 def test_the_sync_points_of_a_load_are_reached_in_order(
-    cache: RankCache, own: AnyTable, attached: Make, monkeypatch: pytest.MonkeyPatch
+    cache: RankHalf, own: AnyTable, attached: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A test that stops a rank at one of them would otherwise wait in vain."""
     reached: list[tuple[SyncPoint, int]] = []
@@ -69,7 +69,7 @@ def test_the_sync_points_of_a_load_are_reached_in_order(
     ]
 
 
-def test_nobody_waits_for_an_attach(cache: RankCache, own: AnyTable, exporter: Make) -> None:
+def test_nobody_waits_for_an_attach(cache: RankHalf, own: AnyTable, exporter: Make) -> None:
     cache.open_epoch(own.epoch)
     piece = piece_of(exporter(), 2)
     (report,) = cache.load_at_once([load_of(piece)], 1000.0)
@@ -79,7 +79,7 @@ def test_nobody_waits_for_an_attach(cache: RankCache, own: AnyTable, exporter: M
 
 
 def test_a_peer_that_was_let_go_is_not_attached_by_a_load_that_does_not_say_where_it_lies(
-    cache: RankCache, own: AnyTable, transport: PlayedTransport, exporter: Make
+    cache: RankHalf, own: AnyTable, transport: PlayedTransport, exporter: Make
 ) -> None:
     """Else the attach would fail, and be remembered as the peer's failure."""
     cache.open_epoch(own.epoch)
@@ -93,7 +93,7 @@ def test_a_peer_that_was_let_go_is_not_attached_by_a_load_that_does_not_say_wher
 
 @pytest.mark.parametrize("fenced", [False, True])
 def test_a_copy_that_lasts_too_long_is_lost_and_harmless(
-    cache: RankCache, own: AnyTable, transport: PlayedTransport, attached: Make, clock: Clock,
+    cache: RankHalf, own: AnyTable, transport: PlayedTransport, attached: Make, clock: Clock,
     fenced: bool, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Where the model's stream can wait for the copy, nobody else does; where it cannot, the
@@ -132,7 +132,7 @@ def test_a_copy_that_lasts_too_long_is_lost_and_harmless(
 
 
 def test_who_copies_for_a_step_stops_when_its_time_is_up(
-    cache: RankCache, own: AnyTable, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf, own: AnyTable, attached: Make, transport: PlayedTransport, clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     def copies(memory: PlayedMemory, source: object, target: object,
@@ -153,7 +153,7 @@ def test_who_copies_for_a_step_stops_when_its_time_is_up(
 
 
 def test_a_load_none_of_whose_copies_got_a_turn_says_nothing_of_how_long_it_takes(
-    cache: RankCache, attached: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    cache: RankHalf, attached: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a copy is expected to take the microseconds in which it was found to be late."""
     peer = attached()
@@ -178,7 +178,7 @@ def test_a_load_none_of_whose_copies_got_a_turn_says_nothing_of_how_long_it_take
 
 
 def test_a_step_goes_on_only_when_the_cancelled_copy_writes_no_more(
-    cache: RankCache, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf, attached: Make, transport: PlayedTransport, clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A copy that is in the middle of a block ends a while after it was told to."""
@@ -203,7 +203,7 @@ def test_a_step_goes_on_only_when_the_cancelled_copy_writes_no_more(
 
 
 def test_a_rank_does_not_wait_for_ever_for_a_copy_that_cannot_be_stopped(
-    cache: RankCache, own: AnyTable, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf, own: AnyTable, attached: Make, transport: PlayedTransport, clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """It may write over what the model computes: the rank ends, and others read nothing of it."""
@@ -223,7 +223,7 @@ def test_a_rank_does_not_wait_for_ever_for_a_copy_that_cannot_be_stopped(
 
 
 def test_a_process_that_was_stopped_has_not_waited(
-    cache: RankCache, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf, attached: Make, transport: PlayedTransport, clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     piece = piece_of(attached(), 2)
@@ -246,7 +246,7 @@ def test_a_process_that_was_stopped_has_not_waited(
 
 
 def test_a_peer_is_not_unmapped_while_a_step_waits_for_it(
-    cache: RankCache, transport: PlayedTransport, attached: Make
+    cache: RankHalf, transport: PlayedTransport, attached: Make
 ) -> None:
     peer = attached()
     epoch = peer.info.epoch
@@ -258,7 +258,7 @@ def test_a_peer_is_not_unmapped_while_a_step_waits_for_it(
     assert transport.memories[epoch].closed
 
 
-def test_asked_to_linger_poll_waits_for_what_is_under_way(cache: RankCache, attached: Make) -> None:
+def test_asked_to_linger_poll_waits_for_what_is_under_way(cache: RankHalf, attached: Make) -> None:
     cache.begin_load(load_of(piece_of(attached(), 2)))
     cache._clock = lambda: 0.0  # however long it takes
     assert [report.load_id for report in cache.poll(1.0)] == ["load"]
@@ -266,7 +266,7 @@ def test_asked_to_linger_poll_waits_for_what_is_under_way(cache: RankCache, atta
 
 @pytest.mark.parametrize("second_is_awaited", [False, True])
 def test_a_load_behind_anothers_copies_says_nothing_of_how_long_it_takes(
-    cache: RankCache, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf, attached: Make, transport: PlayedTransport, clock: Clock,
     second_is_awaited: bool,
 ) -> None:  # fmt: skip
     """A rank makes one copy after the other: what the second waits for the first is not its own."""
@@ -297,7 +297,7 @@ def test_a_load_behind_anothers_copies_says_nothing_of_how_long_it_takes(
 
 
 def test_the_load_thread_unmaps_nobody_of_a_load_that_a_step_waits_for(
-    cache: RankCache, attached: Make, transport: PlayedTransport, monkeypatch: pytest.MonkeyPatch
+    cache: RankHalf, attached: Make, transport: PlayedTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer = attached()
     piece = piece_of(peer, 2)
@@ -316,7 +316,7 @@ def test_the_load_thread_unmaps_nobody_of_a_load_that_a_step_waits_for(
 
 
 def test_nothing_is_delivered_if_the_own_epoch_ended_during_the_copy(
-    cache: RankCache, attached: Make, monkeypatch: pytest.MonkeyPatch
+    cache: RankHalf, attached: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     piece = piece_of(attached(), 2)
 
@@ -331,7 +331,7 @@ def test_nothing_is_delivered_if_the_own_epoch_ended_during_the_copy(
 
 
 def test_all_copies_of_a_load_are_stopped_at_once(
-    cache: RankCache, attached: Make, transport: PlayedTransport, clock: Clock,
+    cache: RankHalf, attached: Make, transport: PlayedTransport, clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """A step would wait for each of them else, one after the other."""
@@ -355,7 +355,7 @@ def test_all_copies_of_a_load_are_stopped_at_once(
 
 
 def test_a_load_that_cannot_be_checked_is_its_peers_fault(
-    cache: RankCache, attached: Make, monkeypatch: pytest.MonkeyPatch
+    cache: RankHalf, attached: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else that one would be asked again and again, and what it took be learnt."""
 

@@ -13,7 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvshm._engine.groups import Part
-from kvshm._engine.load_plan import Load, LoadReport
+from kvshm._engine.load_plan import LoadOrder, LoadReport
 from kvshm._ground.ids import Epoch, LeaseBit, block_hash
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.hooks.vllm.messages import RankReport
@@ -116,9 +116,9 @@ class Played:
         while "gone" in self.e.scheduler.requests:
             self.run(self.e.schedule())
 
-    def finish(self) -> list[Load]:
+    def finish(self) -> list[LoadOrder]:
         """Step until no request is left; returns the loads that were begun, which all arrive."""
-        begun: list[Load] = []
+        begun: list[LoadOrder] = []
         for _ in range(60):
             sent = self.e.schedule()
             loads = [*sent.metadata.loads, *sent.metadata.at_once]

@@ -23,7 +23,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvshm._engine.groups import Group, Groups
-from kvshm._engine.load_plan import NO_TICKET, Load, LoadReport, Piece, Plan
+from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Piece, Plan
 from kvshm._ground.ids import NO_LEASE_BIT, Epoch
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.counters import IMPORTED_BLOCKS, LOADS_DONE, LOADS_FAILED
@@ -69,7 +69,7 @@ class Node:
     delivered: dict[str, list[int]] = field(default_factory=dict)
     prompts: dict[str, list[int]] = field(default_factory=dict)
     chains: dict[bytes, list[int]] = field(default_factory=dict)
-    later: list[tuple[Load, Request]] = field(default_factory=list)
+    later: list[tuple[LoadOrder, Request]] = field(default_factory=list)
     """Asynchronous loads under way."""
     awaited: int = 0
     failed: int = 0
@@ -84,7 +84,7 @@ class Node:
 
     # -- a peer that holds all prompts
 
-    def probe(self, chain: list[bytes], start: int, stop: int) -> Plan | None:
+    def lookup(self, chain: list[bytes], start: int, stop: int) -> Plan | None:
         if self.rnd.random() < 0.3:
             return None
         stop = self.rnd.randint(start + 1, stop) // self.groups.step * self.groups.step
@@ -96,12 +96,12 @@ class Node:
 
     def begin_load(
         self, plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
-    ) -> Load:
+    ) -> LoadOrder:
         epoch, lost = self.e.table.epoch, ()
         if self.rnd.random() < 0.05:
             targets, lost = targets[:-1], targets[-1:]
         pieces = (Piece(Epoch(77), (), b"", b"", targets, 0),) if targets else ()
-        return Load(load_id, epoch, NO_TICKET, NO_LEASE_BIT, pieces, lost)
+        return LoadOrder(load_id, epoch, NO_TICKET, NO_LEASE_BIT, pieces, lost)
 
     # -- work
 
@@ -175,7 +175,7 @@ class Node:
         for part in parts:
             self.note(part.request)
 
-    def fill(self, load: Load, request: Request, tables: list[list[int]]) -> tuple[int, ...]:
+    def fill(self, load: LoadOrder, request: Request, tables: list[list[int]]) -> tuple[int, ...]:
         bad, kv = list(load.lost), self.model.contents(0, list(request._all_token_ids))
         for target in (t for piece in load.pieces for t in piece.targets):
             group = next(g for g in self.groups.all if target in tables[g.number])
@@ -276,8 +276,8 @@ def work(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random work; in the end every request has all of its tokens, and nothing is left."""
     e, asynchronous = node.e, node.e.asynchronous
     monkeypatch.setattr(node.side.cache.planner, "has_peers", lambda: True)
-    monkeypatch.setattr(node.side.cache.planner, "probe", node.probe)
-    monkeypatch.setattr(node.side.cache.planner, "begin", node.begin_load)
+    monkeypatch.setattr(node.side.cache.planner, "lookup", node.lookup)
+    monkeypatch.setattr(node.side.cache.planner, "load", node.begin_load)
     monkeypatch.setattr(e.connector, "pool_reset", lambda: None)  # the weights stay, so may blocks
     for _ in range(800):
         kind = node.rnd.random()
@@ -310,13 +310,13 @@ def found(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(node.e.table.epoch, 0, (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),))
     piece = Piece(Epoch(77), (), b"", b"", (), 0)
 
-    def begin_load(_: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool) -> Load:
+    def begin_load(_: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool) -> LoadOrder:
         pieces = (replace(piece, targets=targets),)
-        return Load(load_id, node.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
+        return LoadOrder(load_id, node.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
 
     monkeypatch.setattr(node.side.cache.planner, "has_peers", lambda: True)
-    monkeypatch.setattr(node.side.cache.planner, "probe", lambda *_: plan)
-    monkeypatch.setattr(node.side.cache.planner, "begin", begin_load)
+    monkeypatch.setattr(node.side.cache.planner, "lookup", lambda *_: plan)
+    monkeypatch.setattr(node.side.cache.planner, "load", begin_load)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -21,7 +21,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvshm._engine.groups import Group, Groups
-from kvshm._engine.load_plan import NO_TICKET, Load, LoadReport, Piece
+from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Piece
 from kvshm._ground.ids import NO_LEASE_BIT, Epoch
 from kvshm._shm.layout import SlotState
 from kvshm._shm.own_slot_table import OwnSlotTable
@@ -65,7 +65,7 @@ class Step:
 class Import:
     """A load of kvshm's under way."""
 
-    load: Load
+    load: LoadOrder
     request: Request
     epoch: int
     places: dict[int, Place]
@@ -146,7 +146,7 @@ class Node:
         piece = Piece(Epoch(77), (), b"", b"", made.targets, 0)
         table = self.side.cache.table
         epoch = table.epoch if table is not None else Epoch(0)
-        made.load = Load(name, epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
+        made.load = LoadOrder(name, epoch, NO_TICKET, NO_LEASE_BIT, (piece,), ())
 
     def to_fill(self, hashes: range, tables: list[list[int]]) -> list[Place]:
         """The blocks that vLLM has allocated for a load of so much."""

@@ -25,7 +25,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvshm._engine.load_plan import Load, Piece
+from kvshm._engine.load_plan import LoadOrder, Piece
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Fingerprint, Generation
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm._shm.own_slot_table import OwnSlotTable, TableSpec
@@ -118,7 +118,7 @@ def make(config: VllmConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     shutil.rmtree(run_dir)
 
 
-def load_of(exporter: Played, importer: Played, source: int, target: int) -> Load:
+def load_of(exporter: Played, importer: Played, source: int, target: int) -> LoadOrder:
     """Publish a block and plan its import, as the schedulers would."""
     description = exporter.side.describe()
     assert description.info is not None, description.refusal
@@ -130,7 +130,7 @@ def load_of(exporter: Played, importer: Played, source: int, target: int) -> Loa
     piece = Piece(exporter.table.epoch, (memory,), records, b"\0", (BlockId(target),), 8)
     ticket = importer.table.take_ticket(1)
     assert ticket is not None
-    return Load("request", importer.table.epoch, ticket, 0, (piece,), ())
+    return LoadOrder("request", importer.table.epoch, ticket, 0, (piece,), ())
 
 
 def finished(side: WorkerSide) -> set[str]:

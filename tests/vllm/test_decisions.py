@@ -16,8 +16,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from kvshm._engine.groups import Group, Groups
 from kvshm._engine.load_plan import (
     NO_TICKET,
-    Load,
     LoadFailure,
+    LoadOrder,
     LoadReport,
     Piece,
     PieceFailure,
@@ -47,22 +47,22 @@ class Node:
         self.lookups = 0
         self.side._times._clock = self.side.importer._clock = lambda: self.now
         monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
-        monkeypatch.setattr(self.side.cache.planner, "probe", self.probe)
-        monkeypatch.setattr(self.side.cache.planner, "begin", self.begin_load)
+        monkeypatch.setattr(self.side.cache.planner, "lookup", self.lookup)
+        monkeypatch.setattr(self.side.cache.planner, "load", self.begin_load)
 
     def attach(self) -> None:
         self.side.importer.attached[0] = frozenset({Epoch(77)})
 
-    def probe(self, chain: list[bytes], start: int, stop: int) -> Plan | None:
+    def lookup(self, chain: list[bytes], start: int, stop: int) -> Plan | None:
         self.lookups += 1
         runs = (PlannedRun(PEER, bytes(RECORD_BYTES * (min(stop, BLOCKS) - start))),)
         return plan_of(self.e.table.epoch, start, runs, time.monotonic(), 1000)
 
     def begin_load(
         self, plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
-    ) -> Load:
+    ) -> LoadOrder:
         pieces = (Piece(Epoch(77), (), b"", b"", targets, 0),)
-        return Load(load_id, self.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
+        return LoadOrder(load_id, self.e.table.epoch, NO_TICKET, NO_LEASE_BIT, pieces, ())
 
     def step(self, per_token: float) -> None:
         sent = self.e.schedule()

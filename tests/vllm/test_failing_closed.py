@@ -156,7 +156,7 @@ def test_nothing_computed_on_blocks_that_may_not_have_come_is_delivered(
     node.schedule()
     assert node.steps[-1][0].metadata.at_once
     with monkeypatch.context() as patch:
-        patch.setattr(node.side.cache.planner, "probe", lambda *_: None)  # ended with the epoch
+        patch.setattr(node.side.cache.planner, "lookup", lambda *_: None)  # ended with the epoch
         node.go_on(request)
     assert request.get_finished_reason() is FinishReason.LENGTH
     assert len(node.delivered["r"]) == 5

@@ -31,8 +31,8 @@ def observed(e: DrivenEngine, monkeypatch: pytest.MonkeyPatch) -> Observed:
     """The engine's importer, the time that it sees, and the searches that it makes."""
     importer, now, asked = e.connector._scheduler.importer, [1000.0], list[Any]()
     monkeypatch.setattr(importer.lookups, "_clock", lambda: now[0])
-    probe = importer._planner.probe
-    monkeypatch.setattr(importer._planner, "probe", lambda *a: (asked.append(a), probe(*a))[1])
+    lookup = importer._planner.lookup
+    monkeypatch.setattr(importer._planner, "lookup", lambda *a: (asked.append(a), lookup(*a))[1])
     return importer, now, asked
 
 
@@ -241,6 +241,6 @@ def test_a_plan_of_which_a_part_cannot_be_leased_is_a_miss(e: DrivenEngine, peer
     plan = importer.lookups.find(request, 0, 6)
     assert plan is not None
     peer.exporter.table.retract([peer.used])
-    load = importer._planner.begin(plan, "a", range(plan.num_blocks))
+    load = importer._planner.load(plan, "a", range(plan.num_blocks))
     assert not load.pieces
     assert e.table.counters.read(MISS_LEASE_LOST) == 1

@@ -236,7 +236,7 @@ def test_a_load_at_once_counts_as_a_whole(
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("when", ["match", "begin"])
+@pytest.mark.parametrize("when", ["match", "load"])
 def test_a_load_without_a_plan_fails_and_its_request_is_computed(
     engine: Make,
     peer_of: Any,
@@ -255,7 +255,7 @@ def test_a_load_without_a_plan_fails_and_its_request_is_computed(
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("on purpose")
 
-    what = (side.importer, "allocated") if when == "match" else (side.cache.planner, "begin")
+    what = (side.importer, "allocated") if when == "match" else (side.cache.planner, "load")
     monkeypatch.setattr(*what, fail)
     e.add("r", prompt(8), max_tokens=9)
     sent = e.schedule()

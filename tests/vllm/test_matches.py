@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm._engine.load_plan import NO_TICKET, Load, LoadReport, Plan
+from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport, Plan
 from kvshm._ground.ids import NO_LEASE_BIT
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.counters import MISS_FINGERPRINT, MISS_NO_PEER, Counter
@@ -30,7 +30,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
         wanted = e.add("imagined", alike, max_tokens=1).block_hashes[:blocks]
         e.scheduler.finish_requests("imagined", RequestStatus.FINISHED_ABORTED)
 
-        def probe(chain: list[bytes], start: int, stop: int) -> Plan | None:
+        def lookup(chain: list[bytes], start: int, stop: int) -> Plan | None:
             stop = min(stop, len(wanted))
             if start >= stop or chain[start:stop] != wanted[start:stop]:
                 return None
@@ -40,13 +40,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         def begin_load(
             plan: Plan, load_id: str, targets: tuple[int, ...], *, attached: bool
-        ) -> Load:
+        ) -> LoadOrder:
             # With no pieces: so all that was promised stands in ``targets`` of the load.
-            return Load(load_id, e.table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
+            return LoadOrder(load_id, e.table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
 
         monkeypatch.setattr(cache.planner, "has_peers", lambda: True)
-        monkeypatch.setattr(cache.planner, "probe", probe)
-        monkeypatch.setattr(cache.planner, "begin", begin_load)
+        monkeypatch.setattr(cache.planner, "lookup", lookup)
+        monkeypatch.setattr(cache.planner, "load", begin_load)
 
     return hold
 

@@ -14,7 +14,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
-from kvshm._engine.load_plan import Load, LoadReport
+from kvshm._engine.load_plan import LoadOrder, LoadReport
 from kvshm._ground.ids import Epoch
 from kvshm.hooks.vllm import worker
 from kvshm.hooks.vllm.connector import KvshmConnector
@@ -30,9 +30,9 @@ class Copying:
 
     def __init__(self, polls: int) -> None:
         self._left = polls
-        self._loads: list[Load] = []
+        self._loads: list[LoadOrder] = []
 
-    def begin_load(self, load: Load) -> None:
+    def begin_load(self, load: LoadOrder) -> None:
         self._loads.append(load)
 
     def attached(self) -> frozenset[Epoch]:
@@ -205,7 +205,7 @@ def test_an_import_that_waits_for_room_behind_its_load_is_reset_too(
     running goes on before it."""
     e = engine(asynchronous, num_blocks=13)
     importer, cache = e.connector._scheduler.importer, e.connector._scheduler.cache
-    monkeypatch.setattr(cache.planner, "end", lambda load, reports: set())
+    monkeypatch.setattr(cache.planner, "end_load", lambda load, reports: set())
     importer.match = lambda request, _: 3 * BLOCK_SIZE if request.request_id == "a" else 0
     e.add("fills", prompt(5, tail=15, first=500), max_tokens=80)
     e.step()

@@ -188,14 +188,14 @@ def test_misses_after_the_match_are_counted(engine: Make) -> None:
     know(importer, exporter)
     cache, chain = importer.connector._scheduler.cache, importer.add("r", PROMPT).block_hashes
     for attempt in range(QUARANTINE_FAILURES):
-        plan = cache.planner.probe(chain, 0, 3)
-        load = cache.planner.begin(plan, f"load-{attempt}", [1, 2, 3])
+        plan = cache.planner.lookup(chain, 0, 3)
+        load = cache.planner.load(plan, f"load-{attempt}", [1, 2, 3])
         failure = PieceFailure(load.pieces[0].peer_epoch, LoadFailure.UNREACHABLE, b"")
-        cache.planner.end(load, [LoadReport(load.load_id, (1, 2, 3), (failure,))])
-    assert cache.planner.probe(chain, 0, 3) is None
+        cache.planner.end_load(load, [LoadReport(load.load_id, (1, 2, 3), (failure,))])
+    assert cache.planner.lookup(chain, 0, 3) is None
     stale = exporter.connector._scheduler.cache.publisher
     stale.retract([*exporter.ready()])
-    cache.planner.begin(plan, "late", [1, 2, 3])
+    cache.planner.load(plan, "late", [1, 2, 3])
     told = counted(importer)
     assert (told["loads_failed"], told["quarantines"], told["miss_quarantined"]) == (3, 1, 1)
     assert (told["miss_lease_lost"], told["lease_lost"]) == (1, 3)

@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.request import RequestStatus
 
-from kvshm._rank import rank_cache as rank
+from kvshm._rank import rank_half as rank
 from kvshm._shm.counters import (
     ESTIMATED_US,
     IMPORTED_BLOCKS,
@@ -59,7 +59,7 @@ class Importer:
         chain = self.a.engine.add(f"held{first}", tokens_of(first), max_tokens=1).block_hashes
 
         def known() -> bool:
-            plan = self.b.cache.planner.probe(chain, 0, PREFIX_BLOCKS)
+            plan = self.b.cache.planner.lookup(chain, 0, PREFIX_BLOCKS)
             return plan is not None and plan.num_blocks == PREFIX_BLOCKS
 
         self.a.until(known)  # this engine takes no step meanwhile, so its request does not grow
@@ -184,7 +184,7 @@ def test_copies_that_a_step_only_begins_are_bounded(
     importer.importer.at_once.available = False
     one, other = (b.engine.add(f"r{i}", tokens_of(i), max_tokens=1) for i in (2, 3))
     planner = b.cache.planner
-    nbytes = planner.probe(one.block_hashes, 0, 5).nbytes
+    nbytes = planner.lookup(one.block_hashes, 0, 5).nbytes
     monkeypatch.setattr(before_prefill, "SECONDS_BEGUN", 1.5 * planner.costs.load_seconds(nbytes))
     b.step()
     assert one.status is RequestStatus.WAITING_FOR_REMOTE_KVS

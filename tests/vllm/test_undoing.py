@@ -27,8 +27,8 @@ class Failing(Node):
         runs = (PlannedRun(PEER, bytes(RECORD_BYTES * 3)),)
         plan = plan_of(e.table.epoch, 0, runs)
         monkeypatch.setattr(self.side.cache.planner, "has_peers", lambda: True)
-        monkeypatch.setattr(self.side.cache.planner, "probe", lambda *_: plan)
-        monkeypatch.setattr(self.side.cache.planner, "begin", self.begin_load)
+        monkeypatch.setattr(self.side.cache.planner, "lookup", lambda *_: plan)
+        monkeypatch.setattr(self.side.cache.planner, "load", self.begin_load)
         monkeypatch.setattr(self.rnd, "random", lambda: 0.2)  # below failing / 3, above silence
 
     def ask(self, seed: int | None = None, temperature: float = 0.0) -> Request:

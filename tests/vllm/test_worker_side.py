@@ -16,9 +16,9 @@ pytest.importorskip("vllm")
 
 from torch.nn import Module
 
-from kvshm._engine.load_plan import NO_TICKET, Load, LoadReport
+from kvshm._engine.load_plan import NO_TICKET, LoadOrder, LoadReport
 from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Rank
-from kvshm._rank.rank_cache import RankCache
+from kvshm._rank.rank_half import RankHalf
 from kvshm._shm.own_slot_table import OwnSlotTable
 from kvshm.errors import TransportError
 from kvshm.hooks.vllm import worker
@@ -34,6 +34,8 @@ GONE = Epoch(1)
 
 class Unexportable:
     """A transport that has run out of descriptors."""
+
+    name = "unexportable"
 
     def export(self, epoch: Epoch) -> Any:
         raise TransportError(f"no descriptor left for {epoch}")
@@ -60,7 +62,7 @@ def connector(engines: ServedNode) -> Iterator[KvshmConnector]:
     side._under_way = set()
     side._described, side._attached = True, frozenset()
     side._could_not_open = False
-    side._cache = RankCache(Unexportable(), Rank(0), engines.handouts)  # type: ignore[arg-type]
+    side._cache = RankHalf(Unexportable(), Rank(0), engines.handouts)  # type: ignore[arg-type]
     made = object.__new__(KvshmConnector)
     made.strict, made._scheduler, made._worker, made._connector_metadata = False, None, side, None
     yield made
@@ -91,7 +93,7 @@ def test_loads_of_a_step_whose_epoch_cannot_be_opened_are_reported_once(
     """vLLM asserts on a second report, and a load under way after the first may write into
     blocks that are somebody else's by then."""
     targets = (BlockId(5), BlockId(6))
-    load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), targets)
+    load = LoadOrder("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), targets)
     steps = [step(connector, StepMetadata(1, open_epoch=table.epoch, loads=[load]))]
     assert (steps[0][2].not_opened, steps[0][2].failed) == (table.epoch, False)
     deadline = time.monotonic() + 100
@@ -110,7 +112,7 @@ def test_an_epoch_that_ended_while_its_step_was_under_way_is_no_failure(
     connector: KvshmConnector,
 ) -> None:
     """With asynchronous scheduling: a reset came after the step was dispatched."""
-    load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), (BlockId(5),))
+    load = LoadOrder("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), (BlockId(5),))
     _, _, report = step(connector, StepMetadata(1, open_epoch=GONE, loads=[load]))
     assert not report.failed
     deadline = time.monotonic() + 100
@@ -146,7 +148,7 @@ def test_a_table_for_weights_that_are_gone_is_not_opened(
     side._weights_change()
     step(connector, StepMetadata(1))  # the one step that tells of the change
     targets = (BlockId(5), BlockId(6))
-    load = Load("r", table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
+    load = LoadOrder("r", table.epoch, NO_TICKET, NO_LEASE_BIT, (), targets)
     step(connector, StepMetadata(2, open_epoch=table.epoch, loads=[load]))
     assert table.life(0) == 0
     assert side._cache is not None
@@ -162,7 +164,7 @@ def test_a_description_covers_the_changes_before_it(
     assert side is not None
     monkeypatch.setattr(Unexportable, "export", lambda *_: None)
     monkeypatch.setattr(worker, "rank_fields", lambda *_: {"weights": "w"})
-    side._transport, side._model, side._rank = side._cache._transport, Module(), Rank(0)
+    side._transport, side._model, side._rank = side._cache.transport, Module(), Rank(0)
     side._kernel_blocks, side._vllm_config, side._kv_cache_config = "1", None, None
     side._weights_change()
     _, _, report = step(connector, StepMetadata(1, describe=3))
@@ -197,7 +199,7 @@ def test_what_comes_up_between_quiet_steps_is_told_with_the_next(
 
 def test_no_step_is_quiet_while_a_load_is_under_way(connector: KvshmConnector) -> None:
     """However quiet the steps are in which it ends."""
-    load = Load("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), (BlockId(5),))
+    load = LoadOrder("r", Epoch(1), NO_TICKET, NO_LEASE_BIT, (), (BlockId(5),))
     said = [step(connector, StepMetadata(1, loads=[load]))]
     deadline = time.monotonic() + 100
     while not said[-1][0]:
@@ -227,8 +229,8 @@ def test_a_quiet_message_has_every_value_and_packs_its_number(kind: Any) -> None
         assert bool(getattr(told, name)) == bool(value), name
 
 
-def load(name: str) -> Load:
-    return Load(name, GONE, NO_TICKET, NO_LEASE_BIT, (), (BlockId(5), BlockId(6)))
+def load(name: str) -> LoadOrder:
+    return LoadOrder(name, GONE, NO_TICKET, NO_LEASE_BIT, (), (BlockId(5), BlockId(6)))
 
 
 def until_finished(connector: KvshmConnector, metadata: StepMetadata) -> set[int]:

@@ -1,9 +1,9 @@
 """The scheduler's half of a shared cache: the interface between an engine and kvshm.
 
-After ``open_epoch`` a SharedCache joins the node in the background, as soon as a coordinator
+After ``open_epoch`` a SchedulerHalf joins the node in the background, as soon as a coordinator
 runs.  With ``publisher`` the scheduler publishes the blocks it has computed and retracts those it
 is about to overwrite.  With ``planner`` the scheduler looks for prefixes in other engines and
-begins loads, which the ranks carry out (kvshm/_rank/rank_cache.py).  Nothing here knows vLLM.
+begins loads, which the ranks carry out (kvshm/_rank/rank_half.py).  Nothing here knows vLLM.
 
 Methods run on the scheduler's thread unless their docstring says otherwise; none blocks
 except ``close``, and the publisher's ``drain_before_dispatch``, bounded by the drain budget.
@@ -49,7 +49,7 @@ class _EpochRequest:
     pause: RetryPause
 
 
-class SharedCache:
+class SchedulerHalf:
     """One engine's place in the node's prefix cache."""
 
     def __init__(
@@ -80,7 +80,7 @@ class SharedCache:
         self._lock = threading.Lock()  # guards _requested and epoch_state across the two threads
         self._requested: _EpochRequest | None = None
         self.epoch_state: EpochState | None = None
-        """The present epoch, None without one.  Any thread may read it; only SharedCache sets
+        """The present epoch, None without one.  Any thread may read it; only SchedulerHalf sets
         it."""
         self.failed = False
         """Whether the last attempt to begin an epoch failed; there will be another."""
@@ -110,7 +110,7 @@ class SharedCache:
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` returns the fingerprint's fields; the client's
         thread calls ``fields`` until then.  ``epoch_state`` is then set, and every rank has to open
-        the epoch (``RankCache.open_epoch``) before other engines can read its blocks.  An epoch
+        the epoch (``RankHalf.open_epoch``) before other engines can read its blocks.  An epoch
         that cannot begin for lack of memory, descriptors or threads is tried again after a pause.
         """
         self.end_epoch()

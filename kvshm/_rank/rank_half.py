@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from kvshm._engine.load_plan import Load, LoadFailure, LoadReport
+from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport
 from kvshm._ground.forks import guard_forks
 from kvshm._ground.ids import BlockId, Epoch, Rank
 from kvshm._ground.log import logger
@@ -50,7 +50,7 @@ MAX_COUNTED_SECONDS = 0.1
 """Of a longer pause between two polls of such a copy only so much counts."""
 
 
-class RankCache:
+class RankHalf:
     """One rank's memory, exported and filled.  Used by the rank's serving thread."""
 
     def __init__(
@@ -65,7 +65,8 @@ class RankCache:
         """``handouts``: where the own table and those of peers are fetched.  Raises
         TransportError if no thread can be started."""
         self._handouts = handouts
-        self._transport = transport
+        self.transport = transport
+        """The memory behind it."""
         self._rank = rank
         self._verify = verify
         self._clock = clock
@@ -114,7 +115,7 @@ class RankCache:
         table = self._handouts.rank_table(epoch)
         try:
             table.begin_pulse(self._rank)
-            self._transport.export(epoch)
+            self.transport.export(epoch)
             table.set_life(self._rank)
         except BaseException:
             table.close()
@@ -132,7 +133,7 @@ class RankCache:
         if table is not None:
             table.end_life(self._rank)
 
-    def begin_load(self, load: Load) -> None:
+    def begin_load(self, load: LoadOrder) -> None:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self.table
         self._unreported += 1
@@ -148,7 +149,7 @@ class RankCache:
         if (load := self._begun.get(load_id)) is not None:
             load.cancel()
 
-    def load_at_once(self, loads: Sequence[Load], patience: float) -> list[LoadReport]:
+    def load_at_once(self, loads: Sequence[LoadOrder], patience: float) -> list[LoadReport]:
         """Carry out loads on the calling thread, which runs the model on their blocks next.
 
         Blocks for ``patience`` seconds at most, for all loads together, and then until none of
@@ -216,7 +217,7 @@ class RankCache:
         table = self.table
         if table is None or not self._verify or not blocks:
             return
-        for block, checksum in zip(blocks, self._transport.checksum(blocks), strict=True):
+        for block, checksum in zip(blocks, self.transport.checksum(blocks), strict=True):
             table.set_checksum(self._rank, block, checksum)
 
     def close(self) -> None:
@@ -227,7 +228,7 @@ class RankCache:
         self.end_epoch()
         self._loads.put(None)
         self._thread.join(timeout=CLOSE_SECONDS)
-        self._transport.close()
+        self.transport.close()
 
     def forget_in_child(self) -> None:
         """Memory and epoch belong to the parent (kvshm/_ground/forks.py)."""

@@ -1,0 +1,48 @@
+"""Opens a rank: its transport, over the memory of its KV cache, and its half of the engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvshm._ground.ids import Rank
+from kvshm._ground.rundir import rank_socket
+from kvshm._node.handout import Handouts
+from kvshm.config import Config
+from kvshm.interfaces import Region
+
+from .rank_half import RankHalf
+
+
+def open_rank(
+    config: Config,
+    run_dir: Path,
+    rank: Rank | int,
+    transport: Any,
+    memory: Any,
+    regions: Sequence[Region],
+) -> RankHalf:
+    """Return the half of rank ``rank``, whose KV blocks lie in ``regions`` of ``memory``.
+
+    ``transport``: a class (``kvshm.interfaces.load_transport``); ``memory``: what that class takes.
+    Raises TransportError, leaving nothing open, if the memory cannot be shared, or if no thread or
+    descriptor is left.
+    """
+    socket = rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank)
+    wanted = getattr(transport, "settings", ())
+    opened = transport(
+        memory=memory,
+        regions=list(regions),
+        rank=rank,
+        socket_path=socket,
+        fault=config.fault,
+        **{name: getattr(config, name) for name in wanted},
+    )
+    try:
+        handouts = Handouts(run_dir, config.namespace)
+        return RankHalf(opened, Rank(rank), handouts, verify=config.verify)
+    except BaseException:
+        opened.close()
+        raise

@@ -1,0 +1,71 @@
+"""The public surface for engines whose scheduler and worker ranks are processes of their own.
+
+``kvshm.Node`` is these two halves in one process.  vLLM's hooks use them apart: they know nothing
+else of kvshm.
+
+==================== ==============================================================================
+SchedulerHalf        in the scheduler's process: epochs, ``publisher``, ``planner`` (LoadPlanner:
+                     ``lookup`` finds a Plan, ``load`` makes it a LoadOrder for the ranks,
+                     ``end_load`` takes their LoadReports)
+RankHalf, open_rank  in each rank's process: exports the rank's KV cache, carries out LoadOrders
+Marks, Run, ...      what is known of the contents of each own block, for an engine that, as vLLM,
+                     hashes blocks before it has computed them
+Group, Groups, Part  KV cache groups, and the blocks a prefix needs of each
+==================== ==============================================================================
+
+The engine carries RankInfo, LoadOrder and LoadReport from one half to the other, as it carries
+messages of its own (they can be pickled).
+"""
+
+from __future__ import annotations
+
+from kvshm._engine.costs import Costs
+from kvshm._engine.epoch_state import EngineSpec
+from kvshm._engine.groups import Group, Groups, Part
+from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport, Plan
+from kvshm._engine.load_planner import LoadPlanner, LoadResult
+from kvshm._engine.marks import Marks, Run, blocks_of, end_of, make_run, owner_of, touching
+from kvshm._engine.prefix_search import ONE_FULL_GROUP
+from kvshm._engine.scheduler_half import SchedulerHalf
+from kvshm._ground.ids import BlockId, Epoch, Rank
+from kvshm._node.leftovers import clear
+from kvshm._node.protocol import RankInfo, abi
+from kvshm._rank.opening import open_rank
+from kvshm._rank.rank_half import POLL_SECONDS, RankHalf
+from kvshm._shm.counters import HOOK_ERRORS, KEPT, LOADS_AT_ONCE, MISS_NO_ROOM
+
+__all__ = [
+    "HOOK_ERRORS",
+    "KEPT",
+    "LOADS_AT_ONCE",
+    "MISS_NO_ROOM",
+    "ONE_FULL_GROUP",
+    "POLL_SECONDS",
+    "BlockId",
+    "Costs",
+    "EngineSpec",
+    "Epoch",
+    "Group",
+    "Groups",
+    "LoadFailure",
+    "LoadOrder",
+    "LoadPlanner",
+    "LoadReport",
+    "LoadResult",
+    "Marks",
+    "Part",
+    "Plan",
+    "Rank",
+    "RankHalf",
+    "RankInfo",
+    "Run",
+    "SchedulerHalf",
+    "abi",
+    "blocks_of",
+    "clear",
+    "end_of",
+    "make_run",
+    "open_rank",
+    "owner_of",
+    "touching",
+]
