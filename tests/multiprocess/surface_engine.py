@@ -16,6 +16,7 @@ from typing import Any
 import kvshm
 from kvshm import Identity, Load, LoadState, Region
 
+from .processes import PATIENCE_SECONDS
 from .surface_contents import BLOCK, BLOCKS, TOKENS, content, garbage, keys_of
 
 
@@ -75,12 +76,16 @@ class Engine:
             self._write(block, garbage(block))
         return {}
 
-    def load(self, prompt: int, held: bool) -> dict[str, Any]:
-        """Import a prompt; with ``held`` the copies wait for ``finish``."""
+    def load(self, prompt: int, held: bool, seen: int = 0) -> dict[str, Any]:
+        """Import a prompt; with ``held`` the copies wait for ``finish``.  ``seen``: wait until so
+        many of its blocks are found."""
         keys, free = keys_of(prompt), self._free()
         if held and self.let_go is None:
             self.let_go = threading.Event()
-            self.node._halves._transport.copier.submit(self.let_go.wait)
+            self.node._halves.rank.transport.copier.submit(self.let_go.wait)
+        if seen:
+            found = self.node.wait_for(keys[:seen], PATIENCE_SECONDS)
+            assert found.length == seen, f"{found}, of {seen} blocks"
         found = self.node.lookup(keys[: len(free)])
         if not found:
             return {"found": 0}

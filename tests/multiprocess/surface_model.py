@@ -10,7 +10,7 @@ import kvshm
 from kvshm import Config, Found, Identity, Load, LoadState, Region
 from kvshm._shm.layout import SlotState
 
-from .processes import PATIENCE_SECONDS, Node
+from .processes import PATIENCE_SECONDS, Node, wait_until
 from .surface_contents import BLOCK, BLOCKS, TOKENS, content, garbage
 
 T = TypeVar("T")
@@ -68,12 +68,20 @@ class Modelled:
         """Copies into its memory wait until ``let_go``."""
         if self._let_go is None:
             self._let_go = threading.Event()
-            self.node._halves._transport.copier.submit(self._let_go.wait)
+            self.node._halves.rank.transport.copier.submit(self._let_go.wait)
 
     def let_go(self) -> None:
         if self._let_go is not None:
             self._let_go.set()
         self._let_go = None
+
+    def wait_until_copying(self) -> None:
+        """Wait until copies are held up, or all loads have ended otherwise."""
+        rank = self.node._halves.rank
+        wait_until(
+            lambda: bool(rank.transport.copier._waiting) or len(rank._reports) >= rank._unreported,
+            "copies begin",
+        )
 
     @property
     def holds_copies(self) -> bool:

@@ -9,7 +9,7 @@ left.  Copies are held up while others act, so that races are ordered by events.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 import hypothesis.strategies as st
@@ -217,6 +217,41 @@ class SurfaceMachine(RuleBasedStateMachine):
         if self.peer(side).is_there:
             self.peer(side).do("load", prompt=prompt, held=held)
 
+    @rule(side=sides, prompt=prompts, at=first, number=numbers)
+    def peer_reuses_in_the_copy(self, side: int, prompt: int, at: int, number: int) -> None:
+        """The exporter waits its budget for the copy, which is held up, and writes the blocks."""
+        before = len(self.own.loads)
+        self.own.hold_copies()
+        self.begin_load(self.look_up(keys_of(prompt), 0), at)
+        if len(self.own.loads) > before:
+            self.own.wait_until_copying()
+            self.peer_reuses(side, at, 2 + number)
+            self.own.let_go()
+            self.own.loads[-1][0].wait()
+
+    @rule(side=sides, prompt=prompts, at=first, number=numbers, reset=st.booleans())
+    def reuse_under_a_reader(
+        self, side: int, prompt: int, at: int, number: int, reset: bool
+    ) -> None:
+        if self.peer(side).is_there:
+            self.publish(prompt, 0, 6, at)
+            seen = self.seen_by(self.peer(side), prompt)
+            self.peer(side).do("load", prompt=prompt, held=True, seen=seen)
+            if reset:
+                self.reset()
+            self.retract(at, 6 + number, wait=bool(at % 2))
+            self.peer(side).do("finish")
+
+    def seen_by(self, peer: Peer, prompt: int) -> int:
+        """How many of the prompt's blocks the peer has to find on this node, sooner or later."""
+        if peer.was_hindered or self.world.coordinator is None or not self.node.joined:
+            return 0
+        state = self.node._open
+        if state is None or self.own.is_paused:
+            return 0
+        published = {*self.own.published.values()}
+        return len(list(takewhile(published.__contains__, keys_of(prompt))))
+
     @rule(side=sides)
     def peer_finishes(self, side: int) -> None:
         if self.peer(side).is_there:
@@ -274,7 +309,7 @@ def no() -> None:
 
 
 QUICK = settings(
-    max_examples=10,
+    max_examples=14,
     stateful_step_count=100,
     deadline=None,
     derandomize=True,

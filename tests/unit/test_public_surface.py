@@ -12,8 +12,6 @@ from __future__ import annotations
 import difflib
 import enum
 import inspect
-import subprocess
-import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,6 @@ from typing import Any
 
 import pytest
 
-import kvshm
 from kvshm import api
 
 LIST = Path(__file__).with_name("public_surface.txt")
