@@ -10,9 +10,12 @@ and write the list again::
 from __future__ import annotations
 
 import difflib
+import dis
 import enum
 import inspect
-import typing
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,77 +23,87 @@ from typing import Any
 
 import pytest
 
+import kvshm
 from kvshm import api
 
 LIST = Path(__file__).with_name("public_surface.txt")
 COMMAND = ".venv/bin/python -m tests.unit.test_public_surface"
 INTERNAL = {
     "Found": {"node", "plan"},
+    "Identity": {"fields"},
     "Load": {"end", "load_id"},
     "Node": {"advance_loads", "begin", "cancel_load", "forget_in_child", "lengths_of"},
+    "RankHalf": {"forget_in_child"},
+    "SchedulerHalf": {"forget_in_child"},
 }
 """Names without an underscore that modules of kvshm use among themselves; nothing is promised."""
-EVERYBODYS = {"add_note", "args", "with_traceback", "count", "index", "from_bytes", "to_bytes"}
-"""What every exception, tuple or number has."""
+MADE_BY_KVSHM = {"Found", "Load", "Node", "LoadPlanner", "RankHalf"}
+"""Callers do not construct them."""
+NOT_NAMES = {"API_VERSION", "__version__"}
+QUOTED = re.compile(r"ForwardRef\('([^']*)'\)|(?<=: )'([^']*)'(?=[,)= ])|(?<=-> )'([^']*)'")
+"""Annotations are text."""
+PROTOCOLS = {"__enter__", "__exit__", "__await__", "__bool__", "__iter__", "__len__"}
 
 
 def surface(*modules: ModuleType) -> list[str]:
     """One line for each public thing, in the order of their names."""
-    major, minor = api.API_VERSION
-    lines = [f"API_VERSION = ({major}, {minor})"]
+    lines = [f"API_VERSION = {api.API_VERSION}"]
     for module in modules:
-        for name in sorted(module.__all__):
-            if name not in ("API_VERSION", "__version__"):
-                prefix = "" if module is api else module.__name__.rpartition(".")[2] + "."
-                lines += [prefix + line for line in _about(name, getattr(module, name))]
-    return lines
+        prefix = "" if module is api else module.__name__.rpartition(".")[2] + "."
+        for name in sorted({*module.__all__} - NOT_NAMES):
+            lines += [prefix + line for line in about(name, getattr(module, name))]
+    return [QUOTED.sub(lambda m: "".join(m.groups("")), line) for line in lines]
 
 
-def _about(name: str, thing: Any) -> Iterator[str]:
-    if not inspect.isclass(thing):
-        yield f"{name}{inspect.signature(thing)}" if callable(thing) else f"{name} = {thing!r}"
-        return
-    bases = ", ".join(base.__name__ for base in thing.__bases__ if base is not object)
-    yield f"class {name}({bases})"
-    if issubclass(thing, enum.Enum):
-        yield from (f"{name}.{one.name} = {one.value!r}" for one in thing)
-        return
-    if issubclass(thing, tuple):
-        for field in thing._fields:
-            yield f"{name}.{field}: {thing.__annotations__[field]}"
-    elif not issubclass(thing, BaseException) and name not in INTERNAL:
+def about(name: str, thing: Any) -> Iterator[str]:
+    """The lines of one public name."""
+    if inspect.isfunction(thing):
         yield f"{name}{inspect.signature(thing)}"
-    for member in sorted(_members(name, thing)):
-        yield f"{name}.{_member(member, inspect.getattr_static(thing, member, None), thing)}"
+    elif not inspect.isclass(thing):
+        yield f"{name}: {type(thing).__name__}"
+    elif issubclass(thing, enum.Enum):
+        yield f"class {name}({thing.__base__.__name__})"
+        yield from (f"{name}.{one.name} = {one.value!r}" for one in thing)
+    elif issubclass(thing, BaseException):
+        yield f"class {name}({thing.__base__.__name__})"
+    else:
+        yield f"class {name}" if name in MADE_BY_KVSHM else f"class {name}{_constructor(thing)}"
+        for member in sorted(members(thing)):
+            yield f"{name}.{_member(member, inspect.getattr_static(thing, member, None))}"
 
 
-def _members(name: str, thing: type) -> set[str]:
+def _constructor(thing: type) -> str:
+    found = inspect.signature(thing)
+    annotations = {n: a for cls in thing.__mro__ for n, a in inspect.get_annotations(cls).items()}
+    parameters = [
+        one.replace(annotation=annotations.get(name, one.annotation))
+        for name, one in found.parameters.items()
+    ]
+    return str(found.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
+
+
+def members(thing: type) -> set[str]:
     """The public attributes that the class, or its constructor, defines."""
-    own = {n for cls in thing.__mro__ if cls.__module__.startswith("kvshm") for n in vars(cls)}
-    kept = {"__enter__", "__aenter__", "__await__", "__bool__", "__iter__", "__len__"}
-    public = {n for n in own if not n.startswith("_") or n in kept}
-    public |= {n for n in _set_by_constructor(thing) if not n.startswith("_")}
-    return public - INTERNAL.get(name, set()) - set(getattr(thing, "_fields", ())) - EVERYBODYS
+    own = [cls for cls in thing.__mro__ if cls.__module__.startswith("kvshm")]
+    names = {name for cls in own for name in vars(cls) if name in PROTOCOLS or name[0] != "_"}
+    for cls in own:
+        if (code := getattr(vars(cls).get("__init__"), "__code__", None)) is not None:
+            stored = {str(i.argval) for i in dis.get_instructions(code) if "STORE_ATTR" in i.opname}
+            names |= {name for name in stored if name[0] != "_"}
+    fields = {*getattr(thing, "_fields", ()), *getattr(thing, "__struct_fields__", ())}
+    fields |= {*getattr(thing, "__dataclass_fields__", ())}
+    return names - INTERNAL.get(thing.__name__, set()) - fields  # these are the constructor's
 
 
-def _set_by_constructor(thing: type) -> set[str]:
-    code = getattr(thing.__init__, "__code__", None)
-    if code is None or code.co_filename.endswith(("dataclasses.py", "<string>")):
-        return set()
-    instructions = __import__("dis").get_instructions(code)
-    return {str(i.argval) for i in instructions if i.opname == "STORE_ATTR"}
-
-
-def _member(name: str, member: Any, thing: type) -> str:
+def _member(name: str, member: Any) -> str:
     if isinstance(member, property):
         return f"{name} -> {inspect.signature(member.fget).return_annotation}"
     if isinstance(member, classmethod | staticmethod):
-        return f"{name}{inspect.signature(member.__func__)} [{type(member).__name__}]"
+        return f"{name}{inspect.signature(member.__func__)}"
     if inspect.isfunction(member):
-        wait = "async " if inspect.iscoroutinefunction(member) else ""
-        return f"{wait}{name}{inspect.signature(member)}"
-    kind = typing.get_type_hints(thing).get(name) if inspect.isclass(thing) else None
-    return f"{name}: {getattr(kind, '__name__', kind)}" if kind is not None else name
+        wait = " [async]" if inspect.iscoroutinefunction(member) else ""
+        return f"{name}{inspect.signature(member)}{wait}"
+    return name
 
 
 def public_modules() -> list[ModuleType]:
@@ -123,3 +136,53 @@ def test_the_surface_is_as_listed() -> None:
             f"kvshm/api.py (minor: something new; major: callers break), then run\n    {COMMAND}"
         )
     pytest.fail(f"API_VERSION was raised for\n{told}\nNow run\n    {COMMAND}")
+
+
+def test_the_package_has_the_names_of_the_api() -> None:
+    assert kvshm.__all__ == api.__all__ == sorted(api.__all__, key=order)
+    for name in api.__all__:
+        assert getattr(kvshm, name) is getattr(api, name)
+    with pytest.raises(AttributeError, match="no attribute 'Segment'"):
+        kvshm.Segment  # noqa: B018
+
+
+def order(name: str) -> tuple[bool, bool, str]:
+    """Constants, then classes, then functions: as ruff sorts them."""
+    return not name.isupper(), name[0].islower() or name[0] == "_", name
+
+
+def test_the_package_imports_its_names_when_they_are_used() -> None:
+    program = """
+import sys, kvshm
+heavy = {"zmq", "msgspec", "kvshm.api", "kvshm.halves", "kvshm._native", "asyncio", "torch"}
+assert not heavy & {*sys.modules}, heavy & {*sys.modules}
+kvshm.__version__
+assert "kvshm.api" not in sys.modules
+kvshm.Config
+assert "kvshm.api" in sys.modules
+assert not {"torch", "vllm", "kvshm.halves"} & {*sys.modules}
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+DOCUMENTED = {
+    f"{module.__name__}.{name}": thing
+    for module in public_modules()
+    for name, thing in sorted(vars(module).items())
+    if name in module.__all__ and (inspect.isfunction(thing) or inspect.isclass(thing))
+}
+
+
+@pytest.mark.parametrize("thing", DOCUMENTED.values(), ids=DOCUMENTED)
+def test_everything_public_says_what_it_does(thing: Any) -> None:
+    assert inspect.getdoc(thing)
+    if not inspect.isclass(thing) or issubclass(thing, enum.Enum):
+        return
+    for name in members(thing):
+        member = inspect.getattr_static(thing, name, None)
+        if isinstance(member, property | classmethod | staticmethod) or inspect.isfunction(member):
+            assert name in PROTOCOLS or inspect.getdoc(member), f"{name} has no docstring"
+
+
+if __name__ == "__main__":
+    LIST.write_text(written())
