@@ -41,10 +41,15 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     """
 
     offset: int
+    """Byte at which block 0 begins."""
     stride: int
+    """Bytes from the begin of a block to that of the next one, at least ``block_bytes``."""
     block_bytes: int
+    """Bytes of one block in this run."""
     num_blocks: int
+    """How many blocks the run has."""
     handle: int = 0
+    """Which memory, if there are several."""
 
 
 class MemoryDescriptor(msgspec.Struct, frozen=True, array_like=True):

@@ -6,13 +6,13 @@ Whatever fails while they are opened is why the engine shares nothing; it is not
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Groups
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import Epoch
+from kvshm._ground.ids import BlockId, Epoch
 from kvshm._ground.log import logger
 from kvshm._ground.rundir import open_run_directory
 from kvshm._node.protocol import RankInfo
@@ -22,6 +22,8 @@ from kvshm.errors import KvshmError
 from kvshm.interfaces import Region
 
 log = logger(__name__)
+
+FindOwn = Callable[[Iterable[bytes], int], list[BlockId]]
 
 
 class HalvesInOne:
@@ -47,9 +49,11 @@ class HalvesInOne:
             self.rank.close()
             raise
 
-    def begin_epoch(self, fields: Mapping[str, str], groups: Groups) -> None:
-        """Begin an epoch, or another one, in the background.  Raises TransportError."""
+    def begin_epoch(self, fields: Mapping[str, str], groups: Groups, own_blocks: FindOwn) -> None:
+        """Begin an epoch, or another one, in the background.  ``own_blocks``: as PrefixSearch has
+        it.  Raises TransportError."""
         self.cache.planner.search.groups = groups
+        self.cache.planner.search.own_blocks = own_blocks
         memory = self.rank.transport.export(Epoch(0))  # serves no peer until the epoch is open
         self.cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: fields)
 

@@ -34,10 +34,11 @@ def allocate(nbytes: int, config: Config | None = None) -> Any:
     """Return zeroed memory on the CPU that other engines can read, for a KV cache.
 
     ``buffer`` is a writable memoryview of all of it (``torch.frombuffer`` takes it), ``address``
-    and ``nbytes`` say where it lies; ``close()`` ends the sharing.  ``config``: names the
-    transport; unless given, the environment does.  Blocks while the kernel clears the pages, about
-    a second for 4 GB.  Raises TransportError if there is no room, ConfigError for a bad setting,
-    and MisuseError if the transport shares memory only where it lies.
+    and ``nbytes`` say where it lies.  ``close()`` lets go of it, after the node's: the pages stay
+    as long as something uses ``buffer``.  ``nbytes``: at least 1.  ``config``: names the transport;
+    unless given, the environment does.  Blocks while the kernel clears the pages, about a second
+    for 4 GB.  Raises TransportError if there is no room, ConfigError for a bad setting, and
+    MisuseError if the transport shares memory only where it lies.
     """
     config = config or Config.from_env(os.environ)
     if (make := getattr(choose_transport(config.transport, DEVICE), "allocate", None)) is None:
@@ -58,18 +59,21 @@ def join(
     name: str | None = None,
     device: str = DEVICE,
 ) -> Node:
-    """Make this engine's cache a part of the node's, and return its place in it.  Does not wait:
-    the node is joined in the background, as soon as a ``kvshm-coordinator`` runs.
+    """Make this engine's cache a part of the node's, and return its place in it.  Takes some
+    milliseconds and does not wait: the node is joined in the background, as soon as a
+    ``kvshm-coordinator`` runs.
 
     ``identity``: who may share with this engine.  ``memory``: what ``allocate`` returned, and
-    ``regions``: where the blocks lie in it; block ``i`` is block ``i`` of every region.
-    ``block_size``: tokens for each key, at least 1.  ``groups``: KV cache groups, numbered from 0;
-    unless given, one of full attention, with blocks of ``block_size`` tokens.  ``config``: the
-    settings; unless given, those of the environment (KVSHM_ENABLE is not asked).  ``name``: for
-    people.  ``device``: type of the device whose memory it is, as torch names it.
+    ``regions``: where the blocks lie in it; block ``i`` is block ``i`` of every region, in bytes
+    that belong to no other block.  ``block_size``: tokens for each key, at least 1.  ``groups``: KV
+    cache groups, numbered from 0; unless given, one of full attention, with blocks of
+    ``block_size`` tokens.  ``config``: the settings; unless given, those of the environment
+    (KVSHM_ENABLE is not asked).  ``name``: for people.  ``device``: type of the device whose memory
+    it is, as torch names it.
 
-    If this engine cannot share, a line in the log and ``Node.refusal`` say why; the Node then finds
-    nothing.  Raises ConfigError for a bad setting, MisuseError for arguments that cannot be meant.
+    If this engine cannot share (no run directory, no descriptors), a line in the log and
+    ``Node.refusal`` say why; the Node then finds nothing.  Raises ConfigError
+    for a bad setting, MisuseError for arguments that cannot be meant.
     """
     config = config or Config.from_env(os.environ)
     called = _name(name)

@@ -66,6 +66,15 @@ class OwnBlocks:
         if not 0 <= group < len(self._scales):
             raise MisuseError(f"there is no group {group}; join() was told of {len(self._scales)}")
 
+    def find_run(self, keys: Iterable[bytes], group: int) -> list[BlockId]:
+        """Return published blocks with these keys, before the first key that has none."""
+        found = []
+        for key in keys:
+            if (block := self.find(key, group)) is None:
+                break
+            found.append(block)
+        return found
+
     def check_exist(self, blocks: Iterable[int]) -> list[BlockId]:
         """Return the blocks as a list.  Raises MisuseError for one that does not exist."""
         found = list(blocks)

@@ -288,6 +288,14 @@ class OwnSlotTable(EngineSlotTable):
         _native.compare_exchange(self._segment.buffer, KEPT_UNTIL_OFFSET, until, 0)
         return False
 
+    def kept(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Those of these blocks that are leased or held.  IndexError for one that does not
+        exist."""
+        if not self.keeps_blocks():
+            return []
+        slots = ((block, self.slot(block)) for block in blocks)
+        return [b for b, slot in slots if slot.leases or self.seconds_left(slot.held_until)]
+
     def kept_runs(self, head: object, wanted: int, most: int) -> _native.KeptRuns:
         """Walk a queue of free blocks behind ``head``, until ``wanted`` of them are neither leased
         nor held, or ``most`` were looked at (``_native.kept_runs``)."""

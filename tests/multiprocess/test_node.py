@@ -338,3 +338,32 @@ def test_any_thread_may_wait(toys: Toys) -> None:
     for thread in waiting:
         thread.join()
     assert [one.length for one in found] == [6, 6, 6]
+
+
+def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:
+    a, b = toys.pair()
+    keys = prompt(a)
+    a.compute(keys, range(6))
+    b.node.wait_for(keys, PATIENCE_SECONDS)
+    assert a.node.kept(range(BLOCKS)) == []
+    assert b.node.hold(keys[:4], 60.0) == 4
+    assert a.node.kept(range(BLOCKS)) == [0, 1, 2, 3]
+    assert a.node.hold(keys[5:], 60.0) == 1, "its own block"
+    assert a.node.kept([5, 4, 3]) == [5, 3]
+    a.node.retract([3, 5])
+    assert b.node.hold(keys, 0.0) == b.node.hold([bytes(32)], 60.0) == 0
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(MisuseError, match="give 0 or more"):
+            b.node.hold(keys, wrong)
+
+
+def test_blocks_that_are_being_read_are_told_to_their_owner(toys: Toys) -> None:
+    a, b = toys.pair()
+    keys = prompt(a)
+    a.compute(keys, range(6))
+    found = b.node.wait_for(keys[:2], PATIENCE_SECONDS)
+    with b.copies_held_up():
+        load = b.node.load(found, [8, 9])
+        assert a.node.kept(range(BLOCKS)) == [0, 1]
+    assert ended(load).state is LoadState.DONE
+    wait_until(lambda: not a.node.kept(range(BLOCKS)), "the leases are given back")

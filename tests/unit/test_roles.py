@@ -24,6 +24,7 @@ MAY = {
     "table.release(LeaseBit(0), b'')": {PEER},
     "table.hold(b'', 1.0)": {OWN, PEER},
     "table.keeps_blocks()": {OWN},
+    "table.kept([])": {OWN},
     "table.kept_runs(None, 1, 1)": {OWN},
     "table.sweep(1)": {ROSTER},
     "table.counters.add(PUBLISHED)": {OWN, RANK},
