@@ -169,7 +169,7 @@ class SurfaceMachine(RuleBasedStateMachine):
     @rule(prompt=prompts, at=first, how=st.integers(0, 9))
     def misuse(self, prompt: int, at: int, how: int) -> None:
         node, keys = self.node, keys_of(prompt)
-        published, loading = sorted(self.own.published), self.own.loading
+        published = sorted(self.own.published)
         calls: list[Callable[[], Any]] = [
             lambda: node.publish(keys, [BLOCKS]),
             lambda: node.publish(keys, [], 0, 1),
@@ -179,14 +179,24 @@ class SurfaceMachine(RuleBasedStateMachine):
             lambda: node.wait_for(keys, None, -1),
             lambda: node.load(Found(None, keys, 0, None), []),
         ]
-        if loading:
-            block = loading[at % len(loading)]
-            calls.append(lambda: node.publish(keys, [block]))
-            calls.append(lambda: node.retract([*published, block]))
         if published:
             block, other = published[at % len(published)], b"\0" * 32
             calls.append(lambda: node.publish([other], [block]))
         self.refused(calls[how % len(calls)])
+
+    @rule(which=first, at=first, publish=st.booleans())
+    def misuse_of_a_load(self, which: int, at: int, publish: bool) -> None:
+        """Its blocks are refused, unless it has just ended."""
+        if not self.own.loads:
+            return
+        load, _ = self.own.loads[which % len(self.own.loads)]
+        block, keys = load.targets[at % len(load.targets)], keys_of(0)
+        try:
+            self.node.publish(keys, [block]) if publish else self.node.retract([block])
+        except MisuseError:
+            return
+        assert load.state is not LoadState.PENDING
+        self.node.retract([block])
 
     def refused(self, call: Callable[[], Any]) -> None:
         """It is a misuse; the invariant sees that nothing has changed."""
