@@ -40,8 +40,8 @@ class Identity:
     def fields(
         self, block_size: int, regions: Sequence[Region], groups: Sequence[Group], transport: str
     ) -> dict[str, str]:
-        """Internal: return the fingerprint's fields.  Raises MisuseError for a name or value that cannot be a
-        field."""
+        """Internal: return the fingerprint's fields.  Raises MisuseError for a name or value that
+        cannot be a field."""
         if not isinstance(self.settings, Mapping):
             raise MisuseError(f"settings are {self.settings!r}; give a mapping of names to text")
         own = {
