@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,11 +58,10 @@ def surface(root: Path = ROOT) -> dict[str, Entry]:
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvshm"):
             source = root.joinpath(*(node.module or "").split(".")).with_suffix(".py")
-            body = ast.parse(source.read_text("utf-8")).body
-            found |= {alias.name: _entry(body, alias.name) for alias in node.names}
+            found |= {alias.name: _entry(source, alias.name) for alias in node.names}
     listed = [n for n in tree.body if isinstance(n, ast.Assign) and _target(n) == "__all__"]
     names = ast.literal_eval(listed[0].value)
-    return {name: found.get(name) or _entry(tree.body, name) for name in names}
+    return {name: found.get(name) or _entry(module, name) for name in names}
 
 
 def undocumented(entries: dict[str, Entry]) -> list[str]:
@@ -115,21 +114,36 @@ def _markdown(docstring: str, width: int = WIDTH) -> str:
     return "\n\n".join(paragraphs)
 
 
-def _entry(body: list[ast.stmt], name: str) -> Entry:
-    """The definition of ``name`` among these statements."""
+def _entry(source: Path, name: str) -> Entry:
+    """The definition of ``name`` in a module."""
+    body = ast.parse(source.read_text("utf-8")).body
     for node, text in _documented(body):
         if isinstance(node, Definition) and node.name == name:
             if isinstance(node, ast.ClassDef):
-                return _class(node)
+                return _class(node, list(_bases(source, body, node)))
             return Entry(name, _signature(node), ast.get_docstring(node) or "")
         if isinstance(node, ast.Assign | ast.AnnAssign) and _target(node) == name:
             return Entry(name, _code(node), text)
     raise ValueError(f"nothing defines {name}")
 
 
-def _class(node: ast.ClassDef) -> Entry:
+def _bases(source: Path, body: list[ast.stmt], node: ast.ClassDef) -> Iterator[ast.ClassDef]:
+    """The classes of sibling modules from which a class inherits."""
+    names = {_code(base) for base in node.bases}
+    for found in body:
+        if not isinstance(found, ast.ImportFrom) or found.level != 1:
+            continue
+        if names & {alias.name for alias in found.names}:
+            sibling = source.with_name(f"{found.module}.py")
+            for base in ast.parse(sibling.read_text("utf-8")).body:
+                if isinstance(base, ast.ClassDef) and base.name in names:
+                    yield base
+
+
+def _class(node: ast.ClassDef, inherited: Sequence[ast.ClassDef] = ()) -> Entry:
     fields = list(_fields(node))
-    methods = [n for n in node.body if isinstance(n, FUNCTIONS)]
+    statements = [n for each in (*inherited, node) for n in each.body]
+    methods = [n for n in statements if isinstance(n, FUNCTIONS)]
     init = next((n for n in methods if n.name == "__init__"), None)
     shown = f"class {node.name}"
     bases = [_code(base) for base in node.bases]

@@ -50,6 +50,12 @@ class EngineSpec:
         cache = ["--max-model-len", "8192", "--num-gpu-blocks-override", str(self.num_blocks)]
         return [*server, *where, *cache, "--enforce-eager", "--dtype", "bfloat16", *self.arguments]
 
+    @staticmethod
+    def longest_prompt(tokens: int) -> tuple[str, ...]:
+        """Return arguments that limit a prompt with its answer: vLLM does not start if the longest
+        does not fit into the cache."""
+        return ("--max-model-len", str(tokens))
+
 
 def free_port() -> int:
     """Return a TCP port of the loopback interface that nobody uses right now."""
@@ -161,7 +167,7 @@ class Engine:
         sums = {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": 0}
         for name, value in self.metrics().items():
             for source in sums:
-                if name.startswith("vllm:prompt_tokens_by_source_total") and f'"{source}"' in name:
+                if ":prompt_tokens_by_source_total{" in name and f'"{source}"' in name:
                     sums[source] += int(value)
         return PromptTokens(*sums.values())
 

@@ -29,7 +29,7 @@ BLOCK_SIZE = 128
 """Tokens per block of vLLM's CPU backend."""
 SHARING_TIMEOUT_S = 120.0
 
-_METRIC = re.compile(r"vllm:kvshm_(\w+)_total\{.*\}")
+_METRIC = re.compile(r"\w+:kvshm_(\w+)_total\{.*\}")
 
 
 @dataclass

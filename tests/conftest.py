@@ -14,7 +14,8 @@ from .model.search import spin_is_missing
 from .played_cuda import library
 
 ROOT = Path(__file__).parent
-ORDER = ("unit", "core", "conformance", "model", "multiprocess", "packaging", "gpu", "vllm")
+CHEAP = ("unit", "core", "conformance", "model", "multiprocess", "packaging", "gpu")
+ORDER = (*CHEAP, "transformers", "vllm")
 """Folders by what their tests cost; single files of tests/ come before the last one."""
 
 

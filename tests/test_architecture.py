@@ -21,10 +21,19 @@ IN_C = ("kvshm", *sorted(COMPONENTS), "tests")
 C_FILES = sorted(p for d in IN_C for p in (ROOT / d).rglob("*.[ch]"))
 NATIVE = ROOT / "kvshm" / "native"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-VLLM, CUDA = "hooks/vllm", "transport/cuda"
+HOOKS, VLLM, TRANSFORMERS = "hooks", "hooks/vllm", "hooks/transformers"
+CUDA, KV = "transport/cuda", "tools/kv"
 FOR_TESTS = {"pytest", "hypothesis", "unittest", *FOLDERS, *(path.stem for path in OTHERS)}
 NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
-MAY_IMPORT = NOWHERE | {"vllm": {VLLM}, "torch": {VLLM, CUDA}, "triton": {CUDA}, "cuda": {CUDA}}
+MAY_IMPORT = NOWHERE | {
+    "vllm": {VLLM},
+    "transformers": {TRANSFORMERS},
+    "torch": {HOOKS, VLLM, TRANSFORMERS, CUDA},
+    "triton": {CUDA},
+    "cuda": {CUDA},
+    "numpy": {KV},
+    "safetensors": {KV},
+}
 """Rooms: the folders of the product that may import it."""
 REQUIRED = {re.split(r"\W", requirement)[0] for requirement in PROJECT["dependencies"]}
 ALL_IMPORT = {"kvshm", *sys.stdlib_module_names, *({"pyzmq": "zmq"}.get(r, r) for r in REQUIRED)}
@@ -115,9 +124,9 @@ def test_components_meet_only_in_the_core(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
 def test_engines_devices_and_tests_stay_in_their_rooms(path: Path) -> None:
-    """vLLM is imported by hooks/vllm only, torch also by the CUDA transport, triton by that; what
-    is there for tests by no module of the product; and what pyproject.toml does not require by
-    none either."""
+    """An engine is imported by its own folder in hooks/ only, torch also by what these folders have
+    in common and by the CUDA transport, triton by that; what is there for tests by no module of the
+    product; and what pyproject.toml does not require by none either."""
     room = name_of(path.parent)
     assert not [fake for fake in FAKES if fake in name_of(path)], "belongs to tests/"
     for level, name in imports(path):

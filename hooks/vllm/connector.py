@@ -41,7 +41,7 @@ from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 from kvshm.interfaces import check_installed
 
-from .boundary import guarded, report
+from ..boundary import guarded, report
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others

@@ -19,13 +19,14 @@ from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportErr
 from kvshm.halves import POLL_SECONDS, LoadReport, RankHalf, RankInfo, open_rank
 from kvshm.interfaces import Transport, choose_transport
 
+from ..weights import WeightsUnknown
 from .call_stack import callers_with
 from .groups import is_one_full
 from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
 from .refusals import cache_device
-from .weights import WeightsUnknown, watch_weights
+from .weights import watch_weights
 
 log = logger(__name__)
 

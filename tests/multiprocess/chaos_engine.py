@@ -118,7 +118,7 @@ class ChaosEngine(ToyEngine):
 
     def step(self, chain: list[BlockHash]) -> None:
         """One request.  No failure of the cache crosses this line, as none crosses
-        hooks/vllm/boundary.py; here the engine then begins anew."""
+        hooks/boundary.py; here the engine then begins anew."""
         try:
             self.follow_epoch()
             self.request(chain)

@@ -40,7 +40,8 @@ def test_every_public_member_stands_in_its_section(name: str) -> None:
     section = re.split(r"^##?#? ", section, flags=re.MULTILINE)[0]
     shown = {*re.findall(rf"^#### `{name}\.(\w+)`", section, re.MULTILINE)}
     shown |= {*re.findall(r"^- `(\w+)", section, re.MULTILINE)}
-    own = {member for member in vars(kind) if not member.startswith("_")}
+    classes = [base for base in kind.__mro__ if base.__module__.startswith("kvshm.")]
+    own = {member for base in classes for member in vars(base) if not member.startswith("_")}
     internal = {m.name for m in api_page.surface()[name].members if m.text.startswith("Internal")}
     settings = {setting.field for setting in SETTINGS} if name == "Config" else set()
     assert own - shown == internal & own | settings

@@ -1,11 +1,11 @@
-"""kvshm.hooks.vllm.boundary: what of ours may cross the border to vLLM."""
+"""kvshm.hooks.boundary: what of ours may cross the border to vLLM."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvshm.errors import MemoryInUse, TransportError
-from kvshm.hooks.vllm.boundary import guarded
+from kvshm.hooks.boundary import guarded
 
 
 class Hooks:

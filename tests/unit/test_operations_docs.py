@@ -27,7 +27,12 @@ SEVERITY = {
 """By the function that logs."""
 LEVELS = {*SEVERITY, "log", "Limit"}
 EVENTS = {"Log", "report", "line", "write", "_warn", "_log_end"}
-ENGINE = ("kvshm", "hooks/vllm", "transport")
+ENGINE = ("kvshm", "hooks", "transport")
+REASONS = (
+    "weights", "transformers/refusals",
+    *(f"vllm/{n}" for n in ("plugin", "refusals", "layout", "weights", "worker", "pool_watch")),
+)  # fmt: skip
+"""Modules of hooks/ that say why an engine does not share."""
 
 
 def calls(folders: tuple[str, ...], names: set[str]) -> Iterator[ast.Call]:
@@ -80,8 +85,8 @@ def lines() -> dict[str, set[str | None]]:
 def reasons() -> set[str]:
     """Why an engine does not share: what the hooks return, keep or raise as such."""
     found: set[str | None] = set()
-    for name in ("plugin", "refusals", "layout", "weights", "worker", "pool_watch"):
-        for node in ast.walk(ast.parse((ROOT / f"hooks/vllm/{name}.py").read_text())):
+    for name in REASONS:
+        for node in ast.walk(ast.parse((ROOT / f"hooks/{name}.py").read_text())):
             match node:
                 case ast.Return(value=ast.IfExp(body=one)) | ast.Return(value=ast.expr() as one):
                     found.add(pattern(one))

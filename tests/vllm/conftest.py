@@ -13,6 +13,7 @@ import pytest
 from local_node import Engine, EngineSpec
 from tiny_model import write_model
 
+from ..engines_under_test import ENGINES, TransformersSpec
 from .engines import SharedNode, reported
 
 if TYPE_CHECKING:
@@ -41,11 +42,30 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pair(model: Path) -> Iterator[Pair]:
     """The two engines most tests ask."""
+    yield from pair_of(EngineSpec, model)
+
+
+@pytest.fixture(scope="session")
+def transformers_pair(model: Path) -> Iterator[Pair]:
+    """Two engines of the other kind."""
+    yield from pair_of(TransformersSpec, model)
+
+
+@pytest.fixture(params=ENGINES)
+def each_pair(request: pytest.FixtureRequest) -> Pair:
+    """The two engines, of one kind after the other."""
+    names = {"vllm": "pair", "transformers": "transformers_pair"}
+    found: Pair = request.getfixturevalue(names[request.param])
+    return found
+
+
+def pair_of(kind: type[EngineSpec], model: Path) -> Iterator[Pair]:
+    """Start two engines, and stop them."""
     with SharedNode() as node:
         node.start_coordinator()
         a, b = node.start_engines(
-            EngineSpec("a", model, core=0, num_blocks=1024),
-            EngineSpec("b", model, core=1, num_blocks=1024),
+            kind("a", model, core=0, num_blocks=1024),
+            kind("b", model, core=1, num_blocks=1024),
         )
         node.wait_joined(a, b)
         yield Pair(node, a, b)

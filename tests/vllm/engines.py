@@ -14,8 +14,8 @@ from local_node import Engine, EngineSpec, clean_environment, machine, wait_unti
 from sharing_node import SharingNode
 
 MAX_STARTS = 30
-"""Engines the whole suite may start: each costs 20 seconds.  A script that makes several within
-its own process counts once, because seven of them cost 40 seconds."""
+"""vLLM engines that the whole suite may start: each costs 20 seconds.  A script that makes several
+within its own process counts once, because seven of them cost 40 seconds."""
 
 PATIENCE_S = 150.0
 """How long a test waits for what must happen, on a machine of a fifth of the usual speed."""
@@ -54,7 +54,7 @@ class SharedNode(SharingNode):
         self.open.append(self)
 
     def start_engines(self, *specs: EngineSpec) -> list[Engine]:
-        self._count(*(spec.name for spec in specs))
+        self._count(*(spec.name for spec in specs if type(spec) is EngineSpec))
         return super().start_engines(*specs)
 
     def _count(self, *names: str) -> None:

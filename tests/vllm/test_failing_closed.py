@@ -16,7 +16,7 @@ from vllm.v1.request import FinishReason
 from kvshm._engine.load_plan import LoadReport
 from kvshm._shm.counters import HOOK_ERRORS
 from kvshm.errors import MemoryInUse
-from kvshm.hooks.vllm import boundary
+from kvshm.hooks import boundary
 from kvshm.hooks.vllm.messages import RankReport
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, Make, description, prompt

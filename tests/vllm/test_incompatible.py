@@ -14,6 +14,7 @@ import pytest
 from local_node import Engine, EngineSpec, wait_until
 from sharing_node import observe
 
+from ..engines_under_test import TransformersSpec
 from .conftest import Pair
 from .engines import PATIENCE_S, remove_what_vllm_leaves
 from .odd_vllm import with_version
@@ -22,6 +23,7 @@ from .oracle import prompts, shareable
 vllm = pytest.importorskip("vllm")
 
 import torch  # noqa: E402 - after the skip
+import transformers  # noqa: E402 - likewise
 from vllm.utils.hashing import sha256, sha256_cbor  # noqa: E402 - likewise
 from vllm.v1.core.kv_cache_utils import DEFAULT_NONE_HASH_SEED  # noqa: E402 - likewise
 
@@ -104,6 +106,14 @@ def test_another_vllm_dtype_seed_and_tensor_parallel_size(pair: Pair, tmp_path: 
     assert_shares_nothing(pair, other, seed=310)
     pair.node.stop_engines(other)
     remove_what_vllm_leaves(other)
+
+
+def test_an_engine_of_transformers(pair: Pair) -> None:
+    """Of the same model, with blocks of as many tokens."""
+    (other,) = pair.node.start_engines(TransformersSpec("transformers", pair.a.spec.model, core=0))
+    assert_both_sides_name(pair, other, {"engine": f"transformers {transformers.__version__}"})
+    assert_shares_nothing(pair, other, seed=312)
+    pair.node.stop_engines(other)
 
 
 def test_another_block_size_hash_algorithm_and_kv_dtype(pair: Pair) -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 from completions import Result
-from local_node import Engine, EngineSpec, wait_until
+from local_node import Engine, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
+from ..engines_under_test import ENGINES
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode
 from .oracle import Prompt, ask_both, assert_bit_equal, prompts, random_prompt, shareable
@@ -27,17 +28,18 @@ BUDGET_MS = 1000
 FEW_BLOCKS = 24
 
 
-@pytest.fixture
-def alone(model: Path) -> Iterator[Pair]:
+@pytest.fixture(params=ENGINES)
+def alone(model: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """Two engines on a node without a coordinator.  The first has a small cache; the second
     stops itself between the leases and the copy of its first import."""
-    short = ("--max-model-len", str((FEW_BLOCKS - 6) * BLOCK_SIZE))
+    kind = ENGINES[request.param]
+    short = kind.longest_prompt((FEW_BLOCKS - 6) * BLOCK_SIZE)
     budget = {"KVSHM_DRAIN_BUDGET_MS": str(BUDGET_MS)}
     stop = {"KVSHM_TEST_SYNC_POINT": "COPY_BEGINS:stop"}
     with SharedNode() as node:
         small, stopping = node.start_engines(
-            EngineSpec("small", model, 0, FEW_BLOCKS, arguments=short, environment=budget),
-            EngineSpec("stopping", model, 1, arguments=short, environment=stop),
+            kind("small", model, 0, FEW_BLOCKS, arguments=short, environment=budget),
+            kind("stopping", model, 1, arguments=short, environment=stop),
         )
         yield Pair(node, small, stopping)
 

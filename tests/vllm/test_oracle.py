@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 from local_node import Engine, EngineSpec
@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 FAULTS = WRONG_BLOCK, ZERO, SHIFT = ("wrong-block", "zero", "shift")
 
 
-def test_imports_equal_local_hits_bit_for_bit(pair: Pair) -> None:
+def test_imports_equal_local_hits_bit_for_bit(each_pair: Pair) -> None:
     sent = list(prompts(32, seed=1))
     blocks = sum(shareable(p) for p in sent)
-    with observe(pair.node, pair.b) as seen:
-        answers = ask_both(pair.node, pair.a, pair.b, sent)
+    with observe(each_pair.node, each_pair.b) as seen:
+        answers = ask_both(each_pair.node, each_pair.a, each_pair.b, sent)
     assert_bit_equal(answers)
     seen.assert_imported(blocks)
     assert seen.tokens.computed == sum(map(len, sent)) - blocks * BLOCK_SIZE
@@ -32,21 +32,23 @@ def test_imports_equal_local_hits_bit_for_bit(pair: Pair) -> None:
     reported.append(f"oracle: {agreement(answers)}")
 
 
-def test_an_import_stays_and_is_hit_like_any_other_prefix(pair: Pair) -> None:
+def test_an_import_stays_and_is_hit_like_any_other_prefix(each_pair: Pair) -> None:
     (prompt,) = prompts(1, seed=2)
-    answers = ask_both(pair.node, pair.a, pair.b, [prompt])
-    with observe(pair.node, pair.b) as seen:
-        again = pair.b.complete(prompt)
+    answers = ask_both(each_pair.node, each_pair.a, each_pair.b, [prompt])
+    with observe(each_pair.node, each_pair.b) as seen:
+        again = each_pair.b.complete(prompt)
     assert again == answers[0].imported == answers[0].local_hit
     assert seen.tokens.local_hit == shareable(prompt) * BLOCK_SIZE
     assert seen.tokens.imported == 0
 
 
-def spoiled(model: Path, fault: str, *, verify: str = "0", core: int) -> EngineSpec:
+def spoiled(like: Engine, fault: str, *, verify: str = "0", core: int) -> EngineSpec:
     """An importer that copies wrongly.  A consumer: what it copies must not reach the other
     engines of the session."""
     environment = {"KVSHM_FAULT": fault, "KVSHM_ROLE": "consumer", "KVSHM_VERIFY": verify}
-    return EngineSpec(f"{fault}-{verify}", model, core, environment=environment)
+    return replace(
+        like.spec, name=f"{fault}-{verify}", core=core, num_blocks=512, environment=environment
+    )
 
 
 @contextmanager
@@ -81,16 +83,17 @@ def assert_turned_into_a_miss(pair: Pair, careful: Engine, seed: int) -> None:
     assert answers.imported == answers.computed, "recomputed from the first token on"
 
 
-def test_the_oracle_notices_another_block_and_zeros(pair: Pair, model: Path) -> None:
-    specs = [spoiled(model, WRONG_BLOCK, core=0), spoiled(model, ZERO, core=1)]
-    with importers(pair, *specs) as (wrong_block, zero):
-        assert_noticed(pair, wrong_block, seed=10)
-        assert_noticed(pair, zero, seed=11)
+def test_the_oracle_notices_another_block_and_zeros(each_pair: Pair) -> None:
+    specs = [spoiled(each_pair.a, WRONG_BLOCK, core=0), spoiled(each_pair.a, ZERO, core=1)]
+    with importers(each_pair, *specs) as (wrong_block, zero):
+        assert_noticed(each_pair, wrong_block, seed=10)
+        assert_noticed(each_pair, zero, seed=11)
 
 
-def test_verification_notices_another_block(pair: Pair, model: Path) -> None:
-    with importers(pair, spoiled(model, WRONG_BLOCK, verify="1", core=1)) as (careful,):
-        assert_turned_into_a_miss(pair, careful, seed=20)
+def test_verification_notices_another_block(each_pair: Pair) -> None:
+    spec = spoiled(each_pair.a, WRONG_BLOCK, verify="1", core=1)
+    with importers(each_pair, spec) as (careful,):
+        assert_turned_into_a_miss(each_pair, careful, seed=20)
 
 
 def test_every_fault_is_one_the_engines_know() -> None:
@@ -100,8 +103,8 @@ def test_every_fault_is_one_the_engines_know() -> None:
     assert {fault.value for fault in Fault} == set(FAULTS)
 
 
-def test_the_oracle_compares_every_bit(pair: Pair) -> None:
+def test_the_oracle_compares_every_bit(each_pair: Pair) -> None:
     """Two local hits are equal in all bits on either engine: what the oracle rests on."""
     (prompt,) = prompts(1, seed=3)
-    hits = [engine.complete(prompt) for engine in (pair.a, pair.b) for _ in range(3)]
+    hits = [engine.complete(prompt) for engine in (each_pair.a, each_pair.b) for _ in range(3)]
     assert hits[1] == hits[2] == hits[4] == hits[5]

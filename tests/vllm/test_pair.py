@@ -1,5 +1,6 @@
-"""One pair of engines, in every `make test`: imports are right to the bit, a wrong copy would be
-noticed, a client's refusal is obeyed, and a death costs misses.  `make test-all` shows the rest.
+"""One pair of engines of each kind, in every `make test`: imports are right to the bit, a wrong
+copy would be noticed, a client's refusal is obeyed, and a death costs misses.  `make test-all`
+shows the rest.
 
 One of the two copies wrongly, without verification, so that its imports show that the oracle can
 go red.  What it computes is right: what the other imports from it is what the oracle has to pass.
@@ -11,9 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from local_node import EngineSpec
 from sharing_node import BLOCK_SIZE, observe
 
+from ..engines_under_test import ENGINES
 from .conftest import Pair
 from .engines import SharedNode
 from .oracle import ask_both, assert_bit_equal, prompts, random_prompt, shareable
@@ -24,14 +25,15 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 BLIND = {"KVSHM_FAULT": SHIFT, "KVSHM_VERIFY": "0"}
 
 
-@pytest.fixture(scope="module")
-def uneven(model: Path) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=ENGINES)
+def uneven(model: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """The second engine copies wrongly and does not notice."""
+    spec = ENGINES[request.param]
     with SharedNode() as node:
         node.start_coordinator()
         engines = node.start_engines(
-            EngineSpec("sound", model, core=0),
-            EngineSpec("blind", model, core=1, environment=BLIND),
+            spec("sound", model, core=0),
+            spec("blind", model, core=1, environment=BLIND),
         )
         node.wait_joined(*engines)
         yield Pair(node, *engines)
@@ -53,6 +55,7 @@ def test_the_oracle_notices_a_wrong_copy(uneven: Pair) -> None:
     assert_noticed(uneven, uneven.b, seed=810)
 
 
+@pytest.mark.parametrize("uneven", ["vllm"], indirect=True)
 def test_a_request_stays_out_by_what_its_client_says(uneven: Pair) -> None:
     node, sharing, other = uneven
     unshared, shared = random_prompt(302, 400), random_prompt(303, 400)

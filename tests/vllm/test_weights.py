@@ -13,8 +13,9 @@ pytest.importorskip("torch")
 
 import torch
 
-from kvshm.hooks.vllm import weights
-from kvshm.hooks.vllm.weights import WeightsUnknown, weights_digest
+from kvshm.hooks import weights
+from kvshm.hooks.vllm.weights import weights_digest
+from kvshm.hooks.weights import WeightsUnknown
 
 MODEL = """
 import torch

@@ -1,4 +1,4 @@
-"""The boundary to vLLM: no exception of kvshm crosses it, except MemoryInUse.
+"""The boundary to an engine: no exception of kvshm crosses it, except MemoryInUse.
 
 In the serving path any failure is a cache miss and a counter.  The traceback is logged once
 per hook; KVSHM_STRICT=1 (tests) lets the exception through instead.
@@ -56,6 +56,11 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
         return cast(F, call)
 
     return decorate
+
+
+def decline(reason: str) -> None:
+    """Say why an engine shares nothing; it serves on."""
+    log.warning("not sharing the prefix cache: %s", reason)
 
 
 def report(owner: Bounded, hook: str, exc: Exception) -> None:

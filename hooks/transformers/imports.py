@@ -1,0 +1,164 @@
+"""The import of a prompt's prefix into the paged cache, as if it had been computed there.
+
+transformers schedules, computes and imports on one thread, so an import holds all requests up: it
+is waited for within a bound.  What does not arrive is computed.  A load that does not even end in
+time keeps its blocks until it has ended, because it may write to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
+    compute_block_hash,
+)
+
+from kvshm.api import Found, Load, LoadState
+
+from ..boundary import guarded
+from .shared_prefixes import SharedPrefixes
+
+WAIT_SECONDS = 1.0
+"""Longest wait for one load."""
+END_SECONDS = 0.1
+"""How long a load that was cancelled may take to end before it is left to itself."""
+
+
+@dataclass
+class ImportCounts:
+    """What became of prefixes.  Only ever counted up."""
+
+    local_hit_tokens: int = 0
+    """Tokens of prompts that were in the own cache."""
+    imported_tokens: int = 0
+    """Tokens of prompts that came from other engines.  The others were computed."""
+    imports: int = 0
+    """Loads that were begun."""
+    failed_imports: int = 0
+    """Loads of which some block did not arrive; those that took too long are among them."""
+    late_imports: int = 0
+    """Loads that took too long."""
+    no_room: int = 0
+    """Prefixes that were computed because too few blocks were free."""
+
+
+class Importer:
+    """One allocator's.  Only the generation thread uses it."""
+
+    def __init__(self, prefixes: SharedPrefixes, allocator: Any, first: int) -> None:
+        """``first``: the block that others know as 0."""
+        self.counts = ImportCounts()
+        self.wait_seconds = WAIT_SECONDS
+        self._prefixes = prefixes
+        self._allocator = allocator
+        self._first = first
+        self._left: list[tuple[Load, list[int]]] = []
+        """Loads that were left to themselves, and their blocks."""
+
+    @property
+    def strict(self) -> bool:
+        return self._prefixes.strict
+
+    def hook_failed(self, hook: str, exc: Exception) -> None:
+        """Share nothing any more (hooks/boundary.py)."""
+        self._prefixes.hook_failed(hook, exc)
+
+    @guarded(lambda *_: None)
+    def import_prefix(self, prompt: list[int], keys: Sequence[bytes]) -> None:
+        """Import what other engines have of a prompt behind its local hit, and cache it.
+        ``keys``: those of the prompt's full blocks.  Blocks as long as a load may take."""
+        self._collect()
+        local = self._allocator.match_prefix_blocks(prompt)
+        start, size = len(local), self._allocator.tokens_per_page
+        # At least the last token has to be computed.
+        wanted = keys[: (len(prompt) - 1) // size]
+        if start >= len(wanted) or not self._prefixes.are_sound(self._shared(local), keys):
+            return
+        found = self._prefixes.node.lookup(wanted, start=start)
+        if not found:
+            return
+        if not self._has_room(len(prompt), start):
+            self.counts.no_room += 1
+            return
+        blocks = self._load(found, self._take(found.num_blocks))
+        self.counts.imported_tokens += len(blocks) * size
+        self._enter(prompt, keys, local, blocks)
+
+    def finish(self) -> None:
+        """Wait for loads that were left to themselves.  Blocks for some seconds if a peer hangs."""
+        for load, _ in self._left:
+            load.wait()
+        self._collect()
+
+    def _has_room(self, tokens: int, start: int) -> bool:
+        """Whether the whole prompt fits, as it must to be scheduled."""
+        pool, index = self._allocator.pool, self._allocator.index
+        free = pool.count_free_blocks(index)
+        free += pool.num_free_sectors * self._allocator.blocks_per_sector
+        return bool(ceil(tokens / self._allocator.tokens_per_page) - start <= free)
+
+    def _take(self, count: int) -> list[int]:
+        """Take free blocks out of the pool."""
+        pool, index = self._allocator.pool, self._allocator.index
+        missing = max(0, count - pool.count_free_blocks(index))
+        for _ in range(ceil(missing / self._allocator.blocks_per_sector)):
+            pool.allocate_sector(index)
+        return list(pool.get_free_blocks(index, count))
+
+    def _load(self, found: Found, blocks: list[int]) -> list[int]:
+        """Return the blocks that hold what was found, from the first on.  The others are free
+        again, or will be."""
+        try:
+            load = self._prefixes.node.load(found, into=self._shared(blocks))
+        except BaseException:
+            self._give_back(blocks)
+            raise
+        self.counts.imports += 1
+        state = load.wait(self.wait_seconds)
+        if state is LoadState.PENDING:
+            self.counts.late_imports += 1
+            load.cancel()
+            state = load.wait(END_SECONDS)
+        if state is not LoadState.DONE:
+            self.counts.failed_imports += 1
+        if state is LoadState.PENDING:
+            self._left.append((load, blocks))
+            return []
+        self._give_back(blocks[load.good :])
+        return blocks[: load.good]
+
+    def _enter(
+        self, prompt: list[int], keys: Sequence[bytes], local: list[int], blocks: list[int]
+    ) -> None:
+        """Enter imported blocks into the ledger as blocks that a finished request has left."""
+        ledger, size = self._allocator.ledger, self._allocator.tokens_per_page
+        block_hash = ledger.block_to_hash[local[-1]] if local else None
+        entered: dict[int, int] = {}
+        for index, block in enumerate(blocks, len(local)):
+            tokens = prompt[index * size : (index + 1) * size]
+            block_hash = compute_block_hash(block_hash, tokens)
+            if ledger.register_new_hash(block, block_hash) is None:
+                ledger.cached_blocks[block] = None
+                entered[index] = block - self._first
+            else:  # behind a gap the cache has this block already
+                self._give_back([block])
+        self._prefixes.imported(keys, entered)
+
+    def _collect(self) -> None:
+        """Make the blocks free of loads that have ended by themselves.  Does not block."""
+        left, self._left = self._left, []
+        for load, blocks in left:
+            if load.poll() is LoadState.PENDING:
+                self._left.append((load, blocks))
+            else:
+                self._give_back(blocks)
+
+    def _shared(self, blocks: Sequence[int]) -> list[int]:
+        """The numbers by which others know the blocks."""
+        return [block - self._first for block in blocks]
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        self._allocator.pool.free_blocks(self._allocator.index, list(blocks))

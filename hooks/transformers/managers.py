@@ -1,0 +1,217 @@
+"""The one line by which a program has its ContinuousBatchingManagers share.
+
+transformers loads no plugins and asks nobody which cache to make, so an environment variable alone
+cannot bring kvshm in.  Two methods of a manager are wrapped: the one that makes its batch
+processor, and the pause in which a program may change the weights.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import wraps
+from threading import Thread
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+
+from kvshm.api import Config, Identity, KvshmError, Node, allocate, join
+
+from ..boundary import decline, guarded
+from .identity import identity_of
+from .paged_cache import SharedPagedAttentionCache, allocator_of, move, regions_of
+from .refusals import adapters_refusal, cache_refusal, interface_refusal, manager_refusal
+from .shared_prefixes import SharedPrefixes
+
+
+def share(
+    manager: ContinuousBatchingManager,
+    *,
+    salt: bytes = b"",
+    name: str | None = None,
+    config: Config | None = None,
+) -> ContinuousBatchingManager:
+    """Have a manager share its prefix cache, if KVSHM_ENABLE=1; return the manager.
+
+    Call it before the manager starts or warms up.  ``salt``: only managers with the same one share.
+    ``name``: by which other engines' logs know it.  ``config``: the settings; unless given, those
+    of the environment.  What keeps a manager from sharing is logged, and it serves on unshared.
+    Raises ConfigError for a bad setting.
+    """
+    config = config or Config.from_env(os.environ)
+    if not config.enable:
+        return manager
+    sharing = _Sharing(manager, salt, name, config)
+    if reason := manager_refusal(manager) or interface_refusal():
+        decline(reason)
+        return manager
+    manager._create_batch_processor = sharing.around_creation(manager._create_batch_processor)
+    manager.pause = sharing.around_pause(manager.pause)
+    manager.stop = sharing.around_stop(manager.stop)
+    return manager
+
+
+def share_all(*, salt: bytes = b"", config: Config | None = None) -> None:
+    """Have every manager share that this process makes from now on, also those that
+    ``generate_batch`` makes.  Otherwise like ``share``; a second call changes nothing."""
+    original = ContinuousBatchingManager.__init__
+    config = config or Config.from_env(os.environ)
+    if not config.enable or hasattr(original, "kvshm"):
+        return
+
+    @wraps(original)
+    def init(self: ContinuousBatchingManager, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        share(self, salt=salt, config=config)
+
+    init.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
+    ContinuousBatchingManager.__init__ = init
+
+
+def node_of(manager: ContinuousBatchingManager) -> Node | None:
+    """Return the manager's Node, None if it shares nothing: it has not started yet, KVSHM_ENABLE is
+    not 1, or the log says why."""
+    prefixes = _prefixes_of(manager.batch_processor)
+    return prefixes.node if prefixes is not None else None
+
+
+def stats_of(manager: ContinuousBatchingManager) -> dict[str, int]:
+    """Return the ``stats`` of the manager's node, and what ImportCounts names
+    (hooks/transformers/imports.py): where the tokens of prompts came from, what became of imports.
+    Nothing if the manager shares nothing."""
+    processor = manager.batch_processor
+    if (prefixes := _prefixes_of(processor)) is None:
+        return {}
+    return {**prefixes.node.stats(), **asdict(processor.cache.importer.counts)}
+
+
+def _prefixes_of(processor: Any) -> SharedPrefixes | None:
+    """What a batch processor shares, None if nothing."""
+    cache = getattr(processor, "cache", None)
+    if not isinstance(cache, SharedPagedAttentionCache) or cache.prefixes.closed:
+        return None
+    return cache.prefixes
+
+
+class _Sharing:
+    """What one manager shares, in one cache after the other."""
+
+    def __init__(
+        self, manager: ContinuousBatchingManager, salt: bytes, name: str | None, config: Config
+    ) -> None:
+        self.strict = config.strict
+        self._manager = manager
+        self._salt = salt
+        self._name = name
+        self._config = config
+
+    def hook_failed(self, hook: str, exc: Exception) -> None:
+        """Share nothing any more (hooks/boundary.py)."""
+        if (prefixes := _prefixes_of(self._manager.batch_processor)) is not None:
+            prefixes.hook_failed(hook, exc)
+
+    # -- around the manager's methods
+
+    def around_creation(self, create: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap the method that makes a batch processor, or returns the one there is."""
+
+        @wraps(create)
+        def call() -> Any:
+            processor = create()
+            if isinstance(processor.cache, SharedPagedAttentionCache):
+                self.look_at_model(processor)
+            else:
+                self.begin(processor)
+            return processor
+
+        return call
+
+    def around_pause(self, pause: Callable[[], Any]) -> Callable[[], Any]:
+        """Wrap the context in which the loop stands still and a program may change the weights."""
+
+        @wraps(pause)
+        @contextmanager
+        def call() -> Iterator[None]:
+            with pause():
+                try:
+                    yield
+                finally:
+                    self.look_at_model(self._manager.batch_processor)
+
+        return call
+
+    def around_stop(self, stop: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the method that ends the loop."""
+
+        @wraps(stop)
+        def call(*args: Any, **kwargs: Any) -> None:
+            thread = self._manager._generation_thread
+            prefixes = _prefixes_of(self._manager.batch_processor)
+            stop(*args, **kwargs)
+            if prefixes is None or self._manager.batch_processor is not None:
+                return  # kept for the next session
+            if thread is not None and thread.is_alive():
+                Thread(target=_close_behind, args=(thread, prefixes), daemon=True).start()
+            else:
+                prefixes.close()
+
+        return call
+
+    # -- what they do
+
+    @guarded(lambda *_: None)
+    def begin(self, processor: Any) -> None:
+        """Have a new batch processor's cache share, if it can be shared."""
+        if reason := cache_refusal(processor, self._manager.model):
+            decline(reason)
+            return
+        cache, size = processor.cache, processor.cache.cache_tensor.numel()
+        try:
+            identity = self._identity()
+            cache.cache_tensor.untyped_storage().resize_(0)  # there may be no room for two
+            self._begin(cache, size, identity)
+        except BaseException as exc:
+            move(cache, torch.zeros(size, dtype=torch.uint8))
+            if not isinstance(exc, KvshmError):
+                raise
+            decline(str(exc))  # weights that cannot be read, no memory
+
+    def _begin(self, cache: Any, size: int, identity: Identity) -> None:
+        """Share a cache whose own memory is gone.  Raises whatever fails; nothing is open then."""
+        memory = allocate(size)
+        move(cache, torch.frombuffer(memory.buffer, dtype=torch.uint8))
+        node = join(
+            identity,
+            memory=memory,
+            regions=regions_of(cache),
+            block_size=allocator_of(cache).tokens_per_page,
+            config=self._config,
+            name=self._name,
+        )
+        prefixes = SharedPrefixes(node, identity, memory, salt=self._salt, strict=self.strict)
+        SharedPagedAttentionCache.take_over(cache, prefixes)
+
+    @guarded(lambda *_: None)
+    def look_at_model(self, processor: Any) -> None:
+        """The model may have changed, or what it computes.  Blocks while it reads all weights."""
+        if (prefixes := _prefixes_of(processor)) is None:
+            return
+        try:
+            if reason := adapters_refusal(self._manager.model):
+                raise KvshmError(reason)
+            prefixes.renew(self._identity())
+        except KvshmError as exc:
+            decline(str(exc))
+            prefixes.close()
+
+    def _identity(self) -> Identity:
+        return identity_of(self._manager.model, self._manager.continuous_batching_config)
+
+
+def _close_behind(thread: Thread, prefixes: SharedPrefixes) -> None:
+    """Stop sharing as soon as the generation loop has ended."""
+    thread.join()
+    prefixes.close()

@@ -1,0 +1,68 @@
+"""Why a manager's cache is not shared."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
+
+_KNOWN = {
+    (PagedAttentionCache, "search_prefix_match"): ("request_id", "prompt_ids"),
+    (PagedAttentionCache, "mark_complete_blocks"): ("state", "complete_blocks"),
+    (PagedAttentionCache, "free_blocks"): ("request_id", "no_cache"),
+    (PagedAttentionCache, "reset"): (),
+    (BlockLedger, "release"): ("block_id", "no_cache"),
+    (BlockLedger, "register_new_hash"): ("block_id", "block_hash"),
+    (BlockLedger, "evict_cached_blocks"): (),
+    (BlockLedger, "reset"): (),
+}
+"""What kvshm overrides or calls, with the names of its parameters: no part of it is public."""
+
+
+def interface_refusal() -> str | None:
+    """Return what is not as kvshm knows it in this version of transformers, or None."""
+    for (owner, name), wanted in _KNOWN.items():
+        method = getattr(owner, name, None)
+        found = tuple(inspect.signature(method).parameters)[1:] if method else None
+        if found != wanted:
+            return f"this transformers is not as kvshm knows it: {owner.__name__}.{name}{found}"
+    return None
+
+
+def manager_refusal(manager: Any) -> str | None:
+    """Return why kvshm cannot get at the cache that a manager will make, or None."""
+    if manager.batch_processor is not None:
+        return "the manager has made its cache already; call share() before it starts or warms up"
+    for name in ("_create_batch_processor", "_generation_thread", "pause", "stop"):
+        if not hasattr(manager, name):
+            return f"this transformers is not as kvshm knows it: its managers have no {name}"
+    return None
+
+
+def cache_refusal(processor: Any, model: Any) -> str | None:
+    """Return why the cache of a batch processor cannot be shared, or None."""
+    cache, kinds = processor.cache, sorted(processor.cache.cache_allocators)
+    device = getattr(cache.device, "type", str(cache.device))
+    if device != "cpu":
+        return f"the cache is on {device}; of transformers' caches only those on CPUs are shared"
+    if processor.distributed_helper.tp_size > 1:
+        return "tensor parallelism: one process has only a part of each block"
+    if kinds != [FULL_ATTENTION]:
+        return f"the model has layers of {', '.join(kinds)}; only full_attention is shared"
+    if not cache.use_prefix_sharing:
+        return "allow_block_sharing is off, so transformers keeps no prefixes"
+    if processor.use_async_batching:
+        return "use_async_batching is on: blocks are marked as complete before they are written"
+    return adapters_refusal(model)
+
+
+def adapters_refusal(model: Any) -> str | None:
+    """Return why blocks would depend on more than the weights, or None: which adapter is active is
+    neither a weight nor part of a request."""
+    loaded = getattr(model, "_hf_peft_config_loaded", False)
+    if loaded or any(type(part).__module__.startswith("peft.") for part in model.modules()):
+        return "the model has adapters, and blocks do not say with which they were computed"
+    return None

@@ -1,0 +1,76 @@
+"""A node with a coordinator, and managers of it that live in the test's own process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_node import Node
+from tiny_model import write_model
+
+pytest.importorskip("transformers")
+
+MakeManager = Callable[..., Any]
+Lines = list[str]
+"""What kvshm has logged: the fixture ``lines``."""
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def node_with_coordinator() -> Iterator[Node]:
+    with Node() as node:
+        node.start_coordinator()
+        yield node
+
+
+@pytest.fixture
+def node(node_with_coordinator: Node, monkeypatch: pytest.MonkeyPatch) -> Node:
+    """The environment of an engine of the node, strict and verified."""
+    more = {"KVSHM_STRICT": "1", "KVSHM_VERIFY": "1"}
+    for name, value in {**node_with_coordinator.environment, **more}.items():
+        monkeypatch.setenv(name, value)
+    return node_with_coordinator
+
+
+@pytest.fixture
+def manager(node: Node, model_path: Path) -> Iterator[MakeManager]:
+    """Makes managers that ``share`` was asked to share, each with a model of its own.  They end
+    with the test."""
+    from kvshm.hooks.transformers import share
+
+    from .managers import end, new_manager
+
+    made: list[Any] = []
+
+    def make(salt: bytes = b"", name: str | None = None, **options: Any) -> Any:
+        made.append(new_manager(model_path, **options))
+        return share(made[-1], salt=salt, name=name)
+
+    yield make
+    for one in made:
+        end(one)
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    """What kvshm logs."""
+    said: Lines = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    ear, ours = Ear(), logging.getLogger("vllm.kvshm")
+    level = ours.level
+    ours.addHandler(ear)
+    ours.setLevel(logging.INFO)
+    yield said
+    ours.removeHandler(ear)
+    ours.setLevel(level)

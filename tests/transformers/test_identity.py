@@ -1,0 +1,101 @@
+"""Managers share only if they compute the same; whatever may differ has a part in who they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvshm.hooks.transformers.identity import identity_of
+
+from .managers import new_manager
+
+
+@pytest.fixture(scope="module")
+def plain(model_path: Path) -> Any:
+    return new_manager(model_path)
+
+
+@pytest.fixture
+def fresh(model_path: Path) -> Any:
+    return new_manager(model_path)
+
+
+def who(manager: Any) -> Any:
+    return identity_of(manager.model, manager.continuous_batching_config)
+
+
+def flip_a_bit(manager: Any) -> None:
+    with torch.no_grad():
+        weight = manager.model.model.layers[2].mlp.up_proj.weight
+        weight.view(torch.int16)[3, 3] ^= 1
+
+
+def put_in_another_forward(manager: Any) -> None:
+    manager.model.model.norm.forward = lambda states: states
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "one bit of a weight": ("weights", flip_a_bit),
+    "another number format": ("dtype", lambda m: m.model.to(torch.float32)),
+    "another kernel": ("attention", lambda m: m.model.set_attn_implementation("eager")),
+    "another epsilon": ("model_config", lambda m: setattr(m.model.config, "rms_norm_eps", 0.1)),
+    "another activation": (
+        "modules",
+        lambda m: setattr(m.model.model.layers[0].mlp, "act_fn", torch.nn.GELU()),
+    ),
+    "a hook": ("modules", lambda m: m.model.model.norm.register_forward_hook(lambda *_: None)),
+    "a forward of its own": ("modules", put_in_another_forward),
+    "a compiled model": (
+        "execution",
+        lambda m: setattr(m.continuous_batching_config, "varlen_compile_config", Compiled()),
+    ),
+}
+
+
+class Compiled:
+    def to_dict(self) -> dict[str, str]:
+        return {"mode": "default"}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_shows_in_its_field(plain: Any, fresh: Any, change: str) -> None:
+    field, act = CHANGES[change]
+    assert who(plain) == who(fresh)
+    act(fresh)
+    usual, unusual = dataclasses.asdict(who(plain)), dataclasses.asdict(who(fresh))
+    told, tells = ({**each, **each["settings"]} for each in (usual, unusual))
+    assert told[field] != tells[field]
+
+
+@pytest.fixture
+def without_mkldnn() -> Iterator[None]:
+    torch.backends.mkldnn.enabled = False
+    yield
+    torch.backends.mkldnn.enabled = True
+
+
+def test_a_switch_of_torch_shows(plain: Any, without_mkldnn: None) -> None:
+    assert "mkldnn False" in who(plain).settings["kernels"]
+
+
+def test_another_process_computes_the_same(plain: Any, model_path: Path) -> None:
+    code = (
+        "import sys, pathlib\n"
+        "from tests.transformers.managers import new_manager\n"
+        "from kvshm.hooks.transformers.identity import identity_of\n"
+        f"manager = new_manager(pathlib.Path({str(model_path)!r}))\n"
+        "print(identity_of(manager.model, manager.continuous_batching_config))"
+    )
+    root = Path(__file__).parents[2]
+    told = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, cwd=root,
+    )  # fmt: skip
+    assert told.stdout.strip() == str(who(plain))

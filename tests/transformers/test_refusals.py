@@ -1,0 +1,120 @@
+"""A manager that cannot share says why, and serves on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    MistralConfig,
+)
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+from kvshm.hooks.transformers import node_of, share
+from kvshm.hooks.transformers.refusals import (
+    cache_refusal,
+    interface_refusal,
+    manager_refusal,
+)
+
+from .conftest import Lines, MakeManager
+from .managers import ask, end, random_prompt, start
+
+
+@pytest.fixture
+def processor(manager: MakeManager) -> Any:
+    """What ``cache_refusal`` looks at, of a manager that can share."""
+    made = manager()
+    made.warmup()
+    real = made.batch_processor
+    return SimpleNamespace(
+        cache=real.cache,
+        distributed_helper=SimpleNamespace(tp_size=1),
+        use_async_batching=real.use_async_batching,
+        model=made.model,
+    )
+
+
+REFUSED: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "cuda": ("the cache is on cuda", lambda p: setattr(p.cache, "device", torch.device("cuda"))),
+    "tensor parallel": (
+        "tensor parallelism",
+        lambda p: setattr(p.distributed_helper, "tp_size", 2),
+    ),
+    "windows": (
+        "layers of full_attention, sliding_attention",
+        lambda p: p.cache.cache_allocators.update(sliding_attention=None),
+    ),
+    "no prefixes": (
+        "allow_block_sharing is off",
+        lambda p: setattr(p.cache, "use_prefix_sharing", False),
+    ),
+    "asynchronous": (
+        "use_async_batching is on",
+        lambda p: setattr(p, "use_async_batching", True),
+    ),
+    "adapters": (
+        "the model has adapters",
+        lambda p: setattr(p.model, "_hf_peft_config_loaded", True),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_shared_is_named(processor: Any, case: str) -> None:
+    assert cache_refusal(processor, processor.model) is None
+    reason, change = REFUSED[case]
+    change(processor)
+    assert reason in str(cache_refusal(processor, processor.model))
+
+
+def test_adapters_are_known_by_their_modules(processor: Any) -> None:
+    layer = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})(2, 2)
+    processor.model.add_module("adapter", layer)
+    assert "the model has adapters" in str(cache_refusal(processor, processor.model))
+
+
+@pytest.mark.parametrize("name", ["search_prefix_match", "free_blocks"])
+def test_another_interface_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    assert interface_refusal() is None
+    monkeypatch.setattr(PagedAttentionCache, name, lambda self, something: None)
+    assert f"PagedAttentionCache.{name}('something',)" in str(interface_refusal())
+    monkeypatch.delattr(PagedAttentionCache, name)
+    assert "this transformers is not as kvshm knows it" in str(interface_refusal())
+
+
+def test_a_manager_of_another_shape_is_named() -> None:
+    assert "its managers have no _create_batch_processor" in str(
+        manager_refusal(SimpleNamespace(batch_processor=None))
+    )
+
+
+@pytest.mark.multiprocess
+def test_a_refused_manager_serves_on(node: object, lines: Lines) -> None:
+    config = MistralConfig(
+        vocab_size=640, hidden_size=64, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, sliding_window=32,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    manager = share(
+        model.init_continuous_batching(
+            generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),
+            continuous_batching_config=ContinuousBatchingConfig(
+                page_size=16, num_blocks=64, max_batch_tokens=64, return_logprobs=True
+            ),
+        )
+    )
+    start(manager)
+    assert lines[-1] == (
+        "kvshm: not sharing the prefix cache: the model has layers of sliding_attention; only "
+        "full_attention is shared"
+    )
+    assert node_of(manager) is None
+    assert len(ask(manager, random_prompt(1, 100))[0]) == 8
+    end(manager)
