@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import kvshm
 from kvshm import Config, Found, Identity, Load, LoadState, Region
+from kvshm._ground.ids import Epoch
 from kvshm._shm.layout import SlotState
 
 from .processes import PATIENCE_SECONDS, Node, wait_until
@@ -86,6 +88,24 @@ class Modelled:
     @property
     def holds_copies(self) -> bool:
         return self._let_go is not None
+
+    @contextmanager
+    def openings_held_up(self) -> Iterator[threading.Event]:
+        """The rank opens no epoch before the end of this; the event tells that one was begun."""
+        rank, begun, go_on = self.node._halves.rank, threading.Event(), threading.Event()
+        original = rank.open_epoch
+
+        def open_later(epoch: Epoch) -> None:
+            begun.set()
+            assert go_on.wait(PATIENCE_SECONDS)
+            original(epoch)
+
+        rank.open_epoch = open_later
+        try:
+            yield begun
+        finally:
+            go_on.set()
+            rank.open_epoch = original
 
     def judge(self) -> None:
         """Take note of the loads that have ended: what they call good is right, to the byte."""

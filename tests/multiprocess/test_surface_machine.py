@@ -155,6 +155,20 @@ class SurfaceMachine(RuleBasedStateMachine):
                 there = sum(p.is_there and not p.was_hindered for p in self.world.peers)
                 wait_until(lambda: self.node.stats()["peers"] >= there, "it knows the others")
 
+    @rule(prompt=prompts, at=first)
+    def publish_while_an_epoch_begins(self, prompt: int, at: int) -> None:
+        """The scheduler's half has begun it, and the rank does not serve its memory yet."""
+        if self.world.coordinator is None or self.own.loads or not self.seldom():
+            return
+        assert self.node.wait_joined(PATIENCE_SECONDS)
+        with self.own.openings_held_up() as begun:
+            self.node.reset()
+            self.own.free_blocks(list(self.own.published))
+            assert begun.wait(PATIENCE_SECONDS)
+            self.publish(prompt, 0, 6, at)
+            self.own.check()
+        assert self.node.wait_joined(PATIENCE_SECONDS)
+
     def seldom(self) -> bool:
         """For what leaves little to do afterwards."""
         self._turn += 1
