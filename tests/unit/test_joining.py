@@ -106,6 +106,7 @@ def test_arguments_that_cannot_be_meant_are_refused(
         ({"settings": {"kvshm_abi": "x"}}, "use other names"),
         ({"settings": {"block_size": "x"}}, "use other names"),
         ({"settings": {"layers": "x"}}, "use other names"),
+        ({"settings": {"transport": "x"}}, "use other names"),
         ({"settings": {"hash_algorithm": "x"}}, "use other names"),
     ],
 )
@@ -117,7 +118,12 @@ def test_an_identity_is_text_under_names_of_its_own(
         join(memory, identity=Identity(**given))
 
 
-ONE = {"block_size": 4, "regions": [Region(0, 8, 8, 4)], "groups": [Group(0, 4)]}
+ONE: dict[str, Any] = {
+    "block_size": 4,
+    "regions": [Region(0, 8, 8, 4)],
+    "groups": [Group(0, 4)],
+    "transport": "posix_shm",
+}
 ME = {"engine": "toy 1", "model": "m", "weights": "w", "settings": {"dtype": "f16"}}
 
 
@@ -138,6 +144,7 @@ ME = {"engine": "toy 1", "model": "m", "weights": "w", "settings": {"dtype": "f1
         {"groups": [Group(0, 4, chunk=8)]},
         {"groups": [Group(0, 4, ahead=1)]},
         {"groups": [Group(0, 8, scale=2)]},
+        {"transport": "cuda_ipc"},
     ],
     ids=str,
 )
