@@ -58,13 +58,10 @@ static bool read_ids(const walk *w, uint32_t *ids, size_t count)
     for (size_t i = 0; block && i < count; i++) {
         if (!(block = next_of(w, block)))
             break;
-        long long id = number_of(kvshm_get(w->places, block, KVSHM_BLOCK_ID));
-        if (id < 0 && !PyErr_Occurred())
-            PyErr_Format(PyExc_IndexError, "the queue of free blocks is shorter than it says");
+        /* the queue's end has -1, which no table has: kvshm_kept refuses it */
+        ids[i] = (uint32_t)number_of(kvshm_get(w->places, block, KVSHM_BLOCK_ID));
         if (PyErr_Occurred())
             Py_CLEAR(block);
-        else
-            ids[i] = (uint32_t)id;
     }
     Py_XDECREF(block);
     return block != NULL;
