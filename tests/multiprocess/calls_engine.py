@@ -125,6 +125,9 @@ class CallsEngine:
     def retract(self, blocks: list[int]) -> None:
         self.node.retract(blocks)
 
+    def kept(self, blocks: list[int]) -> list[int]:
+        return [*self.node.kept(blocks)]
+
     def clear(self) -> None:
         self.calls.clear()
 
