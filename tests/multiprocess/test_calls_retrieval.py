@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvshm.api import Found
+from kvshm.calls.lookup_buffer import NOTHING
 from kvshm.calls.retrieval import CopyRefused, Place
 from kvshm.calls.slots import MaskError, SlotMappingError
 from kvshm.errors import MisuseError
@@ -276,3 +277,26 @@ def test_an_owner_that_was_killed_is_a_miss(calls: Calls) -> None:
     assert result[: result.index(False) if False in result else 20] == [True] * sum(result)
     wait_until(lambda: calls.own.calls.lookup(TOKENS) == 8, "the end of its blocks")
     assert retrieve(calls, [2, 4, 5, 6, 7]) == [*T, *T, *F, *F, *F]
+
+
+def test_without_a_coordinator_all_is_a_miss(node: Node) -> None:
+    """Nothing is raised and nothing waits; what is stored can be read once there is one."""
+    calls = Calls(node)
+    try:
+        own = calls.own
+        assert own.store([9] * 8, [5, 6]) == 0
+        assert own.calls.retrieve(TOKENS, None, slots_of([9, 3, 0, 8, 1], 20)) == [False] * 20
+        assert own.calls.lookup_batch([TOKENS, [9] * 8]) == [0, 8]
+        assert own.calls.pin(TOKENS) == 0
+        assert own.buffer.drop_select(TOKENS, None, slots_of([9, 3, 0, 8, 1], 20)) == NOTHING
+        assert own.buffer.drop_select(None, None, []) == NOTHING
+        own.buffer.close()
+        node.coordinator()
+        other = calls.other()
+        other.do("store", TOKENS, [0, 1, 2, 3, 4])
+        calls.wait_found(TOKENS)
+        assert retrieve(calls, [9, 3, 0, 8, 1]) == [True] * 20
+        assert other.do("found", [9] * 8) == 8
+        assert own.wrong_blocks() == []
+    finally:
+        calls.own.close()
