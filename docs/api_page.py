@@ -19,7 +19,7 @@ CODE_WIDTH = 100
 CHAPTERS = {
     "Joining": ("allocate", "join", "Identity", "Region", "Group", "Config"),
     "The joined engine": ("Node", "prefix_keys"),
-    "Finding and loading": ("Found", "Owner", "Load", "LoadState"),
+    "Finding and loading": ("Found", "Part", "Owner", "Load", "LoadState"),
     "Reading from anywhere": ("Reader", "EngineView", "PublishedBlock"),
     "Errors": ("KvshmError", "MisuseError", "ConfigError", "TransportError"),
     "Versions": ("API_VERSION", "__version__"),

@@ -29,6 +29,7 @@ __all__ = [
     "MisuseError",
     "Node",
     "Owner",
+    "Part",
     "PublishedBlock",
     "Reader",
     "Region",

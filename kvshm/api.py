@@ -13,7 +13,7 @@ from kvshm._api.load import Found, Load, LoadState, Owner
 from kvshm._api.node import Node
 from kvshm._api.prefix_keys import prefix_keys
 from kvshm._api.reader import EngineView, PublishedBlock, Reader
-from kvshm._engine.groups import Group
+from kvshm._engine.groups import Group, Part
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError, MisuseError, TransportError
 from kvshm.interfaces import Region
@@ -37,6 +37,7 @@ __all__ = [
     "MisuseError",
     "Node",
     "Owner",
+    "Part",
     "PublishedBlock",
     "Reader",
     "Region",

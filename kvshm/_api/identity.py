@@ -37,11 +37,11 @@ class Identity:
     """All else that changes a byte of a block, by name: number formats, the attention kernel,
     positions, a part of a parallel group."""
 
-    def fields(
-        self, block_size: int, regions: Sequence[Region], groups: Sequence[Group]
+    def _fingerprint_fields(
+        self, block_size: int, regions: Sequence[Region], groups: Sequence[Group], transport: str
     ) -> dict[str, str]:
-        """Return the fingerprint's fields.  Raises MisuseError for a name or value that cannot be a
-        field."""
+        """Return the fingerprint's fields.  Raises MisuseError for a name or value that
+        cannot be a field."""
         if not isinstance(self.settings, Mapping):
             raise MisuseError(f"settings are {self.settings!r}; give a mapping of names to text")
         own = {
@@ -55,6 +55,7 @@ class Identity:
             names.LAYERS: _layers(regions, groups),
             names.HASH_ALGORITHM: KEYS_VERSION,
             names.HARDWARE: _hardware(),
+            names.TRANSPORT: transport,
         }
         if taken := sorted((own | ours).keys() & self.settings.keys()):
             raise MisuseError(f"settings {taken} are fields of kvshm's own; use other names")

@@ -12,7 +12,6 @@ from msgspec.structs import astuple
 
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Group, Groups
-from kvshm._ground.fingerprint import TRANSPORT
 from kvshm._ground.log import logger
 from kvshm._shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS
 from kvshm.config import Config, Share
@@ -84,8 +83,9 @@ def join(
     path = _chosen_transport(config, device)
 
     def fields(who: Identity) -> dict[str, str]:
-        name = str(getattr(path, "name", ""))
-        return who.fields(block_size, regions, shape.all) | {TRANSPORT: name}
+        return who._fingerprint_fields(
+            block_size, regions, shape.all, str(getattr(path, "name", ""))
+        )
 
     def open_halves(opened: Callable[[EpochState], None]) -> HalvesInOne:
         if (refusal := config.decide_role().refusal) is not None:
@@ -104,7 +104,7 @@ def join(
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
     node = Node(called, block_size, own, shape, fields, open_halves)
-    node.begin(identity)
+    node._start(identity)
     return node
 
 

@@ -13,7 +13,7 @@ from kvshm._node.handout import Handouts
 from kvshm._shm.layout import unpack_records
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.config import Config
-from kvshm.errors import KvshmError
+from kvshm.errors import KvshmError, MisuseError
 
 from .own_blocks import check_keys
 
@@ -76,6 +76,7 @@ class Reader:
         self._run_dir = choose_run_directory(config.run_dir, os.environ)
         self._handouts = Handouts(self._run_dir, config.namespace, READ_SECONDS)
         self._tables: dict[Epoch, SlotTableView] = {}
+        self._closed = False
 
     def engines(self) -> tuple[EngineView, ...]:
         """Return the engines, in the order of their names."""
@@ -96,13 +97,15 @@ class Reader:
     def list(self, epoch: int | None = None) -> Iterator[PublishedBlock]:
         """Yield the published blocks of all living engines, or of the one in ``epoch``."""
         for table in self._refresh():
-            if table.alive and epoch in (None, table.epoch):
+            if _is_alive(table) and epoch in (None, table.epoch):
                 with suppress(KvshmError):  # what contradicts itself is left out
                     for key, block, _, depth, _, group in unpack_records(table.scan()):
                         yield PublishedBlock(key, group, depth, block, table.engine, table.epoch)
 
     def _refresh(self) -> tuple[SlotTableView, ...]:
-        """The tables of the present engines."""
+        """The tables of the present engines.  Raises MisuseError once closed."""
+        if self._closed:
+            raise MisuseError("the Reader is closed; make another Reader")
         try:
             served = list_sockets(self._run_dir, self._namespace)
         except OSError:  # no engine has ever run here
@@ -117,6 +120,7 @@ class Reader:
 
     def close(self) -> None:
         """Let go of the engines' memory.  Idempotent."""
+        self._closed = True
         for table in self._tables.values():
             table.close()
         self._tables.clear()
@@ -138,5 +142,10 @@ def _view(table: SlotTableView) -> EngineView:
         table.num_blocks,
         table.block_size,
         table.num_ranks,
-        table.alive and not table.died,
+        _is_alive(table),
     )
+
+
+def _is_alive(table: SlotTableView) -> bool:
+    """Whether its blocks can be read."""
+    return table.alive and not table.died

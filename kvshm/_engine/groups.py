@@ -67,6 +67,7 @@ class Part(NamedTuple):
     first: int
     """Index of the first block in the group's block table."""
     num_blocks: int
+    """How many blocks."""
 
 
 Find = Callable[[Group, int, int], tuple[list[PlannedRun], int]]

@@ -106,6 +106,7 @@ def test_arguments_that_cannot_be_meant_are_refused(
         ({"settings": {"kvshm_abi": "x"}}, "use other names"),
         ({"settings": {"block_size": "x"}}, "use other names"),
         ({"settings": {"layers": "x"}}, "use other names"),
+        ({"settings": {"transport": "x"}}, "use other names"),
         ({"settings": {"hash_algorithm": "x"}}, "use other names"),
     ],
 )
@@ -117,7 +118,12 @@ def test_an_identity_is_text_under_names_of_its_own(
         join(memory, identity=Identity(**given))
 
 
-ONE = {"block_size": 4, "regions": [Region(0, 8, 8, 4)], "groups": [Group(0, 4)]}
+ONE: dict[str, Any] = {
+    "block_size": 4,
+    "regions": [Region(0, 8, 8, 4)],
+    "groups": [Group(0, 4)],
+    "transport": "posix_shm",
+}
 ME = {"engine": "toy 1", "model": "m", "weights": "w", "settings": {"dtype": "f16"}}
 
 
@@ -138,6 +144,7 @@ ME = {"engine": "toy 1", "model": "m", "weights": "w", "settings": {"dtype": "f1
         {"groups": [Group(0, 4, chunk=8)]},
         {"groups": [Group(0, 4, ahead=1)]},
         {"groups": [Group(0, 8, scale=2)]},
+        {"transport": "cuda_ipc"},
     ],
     ids=str,
 )
@@ -145,7 +152,7 @@ def test_every_field_decides_who_shares(change: dict[str, Any]) -> None:
     def fields(**changed: Any) -> dict[str, str]:
         who = Identity(**{key: changed.get(key, value) for key, value in ME.items()})
         where = {key: changed.get(key, value) for key, value in ONE.items()}
-        return who.fields(**where)
+        return who._fingerprint_fields(**where)
 
     assert fields() != fields(**change)
 
@@ -156,7 +163,9 @@ def test_every_field_decides_who_shares(change: dict[str, Any]) -> None:
     ids=str,
 )
 def test_where_blocks_lie_does_not_decide(alike: dict[str, Any]) -> None:
-    assert Identity(**ME).fields(**(ONE | alike)) == Identity(**ME).fields(**ONE)
+    assert Identity(**ME)._fingerprint_fields(**(ONE | alike)) == Identity(
+        **ME
+    )._fingerprint_fields(**ONE)
 
 
 def check_alone(node: Node, told: str, caplog: pytest.LogCaptureFixture) -> None:
