@@ -44,6 +44,7 @@ class Served:
                 ),
             ),
             salt=options.salt.encode(),
+            wait_seconds=options.import_wait,
         )
         self.prompt_tokens = 0
         self._waiting: dict[str, queue.Queue[Any]] = {}
@@ -155,6 +156,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=512)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--salt", default="", help="only engines with the same one share")
+    parser.add_argument("--import-wait", type=float, default=1.0, help="seconds, at most")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--core", type=int, help="the one CPU core to run on")
     return parser.parse_args()
