@@ -1,6 +1,6 @@
 """Write the parts of docs/ that the code states: the settings of kvshm/config.py, the fields of
-kvshm/_ground/fingerprint.py, and the numbers of kvshm/_shm/layout.py.  Also writes
-kvshm/native/layout.h, which states those numbers for C.
+kvshm/_ground/fingerprint.py, the names of kvshm/api.py (docs/api_page.py), and the numbers of
+kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h, which states those numbers for C.
 
     make docs
 
@@ -16,11 +16,14 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import api_page
+
 from kvshm._ground import syncpoints, timing
 from kvshm._ground.fingerprint import FIELDS
 from kvshm._shm.layout import RecordKind, RowState, SlotState, digest, numbers
 from kvshm.config import SETTINGS, Setting
 
+API = Path(__file__).with_name("api.md")
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
 LAYOUT = Path(__file__).with_name("layout.md")
@@ -55,6 +58,11 @@ def fingerprint(page: str) -> str:
     """Return the page with the fields that the code has."""
     rows = [(f"`{name}`", reason) for name, reason in FIELDS.items()]
     return replaced(page, "fields", _table(rows, ("field", "why it counts")))
+
+
+def api(page: str) -> str:
+    """Return the page with the names that the code has."""
+    return replaced(page, "names", api_page.names())
 
 
 def layout(page: str) -> str:
@@ -111,4 +119,5 @@ if __name__ == "__main__":
     CONFIGURATION.write_text(configuration(CONFIGURATION.read_text("utf-8")), "utf-8")
     LAYOUT.write_text(layout(LAYOUT.read_text("utf-8")), "utf-8")
     HEADER.write_text(header(numbers()), "utf-8")
+    API.write_text(api(API.read_text("utf-8")), "utf-8")
     FINGERPRINT.write_text(fingerprint(FINGERPRINT.read_text("utf-8")), "utf-8")

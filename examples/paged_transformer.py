@@ -47,6 +47,7 @@ class PagedTransformer:
         self.feedforward = [
             (weights(width, 2 * width), weights(2 * width, width)) for _ in range(shape.layers)
         ]
+        self.output = weights(width, shape.vocabulary)
         self.cache = torch.zeros(
             shape.layers, shape.blocks, 2, shape.block_size, shape.heads, shape.dim,
             device=device, dtype=dtype,
@@ -62,7 +63,7 @@ class PagedTransformer:
             hidden = hidden + self._attend(layer, _norm(hidden), table, computed)
             up, down = self.feedforward[layer]
             hidden = hidden + torch.nn.functional.gelu(_norm(hidden) @ up) @ down
-        return (_norm(hidden[-1]) @ self.embedding.T).float()
+        return (_norm(hidden[-1]) @ self.output).float()
 
     def _positions(self, begin: int, end: int) -> Tensor:
         steps = torch.arange(begin, end, device=self.device, dtype=torch.float32)[:, None]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import queue
 import signal
@@ -131,6 +132,7 @@ def _event(content: object) -> str:
 def main() -> None:
     """Command line: serve until SIGTERM or SIGINT."""
     options = arguments()
+    logging.basicConfig(level=logging.INFO)  # shows kvshm's lines, which vLLM's logger shows there
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})
     ending = threading.Event()

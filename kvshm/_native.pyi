@@ -29,6 +29,8 @@ Run: TypeAlias = (
 """Chain, index of the first block, packed pairs of block and version, and how many hashes the chain
 has for each block (1 if that is left out)."""
 
+KeptRuns: TypeAlias = tuple[list[tuple[Any, Any]], int, int]
+
 NUM_SYNC_POINTS: int
 """The core's sync points have the numbers below this."""
 
@@ -85,11 +87,21 @@ def marks_publish(
     block that is in use (``ref_cnt``) and has no hash yet, or with a block whose slot is not EMPTY.
     Adds the number of published blocks to the word at offset ``counter`` of the table."""
 
+# -- the engine's queue of free blocks
+
+def kept_runs(table: Buffer, head: Any, wanted: int, most: int, now: int, /) -> KeptRuns:
+    """Walk the blocks that follow ``head`` by their ``next_free_block``, ``most`` at most, until
+    ``wanted`` of them are not kept (``kvshm_kept``).  Returns the runs of kept blocks, each as its
+    first and last block, and how many blocks were not kept, and how many were."""
+
 # -- slots: importer's side
 
 def lease(table: Buffer, epoch: int, bit: int, records: Buffer, /) -> tuple[int, bytes]: ...
 def release(table: Buffer, bit: int, records: Buffer, taken: bytes | None, /) -> int: ...
 def recheck(table: Buffer, epoch: int, rank: int, records: Buffer, /) -> bytes: ...
+def hold(table: Buffer, epoch: int, records: Buffer, now: int, until: int, /) -> int:
+    """0 if the table is mapped read-only."""
+
 def sweep(table: Buffer, bits: int, /) -> int: ...
 def scan(table: Buffer, first: int, count: int, /) -> tuple[bytes, int]: ...
 

@@ -104,6 +104,13 @@ def _absolute_path(text: str) -> str:
     return os.path.normpath(text)
 
 
+def _transport(text: str) -> str:
+    # Whether it is installed is looked up by the engine that is to use it.
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
+        raise ValueError
+    return text
+
+
 def _log_level(text: str) -> str:
     levels = ("DEBUG", "INFO", "WARNING", "ERROR")
     return levels[levels.index(text.upper())]
@@ -130,7 +137,11 @@ def _one_of(default: StrEnum, meaning: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of one process, checked.  Any process; immutable."""
+    """The settings of one process; docs/configuration.md lists them.  Any process; immutable.
+
+    ``from_env`` reads and checks them.  The constructor takes each as a field, without checks: its
+    name in small letters without ``KVSHM_``, as in ``Config(run_dir="/run/kvshm", verify=True)``.
+    """
 
     enable: bool = _flag("Share this engine's prefix cache.")
     run_dir: str = _setting(
@@ -180,6 +191,14 @@ class Config:
         "Copy through host memory between GPUs that cannot reach each other, "
         "instead of leaving them unshared."
     )
+    transport: str = _setting(
+        Auto.AUTO,
+        _transport,
+        "auto, or the name of an installed transport",
+        "How blocks travel: with auto, by kvshm's own transport for the device of the KV cache; "
+        "else by this one, which another package may have installed. Engines with different "
+        "transports do not share.",
+    )
     log_level: str = _setting(
         "INFO", _log_level, "debug, info, warning or error", "Least severe level that is logged."
     )
@@ -203,7 +222,7 @@ class Config:
     given: frozenset[str] = frozenset()
     """Names of the settings that the environment sets."""
     limits: tuple[Limit, ...] = ()
-    """What limits the role in addition to the settings: vLLM's configuration."""
+    """Internal: what limits the role in addition to the settings, vLLM's configuration."""
     warnings: tuple[str, ...] = ()
     """Likely mistakes that do not stop the start; to be logged once."""
 
@@ -233,7 +252,8 @@ class Config:
         return config
 
     def decide_role(self, *found: Limit) -> Decision:
-        """Decide what the engine does.  ``found``: limits that only a running vLLM shows."""
+        """Internal: decide what the engine does.  ``found``: limits that only a running vLLM
+        shows."""
         nobody = self.share is Share.NONE
         settings = (
             Limit(f"KVSHM_SHARE={self.share}", no_exports=nobody, no_imports=nobody),
@@ -247,12 +267,12 @@ class Config:
 
     @property
     def imports(self) -> bool:
-        """Whether what is known before the engine runs permits importing."""
+        """Internal: whether what is known before the engine runs permits importing."""
         return not self.decide_role().no_imports
 
     def step_budget_ms(self, asynchronous: bool) -> float:
-        """Drain budget of one step.  Without asynchronous scheduling no work overlaps the wait,
-        so the budget is 0 unless the setting was given."""
+        """Internal: drain budget of one step.  Without asynchronous scheduling no work overlaps the
+        wait, so the budget is 0 unless the setting was given."""
         wanted = asynchronous or "KVSHM_DRAIN_BUDGET_MS" in self.given
         return self.drain_budget_ms if wanted else 0.0
 

@@ -32,10 +32,11 @@ from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo, abi
 from kvshm._rank.opening import open_rank
 from kvshm._rank.rank_half import POLL_SECONDS, RankHalf
-from kvshm._shm.counters import HOOK_ERRORS, LOADS_AT_ONCE, MISS_NO_ROOM
+from kvshm._shm.counters import HOOK_ERRORS, KEPT, LOADS_AT_ONCE, MISS_NO_ROOM
 
 __all__ = [
     "HOOK_ERRORS",
+    "KEPT",
     "LOADS_AT_ONCE",
     "MISS_NO_ROOM",
     "ONE_FULL_GROUP",

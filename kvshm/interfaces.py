@@ -3,7 +3,8 @@
 A transport lives in a worker rank's process.  It exports the regions of that rank's own KV
 cache, opens the regions of the same rank of a peer engine, and copies blocks from the
 peer's into its own.  Implementations register under the entry-point group
-``kvshm.transports`` and are opened by name, so an engine without CUDA never imports it.
+``kvshm.transports`` and are opened by name, so an engine without CUDA never imports it.  The
+setting KVSHM_TRANSPORT chooses one; a package of anybody's may offer more.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ from msgspec import Meta
 
 from ._ground.ids import BlockId, Epoch
 from ._ground.resources import require_descriptors
-from .errors import KvshmError, TransportError
+from .config import Auto
+from .errors import ConfigError, KvshmError, TransportError
 
 ENTRY_POINT_GROUP = "kvshm.transports"
+AUTO_TRANSPORTS = {"cpu": "posix_shm", "cuda": "cuda_ipc"}
+"""What KVSHM_TRANSPORT=auto means, by the type of the device that holds the KV cache: a transport
+of kvshm's own, whatever else is installed, so that engines with ``auto`` agree."""
 MAX_REGIONS = 4096
 """Regions of one rank: far more than any model has layers; bounds the work of peers."""
 MAX_DETAILS_BYTES = 1 << 16
@@ -36,10 +41,15 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     """
 
     offset: int
+    """Byte at which block 0 begins."""
     stride: int
+    """Bytes from the begin of a block to that of the next one, at least ``block_bytes``."""
     block_bytes: int
+    """Bytes of one block in this run."""
     num_blocks: int
+    """How many blocks the run has."""
     handle: int = 0
+    """Which memory, if there are several."""
 
 
 class MemoryDescriptor(msgspec.Struct, frozen=True, array_like=True):
@@ -138,6 +148,11 @@ class Transport(Protocol):
     ``attach``, which several other threads may call at the same time."""
 
     name: str
+    """Of its entry point."""
+    devices: tuple[str, ...]
+    """The types of device whose memory it shares between processes: torch's ("cpu", "cuda"), and
+    "rocm" for AMD GPUs, which torch calls "cuda".  Empty: it works only within one process, and no
+    engine can choose it.  An attribute of the class."""
     late_writers: bool
     """Whether work that the model launched before a copy may still write to the copy's targets:
     the copy then waits for that work.  True unless the engine itself rules such writes out."""
@@ -165,15 +180,63 @@ def load_transport(name: str) -> Any:
 
     Besides the members of Transport the class may have: ``fence()``, if the model's steps only
     launch work: called by the thread that runs the model, it returns a function that tells,
-    without blocking, whether all work launched before has ended; ``allocate(nbytes)`` for memory
-    of the kind it shares (``posix_shm``); ``settings``, the fields of Config that the constructor
-    takes by keyword.  Raises TransportError if no installed package offers that transport.
+    without blocking, whether all work launched before has ended; ``allocate(nbytes)`` for zeroed
+    memory of the kind it shares (as ``posix_shm``), which has ``buffer`` and ``address``, else
+    ``adopt(address, nbytes, storage)`` for memory that the engine has allocated (``cuda_ipc``);
+    ``settings``, fields of Config that the constructor takes by keyword, besides ``memory``,
+    ``regions``, ``rank``, ``socket_path`` and ``fault``.  Raises TransportError if no installed
+    package offers that transport, or it cannot be imported.
     """
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return entry.load()
+    if (entry := _entry(name)) is None:
+        raise TransportError(f"no transport {name!r} is installed (installed: {_installed()})")
     try:
-        require_descriptors(8)  # without descriptors, packages cannot be found
-    except KvshmError as exc:
+        return entry.load()
+    except (ImportError, AttributeError) as exc:
         raise TransportError(f"transport {name!r} cannot be loaded: {exc}") from exc
-    known = ", ".join(sorted(e.name for e in entry_points(group=ENTRY_POINT_GROUP))) or "none"
-    raise TransportError(f"no transport {name!r} is installed (installed: {known})")
+
+
+def check_installed(wanted: str) -> None:
+    """Raise ConfigError if the setting KVSHM_TRANSPORT is ``wanted``, and no installed package
+    offers that transport.  Imports no transport.  Raises TransportError without descriptors."""
+    if wanted != Auto.AUTO and _entry(wanted) is None:
+        raise ConfigError(
+            f"KVSHM_TRANSPORT={wanted!r} is not an installed transport (installed: "
+            f"{_installed()}); correct it, install its package into this environment, or unset it "
+            "for the default (auto)"
+        )
+
+
+def choose_transport(wanted: str, device: str) -> Any:
+    """Return the class of the transport by which an engine shares a KV cache on ``device`` (one of
+    Transport.devices); ``wanted``: the setting KVSHM_TRANSPORT.
+
+    Raises ConfigError like ``check_installed``, and TransportError if the transport does not work
+    for this device, or cannot be loaded.
+    """
+    if wanted == Auto.AUTO:
+        if device not in AUTO_TRANSPORTS:
+            raise TransportError(f"there is no transport for KV caches on {device}")
+        return load_transport(AUTO_TRANSPORTS[device])
+    check_installed(wanted)
+    found = load_transport(wanted)
+    if device in (devices := getattr(found, "devices", ())):
+        return found
+    if devices:
+        served = " and ".join(devices)
+        raise TransportError(f"KVSHM_TRANSPORT={wanted} is for KV caches on {served}, not {device}")
+    raise TransportError(f"KVSHM_TRANSPORT={wanted} works only within one process")
+
+
+def _entry(name: str) -> Any:
+    """Return the entry point, or None.  Raises TransportError without descriptors to find out."""
+    try:
+        for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+            return entry
+        require_descriptors(8)  # without descriptors, packages cannot be found
+    except (KvshmError, OSError) as exc:
+        raise TransportError(f"transport {name!r} cannot be loaded: {exc}") from exc
+    return None
+
+
+def _installed() -> str:
+    return ", ".join(sorted({e.name for e in entry_points(group=ENTRY_POINT_GROUP)})) or "none"

@@ -22,7 +22,7 @@ C_FILES = sorted(p for d in IN_C for p in (ROOT / d).rglob("*.[ch]"))
 NATIVE = ROOT / "kvshm" / "native"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HOOKS, VLLM, TRANSFORMERS = "hooks", "hooks/vllm", "hooks/transformers"
-CUDA = "transport/cuda"
+CUDA, KV = "transport/cuda", "tools/kv"
 FOR_TESTS = {"pytest", "hypothesis", "unittest", *FOLDERS, *(path.stem for path in OTHERS)}
 NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
 MAY_IMPORT = NOWHERE | {
@@ -31,6 +31,8 @@ MAY_IMPORT = NOWHERE | {
     "torch": {HOOKS, VLLM, TRANSFORMERS, CUDA},
     "triton": {CUDA},
     "cuda": {CUDA},
+    "numpy": {KV},
+    "safetensors": {KV},
 }
 """Rooms: the folders of the product that may import it."""
 REQUIRED = {re.split(r"\W", requirement)[0] for requirement in PROJECT["dependencies"]}

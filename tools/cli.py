@@ -1,4 +1,4 @@
-"""The command ``kvshm``: shows settings and shared memory, and removes what a crash has left.
+"""The command ``kvshm``: shows what engines share, removes what a crash has left, keeps blocks.
 
 Exit status: the verb's, or 2 for a wrong command line or a bad setting.
 """
@@ -8,23 +8,33 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvshm.config import Config, list_settings
-from kvshm.errors import ConfigError
+from kvshm.errors import KvshmError
+from kvshm.interfaces import check_installed
 from kvshm.version import __version__
 
-from . import clean, dump_index
+from . import clean, dump_index, verify_logits
 from .closed_pipe import run_until_pipe_closes
+from .kv import command as kv
 
 EXIT_USAGE = 2
+OTHERS: dict[str, Callable[[Sequence[str]], int]] = {
+    "dump-index": dump_index.main,
+    "clean": clean.main,
+    "kv": kv.main,
+    "verify-logits": verify_logits.main,
+}
+"""The verbs that have options of their own."""
 
 
 def print_config(environ: Mapping[str, str]) -> int:
     """Print the settings of ``environ``, one per line; return the exit status."""
     try:
         settings = list_settings(environ)
-    except ConfigError as exc:
+        check_installed(Config.from_env(environ).transport)
+    except KvshmError as exc:
         print(f"kvshm: {exc}", file=sys.stderr)
         return EXIT_USAGE
     widths = [max(len(setting[column]) for setting in settings) for column in (0, 1)]
@@ -44,11 +54,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     verbs.add_parser("config", help="print each setting, its value and where it came from")
     verbs.add_parser("dump-index", help="show what is in shared memory", add_help=False)
     verbs.add_parser("clean", help="remove what a crash has left", add_help=False)
+    verbs.add_parser("kv", help="write blocks to a file, serve them, compare them", add_help=False)
+    verbs.add_parser("verify-logits", help="ask two engines the same prompt", add_help=False)
     asked, rest = parser.parse_known_args(arguments)
-    if asked.verb == "dump-index":
-        return dump_index.main(rest)
-    if asked.verb == "clean":
-        return clean.main(rest)
+    if asked.verb in OTHERS:
+        return OTHERS[asked.verb](rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if asked.verb == "config":

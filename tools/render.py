@@ -128,7 +128,7 @@ _ENGINES: Columns = {
     "model": lambda engine: engine["model"] or "-",
     "fingerprint": lambda engine: engine["fingerprint"][:12],
     "block size": "block_size",
-    **{state: _state(state) for state in ("empty", "ready", "draining", "leased")},
+    **{state: _state(state) for state in ("empty", "ready", "draining", "leased", "held")},
     "bit": "lease_bit",
     "life": _life,
     "beats": "heartbeat",
@@ -146,7 +146,8 @@ _BLOCKS: Columns = {
     "block": "block_id",
     "hash": lambda block: block["block_hash"][:_HASH_DIGITS],
     **{key: key for key in ("generation", "state", "depth", "group", "references")},
-    "held by": _holders,
+    "leased by": _holders,
+    "held for": lambda block: f"{block['held_seconds']} s" if block["held_seconds"] else None,
 }
 _CHAINS: Columns = {
     "last block": "tip",
@@ -172,6 +173,9 @@ _ENTRIES: Columns = {
 }
 
 
+_IF_ANY = ("group", "held", "held for")
+
+
 def _titled(title: str, columns: Columns, rows: list[Json]) -> Iterator[str]:
     if rows:
         yield f"\n  {title}"
@@ -179,20 +183,24 @@ def _titled(title: str, columns: Columns, rows: list[Json]) -> Iterator[str]:
 
 
 def _table(columns: Columns, rows: list[Json]) -> Iterator[str]:
-    """Yield aligned lines: numbers to the right, text to the left.  No rows, no lines.  Groups are
-    shown if a row is of another group than 0."""
+    """Yield aligned lines: numbers to the right, text to the left.  No rows, no lines.  Groups and
+    holds are shown if a row is of another group than 0, or has any."""
     if rows:
         cells = [
             _aligned([head, *(_cell(row, of) for row in rows)])
             for head, of in columns.items()
-            if head != "group" or any(row["group"] for row in rows)
+            if head not in _IF_ANY or any(_value(row, of) for row in rows)
         ]
         for line in zip(*cells, strict=True):
             yield f"    {'  '.join(line)}".rstrip()
 
 
+def _value(row: Json, of: str | Callable[[Json], object]) -> object:
+    return row[of] if isinstance(of, str) else of(row)
+
+
 def _cell(row: Json, of: str | Callable[[Json], object]) -> str:
-    value = row[of] if isinstance(of, str) else of(row)
+    value = _value(row, of)
     return "-" if value is None else str(value)
 
 

@@ -20,6 +20,7 @@ from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.layout import SlotState
 from kvshm._shm.segment import INDEX_KIND, TABLE_KIND, SegmentName
 from kvshm._shm.slot_table import Slot, SlotTableView
+from kvshm._shm.table_header import seconds_left
 
 from .chains import find_chains
 from .fetching import Segments, coordinator_runs, fetch_all, slots_in_use
@@ -144,13 +145,14 @@ def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) 
         "fingerprint": table.fingerprint.hex(),
         "block_size": table.block_size,
         "num_blocks": table.num_blocks,
-        "states": _states(table.num_blocks, slots),
+        "states": _states(table.num_blocks, slots, table.now),
         "lease_bit": _bit(table.lease_bit),
         "heartbeat": table.heartbeat,
         "leases_taken": table.leases_taken,
         "retired": table.retired,
         "life": [_life(table.life(rank), table.epoch) for rank in range(table.num_ranks)],
         "created_ns": table.created_ns,
+        "age_seconds": table.now,
         "blocks": [],
         "chains": [],
         "counters": {label: n for label, n in table.counters.snapshot().items() if n},
@@ -163,7 +165,7 @@ def _fill(
     engine: Json, slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters
 ) -> None:
     """Add the selected blocks and chains; with ``leased`` only blocks."""
-    engine["blocks"] = list(_blocks(slots, holders, asked))
+    engine["blocks"] = list(_blocks(slots, holders, asked, engine["age_seconds"]))
     if asked.leased:
         engine |= {"counters": {}, "errors": []}
         return
@@ -171,14 +173,20 @@ def _fill(
     engine["chains"] = [chain._asdict() for chain in found]
 
 
-def _states(num_blocks: int, slots: Mapping[int, Slot]) -> dict[str, int]:
+def _states(num_blocks: int, slots: Mapping[int, Slot], now: int) -> dict[str, int]:
     counts = Counter(slot.state for slot in slots.values())
     return {
         "empty": num_blocks - len(slots),
         "ready": counts[SlotState.READY],
         "draining": counts[SlotState.DRAINING],
         "leased": sum(1 for slot in slots.values() if slot.leases),
+        "held": sum(1 for slot in slots.values() if _held_for(slot, now)),
     }
+
+
+def _held_for(slot: Slot, now: int) -> int:
+    """Seconds for which a slot in use is still held."""
+    return seconds_left(slot.held_until, now) if slot.state is SlotState.READY else 0
 
 
 def _bit(lease_bit: int) -> int | None:
@@ -199,7 +207,9 @@ def _holders(engines: list[Json]) -> dict[int, Json]:
     }
 
 
-def _blocks(slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters) -> Iterator[Json]:
+def _blocks(
+    slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters, now: int
+) -> Iterator[Json]:
     only_leased = asked.leased or not asked.replica_entries
     for block, slot in slots.items():
         block_hash = slot.block_hash.hex()
@@ -213,6 +223,7 @@ def _blocks(slots: Mapping[int, Slot], holders: dict[int, Json], asked: Filters)
                 "depth": slot.depth,
                 "group": slot.group,
                 "published_ms": slot.published_ms,
+                "held_seconds": _held_for(slot, now),
                 "references": slot.leases.bit_count(),
                 "holders": [holders.get(bit, {"bit": bit, **_NOBODY}) for bit in bits],
             }

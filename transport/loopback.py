@@ -137,6 +137,7 @@ class LoopbackTransport(OwnCache):
     """One rank's KV cache in bytearrays (kvshm.interfaces.Transport).  One thread only."""
 
     name = "loopback"
+    devices = ()
     late_writers = True
 
     def __init__(

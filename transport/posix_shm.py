@@ -187,6 +187,7 @@ class PosixShmTransport(OwnCache):
     """
 
     name = "posix_shm"
+    devices = ("cpu",)
     late_writers = True
     """Without effect here: on a CPU, the model's launched work has ended."""
     allocate = staticmethod(KVMemory.create)

@@ -37,6 +37,7 @@ from kvshm.halves import (
 )
 
 from .imports import Import, LoadedBlocks
+from .kept_blocks import KeptBlocks
 from .pool_watch import block_tables, cached_counts
 
 
@@ -79,6 +80,7 @@ class BlockTracker:
         self._cache = cache
         self._publisher = cache.publisher
         self._pool = manager.block_pool
+        self.kept = KeptBlocks(cache, manager.block_pool)
         self._tables = list(zip(groups.all, block_tables(manager, len(groups.all)), strict=True))
         self._cached = cached_counts(manager, len(groups.all))
         self._windows = any(group.window for group in groups.all)

@@ -39,6 +39,7 @@ from kvshm._ground.log import logger, set_level
 from kvshm._ground.rundir import open_run_directory, require_room
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
+from kvshm.interfaces import check_installed
 
 from ..boundary import guarded, report
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
@@ -55,7 +56,7 @@ log = logger(__name__)
 
 # vLLM imports this module while it makes its configuration: a bad setting stops the start here,
 # with the reason and before a model is loaded.
-Config.from_env(os.environ)
+check_installed(Config.from_env(os.environ).transport)
 wait_for_engine_cores()
 
 
@@ -96,7 +97,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         config = dataclasses.replace(config, limits=(kv_role_limit(self._kv_transfer_config),))
         refusal = (
             version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
-            or config_refusal(vllm_config, os.environ)
+            or config_refusal(vllm_config, os.environ, config.transport)
             or cache_refusal(kv_cache_config)
             or config.decide_role().refusal
         )
@@ -251,6 +252,12 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         log.warning("not sharing the prefix cache: %s", refusal)
         self._scheduler.close()
         self._scheduler = None
+
+    @guarded(_nothing)
+    def blocks_wanted(self, count: int) -> None:
+        """vLLM takes so many blocks, and some free ones may be kept (pool_watch.PoolListener)."""
+        if self._scheduler and self._scheduler.tracker:
+            self._scheduler.tracker.kept.put_last(count)
 
     @guarded(_nothing)
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:

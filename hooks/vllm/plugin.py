@@ -50,6 +50,8 @@ def activate() -> None:
 
     from kvshm._ground.log import set_level
     from kvshm.config import Config
+    from kvshm.errors import ConfigError
+    from kvshm.interfaces import check_installed
 
     from .refusals import version_refusal
 
@@ -61,8 +63,11 @@ def activate() -> None:
         reason = version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
         reason = reason or config.decide_role().refusal
         if reason is None:
+            check_installed(config.transport)
             register()
             _wrap(config)
+    except ConfigError:
+        raise
     except Exception as exc:  # any: if vLLM has changed, the engine serves unshared
         reason = _unexpected(exc)
     if reason is not None:
@@ -110,7 +115,7 @@ def _configure(vllm_config: VllmConfig, config: Config) -> None:
     if vllm_config.model_config is None:
         return  # no engine: vLLM builds such configurations for its own use
     other = transfer if transfer is not None and transfer.kv_connector is not None else None
-    if reason := _refusal(vllm_config, other, config.beside):
+    if reason := _refusal(vllm_config, other, config):
         _decline(reason)
         return
     vllm_config.kv_transfer_config = (
@@ -122,15 +127,15 @@ def _configure(vllm_config: VllmConfig, config: Config) -> None:
     )
 
 
-def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, beside: bool) -> str | None:
+def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Config) -> str | None:
     """Return why this engine gets no connector, or None."""
     from .multi_connector import combination_refusal
     from .refusals import config_refusal, layers_refusal
 
-    if other is not None and not beside:
+    if other is not None and not config.beside:
         return f"kv_transfer_config names {other.kv_connector}; KVSHM_BESIDE=1 shares beside it"
     return (
-        config_refusal(vllm_config, os.environ)
+        config_refusal(vllm_config, os.environ, config.transport)
         or layers_refusal(vllm_config)
         or touchpoint_refusal()
         or (combination_refusal(vllm_config, other) if other is not None else None)

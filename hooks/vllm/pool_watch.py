@@ -7,7 +7,7 @@ scheduler, strictly before the step that writes is dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvshm._ground.ids import BlockId
@@ -22,6 +22,9 @@ CACHED = "num_cached_block"
 
 class PoolListener(Protocol):
     """Receives the changes of the pool."""
+
+    def blocks_wanted(self, count: int) -> None:
+        """The pool is about to hand out so many blocks, and some free ones may be kept."""
 
     def blocks_handed_out(self, blocks: Sequence[Any]) -> None:
         """The pool has handed out these blocks for new contents."""
@@ -75,23 +78,28 @@ def watch_resets(pool: Any, listener: PoolListener) -> None:
     pool.reset_prefix_cache = reset_prefix_cache
 
 
-def watch_blocks(pool: Any, listener: PoolListener) -> None:
-    """Tell the listener of every change of a single block.  Raises PoolChanged if that is
-    impossible: then nothing was wrapped, and the engine may not export."""
+def watch_blocks(
+    pool: Any, listener: PoolListener, any_kept: Callable[[], bool] = lambda: False
+) -> None:
+    """Tell the listener of every change of a single block, and first how many are wanted if
+    ``any_kept``.  Raises PoolChanged if that is impossible: then nothing was wrapped, and the
+    engine may not export."""
     _require(pool, FOR_EXPORT)
     hand_out, remove_hashes = pool.get_new_blocks, pool._remove_cached_block_hashes
 
     handing_out = False
 
-    def get_new_blocks(*args: Any, **kwargs: Any) -> Any:
+    def get_new_blocks(num_blocks: int, *args: Any, **kwargs: Any) -> Any:
         # The listener gets all handed-out blocks in one call.  They may be thousands, so vLLM calls
         # its own method for each, without the wrapper, unless other code has wrapped that method.
         nonlocal handing_out
+        if any_kept():
+            listener.blocks_wanted(num_blocks)
         handing_out = True
         if unwrapped := pool._remove_cached_block_hashes is remove:
             pool._remove_cached_block_hashes = remove_hashes
         try:
-            blocks = hand_out(*args, **kwargs)
+            blocks = hand_out(num_blocks, *args, **kwargs)
         finally:
             handing_out = False
             if unwrapped:

@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvshm.config import Auto
+from kvshm.errors import TransportError
+from kvshm.interfaces import AUTO_TRANSPORTS, choose_transport
+
 from .groups import STATE, group_refusal
 
 if TYPE_CHECKING:
@@ -18,8 +22,7 @@ if TYPE_CHECKING:
 TESTED_VLLM = ((0, 32),)
 """Major and minor versions.  kvshm relies on private behaviour of vLLM (docs/vllm-facts.md): kvshm
 notices a missing name, but not a changed meaning."""
-TRANSPORTS = {"cpu": "posix_shm", "cuda": "cuda_ipc"}
-"""Transports by vLLM's type of the device that holds the KV cache; other types have none."""
+ROCM = "rocm"
 
 
 def version_refusal(version: tuple[int | str, ...], allowed: bool) -> str | None:
@@ -59,19 +62,45 @@ def _dotted(version: tuple[int | str, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def config_refusal(vllm_config: VllmConfig, environ: Mapping[str, str]) -> str | None:
+def config_refusal(
+    vllm_config: VllmConfig, environ: Mapping[str, str], transport: str = Auto.AUTO
+) -> str | None:
     """Return why an engine of this configuration cannot share its prefix cache, or None.
 
-    Any process; reads only.  If there is a reason, a connector that the user configured must
-    neither publish nor import.
+    Any process; reads only.  ``transport``: the setting KVSHM_TRANSPORT.  If there is a reason, a
+    connector that the user configured must neither publish nor import.  Raises ConfigError if the
+    transport is not installed.
     """
     if vllm_config.model_config is None:
         return "there is no model"
     try:
+        if refusal := _transport_refusal(cache_device(vllm_config), transport):
+            return refusal
         held = (reason for reason, holds in _REASONS.items() if holds(vllm_config))
         return next(held, None) or _allocator_refusal(vllm_config, environ)
     except AttributeError as exc:
         return f"in this vLLM {type(exc.obj).__name__} has no {exc.name}"
+
+
+def cache_device(vllm_config: VllmConfig) -> str:
+    """Return the type of the device that holds the KV cache, as transports name it."""
+    device = str(vllm_config.device_config.device_type)
+    # On ROCm too vLLM's device type is "cuda".
+    return ROCM if device == "cuda" and _platform().is_rocm() else device
+
+
+def _transport_refusal(device: str, wanted: str) -> str | None:
+    """Return why this transport does not work for KV caches on ``device``, or None."""
+    if wanted == Auto.AUTO and device == ROCM:
+        return "there is no transport for KV caches on AMD GPUs (ROCm)"
+    if wanted == Auto.AUTO:
+        known = device in AUTO_TRANSPORTS
+        return None if known else "there is no transport for KV caches on this device"
+    try:
+        choose_transport(wanted, device)
+    except TransportError as exc:
+        return str(exc)
+    return None
 
 
 def layers_refusal(vllm_config: VllmConfig) -> str | None:
@@ -118,11 +147,6 @@ def _platform() -> Any:
 # The kind of model comes before prefix caching: vLLM itself turns prefix caching off for
 # encoder-decoders and for some pooling models, and the log must name the model as the reason.
 _REASONS: dict[str, Callable[[VllmConfig], bool]] = {
-    "there is no transport for KV caches on this device": lambda c: (
-        c.device_config.device_type not in TRANSPORTS
-    ),
-    # On ROCm too vLLM's device type is "cuda".
-    "there is no transport for KV caches on AMD GPUs (ROCm)": lambda _: _platform().is_rocm(),
     "Ray runs the workers, perhaps on other machines (--distributed-executor-backend ray)": (
         lambda c: c.parallel_config.use_ray
     ),

@@ -109,7 +109,7 @@ class SchedulerSide:
             if not role.no_exports:
                 delay = 1 if self._vllm_config.speculative_config else 0
                 tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
-                watch_blocks(manager.block_pool, listener)
+                watch_blocks(manager.block_pool, listener, tracker.kept.may_exist)
                 self.tracker = tracker
         except PoolChanged as exc:
             yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)

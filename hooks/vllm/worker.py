@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from kvshm._ground.fingerprint import KERNEL_BLOCKS
+from kvshm._ground.fingerprint import KERNEL_BLOCKS, TRANSPORT
 from kvshm._ground.ids import BlockId, Epoch, Rank
 from kvshm._ground.log import logger
 from kvshm.config import Config
 from kvshm.errors import KvshmError, SegmentError, SegmentNotFound, TransportError
 from kvshm.halves import POLL_SECONDS, LoadReport, RankHalf, RankInfo, open_rank
-from kvshm.interfaces import Transport, load_transport
+from kvshm.interfaces import Transport, choose_transport
 
 from ..weights import WeightsUnknown
 from .call_stack import callers_with
@@ -25,7 +25,7 @@ from .groups import is_one_full
 from .identity import find_model, rank_fields
 from .layout import Placement, regions_of, shared_kv_memory
 from .messages import RankDescription, RankReport, StepMetadata
-from .refusals import TRANSPORTS
+from .refusals import cache_device
 from .weights import watch_weights
 
 log = logger(__name__)
@@ -43,8 +43,8 @@ class WorkerSide:
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
         self._rank = Rank(vllm_config.parallel_config.rank)
-        device = vllm_config.device_config.device_type
-        self._transport_type = load_transport(TRANSPORTS[device])
+        device = cache_device(vllm_config)
+        self._transport_type = choose_transport(config.transport, device)
         # On a GPU the cache stays where vLLM puts it.
         allocate = getattr(self._transport_type, "allocate", None)
         self.allocation = shared_kv_memory(allocate) if allocate is not None else None
@@ -135,6 +135,7 @@ class WorkerSide:
             memory = self._transport.export(Epoch(0))  # serves no peer until an epoch is opened
         except (WeightsUnknown, TransportError) as exc:
             return RankDescription(None, {}, str(exc))
+        fields[TRANSPORT] = self._transport.name
         fields[KERNEL_BLOCKS] = self._kernel_blocks  # decides the order within a block
         return RankDescription(RankInfo(os.getpid(), memory), fields)
 

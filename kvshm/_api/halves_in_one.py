@@ -6,22 +6,24 @@ Whatever fails while they are opened is why the engine shares nothing; it is not
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Groups
 from kvshm._engine.scheduler_half import SchedulerHalf
-from kvshm._ground.ids import Epoch
+from kvshm._ground.ids import BlockId, Epoch
 from kvshm._ground.log import logger
 from kvshm._ground.rundir import open_run_directory
 from kvshm._node.protocol import RankInfo
 from kvshm._rank.opening import open_rank
 from kvshm.config import Config
 from kvshm.errors import KvshmError
-from kvshm.interfaces import Region, load_transport
+from kvshm.interfaces import Region
 
 log = logger(__name__)
+
+FindOwn = Callable[[Iterable[bytes], int], list[BlockId]]
 
 
 class HalvesInOne:
@@ -31,25 +33,27 @@ class HalvesInOne:
         self,
         config: Config,
         spec: EngineSpec,
-        transport: str,
+        transport: Any,
         memory: Any,
         regions: Sequence[Region],
         opened: Callable[[EpochState], None],
     ) -> None:
-        """``opened``: called on the client's thread when an epoch has begun on the rank as well.
-        Raises KvshmError or OSError; nothing is left open then."""
+        """``transport``: its class.  ``opened``: called on the client's thread when an epoch has
+        begun on the rank as well.  Raises KvshmError or OSError; nothing is left open then."""
         self._opened = opened
         run_dir = open_run_directory(config.run_dir, os.environ)
-        self.rank = open_rank(config, run_dir, 0, load_transport(transport), memory, regions)
+        self.rank = open_rank(config, run_dir, 0, transport, memory, regions)
         try:
             self.cache = SchedulerHalf(config, spec, run_dir, opened=self._open_epoch)
         except BaseException:
             self.rank.close()
             raise
 
-    def begin_epoch(self, fields: Mapping[str, str], groups: Groups) -> None:
-        """Begin an epoch, or another one, in the background.  Raises TransportError."""
+    def begin_epoch(self, fields: Mapping[str, str], groups: Groups, own_blocks: FindOwn) -> None:
+        """Begin an epoch, or another one, in the background.  ``own_blocks``: as PrefixSearch has
+        it.  Raises TransportError."""
         self.cache.planner.search.groups = groups
+        self.cache.planner.search.own_blocks = own_blocks
         memory = self.rank.transport.export(Epoch(0))  # serves no peer until the epoch is open
         self.cache.open_epoch([RankInfo(os.getpid(), memory)], lambda: fields)
 

@@ -16,6 +16,8 @@ from kvshm.interfaces import Region
 
 from .prefix_keys import KEYS_VERSION
 
+MAX_BYTES = 1 << 17
+"""Of all names and values: the coordinator takes no longer description of an engine."""
 _CPU = Path("/proc/cpuinfo")
 
 
@@ -40,6 +42,8 @@ class Identity:
     ) -> dict[str, str]:
         """Return the fingerprint's fields.  Raises MisuseError for a name or value that cannot be a
         field."""
+        if not isinstance(self.settings, Mapping):
+            raise MisuseError(f"settings are {self.settings!r}; give a mapping of names to text")
         own = {
             names.ENGINE: self.engine,
             names.MODEL: self.model,
@@ -54,10 +58,25 @@ class Identity:
         }
         if taken := sorted((own | ours).keys() & self.settings.keys()):
             raise MisuseError(f"settings {taken} are fields of kvshm's own; use other names")
+        nbytes = 0
         for name, value in (own | dict(self.settings)).items():
-            if not isinstance(name, str) or not isinstance(value, str) or not value:
+            if not _is_text(name) or not _is_text(value):
                 raise MisuseError(f"{name!r} of the identity is {value!r}; give text, not empty")
+            nbytes += len(name.encode()) + len(value.encode())
+        if nbytes > MAX_BYTES:
+            raise MisuseError(
+                f"the identity has {nbytes} bytes, at most {MAX_BYTES} can be sent; give digests "
+                "of long values"
+            )
         return own | dict(self.settings) | ours
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string with characters, all of which can be sent."""
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:  # half of a character
+        return False
 
 
 def _layers(regions: Sequence[Region], groups: Sequence[Group]) -> str:

@@ -37,12 +37,15 @@ class Owner(NamedTuple):
     epoch: int
     """Random number of the engine's present epoch: two engines never have the same."""
     group: int
+    """Number of the KV cache group."""
     first: int
     """Index of the first of these blocks in the prefix, in blocks of the group."""
     num_blocks: int
+    """How many there are."""
     transport: str
     """The path that the bytes would take: ``posix_shm``, ``cuda_ipc``."""
     nbytes: int
+    """Bytes of all of them."""
 
 
 class Looks(Protocol):
@@ -53,7 +56,8 @@ class Looks(Protocol):
 
 class Found:
     """A prefix that other engines seem to hold: a hint, until it is loaded.  Holds no lease, so it
-    may be dropped at any time; five seconds later it loads nothing.
+    may be dropped at any time; five seconds later it loads nothing.  Lengths are counted in keys:
+    with one group, one key is one block.
 
     ``bool(found)``: whether there is anything to load.
     """
@@ -67,14 +71,18 @@ class Found:
     ) -> None:
         """Only ``Node.lookup`` makes these."""
         self.node = node
+        """Internal."""
         self.keys = keys
+        """Those that were looked up."""
         self.start = start
-        """Keys that the caller has himself."""
-        self.length = start + (plan.length if plan is not None else 0)
-        """Of so many keys the prefix can be restored; ``start`` if nothing was found."""
+        """Keys whose blocks the caller has, as he said."""
+        self.length: int = start + (plan.length if plan is not None else 0)
+        """Of so many keys the prefix can be restored, those before ``start`` included; ``start`` if
+        nothing was found."""
         self.plan = plan
+        """Internal."""
         self._lengths: tuple[int, ...] | None = None
-        self.loaded = False
+        self.loaded: bool = False
         """Whether it was given to ``Node.load``, which takes it once."""
 
     def __bool__(self) -> bool:
@@ -82,7 +90,7 @@ class Found:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks a load of it fills, in all groups."""
+        """How many blocks a load of it fills, in all groups; with one group ``length - start``."""
         return self.plan.num_blocks if self.plan is not None else 0
 
     @property
@@ -145,10 +153,12 @@ class Load:
         """Only ``Node.load`` makes these."""
         self._node = node
         self.load_id = load_id
-        self.targets = tuple(targets)
-        self.state = LoadState.PENDING
+        """Internal."""
+        self.targets: tuple[BlockId, ...] = tuple(targets)
+        """The blocks that it fills, as they were given."""
+        self.state: LoadState = LoadState.PENDING
         """As of the last ``poll``, of this load or another one."""
-        self.good = 0
+        self.good: int = 0
         """After the end: how many of the blocks, from the first on, hold what was asked for.  With
         several groups all or none."""
 
@@ -167,9 +177,9 @@ class Load:
         return self.state
 
     def wait(self, timeout: float | None = None) -> LoadState:
-        """Wait for the end, ``timeout`` seconds at most; return the state, which is PENDING if the
-        time is over.  Without ``timeout`` it takes as long as the copies do: some milliseconds, and
-        up to two seconds if a peer hangs."""
+        """Wait for the end, ``timeout`` seconds at most (None: for ever); return the state, which
+        is PENDING if the time is over.  Without ``timeout`` it takes as long as the copies do: some
+        milliseconds, and up to two seconds if a peer hangs."""
         for pause in pauses(timeout):
             if self.poll() is not LoadState.PENDING:
                 break
@@ -194,7 +204,7 @@ class Load:
             self._node.cancel_load(self)
 
     def end(self, good: int) -> None:
-        """It has ended.  Only its node calls this."""
+        """Internal: it has ended."""
         self.good = good
         self.state = LoadState.DONE if good == len(self.targets) else LoadState.FAILED
 

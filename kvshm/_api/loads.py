@@ -31,6 +31,12 @@ class Loads:
         halves.rank.begin_load(order)
         return load
 
+    def failed(self, node: Progress, targets: list[BlockId]) -> Load:
+        """Return a load that nobody can carry out."""
+        load = Load(node, "", targets)
+        load.end(0)
+        return load
+
     def collect(self, halves: HalvesInOne) -> None:
         """End the loads that the rank has reported; does not block."""
         planner = halves.cache.planner

@@ -3,135 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Self
+from collections.abc import Iterable, Sequence
 
-from kvshm._engine.epoch_state import EpochState
-from kvshm._engine.groups import Groups
 from kvshm._engine.load_plan import Plan
-from kvshm._ground.forks import guard_forks
 from kvshm._ground.ids import BlockHash, BlockId
-from kvshm._ground.log import logger
-from kvshm.errors import KvshmError, MisuseError
+from kvshm.errors import MisuseError
 
-from .halves_in_one import HalvesInOne
-from .identity import Identity
 from .load import Found, Load, pauses
-from .loads import Loads
 from .lookups import all_lengths, held_by_peers
-from .own_blocks import Content, OwnBlocks, check_keys, pack_contents
+from .membership import Membership
+from .own_blocks import check_keys, check_prefix
 from .prefix_keys import Extra, prefix_keys
 
-log = logger(__name__)
 
-OpenHalves = Callable[[Callable[[EpochState], None]], HalvesInOne]
-
-
-class Node:
+class Node(Membership):
     """A joined engine.  ``kvshm.join`` makes it; ``close`` or a ``with`` statement ends it.
 
     Any thread may call; calls take turns.  Only ``wait_*``, ``retract``, ``drain`` and ``close``
-    block.  What fails on the node (no coordinator, no memory, a peer that hangs or dies) is a miss
-    and a counter; the only error raised is MisuseError, before anything is done.
+    wait for others; all else takes microseconds to milliseconds, more for more keys.  What fails on
+    the node (no coordinator, no memory, a peer that hangs or dies) is a miss and a counter; the
+    only error raised is MisuseError, before anything is done.
     """
-
-    def __init__(
-        self,
-        name: str,
-        block_size: int,
-        own: OwnBlocks,
-        groups: Groups,
-        fields: Callable[[Identity], dict[str, str]],
-        open_halves: OpenHalves,
-    ) -> None:
-        """Only ``join`` makes these."""
-        self.name = name
-        """As the other engines' logs and lists show it."""
-        self.block_size = block_size
-        """Tokens for each key."""
-        self.refusal = ""
-        """Why this engine shares nothing until it is joined again; empty if it may."""
-        self._own = own
-        self._groups = groups
-        self._fields = fields
-        self._lock = threading.RLock()
-        self._loads = Loads(own)
-        self._paused = self._closed = False
-        self._open: EpochState | None = None
-        """The epoch that is open on both halves."""
-        self._halves: HalvesInOne | None = None
-        try:
-            self._halves = open_halves(self._opened)
-        except (KvshmError, OSError) as exc:  # for example, no directory, descriptors or memory
-            self._refuse(str(exc))
-        guard_forks(self)
-
-    def _refuse(self, reason: str) -> None:
-        self.refusal = reason
-        log.warning("not sharing the prefix cache: %s", reason)
-
-    # -- joining
-
-    @property
-    def joined(self) -> bool:
-        """Whether a coordinator knows this engine, and other engines may read its blocks."""
-        halves, state = self._halves, self._open
-        return halves is not None and state is halves.cache.epoch_state and halves.cache.is_member
-
-    def wait_joined(self, timeout: float | None = None) -> bool:
-        """Wait until ``joined``, ``timeout`` seconds at most.  Returns ``joined``; at once if this
-        engine shares nothing."""
-        for pause in pauses(timeout):
-            if self.joined or self._halves is None:
-                break
-            time.sleep(pause)
-        return self.joined
-
-    def begin(self, identity: Identity) -> None:
-        """Begin an epoch.  Only ``join`` calls this, and ``reset``."""
-        fields = self._fields(identity)
-        with self._lock:
-            self._identity = identity
-            if (halves := self._halves) is not None:
-                try:
-                    halves.begin_epoch(fields, self._groups)
-                except KvshmError as exc:
-                    self._refuse(str(exc))
-                    self._halves = None
-                    halves.close()
-
-    def reset(self, identity: Identity | None = None) -> None:
-        """Retract all blocks for good, and begin another epoch: the cache was dropped or, with an
-        ``identity``, the weights or settings have changed.  Does not wait for readers: what they
-        copy from now on, they discard.  Loads under way fail; wait for them before their blocks are
-        written."""
-        if identity is not None:
-            self._fields(identity)  # may raise: nothing has been done
-        with self._lock:
-            halves = self._living()
-            self._own.clear()
-            self._open = None
-            if halves is not None:
-                halves.end_epoch()
-                self.begin(identity or self._identity)
-
-    def _opened(self, state: EpochState) -> None:
-        """An epoch is open on both halves: publish what was to be published meanwhile.  Client's
-        thread."""
-        with self._lock:
-            if self._closed or self._halves is None or state is not self._halves.cache.epoch_state:
-                return
-            self._open = state
-            if not self._paused:
-                self._publish_now(self._own.contents)
-
-    def _living(self) -> HalvesInOne | None:
-        """Both halves, None if this engine shares nothing.  Raises MisuseError once closed."""
-        if self._closed:
-            raise MisuseError(f"node {self.name} is closed; join() again")
-        return self._halves
 
     # -- keys and lookups
 
@@ -148,22 +41,23 @@ class Node:
     def lookup(self, keys: Sequence[bytes], start: int = 0) -> Found:
         """Find the longest prefix of ``keys`` that other engines hold, behind the first ``start``
         keys, whose blocks the caller has.  A search in memory: no message, no lease.  Changes
-        nothing, except counters."""
-        check_keys(keys)
-        if not 0 <= start <= len(keys):
-            raise MisuseError(f"start is {start}, there are {len(keys)} keys; give 0 to that")
+        nothing, except counters.
+
+        ``keys``: of the whole prompt from its first block on, 32 bytes each.  Blocks that were
+        published are found some milliseconds later; before this engine has joined, nothing is.
+        Raises MisuseError for what is no key, and for a ``start`` beyond the keys."""
+        check_prefix(keys, start)
         with self._lock:
             halves = self._living()
             plan: Plan | None = None
             if halves is not None and not self._paused and self._open is not None:
-                self._loads.collect(halves)
                 planner = halves.cache.planner
                 if planner.has_peers() and start < len(keys):
                     plan = planner.lookup(keys, start, len(keys))
             return Found(self, keys, start, plan)
 
     def lengths_of(self, found: Found) -> tuple[int, ...]:
-        """``Found.lengths``, which calls this."""
+        """Internal: ``Found.lengths``."""
         with self._lock:
             halves, state = self._halves, self._open
             if self._groups.one_full or halves is None or state is None:
@@ -185,8 +79,9 @@ class Node:
     def wait_for(
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0
     ) -> Found:
-        """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most; return what can be
-        then."""
+        """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most (None: for ever);
+        return what can be then.  Returns at once if this engine shares nothing."""
+        check_prefix(keys, start)
         for pause in pauses(timeout):
             if self._all_there(keys, start):
                 break
@@ -197,6 +92,7 @@ class Node:
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0
     ) -> Found:
         """Like ``wait_for``, without blocking the event loop."""
+        check_prefix(keys, start)
         for pause in pauses(timeout):
             if self._all_there(keys, start):
                 break
@@ -218,33 +114,39 @@ class Node:
     # -- loads
 
     def load(self, found: Found, into: Iterable[int]) -> Load:
-        """Begin to copy what was found into own blocks; does not block.
+        """Begin to copy what was found into own blocks.  Does not block, unless blocks were
+        retracted without waiting: then as ``drain`` does.
+
 
         ``into``: block ids, as many as ``found.num_blocks``, in the order of ``found.parts``;
-        neither published nor being loaded.  Leases are taken here, and given back by whoever ends
-        the load.  From blocks that are gone meanwhile on, the load fails.
+        neither published nor being loaded, and used by nobody until the load has ended.  Leases are
+        taken here, and given back by whoever ends the load.  From blocks that are gone meanwhile
+        on, the load fails.  Raises MisuseError for a Found of nothing, of another node, or loaded
+        before, and for other blocks than these.
         """
         with self._lock:
             halves = self._living()
             if found.node is not self:
                 raise MisuseError("another node found this; look the keys up on this one")
-            if found.plan is None or halves is None:
+            if found.plan is None:
                 raise MisuseError("nothing was found, so nothing can be loaded; ask `if found`")
             if found.loaded:
                 raise MisuseError("this Found was loaded already; look the keys up again")
             targets = self._own.check_targets(into, found.num_blocks)
             found.loaded = True
+            if halves is None:
+                return self._loads.failed(self, targets)
             self._drain(halves)  # first: nobody may read the targets any more
             return self._loads.begin(self, halves, found.plan, targets)
 
     def advance_loads(self) -> None:
-        """Take note of the loads that have ended; does not block.  Loads and lookups call this."""
+        """Internal: take note of the loads that have ended; does not block."""
         with self._lock:
             if self._halves is not None:
                 self._loads.collect(self._halves)
 
     def cancel_load(self, load: Load) -> None:
-        """``Load.cancel``, which calls this."""
+        """Internal: ``Load.cancel``."""
         with self._lock:
             if self._halves is not None:
                 self._halves.rank.cancel(load.load_id)
@@ -255,33 +157,29 @@ class Node:
         self, keys: Sequence[bytes], block_ids: Iterable[int], start: int = 0, group: int = 0
     ) -> int:
         """Let other engines read own blocks, whose bytes are complete: work of a GPU that writes
-        them has ended.  Returns how many of them are readable now; if the epoch is not open yet, or
-        this engine is paused, they become so later.  Does not block.
+        them has ended.  Returns how many of them have become readable; if the epoch is not open
+        yet, or this engine is paused, they become so later.  Does not block; with KVSHM_VERIFY it
+        reads all their bytes.
 
-        ``keys``: of the whole prefix.  ``block_ids``: its blocks of ``group`` from block ``start``
-        on.  From now on until ``retract`` the caller must not change them.  Blocks that are
-        published with the same key already are left out.
+        ``keys``: of the whole prefix from its first block on, and no fewer than there are blocks;
+        those behind the last block do not count.  ``block_ids``: its blocks of ``group`` from block
+        ``start`` on.  From now on until ``retract`` the caller must not change them.  Blocks that
+        are published with the same key already are left out and not counted; several blocks may
+        have one key.  Raises MisuseError for a block that is published with another key or is being
+        loaded.
         """
         with self._lock:
-            halves = self._living()
+            self._living()
             new = self._own.check_contents(keys, block_ids, start, group)
-            if halves is not None:
-                self._loads.collect(halves)
             self._own.add(new)
             return 0 if self._paused else self._publish_now(new)
 
-    def _publish_now(self, contents: Mapping[BlockId, Content]) -> int:
-        halves, state = self._halves, self._open
-        if halves is None or state is None or state is not halves.cache.epoch_state:
-            return 0
-        halves.rank.write_checksums(list(contents))
-        return halves.cache.publisher.publish(*pack_contents(contents))
-
     def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
         """Let nobody read these blocks any more, before they are written or given other contents.
-        Blocks that are not published are left alone.  Blocks until nobody reads them, for the drain
-        budget (KVSHM_DRAIN_BUDGET_MS) at most: what is still being copied then, its importer
-        discards.  Without ``wait`` it returns at once; then call ``drain`` before writing them."""
+        Blocks that are not published are left alone.  Waits until nobody reads them, for the drain
+        budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most: what is still being copied then, its importer
+        discards.  Raises MisuseError for a block that is being loaded.  Without ``wait`` it returns
+        at once; then call ``drain`` before writing them."""
         with self._lock:
             halves = self._living()
             gone = self._own.remove(self._own.check_retractable(block_ids))
@@ -302,9 +200,25 @@ class Node:
             if (halves := self._living()) is not None:
                 self._drain(halves)
 
-    def _drain(self, halves: HalvesInOne) -> None:
-        halves.cache.publisher.drain_before_dispatch()
-        self._own.undrained.clear()
+    def hold(self, keys: Sequence[bytes], seconds: float, group: int = 0) -> int:
+        """Ask whoever has these blocks, this engine included, to reuse others first for so long, an
+        hour at most.  A hint to engines that ask ``kept``, as vLLM's hooks do, which ends by
+        itself, even if this engine dies.  Returns how many blocks were found."""
+        check_keys(keys)
+        self._own.check_group(group)
+        if not seconds >= 0:
+            raise MisuseError(f"a hold of {seconds!r} seconds; give 0 or more")
+        with self._lock:
+            halves = self._living()
+            return halves.cache.planner.hold(keys, seconds, group) if halves is not None else 0
+
+    def kept(self, block_ids: Iterable[int]) -> list[BlockId]:
+        """Return which of these own blocks are held, or being read, by anybody: reuse others first,
+        if there are others.  Fast while there are none."""
+        with self._lock:
+            blocks, halves = self._own.check_exist(block_ids), self._living()
+            state = halves.cache.epoch_state if halves is not None else None
+            return state.table.kept(blocks) if state is not None else []
 
     def pause(self) -> None:
         """Find nothing and publish nothing until ``resume``.  Published blocks stay readable, and
@@ -330,37 +244,3 @@ class Node:
             if state is None:
                 return {"peers": 0}
             return {**state.table.counters.snapshot(), "peers": state.peers.stats().usable}
-
-    # -- the end
-
-    def close(self) -> None:
-        """Leave the node: retract everything, end all loads, close the memory's export.  Blocks for
-        some seconds at most.  Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            halves = self._halves
-        if halves is not None:
-            halves.close()  # without the lock, which the client's thread may want
-        with self._lock:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._loads.end_all()
-        self._halves = self._open = None
-
-    def forget_in_child(self) -> None:
-        """A forked child has no part in the node (kvshm/_ground/forks.py)."""
-        self._lock = threading.RLock()
-        self.refusal = "this process was forked from the engine that has joined"
-        self._let_go()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<Node {self.name}{', joined' if self.joined else ''}>"

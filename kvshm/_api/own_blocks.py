@@ -36,6 +36,13 @@ def check_keys(keys: Sequence[bytes]) -> None:
             raise MisuseError(f"{key!r} is not a key; keys() and prefix_keys() make them")
 
 
+def check_prefix(keys: Sequence[bytes], start: int) -> None:
+    """Raise MisuseError unless ``keys`` are keys, and ``start`` counts the first of them."""
+    check_keys(keys)
+    if not isinstance(start, int) or not 0 <= start <= len(keys):
+        raise MisuseError(f"start is {start!r}, there are {len(keys)} keys; give 0 to that")
+
+
 class OwnBlocks:
     """All blocks of one engine."""
 
@@ -58,6 +65,15 @@ class OwnBlocks:
         """Raise MisuseError unless there is such a group."""
         if not 0 <= group < len(self._scales):
             raise MisuseError(f"there is no group {group}; join() was told of {len(self._scales)}")
+
+    def find_run(self, keys: Iterable[bytes], group: int) -> list[BlockId]:
+        """Return published blocks with these keys, before the first key that has none."""
+        found = []
+        for key in keys:
+            if (block := self.find(key, group)) is None:
+                break
+            found.append(block)
+        return found
 
     def check_exist(self, blocks: Iterable[int]) -> list[BlockId]:
         """Return the blocks as a list.  Raises MisuseError for one that does not exist."""

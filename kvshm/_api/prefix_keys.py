@@ -21,6 +21,7 @@ from kvshm.errors import MisuseError
 
 KEYS_VERSION = "kvshm keys 1"
 """Names this way of making keys; a part of the fingerprint."""
+_TOKEN_BYTES = 4
 
 Extra = bytes | Mapping[int, bytes]
 """What decides a prefix besides its tokens: one value for the whole prompt (an adapter), or values
@@ -37,14 +38,15 @@ def prefix_keys(
     Any thread; nothing blocks.  Raises MisuseError for a block size below 1, for other tokens, and
     for an extra outside of the prompt.
     """
-    if block_size < 1:
-        raise MisuseError(f"a block has {block_size} tokens; give at least 1")
+    if not isinstance(block_size, int) or not 0 < block_size < 1 << 32:
+        raise MisuseError(f"a block has {block_size!r} tokens; give at least 1")
     packed = _pack(tokens)
-    inside = _by_block(extra, len(tokens), block_size)
+    num_tokens = len(packed) // _TOKEN_BYTES
+    inside = _by_block(extra, num_tokens, block_size)
     whole = b"" if isinstance(extra, Mapping) else _bytes("extra", extra)
     key = _digest(KEYS_VERSION.encode(), struct.pack("<Q", block_size), _bytes("salt", salt), whole)
-    keys, step = [], 4 * block_size
-    for index in range(len(tokens) // block_size):
+    keys, step = [], _TOKEN_BYTES * block_size
+    for index in range(num_tokens // block_size):
         part = packed[index * step : (index + 1) * step]
         key = _digest(key, part, *inside.get(index, ()))
         keys.append(BlockHash(key))
@@ -62,10 +64,10 @@ def _digest(*parts: bytes) -> bytes:
 def _pack(tokens: Sequence[int]) -> bytes:
     """The tokens, 4 bytes each, little endian."""
     try:
-        words = array("I", tokens)
+        words = array("I", list(tokens))  # a list: of bytes, array would take the numbers apart
     except (OverflowError, TypeError) as exc:
         raise MisuseError(f"tokens are whole numbers from 0 to {2**32 - 1}: {exc}") from exc
-    if words.itemsize != 4:  # on no platform with Linux
+    if words.itemsize != _TOKEN_BYTES:  # on no platform with Linux
         return struct.pack(f"<{len(words)}I", *words)
     return words.tobytes()
 
@@ -74,9 +76,10 @@ def _by_block(extra: Extra, num_tokens: int, block_size: int) -> dict[int, tuple
     """The extras that begin in each block, each behind its place in the block."""
     found: dict[int, tuple[bytes, ...]] = {}
     if isinstance(extra, Mapping):
+        for token in extra:
+            if not isinstance(token, int) or not 0 <= token < num_tokens:
+                raise MisuseError(f"extra at token {token!r}, the prompt has {num_tokens} tokens")
         for token in sorted(extra):
-            if not 0 <= token < num_tokens:
-                raise MisuseError(f"extra at token {token}, the prompt has {num_tokens} tokens")
             block, place = divmod(token, block_size)
             value = struct.pack("<Q", place), _bytes("extra", extra[token])
             found[block] = found.get(block, ()) + value

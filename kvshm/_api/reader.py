@@ -25,16 +25,21 @@ class EngineView(NamedTuple):
     """An engine, in its present epoch."""
 
     name: str
+    """As it named itself when it joined."""
     epoch: int
+    """Random number of the epoch."""
     pid: int
     """As the engine sees it; 0 is possible in containers."""
     model: str
+    """``Identity.model``."""
     fingerprint: str
     """Engines with the same one share; hexadecimal."""
     num_blocks: int
+    """Of its KV cache, published or not."""
     block_size: int
     """Tokens for each key."""
     num_ranks: int
+    """Worker ranks; 1 for an engine that called ``join``."""
     alive: bool
     """Whether its blocks can be read."""
 
@@ -43,12 +48,17 @@ class PublishedBlock(NamedTuple):
     """A block that other engines may read."""
 
     key: BlockHash
+    """Of the prefix that ends with this block."""
     group: int
+    """Number of the KV cache group."""
     depth: int
     """Index in its prefix, in blocks."""
     block_id: BlockId
+    """In its engine's cache."""
     engine: str
+    """Name of its engine."""
     epoch: int
+    """Of its engine."""
 
 
 class Reader:
@@ -59,8 +69,8 @@ class Reader:
     """
 
     def __init__(self, config: Config | None = None) -> None:
-        """``config``: its directory and namespace; unless given, those of the environment.  Raises
-        ConfigError."""
+        """``config``: says in which directory and namespace to look; unless given, those of the
+        environment.  Raises ConfigError."""
         config = config or Config.from_env(os.environ)
         self._namespace = config.namespace
         self._run_dir = choose_run_directory(config.run_dir, os.environ)

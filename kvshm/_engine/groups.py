@@ -22,14 +22,15 @@ from kvshm._shm.layout import RECORD_BYTES
 
 @dataclass(frozen=True)
 class Group:
-    """One group.  Without ``window`` and ``chunk`` it has full attention."""
+    """One KV cache group: layers that share one block table.  Without ``window`` and ``chunk`` it
+    has full attention."""
 
     number: int
-    """As in the keys of its blocks."""
+    """Its index, from 0 on."""
     block_size: int
     """Tokens per block."""
     scale: int = 1
-    """Hashes per block."""
+    """Hashes (keys) per block."""
     window: int = 0
     """Tokens of its sliding window, the present token included."""
     chunk: int = 0

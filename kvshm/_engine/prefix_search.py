@@ -9,10 +9,12 @@ that the block is scheduled, and the slot table only once the block is computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 
 from kvshm._ground.ids import BlockId
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.layout import RECORD_BYTES, RecordKind, pack_records
+from kvshm.errors import KvshmError
 
 from .epoch_state import EpochState
 from .groups import Group, Groups, Part, Restorable
@@ -45,6 +47,23 @@ class PrefixSearch:
         found = sum(run.num_blocks for run in runs)
         return Restorable(start + found, 0, (Part(0, start, found),), tuple(runs))
 
+    def hold(self, epoch: EpochState, hashes: Sequence[bytes], seconds: float, number: int) -> int:
+        """Hold the blocks of group ``number`` in one place each: in the own cache where it has
+        published them, else at the peers that a lookup names.  Returns how many were found.
+        IndexError if there is no such group."""
+        group, find = self.groups.all[number], _Finder(self, epoch, hashes)
+        own, held, index, stop = b"", 0, 0, len(hashes) // group.scale
+        while index < stop:
+            runs = find.own(group, index, index + 1)
+            own += b"".join(run.records for run in runs)
+            if not runs:
+                runs = find.remote(group, index, stop)
+                for run in runs:
+                    with suppress(KvshmError):  # a table that somebody spoilt
+                        held += run.peer.table.hold(run.records, seconds)
+            index += sum(run.num_blocks for run in runs) or 1
+        return held + epoch.table.hold(own, seconds)
+
 
 class _Finder:
     """Finds runs of blocks of one prompt."""
@@ -55,18 +74,21 @@ class _Finder:
         self._hashes = hashes
 
     def __call__(self, group: Group, first: int, stop: int) -> tuple[list[PlannedRun], int]:
-        lookup, runs = self._epoch.peers.lookup, list[PlannedRun]()
+        runs = list[PlannedRun]()
         while first < stop:
-            found = lookup(self._hashes, first, stop, group=group.number, scale=group.scale)
-            found = found or self._own(group, first, stop)
-            if not found:
+            if not (found := self.remote(group, first, stop) or self.own(group, first, stop)):
                 break
             runs += found
             for run in found:
                 first += len(run.records) // RECORD_BYTES
         return runs, first
 
-    def _own(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
+    def remote(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
+        """The longest run of blocks that peers seem to hold, cut where the peer changes."""
+        lookup = self._epoch.peers.lookup
+        return lookup(self._hashes, first, stop, group=group.number, scale=group.scale)
+
+    def own(self, group: Group, first: int, stop: int) -> list[PlannedRun]:
         """The longest run of published blocks in the engine's own cache."""
         digests = (self._hashes[(i + 1) * group.scale - 1] for i in range(first, stop))
         blocks = self._search.own_blocks(digests, group.number)

@@ -62,6 +62,9 @@ BLOCK_SIZE = _field("block_size", "How many tokens a block and a hash cover.")
 BATCH_INVARIANT = _field(
     "batch_invariant", "Such an engine promises a rounding that others do not keep."
 )
+TRANSPORT = _field(
+    "transport", "How blocks travel: memory that one transport exports, another cannot open."
+)
 ATTENTION = _field(
     "attention", "The backend that writes the blocks: the order of bytes in them, and rounding."
 )

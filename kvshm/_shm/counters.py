@@ -50,6 +50,7 @@ EVENTS_DROPPED = Counter(
     "Messages of events that could not be sent, and batches that found the queue full.",
 )
 EVENTS_UNHEARD = Counter(7, "events_unheard", "Batches of events while no other engine was there.")
+KEPT = Counter(8, "kept", "Leased or held blocks passed over, when vLLM took others instead.")
 
 # -- importer's side: looking
 LOOKUPS = Counter(16, "lookups", "Prefixes looked up; again while a request waits.")

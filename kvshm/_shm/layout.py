@@ -22,7 +22,8 @@ Slot table: one per exporting engine and epoch
     120   | heartbeat u64 (counts up about once a second)                   |
     128   | leases_taken u64 (counts up with every batch of leases taken)   |
     136   | retired u64 (1: no lease will ever succeed again)               |
-    144   | reserved                                                        |
+    144   | kept_until u64: until when leases or holds may be in force      |
+    152   | reserved                                                        |
     192   | life u64 x 64: epoch while that rank's KV memory is valid       |
     704   | engine name, 64 bytes of UTF-8, zero padded                     |
     768   | model name, 256 bytes of UTF-8, zero padded                     |
@@ -42,6 +43,9 @@ Pulse: 0 until the process has the table, then the id of a thread that ends with
 the process ends, in whatever way, the kernel replaces the id by PULSE_DIED (FUTEX_OWNER_DIED)
 before it frees any of the process's memory or descriptors (kvshm/native/py_pulse.c).
 
+Kept and held until: in whole seconds since created_ns; a value further ahead than MAX_HOLD_SECONDS
+counts as none, because the machine's clock was set back.
+
 Slot::
 
     0   | word u64 = generation:32 | state:4 | leases:28 (bit i: importer i)  |
@@ -49,7 +53,7 @@ Slot::
     40  | parent_tag u64: first 8 bytes of the hash of the block before       |
     48  | depth u32: blocks before this one in its chain                      |
     52  | published_ms u32: since created_ns, saturating                      |
-    56  | group u32                        | u32                              |
+    56  | group u32                        | held_until u32                   |
 
 Replica index: one per engine, written by that engine's scheduler process only
 ===============================================================================
@@ -95,7 +99,7 @@ from typing import NamedTuple, cast
 
 from kvshm._ground.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0
@@ -118,6 +122,7 @@ CREATED_OFFSET = LEASE_BIT_OFFSET + 4
 HEARTBEAT_OFFSET = CREATED_OFFSET + 8
 LEASES_TAKEN_OFFSET = HEARTBEAT_OFFSET + 8
 RETIRED_OFFSET = LEASES_TAKEN_OFFSET + 8
+KEPT_UNTIL_OFFSET = RETIRED_OFFSET + 8
 LIFE_OFFSET = 192
 MAX_RANKS = 64
 MAX_BLOCKS = 1 << 24
@@ -141,6 +146,8 @@ SLOT_PARENT_OFFSET = SLOT_HASH_OFFSET + HASH_BYTES
 SLOT_DEPTH_OFFSET = SLOT_PARENT_OFFSET + 8
 SLOT_PUBLISHED_OFFSET = SLOT_DEPTH_OFFSET + 4
 SLOT_GROUP_OFFSET = SLOT_PUBLISHED_OFFSET + 4
+SLOT_HELD_OFFSET = SLOT_GROUP_OFFSET + 4
+MAX_HOLD_SECONDS = 3600
 
 NUM_LEASE_BITS = 28
 LEASE_MASK = (1 << NUM_LEASE_BITS) - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -25,6 +25,7 @@ from .layout import (
     FINGERPRINT_OFFSET,
     GENERATION_SHIFT,
     HEARTBEAT_OFFSET,
+    KEPT_UNTIL_OFFSET,
     LEASES_TAKEN_OFFSET,
     MAX_BLOCKS,
     MAX_RANKS,
@@ -43,10 +44,7 @@ from .layout import (
 )
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
 from .slot_table import PeerSlotTable, SlotTableView, state_of
-from .table_header import FIXED, NAMES
-
-Clock = Callable[[], int]
-"""Nanoseconds of CLOCK_REALTIME."""
+from .table_header import FIXED, NAMES, Clock
 
 _MAX_MS = (1 << 32) - 1
 
@@ -274,6 +272,35 @@ class OwnSlotTable(EngineSlotTable):
             found.append(Generation(word >> GENERATION_SHIFT))
         return found
 
+    # -- blocks that are handed out last
+
+    def hold(self, records: bytes, seconds: float) -> int:
+        """Hold own blocks, as an importer may (``PeerSlotTable.hold``)."""
+        return self._hold(records, seconds)
+
+    def keeps_blocks(self) -> bool:
+        """Whether a hold, or a lease that was taken lately, may be in force.  Resets the word that
+        says so once the last one has ended."""
+        if not (until := self.kept_until):
+            return False
+        if self.seconds_left(until):
+            return True
+        _native.compare_exchange(self._segment.buffer, KEPT_UNTIL_OFFSET, until, 0)
+        return False
+
+    def kept(self, blocks: Sequence[BlockId]) -> list[BlockId]:
+        """Those of these blocks that are leased or held.  IndexError for one that does not
+        exist."""
+        if not self.keeps_blocks():
+            return []
+        slots = ((block, self.slot(block)) for block in blocks)
+        return [b for b, slot in slots if slot.leases or self.seconds_left(slot.held_until)]
+
+    def kept_runs(self, head: object, wanted: int, most: int) -> _native.KeptRuns:
+        """Walk a queue of free blocks behind ``head``, until ``wanted`` of them are neither leased
+        nor held, or ``most`` were looked at (``_native.kept_runs``)."""
+        return _native.kept_runs(self._segment.buffer, head, wanted, most, self.now)
+
     def as_peer(self) -> PeerSlotTable:
         """The same table as importers see it, on the same mapping: do not close it."""
         return PeerSlotTable(self._segment, self._header)
@@ -296,7 +323,7 @@ class OwnSlotTable(EngineSlotTable):
 
     def _age_ms(self) -> int:
         """Milliseconds since the table was created."""
-        return min(max((self._clock() - self.created_ns) // 1_000_000, 0), _MAX_MS)
+        return min(self._age_ns() // 1_000_000, _MAX_MS)
 
 
 def _ticket(ticket: int) -> int:

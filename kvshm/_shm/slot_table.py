@@ -10,6 +10,7 @@ table.
 
 from __future__ import annotations
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Iterator
@@ -25,8 +26,10 @@ from kvshm.errors import CorruptSegment
 from .counters import SWEPT
 from .layout import (
     GENERATION_SHIFT,
+    KEPT_UNTIL_OFFSET,
     LEASE_MASK,
     MAX_BLOCKS,
+    MAX_HOLD_SECONDS,
     MAX_RANKS,
     NUM_LEASE_BITS,
     SLOT_BYTES,
@@ -43,7 +46,10 @@ LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
 _SCAN_BATCH = 4096
 _STABLE_READS = 8
 """How often one slot is read until two reads in a row agree."""
-_SLOT = struct.Struct("<Q32sQIII4x")
+LEASE_SECONDS = 10
+"""For how long after a lease its table says that a lease may be in force.  Most are released within
+a fraction of a second; a block whose lease lasts longer is handed out like any other."""
+_SLOT = struct.Struct("<Q32sQIIII")
 assert _SLOT.size == SLOT_BYTES
 
 
@@ -61,6 +67,8 @@ class Slot(NamedTuple):
     published_ms: int
     group: int = 0
     """Index of the block's KV cache group."""
+    held_until: int = 0
+    """When its hold ends, in seconds since the table was created: ``TableHeader.seconds_left``."""
 
 
 def state_of(word: int) -> int:
@@ -157,6 +165,22 @@ class SlotTableView(TableHeader):
             return ""
         return f"state {state} with leases {leases:#x}"
 
+    def _hold(self, records: bytes, seconds: float) -> int:
+        if not seconds > 0:
+            return 0
+        now, age = self.now, self._age_ns() / 1e9
+        until = min(math.ceil(age + min(seconds, MAX_HOLD_SECONDS)), now + MAX_HOLD_SECONDS)
+        found = _native.hold(self._segment.buffer, self.epoch, records, now, until)
+        if found:
+            self._keep_until(until)
+        return found
+
+    def _keep_until(self, until: int) -> None:
+        """Have the table's owner look for kept blocks until then, or later."""
+        while (known := self.kept_until) < until or not self.seconds_left(known):
+            if _native.compare_exchange(self._segment.buffer, KEPT_UNTIL_OFFSET, known, until):
+                return
+
     def _slot_offset(self, block_id: int) -> int:
         if not 0 <= block_id < self.num_blocks:
             raise IndexError(f"{self.name} has {self.num_blocks} blocks, no block {block_id}")
@@ -191,7 +215,10 @@ class PeerSlotTable(SlotTableView):
         was set already or the block was not leased.  With NO_LEASE_BIT no lease is taken and the
         re-check alone protects the copy; the table may then be mapped read-only.
         """
-        return _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
+        leased = _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
+        if leased[0] and bit >= 0:
+            self._keep_until(self.now + LEASE_SECONDS)
+        return leased
 
     def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:
         """Give back the leases that ``lease`` reported as taken (None: all of the records).
@@ -200,6 +227,16 @@ class PeerSlotTable(SlotTableView):
         reused them in spite of the leases.
         """
         return _native.release(self._segment.buffer, _bounded(bit), records, taken)
+
+    def hold(self, records: bytes, seconds: float) -> int:
+        """Ask the owner to hand these blocks out last for so long, an hour (MAX_HOLD_SECONDS) at
+        most; a hold that ends later stays.  Counted in whole seconds, rounded up.
+
+        A hint, which nobody has to take back: it ends by itself, or when the block is published
+        again.  Returns how many of the records' slots still match; 0 if the table's epoch has
+        ended, or if it is mapped read-only.
+        """
+        return self._hold(records, seconds)
 
 
 class RosterSlotTable(SlotTableView):

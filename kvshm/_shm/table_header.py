@@ -10,6 +10,8 @@ pulse when the process dies, before it frees any of the process's memory.
 from __future__ import annotations
 
 import struct
+import time
+from collections.abc import Callable
 
 from kvshm import _native
 from kvshm._ground.ids import Fingerprint, LeaseBit
@@ -23,8 +25,10 @@ from .layout import (
     ENGINE_NAME_OFFSET,
     FINGERPRINT_OFFSET,
     HEARTBEAT_OFFSET,
+    KEPT_UNTIL_OFFSET,
     LEASES_TAKEN_OFFSET,
     LIFE_OFFSET,
+    MAX_HOLD_SECONDS,
     MAX_RANKS,
     MODEL_NAME_BYTES,
     MODEL_NAME_OFFSET,
@@ -42,8 +46,12 @@ from .layout import (
 )
 from .segment import Header, Segment
 
+Clock = Callable[[], int]
+"""Nanoseconds of CLOCK_REALTIME."""
+
 FIXED = struct.Struct("<32sIII")
 NAMES = struct.Struct(f"<{ENGINE_NAME_BYTES}s{MODEL_NAME_BYTES}s")
+_MAX_SECONDS = (1 << 32) - 1
 _TICKETS = struct.Struct(f"<{NUM_TICKETS}Q")
 assert FINGERPRINT_OFFSET + FIXED.size == NUM_RANKS_OFFSET + 4
 assert ENGINE_NAME_OFFSET + ENGINE_NAME_BYTES == MODEL_NAME_OFFSET
@@ -52,6 +60,12 @@ assert NUM_BLOCKS_OFFSET == FINGERPRINT_OFFSET + 32
 
 def _text(field: bytes) -> str:
     return field.rstrip(b"\0").decode("utf-8", "ignore")
+
+
+def seconds_left(until: int, now: int) -> int:
+    """For how long a hold counts that ends ``until``; both in seconds since the table was created.
+    0 if it does not count: it has ended, or the machine's clock was set back."""
+    return until - now if 0 < until - now <= MAX_HOLD_SECONDS else 0
 
 
 class TableHeader:
@@ -94,6 +108,28 @@ class TableHeader:
 
     def _load(self, offset: int) -> int:
         return _native.load(self._segment.buffer, offset)
+
+    # -- time
+
+    _clock: Clock = staticmethod(time.time_ns)
+
+    def _age_ns(self) -> int:
+        return max(self._clock() - self.created_ns, 0)
+
+    @property
+    def now(self) -> int:
+        """Whole seconds since the table was created, in which holds are counted."""
+        return min(self._age_ns() // 1_000_000_000, _MAX_SECONDS)
+
+    @property
+    def kept_until(self) -> int:
+        """When the last hold ends, and the leases that were taken lately, at the latest; 0: there
+        is none."""
+        return _native.load(self._segment.buffer, KEPT_UNTIL_OFFSET)
+
+    def seconds_left(self, until: int) -> int:
+        """For how long a hold until then still counts; 0 if it does not."""
+        return seconds_left(until, self.now)
 
     # -- life words
 

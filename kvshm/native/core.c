@@ -48,6 +48,7 @@
  *     must_wait              load acquire         start of the CAS in vacate
  *     kvshm_force            load acquire         start of the CAS in vacate
  *     kvshm_reset            load acquire         start of the CAS in vacate
+ *     kvshm_kept             load relaxed         word and hold: a hint, nothing is read behind it
  *   importer.c
  *     same_key               load relaxed         between the acquire before and the CAS after it
  *     alive                  load acquire         who finds a table alive finds its memory as it
@@ -62,6 +63,10 @@
  *     clear_leases           load relaxed         start of the CAS, which checks again
  *     clear_leases           CAS release/relaxed  own reads of the block before it; the exporter's
  *                                                 CAS acquires
+ *     raise_hold             load relaxed         start of the CAS
+ *     raise_hold             CAS relaxed/relaxed  a hint: a reuse between check and CAS gives the
+ *                                                 hold to other contents, or clears it
+ *     kvshm_hold             load acquire         the hash is read after the word
  *     kvshm_recheck          fence acquire        AFTER the last byte was read: a load-acquire of
  *                                                 the word would not keep earlier reads before it
  *     kvshm_recheck          load relaxed         behind that fence

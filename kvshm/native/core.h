@@ -67,6 +67,11 @@ int64_t kvshm_force(kvshm_segment table, const uint32_t *blocks, size_t count, u
  * slots were not EMPTY. */
 int64_t kvshm_reset(kvshm_segment table);
 
+/* kept[i] = 1 if the block is READY, and leased, or held at `now` (seconds since the table was
+ * created).  Only a hint: both may change at any time.  Returns how many are. */
+int64_t kvshm_kept(kvshm_segment table, const uint32_t *blocks, size_t count, uint32_t now,
+                   uint8_t *kept);
+
 /* -- slots: importer's side ---------------------------------------------------------- */
 
 /* Lease the longest possible prefix of `records` (hash, group and generation must match, READY) for
@@ -88,6 +93,14 @@ int64_t kvshm_release(kvshm_segment table, int bit, const kvshm_record *records,
  * word is not `epoch`, or if the rank's process has died.  Returns how many are good. */
 int64_t kvshm_recheck(kvshm_segment table, uint64_t epoch, uint32_t rank,
                       const kvshm_record *records, size_t count, uint8_t *good);
+
+/* Hold each record's block until `until` (seconds since the table was created; it is `now`): the
+ * owner is asked to reuse other blocks first.  A later end that a hold has already stays, up to
+ * KVSHM_MAX_HOLD_SECONDS ahead.  Nothing is held in a table that kvshm_lease would refuse, nor a
+ * block whose slot is not READY with the record's hash, group and generation.  A slot that is
+ * reused meanwhile may end up with the hold or without.  Returns how many blocks were found. */
+int64_t kvshm_hold(kvshm_segment table, uint64_t epoch, const kvshm_record *records, size_t count,
+                   uint32_t now, uint32_t until);
 
 /* Clear the lease bits in `bits` in every slot; their owners are dead.  Returns how many slots
  * changed. */

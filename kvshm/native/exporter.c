@@ -16,7 +16,7 @@ static bool publish_slot(uint8_t *slot, kvshm_record *record, uint64_t parent,
     put(slot + KVSHM_SLOT_PARENT_OFFSET, parent);
     enum { PUBLISHED_SHIFT = 8 * (KVSHM_SLOT_PUBLISHED_OFFSET - KVSHM_SLOT_DEPTH_OFFSET) };
     put(slot + KVSHM_SLOT_DEPTH_OFFSET, (uint64_t)published_ms << PUBLISHED_SHIFT | record->depth);
-    put(slot + KVSHM_SLOT_GROUP_OFFSET, record->group); /* and zeros behind it */
+    put(slot + KVSHM_SLOT_GROUP_OFFSET, record->group); /* behind it, no hold */
     record->generation = generation_of(word);
     sync_point(KVSHM_SYNC_PUBLISH_FILLED);
     /* SYNC POINT: from here on importers may lease the block.  A failed CAS is not repeated: apart
@@ -160,3 +160,20 @@ int64_t kvshm_reset(kvshm_segment segment)
     return occupied;
 }
 
+int64_t kvshm_kept(kvshm_segment segment, const uint32_t *blocks, size_t count, uint32_t now,
+                   uint8_t *kept)
+{
+    table_view table;
+    RETURN_UNLESS_OK(kvshm_open_for_blocks(segment, &table, blocks, count));
+    int64_t found = 0;
+    for (size_t i = 0; i < count; i++) {
+        if (count - i > SLOTS_AHEAD)
+            __builtin_prefetch(slot_of(&table, blocks[i + SLOTS_AHEAD]), 1);
+        const uint8_t *slot = slot_of(&table, blocks[i]);
+        uint64_t word = get(slot);
+        kept[i] = state_of(word) == KVSHM_READY &&
+                  (word & LEASES || hold_counts(get_half(slot + KVSHM_SLOT_HELD_OFFSET), now));
+        found += kept[i];
+    }
+    return found;
+}

@@ -1,4 +1,4 @@
-/* Slots, importer's side: lease, re-check, release; sweep and scan.  Contracts: core.h. */
+/* Slots, importer's side: lease, re-check, release, hold; sweep and scan.  Contracts: core.h. */
 
 #include "core_words.h"
 
@@ -31,6 +31,13 @@ static bool alive(const table_view *table, uint64_t epoch)
     return good;
 }
 
+/* Whether the slot, whose word was just loaded, is READY with what the record says. */
+static bool is_named(const uint8_t *slot, uint64_t word, const kvshm_record *record)
+{
+    return state_of(word) == KVSHM_READY && generation_of(word) == record->generation &&
+           same_key(slot, record);
+}
+
 /* Set the bit of `mask` in the slot's word if the slot is READY with the record's generation,
  * hash and group.  Returns -1 if the slot is not so, else whether the bit is new.  If `mask` is 0,
  * the function only checks the slot. */
@@ -38,8 +45,7 @@ static int lease_slot(uint8_t *slot, const kvshm_record *record, uint64_t mask)
 {
     uint64_t word = get_acquire(slot); /* acquire: the hash is read after the word */
     for (;;) {
-        if (state_of(word) != KVSHM_READY || generation_of(word) != record->generation ||
-            !same_key(slot, record))
+        if (!is_named(slot, word, record))
             return -1;
         sync_point(KVSHM_SYNC_LEASE_LOADED);
         if (!mask)
@@ -124,6 +130,37 @@ int64_t kvshm_recheck(kvshm_segment segment, uint64_t epoch, uint32_t rank,
         passed += good[i];
     }
     return passed;
+}
+
+/* A hold is a hint: nothing is ordered against a reuse or another holder's hold. */
+static void raise_hold(uint8_t *slot, uint32_t now, uint32_t until)
+{
+    uint8_t *at = slot + KVSHM_SLOT_HELD_OFFSET;
+    uint32_t held = get_half(at);
+    while (!(hold_counts(held, now) && held >= until) &&
+           !atomic_compare_exchange_strong_explicit((_Atomic uint32_t *)(uintptr_t)at, &held, until,
+                                                    memory_order_relaxed, memory_order_relaxed)) {
+    }
+}
+
+int64_t kvshm_hold(kvshm_segment segment, uint64_t epoch, const kvshm_record *records, size_t count,
+                   uint32_t now, uint32_t until)
+{
+    table_view table;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
+    int64_t found = 0;
+    if (!alive(&table, epoch))
+        return 0;
+    for (size_t i = 0; i < count; i++) {
+        if (records[i].block_id >= table.num_blocks)
+            continue;
+        uint8_t *slot = slot_of(&table, records[i].block_id);
+        if (is_named(slot, get_acquire(slot), &records[i])) {
+            raise_hold(slot, now, until);
+            found++;
+        }
+    }
+    return found;
 }
 
 int64_t kvshm_sweep(kvshm_segment segment, uint32_t bits)

@@ -20,7 +20,10 @@ static const char *const request_names[KVSHM_NUM_REQUEST_NAMES] = {
 };
 
 static const kvshm_places unknown_blocks = {
-    .names = {{"block_id", "block_id"}, {"block_hash", "_block_hash"}, {"ref_cnt", "ref_cnt"}}};
+    .names = {{"block_id", "block_id"},
+              {"block_hash", "_block_hash"},
+              {"ref_cnt", "ref_cnt"},
+              {"next_free_block", "next_free_block"}}};
 
 static const kvshm_places unknown_tracked = {.names = {{"request", "request"},
                                                        {"complete", "complete"},
@@ -219,6 +222,7 @@ static int native_exec(PyObject *module)
     if (!state->corrupt_segment || check_layout() < 0 ||
         PyModule_AddIntConstant(module, "NUM_SYNC_POINTS", KVSHM_SYNC_CORE_COUNT) < 0 ||
         PyModule_AddFunctions(module, kvshm_slot_methods) < 0 ||
+        PyModule_AddFunctions(module, kvshm_pool_methods) < 0 ||
         PyModule_AddFunctions(module, kvshm_index_methods) < 0)
         return -1;
     return PyModule_AddFunctions(module, kvshm_mark_methods);

@@ -7,7 +7,8 @@
 
 #include "core.h"
 
-extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[];
+extern PyMethodDef kvshm_slot_methods[], kvshm_index_methods[], kvshm_mark_methods[],
+    kvshm_pool_methods[];
 
 PyObject *kvshm_pulse(PyObject *module, PyObject *args);
 PyObject *kvshm_marks_step(PyObject *module, PyObject *args);
@@ -134,7 +135,7 @@ typedef struct {
     size_t at[KVSHM_MAX_PLACES];  /* in words */
 } kvshm_places;
 
-enum kvshm_of_block { KVSHM_BLOCK_ID, KVSHM_BLOCK_HASH, KVSHM_REF_CNT };
+enum kvshm_of_block { KVSHM_BLOCK_ID, KVSHM_BLOCK_HASH, KVSHM_REF_CNT, KVSHM_NEXT_FREE };
 enum kvshm_of_tracked { KVSHM_REQUEST, KVSHM_COMPLETE, KVSHM_EPOCHS, KVSHM_PREEMPTIONS };
 
 /* Names of attributes that requests have (vLLM's). */

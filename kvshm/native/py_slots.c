@@ -181,6 +181,23 @@ static PyObject *native_recheck(PyObject *module, PyObject *args)
     return passed < 0 ? kvshm_raise(module, &table, passed) : bytes_of(good.of, good.count);
 }
 
+static PyObject *native_hold(PyObject *module, PyObject *args)
+{
+    BUFFER(table);
+    ARRAY(records, kvshm_record);
+    unsigned long long epoch;
+    unsigned int now, until;
+    if (!PyArg_ParseTuple(args, "y*KO&II:hold", &table, &epoch, kvshm_to_array, &records, &now,
+                          &until))
+        return NULL;
+    if (table.readonly)
+        return PyLong_FromLong(0);
+    int64_t found;
+    WITHOUT_GIL(records.count, found = kvshm_hold(segment_of(&table), epoch, records.of,
+                                                  records.count, now, until));
+    return kvshm_number(module, &table, found);
+}
+
 static PyObject *native_sweep(PyObject *module, PyObject *args)
 {
     BUFFER(table);
@@ -221,6 +238,7 @@ PyMethodDef kvshm_slot_methods[] = {
     {"lease", native_lease, METH_VARARGS, NULL},
     {"release", native_release, METH_VARARGS, NULL},
     {"recheck", native_recheck, METH_VARARGS, NULL},
+    {"hold", native_hold, METH_VARARGS, NULL},
     {"sweep", native_sweep, METH_VARARGS, NULL},
     {"scan", native_scan, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},

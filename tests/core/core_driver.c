@@ -75,6 +75,8 @@ static void *run_exporter(void *argument)
     for (uint32_t round = 0; !r->finished; round++) {
         uint32_t block = round % BLOCKS;
         uint64_t word, parent = 0;
+        uint8_t kept;
+        REQUIRE(kvshm_kept(r->table, &block, 1, 0, &kept) == kept);
         take_back(r, block);
         kvshm_load(r->table, KVSHM_TABLE_HEADER_BYTES + block * KVSHM_SLOT_BYTES, &word);
         write_block(r, block, ~0ULL);
@@ -99,6 +101,8 @@ static void load_block(importer *self, kvshm_record *record)
     if (kvshm_lease(r->table, EPOCH, self->number, record, 1, &taken) != 1)
         return;
     REQUIRE(taken == 1);
+    REQUIRE(kvshm_hold(r->table, EPOCH, &other, 1, 0, 9) == 0);
+    kvshm_hold(r->table, EPOCH, record, 1, 0, 9); /* while it is given to others, too */
     sched_yield(); /* let the exporter meet the lease */
     bool whole = block_is(r, record->block_id, record->generation);
     int64_t passed = kvshm_recheck(r->table, EPOCH, 1, record, 1, &good);

@@ -36,7 +36,8 @@ static void call_table(kvshm_segment table, uint64_t *seed)
     uint32_t mask, next = below(seed, BLOCKS + 2);
     size_t num_draining;
     int bit = (int)below(seed, 32) - 2;
-    switch (below(seed, 10)) {
+    uint32_t now = below(seed, 9), until = (uint32_t)random_word(seed) >> below(seed, 32);
+    switch (below(seed, 12)) {
     case 0: kvshm_publish(table, a.records, a.parents, BATCH, 1); break;
     case 1: kvshm_retract(table, a.blocks, BATCH, a.out, a.draining, &num_draining); break;
     case 2: kvshm_drain(table, a.blocks, BATCH, (uint32_t)random_word(seed)); break;
@@ -46,6 +47,8 @@ static void call_table(kvshm_segment table, uint64_t *seed)
     case 6: kvshm_release(table, bit, a.records, BATCH, below(seed, 2) ? a.flags : NULL); break;
     case 7: kvshm_recheck(table, EPOCH, below(seed, 70), a.records, BATCH, a.flags); break;
     case 8: kvshm_sweep(table, (uint32_t)random_word(seed)); break;
+    case 9: kvshm_hold(table, EPOCH, a.records, BATCH, now, until); break;
+    case 10: kvshm_kept(table, a.blocks, BATCH, now, a.flags); break;
     default: kvshm_scan(table, &next, a.out, BATCH); break;
     }
     free_arrays(a);

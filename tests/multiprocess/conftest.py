@@ -8,6 +8,7 @@ import pytest
 
 from kvshm._ground import timing
 
+from .joined import Toys, served
 from .processes import Node, fresh_node
 from .scripted import HASTY, UNHURRIED, Script, scripted
 
@@ -37,3 +38,19 @@ def hasty_script() -> Iterator[Script]:
     """Its client waits for a reply half as long as the product does."""
     with scripted(HASTY) as script:
         yield script
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Node]:
+    """A namespace with a coordinator, for all tests of a file."""
+    with served() as node:
+        yield node
+
+
+@pytest.fixture
+def toys(place: Node, request: pytest.FixtureRequest) -> Iterator[Toys]:
+    """Engines of the test's own kind, which share with no other test's; no lease of theirs is
+    left afterwards."""
+    toys = Toys(place, request.node.nodeid)
+    yield toys
+    toys.close()

@@ -26,13 +26,14 @@ from kvshm._engine.epoch_state import EngineSpec
 from kvshm._engine.load_plan import LoadReport
 from kvshm._engine.marks import Marks
 from kvshm._engine.scheduler_half import SchedulerHalf
+from kvshm._ground.fingerprint import TRANSPORT
 from kvshm._ground.ids import BlockHash, BlockId, Epoch, Rank, block_hash
 from kvshm._ground.rundir import rank_socket
 from kvshm._node.handout import Handouts
 from kvshm._node.protocol import RankInfo
 from kvshm._rank.rank_half import RankHalf
 from kvshm.config import Config
-from kvshm.interfaces import Region, load_transport
+from kvshm.interfaces import Region, choose_transport
 
 BLOCK_SIZE = 16
 REGIONS = 2
@@ -59,7 +60,7 @@ class ToyRank:
     def __init__(
         self, config: Config, rank: int, num_blocks: int, region_bytes: int, model: str
     ) -> None:
-        transport, run_dir = load_transport("posix_shm"), Path(config.run_dir)
+        transport, run_dir = choose_transport(config.transport, "cpu"), Path(config.run_dir)
         self.model = model.encode()
         self.pid = os.getpid()
         self.rank, self.region_bytes = Rank(rank), region_bytes
@@ -131,7 +132,8 @@ class ToyEngine:
     def open(self, *, wait: bool = True) -> None:
         """Begin an epoch and wait until it is open on every rank."""
         infos = [RankInfo(rank.pid, rank.transport.export(Epoch(0))) for rank in self.ranks]
-        self.cache.open_epoch(infos, lambda: {"weights": self.model})
+        fields = {"weights": self.model, TRANSPORT: infos[0].memory.transport}
+        self.cache.open_epoch(infos, lambda: fields)
         if not wait:
             return
         while self.cache.table is None:

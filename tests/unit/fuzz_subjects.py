@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from replicas import wrong_in
 from served import AnyTable, Served, ServedNode, fetched
@@ -64,6 +66,14 @@ HASHES = [record(block).block_hash for block in range(BLOCKS)]
 LEASABLE = 7
 """READY blocks of the table: the last one published is DRAINING."""
 SOME = [BlockId(block) for block in range(3)]
+
+
+def queue() -> Any:
+    """A queue of all blocks of the table, behind its head."""
+    following = None
+    for block in reversed(range(-1, BLOCKS)):
+        following = SimpleNamespace(block_id=block, next_free_block=following)
+    return following
 
 
 def make_table(namespace: str) -> AnyTable:
@@ -142,7 +152,7 @@ class Table(Subject):
         yield "errors", table.errors
         yield "counters", table.counters.snapshot
         yield "life", lambda: [table.life(rank) for rank in ranks]
-        yield "words", lambda: (table.retired, table.heartbeat, table.leases_taken)
+        yield "words", lambda: (table.retired, table.heartbeat, table.leases_taken, table.now)
         yield "checksum", lambda: [table.checksum(rank, b) for rank in ranks for b in blocks]
         yield "recheck", lambda: [table.recheck(rank, PUBLISHED) for rank in ranks]
         yield "check only", lambda: self._lease(table, NO_LEASE_BIT)
@@ -168,6 +178,8 @@ class Table(Subject):
     @staticmethod
     def _changing(table: AnyTable) -> Readers:
         yield "release", lambda: table.release(LeaseBit(3), PUBLISHED)
+        yield "hold", lambda: table.hold(PUBLISHED, 5)
+        yield "keeps", lambda: (table.keeps_blocks(), table.kept_runs(queue(), 1, BLOCKS))
         yield "sweep", lambda: table.sweep(0xF)
         yield "publish", lambda: table.publish(UNPUBLISHED, bytes(8 * (BLOCKS - 8)))
         yield "retract", lambda: table.retract(SOME)

@@ -1,5 +1,5 @@
 """docs/architecture.md names every module of the core and every thread, and no page names a
-method that is not."""
+method or an attribute that is not."""
 
 from __future__ import annotations
 
@@ -15,13 +15,20 @@ FOLDERS = ("kvshm", "coordinator", "transport", "hooks", "hooks/vllm", "tools")
 
 @cache
 def classes() -> dict[str, set[str]]:
-    """What each class of the source defines by name."""
+    """What each class of the source defines by name, or inherits from one that does."""
     found: dict[str, set[str]] = {}
+    bases: dict[str, list[str]] = {}
     for path in (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
-                names = (getattr(part, "name", "") for part in node.body)
+                names = {getattr(part, "name", "") for part in node.body}
+                names |= {ast.unparse(n.target) for n in node.body if isinstance(n, ast.AnnAssign)}
+                stored = (n for n in ast.walk(node) if isinstance(n, ast.Attribute))
+                names |= {n.attr for n in stored if isinstance(n.ctx, ast.Store)}
                 found.setdefault(node.name, set()).update(names)
+                bases.setdefault(node.name, []).extend(map(ast.unparse, node.bases))
+    for name, inherited in bases.items():
+        found[name].update(*(found.get(base, ()) for base in inherited))
     return found
 
 

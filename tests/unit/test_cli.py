@@ -15,6 +15,7 @@ import pytest
 from kvshm.config import SETTINGS
 from kvshm.tools import cli, dump_index
 from kvshm.tools.report import Filters, Json
+from tests import other_package
 
 from .served import ServedNode
 
@@ -50,6 +51,19 @@ def test_config_names_a_bad_setting_with_its_remedy() -> None:
     assert done.stderr == (
         "kvshm: KVSHM_ROLE='reader' is not both, producer or consumer; "
         "correct it, or unset it for the default (both)\n"
+    )
+
+
+def test_config_looks_whether_the_transport_is_installed(tmp_path: Path) -> None:
+    there = kvshm(
+        "config", KVSHM_TRANSPORT="procfs", PYTHONPATH=str(other_package.install(tmp_path))
+    )
+    told = {name: rest for name, *rest in map(str.split, there.stdout.splitlines())}
+    assert (there.returncode, told["KVSHM_TRANSPORT"]) == (0, ["procfs", "environment"])
+    missing = kvshm("config", KVSHM_TRANSPORT="procfs")
+    assert (missing.returncode, missing.stdout) == (2, "")
+    assert missing.stderr.startswith(
+        "kvshm: KVSHM_TRANSPORT='procfs' is not an installed transport"
     )
 
 

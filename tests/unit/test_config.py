@@ -38,6 +38,7 @@ BAD = {
     "KVSHM_SHARE": ["some", "salted"],
     "KVSHM_VERIFY": ["ture"],
     "KVSHM_STAGING": ["host"],
+    "KVSHM_TRANSPORT": ["posix shm", "/dev/shm", "a=b", "x" * 65],
     "KVSHM_BESIDE": ["NixlConnector"],
     "KVSHM_ALLOW_UNTESTED_VLLM": ["0.32"],
     "KVSHM_LOG_LEVEL": ["loud"],
@@ -59,7 +60,7 @@ def test_defaults() -> None:
     assert config.drain_budget_ms == 1.0
     assert (config.fault, config.strict, config.verify) == (None, False, False)
     assert (config.staging, config.beside, config.allow_untested_vllm) == (False, False, False)
-    assert config.log_level == "INFO"
+    assert (config.transport, config.log_level) == ("auto", "INFO")
     assert (config.given, config.warnings) == (frozenset(), ())
 
 
@@ -76,6 +77,7 @@ def test_every_value_is_read() -> None:
             "KVSHM_SHARE": "salted-only",
             "KVSHM_VERIFY": "1",
             "KVSHM_STAGING": "1",
+            "KVSHM_TRANSPORT": "carrier-pigeon_2.0",
             "KVSHM_BESIDE": "1",
             "KVSHM_ALLOW_UNTESTED_VLLM": "1",
             "KVSHM_LOG_LEVEL": "debug",
@@ -94,6 +96,7 @@ def test_every_value_is_read() -> None:
     assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
     assert (config.staging, config.beside, config.allow_untested_vllm) == (True, True, True)
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
+    assert config.transport == "carrier-pigeon_2.0"
     assert config.given == {s.name for s in SETTINGS}
 
 

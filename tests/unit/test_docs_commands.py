@@ -20,7 +20,8 @@ INJECTED = {"KVSHM_PORT", "KVSHM_SERVICE_HOST"}
 """By Kubernetes."""
 
 COMMAND = re.compile(
-    r"^(?:\w+=\S* )*(kvshm-coordinator|python -m kvshm[\w.]*|kvshm(?: [a-z][\w-]*)?)(?![\w.-])(.*)"
+    r"^(?:\w+=\S* )*"
+    r"(kvshm-coordinator|python -m kvshm[\w.]*|kvshm(?: kv)?(?: [a-z][\w-]*)?)(?![\w.-])(.*)"
 )
 MODULES = {
     "kvshm-coordinator": ("kvshm.coordinator",),
@@ -98,4 +99,9 @@ def test_files_in_backticks_exist(page: Path) -> None:
 
 def test_commands_are_found() -> None:
     found = {command for page in PAGES for command, _ in commands(page)}
-    assert {"kvshm-coordinator", "kvshm dump-index", "python -m kvshm.tools.dump_index"} <= found
+    assert {
+        "kvshm-coordinator",
+        "kvshm dump-index",
+        "kvshm kv serve",
+        "python -m kvshm.tools.dump_index",
+    } <= found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import uuid
 from types import SimpleNamespace
 
@@ -47,7 +48,7 @@ def test_engines_are_described(dumped, busy):
         "block_size": 16,
     }
     assert found["fingerprint"] == bytes(range(32)).hex()
-    assert found["states"] == {"empty": 19, "ready": 6, "draining": 1, "leased": 2}
+    assert found["states"] == {"empty": 19, "ready": 6, "draining": 1, "leased": 2, "held": 0}
     assert found["life"] == ["valid", "valid"]
     assert found["lease_bit"] == 0
     assert found["counters"] == {"published": 7}
@@ -73,6 +74,25 @@ def test_leased_blocks_have_a_reference_count_and_holders_by_name(dumped, busy):
         (1, "draining", 2, ["importer", "crashed"]),
     ]
     assert [h["alive"] for h in blocks[1]["holders"]] == [True, False]
+
+
+def test_held_blocks_are_counted_and_say_for_how_long(dumped, busy, capsys):
+    dumped.run("--entries")
+    assert not re.findall(r"\bheld\b", capsys.readouterr().out), "nothing is held"
+    assert busy.exporter.hold(busy.exporter.scan(), 60) == 6
+    busy.exporter.retract([BlockId(2)])
+    assert engine(dumped.report(), "exporter")["states"]["held"] == 5
+    assert engine(dumped.report(), "importer")["states"]["held"] == 0
+    blocks = engine(dumped.report(entries=True), "exporter")["blocks"]
+    assert {b["block_id"]: 55 < b["held_seconds"] <= 61 for b in blocks} == {
+        0: True, 1: False, 3: True, 11: True, 12: True, 23: True,
+    }  # fmt: skip
+    assert [b["held_seconds"] for b in blocks if b["block_id"] == 1] == [0]
+    dumped.run("--entries")
+    shown = capsys.readouterr().out
+    assert re.search(r"leased +held +bit", shown)
+    assert re.search(r"leased by +held for\n", shown)
+    assert len(re.findall(r"  (?:5|6)\d s\n", shown)) == 5
 
 
 def test_of_two_engines_with_one_bit_the_living_one_holds_it(dumped, busy):

@@ -37,6 +37,7 @@ TABLE_BYTES = COMMON_BYTES | {
     "HEARTBEAT": 8,
     "LEASES_TAKEN": 8,
     "RETIRED": 8,
+    "KEPT_UNTIL": 8,
     "LIFE": 8 * layout.MAX_RANKS,
     "ENGINE_NAME": layout.ENGINE_NAME_BYTES,
     "MODEL_NAME": layout.MODEL_NAME_BYTES,
@@ -51,6 +52,7 @@ SLOT_BYTES = {
     "SLOT_DEPTH": 4,
     "SLOT_PUBLISHED": 4,
     "SLOT_GROUP": 4,
+    "SLOT_HELD": 4,
 }
 INDEX_BYTES = COMMON_BYTES | {
     "CAPACITY": 8,
@@ -74,6 +76,7 @@ SLOT_CONSTANTS = {
     "depth": "SLOT_DEPTH",
     "published_ms": "SLOT_PUBLISHED",
     "group": "SLOT_GROUP",
+    "held_until": "SLOT_HELD",
 }
 ROW_CONSTANTS = {"state": "ROW_STATE", "entries": "ROW_ENTRIES"}
 """Which constant, without ``_OFFSET``, tells where a field begins that is drawn by another name."""
@@ -179,7 +182,7 @@ def test_boxes_are_what_the_struct_formats_say() -> None:
     assert format_of(cells(error)) == error_log._ENTRY.format
     slot = [field for field in fields(SLOT) if field.nbytes]
     assert format_of(slot) == slot_table._SLOT.format
-    assert tuple(field.name for field in slot[1:-1]) == Slot._fields[3:]
+    assert tuple(field.name for field in slot[1:]) == Slot._fields[3:]
 
 
 @pytest.mark.parametrize(

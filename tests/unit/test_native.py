@@ -7,6 +7,7 @@ import mmap
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -285,6 +286,8 @@ def test_address_is_where_the_buffer_lies() -> None:
 
 # -- refusals
 
+FREE = SimpleNamespace(next_free_block=SimpleNamespace(block_id=0, next_free_block=None))
+
 CALLS: list[Callable[[mmap.mmap], object]] = [
     lambda t: _native.publish(t, pack(0), bytes(8), 0),
     lambda t: _native.retract(t, [0]),
@@ -294,6 +297,8 @@ CALLS: list[Callable[[mmap.mmap], object]] = [
     lambda t: _native.lease(t, EPOCH, 0, pack(0)),
     lambda t: _native.release(t, 0, pack(0), None),
     lambda t: _native.recheck(t, EPOCH, 0, pack(0)),
+    lambda t: _native.hold(t, EPOCH, pack(0), 0, 5),
+    lambda t: _native.kept_runs(t, FREE, 1, 1, 0),
     lambda t: _native.sweep(t, 1),
     lambda t: _native.scan(t, 0, 1),
 ]

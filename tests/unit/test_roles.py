@@ -22,6 +22,10 @@ MAY = {
     "table.counters.read(PUBLISHED)": {OWN, RANK, PEER, ROSTER, VIEW},
     "table.lease(LeaseBit(0), b'')": {PEER},
     "table.release(LeaseBit(0), b'')": {PEER},
+    "table.hold(b'', 1.0)": {OWN, PEER},
+    "table.keeps_blocks()": {OWN},
+    "table.kept([])": {OWN},
+    "table.kept_runs(None, 1, 1)": {OWN},
     "table.sweep(1)": {ROSTER},
     "table.counters.add(PUBLISHED)": {OWN, RANK},
     "table.log_error('')": {OWN, RANK},
@@ -49,8 +53,9 @@ MAY = {
     "table.from_fd('', 0)": {RANK, PEER, ROSTER, VIEW},
 }
 READS = (
-    "WRITABLE alive check_integrity checksum close died errors heartbeat in_use is_alive lease_bit "
-    "leases_taken life nbytes owner_begun owner_died retired slot slots"
+    "WRITABLE alive check_integrity checksum close died errors heartbeat in_use is_alive "
+    "kept_until lease_bit leases_taken life nbytes now owner_begun owner_died retired seconds_left "
+    "slot slots"
 )
 """What all roles may do, besides what MAY lists."""
 GIVES = {

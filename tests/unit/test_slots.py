@@ -179,7 +179,7 @@ def test_a_published_slot_says_everything_about_its_block(table: AnyTable, clock
     publish(table, 3, group=65535)
     slot = table.slot(3)
     assert slot.state is SlotState.READY
-    assert slot[2:] == (0, HASH, int.from_bytes(b"parent!!", "little"), 3, 7, 65535)
+    assert slot[2:] == (0, HASH, int.from_bytes(b"parent!!", "little"), 3, 7, 65535, 0)
     assert [s.state is SlotState.READY for s in table.slots()] == [i == 3 for i in range(6)]
 
 

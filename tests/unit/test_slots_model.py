@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import hypothesis.strategies as st
 from hypothesis import settings
@@ -22,6 +23,7 @@ from kvshm._shm.layout import (
 from kvshm._shm.own_slot_table import TableSpec
 from kvshm._shm.segment import Header, Segment, write_header
 
+from ..waiting import NanosecondClock
 from .served import AnyTable
 
 BLOCKS = 5
@@ -34,14 +36,14 @@ ages = st.lists(st.integers(0, 8), max_size=4)
 masks = st.sets(bits).map(lambda chosen: sum(1 << bit for bit in chosen))
 
 
-def anonymous_table() -> AnyTable:
+def anonymous_table(clock: NanosecondClock) -> AnyTable:
     """A table without a name: the same code over memory that nobody else sees."""
     spec = TableSpec("model", "e", BLOCKS, 16, RANKS, Fingerprint(bytes(32)))
     segment = Segment("anonymous", -1, mmap.mmap(-1, spec.nbytes))
     spec.write(segment, 0)
     header = Header(TABLE_MAGIC, TABLE_HEADER_BYTES, EPOCH, 1)
     write_header(segment, header)
-    return AnyTable(segment, header, lambda: 0)
+    return AnyTable(segment, header, clock)
 
 
 def digest(number: int) -> BlockHash:
@@ -56,6 +58,7 @@ class ModelSlot:
     state: SlotState = SlotState.EMPTY
     leases: set[int] = field(default_factory=set)
     block_hash: BlockHash = field(default_factory=lambda: BlockHash(bytes(32)))
+    held_until: int = 0
 
     def free(self) -> None:
         self.generation += 1
@@ -68,7 +71,8 @@ class SlotsModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = anonymous_table()
+        self.clock = NanosecondClock()
+        self.table = anonymous_table(self.clock)
         self.slots = [ModelSlot() for _ in range(BLOCKS)]
         self.life = [True] * RANKS
         for rank in range(RANKS):
@@ -95,6 +99,7 @@ class SlotsModel(RuleBasedStateMachine):
             slot = self.slots[record.block_id]
             if slot.state is SlotState.EMPTY:
                 slot.state, slot.block_hash = SlotState.READY, record.block_hash
+                slot.held_until = 0
                 expected.append(record._replace(generation=Generation(slot.generation)))
         got = self.table.publish(pack_records(offered), bytes(8 * len(offered)))
         assert list(unpack_records(got)) == expected
@@ -202,6 +207,21 @@ class SlotsModel(RuleBasedStateMachine):
         ]
         assert self.table.recheck(Rank(rank), pack_records(records)) == wanted
 
+    @rule(picks=ages, seconds=st.integers(1, 9))
+    def hold(self, picks: list[int], seconds: int) -> None:
+        found = 0
+        for record in self.some(picks) if all(self.life) and not self.retired else []:
+            slot = self.slots[min(record.block_id, BLOCKS - 1)]
+            fits = (slot.generation, slot.block_hash) == (record.generation, record.block_hash)
+            if record.block_id < BLOCKS and slot.state is SlotState.READY and fits:
+                found += 1
+                slot.held_until = max(slot.held_until, self.clock.now // 10**9 + seconds)
+        assert self.table.hold(pack_records(self.some(picks)), seconds) == found
+
+    @rule(seconds=st.integers(1, 9))
+    def time_passes(self, seconds: int) -> None:
+        self.clock.now += seconds * 10**9
+
     @rule(dead=masks)
     def sweep(self, dead: int) -> None:
         gone = {bit for bit in range(28) if dead >> bit & 1}
@@ -218,6 +238,18 @@ class SlotsModel(RuleBasedStateMachine):
             leases = sum(1 << bit for bit in model.leases)
             assert slot[:3] == (model.generation, model.state, leases)
             assert slot.block_hash == model.block_hash
+            assert slot.held_until == model.held_until
+
+    @invariant()
+    def kept_is_what_is_leased_or_held(self) -> None:
+        now, ready = self.table.now, [s for s in self.slots if s.state is SlotState.READY]
+        wanted = [bool(s.leases) or s.held_until > now for s in ready]
+        head = None
+        for block in reversed(range(-1, BLOCKS)):
+            head = SimpleNamespace(block_id=block, next_free_block=head)
+        _, others, kept = self.table.kept_runs(head, BLOCKS, BLOCKS)
+        assert (kept, others) == (sum(wanted), BLOCKS - sum(wanted))
+        assert self.table.keeps_blocks() or not any(s.held_until > now for s in ready)
 
     @invariant()
     def the_table_finds_itself_sound(self) -> None:

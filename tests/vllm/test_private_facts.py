@@ -83,8 +83,8 @@ def test_a_hash_is_the_requests_and_four_bytes_of_group(engine: Make) -> None:
 
 def test_what_a_block_says_stands_in_slots_that_nobody_replaces() -> None:
     block = kv_cache_utils.KVCacheBlock
-    kept = [vars(block)[name] for name in ("block_id", "ref_cnt", "_block_hash")]
-    assert all(map(inspect.ismemberdescriptor, kept))
+    names = ("block_id", "ref_cnt", "_block_hash", "next_free_block")
+    assert all(inspect.ismemberdescriptor(vars(block)[name]) for name in names)
     in_order(block.block_hash.fget, "return self._block_hash\n")
     texts = [path.read_text() for path in Path(vllm.__file__).parent.glob("v1/**/*.py")]
     assert not any(re.search(r"KVCacheBlock\.\w+ = |setattr\(KVCacheBlock\b", t) for t in texts)

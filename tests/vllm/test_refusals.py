@@ -104,8 +104,12 @@ def test_a_configuration_is_refused_with_the_reason(
 def test_an_amd_gpu_is_told_from_other_cuda_devices(
     config: VllmConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(vars(config.device_config), "device_type", "cuda")
+    assert config_refusal(config, {}) is None
     monkeypatch.setattr(type(current_platform), "is_rocm", lambda _: True)
     assert "ROCm" in str(config_refusal(config, {}))
+
+    assert "for KV caches on cuda, not rocm" in str(config_refusal(config, {}, "cuda_ipc"))
 
 
 def test_data_parallel_engines_of_one_machine_each_are_shared(

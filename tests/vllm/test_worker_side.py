@@ -35,6 +35,8 @@ GONE = Epoch(1)
 class Unexportable:
     """A transport that has run out of descriptors."""
 
+    name = "unexportable"
+
     def export(self, epoch: Epoch) -> Any:
         raise TransportError(f"no descriptor left for {epoch}")
 

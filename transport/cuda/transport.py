@@ -105,6 +105,7 @@ class CudaIpcTransport(OwnCache):
     """
 
     name = "cuda_ipc"
+    devices = ("cuda",)
     settings = ("staging",)
     """Of Config, for the constructor (kvshm.interfaces.load_transport)."""
     late_writers = True

@@ -1,0 +1,74 @@
+"""Has vLLM hand out last the free blocks that other engines read or want to find again.
+
+vLLM takes blocks from the head of its queue of free blocks.  A block that an importer has leased
+would cost that import, or a wait of up to one drain budget; a held one is asked for by name
+(``PeerSlotTable.hold``).  So just before vLLM takes blocks, such *kept* blocks at the head of the
+queue move to its end, as if they had just been used.  If there are not enough others, kept ones are
+handed out all the same: nothing that vLLM counts changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvshm._ground.log import logger
+from kvshm.halves import KEPT, SchedulerHalf
+
+log = logger(__name__)
+
+QUEUE = ("fake_free_list_head", "fake_free_list_tail", "num_free_blocks")
+LINKS = ("prev_free_block", "next_free_block")
+
+
+class KeptBlocks:
+    """The kept blocks of one engine's pool.  Scheduler's thread."""
+
+    def __init__(self, cache: SchedulerHalf, pool: Any) -> None:
+        """If this vLLM has no such queue, nothing is kept."""
+        self._cache = cache
+        self._queue: Any = getattr(pool, "free_block_queue", None)
+        self._usable = all(hasattr(self._queue, name) for name in QUEUE)
+        self._usable &= all(hasattr(pool.null_block, name) for name in LINKS)
+        if not self._usable:
+            log.warning("leased and held blocks are reused like others: unknown block queue")
+        self._all_kept: tuple[Any, int, int] = (None, 0, 0)
+        """The queue's last block when there were not enough others, how many blocks that left in
+        the queue, and the second when that was."""
+
+    def may_exist(self) -> bool:
+        """Whether any block may be leased or held.  Fast: asked at every allocation."""
+        epoch = self._cache.epoch_state
+        return epoch is not None and self._usable and epoch.table.kept_until != 0
+
+    def put_last(self, wanted: int) -> None:
+        """vLLM is about to take so many blocks: move kept ones out of their way.
+
+        Every free block is looked at once at most.  When only kept ones are left, nothing is looked
+        at again for the rest of the second, unless a block becomes free behind them.
+        """
+        epoch, queue = self._cache.epoch_state, self._queue
+        free = queue.num_free_blocks
+        if epoch is None or not 0 < wanted < free or not epoch.table.keeps_blocks():
+            return
+        tail, now = queue.fake_free_list_tail, epoch.table.now
+        last, most, second = self._all_kept
+        if tail.prev_free_block is last and free <= most and now == second:
+            self._all_kept = last, free - wanted, second
+            return
+        runs, others, kept = epoch.table.kept_runs(queue.fake_free_list_head, wanted, free)
+        if others:
+            for run in runs:
+                _append(run, tail)
+            epoch.table.counters.add(KEPT, kept)
+        if others < wanted:
+            self._all_kept = tail.prev_free_block, free - wanted, now
+
+
+def _append(run: tuple[Any, Any], tail: Any) -> None:
+    """Move a run of the queue to the queue's end, before ``tail``."""
+    first, last = run
+    before, behind = first.prev_free_block, last.next_free_block
+    before.next_free_block, behind.prev_free_block = behind, before
+    end = tail.prev_free_block
+    end.next_free_block, first.prev_free_block = first, end
+    last.next_free_block, tail.prev_free_block = tail, last

@@ -1,0 +1,123 @@
+/* Glue between Python and the core: the walk along vLLM's queue of free blocks, a linked list
+ * through the blocks themselves (hooks/vllm/kept_blocks.py).  Keeps the GIL. */
+
+#include "py_module.h"
+
+#include <stdbool.h>
+#include <string.h>
+
+typedef struct {
+    PyObject *module;
+    const Py_buffer *table;
+    kvshm_places *places;
+    PyObject *at;            /* the block before the next one, a reference is held */
+    unsigned long long most; /* blocks that may still be looked at */
+    unsigned int now;
+    PyObject *runs, *first, *last; /* the runs of kept blocks; the ends of the present one */
+    size_t idle, kept;
+} walk;
+
+/* Move a reference along the queue; NULL with an exception at its end. */
+static PyObject *next_of(const walk *w, PyObject *block)
+{
+    PyObject *next = kvshm_get(w->places, block, KVSHM_NEXT_FREE);
+    Py_DECREF(block);
+    return next;
+}
+
+static bool end_run(walk *w)
+{
+    if (!w->first)
+        return true;
+    PyObject *run = Py_BuildValue("(NN)", w->first, w->last);
+    w->first = w->last = NULL;
+    int status = run ? PyList_Append(w->runs, run) : -1;
+    Py_XDECREF(run);
+    return status == 0;
+}
+
+/* Add the block at which the walk is. */
+static bool add_block(walk *w, bool kept)
+{
+    if (!kept) {
+        w->idle++;
+        return end_run(w);
+    }
+    w->kept++;
+    if (!w->first)
+        w->first = Py_NewRef(w->at);
+    Py_XDECREF(w->last);
+    w->last = Py_NewRef(w->at);
+    return true;
+}
+
+/* Read the ids of the next `count` blocks. */
+static bool read_ids(const walk *w, uint32_t *ids, size_t count)
+{
+    PyObject *block = Py_NewRef(w->at);
+    for (size_t i = 0; block && i < count; i++) {
+        if (!(block = next_of(w, block)))
+            break;
+        long long id = number_of(kvshm_get(w->places, block, KVSHM_BLOCK_ID));
+        if (id < 0 && !PyErr_Occurred())
+            PyErr_Format(PyExc_IndexError, "the queue of free blocks is shorter than it says");
+        if (PyErr_Occurred())
+            Py_CLEAR(block);
+        else
+            ids[i] = (uint32_t)id;
+    }
+    Py_XDECREF(block);
+    return block != NULL;
+}
+
+/* Look at the next `count` blocks.  False with an exception. */
+static bool look_at(walk *w, size_t count)
+{
+    ARRAY(ids, uint32_t);
+    ARRAY(kept, uint8_t);
+    if (!kvshm_make_room(&ids, count) || !kvshm_make_room(&kept, count) ||
+        !read_ids(w, ids.of, count))
+        return false;
+    int64_t found = kvshm_kept(segment_of(w->table), ids.of, count, w->now, kept.of);
+    if (found < 0)
+        return kvshm_raise(w->module, w->table, found) != NULL;
+    const uint8_t *is_kept = kept.of;
+    if (!found && !w->kept) { /* as almost always: then these are all that were wanted */
+        w->idle += count;
+        return true;
+    }
+    for (size_t i = 0; i < count; i++)
+        if (!(w->at = next_of(w, w->at)) || !add_block(w, is_kept[i]))
+            return false;
+    return true;
+}
+
+static PyObject *native_kept_runs(PyObject *module, PyObject *args)
+{
+    BUFFER(table);
+    walk w = {.module = module, .table = &table, .places = &kvshm_state_of(module)->blocks};
+    unsigned long long wanted;
+    if (!PyArg_ParseTuple(args, "y*OKKI:kept_runs", &table, &w.at, &wanted, &w.most, &w.now) ||
+        !(w.runs = PyList_New(0)))
+        return NULL;
+    w.at = Py_NewRef(w.at);
+    bool good = true;
+    while (good && w.idle < wanted && w.most) {
+        size_t count = wanted - w.idle < w.most ? wanted - w.idle : w.most;
+        w.most -= count;
+        good = look_at(&w, count);
+    }
+    good = good && end_run(&w);
+    Py_XDECREF(w.at);
+    Py_XDECREF(w.first);
+    Py_XDECREF(w.last);
+    PyObject *result = good ? Py_BuildValue("(Onn)", w.runs, (Py_ssize_t)w.idle, (Py_ssize_t)w.kept)
+                            : NULL;
+    Py_DECREF(w.runs);
+    return result;
+}
+
+PyMethodDef kvshm_pool_methods[] = {
+    {"kept_runs", native_kept_runs, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};

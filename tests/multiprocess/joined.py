@@ -1,0 +1,148 @@
+"""Engines of one process on the public surface, whose blocks hold what their keys say."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from hashlib import sha256
+from typing import Any
+
+import kvshm
+from kvshm import Config, Group, Identity, Load, Region
+from kvshm._shm.slot_table import SlotTableView
+
+from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
+
+BLOCK, BLOCKS, TOKENS = 256, 32, 4
+"""Bytes of a block, blocks of a cache, tokens of a block."""
+
+
+def content(key: bytes, seed: bytes = b"") -> bytes:
+    """The bytes of the block with this key, in each engine."""
+    return sha256(key + seed).digest() * (BLOCK // 32)
+
+
+class Toy:
+    """An engine: its node and its memory."""
+
+    def __init__(self, place: Node, name: str, kind: str, **how: Any) -> None:
+        """``kind``: engines of one kind share."""
+        settings = how.pop("settings", {})
+        config = Config(run_dir=str(place.run_dir), namespace=place.namespace, **settings)
+        regions = [Region(0, BLOCK, BLOCK, BLOCKS)]
+        given: dict[str, Any] = {"regions": regions, "block_size": TOKENS, "config": config} | how
+        self.memory = kvshm.allocate(BLOCK * BLOCKS)
+        identity = Identity(engine="toy 1", model="m", weights=kind)
+        self.node = kvshm.join(identity, memory=self.memory, name=name, **given)
+
+    def write(self, block: int, key: bytes, seed: bytes = b"") -> None:
+        self.memory.buffer[block * BLOCK : (block + 1) * BLOCK] = content(key, seed)
+
+    def read(self, block: int) -> bytes:
+        return bytes(self.memory.buffer[block * BLOCK : (block + 1) * BLOCK])
+
+    def holds(self, blocks: Sequence[int], keys: Sequence[bytes]) -> list[bool]:
+        """For each of the blocks: whether it holds what its key says."""
+        pairs = zip(blocks, keys, strict=True)
+        return [self.read(block) == content(key) for block, key in pairs]
+
+    def compute(self, keys: Sequence[bytes], blocks: Iterable[int], start: int = 0) -> int:
+        """Write the blocks from block ``start`` of the prefix on, and publish them."""
+        blocks = list(blocks)
+        for block, key in zip(blocks, keys[start:], strict=False):
+            self.write(block, key)
+        return self.node.publish(keys, blocks, start)
+
+    @property
+    def table(self) -> SlotTableView:
+        """Its slot table."""
+        state = self.node._open
+        assert state is not None
+        return state.table
+
+    def leases(self) -> int:
+        """Blocks of its own that others hold leases on."""
+        return sum(bool(slot.leases) for slot in self.table.slots())
+
+    @contextmanager
+    def copies_held_up(self) -> Iterator[None]:
+        """Copies into its memory wait for the end of this."""
+        halves = self.node._halves
+        assert halves is not None
+        begun, go_on = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            begun.set()
+            assert go_on.wait(PATIENCE_SECONDS)
+
+        transport: Any = halves.rank.transport
+        transport.copier.submit(wait)
+        assert begun.wait(PATIENCE_SECONDS)
+        try:
+            yield
+        finally:
+            go_on.set()
+
+    def wait_until_copying(self) -> None:
+        """Wait until a copy into its memory has begun, or is held up."""
+        copier = self.node._halves.rank.transport.copier
+        wait_until(lambda: bool(copier._waiting), "the copy begins")
+
+    def close(self) -> None:
+        self.node.close()
+        self.memory.close()
+
+
+class Toys:
+    """Engines that see each other, in one namespace with a coordinator."""
+
+    def __init__(self, place: Node, kind: str) -> None:
+        self.place, self._kind = place, kind
+        self._undo = ExitStack()
+        self._made: list[Toy] = []
+
+    def join(self, name: str, **how: Any) -> Toy:
+        """An engine that has joined, and sees those before it."""
+        toy = self.begin(name, **how)
+        assert toy.node.wait_joined(PATIENCE_SECONDS), toy.node.refusal
+        return toy
+
+    def begin(self, name: str, **how: Any) -> Toy:
+        """An engine that may not have joined yet."""
+        toy = Toy(self.place, name, how.pop("kind", self._kind), **how)
+        self._undo.callback(toy.close)
+        self._made.append(toy)
+        return toy
+
+    def pair(self, **how: Any) -> tuple[Toy, Toy]:
+        """Two engines that know each other."""
+        toys = self.join("a", **how), self.join("b", **how)
+        for toy in toys:
+            wait_until(lambda toy=toy: toy.node.stats()["peers"] > 0, "they know each other")
+        return toys
+
+    def close(self) -> None:
+        """End them all; nobody holds a lease of them by then."""
+        for toy in self._made:
+            if toy.node._open is not None:
+                wait_until(lambda toy=toy: not toy.leases(), "leases are given back")
+                assert toy.table.check_integrity() == []
+        self._undo.close()
+
+
+@contextmanager
+def served() -> Iterator[Node]:
+    """A namespace with a coordinator."""
+    with fresh_node() as place:
+        place.coordinator()
+        yield place
+
+
+def ended(load: Load) -> Load:
+    """The load, after its end."""
+    assert load.wait(PATIENCE_SECONDS) is not kvshm.LoadState.PENDING
+    return load
+
+
+__all__ = ["BLOCK", "BLOCKS", "TOKENS", "Group", "Toy", "Toys", "content", "ended", "served"]

@@ -1,0 +1,176 @@
+"""kvshm.calls.lookup_buffer between two processes: what vLLM V0 asked its buffer, byte by byte."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from kvshm.calls.lookup_buffer import NOTHING, LookupBuffer, RowTooSmall, Selected
+from kvshm.calls.slots import MaskError, SlotMappingError
+from kvshm.errors import MisuseError
+
+from .calls_engine import BLOCK_SIZE, NUM_BLOCKS, ROW_BYTES, slots_of
+from .calls_nodes import Calls, Other, calls_on
+from .processes import PATIENCE_SECONDS, Node, wait_until
+
+TOKENS = list(range(100, 110))
+"""Two full blocks, and half of a third."""
+HIDDEN = b"hidden states of the last token"
+
+
+@pytest.fixture
+def calls(node: Node) -> Iterator[Calls]:
+    with calls_on(node) as calls:
+        yield calls
+        calls.own.buffer.close()
+
+
+@pytest.fixture
+def other(calls: Calls) -> Other:
+    """Another process that has inserted one prefix, which can be found here."""
+    other = calls.other()
+    assert calls.own.buffer.drop_select(TOKENS, None, slots_of([0, 1, 2], 10)) == NOTHING
+    assert other.do("insert", TOKENS, [5, 3, 8], HIDDEN.hex()) == 10
+    return other
+
+
+def select(
+    calls: Calls,
+    tokens: list[int],
+    blocks: list[int],
+    *,
+    roi: list[bool] | None = None,
+    timeout: float = PATIENCE_SECONDS,
+) -> Selected:
+    """Select into ``blocks``, and expect there what is said to be selected."""
+    slots = slots_of(blocks, len(tokens))
+    selected = calls.own.buffer.drop_select(tokens, roi, slots, timeout)
+    if selected.tokens is not None:
+        assert selected.roi == [True] * len(selected.tokens)
+        for number in range(-(-len(selected.tokens) // BLOCK_SIZE)):
+            calls.own.expect(selected.tokens, number, blocks[number])
+    return selected
+
+
+def test_a_full_hit_has_all_kv_and_the_hidden_states(calls: Calls, other: Other) -> None:
+    """So the forward can be skipped: also if the last block is not full."""
+    assert select(calls, TOKENS, [2, 0, 7]) == Selected(TOKENS, [True] * 10, HIDDEN)
+    whole = list(range(8))
+    assert other.do("insert", whole, [0, 1], "") == 8
+    assert select(calls, whole, [1, 3]) == Selected(whole, [True] * 8, b"")
+
+
+def test_a_longer_or_shorter_prompt_has_the_common_prefix_only(calls: Calls, other: Other) -> None:
+    """In whole blocks, and no hidden states, which belong to another token."""
+    calls.wait_found(TOKENS, 8)
+    for tokens in ([*TOKENS, 7, 7, 7], TOKENS[:9], [*TOKENS[:9], 7], TOKENS[:8]):
+        assert select(calls, tokens, [2, 0, 7, 9], timeout=0.0).tokens == TOKENS[:8]
+        assert calls.own.buffer.drop_select(tokens, None, slots_of([2, 0, 7, 9], 13)).hidden is None
+    assert select(calls, TOKENS[:7], [4, 6], timeout=0.0).tokens == TOKENS[:4]
+    assert select(calls, [7, *TOKENS], [4, 6, 10], timeout=0.0) == NOTHING
+
+
+def test_a_region_of_interest_is_what_counts(calls: Calls, other: Other) -> None:
+    tokens, roi = [*TOKENS, 1, 2, 3], [*[True] * 10, False, False, False]
+    assert select(calls, tokens, [2, 0, 7, 9], roi=roi).hidden == HIDDEN
+    for wrong in ([False, *roi[1:]], [True, False, *roi[2:]], roi[:-1]):
+        with pytest.raises(MaskError, match="mark a prefix"):
+            calls.own.buffer.drop_select(tokens, wrong, slots_of([2, 0, 7, 9], 13))
+        with pytest.raises(MaskError, match="mark a prefix"):
+            calls.own.buffer.insert(tokens, wrong, slots_of([2, 0, 7, 9], 13))
+    with pytest.raises(MisuseError, match="at least one"):
+        calls.own.buffer.insert(tokens, [False] * 13, [])
+
+
+def test_prefixes_are_selected_in_any_order(calls: Calls, other: Other) -> None:
+    """And the oldest makes room: the other process keeps rows of three."""
+    prompts = [[number] * 6 for number in range(5)]
+    for number, tokens in enumerate(prompts):
+        hidden = bytes([number] * 20).hex()
+        assert other.do("insert", tokens, [2 * number, 2 * number + 1], hidden) == 6
+    for number in random.Random(1).sample(range(5), 5):
+        select(calls, prompts[number], [3, 8], timeout=PATIENCE_SECONDS if number > 1 else 0.0)
+    wait_until(lambda: select(calls, TOKENS[:8], [4, 5], timeout=0.0) == NOTHING, "block reuse")
+    for number in random.Random(2).sample(range(5), 5):
+        hidden = None if number < 2 else bytes([number] * 20)
+        wait_until(
+            lambda n=number, h=hidden: (
+                select(calls, prompts[n], [3, 8], timeout=0.0)  # type: ignore[misc]  # defaults bind the loop's values
+                == Selected(prompts[n], [True] * 6, h)
+            ),
+            f"prefix {number}",
+        )
+
+
+def test_any_prefix_will_do(calls: Calls, other: Other) -> None:
+    assert other.do("insert", [7] * 6, [0, 1], None) == 6
+    slots, got = slots_of([2, 0, 7], 10), [NOTHING]
+
+    def selects() -> bool:
+        got.append(calls.own.buffer.drop_select(None, None, slots))
+        return got[-1] != NOTHING
+
+    wait_until(selects, "a row and its blocks")
+    assert got[-1] in [Selected(TOKENS, [True] * 10, HIDDEN), Selected([7] * 6, [True] * 6, None)]
+    tokens = got[-1].tokens or []
+    for number, block in enumerate([2, 0, 7][: -(-len(tokens) // BLOCK_SIZE)]):
+        calls.own.expect(tokens, number, block)
+
+
+def test_nobody_has_any_prefix(calls: Calls) -> None:
+    """What this process has inserted itself does not count, nor what a cache merely holds."""
+    other = calls.other()
+    other.do("store", TOKENS, [5, 3, 8])
+    calls.wait_found(TOKENS, 8)
+    calls.own.insert([7] * 6, [0, 1], None)
+    assert calls.own.buffer.drop_select(None, None, slots_of([2, 9, 7], 10)) == NOTHING
+
+
+def test_without_all_of_its_kv_a_prefix_has_no_hidden_states(calls: Calls, other: Other) -> None:
+    assert select(calls, TOKENS, [2, 0, 7]).hidden == HIDDEN
+    other.do("retract", [3])
+    wait_until(
+        lambda: (
+            select(calls, TOKENS, [2, 0, 7], timeout=0.0) == Selected(TOKENS[:4], [True] * 4, None)
+        ),
+        "the retract",
+    )
+    other.do("retract", [5, 8])
+    wait_until(lambda: select(calls, TOKENS, [4, 6, 9], timeout=0.0) == NOTHING, "the retract")
+    assert calls.own.buffer.drop_select(None, None, slots_of([2, 0, 7], 10)) == NOTHING
+
+
+def test_another_models_rows_are_not_found(calls: Calls, other: Other) -> None:
+    stranger = calls.other("another model")
+    assert stranger.do("insert", [7] * 6, [0, 1], HIDDEN.hex()) == 6
+    assert other.do("insert", [8] * 6, [0, 1], None) == 6
+    assert select(calls, [8] * 6, [2, 0]).tokens == [8] * 6
+    assert select(calls, [7] * 6, [9, 10], timeout=0.0) == NOTHING
+
+
+def test_what_does_not_fit_is_refused_and_nothing_is_published(calls: Calls) -> None:
+    calls.own.compute([7] * 6, [0, 1])
+    with pytest.raises(RowTooSmall, match=f"a row has {ROW_BYTES}"):
+        calls.own.buffer.insert([7] * 6, None, slots_of([0, 1], 6), bytes(ROW_BYTES - 31))
+    with pytest.raises(SlotMappingError):
+        calls.own.buffer.insert([7] * 6, None, [0, 1, 2, 3, 5, 6])
+    with pytest.raises(MisuseError, match="capacity"):
+        LookupBuffer(calls.own.node, calls.own.identity, capacity=0, row_bytes=64)
+    assert (calls.own.calls.lookup([7] * 6), len(calls.own.buffer)) == (0, 0)
+    hidden = bytes(ROW_BYTES - 32)
+    assert calls.own.buffer.insert([7] * 6, None, slots_of([0, 1], 6), hidden) == 6
+    assert len(calls.own.buffer) == 1
+
+
+def test_a_process_that_was_killed_has_inserted_nothing(calls: Calls, other: Other) -> None:
+    """Whatever is known of its death yet: what is said to be loaded is right."""
+    assert select(calls, TOKENS, [2, 0, 7]).hidden == HIDDEN
+    other.process.kill()
+    assert select(calls, TOKENS, [4, 6, 9], timeout=0.0).hidden in (HIDDEN, None)
+    calls.own.expected = {b: calls.own.read(b) for b in range(NUM_BLOCKS)}  # a copy may be torn
+    wait_until(lambda: select(calls, TOKENS, [4, 6, 9], timeout=0.0) == NOTHING, "its end")
+    successor = calls.other()
+    assert successor.do("insert", TOKENS, [1, 2, 3], b"again".hex()) == 10
+    assert select(calls, TOKENS, [4, 6, 9]).hidden == b"again"

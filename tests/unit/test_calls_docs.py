@@ -1,0 +1,27 @@
+"""docs/calls.md names every call of kvshm.calls."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+
+import pytest
+
+from kvshm.calls import kv_pipe, lookup_buffer, prefill, retrieval
+from kvshm.errors import KvshmError
+
+from .pages import ROOT
+
+TEXT = (ROOT / "docs/calls.md").read_text()
+
+
+@pytest.mark.parametrize("module", [retrieval, lookup_buffer, kv_pipe, prefill])
+def test_the_page_names_each_call(module: ModuleType) -> None:
+    own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
+    names = {name for name, value in own.items() if inspect.isfunction(value)} - {"finish"}
+    for name, value in own.items():
+        if inspect.isclass(value) and not issubclass(value, (KvshmError, tuple)):
+            methods = {n for n, v in vars(value).items() if inspect.isfunction(v)}
+            names |= {name, *methods} - {"close"}
+    assert {name for name in names if name[0] != "_" and name not in TEXT} == set()
+    assert module.__name__ in TEXT

@@ -1,0 +1,183 @@
+"""``kvshm verify-logits``, against servers that are played."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvshm.tools import verify_logits
+from kvshm.tools.verify_logits import Answer, divergence
+
+Logprobs = dict[str, Any]
+
+
+def logprobs(*tokens: str, chosen: float = -0.5, other: float = -2.0) -> Logprobs:
+    """An answer of these tokens, each beside one candidate."""
+    top = [{token: chosen, "token_id:9": other} for token in tokens]
+    return {"tokens": tokens, "token_logprobs": [chosen] * len(tokens), "top_logprobs": top}
+
+
+SAME = logprobs("token_id:1", "token_id:2")
+
+
+@dataclass
+class Played:
+    """A server that answers in turn; each answer adds to what it has imported."""
+
+    answers: list[Logprobs | None]
+    imports: list[int] = field(default_factory=lambda: [0, 0])
+    enabled: bool = True
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    imported: int = 5
+
+    def metrics(self) -> str:
+        line = f'vllm:kvshm_imported_tokens_total{{engine="0"}} {self.imported}.0'
+        return f"# HELP\n{line}\n" if self.enabled else "vllm:other 1.0\n"
+
+    def complete(self, body: dict[str, Any]) -> dict[str, Any]:
+        place = len(self.asked)
+        self.asked.append(body)
+        self.imported += self.imports[place]
+        return {"choices": [{"text": "x", "logprobs": self.answers[place]}]}
+
+
+@contextmanager
+def served(played: Played) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._reply(played.metrics())
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self._reply(json.dumps(played.complete(body)))
+
+        def _reply(self, text: str) -> None:
+            self.send_response(200 if self.path in ("/metrics", "/v1/completions") else 404)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def verify(a: Played, b: Played, *options: str, prompt: tuple[str, str] = ("--prompt", "p")) -> int:
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(each)) for each in (a, b)]
+        place = ["--a", urls[0], "--b", urls[1], "--model", "m", "--wait", "0", *prompt]
+        return verify_logits.main([*place, *options])
+
+
+def test_answers_that_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("of the file")
+    a = Played([logprobs("token_id:1", "token_id:2", chosen=-0.4), SAME])
+    b = Played([SAME, SAME], imports=[128, 0])
+    assert verify(a, b, prompt=("--prompt-file", str(tmp_path / "prompt"))) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "B imported 128 tokens"
+    assert said[1].startswith("A computed / A local hit: equal tokens, log-probabilities differ by")
+    assert "0.1 at most" in said[1]
+    assert said[1].endswith("not judged)")
+    assert said[-1] == "the import gives the answer of a local hit"
+    asked = [*a.asked, *b.asked]
+    assert {body["prompt"] for body in asked} == {"of the file"}
+    assert len({body["cache_salt"] for body in asked}) == 1
+    assert {(body["model"], body["temperature"], body["logprobs"]) for body in asked} == {
+        ("m", 0, 5)
+    }
+
+
+def test_every_run_has_a_salt_of_its_own() -> None:
+    salts = set()
+    for _ in range(2):
+        a = Played([SAME, SAME])
+        verify(a, Played([SAME, SAME], imports=[1, 0]))
+        salts.add(a.asked[0]["cache_salt"])
+    assert len(salts) == 2
+
+
+@pytest.mark.parametrize("place", ["a hit", "b imported", "b hit"])
+def test_answers_that_differ(place: str, capsys: pytest.CaptureFixture[str]) -> None:
+    other = logprobs("token_id:1", "token_id:3")
+    hit = other if place == "a hit" else SAME
+    of_b = [other if place == "b imported" else SAME, other if place == "b hit" else SAME]
+    b = Played(of_b, imports=[64, 0])
+    assert verify(Played([SAME, hit]), b, "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    judged = [pair["first_differing_token"] for pair in told["pairs"] if pair["judged"]]
+    assert sorted(judged, key=str) == ([1, None] if place != "b imported" else [1, 1])
+
+
+def test_a_difference_within_the_tolerance_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    near = logprobs("token_id:1", "token_id:2", other=-2.25)
+    for options, status in ((("--tolerance", "0.25"), 0), (("--tolerance", "0.2"), 1), ((), 1)):
+        b = Played([near, near], imports=[64, 0])
+        assert verify(Played([SAME, SAME]), b, *options) == status
+    assert "differ by 0.25 at most" in capsys.readouterr().out
+
+
+def test_no_import_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_logits, "METRICS_SECONDS", 0.2)
+    assert verify(Played([SAME, SAME]), Played([SAME, SAME])) == 3
+    assert "nothing was imported" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("wrong", ["no kvshm", "no logprobs", "odd logprobs", "no server"])
+def test_a_server_that_cannot_be_asked_is_named(
+    wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = Played([SAME, SAME]), Played([SAME, SAME], enabled=wrong != "no kvshm")
+    if wrong == "no logprobs":
+        a.answers[0] = None
+    if wrong == "odd logprobs":
+        a.answers[0] = {**SAME, "token_logprobs": [1.0]}
+    if wrong == "no server":
+        place = ["--a", "http://127.0.0.1:1", "--b", "http://127.0.0.1:1"]
+        assert verify_logits.main([*place, "--model", "m", "--prompt", "p"]) == 2
+    else:
+        assert verify(a, b) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"kvshm verify-logits: {'A' if 'logprobs' in wrong else 'B'}: ")
+
+
+def answer(*tokens: str, **told: float) -> Answer:
+    found = logprobs(*tokens, **told)
+    return Answer(list(tokens), found["token_logprobs"], found["top_logprobs"])
+
+
+def test_divergence_ends_with_the_first_token_that_differs() -> None:
+    a = Answer(["x", "y", "z"], [-1, -1, -1], [{"x": -1}, {"y": -1, "w": -1.5}, {"z": -1}])
+    b = Answer(["x", "w", "z"], [-1.125, -1, -9], [{"x": -1.125}, {"w": -1, "y": -1.25}, {"z": -9}])
+    found = divergence(a, b)
+    assert (found.first_token, found.max_logprob, found.unmatched) == (1, 0.5, 0)
+    assert not found.within(9.0)
+
+
+def test_a_shorter_answer_differs_where_it_ends() -> None:
+    found = divergence(answer("x"), answer("x", "y"))
+    assert (found.first_token, found.max_logprob) == (1, 0.0)
+
+
+def test_candidates_that_only_one_side_has_are_counted() -> None:
+    a = Answer(["x"], [-1], [{"x": -1, "y": -2}])
+    b = Answer(["x"], [-1], [{"x": -1, "z": -2}])
+    assert divergence(a, b).unmatched == 2

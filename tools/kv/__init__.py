@@ -1,0 +1,1 @@
+"""Blocks of a KV cache in a file: written, shown to running engines, compared."""

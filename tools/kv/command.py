@@ -1,0 +1,157 @@
+"""``kvshm kv``: its command line.  Needs numpy and safetensors: ``pip install 'kvshm[kv]'``.
+
+Exit status of dump and serve: 0; 1 if nothing was written or served; 2 for a wrong command line or
+setting.  Of compare: compare.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvshm._ground.rundir import open_run_directory
+from kvshm.config import Config
+from kvshm.errors import ConfigError, KvshmError
+
+from .number_formats import DTYPES
+
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+
+def _place(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--namespace", help="of which engines (default: $KVSHM_NAMESPACE)")
+    parser.add_argument("--run-dir", help="where their sockets lie (default: as for engines)")
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def _tolerance(text: str) -> float:
+    if not (number := float(text)) >= 0:
+        raise ValueError
+    return number
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvshm kv",
+        description="Blocks of KV caches in files. They are what a prompt became: private data.",
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True)
+    dump = verbs.add_parser(
+        "dump",
+        help="write published blocks of a running engine to a file",
+        epilog="exit status: 0; 1 nothing was written; 2 wrong command line or setting",
+    )
+    dump.add_argument("file", metavar="FILE", type=Path, help="only its owner can read it")
+    dump.add_argument("--engine", metavar="NAME|PID|EPOCH", help="default: the only one there is")
+    dump.add_argument("--model", help="only an engine that serves this model")
+    dump.add_argument(
+        "--keys",
+        metavar="HEX,...",
+        help="only blocks whose keys begin so, and all blocks before them in their prompts; @FILE "
+        "has one in each line",
+    )
+    dump.add_argument("--limit", metavar="N", type=_count, help="at most so many blocks")
+    dump.add_argument("--force", action="store_true", help="replace the file if it exists")
+    _place(dump)
+    serve = verbs.add_parser(
+        "serve",
+        help="show a file's blocks to engines of the same fingerprint, until SIGTERM",
+        epilog="exit status: 0 ended by SIGTERM or SIGINT; 1 the file cannot be served; 2 wrong "
+        "command line or setting",
+    )
+    serve.add_argument("file", metavar="FILE", type=Path, help="what kvshm kv dump has written")
+    _place(serve)
+    compare = verbs.add_parser(
+        "compare",
+        help="say how much the blocks of two files differ",
+        epilog="exit status: 0 equal; 1 different; 2 nothing to compare, or wrong command line",
+    )
+    compare.add_argument("files", metavar="FILE", nargs=2, type=Path)
+    compare.add_argument(
+        "--dtype", choices=list(DTYPES), help="default: as the fingerprint's fields say"
+    )
+    compare.add_argument(
+        "--tolerance",
+        metavar="ERROR",
+        type=_tolerance,
+        help="numbers that differ by no more are equal (default: all bytes have to be equal)",
+    )
+    compare.add_argument(
+        "--any-fingerprint",
+        action="store_true",
+        help="compare files of engines that differ, if their blocks have the same sizes",
+    )
+    compare.add_argument("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def _read_place(asked: argparse.Namespace) -> tuple[Config, Path]:
+    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
+    config = Config.from_env(os.environ, options)
+    return config, open_run_directory(config.run_dir, os.environ)
+
+
+def _dump(asked: argparse.Namespace) -> int:
+    from . import block_file, dump
+
+    try:
+        keys = [] if asked.keys is None else dump.parse_keys(asked.keys)
+    except (ValueError, OSError) as exc:
+        raise ConfigError(f"--keys: {exc}") from exc
+    config, run_dir = _read_place(asked)
+    block_file.refuse_existing(asked.file, force=asked.force)
+    wanted = dump.Wanted(asked.engine, asked.model, keys, asked.limit)
+    found = dump.read_engine(run_dir, config.namespace, wanted)
+    block_file.write(asked.file, found.what, found.arrays, force=asked.force)
+    left = f"; {found.changed} were reused meanwhile and left out" if found.changed else ""
+    print(f"{asked.file}: {len(found.what.blocks)} blocks of engine {found.what.engine}{left}")
+    return 0
+
+
+def _serve(asked: argparse.Namespace) -> int:
+    from . import serve
+
+    config, run_dir = _read_place(asked)
+    with serve.logging_to_stderr(config.log_level):
+        return serve.serve(asked.file, config, run_dir)
+
+
+def _compare(asked: argparse.Namespace) -> int:
+    from . import compare
+
+    how = compare.How(asked.dtype, asked.tolerance, asked.any_fingerprint)
+    try:
+        return compare.main((asked.files[0], asked.files[1]), how, as_json=asked.json)
+    except KvshmError as exc:
+        print(f"kvshm kv compare: {exc}", file=sys.stderr)
+        return compare.NOT_COMPARED
+
+
+VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "dump": _dump,
+    "serve": _serve,
+    "compare": _compare,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the verb; return the exit status."""
+    asked = _parser().parse_args(arguments)
+    try:
+        return VERBS[asked.verb](asked)
+    except ImportError as exc:
+        if (exc.name or "").partition(".")[0] not in ("numpy", "safetensors"):
+            raise
+        print(f"kvshm kv needs {exc.name}: pip install 'kvshm[kv]'", file=sys.stderr)
+        return EXIT_USAGE
+    except (KvshmError, OSError) as exc:
+        print(f"kvshm kv {asked.verb}: {exc}", file=sys.stderr)
+        return EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_FAILED

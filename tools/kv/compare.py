@@ -1,0 +1,163 @@
+"""``kvshm kv compare``: how much the blocks of two files differ, region by region."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvshm._ground.fingerprint import differences
+
+from .block_file import BlockFile, BlockFileError, Description
+from .errors_between import Distance
+from .number_formats import DTYPES, dtype_of
+
+EQUAL, DIFFERENT, NOT_COMPARED = range(3)
+"""Exit status."""
+CHUNK_BYTES = 16 << 20
+_COLUMNS = ("tensor", "max", "mean", "RMSE", "SNR dB", "cosine", "not finite", "bytes that differ")
+
+
+@dataclass(frozen=True)
+class How:
+    """How the files are compared."""
+
+    dtype: str | None = None
+    """None: what the fingerprint's fields say."""
+    tolerance: float | None = None
+    """Largest error of a number that counts as equal; None: all bytes have to be equal."""
+    any_fingerprint: bool = False
+
+
+@dataclass
+class Comparison:
+    """What was compared, and how far apart it is."""
+
+    dtype: str
+    blocks: int
+    """Blocks that both files have."""
+    only: tuple[int, int]
+    """Blocks that only the first, only the second file has."""
+    tensors: dict[str, Distance]
+
+    def equal(self, tolerance: float | None) -> bool:
+        """Whether no number is further apart than ``tolerance``; None: no byte differs."""
+        if tolerance is None or self.dtype == "uint8":
+            return not any(each.different_bytes for each in self.tensors.values())
+        return all(each.max_abs <= tolerance for each in self.tensors.values())
+
+
+def compare(a: BlockFile, b: BlockFile, how: How) -> Comparison:
+    """Compare the blocks that both files have.  Raises BlockFileError if that means nothing."""
+    _check_comparable(a.what, b.what, how)
+    rows_a, rows_b = _rows(a.what), _rows(b.what)
+    pairs = [(row, rows_b[block]) for block, row in rows_a.items() if block in rows_b]
+    if not pairs:
+        raise BlockFileError("nothing to compare: the files have no block in common")
+    dtype = how.dtype or dtype_of(a.what.fields)
+    tensors = {}
+    for name, _, _, nbytes in a.what.tensors():
+        if nbytes % DTYPES[dtype]:
+            raise BlockFileError(f"a block of {name} has {nbytes} bytes: no numbers of {dtype}")
+        tensors[name] = _distance(a, b, name, nbytes, pairs, dtype)
+    only = len(rows_a) - len(pairs), len(rows_b) - len(pairs)
+    return Comparison(dtype, len(pairs), only, tensors)
+
+
+def _check_comparable(a: Description, b: Description, how: How) -> None:
+    differing = differences(a.fields, b.fields)
+    if differing and not how.any_fingerprint:
+        name, (here, there) = next(iter(differing.items()))
+        more = f"; also {' '.join(list(differing)[1:])}" if len(differing) > 1 else ""
+        raise BlockFileError(
+            f"the fingerprints differ: {name} is {here!r} in the first file, {there!r} in the "
+            f"second{more} (--any-fingerprint compares all the same)"
+        )
+    if a.regions != b.regions or a.block_size != b.block_size:
+        raise BlockFileError("blocks of the two files have different sizes or regions")
+
+
+def _rows(what: Description) -> dict[tuple[bytes, int], int]:
+    return {(block.key, block.group): row for row, block in enumerate(what.blocks)}
+
+
+def _distance(
+    a: BlockFile, b: BlockFile, name: str, nbytes: int, pairs: list[tuple[int, int]], dtype: str
+) -> Distance:
+    found, most = Distance(), max(1, CHUNK_BYTES // nbytes)
+    for row_a, row_b, count in _runs(pairs, most):
+        found.add(a.rows(name, row_a, row_a + count), b.rows(name, row_b, row_b + count), dtype)
+    return found
+
+
+def _runs(pairs: list[tuple[int, int]], most: int) -> Iterator[tuple[int, int, int]]:
+    """Consecutive rows of both files: first rows and number, ``most`` at a time."""
+    begin = 0
+    for end in range(1, len(pairs) + 1):
+        last = pairs[end - 1]
+        goes_on = end < len(pairs) and pairs[end] == (last[0] + 1, last[1] + 1)
+        if not goes_on or end - begin == most:
+            yield *pairs[begin], end - begin
+            begin = end
+
+
+# -- what people and scripts see
+
+
+def main(files: tuple[Path, Path], how: How, *, as_json: bool) -> int:
+    """Compare and print; return the exit status.  Raises BlockFileError."""
+    found = compare(BlockFile(files[0]), BlockFile(files[1]), how)
+    equal = found.equal(how.tolerance)
+    print(json.dumps(as_data(found, equal), indent=2) if as_json else as_text(found, equal))
+    return EQUAL if equal else DIFFERENT
+
+
+def as_data(found: Comparison, equal: bool) -> dict[str, Any]:
+    """What ``--json`` prints; null stands for a number that is not finite."""
+    return {
+        "equal": equal,
+        "dtype": found.dtype,
+        "blocks": found.blocks,
+        "only_in_a": found.only[0],
+        "only_in_b": found.only[1],
+        "tensors": {name: _measures(found.dtype, each) for name, each in found.tensors.items()},
+    }
+
+
+def _measures(dtype: str, each: Distance) -> dict[str, Any]:
+    counted = {"numbers": each.count, "different_bytes": each.different_bytes}
+    if dtype == "uint8":
+        return counted
+    measured = {
+        "max_abs": each.max_abs,
+        "mean_abs": each.mean_abs,
+        "rmse": each.rmse,
+        "snr_db": each.snr_db,
+        "cosine": each.cosine,
+    }
+    finite = {name: n if math.isfinite(n) else None for name, n in measured.items()}
+    return {**counted, "not_finite": each.not_finite, **finite}
+
+
+def as_text(found: Comparison, equal: bool) -> str:
+    """The table for people."""
+    rows = [_COLUMNS, *(_cells(name, found.dtype, each) for name, each in found.tensors.items())]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.rjust, row, widths)).rstrip() for row in rows]
+    lines.append(
+        f"{'equal' if equal else 'different'}: {found.blocks} blocks as {found.dtype}; "
+        f"only in the first file {found.only[0]}, only in the second {found.only[1]}"
+    )
+    return "\n".join(lines)
+
+
+def _cells(name: str, dtype: str, each: Distance) -> tuple[str, ...]:
+    if dtype == "uint8":
+        return (name, *["-"] * 6, str(each.different_bytes))
+    numbers = (each.max_abs, each.mean_abs, each.rmse)
+    snr, cosine = f"{each.snr_db:.1f}", f"{each.cosine:.8f}"
+    told = (*(f"{number:.4g}" for number in numbers), snr, cosine)
+    return (name, *told, str(each.not_finite), str(each.different_bytes))

@@ -1,0 +1,271 @@
+"""``kvshm verify-logits``: does an imported prefix give the answer that a local hit gives?
+
+Asks two running servers of one model the same prompt, over HTTP: A computes it and then hits it in
+its own cache; B imports it from A and then hits it in its own.  A random cache salt makes the
+prompt new to both.  What A computed may differ in last bits from what it hits (docs/fingerprint.md)
+and decides nothing; the three other answers have to agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+EXIT_AGREE, EXIT_DIFFER, EXIT_FAILED, EXIT_NOT_IMPORTED = range(4)
+IMPORTED = "vllm:kvshm_imported_tokens_total"
+METRICS_SECONDS = 10.0
+"""How long the metrics may take to show an import."""
+_POLL_SECONDS = 0.1
+NAMES = ("A computed", "A local hit", "B imported", "B local hit")
+JUDGED = (("A local hit", "B imported"), ("B imported", "B local hit"))
+
+
+class ServerError(Exception):
+    """A server cannot be asked, or its answer cannot be used."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What both servers are asked."""
+
+    model: str
+    prompt: str
+    max_tokens: int
+    logprobs: int
+    salt: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server has answered."""
+
+    tokens: list[str]
+    logprobs: list[float]
+    """Of the chosen tokens."""
+    top: list[dict[str, float]]
+    """For each place the most probable tokens."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """How far two answers are apart."""
+
+    first_token: int | None
+    """Index of the first token that differs; None: none."""
+    max_logprob: float
+    """Largest difference of a log-probability that both state, up to the first token that
+    differs."""
+    unmatched: int
+    """Tokens that only one of both has among the most probable, up to there."""
+
+    def within(self, tolerance: float) -> bool:
+        return self.first_token is None and self.max_logprob <= tolerance
+
+
+def divergence(a: Answer, b: Answer) -> Divergence:
+    """Compare two answers up to the first token that differs, whose candidates count too."""
+    pairs = list(zip(a.tokens, b.tokens, strict=False))
+    first = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+    if first is None and len(a.tokens) != len(b.tokens):
+        first = len(pairs)
+    end = len(pairs) if first is None else min(first + 1, len(pairs))
+    deltas, unmatched = [0.0], 0
+    for place in range(end):
+        if a.tokens[place] == b.tokens[place]:
+            deltas.append(abs(a.logprobs[place] - b.logprobs[place]))
+        here, there = a.top[place], b.top[place]
+        deltas += [abs(here[token] - there[token]) for token in here.keys() & there.keys()]
+        unmatched += len(here.keys() ^ there.keys())
+    return Divergence(first, max(deltas), unmatched)
+
+
+# -- asking
+
+
+class Server:
+    """An OpenAI-compatible server of vLLM.  Methods raise ServerError."""
+
+    def __init__(self, name: str, url: str, timeout: float) -> None:
+        self.name, self._url, self._timeout = name, url.rstrip("/"), timeout
+        self._open = build_opener(ProxyHandler({})).open
+
+    def complete(self, asked: Asked) -> Answer:
+        """Ask for the most probable completion."""
+        body = {
+            "model": asked.model,
+            "prompt": asked.prompt,
+            "max_tokens": asked.max_tokens,
+            "temperature": 0,
+            "logprobs": asked.logprobs,
+            "return_tokens_as_token_ids": True,
+            "cache_salt": asked.salt,
+        }
+        text = self._request("/v1/completions", json.dumps(body).encode())
+        try:
+            return _answer(json.loads(text)["choices"][0]["logprobs"])
+        except (ValueError, LookupError, TypeError, AttributeError) as exc:
+            raise ServerError(f"{self.name}: an answer without log-probabilities") from exc
+
+    def imported_tokens(self) -> float:
+        """How many tokens its engines have imported so far."""
+        lines = self._request("/metrics").splitlines()
+        found = [line.rpartition(" ")[2] for line in lines if line.startswith(IMPORTED)]
+        if not found:
+            raise ServerError(f"{self.name}: its metrics have no {IMPORTED}: kvshm is not enabled")
+        return sum(map(float, found))
+
+    def _request(self, path: str, body: bytes | None = None) -> str:
+        request = Request(self._url + path, body, {"Content-Type": "application/json"})
+        try:
+            with self._open(request, timeout=self._timeout) as reply:
+                return str(reply.read().decode())
+        except (URLError, OSError, ValueError) as exc:
+            more = exc.read().decode(errors="replace")[:500] if hasattr(exc, "read") else ""
+            raise ServerError(f"{self.name}: {self._url}{path}: {exc} {more}".rstrip()) from exc
+
+
+def _answer(logprobs: dict[str, Any]) -> Answer:
+    tokens = [str(token) for token in logprobs["tokens"]]
+    top = [dict(each or {}) for each in logprobs["top_logprobs"] or [{}] * len(tokens)]
+    answer = Answer(tokens, [float(each) for each in logprobs["token_logprobs"]], top)
+    if not tokens or not len(tokens) == len(answer.logprobs) == len(top):
+        raise ValueError("lists of different lengths")
+    return answer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The four answers, and what the importer's metrics say."""
+
+    answers: dict[str, Answer]
+    imported_tokens: float
+
+    def divergences(self) -> dict[tuple[str, str], Divergence]:
+        """Each answer compared with the one before it."""
+        return {
+            (one, other): divergence(self.answers[one], self.answers[other])
+            for one, other in pairwise(NAMES)
+        }
+
+
+def ask(
+    a: Server,
+    b: Server,
+    asked: Asked,
+    wait: float,
+    pause: Callable[[float], None] = time.sleep,
+) -> Outcome:
+    """Ask both servers twice.  ``wait``: seconds in which news of A's blocks reach B."""
+    before = b.imported_tokens()
+    answers = [a.complete(asked), a.complete(asked)]
+    pause(wait)
+    answers.append(b.complete(asked))
+    imported, waited = b.imported_tokens() - before, 0.0
+    while not imported and waited < METRICS_SECONDS:
+        pause(_POLL_SECONDS)
+        imported, waited = b.imported_tokens() - before, waited + _POLL_SECONDS
+    answers.append(b.complete(asked))
+    return Outcome(dict(zip(NAMES, answers, strict=True)), imported)
+
+
+# -- telling
+
+
+def _verdict(outcome: Outcome, tolerance: float) -> tuple[int, str]:
+    if not outcome.imported_tokens:
+        return EXIT_NOT_IMPORTED, (
+            "nothing was imported: do both engines share (kvshm dump-index), and has the prompt "
+            "more than one block, so many that an import is faster (KVSHM_MIN_PREFIX_TOKENS)?"
+        )
+    found = outcome.divergences()
+    if all(found[pair].within(tolerance) for pair in JUDGED):
+        return EXIT_AGREE, "the import gives the answer of a local hit"
+    return EXIT_DIFFER, "the import gives another answer than a local hit"
+
+
+def _told(outcome: Outcome, verdict: str) -> dict[str, Any]:
+    """What ``--json`` prints."""
+    return {
+        "verdict": verdict,
+        "imported_tokens": outcome.imported_tokens,
+        "pairs": [
+            {
+                "first": one,
+                "second": other,
+                "judged": (one, other) in JUDGED,
+                "first_differing_token": each.first_token,
+                "max_logprob_difference": each.max_logprob,
+                "unmatched_candidates": each.unmatched,
+            }
+            for (one, other), each in outcome.divergences().items()
+        ],
+    }
+
+
+def _as_text(told: dict[str, Any]) -> str:
+    lines = [f"B imported {told['imported_tokens']:.0f} tokens"]
+    for pair in told["pairs"]:
+        first = pair["first_differing_token"]
+        tokens = "equal tokens" if first is None else f"token {first} differs"
+        judged = "" if pair["judged"] else " (rounding of the engine itself; not judged)"
+        lines.append(
+            f"{pair['first']} / {pair['second']}: {tokens}, log-probabilities differ by "
+            f"{pair['max_logprob_difference']:.3g} at most, {pair['unmatched_candidates']} "
+            f"candidates unmatched{judged}"
+        )
+    return "\n".join([*lines, told["verdict"]])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvshm verify-logits",
+        description="Ask two running servers of one model the same prompt and compare what was "
+        "computed, imported and hit locally.",
+        epilog="exit status: 0 the import gives the answer of a local hit; 1 another answer; "
+        "2 wrong command line, or a server cannot be asked; 3 nothing was imported",
+    )
+    add = parser.add_argument
+    add("--a", metavar="URL", required=True, help="the server that computes the prompt")
+    add("--b", metavar="URL", required=True, help="the server that imports it")
+    add("--model", required=True, help="name of the model, as both serve it")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="text of more than one block")
+    prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="a file with the text")
+    add("--max-tokens", metavar="N", type=int, default=16, help="tokens of each answer (16)")
+    add("--logprobs", metavar="N", type=int, default=5, help="candidates for each token (5)")
+    add("--tolerance", metavar="X", type=float, default=0.0, help="difference that is none (0)")
+    add("--wait", metavar="SECONDS", type=float, default=1.0, help="before B is asked (1)")
+    add("--timeout", metavar="SECONDS", type=float, default=300.0, help="for each answer (300)")
+    add("--json", action="store_true", help="as JSON")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Ask, print what was found, return the exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        prompt = options.prompt
+        if prompt is None:
+            prompt = options.prompt_file.read_text()
+        salt = secrets.token_hex(16)
+        asked = Asked(options.model, prompt, options.max_tokens, options.logprobs, salt)
+        a = Server("A", options.a, options.timeout)
+        b = Server("B", options.b, options.timeout)
+        outcome = ask(a, b, asked, options.wait)
+    except (ServerError, OSError, UnicodeDecodeError) as exc:
+        print(f"kvshm verify-logits: {exc}", file=sys.stderr)
+        return EXIT_FAILED
+    status, verdict = _verdict(outcome, options.tolerance)
+    told = _told(outcome, verdict)
+    print(json.dumps(told, indent=2) if options.json else _as_text(told))
+    return status
