@@ -41,6 +41,12 @@ def free_blocks(manager: Any) -> int:
     return cache.pool.num_free_sectors + cache.pool.count_free_blocks(0)
 
 
+def has_memory(manager: Any) -> bool:
+    """Whether the cache has all its memory: it was given up to make room."""
+    tensor = cache_of(manager).cache_tensor
+    return bool(tensor.untyped_storage().nbytes() == tensor.numel() > 0)
+
+
 @pytest.mark.parametrize("name", ["keys", "lookup", "load", "publish", "retract"])
 def test_a_mistake_of_kvshm_ends_the_sharing_and_nothing_else(
     lenient: MakeManager, monkeypatch: pytest.MonkeyPatch, lines: Lines, name: str
@@ -89,6 +95,7 @@ def test_memory_that_is_not_there_leaves_a_plain_cache(
     monkeypatch.undo()
     assert lines[-1] == "kvshm: not sharing the prefix cache: no room for KV memory"
     assert type(cache_of(a)) is not SharedPagedAttentionCache
+    assert has_memory(a)
     start(plain)
     prompt = random_prompt(120, 4 * PAGE_SIZE + 1)
     assert ask(a, prompt) == ask(plain, prompt)
@@ -102,6 +109,7 @@ def test_an_error_while_the_cache_is_taken_over_leaves_a_plain_one(
     monkeypatch.setattr(SharedPrefixes, "__init__", broken)
     start(a)
     assert any("kvshm is off for this engine" in line for line in lines)
+    assert has_memory(a)
     prompt = random_prompt(130, 4 * PAGE_SIZE + 1)
     assert ask(a, prompt) == ask(a, prompt)
     assert node_of(a) is None
