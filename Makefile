@@ -35,7 +35,8 @@ examples: $(ENGINE) $(KVSHM) ## run examples/two_engines.sh and examples/offline
 # Twice: tests that own all they touch run side by side, since many of them wait; then, whatever
 # came of it, those that need the machine run one after the other.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
-ALONE := tests/multiprocess/test_chaos.py tests/test_docs_vllm.py tests/vllm
+ALONE := tests/multiprocess/test_chaos.py tests/test_docs_vllm.py tests/transformers/test_deaths.py \
+	tests/vllm
 SIDE_BY_SIDE := -n $(WORKERS) $(ALONE:%=--ignore=%) tests
 run_tests = failed=0; \
 	$(PYTHON) -m pytest -rs $(1) $(SIDE_BY_SIDE) || failed=$$?; \

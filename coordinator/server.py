@@ -34,7 +34,7 @@ from .actions import (
 from .broadcasts import BroadcastQueue
 from .incoming import MessageReader
 from .roster import State
-from .sockets import Sockets
+from .sockets import Bounds, Sockets
 from .state import decide
 from .tables import Tables
 
@@ -52,6 +52,7 @@ class Server:
         sweep_files: Callable[[], None],
         keep_lock: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        bounds: Bounds | None = None,
     ) -> None:
         """``sweep_files`` removes the files of dead processes from the run directory, ``keep_lock``
         makes the lock file again if it was removed."""
@@ -65,7 +66,7 @@ class Server:
         """Descriptors of the tables' connections that are polled."""
         self._failed: set[tuple[str, object]] = set()
         """Failures that were logged: the action, and the number of the error."""
-        self._sockets = Sockets(clock)
+        self._sockets = Sockets(clock, bounds)
         self._reader = MessageReader()
         self._broadcasts = BroadcastQueue(self._send_broadcast, state.timing)
 
@@ -78,6 +79,11 @@ class Server:
     def close(self) -> None:
         self._tables.close()
         self._sockets.close()
+
+    def forget_in_child(self) -> None:
+        """In a forked child: close what would keep names and tables in use."""
+        self._tables.forget_in_child()
+        self._sockets.forget_in_child()
 
     def run(self, stopping: Callable[[], bool]) -> None:
         """Serve until ``stopping`` returns True.  Raises KvshmError when engines cannot find the

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import zmq
 from zmq.constants import Event
@@ -46,6 +47,7 @@ are taken away."""
 _OWN_DESCRIPTORS = 16
 """Descriptors of the sockets without any connection."""
 _LOG_AGAIN_SECONDS = 60.0
+_UNIX_SOCKETS = Path("/proc/net/unix")
 
 
 def raise_descriptor_limit() -> int:
@@ -79,6 +81,34 @@ def private_bytes() -> int:
     except OSError:
         return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+class Bounds(NamedTuple):
+    """How much of its process the coordinator may use."""
+
+    limit: int
+    """The process's limit of descriptors."""
+    descriptors: int
+    """With so many open in the process, nobody can connect until some have left."""
+    memory: int | None
+    """With so many private bytes of the process in use, all connections are closed.  None: any."""
+
+    @classmethod
+    def of_a_program(cls) -> Bounds:
+        """For a process that does nothing else; raises its limit of descriptors."""
+        limit = raise_descriptor_limit()
+        return cls(limit, min(MAX_DESCRIPTORS, limit * 3 // 4), MAX_MEMORY)
+
+    @classmethod
+    def within_a_program(cls) -> Bounds:
+        """For a process with other work, which keeps its limits: descriptors are counted with those
+        of the process, since libzmq would abort it without; memory is not, since what clients use
+        cannot be told from the rest."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        present = num_open_descriptors() or 0
+        most = MAX_DESCRIPTORS + present
+        limit = most * 2 if soft == resource.RLIM_INFINITY else soft
+        return cls(limit, min(most, limit * 3 // 4), None)
 
 
 class _SocketName:
@@ -141,14 +171,17 @@ class _SocketName:
 class Sockets:
     """ROUTER for commands, PUB for events.  Used by one thread."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, bounds: Bounds | None = None
+    ) -> None:
         self._clock = clock
         self.poller = zmq.Poller()
         self._names: list[_SocketName] = []
         self._monitors: list[zmq.Socket[bytes]] = []
-        self._limit = raise_descriptor_limit()
-        self._max_descriptors = min(MAX_DESCRIPTORS, self._limit * 3 // 4)
-        _statm()
+        bounds = Bounds.of_a_program() if bounds is None else bounds
+        self._limit, self._max_descriptors, self._max_memory = bounds
+        if self._max_memory is not None:
+            _statm()
         self._is_hidden = False
         self._last_logged: dict[str, float] = {}
         self._make()
@@ -203,6 +236,19 @@ class Sockets:
         self.publisher.close()
         self._context.term()
 
+    def forget_in_child(self) -> None:
+        """In a forked child: close the sockets that libzmq has made in the parent.  Else the names
+        would seem to be served after the parent's end, and engines would not notice that end."""
+        names = {name.endpoint.removeprefix("ipc://") for name in self._names}
+        with suppress(OSError):
+            rows = [row.split(maxsplit=7) for row in _UNIX_SOCKETS.read_text().splitlines()]
+            # Connections have their listener's name, also when the file has gone.
+            ours = {f"socket:[{row[6]}]" for row in rows if len(row) == 8 and row[7] in names}
+            for fd in os.listdir("/proc/self/fd"):
+                with suppress(OSError):  # the descriptor of that folder
+                    if os.readlink(f"/proc/self/fd/{fd}") in ours:
+                        os.close(int(fd))
+
     def _empty_monitors(self) -> None:
         for monitor in self._monitors:
             with suppress(zmq.Again):
@@ -225,8 +271,8 @@ class Sockets:
         self._empty_monitors()
         # libzmq handles connections, subscriptions and departures only within calls.
         self.publisher.getsockopt(zmq.EVENTS)
-        if (memory := private_bytes()) > MAX_MEMORY:
-            self._recreate(memory)
+        if self._max_memory is not None and (memory := private_bytes()) > self._max_memory:
+            self._recreate(memory, self._max_memory)
 
     def check(self) -> None:
         """Raise KvshmError if engines cannot find the sockets any more."""
@@ -244,11 +290,11 @@ class Sockets:
             except OSError as exc:
                 self._warn("failed", what="shut" if hidden else "open", reason=exc)
 
-    def _recreate(self, memory: int) -> None:
+    def _recreate(self, memory: int, limit: int) -> None:
         """Free what libzmq keeps for clients: parts of messages, subscriptions, queues."""
         self.check()  # must not take the names of another coordinator
         remedy = "end the process that sends or subscribes without end, or does not read"
-        self._warn("hung-up-on-all", bytes=memory, limit=MAX_MEMORY, remedy=remedy)
+        self._warn("hung-up-on-all", bytes=memory, limit=limit, remedy=remedy)
         self.close()
         _trim_heap()
         try:
@@ -256,9 +302,9 @@ class Sockets:
             self._listen()
         except zmq.ZMQError as exc:  # no descriptors left: a new process has some
             raise KvshmError(f"the sockets cannot be made again: {exc}") from exc
-        if (left := private_bytes()) > MAX_MEMORY:  # else it would disconnect engines for ever
+        if (left := private_bytes()) > limit:  # else it would disconnect engines for ever
             raise KvshmError(
-                f"{left} bytes of memory are in use without any connection, {MAX_MEMORY} are "
+                f"{left} bytes of memory are in use without any connection, {limit} are "
                 "permitted; start the coordinator again"
             )
 

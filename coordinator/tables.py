@@ -98,6 +98,14 @@ class Tables:
         for number in [*self._checks]:
             self._checks.pop(number).connection.close()
 
+    def forget_in_child(self) -> None:
+        """In a forked child: close the inherited tables and connections.  The server forgets its
+        sockets by itself."""
+        for member in self._members.values():
+            member.close()
+        for check in self._checks.values():
+            check.connection.close()
+
     def _find(self, wanted: Request) -> int:
         """On the server's thread."""
         member = self._members.get(wanted.epoch)

@@ -47,13 +47,23 @@ class Entry(NamedTuple):
 
 def names() -> str:
     """Return the chapters about all names."""
-    return "\n".join(_chapters(surface()))
+    return "\n".join([*_chapters(surface()), *_halves()])
 
 
-def surface(root: Path = ROOT) -> dict[str, Entry]:
-    """Return every name of ``kvshm.api.__all__``."""
-    module = root / "kvshm/api.py"
-    tree = ast.parse(module.read_text("utf-8"))
+def _halves() -> Iterator[str]:
+    """The chapter about kvshm.halves: each name, and the first sentence about it."""
+    yield "## Engines with several processes\n"
+    yield "`kvshm.halves` has these names. Their modules explain them in full.\n"
+    for entry in surface(module="kvshm/halves.py").values():
+        first = re.split(r"(?<=\.)\s", " ".join(entry.text.split()), maxsplit=1)[0]
+        yield _item(entry._replace(shown=entry.name, text=first)) if first else f"- `{entry.shown}`"
+    yield ""
+
+
+def surface(root: Path = ROOT, module: str = "kvshm/api.py") -> dict[str, Entry]:
+    """Return every name in a module's ``__all__``."""
+    path = root / module
+    tree = ast.parse(path.read_text("utf-8"))
     found: dict[str, Entry] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvshm"):
@@ -61,7 +71,7 @@ def surface(root: Path = ROOT) -> dict[str, Entry]:
             found |= {alias.name: _entry(source, alias.name) for alias in node.names}
     listed = [n for n in tree.body if isinstance(n, ast.Assign) and _target(n) == "__all__"]
     names = ast.literal_eval(listed[0].value)
-    return {name: found.get(name) or _entry(module, name) for name in names}
+    return {name: found.get(name) or _entry(path, name) for name in names}
 
 
 def undocumented(entries: dict[str, Entry]) -> list[str]:

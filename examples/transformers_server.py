@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import queue
 import signal
@@ -44,6 +45,7 @@ class Served:
                 ),
             ),
             salt=options.salt.encode(),
+            wait_seconds=options.import_wait,
         )
         self.prompt_tokens = 0
         self._waiting: dict[str, queue.Queue[Any]] = {}
@@ -130,6 +132,7 @@ def _event(content: object) -> str:
 def main() -> None:
     """Command line: serve until SIGTERM or SIGINT."""
     options = arguments()
+    logging.basicConfig(level=logging.INFO)  # shows kvshm's lines, which vLLM's logger shows there
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})
     ending = threading.Event()
@@ -155,6 +158,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--num-blocks", type=int, default=512)
     parser.add_argument("--max-batch-tokens", type=int, default=512)
     parser.add_argument("--salt", default="", help="only engines with the same one share")
+    parser.add_argument("--import-wait", type=float, default=1.0, help="seconds, at most")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--core", type=int, help="the one CPU core to run on")
     return parser.parse_args()

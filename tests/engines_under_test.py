@@ -25,7 +25,8 @@ class TransformersSpec(EngineSpec):
     def command(self, port: int) -> list[str]:
         where = ["--model", str(self.model), "--port", str(port), "--core", str(self.core)]
         cache = ["--page-size", str(BLOCK_SIZE), "--num-blocks", str(self.num_blocks)]
-        return [sys.executable, str(SERVER), *where, *cache, *self.arguments]
+        patient = ["--import-wait", "60"]  # what is tested is what an import brings
+        return [sys.executable, str(SERVER), *where, *cache, *patient, *self.arguments]
 
     @staticmethod
     def longest_prompt(tokens: int) -> tuple[str, ...]:

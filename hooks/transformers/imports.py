@@ -22,7 +22,7 @@ from ..boundary import guarded
 from .shared_prefixes import SharedPrefixes
 
 WAIT_SECONDS = 1.0
-"""Longest wait for one load."""
+"""Longest wait for one load, unless the user says otherwise."""
 END_SECONDS = 0.1
 """How long a load that was cancelled may take to end before it is left to itself."""
 
@@ -48,10 +48,12 @@ class ImportCounts:
 class Importer:
     """One allocator's.  Only the generation thread uses it."""
 
-    def __init__(self, prefixes: SharedPrefixes, allocator: Any, first: int) -> None:
+    def __init__(
+        self, prefixes: SharedPrefixes, allocator: Any, first: int, wait_seconds: float
+    ) -> None:
         """``first``: the block that others know as 0."""
         self.counts = ImportCounts()
-        self.wait_seconds = WAIT_SECONDS
+        self.wait_seconds = wait_seconds
         self._prefixes = prefixes
         self._allocator = allocator
         self._first = first

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import wraps
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.continuous_batching import ContinuousBatchingManager
@@ -22,6 +22,7 @@ from kvshm.api import Config, Identity, KvshmError, Node, allocate, join
 
 from ..boundary import decline, guarded
 from .identity import identity_of
+from .imports import WAIT_SECONDS
 from .paged_cache import SharedPagedAttentionCache, allocator_of, move, regions_of
 from .refusals import adapters_refusal, cache_refusal, interface_refusal, manager_refusal
 from .shared_prefixes import SharedPrefixes
@@ -32,19 +33,21 @@ def share(
     *,
     salt: bytes = b"",
     name: str | None = None,
+    wait_seconds: float = WAIT_SECONDS,
     config: Config | None = None,
 ) -> ContinuousBatchingManager:
     """Have a manager share its prefix cache, if KVSHM_ENABLE=1; return the manager.
 
     Call it before the manager starts or warms up.  ``salt``: only managers with the same one share.
-    ``name``: by which other engines' logs know it.  ``config``: the settings; unless given, those
-    of the environment.  What keeps a manager from sharing is logged, and it serves on unshared.
-    Raises ConfigError for a bad setting.
+    ``name``: by which other engines' logs know it.  ``wait_seconds``: how long one import may hold
+    the generation loop up.  ``config``: the settings; unless given, those of the environment.  What
+    keeps a manager from sharing is logged, and it serves on unshared.  Raises ConfigError for a bad
+    setting.
     """
     config = config or Config.from_env(os.environ)
     if not config.enable:
         return manager
-    sharing = _Sharing(manager, salt, name, config)
+    sharing = _Sharing(manager, _Wishes(salt, name, wait_seconds, config))
     if reason := manager_refusal(manager) or interface_refusal():
         decline(reason)
         return manager
@@ -54,7 +57,9 @@ def share(
     return manager
 
 
-def share_all(*, salt: bytes = b"", config: Config | None = None) -> None:
+def share_all(
+    *, salt: bytes = b"", wait_seconds: float = WAIT_SECONDS, config: Config | None = None
+) -> None:
     """Have every manager share that this process makes from now on, also those that
     ``generate_batch`` makes.  Otherwise like ``share``; a second call changes nothing."""
     original = ContinuousBatchingManager.__init__
@@ -65,7 +70,7 @@ def share_all(*, salt: bytes = b"", config: Config | None = None) -> None:
     @wraps(original)
     def init(self: ContinuousBatchingManager, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        share(self, salt=salt, config=config)
+        share(self, salt=salt, wait_seconds=wait_seconds, config=config)
 
     init.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
     ContinuousBatchingManager.__init__ = init
@@ -96,17 +101,22 @@ def _prefixes_of(processor: Any) -> SharedPrefixes | None:
     return cache.prefixes
 
 
+class _Wishes(NamedTuple):
+    """What ``share`` was told."""
+
+    salt: bytes
+    name: str | None
+    wait_seconds: float
+    config: Config
+
+
 class _Sharing:
     """What one manager shares, in one cache after the other."""
 
-    def __init__(
-        self, manager: ContinuousBatchingManager, salt: bytes, name: str | None, config: Config
-    ) -> None:
-        self.strict = config.strict
+    def __init__(self, manager: ContinuousBatchingManager, wishes: _Wishes) -> None:
+        self.strict = wishes.config.strict
         self._manager = manager
-        self._salt = salt
-        self._name = name
-        self._config = config
+        self._wishes = wishes
 
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Share nothing any more (hooks/boundary.py)."""
@@ -188,11 +198,12 @@ class _Sharing:
             memory=memory,
             regions=regions_of(cache),
             block_size=allocator_of(cache).tokens_per_page,
-            config=self._config,
-            name=self._name,
+            config=self._wishes.config,
+            name=self._wishes.name,
         )
-        prefixes = SharedPrefixes(node, identity, memory, salt=self._salt, strict=self.strict)
-        SharedPagedAttentionCache.take_over(cache, prefixes)
+        salt = self._wishes.salt
+        prefixes = SharedPrefixes(node, identity, memory, salt=salt, strict=self.strict)
+        SharedPagedAttentionCache.take_over(cache, prefixes, self._wishes.wait_seconds)
 
     @guarded(lambda *_: None)
     def look_at_model(self, processor: Any) -> None:

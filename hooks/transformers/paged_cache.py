@@ -84,7 +84,9 @@ class SharedPagedAttentionCache(PagedAttentionCache):
     importer: Importer
 
     @classmethod
-    def take_over(cls, cache: PagedAttentionCache, prefixes: SharedPrefixes) -> None:
+    def take_over(
+        cls, cache: PagedAttentionCache, prefixes: SharedPrefixes, wait_seconds: float
+    ) -> None:
         """Make a plain cache a shared one, in place, because scheduler and processor hold it
         already.  It lies in the memory that ``prefixes`` was joined with, and has had no request.
         """
@@ -92,7 +94,7 @@ class SharedPagedAttentionCache(PagedAttentionCache):
         first = _trash_bytes(cache) // allocator.bytes_per_block
         cache._first = first
         cache.prefixes = prefixes
-        cache.importer = Importer(prefixes, allocator, first)
+        cache.importer = Importer(prefixes, allocator, first, wait_seconds)
         cache.__class__ = cls
         allocator.ledger = SharedLedger(cache._forgetting)
 

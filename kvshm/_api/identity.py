@@ -37,10 +37,10 @@ class Identity:
     """All else that changes a byte of a block, by name: number formats, the attention kernel,
     positions, a part of a parallel group."""
 
-    def fields(
+    def _fingerprint_fields(
         self, block_size: int, regions: Sequence[Region], groups: Sequence[Group], transport: str
     ) -> dict[str, str]:
-        """Internal: return the fingerprint's fields.  Raises MisuseError for a name or value that
+        """Return the fingerprint's fields.  Raises MisuseError for a name or value that
         cannot be a field."""
         if not isinstance(self.settings, Mapping):
             raise MisuseError(f"settings are {self.settings!r}; give a mapping of names to text")

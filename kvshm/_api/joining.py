@@ -83,7 +83,9 @@ def join(
     path = _chosen_transport(config, device)
 
     def fields(who: Identity) -> dict[str, str]:
-        return who.fields(block_size, regions, shape.all, str(getattr(path, "name", "")))
+        return who._fingerprint_fields(
+            block_size, regions, shape.all, str(getattr(path, "name", ""))
+        )
 
     def open_halves(opened: Callable[[EpochState], None]) -> HalvesInOne:
         if (refusal := config.decide_role().refusal) is not None:
@@ -102,7 +104,7 @@ def join(
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
     node = Node(called, block_size, own, shape, fields, open_halves)
-    node.begin(identity)
+    node._start(identity)
     return node
 
 

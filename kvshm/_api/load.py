@@ -51,7 +51,7 @@ class Owner(NamedTuple):
 class Looks(Protocol):
     """What a Found comes from: its node."""
 
-    def lengths_of(self, found: Found) -> tuple[int, ...]: ...
+    def _lengths_of(self, found: Found) -> tuple[int, ...]: ...
 
 
 class Found:
@@ -70,39 +70,37 @@ class Found:
         plan: Plan | None,
     ) -> None:
         """Only ``Node.lookup`` makes these."""
-        self.node = node
-        """Internal."""
+        self._node = node
         self.keys = keys
         """Those that were looked up."""
         self.start = start
-        """Keys whose blocks the caller has, as he said."""
+        """Keys whose blocks the caller said to have."""
         self.length: int = start + (plan.length if plan is not None else 0)
         """Of so many keys the prefix can be restored, those before ``start`` included; ``start`` if
         nothing was found."""
-        self.plan = plan
-        """Internal."""
+        self._plan = plan
         self._lengths: tuple[int, ...] | None = None
         self.loaded: bool = False
         """Whether it was given to ``Node.load``, which takes it once."""
 
     def __bool__(self) -> bool:
-        return self.plan is not None
+        return self._plan is not None
 
     @property
     def num_blocks(self) -> int:
         """How many blocks a load of it fills, in all groups; with one group ``length - start``."""
-        return self.plan.num_blocks if self.plan is not None else 0
+        return self._plan.num_blocks if self._plan is not None else 0
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The blocks that a load fills, group by group: group, index of the first, number.  The
         blocks given to ``load`` stand in this order."""
-        return self.plan.parts if self.plan is not None else ()
+        return self._plan.parts if self._plan is not None else ()
 
     @property
     def nbytes(self) -> int:
         """Bytes that a load copies."""
-        return self.plan.nbytes if self.plan is not None else 0
+        return self._plan.nbytes if self._plan is not None else 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -110,16 +108,16 @@ class Found:
         group of full attention every length up to ``length``; windows keep blocks at some lengths
         only, which are looked up when this is first read."""
         if self._lengths is None:
-            self._lengths = self.node.lengths_of(self)
+            self._lengths = self._node._lengths_of(self)
         return self._lengths
 
     @property
     def owners(self) -> tuple[Owner, ...]:
         """Who holds the blocks, in the order of ``parts``."""
-        if self.plan is None:
+        if self._plan is None:
             return ()
-        runs, found = iter(self.plan.runs), []
-        for group, first, num_blocks in self.plan.parts:
+        runs, found = iter(self._plan.runs), []
+        for group, first, num_blocks in self._plan.parts:
             done = 0
             while done < num_blocks:
                 peer, records = next(runs)
@@ -137,10 +135,10 @@ class Found:
 class Progress(Protocol):
     """What drives a load: its node."""
 
-    def advance_loads(self) -> None:
+    def _advance_loads(self) -> None:
         """Look for loads that have ended; does not block."""
 
-    def cancel_load(self, load: Load) -> None: ...
+    def _cancel_load(self, load: Load) -> None: ...
 
 
 class Load:
@@ -152,8 +150,7 @@ class Load:
     def __init__(self, node: Progress, load_id: str, targets: Sequence[BlockId]) -> None:
         """Only ``Node.load`` makes these."""
         self._node = node
-        self.load_id = load_id
-        """Internal."""
+        self._id = load_id
         self.targets: tuple[BlockId, ...] = tuple(targets)
         """The blocks that it fills, as they were given."""
         self.state: LoadState = LoadState.PENDING
@@ -173,7 +170,7 @@ class Load:
     def poll(self) -> LoadState:
         """Return the present state; does not block."""
         if self.state is LoadState.PENDING:
-            self._node.advance_loads()
+            self._node._advance_loads()
         return self.state
 
     def wait(self, timeout: float | None = None) -> LoadState:
@@ -201,15 +198,15 @@ class Load:
         """Have it end early and deliver nothing.  Does not block: the blocks are the caller's only
         when ``poll`` says FAILED.  Nothing happens if it has ended."""
         if self.state is LoadState.PENDING:
-            self._node.cancel_load(self)
+            self._node._cancel_load(self)
 
-    def end(self, good: int) -> None:
-        """Internal: it has ended."""
+    def _end(self, good: int) -> None:
+        """It has ended: ``good`` of its blocks are."""
         self.good = good
         self.state = LoadState.DONE if good == len(self.targets) else LoadState.FAILED
 
     def __repr__(self) -> str:
-        return f"<Load {self.load_id} of {len(self.targets)} blocks, {self.state}>"
+        return f"<Load {self._id} of {len(self.targets)} blocks, {self.state}>"
 
 
 def pauses(timeout: float | None, clock: Callable[[], float] = time.monotonic) -> Iterator[float]:

@@ -25,8 +25,8 @@ class Loads:
         """Take the leases and have the rank copy.  Nobody may read the targets any more."""
         self._number += 1
         load = Load(node, str(self._number), targets)
-        order = halves.cache.planner.load(plan, load.load_id, targets)
-        self._under_way[load.load_id] = load, order
+        order = halves.cache.planner.load(plan, load._id, targets)
+        self._under_way[load._id] = load, order
         self._own.begin_load(targets)
         halves.rank.begin_load(order)
         return load
@@ -34,7 +34,7 @@ class Loads:
     def failed(self, node: Progress, targets: list[BlockId]) -> Load:
         """Return a load that nobody can carry out."""
         load = Load(node, "", targets)
-        load.end(0)
+        load._end(0)
         return load
 
     def collect(self, halves: HalvesInOne) -> None:
@@ -47,11 +47,11 @@ class Loads:
             load, order = self._under_way.pop(report.load_id)
             planner.end_load(order, [report])
             self._own.end_load(load.targets)
-            load.end(planner.take_results()[-1].num_blocks)
+            load._end(planner.take_results()[-1].num_blocks)
 
     def end_all(self) -> None:
         """No report will come any more, and nothing writes: all loads have failed."""
         for load, _ in self._under_way.values():
             self._own.end_load(load.targets)
-            load.end(0)
+            load._end(0)
         self._under_way.clear()

@@ -80,8 +80,8 @@ class Membership:
             time.sleep(pause)
         return self.joined
 
-    def begin(self, identity: Identity) -> None:
-        """Internal: begin the first epoch, for ``join``."""
+    def _start(self, identity: Identity) -> None:
+        """Begin the first epoch, for ``join``."""
         with self._lock:
             unusable = self._begin(identity)
         self._give_up(unusable)

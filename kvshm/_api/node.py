@@ -56,8 +56,8 @@ class Node(Membership):
                     plan = planner.lookup(keys, start, len(keys))
             return Found(self, keys, start, plan)
 
-    def lengths_of(self, found: Found) -> tuple[int, ...]:
-        """Internal: ``Found.lengths``."""
+    def _lengths_of(self, found: Found) -> tuple[int, ...]:
+        """``Found.lengths``."""
         with self._lock:
             halves, state = self._halves, self._open
             if self._groups.one_full or halves is None or state is None:
@@ -126,9 +126,9 @@ class Node(Membership):
         """
         with self._lock:
             halves = self._living()
-            if found.node is not self:
+            if found._node is not self:
                 raise MisuseError("another node found this; look the keys up on this one")
-            if found.plan is None:
+            if found._plan is None:
                 raise MisuseError("nothing was found, so nothing can be loaded; ask `if found`")
             if found.loaded:
                 raise MisuseError("this Found was loaded already; look the keys up again")
@@ -137,19 +137,19 @@ class Node(Membership):
             if halves is None:
                 return self._loads.failed(self, targets)
             self._drain(halves)  # first: nobody may read the targets any more
-            return self._loads.begin(self, halves, found.plan, targets)
+            return self._loads.begin(self, halves, found._plan, targets)
 
-    def advance_loads(self) -> None:
-        """Internal: take note of the loads that have ended; does not block."""
+    def _advance_loads(self) -> None:
+        """Take note of the loads that have ended; does not block."""
         with self._lock:
             if self._halves is not None:
                 self._loads.collect(self._halves)
 
-    def cancel_load(self, load: Load) -> None:
-        """Internal: ``Load.cancel``."""
+    def _cancel_load(self, load: Load) -> None:
+        """``Load.cancel``."""
         with self._lock:
             if self._halves is not None:
-                self._halves.rank.cancel(load.load_id)
+                self._halves.rank.cancel(load._id)
 
     # -- publishing
 

@@ -196,6 +196,13 @@ class Retrieval:
         runs = self._targets(len(listed(tokens)), None, slot_mapping)
         self._node.retract([block for _, blocks in runs for block in blocks])
 
+    def pin(self, tokens: Any, seconds: float = 60.0, salt: bytes = b"", extra: Extra = b"") -> int:
+        """Ask the owners, this engine included, to hand the prefix's blocks out last for so long,
+        an hour at most; return how many tokens were found.  A hint: an owner without other blocks
+        takes these.  It ends by itself and cannot be taken back, as it may be others' as well."""
+        keys = self._node.keys(listed(tokens), salt, extra)
+        return self._node.hold(keys, seconds) * self._block_size
+
     def stats(self) -> dict[str, int]:
         """Return the Node's counters and those of these calls: ``lookups``, ``lookup_tokens``,
         ``hit_tokens``, ``retrieves``, ``retrieve_tokens`` (asked for), ``retrieved_tokens``,

@@ -6,12 +6,14 @@
 #include <stdbool.h>
 #include <string.h>
 
+enum { AT_LEAST = 64 }; /* blocks looked at together, once a kept one was found */
+
 typedef struct {
     PyObject *module;
     const Py_buffer *table;
     kvshm_places *places;
     PyObject *at;            /* the block before the next one, a reference is held */
-    unsigned long long most; /* blocks that may still be looked at */
+    unsigned long long wanted, most; /* others; blocks that may still be walked */
     unsigned int now;
     PyObject *runs, *first, *last; /* the runs of kept blocks; the ends of the present one */
     size_t idle, kept;
@@ -58,20 +60,17 @@ static bool read_ids(const walk *w, uint32_t *ids, size_t count)
     for (size_t i = 0; block && i < count; i++) {
         if (!(block = next_of(w, block)))
             break;
-        long long id = number_of(kvshm_get(w->places, block, KVSHM_BLOCK_ID));
-        if (id < 0 && !PyErr_Occurred())
-            PyErr_Format(PyExc_IndexError, "the queue of free blocks is shorter than it says");
+        /* the queue's end has -1, which no table has: kvshm_kept refuses it */
+        ids[i] = (uint32_t)number_of(kvshm_get(w->places, block, KVSHM_BLOCK_ID));
         if (PyErr_Occurred())
             Py_CLEAR(block);
-        else
-            ids[i] = (uint32_t)id;
     }
     Py_XDECREF(block);
     return block != NULL;
 }
 
-/* Look at the next `count` blocks.  False with an exception. */
-static bool look_at(walk *w, size_t count)
+/* Walk the next blocks, `count` at most.  False with an exception. */
+static bool walk_blocks(walk *w, size_t count)
 {
     ARRAY(ids, uint32_t);
     ARRAY(kept, uint8_t);
@@ -84,9 +83,10 @@ static bool look_at(walk *w, size_t count)
     const uint8_t *is_kept = kept.of;
     if (!found && !w->kept) { /* as almost always: then these are all that were wanted */
         w->idle += count;
+        w->most -= count;
         return true;
     }
-    for (size_t i = 0; i < count; i++)
+    for (size_t i = 0; i < count && w->idle < w->wanted; i++, w->most--)
         if (!(w->at = next_of(w, w->at)) || !add_block(w, is_kept[i]))
             return false;
     return true;
@@ -96,16 +96,16 @@ static PyObject *native_kept_runs(PyObject *module, PyObject *args)
 {
     BUFFER(table);
     walk w = {.module = module, .table = &table, .places = &kvshm_state_of(module)->blocks};
-    unsigned long long wanted;
-    if (!PyArg_ParseTuple(args, "y*OKKI:kept_runs", &table, &w.at, &wanted, &w.most, &w.now) ||
+    if (!PyArg_ParseTuple(args, "y*OKKI:kept_runs", &table, &w.at, &w.wanted, &w.most, &w.now) ||
         !(w.runs = PyList_New(0)))
         return NULL;
     w.at = Py_NewRef(w.at);
     bool good = true;
-    while (good && w.idle < wanted && w.most) {
-        size_t count = wanted - w.idle < w.most ? wanted - w.idle : w.most;
-        w.most -= count;
-        good = look_at(&w, count);
+    while (good && w.idle < w.wanted && w.most) {
+        size_t count = w.wanted - w.idle;
+        if (w.kept && count < AT_LEAST)
+            count = AT_LEAST;
+        good = walk_blocks(&w, count < w.most ? count : w.most);
     }
     good = good && end_run(&w);
     Py_XDECREF(w.at);

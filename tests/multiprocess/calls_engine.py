@@ -125,6 +125,13 @@ class CallsEngine:
     def retract(self, blocks: list[int]) -> None:
         self.node.retract(blocks)
 
+    def found(self, tokens: list[int]) -> int:
+        """Wait until another engine has all of it; return how many tokens that are."""
+        return self.node.wait_for(self.node.keys(tokens), 60.0).length * BLOCK_SIZE
+
+    def kept(self, blocks: list[int]) -> list[int]:
+        return [*self.node.kept(blocks)]
+
     def clear(self) -> None:
         self.calls.clear()
 

@@ -12,7 +12,7 @@ from kvshm.calls.kv_pipe import KVPipe, PipeTimeout
 from kvshm.errors import MisuseError
 
 from .calls_nodes import Calls, Other, calls_on
-from .processes import Node
+from .processes import PATIENCE_SECONDS, Node
 
 SLOTS, BYTES = 4, 256
 
@@ -75,7 +75,7 @@ def test_a_sender_waits_for_who_receives(pipe: KVPipe, other: Other) -> None:
     assert other.do("receive", 1) == ["00"]
     pipe.send_tensor(b"\x04")
     assert other.do("receive", 4) == ["01", "02", "03", "04"]
-    assert pipe.close()
+    assert pipe.close(PATIENCE_SECONDS)
 
 
 def test_a_receiver_may_wait_in_vain_and_again(pipe: KVPipe, other: Other) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -137,17 +138,50 @@ def test_without_all_of_its_kv_a_prefix_has_no_hidden_states(calls: Calls, other
         ),
         "the retract",
     )
+    assert calls.own.buffer.drop_select(None, None, slots_of([2, 0, 7], 10)) == NOTHING
     other.do("retract", [5, 8])
     wait_until(lambda: select(calls, TOKENS, [4, 6, 9], timeout=0.0) == NOTHING, "the retract")
     assert calls.own.buffer.drop_select(None, None, slots_of([2, 0, 7], 10)) == NOTHING
 
 
+def test_a_last_block_that_is_not_full_has_all_tokens_before_it_in_its_key(
+    calls: Calls, other: Other
+) -> None:
+    for number, blocks in ((1, [0, 1]), (2, [2, 4])):
+        assert other.do("insert", [number] * 4 + [9, 9], blocks, bytes([number]).hex()) == 6
+    for number, blocks in ((1, [0, 1]), (2, [2, 4])):
+        assert select(calls, [number] * 4 + [9, 9], blocks).hidden == bytes([number])
+
+
+def test_blocks_that_were_published_are_retracted_before_they_are_loaded_into(
+    calls: Calls, other: Other
+) -> None:
+    calls.own.insert([7] * 6, [2, 0], None)
+    assert select(calls, TOKENS, [2, 0, 7]).hidden == HIDDEN
+    assert calls.own.calls.lookup([7] * 6) == 0
+
+
+def test_hidden_states_are_waited_for_like_kv(calls: Calls) -> None:
+    """The KV was loaded before the row was there."""
+    other = calls.other()
+    assert calls.own.buffer.drop_select([8] * 8, None, slots_of([0, 1], 8)) == NOTHING
+    other.do("store", TOKENS[:8], [5, 3])
+    with ThreadPoolExecutor(1) as pool:
+        selected = pool.submit(select, calls, TOKENS[:8], [2, 0])
+        wait_until(lambda: calls.own.node.stats()["loads_done"] == 1, "the load")
+        assert other.do("insert", TOKENS[:8], [9, 10], HIDDEN.hex()) == 8
+        assert selected.result().hidden == HIDDEN
+
+
 def test_another_models_rows_are_not_found(calls: Calls, other: Other) -> None:
     stranger = calls.other("another model")
-    assert stranger.do("insert", [7] * 6, [0, 1], HIDDEN.hex()) == 6
-    assert other.do("insert", [8] * 6, [0, 1], None) == 6
-    assert select(calls, [8] * 6, [2, 0]).tokens == [8] * 6
+    for tokens, blocks in (([7] * 6, [0, 1]), ([9] * 8, [2, 4])):
+        assert stranger.do("insert", tokens, blocks, b"theirs".hex()) == len(tokens)
+    assert other.do("store", [9] * 8, [2, 4]) == 8
+    assert other.do("insert", [8] * 6, [0, 1], b"ours".hex()) == 6
+    assert select(calls, [8] * 6, [2, 0]).hidden == b"ours"  # and what was said before is known
     assert select(calls, [7] * 6, [9, 10], timeout=0.0) == NOTHING
+    assert select(calls, [9] * 8, [9, 10], timeout=0.0) == Selected([9] * 8, [True] * 8, None)
 
 
 def test_what_does_not_fit_is_refused_and_nothing_is_published(calls: Calls) -> None:

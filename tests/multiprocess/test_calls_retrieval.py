@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvshm.api import Found
+from kvshm.calls.lookup_buffer import NOTHING
 from kvshm.calls.retrieval import CopyRefused, Place
 from kvshm.calls.slots import MaskError, SlotMappingError
 from kvshm.errors import MisuseError
@@ -94,6 +96,32 @@ def test_a_block_that_nobody_has_ends_it(calls: Calls) -> None:
     wait_until(lambda: calls.own.calls.lookup(TOKENS) == 8, "the retract")
     assert retrieve(calls, [9, 3, 0, 8, 1]) == [*T, *T, *F, *F, *F]
     assert retrieve(calls, [9, 3, 0, 8, 1], [*T, *F, *T, *T, *T]) == [*T, *F, *F, *F, *F]
+    assert retrieve(calls, [9, 3, 0, 8, 1], [*T, *T, *T, *F, *T]) == [*T, *T, *F, *F, *F]
+
+
+def test_a_load_that_fails_ends_it(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of the first block is killed between lookup and load; the blocks behind the hole
+    come from another one, but without the first they are no prefix."""
+    killed, living = calls.other(), calls.other()
+    killed.do("store", TOKENS[:4], [0])
+    calls.wait_found(TOKENS[:4])
+    living.do("store", [*TOKENS], [0, 1, 2, 3, 4])
+    living.do("retract", [0])
+    node, lookup = calls.own.node, calls.own.node.lookup
+    wait_until(lambda: lookup(node.keys(TOKENS), 1).length == 5, "blocks of the other")
+    wait_until(lambda: len(lookup(node.keys(TOKENS)).owners) == 2, "the retract")
+
+    def lookup_and_kill(keys: list[bytes], start: int = 0) -> Found:
+        found = lookup(keys, start)
+        killed.process.kill()
+        return found
+
+    monkeypatch.setattr(node, "lookup", lookup_and_kill)
+    result = calls.own.calls.retrieve(TOKENS, [*T, *F, *T, *T, *T], slots_of([9, 3, 0, 8, 1], 20))
+    assert result == [False] * 20
+    assert node.stats()["loads_done"] == 1
+    for number, block in ((2, 0), (3, 8), (4, 1)):
+        calls.own.expect(TOKENS, number, block)
 
 
 def test_a_block_that_nobody_has_may_be_in_a_hole(calls: Calls) -> None:
@@ -213,6 +241,18 @@ def test_what_another_engine_has_cleared_is_gone(calls: Calls) -> None:
     assert retrieve(calls, [9, 3, 0, 8, 1]) == [False] * 20
 
 
+def test_the_owners_know_what_was_pinned(calls: Calls) -> None:
+    other = calls.other()
+    other.do("store", TOKENS[:12], [4, 6, 2])
+    calls.wait_found(TOKENS[:12])
+    calls.own.store([9] * 8, [5, 3])
+    assert calls.own.calls.pin([8] * 8) == 0
+    assert (other.do("kept", [4, 6, 2]), calls.own.node.kept([5, 3])) == ([], [])
+    assert calls.own.calls.pin(TOKENS[:8], 600.0) == 8
+    assert calls.own.calls.pin([9] * 9, 600.0) == 8
+    assert (other.do("kept", [4, 6, 2]), calls.own.node.kept([5, 3])) == ([4, 6], [5, 3])
+
+
 def test_statistics_count_requests_and_tokens(calls: Calls) -> None:
     calls.other().do("store", TOKENS[:12], [4, 6, 2])
     calls.wait_found(TOKENS[:12])
@@ -237,3 +277,26 @@ def test_an_owner_that_was_killed_is_a_miss(calls: Calls) -> None:
     assert result[: result.index(False) if False in result else 20] == [True] * sum(result)
     wait_until(lambda: calls.own.calls.lookup(TOKENS) == 8, "the end of its blocks")
     assert retrieve(calls, [2, 4, 5, 6, 7]) == [*T, *T, *F, *F, *F]
+
+
+def test_without_a_coordinator_all_is_a_miss(node: Node) -> None:
+    """Nothing is raised and nothing waits; what is stored can be read once there is one."""
+    calls = Calls(node)
+    try:
+        own = calls.own
+        assert own.store([9] * 8, [5, 6]) == 0
+        assert own.calls.retrieve(TOKENS, None, slots_of([9, 3, 0, 8, 1], 20)) == [False] * 20
+        assert own.calls.lookup_batch([TOKENS, [9] * 8]) == [0, 8]
+        assert own.calls.pin(TOKENS) == 0
+        assert own.buffer.drop_select(TOKENS, None, slots_of([9, 3, 0, 8, 1], 20)) == NOTHING
+        assert own.buffer.drop_select(None, None, []) == NOTHING
+        own.buffer.close()
+        node.coordinator()
+        other = calls.other()
+        other.do("store", TOKENS, [0, 1, 2, 3, 4])
+        calls.wait_found(TOKENS)
+        assert retrieve(calls, [9, 3, 0, 8, 1]) == [True] * 20
+        assert other.do("found", [9] * 8) == 8
+        assert own.wrong_blocks() == []
+    finally:
+        calls.own.close()

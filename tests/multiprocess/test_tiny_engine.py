@@ -22,7 +22,8 @@ pytestmark = pytest.mark.multiprocess
 
 ALONE, TINY = ROOT / "examples/tiny_engine_alone.py", ROOT / "examples/tiny_engine.py"
 LONG = "A prefix of several blocks, which the first engine computes and others find there; "
-PROMPTS = (LONG + "and one.", LONG + "and two!", LONG + "another end", "short")
+# The first has an answer that ends with its block, the last one is a whole block.
+PROMPTS = (LONG + "first", LONG + "and two!", LONG + "another end", "sixteen letters.")
 MANY = tuple(f"{number}: {LONG}end" for number in (1, 2, 3, 1, 2, 3))
 BLOCK_SIZE = 16
 SHARED = len(LONG) // BLOCK_SIZE * BLOCK_SIZE
@@ -69,23 +70,27 @@ def ask(engine: Managed, prompt: str) -> Said:
     return read(engine.wait_out(lambda line: "next" in line, since))
 
 
-def wait_known(node: Node, importer: Managed, exporter: Managed, blocks: int) -> None:
-    """Wait until the importer knows so many blocks of the exporter."""
+def wait_known(node: Node, importer: Managed, exporter: Managed, blocks: int) -> int:
+    """Wait until the importer knows so many blocks of the exporter; return how many it shows."""
     config = Config(run_dir=str(node.run_dir), namespace=node.namespace)
     with kvshm.Reader(config) as reader:
+
+        def shown() -> int:
+            epoch = next((e.epoch for e in reader.engines() if e.pid == exporter.pid), None)
+            return sum(block.epoch == epoch for block in reader.list())
 
         def known() -> bool:
             epochs = {engine.pid: engine.epoch for engine in reader.engines()}
             if not {importer.pid, exporter.pid} <= epochs.keys():
                 return False
-            shown = sum(block.epoch == epochs[exporter.pid] for block in reader.list())
             replica = node.handouts.replica(epochs[importer.pid])
             try:
-                return shown >= blocks and replica.count >= shown
+                return replica.count >= shown() >= blocks
             finally:
                 replica.close()
 
         wait_until(known, f"{importer.name} knows {blocks} blocks of {exporter.name}")
+        return shown()
 
 
 def started_pair(node: Node, **importers: str) -> tuple[Managed, Managed, Said]:
@@ -94,7 +99,8 @@ def started_pair(node: Node, **importers: str) -> tuple[Managed, Managed, Said]:
     verify = {name: importers[name] for name in importers if name == "KVSHM_VERIFY"}
     exporter, importer = start(node, **verify), start(node, **importers)
     first = ask(exporter, PROMPTS[0])
-    wait_known(node, importer, exporter, SHARED // BLOCK_SIZE)
+    shown = wait_known(node, importer, exporter, SHARED // BLOCK_SIZE)
+    assert shown == SHARED // BLOCK_SIZE, "the last block has no bytes of its last token"
     return exporter, importer, first
 
 
@@ -149,7 +155,7 @@ def test_an_engine_that_cannot_share_says_the_same_tokens(
     else:
         place = "/proc/nowhere" if case == "no run directory" else str(node.run_dir)
         engine = start(node, KVSHM_RUN_DIR=place)
-    for prompt in PROMPTS:
+    for prompt in PROMPTS * 2:
         said = ask(engine, prompt)
         assert (said.imported, said.tokens) == (0, alone[prompt])
     engine.end_input()

@@ -11,8 +11,6 @@ import pytest
 from local_node import Node
 from tiny_model import write_model
 
-pytest.importorskip("transformers")
-
 MakeManager = Callable[..., Any]
 Lines = list[str]
 """What kvshm has logged: the fixture ``lines``."""
@@ -20,6 +18,7 @@ Lines = list[str]
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
     return write_model(tmp_path_factory.mktemp("model"))
 
 
@@ -51,7 +50,7 @@ def manager(node: Node, model_path: Path) -> Iterator[MakeManager]:
 
     def make(salt: bytes = b"", name: str | None = None, **options: Any) -> Any:
         made.append(new_manager(model_path, **options))
-        return share(made[-1], salt=salt, name=name)
+        return share(made[-1], salt=salt, name=name, wait_seconds=60)
 
     yield make
     for one in made:

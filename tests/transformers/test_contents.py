@@ -15,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import torch
 
 from kvshm import PublishedBlock, Reader, prefix_keys

@@ -6,6 +6,9 @@ import logging
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 from transformers.generation.continuous_batching.requests import RequestState
 
 from kvshm import KvshmError, Load, LoadState

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import torch
 
 from kvshm.hooks.transformers.identity import identity_of

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("transformers")
+
 import torch
 from transformers import (
     AutoModelForCausalLM,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.importorskip("transformers")
+
 from kvshm.hooks.transformers import (
     SharedPagedAttentionCache,
     node_of,

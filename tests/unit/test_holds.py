@@ -177,6 +177,7 @@ def test_a_clock_that_is_set_back_holds_nothing_for_longer(table: AnyTable, cloc
     assert kept(table) == set()
     table.hold(records, 60)
     assert kept(table) == {1}
+    assert table.keeps_blocks()
     clock.now += 60 * SECOND
     assert kept(table) == set()
     assert not table.keeps_blocks()

@@ -152,7 +152,7 @@ def test_every_field_decides_who_shares(change: dict[str, Any]) -> None:
     def fields(**changed: Any) -> dict[str, str]:
         who = Identity(**{key: changed.get(key, value) for key, value in ME.items()})
         where = {key: changed.get(key, value) for key, value in ONE.items()}
-        return who.fields(**where)
+        return who._fingerprint_fields(**where)
 
     assert fields() != fields(**change)
 
@@ -163,7 +163,9 @@ def test_every_field_decides_who_shares(change: dict[str, Any]) -> None:
     ids=str,
 )
 def test_where_blocks_lie_does_not_decide(alike: dict[str, Any]) -> None:
-    assert Identity(**ME).fields(**(ONE | alike)) == Identity(**ME).fields(**ONE)
+    assert Identity(**ME)._fingerprint_fields(**(ONE | alike)) == Identity(
+        **ME
+    )._fingerprint_fields(**ONE)
 
 
 def check_alone(node: Node, told: str, caplog: pytest.LogCaptureFixture) -> None:

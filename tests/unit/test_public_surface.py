@@ -28,9 +28,6 @@ from kvshm import api
 
 LIST = Path(__file__).with_name("public_surface.txt")
 COMMAND = ".venv/bin/python -m tests.unit.test_public_surface"
-INTERNAL = {"Found": {"node", "plan"}, "Load": {"load_id"}}
-"""Names without an underscore that modules of kvshm use among themselves; nothing is promised.
-Methods of that kind say so: their docstrings begin with ``Internal``."""
 MADE_BY_KVSHM = {"Found", "Load", "Node", "LoadPlanner", "RankHalf"}
 """Callers do not construct them."""
 NOT_NAMES = {"API_VERSION", "__version__"}
@@ -86,7 +83,7 @@ def members(thing: type) -> set[str]:
             names |= {name for name in stored if name[0] != "_"}
     fields = {*getattr(thing, "_fields", ()), *getattr(thing, "__struct_fields__", ())}
     fields |= {*getattr(thing, "__dataclass_fields__", ())}
-    names -= INTERNAL.get(thing.__name__, set()) | fields  # these are the constructor's
+    names -= fields  # these are the constructor's
     names -= {"forget_in_child"}  # forks.py calls it
     documented = {name: getattr(thing, name, None).__doc__ or "" for name in names}
     return {name for name in names if not documented[name].startswith("Internal")}

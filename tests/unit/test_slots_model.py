@@ -153,7 +153,7 @@ class SlotsModel(RuleBasedStateMachine):
         for slot in self.slots:
             slot.free()
 
-    @rule(rank=st.integers(0, RANKS - 1), alive=st.booleans())
+    @rule(rank=st.integers(0, RANKS - 1), alive=st.sampled_from([True, True, True, False]))
     def change_life(self, rank: int, alive: bool) -> None:
         self.life[rank] = alive
         if alive:
@@ -207,16 +207,18 @@ class SlotsModel(RuleBasedStateMachine):
         ]
         assert self.table.recheck(Rank(rank), pack_records(records)) == wanted
 
-    @rule(picks=ages, seconds=st.integers(1, 9))
-    def hold(self, picks: list[int], seconds: int) -> None:
-        found = 0
-        for record in self.some(picks) if all(self.life) and not self.retired else []:
+    @rule(picks=st.lists(st.integers(0, 4), min_size=1), holds=st.lists(st.integers(1, 9)))
+    def hold(self, picks: list[int], holds: list[int]) -> None:
+        records, found = self.some(picks), list[ModelSlot]()
+        for record in records if all(self.life) and not self.retired else []:
             slot = self.slots[min(record.block_id, BLOCKS - 1)]
             fits = (slot.generation, slot.block_hash) == (record.generation, record.block_hash)
             if record.block_id < BLOCKS and slot.state is SlotState.READY and fits:
-                found += 1
+                found.append(slot)
+        for seconds in holds:
+            assert self.table.hold(pack_records(records), seconds) == len(found)
+            for slot in found:
                 slot.held_until = max(slot.held_until, self.clock.now // 10**9 + seconds)
-        assert self.table.hold(pack_records(self.some(picks)), seconds) == found
 
     @rule(seconds=st.integers(1, 9))
     def time_passes(self, seconds: int) -> None:

@@ -257,9 +257,11 @@ def test_blocks_that_are_all_kept_are_looked_at_once_a_second(
     pool = e.scheduler.kv_cache_manager.block_pool
     pool.get_new_blocks(7)
     looks = count_walks(monkeypatch)
+    passed_over = e.table.counters.read(KEPT)
     for _ in range(5):
         taken = pool.get_new_blocks(1)
     assert len(looks) == 1
+    assert e.table.counters.read(KEPT) == passed_over, "nothing went before them"
     pool.blocks[taken[0].block_id].set_block_hash(make_block_hash_with_group_id(bytes(32), 0))
     pool.free_blocks(taken)
     assert pool.get_new_blocks(1) == taken, "it lay behind all others"

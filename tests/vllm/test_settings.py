@@ -26,6 +26,7 @@ from kvshm._engine import minute_report
 from kvshm._engine.load_plan import LoadFailure, LoadReport, PieceFailure
 from kvshm._ground.log import set_level
 from kvshm._node.peers import QUARANTINE_FAILURES
+from kvshm.coordinator.in_process import serve
 from kvshm.hooks.vllm import plugin, pool_watch
 
 from .scheduling import BLOCK_SIZE, DrivenEngine, vllm_config
@@ -49,9 +50,8 @@ def namespace(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("KVSHM_STRICT", "1")
     monkeypatch.setenv("KVSHM_MIN_PREFIX_TOKENS", "0")
     monkeypatch.setattr(plugin, "_logged", set())
-    with subprocess.Popen([sys.executable, "-m", "kvshm.coordinator"]) as coordinator:
+    with serve():
         yield name
-        coordinator.terminate()
     shutil.rmtree(run_dir)
 
 

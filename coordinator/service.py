@@ -1,0 +1,121 @@
+"""One namespace, from its lock to the removal of its files: served by the program kvshm-coordinator
+(__main__.py), or by a thread of another program (in_process.py)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from kvshm._ground.resources import require_descriptors
+from kvshm._ground.rundir import command_endpoint, event_endpoint, lock_path
+from kvshm._node.leftovers import clear, left_by_engines, take_namespace
+from kvshm._node.locks import cleanup_lock, has_name, take_lock
+from kvshm.version import __version__
+
+from . import logfmt
+from .roster import State
+from .server import Server
+from .sockets import Bounds
+from .tables import Tables
+
+DESCRIPTORS = 34
+"""Descriptors that the coordinator needs to serve one engine."""
+MOST_NAMED = 20
+"""Removed files of one sweep that the log names; further files are counted."""
+
+
+class _Lock:
+    """The lock of the namespace, held until ``close``."""
+
+    def __init__(self, run_dir: Path, namespace: str) -> None:
+        """Raises AlreadyRunning, RunDirectoryError or OSError."""
+        self._run_dir = run_dir
+        self._path = lock_path(run_dir, namespace)
+        with cleanup_lock(run_dir):
+            self._fd = take_namespace(run_dir, namespace)
+
+    def keep(self) -> None:
+        """Take the lock again if its file was removed.  Raises KvshmError or OSError.  If two
+        coordinators begin at the same moment, one of them finds that its socket was replaced."""
+        if has_name(self._fd, self._path):
+            return
+        with cleanup_lock(self._run_dir, patience=0.0) as alone:
+            if not alone:
+                return  # a process that cleans up holds it: try again later
+            fd = take_lock(self._path)
+        self.close()
+        self._fd = fd
+        logfmt.write(logging.WARNING, "restored", path=self._path)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Service:
+    """The only coordinator of a namespace.  One thread makes it, and one thread uses it then."""
+
+    def __init__(self, run_dir: Path, namespace: str, wake_fd: int, bounds: Bounds) -> None:
+        """Take the lock and let engines connect.  Input on ``wake_fd`` only ends a wait.
+
+        Raises AlreadyRunning, RunDirectoryError, another KvshmError or OSError, leaving nothing
+        open.
+        """
+        require_descriptors(DESCRIPTORS)
+        self._run_dir = run_dir
+        self._namespace = namespace
+        self._state = State(epoch=secrets.randbits(63) + 1, namespace=namespace, uid=os.geteuid())
+        with ExitStack() as undo:
+            self._lock = _Lock(run_dir, namespace)
+            undo.callback(self._lock.close)
+            self._tables = Tables(run_dir, namespace, time.monotonic)
+            self._server = Server(
+                self._state, self._tables, self._sweep_files, self._lock.keep, bounds=bounds
+            )
+            undo.callback(self._server.close)
+            self._tables.serve()
+            endpoints = command_endpoint(run_dir, namespace), event_endpoint(run_dir, namespace)
+            self._server.open(*endpoints, wake_fd)
+            undo.pop_all()
+        about = {"run_dir": run_dir, "namespace": namespace, "version": __version__}
+        logfmt.write(logging.INFO, "serving", pid=os.getpid(), **about)
+
+    def run(self, stopping: Callable[[], bool]) -> None:
+        """Serve until ``stopping`` returns True.  Raises KvshmError when engines cannot find the
+        sockets any more."""
+        self._server.run(stopping)
+
+    def close(self) -> None:
+        """Let go of the engines, and then of the lock."""
+        self._server.close()
+        self._lock.close()
+
+    def clean_up(self) -> None:
+        """After ``close``: remove files without an owner.  Raises KvshmError or OSError."""
+        cleared = clear(self._run_dir, self._namespace)
+        for removed in cleared.removed:
+            logfmt.write(logging.INFO, "removed", name=removed)
+        for left in cleared.left:
+            logfmt.write(logging.DEBUG, "left-alone", reason=left)
+        logfmt.write(logging.INFO, "ended", pid=os.getpid(), complaints=self._state.num_reports)
+
+    def forget_in_child(self) -> None:
+        """In a forked child: close the inherited descriptors, so that lock, sockets and tables end
+        with the parent."""
+        self._lock.close()
+        self._server.forget_in_child()
+
+    def _sweep_files(self) -> None:
+        """Remove the files of dead engines from the run directory."""
+        left = left_by_engines(self._run_dir, self._namespace)
+        for number, path in enumerate(left):
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+                if number < MOST_NAMED:
+                    logfmt.write(logging.INFO, "removed", path=path)
+        if len(left) > MOST_NAMED:
+            logfmt.write(logging.INFO, "removed", more=len(left) - MOST_NAMED)

@@ -1,0 +1,308 @@
+"""A coordinator on a thread of a program: engines of the program and of others share through it,
+and the program keeps everything else as it was."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import random
+import resource
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from kvshm._ground.rundir import command_endpoint
+from kvshm._ground.timing import TIMING
+from kvshm.config import Config
+from kvshm.coordinator import in_process, sockets
+from kvshm.coordinator.in_process import serve
+from kvshm.coordinator.server import Server
+from kvshm.coordinator.sockets import Bounds, num_open_descriptors
+from kvshm.errors import AlreadyRunning, KvshmError, RunDirectoryError, TransportError
+
+from ..unit.few_threads import no_threads
+from . import toys
+from .engines import FakeEngine
+from .joined import TOKENS, Toys, ended
+from .processes import PATIENCE_SECONDS, Node, wait_until
+from .toy_engine import ToyEngine, chain_of
+
+pytestmark = pytest.mark.multiprocess
+
+FAMILIES, BLOCKS = 6, 24
+
+
+def config_of(node: Node) -> Config:
+    return Config(run_dir=str(node.run_dir), namespace=node.namespace)
+
+
+@pytest.fixture
+def engines(node: Node, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], list[ToyEngine]]:
+    """Make engines in this process."""
+    monkeypatch.setenv("KVSHM_RUN_DIR", str(node.run_dir))
+    monkeypatch.setenv("KVSHM_NAMESPACE", node.namespace)
+    monkeypatch.setenv("KVSHM_VERIFY", "1")
+    return lambda count: [ToyEngine(BLOCKS, 1, 4096) for _ in range(count)]
+
+
+def work(engines: list[ToyEngine], blocks: int, dice: random.Random) -> None:
+    """Have each serve requests until it has imported so many more blocks."""
+    wanted = [engine.imported + blocks for engine in engines]
+    while any(e.imported < most for e, most in zip(engines, wanted, strict=True)):
+        for engine in engines:
+            engine.request(chain_of(dice.randrange(FAMILIES), dice.randint(2, BLOCKS // 2)))
+        time.sleep(0.02)
+
+
+def forked(act: Callable[[], None]) -> int:
+    """Call it in a forked child; return the child's exit status."""
+    with warnings.catch_warnings():  # from Python 3.12 on of threads that the child lacks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        try:
+            act()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_engines_of_one_process_and_of_another_share_every_byte(
+    node: Node, engines: Callable[[int], list[ToyEngine]]
+) -> None:
+    dice = random.Random(1)
+    with serve(config_of(node)) as thread:
+        first, second = made = engines(2)
+        for engine in made:
+            engine.open()
+        wait_until(lambda: first.num_peers == second.num_peers == 1, "they know each other")
+        other = toys.start(
+            node, 7, "--blocks", str(BLOCKS), "--region-bytes", "4096", "--imported", "5"
+        )
+        work(made, 10, dice)
+
+        def end_all() -> None:
+            for engine in made:
+                engine.cache.publisher.retract(list(engine.lru))
+                engine.close()
+            thread.close()
+
+        assert [forked(lambda: None), forked(end_all)] == [0, 0]
+        work(made, 10, dice)
+        assert thread.running
+        said = toys.result(other)
+        assert said["imported"] >= 5
+        for outcome in (said, *(engine.summary() for engine in made)):
+            assert (outcome["wrong"], outcome["violations"]) == (0, [])
+            assert "mismatched" not in outcome["counters"]
+        for engine in made:
+            engine.close()
+        other.say("")
+        assert other.wait() == 0
+    assert list(node.run_dir.iterdir()) == []
+
+
+def test_joined_nodes_of_one_process_share(node: Node) -> None:
+    with serve(config_of(node)), closing(Toys(node, "kind")) as joined:
+        a, b = joined.pair()
+        keys = a.node.keys(range(6 * TOKENS))
+        a.compute(keys, range(6))
+        found = b.node.wait_for(keys, PATIENCE_SECONDS)
+        load = ended(b.node.load(found, range(20, 26)))
+        assert (load.good, load.failed) == (6, ())
+        assert b.holds(range(20, 26), keys) == [True] * 6
+
+
+def state_of_process() -> list[object]:
+    """What belongs to the program in which a coordinator's thread runs."""
+    os.umask(umask := os.umask(0))
+    logger = logging.getLogger("kvshm.coordinator")
+    return [
+        umask,
+        [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)],
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+        [*logging.getLogger().handlers, *logger.handlers],
+        (logging.getLogger().level, logger.level, logger.propagate),
+    ]
+
+
+def threads_and_descriptors() -> tuple[set[threading.Thread], int | None]:
+    gc.collect()  # what earlier tests have dropped
+    return set(threading.enumerate()), num_open_descriptors()
+
+
+def test_the_process_is_left_as_it_was(node: Node, caplog: pytest.LogCaptureFixture) -> None:
+    with serve(config_of(node)):
+        pass  # whatever libzmq and Python open for good
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 900), hard))
+    try:
+        before = state_of_process(), *threads_and_descriptors()
+        with caplog.at_level(logging.INFO, "kvshm.coordinator"), serve(config_of(node)):
+            (one,) = set(threading.enumerate()) - before[1] - {served_tables()}
+            assert one.name == "kvshm-coordinator"
+            engine = FakeEngine(node, "a")
+            engine.joined()
+            engine.end()
+            assert state_of_process()[:3] == before[0][:3]
+        assert (state_of_process(), *threads_and_descriptors()) == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    said = [record.getMessage().split()[0] for record in caplog.records]
+    assert said[0] == "event=serving"
+    assert {"event=join", "event=ended"} <= {*said}
+
+
+def served_tables() -> threading.Thread:
+    """The thread that hands out the tables."""
+    return next(t for t in threading.enumerate() if t.name == "kvshm-fds")
+
+
+def test_one_process_serves_two_namespaces_and_none_twice(node: Node) -> None:
+    other = node.with_other_namespace()
+    with serve(config_of(node)) as thread, serve(config_of(other)) as second:
+        FakeEngine(node, "a").joined()
+        FakeEngine(other, "b").joined()
+        with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()}"), serve(config_of(node)):
+            pass
+        program = node.start_coordinator()
+        assert (program.wait(), thread.running, second.running) == (3, True, True)
+    assert not thread.running
+    program = node.coordinator()
+    with pytest.raises(AlreadyRunning, match=f"pid {program.pid}"), serve(config_of(node)):
+        pass
+    assert program.terminate() == 0
+    with serve(config_of(node)) as again:
+        assert again.running
+
+
+def test_the_environment_says_where(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSHM_RUN_DIR", str(node.run_dir))
+    monkeypatch.setenv("KVSHM_NAMESPACE", node.namespace)
+    with serve():
+        FakeEngine(node, "a").joined()
+
+
+def no_thread(thread: threading.Thread) -> None:
+    raise TransportError("none left")
+
+
+def test_a_start_that_fails_leaves_nothing_open(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(config_of(node)):
+        pass
+    before = threads_and_descriptors()
+    taken = Path(command_endpoint(node.run_dir, node.namespace).removeprefix("ipc://"))
+    taken.mkdir()
+    with pytest.raises(RunDirectoryError, match="cannot be made"), serve(config_of(node)):
+        pass
+    taken.rmdir()
+    with pytest.raises(RunDirectoryError), serve(Config(run_dir="/proc")):
+        pass
+    with no_threads(), pytest.raises(KvshmError, match="ulimit -u"), serve(config_of(node)):
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(in_process, "start_thread", no_thread)
+        with pytest.raises(TransportError, match="none left"), serve(config_of(node)):
+            pass
+    assert threads_and_descriptors() == before
+    with serve(config_of(node)) as thread:
+        assert thread.running
+
+
+def test_a_thread_that_fails_says_so_and_ends_nothing_else(
+    node: Node, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Server, stopping: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Server, "run", fail)
+        with serve(config_of(node)) as thread:
+            wait_until(lambda: not thread.running, "the thread ends")
+    [bug] = [record for record in caplog.records if "event=bug" in record.getMessage()]
+    assert bug.exc_info is not None
+    with serve(config_of(node)) as thread:
+        Path(command_endpoint(node.run_dir, node.namespace).removeprefix("ipc://")).unlink()
+        wait_until(lambda: not thread.running, "the thread ends")
+    assert "event=stopped" in caplog.text
+    assert "start the coordinator again" in caplog.text
+    with serve(config_of(node)) as thread:
+        FakeEngine(node, "a").joined()
+        assert thread.running
+
+
+def test_an_idle_thread_sleeps(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It wakes up for its bounds and its ticks, a few times a second."""
+    real, turns = Server._wait, []
+    monkeypatch.setattr(Server, "_wait", lambda self, left: (turns.append(left), real(self, left)))
+    with serve(config_of(node)):
+        FakeEngine(node, "a").joined()
+        before = len(turns)
+        time.sleep(1.0)
+        assert 0 < len(turns) - before < 50
+
+
+OUTLIVED = """
+import os, sys, time
+from kvshm.config import Config
+from kvshm.coordinator.in_process import serve
+with serve(Config(run_dir=sys.argv[1], namespace=sys.argv[2])) as thread:
+    print("serving", flush=True)
+    input()
+    parent = os.getpid()
+    if os.fork():
+        os._exit(0)  # without an end in order: the files stay
+    while os.getppid() == parent:
+        time.sleep(0.01)
+    links = [os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
+    print(thread.running, [link for link in links if link.startswith("/memfd")], flush=True)
+    input()
+print("left", flush=True)
+"""
+
+
+def test_a_child_that_outlives_it_holds_nothing(node: Node) -> None:
+    """Neither lock nor tables, nor a socket that would seem to be served; and its end ends
+    nothing."""
+    place = str(node.run_dir), node.namespace
+    program = node.processes.python("program", "-c", OUTLIVED, *place)
+    program.wait_out(lambda line: line == "serving")
+    engine = FakeEngine(node, "a")
+    engine.joined()
+    since = engine.mark()
+    program.say("fork")
+    assert program.wait_out(lambda line: line != "serving") == "False []"
+    with serve(config_of(node)) as thread:
+        engine.joined(since)
+        program.say("end")
+        program.wait_out(lambda line: line == "left")
+        assert thread.running
+        FakeEngine(node, "b").joined()
+
+
+def test_memory_of_the_program_is_not_the_coordinators(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "MAX_MEMORY", 1)
+    with serve(config_of(node)) as thread:
+        FakeEngine(node, "a").joined()
+        time.sleep(4 * TIMING.bounds_check_seconds)
+        assert thread.running
+
+
+def test_descriptors_of_the_program_count_within_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {(1000, 5000): (1000, 750), (100_000, 100_000): (100_000, 2048 + 300)}
+    for limit, wanted in limits.items():
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: limit)
+        monkeypatch.setattr(sockets, "num_open_descriptors", lambda: 300)
+        assert Bounds.within_a_program() == (*wanted, None)
