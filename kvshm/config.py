@@ -184,7 +184,8 @@ class Config:
     )
     share: Share = _one_of(
         Share.ALL,
-        "Whose blocks are shared: every request's, only those with a cache_salt, nobody's.",
+        "Whose blocks are shared: every request's, only those with a cache_salt, nobody's. "
+        "Only vLLM's hooks know which have one: other engines share nothing with salted-only.",
     )
     verify: bool = _flag("Checksum blocks when published and compare after each import.")
     staging: bool = _flag(

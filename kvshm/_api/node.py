@@ -65,8 +65,9 @@ class Node(Membership):
             return all_lengths(halves.cache.planner.search, state, found)
 
     def contains(self, keys: Sequence[bytes], group: int = 0) -> list[str]:
-        """Return who holds the block of each key: ``own`` if this engine has published it, else
-        ``peer`` if another one seems to hold it, else an empty string.  Counts nothing."""
+        """Return who holds the block of each key: ``own`` if this engine has published it, or will
+        once it may, else ``peer`` if another one seems to hold it, else an empty string.  Counts
+        nothing."""
         check_keys(keys)
         self._own.check_group(group)
         with self._lock:

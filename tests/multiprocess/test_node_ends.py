@@ -17,6 +17,9 @@ from kvshm._rank.rank_half import RankHalf
 
 from .joined import TOKENS, Toy, Toys, ended
 from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
+from .surface_contents import keys_of
+from .surface_model import Modelled
+from .surface_world import Peer
 
 pytestmark = pytest.mark.multiprocess
 
@@ -248,3 +251,32 @@ def child_of(b: Toy, keys: list[bytes], found: Found, load: Load) -> int:
     except BaseException as exc:
         Path(f"/tmp/kvshm-child-{os.getpid()}").write_text(repr(exc))
         return 1
+
+
+@pytest.mark.parametrize("copying", [False, True], ids=["before the load", "in the copy"])
+def test_what_was_found_at_an_engine_that_is_killed_is_not_loaded(
+    place: Node, copying: bool
+) -> None:
+    """Its memory may still be mapped here; the load ends, and its blocks come back."""
+    own, peer, keys = Modelled(place, "killed"), Peer(place, "peer"), keys_of(0)
+    try:
+        peer.join("killed")
+        peer.do("publish", prompt=0, start=0, number=6)
+        found = own.node.wait_for(keys, PATIENCE_SECONDS)
+        assert found.length == 6
+        if copying:
+            own.hold_copies()
+            load = own.node.load(found, range(6))
+            own.wait_until_copying()
+            peer.kill()
+            own.let_go()
+        else:
+            peer.kill()
+            load = own.node.load(found, range(6))
+        assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
+        assert load.failed == tuple(range(6))
+        wait_until(lambda: not own.node.lookup(keys), "it is known to be dead")
+        assert own.node.publish(keys, range(6)) == 6
+    finally:
+        peer.kill()
+        own.close()
