@@ -90,7 +90,8 @@ class SharedPrefixes:
         known = list(takewhile(lambda b: b in computed or b in self._keys, behind))
         end = request.sound + len(known)
         if len(request.keys) < end:
-            request.keys = self.node.keys(tokens[: end * self._page_size], salt=self._salt)
+            prefix = tokens[: end * self._page_size]
+            request.keys = self.node.keys(prefix, salt=self._salt, known=request.keys)
         new: dict[int, int] = {}
         for index, block in enumerate(known, request.sound):
             if block in computed:

@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Group, Groups
-from kvshm._ground.log import logger
+from kvshm._ground.log import logger, set_level
 from kvshm._shm.layout import ENGINE_NAME_BYTES, MAX_BLOCKS
 from kvshm.config import Config, Share
 from kvshm.errors import KvshmError, MisuseError, TransportError
@@ -100,6 +100,7 @@ def join(
         return HalvesInOne(config, spec, path, memory, regions, opened)
 
     fields(identity)  # may raise: nothing has been opened
+    set_level(config.log_level)
     for warning in config.warnings:
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])

@@ -66,6 +66,11 @@ class Membership:
     # -- joining
 
     @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called: any other call raises MisuseError then."""
+        return self._closed
+
+    @property
     def joined(self) -> bool:
         """Whether a coordinator knows this engine, and other engines may read its blocks."""
         halves, state = self._halves, self._open

@@ -28,9 +28,15 @@ class Node(Membership):
 
     # -- keys and lookups
 
-    def keys(self, tokens: Sequence[int], salt: bytes = b"", extra: Extra = b"") -> list[BlockHash]:
+    def keys(
+        self,
+        tokens: Sequence[int],
+        salt: bytes = b"",
+        extra: Extra = b"",
+        known: Sequence[bytes] = (),
+    ) -> list[BlockHash]:
         """``kvshm.prefix_keys`` with this engine's block size."""
-        return prefix_keys(tokens, self.block_size, salt=salt, extra=extra)
+        return prefix_keys(tokens, self.block_size, salt=salt, extra=extra, known=known)
 
     def keys_batch(
         self, prompts: Iterable[Sequence[int]], salt: bytes = b"", extra: Extra = b""

@@ -29,24 +29,32 @@ by the index of the token from whose block on they count (an image)."""
 
 
 def prefix_keys(
-    tokens: Sequence[int], block_size: int, *, salt: bytes = b"", extra: Extra = b""
+    tokens: Sequence[int],
+    block_size: int,
+    *,
+    salt: bytes = b"",
+    extra: Extra = b"",
+    known: Sequence[bytes] = (),
 ) -> list[BlockHash]:
     """Return the keys of a prompt's full blocks: 32 bytes for each, one for every ``block_size``
     tokens; a last block that is not full has none.
 
     ``tokens``: token ids, 0 to 2**32 - 1.  ``salt``: prompts with different salts share nothing.
-    Any thread; nothing blocks.  Raises MisuseError for a block size below 1, for other tokens, and
-    for an extra outside of the prompt.
+    ``known``: keys of the first blocks, from an earlier call for a shorter part of these tokens
+    with the same salt and extra; they are not computed again, nor checked.  Any thread; nothing
+    blocks.  Raises MisuseError for a block size below 1, for other tokens, and for an extra outside
+    of the prompt.
     """
     if not isinstance(block_size, int) or not 0 < block_size < 1 << 32:
         raise MisuseError(f"a block has {block_size!r} tokens; give at least 1")
     packed = _pack(tokens)
     num_tokens = len(packed) // _TOKEN_BYTES
+    keys = [BlockHash(key) for key in known[: num_tokens // block_size]]
     inside = _by_block(extra, num_tokens, block_size)
     whole = b"" if isinstance(extra, Mapping) else _bytes("extra", extra)
     key = _digest(KEYS_VERSION.encode(), struct.pack("<Q", block_size), _bytes("salt", salt), whole)
-    keys, step = [], _TOKEN_BYTES * block_size
-    for index in range(num_tokens // block_size):
+    key, step = keys[-1] if keys else key, _TOKEN_BYTES * block_size
+    for index in range(len(keys), num_tokens // block_size):
         part = packed[index * step : (index + 1) * step]
         key = _digest(key, part, *inside.get(index, ()))
         keys.append(BlockHash(key))

@@ -46,6 +46,19 @@ def test_only_full_blocks_have_keys() -> None:
     assert prefix_keys(range(11), 4) == prefix_keys(range(8), 4)
 
 
+@given(tokens, st.integers(1, 4), texts, extras, st.integers(0, 9))
+def test_keys_of_a_shorter_part_need_not_be_computed_again(
+    prompt: list[int], size: int, salt: bytes, extra: Any, count: int
+) -> None:
+    prompt += [0] * (9 - len(prompt))  # so that no extra is outside
+    whole = prefix_keys(prompt, size, salt=salt, extra=extra)
+    known = [bytes(32) for _ in whole[:count]]  # never looked at, but for the last
+    known[-1:] = whole[len(known) - 1 : len(known)] if known else []
+    again = prefix_keys(prompt, size, salt=salt, extra=extra, known=known)
+    assert again == known + whole[len(known) :]
+    assert prefix_keys(prompt, size, salt=salt, extra=extra, known=[*whole, bytes(32)]) == whole
+
+
 @given(tokens, st.integers(1, 4), texts, extras)
 def test_a_prefix_has_the_keys_of_its_prompt(
     prompt: list[int], size: int, salt: bytes, extra: bytes | Mapping[int, bytes]
