@@ -109,7 +109,7 @@ class SharedPrefixes:
     def _publish(self, keys: Sequence[bytes], blocks: dict[int, int]) -> None:
         for start, run in _runs(blocks):
             self._keys.update(zip(run, keys[start:], strict=False))
-            self.node.publish(keys, run, start=start)
+            self.node.publish(keys[: start + len(run)], run, start=start)
 
     @guarded(lambda *_: None)
     def retract(self, blocks: Sequence[int]) -> None:

@@ -155,16 +155,21 @@ class Load:
         """The blocks that it fills, as they were given."""
         self.state: LoadState = LoadState.PENDING
         """As of the last ``poll``, of this load or another one."""
-        self.good: int = 0
+        self._good = 0
+
+    @property
+    def good(self) -> int:
         """After the end: how many of the blocks, from the first on, hold what was asked for.  With
-        several groups all or none."""
+        several groups all or none.  Raises MisuseError before: kvshm may still write all of
+        them."""
+        if self.state is LoadState.PENDING:
+            raise MisuseError("the load is still going on; wait() or poll() until it has ended")
+        return self._good
 
     @property
     def failed(self) -> tuple[BlockId, ...]:
         """After the end: the blocks that have to be computed: the first that could not be filled,
         and all behind it.  Raises MisuseError before."""
-        if self.state is LoadState.PENDING:
-            raise MisuseError("the load is still going on; wait() or poll() until it has ended")
         return self.targets[self.good :]
 
     def poll(self) -> LoadState:
@@ -202,7 +207,7 @@ class Load:
 
     def _end(self, good: int) -> None:
         """It has ended: ``good`` of its blocks are."""
-        self.good = good
+        self._good = good
         self.state = LoadState.DONE if good == len(self.targets) else LoadState.FAILED
 
     def __repr__(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -83,6 +84,14 @@ class Membership:
             if self.joined or self._halves is None:
                 break
             time.sleep(pause)
+        return self.joined
+
+    async def wait_joined_async(self, timeout: float | None = None) -> bool:
+        """Like ``wait_joined``, without blocking the event loop."""
+        for pause in pauses(timeout):
+            if self.joined or self._halves is None:
+                break
+            await asyncio.sleep(pause)
         return self.joined
 
     def _start(self, identity: Identity) -> None:

@@ -10,10 +10,10 @@ from kvshm._engine.load_plan import Plan
 from kvshm._ground.ids import BlockHash, BlockId
 from kvshm.errors import MisuseError
 
+from .arguments import checked_keys, checked_start
 from .load import Found, Load, pauses
 from .lookups import all_lengths, held_by_peers
 from .membership import Membership
-from .own_blocks import check_keys, check_prefix
 from .prefix_keys import Extra, prefix_keys
 
 
@@ -52,7 +52,8 @@ class Node(Membership):
         ``keys``: of the whole prompt from its first block on, 32 bytes each.  Blocks that were
         published are found some milliseconds later; before this engine has joined, nothing is.
         Raises MisuseError for what is no key, and for a ``start`` beyond the keys."""
-        check_prefix(keys, start)
+        keys = checked_keys(keys)
+        start = checked_start(start, len(keys))
         with self._lock:
             halves = self._living()
             plan: Plan | None = None
@@ -74,7 +75,7 @@ class Node(Membership):
         """Return who holds the block of each key: ``own`` if this engine has published it, or will
         once it may, else ``peer`` if another one seems to hold it, else an empty string.  Counts
         nothing."""
-        check_keys(keys)
+        keys = checked_keys(keys)
         self._own.check_group(group)
         with self._lock:
             held = [False] * len(keys)
@@ -88,7 +89,8 @@ class Node(Membership):
     ) -> Found:
         """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most (None: for ever);
         return what can be then.  Returns at once if this engine shares nothing."""
-        check_prefix(keys, start)
+        keys = checked_keys(keys)
+        start = checked_start(start, len(keys))
         for pause in pauses(timeout):
             if self._all_there(keys, start):
                 break
@@ -99,7 +101,8 @@ class Node(Membership):
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0
     ) -> Found:
         """Like ``wait_for``, without blocking the event loop."""
-        check_prefix(keys, start)
+        keys = checked_keys(keys)
+        start = checked_start(start, len(keys))
         for pause in pauses(timeout):
             if self._all_there(keys, start):
                 break
@@ -124,7 +127,6 @@ class Node(Membership):
         """Begin to copy what was found into own blocks.  Does not block, unless blocks were
         retracted without waiting: then as ``drain`` does.
 
-
         ``into``: block ids, as many as ``found.num_blocks``, in the order of ``found.parts``;
         neither published nor being loaded, and used by nobody until the load has ended.  Leases are
         taken here, and given back by whoever ends the load.  From blocks that are gone meanwhile
@@ -133,6 +135,8 @@ class Node(Membership):
         """
         with self._lock:
             halves = self._living()
+            if not isinstance(found, Found):
+                raise MisuseError(f"{found!r} cannot be loaded; give what lookup() returned")
             if found._node is not self:
                 raise MisuseError("another node found this; look the keys up on this one")
             if found._plan is None:
@@ -168,11 +172,11 @@ class Node(Membership):
         yet, or this engine is paused, they become so later.  Does not block; with KVSHM_VERIFY it
         reads all their bytes.
 
-        ``keys``: of the whole prefix from its first block on, and no fewer than there are blocks;
-        those behind the last block do not count.  ``block_ids``: its blocks of ``group`` from block
-        ``start`` on.  From now on until ``retract`` the caller must not change them.  Blocks that
-        are published with the same key already are left out and not counted; several blocks may
-        have one key.  Raises MisuseError for a block that is published with another key or is being
+        ``keys``: from the prefix's first block up to that of the last block given.  ``block_ids``:
+        its blocks of ``group`` from block ``start`` on.  From now on until ``retract`` the caller
+        must not change them.  Blocks that are published with the same key already are left out and
+        not counted; several blocks may have one key.  Raises MisuseError for another number of keys
+        than blocks need, and for a block that is published with another key or is being
         loaded.
         """
         with self._lock:
@@ -207,11 +211,15 @@ class Node(Membership):
             if (halves := self._living()) is not None:
                 self._drain(halves)
 
+    async def drain_async(self) -> None:
+        """Like ``drain``, without blocking the event loop: on a thread."""
+        await asyncio.to_thread(self.drain)
+
     def hold(self, keys: Sequence[bytes], seconds: float, group: int = 0) -> int:
         """Ask whoever has these blocks, this engine included, to reuse others first for so long, an
         hour at most.  A hint to engines that ask ``kept``, as vLLM's hooks do, which ends by
         itself, even if this engine dies.  Returns how many blocks were found."""
-        check_keys(keys)
+        keys = checked_keys(keys)
         self._own.check_group(group)
         if not seconds >= 0:
             raise MisuseError(f"a hold of {seconds!r} seconds; give 0 or more")

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvshm._ground.ids import HASH_BYTES, BlockId
+from kvshm._ground.ids import BlockId
 from kvshm._shm.layout import RecordKind, pack_records
 from kvshm.errors import MisuseError
+
+from .arguments import checked_keys, checked_start, listed, whole
 
 _PUBLISH = int(RecordKind.PUBLISH)
 _TAG_BYTES = 8
@@ -27,20 +29,6 @@ class Content(NamedTuple):
     depth: int
     """Index in its chain, in blocks."""
     group: int
-
-
-def check_keys(keys: Sequence[bytes]) -> None:
-    """Raise MisuseError unless all keys have the bytes of a key."""
-    for key in keys:
-        if not isinstance(key, bytes) or len(key) != HASH_BYTES:
-            raise MisuseError(f"{key!r} is not a key; keys() and prefix_keys() make them")
-
-
-def check_prefix(keys: Sequence[bytes], start: int) -> None:
-    """Raise MisuseError unless ``keys`` are keys, and ``start`` counts the first of them."""
-    check_keys(keys)
-    if not isinstance(start, int) or not 0 <= start <= len(keys):
-        raise MisuseError(f"start is {start!r}, there are {len(keys)} keys; give 0 to that")
 
 
 class OwnBlocks:
@@ -63,7 +51,7 @@ class OwnBlocks:
 
     def check_group(self, group: int) -> None:
         """Raise MisuseError unless there is such a group."""
-        if not 0 <= group < len(self._scales):
+        if not 0 <= whole("group", group) < len(self._scales):
             raise MisuseError(f"there is no group {group}; join() was told of {len(self._scales)}")
 
     def find_run(self, keys: Iterable[bytes], group: int) -> list[BlockId]:
@@ -77,11 +65,11 @@ class OwnBlocks:
 
     def check_exist(self, blocks: Iterable[int]) -> list[BlockId]:
         """Return the blocks as a list.  Raises MisuseError for one that does not exist."""
-        found = list(blocks)
+        found = [whole("a block", block) for block in listed("blocks", blocks)]
         for block in found:
-            if not isinstance(block, int) or not 0 <= block < self.num_blocks:
+            if not 0 <= block < self.num_blocks:
                 raise MisuseError(
-                    f"block {block!r} does not exist: the regions have blocks 0 to "
+                    f"block {block} does not exist: the regions have blocks 0 to "
                     f"{self.num_blocks - 1}"
                 )
         return [BlockId(block) for block in found]
@@ -105,20 +93,22 @@ class OwnBlocks:
     ) -> dict[BlockId, Content]:
         """Return what those blocks hold that are not published yet.  ``start``: index of the first
         block in its prefix.  Raises MisuseError."""
-        check_keys(keys)
-        given = self.check_exist(blocks)
+        keys, given = checked_keys(keys), self.check_exist(blocks)
         self.check_group(group)
+        if len(set(given)) != len(given):
+            raise MisuseError("a block is given twice to publish; give each once")
         scale = self._scales[group]
-        if start < 0 or (start + len(given)) * scale > len(keys):
+        first = checked_start(start, len(keys) // scale)
+        if first + len(given) != len(keys) // scale:
             raise MisuseError(
-                f"{len(given)} blocks from block {start} on need more than the {len(keys)} keys; "
-                "give the keys of the whole prefix, and in `start` the first block's index"
+                f"{len(given)} blocks from block {first} on are not those of {len(keys)} keys; "
+                "give the keys up to the last block's, and as `start` the index of the first block"
             )
         new: dict[BlockId, Content] = {}
-        for index, block in enumerate(given, start):
+        for index, block in enumerate(given, first):
             parent = keys[index * scale - 1][:_TAG_BYTES] if index else bytes(_TAG_BYTES)
             content = Content(keys[(index + 1) * scale - 1], parent, index, group)
-            known = self.contents.get(block) or new.get(block)
+            known = self.contents.get(block)
             if known is None:
                 self._check_free(block, "published")
                 new[block] = content

@@ -15,7 +15,7 @@ from kvshm._shm.slot_table import SlotTableView
 from kvshm.config import Config
 from kvshm.errors import KvshmError, MisuseError
 
-from .own_blocks import check_keys
+from .arguments import checked_keys
 
 READ_SECONDS = 1.0
 """How long an engine that does not answer is waited for."""
@@ -87,7 +87,7 @@ class Reader:
     ) -> tuple[tuple[PublishedBlock, ...], ...]:
         """Return for each key the blocks that have it, of engines of any fingerprint.  Reads all
         published blocks: some milliseconds for 100,000."""
-        check_keys(keys)
+        keys = checked_keys(keys)
         found: dict[bytes, tuple[PublishedBlock, ...]] = dict.fromkeys(keys, ())
         for block in self.list():
             if block.group == group and block.key in found:

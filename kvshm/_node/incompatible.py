@@ -22,6 +22,7 @@ from .protocol import IncompatibleEngine
 LINE_CHARACTERS = 600
 """Enough for the names of all fields of a fingerprint."""
 VALUE_CHARACTERS = 64
+NOT_GIVEN = "(none)"
 _OF_ONE_MODEL = {DTYPE, KV_DTYPE, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""
 
@@ -50,7 +51,7 @@ def reason(other: IncompatibleEngine, size: int) -> str:
     equal = same.index(False) if False in same else len(same)
     begin = max(0, equal - room // 2) if max(len(ours), len(theirs)) > room else 0
     ours, theirs = ours[begin : begin + room], theirs[begin : begin + room]
-    text = f"{name} is {ours} here, {theirs} there"
+    text = f"{name} is {ours or NOT_GIVEN} here, {theirs or NOT_GIVEN} there"
     if others:
         text += f"; also {' '.join(name for name, _ in others)}"
     return text if len(text) <= size else f"{text[: size - 3]}..."

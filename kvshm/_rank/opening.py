@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from kvshm._ground.ids import Rank
+from kvshm._ground.log import logger
 from kvshm._ground.rundir import rank_socket
 from kvshm._node.handout import Handouts
 from kvshm.config import Config
 from kvshm.interfaces import Region
 
 from .rank_half import RankHalf
+
+log = logger(__name__)
 
 
 def open_rank(
@@ -30,6 +33,8 @@ def open_rank(
     Raises TransportError, leaving nothing open, if the memory cannot be shared, or if no thread or
     descriptor is left.
     """
+    if config.fault is not None:
+        log.warning("KVSHM_FAULT=%s: every import is made wrong on purpose", config.fault)
     socket = rank_socket(run_dir, config.namespace, secrets.token_hex(4), rank)
     wanted = getattr(transport, "settings", ())
     opened = transport(

@@ -249,7 +249,9 @@ class RankLoad:
         if differ:
             self._count(MISMATCHED, len(differ))
             self._reject(piece, differ, LoadFailure.MISMATCH)
-            what = "copied bytes differ from what it published"
+            first = piece.records[differ[0] * RECORD_BYTES :]
+            key, block = first[:8].hex(), block_ids(first[:RECORD_BYTES])[0]
+            what = f"copied bytes differ from what it published (block {block}, key {key}...)"
             who = self._attachments.name_of(piece.peer_epoch)
             self._log_problem(
                 f"engine {piece.peer_epoch:016x}: {what}", logged=f"engine {who}: {what}"

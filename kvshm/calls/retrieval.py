@@ -180,7 +180,9 @@ class Retrieval:
             raise MaskError("the mask has a hole: store() publishes one run, call it for each")
         refuse_doubles([block for _, blocks in runs for block in blocks])
         keys = self._node.keys(tokens, salt, extra)
-        stored = sum(self._node.publish(keys, blocks, start=a) for a, blocks in runs)
+        stored = sum(
+            self._node.publish(keys[: a + len(blocks)], blocks, start=a) for a, blocks in runs
+        )
         self._count(stores=1, stored_tokens=stored * self._block_size)
         return stored * self._block_size
 

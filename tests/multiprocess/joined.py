@@ -52,7 +52,7 @@ class Toy:
         blocks = list(blocks)
         for block, key in zip(blocks, keys[start:], strict=False):
             self.write(block, key)
-        return self.node.publish(keys, blocks, start)
+        return self.node.publish(keys[: start + len(blocks)], blocks, start)
 
     @property
     def table(self) -> SlotTableView:

@@ -62,7 +62,7 @@ class Engine:
                 if not (free := self._free()):
                     return {"length": index}
                 self._write(free[0], content(keys[index]))
-                self.node.publish(keys, free[:1], index)
+                self.node.publish(keys[: index + 1], free[:1], index)
                 self.published[free[0]] = keys[index]
         return {"length": min(start + number, len(keys))}
 

@@ -94,33 +94,36 @@ MISUSES: dict[str, tuple[Callable[[Scene], Any], str]] = {
         "blocks 0 to 31",
     ),
     "block -1": (lambda s: s.b.node.load(s.found, range(-1, 5)), "does not exist"),
-    "no block": (lambda s: s.b.node.load(s.found, ["20"] * 6), "does not exist"),
+    "no block": (lambda s: s.b.node.load(s.found, ["20"] * 6), "give a whole number"),
     "onto published": (lambda s: s.b.node.load(s.found, range(1, 7)), "retract it first"),
     "onto loading": (lambda s: s.b.node.load(s.found, range(13, 19)), "wait for that"),
     "another's": (lambda s: s.a.node.load(s.found, range(20, 26)), "look the keys up on this one"),
     "nothing found": (lambda s: s.b.node.load(s.b.node.lookup([]), ()), "ask `if found`"),
-    "publish loading": (lambda s: s.b.node.publish(s.keys, [8]), "wait for that"),
-    "publish as another": (lambda s: s.b.node.publish(s.keys, [20, 0]), "retract it before"),
-    "publish one as two": (lambda s: s.b.node.publish(s.keys, [20, 20]), "retract it before"),
-    "publish too many": (lambda s: s.b.node.publish(s.keys, range(20, 27)), "whole prefix"),
-    "publish behind": (lambda s: s.b.node.publish(s.keys, [20], 6), "first block's index"),
-    "publish before": (lambda s: s.b.node.publish(s.keys, [20], -1), "first block's index"),
-    "publish in no group": (lambda s: s.b.node.publish(s.keys, [20], 0, 1), "no group 1"),
+    "publish loading": (lambda s: s.b.node.publish(s.keys[:1], [8]), "wait for that"),
+    "publish as another": (lambda s: s.b.node.publish(s.keys[:2], [20, 0]), "retract it before"),
+    "publish one as two": (lambda s: s.b.node.publish(s.keys[:2], [20, 20]), "give each once"),
+    "publish too many": (
+        lambda s: s.b.node.publish(s.keys, range(20, 27)),
+        "index of the first block",
+    ),
+    "publish behind": (lambda s: s.b.node.publish(s.keys, [20], 6), "index of the first block"),
+    "publish before": (lambda s: s.b.node.publish(s.keys, [20], -1), "not tokens"),
+    "publish in no group": (lambda s: s.b.node.publish(s.keys[:1], [20], 0, 1), "no group 1"),
     "publish short keys": (lambda s: s.b.node.publish([b"k"], [20]), "keys.. and prefix_keys"),
     "publish text": (lambda s: s.b.node.publish(["k" * 32], [20]), "keys.. and prefix_keys"),
-    "publish nowhere": (lambda s: s.b.node.publish(s.keys, [BLOCKS]), "does not exist"),
+    "publish nowhere": (lambda s: s.b.node.publish(s.keys[:1], [BLOCKS]), "does not exist"),
     "retract loading": (lambda s: s.b.node.retract([0, 8]), "cancel the load"),
     "retract nowhere": (lambda s: s.b.node.retract([0, BLOCKS]), "does not exist"),
-    "look up text": (lambda s: s.b.node.lookup("k" * 32), "keys.. and prefix_keys"),
+    "look up text": (lambda s: s.b.node.lookup("k" * 32), "give a list of them"),
     "look up short keys": (lambda s: s.b.node.lookup([*s.keys, b"k"]), "keys.. and prefix_keys"),
-    "look up behind": (lambda s: s.b.node.lookup(s.keys, 7), "give 0 to that"),
-    "look up before": (lambda s: s.b.node.lookup(s.keys, -1), "give 0 to that"),
+    "look up behind": (lambda s: s.b.node.lookup(s.keys, 7), "not tokens"),
+    "look up before": (lambda s: s.b.node.lookup(s.keys, -1), "not tokens"),
     "wait for text": (lambda s: s.b.node.wait_for(["k"]), "keys.. and prefix_keys"),
-    "wait before": (lambda s: s.b.node.wait_for(s.keys, None, -1), "give 0 to that"),
-    "wait behind": (lambda s: s.b.node.wait_for(s.keys, None, 7), "give 0 to that"),
+    "wait before": (lambda s: s.b.node.wait_for(s.keys, None, -1), "not tokens"),
+    "wait behind": (lambda s: s.b.node.wait_for(s.keys, None, 7), "not tokens"),
     "wait before, asyncio": (
         lambda s: asyncio.run(s.b.node.wait_for_async(s.keys, None, -1)),
-        "give 0 to that",
+        "not tokens",
     ),
     "contains text": (lambda s: s.b.node.contains(["k"]), "keys.. and prefix_keys"),
     "contains in no group": (lambda s: s.b.node.contains(s.keys, -1), "no group -1"),
@@ -235,10 +238,10 @@ def test_a_block_that_may_still_be_read_cannot_be_published_anew(toys: Toys) -> 
         a.node.retract(range(6), wait=False)
         assert a.leases() == 6
         with pytest.raises(MisuseError, match=r"call drain\(\) before you write it"):
-            a.node.publish(keys, [0])
+            a.node.publish(keys[:1], [0])
         a.node.drain()
         assert a.leases() == 0
-        assert a.node.publish(keys, [0]) == 1
+        assert a.node.publish(keys[:1], [0]) == 1
     assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
 
 

@@ -67,11 +67,12 @@ class SurfaceMachine(RuleBasedStateMachine):
         blocks = pick(free, at, min(number, len(keys) - start))
         for block, key in zip(blocks, keys[start:], strict=False):
             self.own.write(block, content(key))
-        readable = self.node.publish(keys, blocks, start)
+        upto = keys[: start + len(blocks)]
+        readable = self.node.publish(upto, blocks, start)
         assert 0 <= readable <= len(blocks)
         assert not (self.own.is_paused and readable)
         self.own.published.update(zip(blocks, keys[start:], strict=False))
-        assert self.node.publish(keys, blocks, start) == 0
+        assert self.node.publish(upto, blocks, start) == 0
 
     @rule(at=first, number=numbers, wait=st.booleans())
     def retract(self, at: int, number: int, wait: bool) -> None:
@@ -180,14 +181,15 @@ class SurfaceMachine(RuleBasedStateMachine):
         for key, where in zip(keys_of(prompt), self.node.contains(keys_of(prompt)), strict=True):
             assert (where == "own") == (key in published)
 
-    @rule(prompt=prompts, at=first, how=st.integers(0, 9))
+    @rule(prompt=prompts, at=first, how=st.integers(0, 10))
     def misuse(self, prompt: int, at: int, how: int) -> None:
         node, keys = self.node, keys_of(prompt)
         published = sorted(self.own.published)
         calls: list[Callable[[], Any]] = [
-            lambda: node.publish(keys, [BLOCKS]),
-            lambda: node.publish(keys, [], 0, 1),
+            lambda: node.publish(keys[:1], [BLOCKS]),
+            lambda: node.publish([], [], 0, 1),
             lambda: node.publish(keys, self.own.free[:1], len(keys)) if self.own.free else no(),
+            lambda: node.publish(keys, self.own.free[:1]) if self.own.free else no(),
             lambda: node.retract([*published, -1]),
             lambda: node.lookup(keys, len(keys) + 1),
             lambda: node.wait_for(keys, None, -1),
@@ -206,7 +208,7 @@ class SurfaceMachine(RuleBasedStateMachine):
         load, _ = self.own.loads[which % len(self.own.loads)]
         block, keys = load.targets[at % len(load.targets)], keys_of(0)
         try:
-            self.node.publish(keys, [block]) if publish else self.node.retract([block])
+            self.node.publish(keys[:1], [block]) if publish else self.node.retract([block])
         except MisuseError:
             return
         assert load.state is not LoadState.PENDING

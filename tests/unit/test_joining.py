@@ -57,6 +57,15 @@ def join(memory: Any, **how: Any) -> Node:
         ({"name": "a\nb"}, "not printable"),
         ({"name": "\ud800"}, "not printable"),
         ({"regions": []}, "give 1 to"),
+        ({"regions": Region(0, BLOCK, BLOCK, 8)}, "give a list of them"),
+        (
+            {"regions": [Region(0, BLOCK, BLOCK, 8), Region(64, BLOCK, BLOCK, 4)]},
+            "bytes of its own",
+        ),
+        ({"memory": bytearray(8 * BLOCK)}, "give what allocate"),
+        ({"memory": memoryview(bytes(8 * BLOCK))}, "give what allocate"),
+        ({"identity": "me"}, "give an Identity"),
+        ({"name": 3}, "give text"),
         ({"regions": [Region(0, BLOCK, BLOCK, 0)]}, "0 blocks; give 1"),
         ({"regions": [Region(0, BLOCK, BLOCK, 9)]}, "ends at byte"),
         ({"regions": [Region(1, BLOCK, BLOCK, 8)]}, "ends at byte"),
@@ -64,7 +73,7 @@ def join(memory: Any, **how: Any) -> Node:
         ({"regions": [Region(0, BLOCK - 1, BLOCK, 8)]}, "impossible"),
         ({"regions": [Region(0, BLOCK, 0, 8)]}, "impossible"),
         ({"regions": [Region(0, BLOCK, BLOCK, 8, handle=1)]}, "impossible"),
-        ({"regions": [Region(0.0, BLOCK, BLOCK, 8)]}, "whole numbers"),
+        ({"regions": [Region(0.0, BLOCK, BLOCK, 8)]}, "give a whole number"),
         ({"regions": [(0, BLOCK, BLOCK, 8)]}, "give a Region"),
         ({"memory": None}, "what allocate"),
         ({"memory": [1]}, "what allocate"),
@@ -260,8 +269,9 @@ def test_memory_is_of_the_kind_that_its_transport_shares() -> None:
         kvshm.allocate(1, config=kvshm.Config(transport="pigeon"))
     with pytest.raises(TransportError, match="works only within one process"):
         kvshm.allocate(1, config=kvshm.Config(transport="loopback"))
-    with pytest.raises(TransportError, match="at least one byte"):
-        kvshm.allocate(0)
+    for nbytes in (0, -1, 1e6):
+        with pytest.raises(MisuseError, match=r"give (the bytes of all blocks|a whole number)"):
+            kvshm.allocate(nbytes)  # type: ignore[arg-type]  # the mistake that is refused
 
 
 @pytest.fixture(autouse=True)

@@ -32,18 +32,20 @@ class OwnBlocksModel(RuleBasedStateMachine):
     def publish(self, chosen: list[int], start: int, group: int) -> None:
         before, scale = dict(self.published), group + 1
         fits = 0 <= group <= 1 and start >= 0 and (start + len(chosen)) * scale <= len(KEYS)
+        fits = fits and len({*chosen}) == len(chosen)
+        upto = KEYS[: max(0, start + len(chosen)) * scale]
         wanted: dict[int, tuple[bytes, int]] = {}
         for index, block in enumerate(chosen, start):
             if fits:
                 content = KEYS[(index + 1) * scale - 1], group
-                known = wanted.get(block, self.published.get(block))
+                known = self.published.get(block)
                 fits = block not in self.loading and known in (None, content)
                 wanted[block] = content
         if not fits:
             with pytest.raises(MisuseError):
-                self.own.check_contents(KEYS, chosen, start, group)
+                self.own.check_contents(upto, chosen, start, group)
             return
-        new = self.own.check_contents(KEYS, chosen, start, group)
+        new = self.own.check_contents(upto, chosen, start, group)
         assert new.keys() == wanted.keys() - before.keys()
         for record in unpack_records(pack_contents(new)[0]):
             assert (record.block_hash, record.group) == wanted[record.block_id]
@@ -85,7 +87,7 @@ class OwnBlocksModel(RuleBasedStateMachine):
 
     @rule(chosen=blocks, strange=outside)
     def no_block(self, chosen: list[int], strange: object) -> None:
-        with pytest.raises(MisuseError, match="does not exist"):
+        with pytest.raises(MisuseError, match=r"does not exist|give a whole number"):
             self.own.check_exist([*chosen, strange])
 
     @invariant()
@@ -105,6 +107,8 @@ TestOwnBlocks.settings = settings(max_examples=200, stateful_step_count=30, dead
 def test_the_parent_is_the_key_before() -> None:
     own = OwnBlocks(BLOCKS, [1, 2])
     for group, scale in ((0, 1), (1, 2)):
-        new = own.check_contents(KEYS, [0], 1, group)
+        new = own.check_contents(KEYS[: 2 * scale], [0], 1, group)
         assert pack_contents(new)[1] == KEYS[scale - 1][:8]
-    assert pack_contents(own.check_contents(KEYS, [0], 0, 0))[1] == bytes(8)
+    assert pack_contents(own.check_contents(KEYS[:1], [0], 0, 0))[1] == bytes(8)
+    with pytest.raises(MisuseError, match="give the keys up to the last block"):
+        own.check_contents(KEYS, [0], 0, 0)
