@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager, suppress
 @contextmanager
 def descriptors(left: int) -> Iterator[None]:
     """As many as that can be opened, and no more."""
+    gc.collect()  # now rather than within: what an earlier test left open counts as free then
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
