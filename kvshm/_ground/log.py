@@ -8,7 +8,8 @@ the file of a line but not its logger, so each line begins with ``kvshm:`` for a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 REPEAT_SECONDS = 60.0
@@ -72,6 +73,24 @@ def set_level(level: str) -> None:
     for handler in logging.getLogger("vllm").handlers:
         if isinstance(handler, logging.StreamHandler) and handler.level > ours.level:
             ours.addHandler(_LowerLevel(handler))
+
+
+@contextmanager
+def shown_on_stderr(level: str) -> Iterator[None]:
+    """A context in which kvshm's lines are shown on stderr, as vLLM would show them: for a program
+    without vLLM."""
+    handler, logger = logging.StreamHandler(), logging.getLogger(_OURS)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
+    before = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
 
 
 class _LowerLevel(logging.StreamHandler):  # type: ignore[type-arg]  # vLLM's stream has any type

@@ -14,9 +14,13 @@ import pytest
 from .conftest import Run
 
 TEST_REQUIREMENTS = ("hypothesis>=6.100", "msgpack>=1.1", "pytest>=8.3", "pytest-timeout>=2.3")
+OF_THE_EXTRA = ("numpy>=1.24", "safetensors>=0.4.3")
+"""What kvshm[kv] brings."""
 FOLDERS = {
     "tests/unit": {
         "test_architecture_docs.py": "looks at the sources",
+        "test_api_docs.py": "looks at the sources",
+        "test_hooks_of_transformers.py": "looks at the sources",
         "test_docs_commands.py": "looks at the tree: pages and the files they name",
         "test_docs_programs.py": "looks at the tree: make, and what every page calls",
         "test_operations_docs.py": "looks at the sources for the lines they log",
@@ -32,6 +36,9 @@ FOLDERS = {
     "tests/conformance": {},
     "tests/multiprocess": {
         "test_deployment.py": "looks at the tree: deploy/",
+        "test_tiny_engine.py": "computes with torch, which is not installed there",
+        "test_porting.py": "computes with torch, which is not installed there",
+        "test_surface_machine.py": "takes half a minute",
         "test_versions.py": "builds wheels of the tree, and tests those",
         "test_dump_index.py": "runs tools/dump_index.py as a file",
         "test_churn.py": "takes most of a minute",
@@ -52,7 +59,7 @@ FOLDERS = {
 @pytest.fixture(scope="module")
 def tester(python: Path, run: Run) -> Path:
     """The same, with what the tests themselves need."""
-    run(python, "-m", "pip", "install", "--quiet", *TEST_REQUIREMENTS)
+    run(python, "-m", "pip", "install", "--quiet", *TEST_REQUIREMENTS, *OF_THE_EXTRA)
     return python
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvshm._ground.log import shown_on_stderr
 from kvshm._ground.rundir import open_run_directory
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
@@ -120,7 +121,7 @@ def _serve(asked: argparse.Namespace) -> int:
     from . import serve
 
     config, run_dir = _read_place(asked)
-    with serve.logging_to_stderr(config.log_level):
+    with shown_on_stderr(config.log_level):
         return serve.serve(asked.file, config, run_dir)
 
 

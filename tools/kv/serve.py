@@ -7,7 +7,6 @@ It imports nothing.
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -188,20 +187,3 @@ def _until_signal() -> Iterator[threading.Event]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@contextmanager
-def logging_to_stderr(level: str) -> Iterator[None]:
-    """A context in which lines of kvshm's logs are shown, as vLLM would show them."""
-    handler, logger = logging.StreamHandler(), logging.getLogger("vllm.kvshm")
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
