@@ -139,8 +139,9 @@ def _one_of(default: StrEnum, meaning: str) -> Any:
 class Config:
     """The settings of one process; docs/configuration.md lists them.  Any process; immutable.
 
-    ``from_env`` reads and checks them.  The constructor takes each as a field, without checks: its
-    name in small letters without ``KVSHM_``, as in ``Config(run_dir="/run/kvshm", verify=True)``.
+    ``from_env`` reads and checks them.  The constructor takes each as a field: its name in small
+    letters without ``KVSHM_``, as in ``Config(run_dir="/run/kvshm", role="producer")``.  It checks
+    the choices only, and raises ConfigError for one that there is not.
     """
 
     enable: bool = _flag("Share this engine's prefix cache.")
@@ -226,6 +227,15 @@ class Config:
     """Internal: what limits the role in addition to the settings, vLLM's configuration."""
     warnings: tuple[str, ...] = ()
     """Likely mistakes that do not stop the start; to be logged once."""
+
+    def __post_init__(self) -> None:
+        choices = {"role": Role, "share": Share, "fault": Fault}
+        for name, kind in choices.items():
+            if (value := getattr(self, name)) is not None and not isinstance(value, kind):
+                setting = next(s for s in SETTINGS if s.field == name)
+                object.__setattr__(self, name, _parse(setting, f"Config({name}=...)", value))
+        if self.min_prefix_tokens == Auto.AUTO:
+            object.__setattr__(self, "min_prefix_tokens", Auto.AUTO)
 
     @classmethod
     def from_env(

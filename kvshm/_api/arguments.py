@@ -151,6 +151,8 @@ def checked_groups(groups: Sequence[Group] | None, block_size: int) -> Sequence[
             raise MisuseError(
                 f"group {number} is {group}; give a window, or a chunk, or 0 for full attention"
             )
+    if len(given) == 1 and given[0].scale != 1:
+        raise MisuseError(f"the only group is {given[0]}; give it one key for each block")
     if not 0 < len(given) <= MAX_GROUPS:
         raise MisuseError(
             f"{len(given)} groups; give 1 to {MAX_GROUPS}, or none for one of full attention"

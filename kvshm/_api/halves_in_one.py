@@ -66,9 +66,14 @@ class HalvesInOne:
         """On the client's thread."""
         try:
             self.rank.open_epoch(state.table.epoch)
-        except (KvshmError, OSError):  # for example, no descriptors
+        except Exception as exc:  # any, of a transport: for example, no descriptors
+            foreseen = isinstance(exc, KvshmError | OSError)
             if self.cache.not_opened(state.table.epoch):
-                log.warning("%s (the engine serves on and tries another epoch)", self.rank.failed)
+                log.warning(
+                    "%s (the engine serves on and tries another epoch)",
+                    self.rank.failed,
+                    exc_info=None if foreseen else exc,
+                )
             return
         self._opened(state)
 

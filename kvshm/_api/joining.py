@@ -100,7 +100,11 @@ def join(
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
     node = Node(called, block_size, own, shape, fields, open_halves)
-    node._start(identity)
+    try:
+        node._start(identity)
+    except BaseException:
+        node.close()
+        raise
     return node
 
 

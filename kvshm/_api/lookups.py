@@ -11,6 +11,8 @@ from kvshm._engine.prefix_search import PrefixSearch
 from .load import Found
 
 _ANY_NUMBER = 1 << 30
+_AT_ONCE = 64
+"""Keys in one search for single blocks."""
 
 
 def all_lengths(search: PrefixSearch, state: EpochState, found: Found) -> tuple[int, ...]:
@@ -31,9 +33,10 @@ def held_by_peers(state: EpochState, keys: Sequence[bytes], group: Group) -> lis
     held, scale = [False] * len(keys), group.scale
     at, blocks = 0, len(keys) // scale
     while at < blocks:
-        runs = state.peers.lookup(keys, at, blocks, group=group.number, scale=scale)
+        stop = min(at + _AT_ONCE, blocks)  # a search prepares for as many as it is asked for
+        runs = state.peers.lookup(keys, at, stop, group=group.number, scale=scale)
         found = sum(run.num_blocks for run in runs)
         for block in range(at, at + found):
             held[(block + 1) * scale - 1] = True
-        at += found + 1
+        at += found + (at + found < stop)
     return held

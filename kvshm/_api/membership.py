@@ -5,21 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Self
 
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.groups import Groups
 from kvshm._ground.forks import guard_forks
-from kvshm._ground.ids import BlockId
-from kvshm._ground.log import logger
+from kvshm._ground.log import RateLimit, logger
 from kvshm.errors import KvshmError, MisuseError
 
 from .halves_in_one import HalvesInOne
 from .identity import Identity
 from .load import pauses
 from .loads import Loads
-from .own_blocks import Content, OwnBlocks, pack_contents
+from .own_blocks import OwnBlocks, pack_contents
 
 log = logger(__name__)
 
@@ -43,26 +42,37 @@ class Membership:
         """As the other engines' logs and lists show it."""
         self.block_size = block_size
         """Tokens for each key."""
-        self.refusal: str = ""
-        """Why this engine shares nothing until it is joined again; empty if it may."""
+        self._refusal = ""
         self._own = own
         self._groups = groups
         self._fields = fields
         self._lock = threading.RLock()
         self._loads = Loads(own)
+        self._log_limit = RateLimit(time.monotonic)
         self._paused = self._closed = False
         self._open: EpochState | None = None
         """The epoch that is open on both halves."""
         self._halves: HalvesInOne | None = None
         try:
             self._halves = open_halves(self._opened)
-        except (KvshmError, OSError) as exc:  # for example, no directory, descriptors or memory
-            self._refuse(str(exc))
+        except Exception as exc:  # any, of a transport: for example, no directory or descriptors
+            self._refuse(exc)
         guard_forks(self)
 
-    def _refuse(self, reason: str) -> None:
-        self.refusal = reason
-        log.warning("not sharing the prefix cache: %s", reason)
+    @property
+    def refusal(self) -> str:
+        """Why this engine shares nothing: for good, or for as long as the coordinator refuses it.
+        Empty if it may share."""
+        halves = self._halves
+        return self._refusal or (halves.cache.refusal if halves is not None else "")
+
+    def _refuse(self, exc: Exception) -> None:
+        """Share nothing, for good.  An error that nobody foresaw is logged in full."""
+        foreseen = isinstance(exc, KvshmError | OSError)
+        self._refusal = str(exc) if foreseen else f"{type(exc).__name__}: {exc}"
+        log.warning(
+            "not sharing the prefix cache: %s", self._refusal, exc_info=None if foreseen else exc
+        )
 
     # -- joining
 
@@ -107,8 +117,8 @@ class Membership:
         if halves is not None:
             try:
                 halves.begin_epoch(self._fields(identity), self._groups, self._own.find_run)
-            except KvshmError as exc:
-                self._refuse(str(exc))
+            except Exception as exc:  # any, of a transport
+                self._refuse(exc)
                 self._halves = None
                 return halves
         return None
@@ -125,6 +135,8 @@ class Membership:
         copy from now on, they discard.  Loads under way fail; wait for them before their blocks are
         written."""
         if identity is not None:
+            if not isinstance(identity, Identity):
+                raise MisuseError(f"identity is {identity!r}; give an Identity")
             self._fields(identity)  # may raise: nothing has been done
         with self._lock:
             halves, unusable = self._living(), None
@@ -142,8 +154,9 @@ class Membership:
             if self._closed or self._halves is None or state is not self._halves.cache.epoch_state:
                 return
             self._open = state
+            self._own.begin_epoch()
             if not self._paused:
-                self._publish_now(self._own.contents)
+                self._publish_waiting()
 
     def _living(self) -> HalvesInOne | None:
         """Both halves, None if this engine shares nothing.  Takes note of the loads that have
@@ -157,12 +170,19 @@ class Membership:
 
     # -- what an epoch begins and a call does alike
 
-    def _publish_now(self, contents: Mapping[BlockId, Content]) -> int:
+    def _publish_waiting(self) -> int:
+        """Show what is published and not shown yet.  Returns how many blocks became readable."""
         halves, state = self._halves, self._open
         if halves is None or state is None or state is not halves.cache.epoch_state:
             return 0
-        halves.rank.write_checksums(list(contents))
-        return halves.cache.publisher.publish(*pack_contents(contents))
+        contents = self._own.take_waiting()
+        try:
+            halves.rank.write_checksums(list(contents))
+            return halves.cache.publisher.publish(*pack_contents(contents))
+        except Exception:  # any, of a transport: these blocks stay unshown
+            if self._log_limit.allows("publish"):
+                log.exception("blocks could not be published")
+            return 0
 
     def _drain(self, halves: HalvesInOne) -> None:
         halves.cache.publisher.drain_before_dispatch()
@@ -178,8 +198,11 @@ class Membership:
                 return
             self._closed = True
             halves = self._halves
-        if halves is not None:
-            halves.close()  # without the lock, which the client's thread may want
+        try:
+            if halves is not None:
+                halves.close()  # without the lock, which the client's thread may want
+        except Exception:  # any, of a transport
+            log.exception("the memory's export could not be closed")
         with self._lock:
             self._let_go()
 
@@ -190,7 +213,7 @@ class Membership:
     def forget_in_child(self) -> None:
         """Internal: a forked child has no part in the node (kvshm/_ground/forks.py)."""
         self._lock = threading.RLock()
-        self.refusal = "this process was forked from the engine that has joined"
+        self._refusal = "this process was forked from the engine that has joined"
         self._let_go()
 
     def __enter__(self) -> Self:

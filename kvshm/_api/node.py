@@ -119,7 +119,7 @@ class Node(Membership):
                 return False
             search = halves.cache.planner.search
             found = search.longest(self._open, keys, start, len(keys), len(keys))
-            return bool(found.runs) and found.length >= len(keys)
+            return bool(found.runs) and found.length >= len(keys) - len(keys) % self._groups.step
 
     # -- loads
 
@@ -183,7 +183,7 @@ class Node(Membership):
             self._living()
             new = self._own.check_contents(keys, block_ids, start, group)
             self._own.add(new)
-            return 0 if self._paused else self._publish_now(new)
+            return 0 if self._paused else self._publish_waiting()
 
     def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
         """Let nobody read these blocks any more, before they are written or given other contents.
@@ -193,16 +193,19 @@ class Node(Membership):
         at once; then call ``drain`` before writing them."""
         with self._lock:
             halves = self._living()
-            gone = self._own.remove(self._own.check_retractable(block_ids))
-            if halves is None or not gone:
+            blocks = self._own.check_retractable(block_ids)
+            gone = self._own.remove(blocks)
+            if halves is None:
                 return
-            halves.cache.publisher.retract(gone)
-            self._own.undrained.update(gone)
-            if wait:
+            if gone:
+                halves.cache.publisher.retract(gone)
+                self._own.undrained.update(gone)
+            if wait and not self._own.undrained.isdisjoint(blocks):
                 self._drain(halves)
 
     async def retract_async(self, block_ids: Iterable[int]) -> None:
-        """Like ``retract``, without blocking the event loop: on a thread."""
+        """Like ``retract``, on a thread, so that the event loop goes on.  Other calls of this node
+        wait meanwhile, those of the loop included: for the drain budget at most."""
         await asyncio.to_thread(self.retract, list(block_ids))
 
     def drain(self) -> None:
@@ -212,7 +215,7 @@ class Node(Membership):
                 self._drain(halves)
 
     async def drain_async(self) -> None:
-        """Like ``drain``, without blocking the event loop: on a thread."""
+        """Like ``drain``, on a thread, as ``retract_async``."""
         await asyncio.to_thread(self.drain)
 
     def hold(self, keys: Sequence[bytes], seconds: float, group: int = 0) -> int:
@@ -248,7 +251,7 @@ class Node(Membership):
             self._living()
             if self._paused:
                 self._paused = False
-                self._publish_now(self._own.contents)
+                self._publish_waiting()
 
     def stats(self) -> dict[str, int]:
         """Return the counters of the present epoch by name (docs/operations.md), and ``peers``:

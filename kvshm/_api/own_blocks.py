@@ -40,6 +40,8 @@ class OwnBlocks:
         self._scales = scales
         self.contents: dict[BlockId, Content] = {}
         """Of the published blocks."""
+        self.waiting: dict[BlockId, Content] = {}
+        """Those of them that the present epoch does not show yet."""
         self._places: dict[tuple[bytes, int], dict[BlockId, None]] = {}
         self._loading: set[BlockId] = set()
         self.undrained: set[BlockId] = set()
@@ -93,7 +95,7 @@ class OwnBlocks:
     ) -> dict[BlockId, Content]:
         """Return what those blocks hold that are not published yet.  ``start``: index of the first
         block in its prefix.  Raises MisuseError."""
-        keys, given = checked_keys(keys), self.check_exist(blocks)
+        keys, given = listed("keys", keys), self.check_exist(blocks)
         self.check_group(group)
         if len(set(given)) != len(given):
             raise MisuseError("a block is given twice to publish; give each once")
@@ -104,6 +106,7 @@ class OwnBlocks:
                 f"{len(given)} blocks from block {first} on are not those of {len(keys)} keys; "
                 "give the keys up to the last block's, and as `start` the index of the first block"
             )
+        checked_keys(keys[max(0, first * scale - 1) :])  # the others are not used
         new: dict[BlockId, Content] = {}
         for index, block in enumerate(given, first):
             parent = keys[index * scale - 1][:_TAG_BYTES] if index else bytes(_TAG_BYTES)
@@ -133,6 +136,7 @@ class OwnBlocks:
     def add(self, contents: dict[BlockId, Content]) -> None:
         """These blocks are published."""
         self.contents |= contents
+        self.waiting |= contents
         for block, content in contents.items():
             self._places.setdefault((content.key, content.group), {})[block] = None
 
@@ -141,12 +145,22 @@ class OwnBlocks:
         gone = []
         for block in blocks:
             if (content := self.contents.pop(block, None)) is not None:
+                self.waiting.pop(block, None)
                 place = content.key, content.group
                 del self._places[place][block]
                 if not self._places[place]:
                     del self._places[place]
                 gone.append(block)
         return gone
+
+    def begin_epoch(self) -> None:
+        """Another epoch has begun, and shows nothing yet."""
+        self.waiting = dict(self.contents)
+
+    def take_waiting(self) -> dict[BlockId, Content]:
+        """Return what is published and not shown yet: it is going to be."""
+        taken, self.waiting = self.waiting, {}
+        return taken
 
     def begin_load(self, blocks: Iterable[BlockId]) -> None:
         """These blocks are being filled."""
@@ -169,6 +183,7 @@ class OwnBlocks:
     def clear(self) -> None:
         """Nothing is published any more."""
         self.contents.clear()
+        self.waiting.clear()
         self._places.clear()
         self.undrained.clear()
 

@@ -52,17 +52,17 @@ class PrefixSearch:
         published them, else at the peers that a lookup names.  Returns how many were found.
         IndexError if there is no such group."""
         group, find = self.groups.all[number], _Finder(self, epoch, hashes)
-        own, held, index, stop = b"", 0, 0, len(hashes) // group.scale
+        own, held, index, stop = list[bytes](), 0, 0, len(hashes) // group.scale
         while index < stop:
             runs = find.own(group, index, index + 1)
-            own += b"".join(run.records for run in runs)
+            own += [run.records for run in runs]
             if not runs:
                 runs = find.remote(group, index, stop)
                 for run in runs:
                     with suppress(KvshmError):  # a table that somebody spoilt
                         held += run.peer.table.hold(run.records, seconds)
             index += sum(run.num_blocks for run in runs) or 1
-        return held + epoch.table.hold(own, seconds)
+        return held + epoch.table.hold(b"".join(own), seconds)
 
 
 class _Finder:

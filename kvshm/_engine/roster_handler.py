@@ -55,7 +55,8 @@ class RosterHandler:
         self._start = start
         self._logged: dict[int, None] = {}  # in the order of logging
         self._joined: Epoch | None = None
-        self._refusal = ""
+        self.refusal = ""
+        """Why the coordinator refuses the engine, as last heard; empty if it does not."""
         self._minute_report = MinuteReport()
 
     def describe(self) -> EngineInfo | None:
@@ -91,11 +92,11 @@ class RosterHandler:
     def _handle_reply(self, state: EpochState, reply: Joined | Refused) -> None:
         if isinstance(reply, Refused):
             text = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
-            if text != self._refusal:
-                self._refusal = text
+            if text != self.refusal:
+                self.refusal = text
                 log.warning("%s (serving on, unshared)", text)
             return
-        self._refusal = ""
+        self.refusal = ""
         state.table.set_lease_bit(LeaseBit(reply.lease_bit))
         if self._joined == state.table.epoch:
             state.table.counters.add(REJOINS, 1)

@@ -86,8 +86,8 @@ class SchedulerHalf:
         """Whether the last attempt to begin an epoch failed; there will be another."""
         start = start_command(run_dir, config.namespace)
         self._opened = opened
-        handler = RosterHandler(self._open, lambda: self.epoch_state, start)
-        self._client = CoordinatorClient(run_dir, config.namespace, handler)
+        self._handler = RosterHandler(self._open, lambda: self.epoch_state, start)
+        self._client = CoordinatorClient(run_dir, config.namespace, self._handler)
         budget = config.step_budget_ms(spec.asynchronous) / 1000
         self.publisher = Publisher(self, self._client.send_events, budget, clock)
         self.planner = LoadPlanner(config, self, clock)
@@ -106,6 +106,11 @@ class SchedulerHalf:
         """Whether the coordinator has the present epoch in its roster, as far as known.  Any
         thread."""
         return self.epoch_state is not None and self._client.is_member
+
+    @property
+    def refusal(self) -> str:
+        """Why the coordinator refuses this engine; empty if it does not.  Any thread."""
+        return self._handler.refusal
 
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` returns the fingerprint's fields; the client's
@@ -151,6 +156,7 @@ class SchedulerHalf:
         dead engines, so that the last engine leaves nothing behind.  Blocks up to two seconds."""
         self.end_epoch()
         self._client.close(timeout=1.0)
+        self._opened = None  # it refers to the rank, and so to memory
         if self._cleanup_dir is not None:
             try:
                 clear(self._cleanup_dir, self._config.namespace, patience=1.0)

@@ -17,13 +17,14 @@ class Rows:
         """Rows of equal size, in all engines that are to share: the size is a part of the
         fingerprint."""
         self._row_bytes = row_bytes
-        self._memory = allocate(num_rows * row_bytes)
+        config = replace(config or Config.from_env(os.environ), min_prefix_tokens=0)
+        self._memory = allocate(num_rows * row_bytes, config)
         self.node = join(
             identity,
             memory=self._memory,
             regions=[Region(0, row_bytes, row_bytes, num_rows)],
             block_size=1,
-            config=replace(config or Config.from_env(os.environ), min_prefix_tokens=0),
+            config=config,
         )
 
     def publish(self, row: int, key: bytes, *parts: bytes | memoryview) -> None:

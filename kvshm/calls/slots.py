@@ -6,6 +6,7 @@ in place, so a slot mapping is right if it addresses whole own blocks in order.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,7 @@ def blocks_at(slot_mapping: Any, begin: int, end: int, block_size: int) -> list[
 
 def refuse_doubles(blocks: Sequence[int]) -> None:
     """Raises SlotMappingError if a block is named twice."""
-    if doubles := {block for block in blocks if blocks.count(block) > 1}:
+    if doubles := {block for block, count in Counter(blocks).items() if count > 1}:
         raise SlotMappingError(
             f"slot mappings address blocks {sorted(doubles)} more than once: a block has the KV of "
             "one place of one prompt"

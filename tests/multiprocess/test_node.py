@@ -370,3 +370,46 @@ def test_blocks_that_are_being_read_are_told_to_their_owner(toys: Toys) -> None:
         assert a.node.kept(range(BLOCKS)) == [0, 1]
     assert ended(load).state is LoadState.DONE
     wait_until(lambda: not a.node.kept(range(BLOCKS)), "the leases are given back")
+
+
+def test_a_second_retract_waits_for_what_the_first_did_not(toys: Toys) -> None:
+    """Else its caller writes while another engine reads, which accepts what it has read."""
+    a, b = toys.pair()
+    keys = prompt(a)
+    a.compute(keys, range(6))
+    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    with b.copies_held_up():
+        load = b.node.load(found, range(6))
+        b.wait_until_copying()
+        a.node.retract(range(6), wait=False)
+        assert a.leases() == 6
+        a.node.retract([5])
+        assert a.leases() == 0
+    assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
+
+
+def test_what_is_shown_already_gets_no_other_checksum(toys: Toys) -> None:
+    """The old one tells that the block was changed."""
+    a, b = toys.pair(settings={"verify": True})
+    keys = prompt(a)
+    a.compute(keys, range(6))
+    b.node.wait_for(keys, PATIENCE_SECONDS)
+    a.node.pause()
+    a.compute(prompt(a, salt=b"later"), range(6, 12))
+    a.write(2, keys[0])
+    a.node.resume()
+    assert a.node.stats()["published"] == 12
+    load = ended(b.node.load(b.node.lookup(keys), range(6)))
+    assert (load.state, load.good) == (LoadState.FAILED, 2)
+    assert b.node.stats()["mismatched"] == 1
+
+
+def test_blocks_that_others_have_here_and_there(toys: Toys) -> None:
+    a, b = toys.pair()
+    keys = prompt(a, BLOCKS)
+    for block in range(0, BLOCKS, 3):
+        a.write(block, keys[block])
+        a.node.publish(keys[: block + 1], [block], block)
+    b.node.wait_for([keys[-2]], PATIENCE_SECONDS)
+    held = ["" if block % 3 else "peer" for block in range(BLOCKS)]
+    wait_until(lambda: b.node.contains(keys) == held, "all are known")

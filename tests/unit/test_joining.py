@@ -51,6 +51,7 @@ def join(memory: Any, **how: Any) -> Node:
     ("how", "told"),
     [
         ({"block_size": 0}, "tokens of a block"),
+        ({"groups": [kvshm.Group(0, 8, scale=2)]}, "one key for each block"),
         ({"block_size": 1.0}, "tokens of a block"),
         ({"block_size": 1 << 32}, "tokens of a block"),
         ({"name": "n" * 65}, "shorten it"),
@@ -277,3 +278,9 @@ def test_memory_is_of_the_kind_that_its_transport_shares() -> None:
 @pytest.fixture(autouse=True)
 def _logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
+
+
+def test_choices_may_be_given_as_text() -> None:
+    assert Config(share="none", role="consumer").decide_role().refusal == "KVSHM_SHARE=none"  # type: ignore[arg-type]  # as users write it
+    with pytest.raises(ConfigError, match="is not all, salted-only or none"):
+        Config(share="some")  # type: ignore[arg-type]  # the mistake that is refused
