@@ -4,8 +4,8 @@
     python examples/tiny_engine.py      # in two terminals: give both the same prompt
 
 Each line of stdin, or each argument, is a prompt; its tokens are its bytes.  For each prompt it
-prints how many of its tokens were hit in the own cache, imported and computed, and the next tokens.
-docs/porting.md explains each line that stands here and not there.
+prints where its tokens came from, and the next tokens.  docs/porting.md leads from the engine alone
+to the one that shares.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from hashlib import sha256
 from itertools import chain, islice
 
@@ -97,7 +96,7 @@ class Engine:
             self._share()
 
     def _share(self) -> None:
-        """Move the cache to memory that other engines can read, and join their node."""
+        """Share the cache with the other engines of this machine."""
         cache = self.model.cache
         try:
             self.memory = kvshm.allocate(cache.nbytes)
@@ -185,12 +184,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="to compute for each prompt")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with closing(Engine(options.blocks, options.seed)) as engine:
-        for line in options.prompts or sys.stdin:
-            prompt = line.strip().encode()
-            counts, tokens = engine.generate(prompt, options.tokens)
-            said = ", ".join(f"{what} {number}" for what, number in counts.items())
-            print(f"{said}; next {tokens}", flush=True)
+    engine = Engine(options.blocks, options.seed)
+    for line in options.prompts or sys.stdin:
+        prompt = line.strip().encode()
+        counts, tokens = engine.generate(prompt, options.tokens)
+        said = ", ".join(f"{what} {number}" for what, number in counts.items())
+        print(f"{said}; next {tokens}", flush=True)
+    engine.close()
 
 
 if __name__ == "__main__":

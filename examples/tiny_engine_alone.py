@@ -3,8 +3,8 @@
     python examples/tiny_engine_alone.py
 
 Each line of stdin, or each argument, is a prompt; its tokens are its bytes.  For each prompt it
-prints how many of its tokens were hit in the own cache and computed, and the next tokens.
-docs/porting.md brings kvshm to it, step by step; examples/tiny_engine.py is the result.
+prints where its tokens came from, and the next tokens.  docs/porting.md leads from the engine alone
+to the one that shares.
 """
 
 from __future__ import annotations
