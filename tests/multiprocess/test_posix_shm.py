@@ -157,6 +157,12 @@ def finish(copy) -> CopyState:
     return copy.poll()
 
 
+@pytest.fixture(autouse=True)
+def nothing_of_earlier_tests() -> None:
+    """What they mapped in this process goes with their objects."""
+    gc.collect()
+
+
 def kv_mappings() -> list[str]:
     """Permissions of the KV memories mapped into this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
