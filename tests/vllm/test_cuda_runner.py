@@ -212,7 +212,7 @@ def test_a_prefix_travels_while_both_engines_run_ahead(pair: list[InProcessEngin
 
     def known() -> bool:
         a.step()
-        plan = b.cache.planner.probe(chain, 0, 5)
+        plan = b.cache.planner.lookup(chain, 0, 5)
         return plan is not None and plan.num_blocks == 5
 
     b.until(known)
@@ -257,7 +257,7 @@ def test_an_abort_during_an_import_gives_leases_ticket_and_blocks_back(
 
     def known() -> bool:
         a.step()
-        plan = b.cache.planner.probe(chain, 0, 5)
+        plan = b.cache.planner.lookup(chain, 0, 5)
         return plan is not None and plan.num_blocks == 5
 
     b.until(known)
