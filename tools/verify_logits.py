@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import secrets
 import sys
 import time
@@ -23,6 +25,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 
 EXIT_AGREE, EXIT_DIFFER, EXIT_FAILED, EXIT_NOT_IMPORTED = range(4)
 IMPORTED = "vllm:kvshm_imported_tokens_total"
+_COUNTED = re.compile(rf"^{IMPORTED}(?:\{{.*\}})? +(\S+)", re.MULTILINE)
 METRICS_SECONDS = 10.0
 """How long the metrics may take to show an import."""
 _POLL_SECONDS = 0.1
@@ -63,13 +66,15 @@ class Divergence:
     first_token: int | None
     """Index of the first token that differs; None: none."""
     max_logprob: float
-    """Largest difference of a log-probability that both state, up to the first token that
-    differs."""
+    """Largest difference of a log-probability, up to the first token that differs; infinite if one
+    is NaN.  One that only one side states differs at least by how far it is above the least of the
+    other side."""
     unmatched: int
     """Tokens that only one of both has among the most probable, up to there."""
 
     def within(self, tolerance: float) -> bool:
-        return self.first_token is None and self.max_logprob <= tolerance
+        matched = not self.unmatched or tolerance > 0
+        return self.first_token is None and matched and self.max_logprob <= tolerance
 
 
 def divergence(a: Answer, b: Answer) -> Divergence:
@@ -82,11 +87,22 @@ def divergence(a: Answer, b: Answer) -> Divergence:
     deltas, unmatched = [0.0], 0
     for place in range(end):
         if a.tokens[place] == b.tokens[place]:
-            deltas.append(abs(a.logprobs[place] - b.logprobs[place]))
+            deltas.append(_apart(a.logprobs[place], b.logprobs[place]))
         here, there = a.top[place], b.top[place]
-        deltas += [abs(here[token] - there[token]) for token in here.keys() & there.keys()]
-        unmatched += len(here.keys() ^ there.keys())
+        deltas += [_apart(here[token], there[token]) for token in here.keys() & there.keys()]
+        for one, other in ((here, there), (there, here)):
+            least = min(other.values(), default=-math.inf)
+            alone = [one[token] for token in one.keys() - other.keys()]
+            deltas += [_apart(max(each, least), least) for each in alone]
+            unmatched += len(alone)
     return Divergence(first, max(deltas), unmatched)
+
+
+def _apart(x: float, y: float) -> float:
+    """How far two log-probabilities are apart; a NaN is infinitely far from all."""
+    if math.isnan(x) or math.isnan(y):
+        return math.inf
+    return 0.0 if x == y else abs(x - y)  # equal infinities have no difference
 
 
 # -- asking
@@ -118,11 +134,22 @@ class Server:
 
     def imported_tokens(self) -> float:
         """How many tokens its engines have imported so far."""
-        lines = self._request("/metrics").splitlines()
-        found = [line.rpartition(" ")[2] for line in lines if line.startswith(IMPORTED)]
+        found = _COUNTED.findall(self._request("/metrics"))
         if not found:
             raise ServerError(f"{self.name}: its metrics have no {IMPORTED}: kvshm is not enabled")
-        return sum(map(float, found))
+        try:
+            count = sum(map(float, found))
+        except ValueError:
+            count = math.nan
+        if not math.isfinite(count):
+            raise ServerError(f"{self.name}: its metrics state {found[0]} as {IMPORTED}")
+        return count
+
+    def imported_since(self, before: float) -> float:
+        """How many tokens more than ``before`` its engines have imported."""
+        if (now := self.imported_tokens()) < before:
+            raise ServerError(f"{self.name}: it was restarted meanwhile: {IMPORTED} has fallen")
+        return now - before
 
     def _request(self, path: str, body: bytes | None = None) -> str:
         request = Request(self._url + path, body, {"Content-Type": "application/json"})
@@ -170,11 +197,12 @@ def ask(
     answers = [a.complete(asked), a.complete(asked)]
     pause(wait)
     answers.append(b.complete(asked))
-    imported, waited = b.imported_tokens() - before, 0.0
+    imported, waited = b.imported_since(before), 0.0
     while not imported and waited < METRICS_SECONDS:
         pause(_POLL_SECONDS)
-        imported, waited = b.imported_tokens() - before, waited + _POLL_SECONDS
+        imported, waited = b.imported_since(before), waited + _POLL_SECONDS
     answers.append(b.complete(asked))
+    b.imported_since(before + imported)  # else its own hit may be none
     return Outcome(dict(zip(NAMES, answers, strict=True)), imported)
 
 
@@ -193,8 +221,12 @@ def _verdict(outcome: Outcome, tolerance: float) -> tuple[int, str]:
     return EXIT_DIFFER, "the import gives another answer than a local hit"
 
 
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
 def _told(outcome: Outcome, verdict: str) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """What ``--json`` prints; null stands for an infinite difference."""
     return {
         "verdict": verdict,
         "imported_tokens": outcome.imported_tokens,
@@ -204,7 +236,7 @@ def _told(outcome: Outcome, verdict: str) -> dict[str, Any]:
                 "second": other,
                 "judged": (one, other) in JUDGED,
                 "first_differing_token": each.first_token,
-                "max_logprob_difference": each.max_logprob,
+                "max_logprob_difference": _finite(each.max_logprob),
                 "unmatched_candidates": each.unmatched,
             }
             for (one, other), each in outcome.divergences().items()
@@ -217,10 +249,11 @@ def _as_text(told: dict[str, Any]) -> str:
     for pair in told["pairs"]:
         first = pair["first_differing_token"]
         tokens = "equal tokens" if first is None else f"token {first} differs"
+        most = pair["max_logprob_difference"]
         judged = "" if pair["judged"] else " (rounding of the engine itself; not judged)"
         lines.append(
             f"{pair['first']} / {pair['second']}: {tokens}, log-probabilities differ by "
-            f"{pair['max_logprob_difference']:.3g} at most, {pair['unmatched_candidates']} "
+            f"{math.inf if most is None else most:.3g} at most, {pair['unmatched_candidates']} "
             f"candidates unmatched{judged}"
         )
     return "\n".join([*lines, told["verdict"]])

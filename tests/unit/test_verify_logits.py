@@ -33,13 +33,13 @@ class Played:
     """A server that answers in turn; each answer adds to what it has imported."""
 
     answers: list[Logprobs | None]
-    imports: list[int] = field(default_factory=lambda: [0, 0])
+    imports: list[float] = field(default_factory=lambda: [0, 0])
     enabled: bool = True
     asked: list[dict[str, Any]] = field(default_factory=list)
-    imported: int = 5
+    imported: float = 5.0
 
     def metrics(self) -> str:
-        line = f'vllm:kvshm_imported_tokens_total{{engine="0"}} {self.imported}.0'
+        line = f'vllm:kvshm_imported_tokens_total{{engine="0"}} {self.imported}'
         return f"# HELP\n{line}\n" if self.enabled else "vllm:other 1.0\n"
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -177,7 +177,42 @@ def test_a_shorter_answer_differs_where_it_ends() -> None:
     assert (found.first_token, found.max_logprob) == (1, 0.0)
 
 
-def test_candidates_that_only_one_side_has_are_counted() -> None:
+def test_candidates_that_only_one_side_has_are_counted_and_judged() -> None:
     a = Answer(["x"], [-1], [{"x": -1, "y": -2}])
-    b = Answer(["x"], [-1], [{"x": -1, "z": -2}])
-    assert divergence(a, b).unmatched == 2
+    b = Answer(["x"], [-1], [{"x": -1, "z": -2.5}])
+    for found in (divergence(a, b), divergence(b, a)):
+        assert (found.unmatched, found.max_logprob) == (2, 0.5)
+        assert found.within(0.5) and not found.within(0.25)
+    ties = divergence(a, Answer(["x"], [-1], [{"x": -1, "z": -2}]))
+    assert (ties.unmatched, ties.max_logprob) == (2, 0.0)
+    assert ties.within(0.1) and not ties.within(0.0)
+
+
+def test_nan_is_infinitely_far_and_equal_infinities_are_not() -> None:
+    nan, inf = float("nan"), float("inf")
+    for one, other in ((nan, nan), (-1.0, nan), (nan, -inf), (-1.0, -inf)):
+        for place in ("chosen", "other"):
+            a, b = answer("x", **{place: one}), answer("x", **{place: other})
+            assert divergence(a, b).max_logprob == divergence(b, a).max_logprob == inf
+    a = answer("x", other=-inf)
+    assert divergence(a, a).max_logprob == 0.0
+    alone = Answer(["x"], [-1], [{"x": -1, "y": nan}]), Answer(["x"], [-1], [{"x": -1}])
+    assert divergence(*alone).max_logprob == divergence(*alone[::-1]).max_logprob == inf
+
+
+def test_nan_answers_are_no_agreement(capsys: pytest.CaptureFixture[str]) -> None:
+    nan = logprobs("token_id:1", chosen=float("nan"))
+    for options in ((), ("--json",)):
+        assert verify(Played([SAME, nan]), Played([nan, nan], imports=[64, 0]), *options) == 1
+        said = capsys.readouterr().out
+        assert ("NaN" in said, "Infinity" in said, "null" in said) == (False, False, bool(options))
+    assert verify(Played([nan, nan]), Played([nan, nan], imports=[64, 0])) == 1
+    assert "differ by inf at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("imports", [[float("nan"), 0], [float("inf"), 0], [-3, 0], [64, -64]])
+def test_an_odd_count_of_imports_is_refused(
+    imports: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(Played([SAME, SAME]), Played([SAME, SAME], imports=imports)) == 2
+    assert capsys.readouterr().err.startswith("kvshm verify-logits: B: it")
