@@ -13,22 +13,36 @@ import json
 import math
 import re
 import secrets
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.parse import urlsplit
 
 EXIT_AGREE, EXIT_DIFFER, EXIT_FAILED, EXIT_NOT_IMPORTED = range(4)
 IMPORTED = "vllm:kvshm_imported_tokens_total"
 _COUNTED = re.compile(rf"^{IMPORTED}(?:\{{.*\}})? +(\S+)", re.MULTILINE)
+_ODD_ANSWER = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""What reading JSON of another shape raises."""
 METRICS_SECONDS = 10.0
 """How long the metrics may take to show an import."""
 _POLL_SECONDS = 0.1
+MOST = 1e6
+"""Of any number on the command line: longer pauses overflow."""
 NAMES = ("A computed", "A local hit", "B imported", "B local hit")
 JUDGED = (("A local hit", "B imported"), ("B imported", "B local hit"))
 
@@ -113,7 +127,6 @@ class Server:
 
     def __init__(self, name: str, url: str, timeout: float) -> None:
         self.name, self._url, self._timeout = name, url.rstrip("/"), timeout
-        self._open = build_opener(ProxyHandler({})).open
 
     def complete(self, asked: Asked) -> Answer:
         """Ask for the most probable completion."""
@@ -129,7 +142,7 @@ class Server:
         text = self._request("/v1/completions", json.dumps(body).encode())
         try:
             return _answer(json.loads(text)["choices"][0]["logprobs"])
-        except (ValueError, LookupError, TypeError, AttributeError) as exc:
+        except _ODD_ANSWER as exc:
             raise ServerError(f"{self.name}: an answer without log-probabilities") from exc
 
     def imported_tokens(self) -> float:
@@ -152,18 +165,66 @@ class Server:
         return now - before
 
     def _request(self, path: str, body: bytes | None = None) -> str:
-        request = Request(self._url + path, body, {"Content-Type": "application/json"})
+        url = self._url + path
         try:
-            with self._open(request, timeout=self._timeout) as reply:
-                return str(reply.read().decode())
-        except (URLError, OSError, ValueError) as exc:
-            more = exc.read().decode(errors="replace")[:500] if hasattr(exc, "read") else ""
-            raise ServerError(f"{self.name}: {self._url}{path}: {exc} {more}".rstrip()) from exc
+            status, told = _exchange(url, body, self._timeout)
+            text = told.decode()
+        except (OSError, HTTPException, ValueError) as exc:
+            raise ServerError(f"{self.name}: {url}: {exc or type(exc).__name__}") from exc
+        if not 200 <= status < 300:
+            raise ServerError(f"{self.name}: {url}: HTTP {status} {text[:500]}".rstrip())
+        return text
+
+
+def _exchange(url: str, body: bytes | None, seconds: float) -> tuple[int, bytes]:
+    """Ask, and return status and content of the answer, all of it within about ``seconds``.
+    Raises OSError, HTTPException or ValueError."""
+    parts, until = urlsplit(url), time.monotonic() + seconds
+    kind = {"http": HTTPConnection, "https": HTTPSConnection}.get(parts.scheme)
+    if kind is None or not parts.hostname:
+        raise ValueError("wanted http://HOST:PORT")
+    with closing(kind(parts.hostname, parts.port, timeout=seconds)) as connection:
+        connection.connect()
+        with _shut_down_at(until, connection.sock) as late:
+            try:
+                headers = {"Content-Type": "application/json"}
+                connection.request("GET" if body is None else "POST", parts.path, body, headers)
+                reply = connection.getresponse()
+                text = reply.read()
+            except (OSError, HTTPException, ValueError):
+                if not late.is_set():
+                    raise
+        if late.is_set():
+            raise TimeoutError(f"no whole answer in {seconds:g} s")
+        return reply.status, text
+
+
+@contextmanager
+def _shut_down_at(until: float, sock: socket.socket) -> Iterator[threading.Event]:
+    """End whatever waits for this socket at a time; the event says that it has happened.  The
+    timeout of a socket is for each read: who sends a byte now and then never meets it."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with suppress(OSError):  # it is closed already
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of TLS too: no more is to be said
+
+    timer = threading.Timer(max(0.0, until - time.monotonic()), end)
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _answer(logprobs: dict[str, Any]) -> Answer:
     tokens = [str(token) for token in logprobs["tokens"]]
-    top = [dict(each or {}) for each in logprobs["top_logprobs"] or [{}] * len(tokens)]
+    top = [
+        {str(token): float(each) for token, each in dict(place or {}).items()}
+        for place in logprobs["top_logprobs"] or [{}] * len(tokens)
+    ]
     answer = Answer(tokens, [float(each) for each in logprobs["token_logprobs"]], top)
     if not tokens or not len(tokens) == len(answer.logprobs) == len(top):
         raise ValueError("lists of different lengths")
@@ -259,6 +320,17 @@ def _as_text(told: dict[str, Any]) -> str:
     return "\n".join([*lines, told["verdict"]])
 
 
+def _number(kind: Callable[[str], float], least: float) -> Callable[[str], Any]:
+    """A type for argparse: a number from ``least`` to MOST."""
+
+    def number(text: str) -> float:
+        if not least <= (found := kind(text)) <= MOST:
+            raise ValueError
+        return found
+
+    return number
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvshm verify-logits",
@@ -274,11 +346,13 @@ def _parser() -> argparse.ArgumentParser:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text of more than one block")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="a file with the text")
-    add("--max-tokens", metavar="N", type=int, default=16, help="tokens of each answer (16)")
-    add("--logprobs", metavar="N", type=int, default=5, help="candidates for each token (5)")
-    add("--tolerance", metavar="X", type=float, default=0.0, help="difference that is none (0)")
-    add("--wait", metavar="SECONDS", type=float, default=1.0, help="before B is asked (1)")
-    add("--timeout", metavar="SECONDS", type=float, default=300.0, help="for each answer (300)")
+    count, some, size = _number(int, 1), _number(int, 0), _number(float, 0.0)
+    period = _number(float, 0.001)
+    add("--max-tokens", metavar="N", type=count, default=16, help="tokens of each answer (16)")
+    add("--logprobs", metavar="N", type=some, default=5, help="candidates for each token (5)")
+    add("--tolerance", metavar="X", type=size, default=0.0, help="difference that is none (0)")
+    add("--wait", metavar="SECONDS", type=size, default=1.0, help="before B is asked (1)")
+    add("--timeout", metavar="SECONDS", type=period, default=300.0, help="for each answer (300)")
     add("--json", action="store_true", help="as JSON")
     return parser
 
