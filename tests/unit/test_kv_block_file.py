@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import struct
 import tempfile
@@ -116,6 +117,48 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BlockFileError, match="No space left"):
         block_file.write(tmp_path / "f", description(), arrays(), force=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def killed_while_writing(path: Path) -> None:
+    def kill(*_: Any, **__: Any) -> None:
+        for name in ("new", ".tmp"):  # safetensors has names of its own
+            (next(path.parent.glob(f".{path.name}.*")) / name).write_text("private")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if not (pid := os.fork()):
+        block_file.save_file = kill
+        try:
+            block_file.write(path, description(), arrays(), force=False)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+
+def test_what_a_killed_dump_leaves_is_private_and_the_next_removes_it(tmp_path: Path) -> None:
+    for name in ("f", "other"):
+        killed_while_writing(tmp_path / name)
+    left = list(tmp_path.iterdir())
+    assert [stat.S_IMODE(path.stat().st_mode) for path in left] == [0o700, 0o700]
+    (tmp_path / ".f.kvshm-notes").write_text("a file of somebody")
+    (tmp_path / ".f.kvshm-link").symlink_to(tmp_path)
+    block_file.write(tmp_path / "f", description(), arrays(), force=False)
+    found = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".other.")}
+    assert found == {"f", ".f.kvshm-notes", ".f.kvshm-link"}
+    assert len(list(tmp_path.glob(".other.*"))) == 1
+
+
+def test_a_dump_leaves_the_folder_of_one_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(*given: Any, **named: Any) -> None:
+        monkeypatch.setattr(block_file, "save_file", save_file)
+        block_file.write(tmp_path / "f", description(), arrays(), force=True)
+        save_file(*given, **named)
+
+    monkeypatch.setattr(block_file, "save_file", meanwhile)
+    block_file.write(tmp_path / "f", description(engine="outer"), arrays(), force=True)
+    assert BlockFile(tmp_path / "f").what.engine == "outer"
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
 def test_a_name_taken_meanwhile_is_not_replaced(
