@@ -170,7 +170,7 @@ class Server:
             status, told = _exchange(url, body, self._timeout)
             text = told.decode()
         except (OSError, HTTPException, ValueError) as exc:
-            raise ServerError(f"{self.name}: {url}: {exc or type(exc).__name__}") from exc
+            raise ServerError(f"{self.name}: {url}: {str(exc) or type(exc).__name__}") from exc
         if not 200 <= status < 300:
             raise ServerError(f"{self.name}: {url}: HTTP {status} {text[:500]}".rstrip())
         return text
