@@ -7,6 +7,8 @@ import os
 import signal
 import stat
 import struct
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -290,19 +292,47 @@ def test_a_command_names_the_file_that_it_cannot_use(
     assert line.startswith(f"kvshm kv {verb}: {path} is no file of kvshm's blocks: ")
 
 
-def test_memory_is_not_taken_for_a_file_that_is_larger(tmp_path: Path) -> None:
-    """A file with holes may state, and have, more bytes than there is memory."""
-    size = 1 << 40
+def with_holes(path: Path, size: int) -> None:
+    """A file that states, and has, more bytes than there is memory."""
     block = BlockKey(KEYS[0], bytes(8), 0, 0)
     what = description(regions=[[size]], blocks=[block], checksums=[[0]])
     tensor = {"dtype": "U8", "shape": [1, size], "data_offsets": [0, size]}
     header = json.dumps({"__metadata__": what.metadata(), "rank0.region0": tensor}).encode()
-    path = tmp_path / "f"
     with open(path, "wb") as holes:
         holes.write(struct.pack("<Q", len(header)) + header)
         holes.truncate(8 + len(header) + size)
+
+
+def test_memory_is_not_taken_for_a_file_that_is_larger(tmp_path: Path) -> None:
+    path, size = tmp_path / "f", 1 << 40
+    with_holes(path, size)
     with pytest.raises(KvshmError, match=f"{size} bytes: .* are available"):
         FileEngine(BlockFile(path), Config(), tmp_path)
+
+
+_WITH_LESS_MEMORY = """if True:
+    import resource, sys
+    from kvshm.tools.kv.command import main
+    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("verb", "status"), [("serve", 1), ("compare", 2)])
+def test_a_file_larger_than_the_address_space_is_told(
+    verb: str, status: int, tmp_path: Path, short: Path
+) -> None:
+    with_holes(tmp_path / "f", 1 << 40)
+    names = [str(tmp_path / "f")] * (2 if verb == "compare" else 1)
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_LESS_MEMORY, verb, *names],
+        env={**os.environ, "KVSHM_RUN_DIR": str(short)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stderr.startswith(f"kvshm kv {verb}: {tmp_path / 'f'} cannot be read: Cannot alloc")
 
 
 def test_a_damaged_block_is_not_served(tmp_path: Path, short: Path) -> None:

@@ -201,6 +201,8 @@ class BlockFile:
             raise
         except (OSError, SafetensorError, ValueError, RecursionError) as exc:
             raise BlockFileError(f"{path} is no file of kvshm's blocks: {exc}") from exc
+        except MemoryError as exc:  # a file with holes has any size
+            raise BlockFileError(f"{path} cannot be read: {exc}") from exc
 
     def _check_tensors(self) -> None:
         wanted = {name: nbytes for name, _, _, nbytes in self.what.tensors()}
@@ -219,7 +221,7 @@ class BlockFile:
         BlockFileError."""
         try:
             return numpy.asarray(self._file.get_slice(name)[begin:end])
-        except (OSError, SafetensorError, ValueError) as exc:
+        except (OSError, SafetensorError, ValueError, MemoryError) as exc:
             raise BlockFileError(f"{self.path} cannot be read: {exc}") from exc
 
 
