@@ -128,7 +128,7 @@ def killed_while_writing(path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if not (pid := os.fork()):
-        block_file.save_file = kill
+        pytest.MonkeyPatch().setattr(block_file, "save_file", kill)
         try:
             block_file.write(path, description(), arrays(), force=False)
         finally:
