@@ -10,22 +10,39 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import re
 import secrets
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
-from urllib.request import ProxyHandler, Request, build_opener
+from urllib.parse import urlsplit
 
 EXIT_AGREE, EXIT_DIFFER, EXIT_FAILED, EXIT_NOT_IMPORTED = range(4)
 IMPORTED = "vllm:kvshm_imported_tokens_total"
+_COUNTED = re.compile(rf"^{IMPORTED}(?:\{{.*\}})? +(\S+)", re.MULTILINE)
+_ODD_ANSWER = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
+"""What reading JSON of another shape raises."""
 METRICS_SECONDS = 10.0
 """How long the metrics may take to show an import."""
 _POLL_SECONDS = 0.1
+MOST = 1e6
+"""Of any number on the command line: longer pauses overflow."""
 NAMES = ("A computed", "A local hit", "B imported", "B local hit")
 JUDGED = (("A local hit", "B imported"), ("B imported", "B local hit"))
 
@@ -63,13 +80,15 @@ class Divergence:
     first_token: int | None
     """Index of the first token that differs; None: none."""
     max_logprob: float
-    """Largest difference of a log-probability that both state, up to the first token that
-    differs."""
+    """Largest difference of a log-probability, up to the first token that differs; infinite if one
+    is NaN.  One that only one side states differs at least by how far it is above the least of the
+    other side."""
     unmatched: int
     """Tokens that only one of both has among the most probable, up to there."""
 
     def within(self, tolerance: float) -> bool:
-        return self.first_token is None and self.max_logprob <= tolerance
+        matched = not self.unmatched or tolerance > 0
+        return self.first_token is None and matched and self.max_logprob <= tolerance
 
 
 def divergence(a: Answer, b: Answer) -> Divergence:
@@ -82,11 +101,22 @@ def divergence(a: Answer, b: Answer) -> Divergence:
     deltas, unmatched = [0.0], 0
     for place in range(end):
         if a.tokens[place] == b.tokens[place]:
-            deltas.append(abs(a.logprobs[place] - b.logprobs[place]))
+            deltas.append(_apart(a.logprobs[place], b.logprobs[place]))
         here, there = a.top[place], b.top[place]
-        deltas += [abs(here[token] - there[token]) for token in here.keys() & there.keys()]
-        unmatched += len(here.keys() ^ there.keys())
+        deltas += [_apart(here[token], there[token]) for token in here.keys() & there.keys()]
+        for one, other in ((here, there), (there, here)):
+            least = min(other.values(), default=-math.inf)
+            alone = [one[token] for token in one.keys() - other.keys()]
+            deltas += [_apart(max(each, least), least) for each in alone]
+            unmatched += len(alone)
     return Divergence(first, max(deltas), unmatched)
+
+
+def _apart(x: float, y: float) -> float:
+    """How far two log-probabilities are apart; a NaN is infinitely far from all."""
+    if math.isnan(x) or math.isnan(y):
+        return math.inf
+    return 0.0 if x == y else abs(x - y)  # equal infinities have no difference
 
 
 # -- asking
@@ -97,7 +127,6 @@ class Server:
 
     def __init__(self, name: str, url: str, timeout: float) -> None:
         self.name, self._url, self._timeout = name, url.rstrip("/"), timeout
-        self._open = build_opener(ProxyHandler({})).open
 
     def complete(self, asked: Asked) -> Answer:
         """Ask for the most probable completion."""
@@ -113,30 +142,89 @@ class Server:
         text = self._request("/v1/completions", json.dumps(body).encode())
         try:
             return _answer(json.loads(text)["choices"][0]["logprobs"])
-        except (ValueError, LookupError, TypeError, AttributeError) as exc:
+        except _ODD_ANSWER as exc:
             raise ServerError(f"{self.name}: an answer without log-probabilities") from exc
 
     def imported_tokens(self) -> float:
         """How many tokens its engines have imported so far."""
-        lines = self._request("/metrics").splitlines()
-        found = [line.rpartition(" ")[2] for line in lines if line.startswith(IMPORTED)]
+        found = _COUNTED.findall(self._request("/metrics"))
         if not found:
             raise ServerError(f"{self.name}: its metrics have no {IMPORTED}: kvshm is not enabled")
-        return sum(map(float, found))
+        try:
+            count = sum(map(float, found))
+        except ValueError:
+            count = math.nan
+        if not math.isfinite(count):
+            raise ServerError(f"{self.name}: its metrics state {found[0]} as {IMPORTED}")
+        return count
+
+    def imported_since(self, before: float) -> float:
+        """How many tokens more than ``before`` its engines have imported."""
+        if (now := self.imported_tokens()) < before:
+            raise ServerError(f"{self.name}: it was restarted meanwhile: {IMPORTED} has fallen")
+        return now - before
 
     def _request(self, path: str, body: bytes | None = None) -> str:
-        request = Request(self._url + path, body, {"Content-Type": "application/json"})
+        url = self._url + path
         try:
-            with self._open(request, timeout=self._timeout) as reply:
-                return str(reply.read().decode())
-        except (URLError, OSError, ValueError) as exc:
-            more = exc.read().decode(errors="replace")[:500] if hasattr(exc, "read") else ""
-            raise ServerError(f"{self.name}: {self._url}{path}: {exc} {more}".rstrip()) from exc
+            status, told = _exchange(url, body, self._timeout)
+            text = told.decode()
+        except (OSError, HTTPException, ValueError) as exc:
+            raise ServerError(f"{self.name}: {url}: {str(exc) or type(exc).__name__}") from exc
+        if not 200 <= status < 300:
+            raise ServerError(f"{self.name}: {url}: HTTP {status} {text[:500]}".rstrip())
+        return text
+
+
+def _exchange(url: str, body: bytes | None, seconds: float) -> tuple[int, bytes]:
+    """Ask, and return status and content of the answer, all of it within about ``seconds``.
+    Raises OSError, HTTPException or ValueError."""
+    parts, until = urlsplit(url), time.monotonic() + seconds
+    kind = {"http": HTTPConnection, "https": HTTPSConnection}.get(parts.scheme)
+    if kind is None or not parts.hostname:
+        raise ValueError("wanted http://HOST:PORT")
+    with closing(kind(parts.hostname, parts.port, timeout=seconds)) as connection:
+        connection.connect()
+        with _shut_down_at(until, connection.sock) as late:
+            try:
+                headers = {"Content-Type": "application/json"}
+                connection.request("GET" if body is None else "POST", parts.path, body, headers)
+                reply = connection.getresponse()
+                text = reply.read()
+            except (OSError, HTTPException, ValueError):
+                if not late.is_set():
+                    raise
+        if late.is_set():
+            raise TimeoutError(f"no whole answer in {seconds:g} s")
+        return reply.status, text
+
+
+@contextmanager
+def _shut_down_at(until: float, sock: socket.socket) -> Iterator[threading.Event]:
+    """End whatever waits for this socket at a time; the event says that it has happened.  The
+    timeout of a socket is for each read: who sends a byte now and then never meets it."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with suppress(OSError):  # it is closed already
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of TLS too: no more is to be said
+
+    timer = threading.Timer(max(0.0, until - time.monotonic()), end)
+    timer.start()
+    try:
+        yield late
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _answer(logprobs: dict[str, Any]) -> Answer:
     tokens = [str(token) for token in logprobs["tokens"]]
-    top = [dict(each or {}) for each in logprobs["top_logprobs"] or [{}] * len(tokens)]
+    top = [
+        {str(token): float(each) for token, each in dict(place or {}).items()}
+        for place in logprobs["top_logprobs"] or [{}] * len(tokens)
+    ]
     answer = Answer(tokens, [float(each) for each in logprobs["token_logprobs"]], top)
     if not tokens or not len(tokens) == len(answer.logprobs) == len(top):
         raise ValueError("lists of different lengths")
@@ -170,11 +258,12 @@ def ask(
     answers = [a.complete(asked), a.complete(asked)]
     pause(wait)
     answers.append(b.complete(asked))
-    imported, waited = b.imported_tokens() - before, 0.0
+    imported, waited = b.imported_since(before), 0.0
     while not imported and waited < METRICS_SECONDS:
         pause(_POLL_SECONDS)
-        imported, waited = b.imported_tokens() - before, waited + _POLL_SECONDS
+        imported, waited = b.imported_since(before), waited + _POLL_SECONDS
     answers.append(b.complete(asked))
+    b.imported_since(before + imported)  # else its own hit may be none
     return Outcome(dict(zip(NAMES, answers, strict=True)), imported)
 
 
@@ -193,8 +282,12 @@ def _verdict(outcome: Outcome, tolerance: float) -> tuple[int, str]:
     return EXIT_DIFFER, "the import gives another answer than a local hit"
 
 
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
 def _told(outcome: Outcome, verdict: str) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """What ``--json`` prints; null stands for an infinite difference."""
     return {
         "verdict": verdict,
         "imported_tokens": outcome.imported_tokens,
@@ -204,7 +297,7 @@ def _told(outcome: Outcome, verdict: str) -> dict[str, Any]:
                 "second": other,
                 "judged": (one, other) in JUDGED,
                 "first_differing_token": each.first_token,
-                "max_logprob_difference": each.max_logprob,
+                "max_logprob_difference": _finite(each.max_logprob),
                 "unmatched_candidates": each.unmatched,
             }
             for (one, other), each in outcome.divergences().items()
@@ -217,13 +310,25 @@ def _as_text(told: dict[str, Any]) -> str:
     for pair in told["pairs"]:
         first = pair["first_differing_token"]
         tokens = "equal tokens" if first is None else f"token {first} differs"
+        most = pair["max_logprob_difference"]
         judged = "" if pair["judged"] else " (rounding of the engine itself; not judged)"
         lines.append(
             f"{pair['first']} / {pair['second']}: {tokens}, log-probabilities differ by "
-            f"{pair['max_logprob_difference']:.3g} at most, {pair['unmatched_candidates']} "
+            f"{math.inf if most is None else most:.3g} at most, {pair['unmatched_candidates']} "
             f"candidates unmatched{judged}"
         )
     return "\n".join([*lines, told["verdict"]])
+
+
+def _number(kind: Callable[[str], float], least: float) -> Callable[[str], Any]:
+    """A type for argparse: a number from ``least`` to MOST."""
+
+    def number(text: str) -> float:
+        if not least <= (found := kind(text)) <= MOST:
+            raise ValueError
+        return found
+
+    return number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -241,11 +346,13 @@ def _parser() -> argparse.ArgumentParser:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", help="text of more than one block")
     prompt.add_argument("--prompt-file", metavar="FILE", type=Path, help="a file with the text")
-    add("--max-tokens", metavar="N", type=int, default=16, help="tokens of each answer (16)")
-    add("--logprobs", metavar="N", type=int, default=5, help="candidates for each token (5)")
-    add("--tolerance", metavar="X", type=float, default=0.0, help="difference that is none (0)")
-    add("--wait", metavar="SECONDS", type=float, default=1.0, help="before B is asked (1)")
-    add("--timeout", metavar="SECONDS", type=float, default=300.0, help="for each answer (300)")
+    count, some, size = _number(int, 1), _number(int, 0), _number(float, 0.0)
+    period = _number(float, 0.001)
+    add("--max-tokens", metavar="N", type=count, default=16, help="tokens of each answer (16)")
+    add("--logprobs", metavar="N", type=some, default=5, help="candidates for each token (5)")
+    add("--tolerance", metavar="X", type=size, default=0.0, help="difference that is none (0)")
+    add("--wait", metavar="SECONDS", type=size, default=1.0, help="before B is asked (1)")
+    add("--timeout", metavar="SECONDS", type=period, default=300.0, help="for each answer (300)")
     add("--json", action="store_true", help="as JSON")
     return parser
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import struct
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -116,6 +119,48 @@ def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BlockFileError, match="No space left"):
         block_file.write(tmp_path / "f", description(), arrays(), force=False)
     assert list(tmp_path.iterdir()) == []
+
+
+def killed_while_writing(path: Path) -> None:
+    def kill(*_: Any, **__: Any) -> None:
+        for name in ("new", ".tmp"):  # safetensors has names of its own
+            (next(path.parent.glob(f".{path.name}.*")) / name).write_text("private")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if not (pid := os.fork()):
+        pytest.MonkeyPatch().setattr(block_file, "save_file", kill)
+        try:
+            block_file.write(path, description(), arrays(), force=False)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+
+def test_what_a_killed_dump_leaves_is_private_and_the_next_removes_it(tmp_path: Path) -> None:
+    for name in ("f", "other"):
+        killed_while_writing(tmp_path / name)
+    left = list(tmp_path.iterdir())
+    assert [stat.S_IMODE(path.stat().st_mode) for path in left] == [0o700, 0o700]
+    (tmp_path / ".f.kvshm-notes").write_text("a file of somebody")
+    (tmp_path / ".f.kvshm-link").symlink_to(tmp_path)
+    block_file.write(tmp_path / "f", description(), arrays(), force=False)
+    found = {path.name for path in tmp_path.iterdir() if not path.name.startswith(".other.")}
+    assert found == {"f", ".f.kvshm-notes", ".f.kvshm-link"}
+    assert len(list(tmp_path.glob(".other.*"))) == 1
+
+
+def test_a_dump_leaves_the_folder_of_one_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meanwhile(*given: Any, **named: Any) -> None:
+        monkeypatch.setattr(block_file, "save_file", save_file)
+        block_file.write(tmp_path / "f", description(), arrays(), force=True)
+        save_file(*given, **named)
+
+    monkeypatch.setattr(block_file, "save_file", meanwhile)
+    block_file.write(tmp_path / "f", description(engine="outer"), arrays(), force=True)
+    assert BlockFile(tmp_path / "f").what.engine == "outer"
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
 def test_a_name_taken_meanwhile_is_not_replaced(
@@ -247,19 +292,47 @@ def test_a_command_names_the_file_that_it_cannot_use(
     assert line.startswith(f"kvshm kv {verb}: {path} is no file of kvshm's blocks: ")
 
 
-def test_memory_is_not_taken_for_a_file_that_is_larger(tmp_path: Path) -> None:
-    """A file with holes may state, and have, more bytes than there is memory."""
-    size = 1 << 40
+def with_holes(path: Path, size: int) -> None:
+    """A file that states, and has, more bytes than there is memory."""
     block = BlockKey(KEYS[0], bytes(8), 0, 0)
     what = description(regions=[[size]], blocks=[block], checksums=[[0]])
     tensor = {"dtype": "U8", "shape": [1, size], "data_offsets": [0, size]}
     header = json.dumps({"__metadata__": what.metadata(), "rank0.region0": tensor}).encode()
-    path = tmp_path / "f"
     with open(path, "wb") as holes:
         holes.write(struct.pack("<Q", len(header)) + header)
         holes.truncate(8 + len(header) + size)
+
+
+def test_memory_is_not_taken_for_a_file_that_is_larger(tmp_path: Path) -> None:
+    path, size = tmp_path / "f", 1 << 40
+    with_holes(path, size)
     with pytest.raises(KvshmError, match=f"{size} bytes: .* are available"):
         FileEngine(BlockFile(path), Config(), tmp_path)
+
+
+_WITH_LESS_MEMORY = """if True:
+    import resource, sys
+    from kvshm.tools.kv.command import main
+    resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("verb", "status"), [("serve", 1), ("compare", 2)])
+def test_a_file_larger_than_the_address_space_is_told(
+    verb: str, status: int, tmp_path: Path, short: Path
+) -> None:
+    with_holes(tmp_path / "f", 1 << 40)
+    names = [str(tmp_path / "f")] * (2 if verb == "compare" else 1)
+    done = subprocess.run(
+        [sys.executable, "-c", _WITH_LESS_MEMORY, verb, *names],
+        env={**os.environ, "KVSHM_RUN_DIR": str(short)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stderr.startswith(f"kvshm kv {verb}: {tmp_path / 'f'} cannot be read: Cannot alloc")
 
 
 def test_a_damaged_block_is_not_served(tmp_path: Path, short: Path) -> None:

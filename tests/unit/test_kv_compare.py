@@ -67,6 +67,17 @@ def test_a_nan_that_both_have_spoils_no_mean() -> None:
     assert (found.max_abs, found.mean_abs, found.rmse) == (1, 1, 1)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "packed"), [("bfloat16", "817f"), ("float16", "017c"), ("float32", "0100807f")]
+)
+@pytest.mark.filterwarnings("error")
+def test_a_signalling_nan_is_a_nan(dtype: str, packed: str) -> None:
+    number, found = numpy.frombuffer(bytes.fromhex(packed), numpy.uint8), Distance()
+    found.add(number, number, dtype)
+    found.add(number, numpy.zeros_like(number), dtype)
+    assert (found.count, found.not_finite) == (2, 1)
+
+
 def test_zero_has_a_direction_only_beside_zero() -> None:
     assert distance([0.0], [0.0]).cosine == 1
     assert distance([0.0], [0.0]).snr_db == INF
@@ -179,3 +190,15 @@ def test_bytes_that_are_no_numbers_of_the_format_are_told(
     assert compared(tmp_path / "a", tmp_path / "a") == 2
     assert "no numbers of float32" in capsys.readouterr().err
     assert compared(tmp_path / "a", tmp_path / "a", "--dtype", "bfloat16") == 0
+
+
+def test_memory_that_ends_while_comparing_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise MemoryError
+
+    a = write(tmp_path / "a", {1: [1.0]})
+    monkeypatch.setattr(Distance, "add", full)
+    assert compared(a, a) == 2
+    assert capsys.readouterr().err == "kvshm kv compare: not enough memory\n"

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -33,13 +35,15 @@ class Played:
     """A server that answers in turn; each answer adds to what it has imported."""
 
     answers: list[Logprobs | None]
-    imports: list[int] = field(default_factory=lambda: [0, 0])
+    imports: list[float] = field(default_factory=lambda: [0, 0])
     enabled: bool = True
     asked: list[dict[str, Any]] = field(default_factory=list)
-    imported: int = 5
+    imported: float = 5.0
+    text: str = ""
+    """What it answers instead."""
 
     def metrics(self) -> str:
-        line = f'vllm:kvshm_imported_tokens_total{{engine="0"}} {self.imported}.0'
+        line = f'vllm:kvshm_imported_tokens_total{{engine="0"}} {self.imported}'
         return f"# HELP\n{line}\n" if self.enabled else "vllm:other 1.0\n"
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def served(played: Played) -> Iterator[str]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._reply(json.dumps(played.complete(body)))
+            self._reply(played.text or json.dumps(played.complete(body)))
 
         def _reply(self, text: str) -> None:
             self.send_response(200 if self.path in ("/metrics", "/v1/completions") else 404)
@@ -177,7 +181,125 @@ def test_a_shorter_answer_differs_where_it_ends() -> None:
     assert (found.first_token, found.max_logprob) == (1, 0.0)
 
 
-def test_candidates_that_only_one_side_has_are_counted() -> None:
+def test_candidates_that_only_one_side_has_are_counted_and_judged() -> None:
     a = Answer(["x"], [-1], [{"x": -1, "y": -2}])
-    b = Answer(["x"], [-1], [{"x": -1, "z": -2}])
-    assert divergence(a, b).unmatched == 2
+    b = Answer(["x"], [-1], [{"x": -1, "z": -2.5}])
+    for found in (divergence(a, b), divergence(b, a)):
+        assert (found.unmatched, found.max_logprob) == (2, 0.5)
+        assert found.within(0.5)
+        assert not found.within(0.25)
+    ties = divergence(a, Answer(["x"], [-1], [{"x": -1, "z": -2}]))
+    assert (ties.unmatched, ties.max_logprob) == (2, 0.0)
+    assert ties.within(0.1)
+    assert not ties.within(0.0)
+
+
+def test_nan_is_infinitely_far_and_equal_infinities_are_not() -> None:
+    nan, inf = float("nan"), float("inf")
+    for one, other in ((nan, nan), (-1.0, nan), (nan, -inf), (-1.0, -inf)):
+        for place in ("chosen", "other"):
+            a, b = answer("x", **{place: one}), answer("x", **{place: other})
+            assert divergence(a, b).max_logprob == divergence(b, a).max_logprob == inf
+    a = answer("x", other=-inf)
+    assert divergence(a, a).max_logprob == 0.0
+    alone = Answer(["x"], [-1], [{"x": -1, "y": nan}]), Answer(["x"], [-1], [{"x": -1}])
+    assert divergence(*alone).max_logprob == divergence(*alone[::-1]).max_logprob == inf
+
+
+def test_nan_answers_are_no_agreement(capsys: pytest.CaptureFixture[str]) -> None:
+    nan = logprobs("token_id:1", chosen=float("nan"))
+    for options in ((), ("--json",)):
+        assert verify(Played([SAME, nan]), Played([nan, nan], imports=[64, 0]), *options) == 1
+        said = capsys.readouterr().out
+        assert ("NaN" in said, "Infinity" in said, "null" in said) == (False, False, bool(options))
+    assert verify(Played([nan, nan]), Played([nan, nan], imports=[64, 0])) == 1
+    assert "differ by inf at most" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("imports", [[float("nan"), 0], [float("inf"), 0], [-3, 0], [64, -64]])
+def test_an_odd_count_of_imports_is_refused(
+    imports: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert verify(Played([SAME, SAME]), Played([SAME, SAME], imports=imports)) == 2
+    assert capsys.readouterr().err.startswith("kvshm verify-logits: B: it")
+
+
+@contextmanager
+def sending(*pieces: bytes, pause: float = 0.0) -> Iterator[str]:
+    """A server that reads no request: it sends pieces, then closes."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as server:
+
+        def run() -> None:
+            with suppress(OSError), server.accept()[0] as peer:
+                peer.recv(1 << 16)
+                for piece in pieces:
+                    peer.sendall(piece)
+                    time.sleep(pause)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def asking(url: str, *options: str) -> int:
+    """B is asked first."""
+    place = ["--a", url, "--b", url, "--model", "m", "--prompt", "p", "--wait", "0"]
+    return verify_logits.main([*place, *options])
+
+
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "pieces", [(b"garbage\r\n\r\n",), (HEAD, b"{}"), (b"",), (HEAD, b"\xff" * 1000)]
+)
+def test_an_answer_that_is_no_http_is_told(
+    pieces: tuple[bytes, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sending(*pieces) as url:
+        assert asking(url) == 2
+    assert capsys.readouterr().err.startswith("kvshm verify-logits: B: http://127.0.0.1:")
+
+
+@pytest.mark.parametrize("before", [HEAD, b"HTTP/1.1 200 OK\r\nX: ", b""])
+def test_the_timeout_is_for_the_whole_answer(
+    before: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = time.monotonic()
+    with sending(before, *[b" "] * 30, pause=0.1) as url:
+        assert asking(url, "--timeout", "0.3") == 2
+        took = time.monotonic() - begin
+    assert "no whole answer in 0.3 s" in capsys.readouterr().err
+    assert took < 2
+
+
+@pytest.mark.parametrize("url", ["abc", "http://[::1", "http://h:99999999", "file:///etc", ""])
+def test_a_url_that_is_none_is_told(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert asking(url) == 2
+    assert capsys.readouterr().err.startswith("kvshm verify-logits: B: ")
+
+
+@pytest.mark.parametrize("top", [[{"a": None}], [{"a": "x"}], [[["a", [1]]]], [{"a": 10**400}], 7])
+def test_odd_candidates_are_told(top: object, capsys: pytest.CaptureFixture[str]) -> None:
+    odd = {"tokens": ["t"], "token_logprobs": [-1.0], "top_logprobs": top}
+    assert verify(Played([odd, odd]), Played([odd, odd], imports=[64, 0])) == 2
+    assert capsys.readouterr().err == (
+        "kvshm verify-logits: A: an answer without log-probabilities\n"
+    )
+
+
+def test_a_deep_answer_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    deep = Played([SAME, SAME], text="[" * 200_000)
+    assert verify(deep, Played([SAME, SAME])) == 2
+    assert "A: an answer without log-probabilities" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["--wait -1", "--wait nan", "--timeout 0", "--timeout inf"])
+def test_a_number_that_means_nothing_is_refused(wrong: str) -> None:
+    with pytest.raises(SystemExit) as told:
+        asking("http://127.0.0.1:1", *wrong.split())
+    assert told.value.code == 2

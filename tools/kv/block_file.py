@@ -6,9 +6,13 @@ A safetensors file (docs/kv-files.md).  Its tensors are the raw bytes of one reg
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -119,22 +123,55 @@ def write(path: Path, what: Description, arrays: Sequence[Sequence[Any]], *, for
     all blocks.  The file appears complete or not at all.  An existing file is replaced only with
     ``force``.  Raises BlockFileError."""
     refuse_existing(path, force=force)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
     tensors = {name: arrays[rank][region] for name, rank, region, _ in what.tensors()}
-    umask = os.umask(0o077)
     try:
-        os.close(os.open(fresh, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
-        save_file(tensors, fresh, metadata=what.metadata())
-        fresh.chmod(0o600)
-        if force:
-            fresh.replace(path)
-        else:
-            os.link(fresh, path)  # unlike a rename it fails if the name was taken meanwhile
+        with _folder_beside(path) as folder:
+            fresh = folder / "new"
+            save_file(tensors, fresh, metadata=what.metadata())
+            fresh.chmod(0o600)
+            if force:
+                fresh.replace(path)
+            else:
+                os.link(fresh, path)  # unlike a rename it fails if the name was taken meanwhile
     except (OSError, SafetensorError) as exc:
         raise BlockFileError(f"{path} cannot be written: {exc}") from exc
+
+
+@contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
+    """A folder, for as long as the file is written, that only its owner can look into.  Whatever
+    safetensors writes lies in it too, so a process that is killed leaves nothing elsewhere; what
+    such processes left for this file is removed first.  Raises OSError."""
+    prefix = f".{path.name}.kvshm-"
+    with suppress(OSError):  # a folder that cannot be listed can be written all the same
+        for left in [each for each in path.parent.iterdir() if each.name.startswith(prefix)]:
+            _remove_if_left(left)
+    folder = Path(tempfile.mkdtemp(prefix=prefix, dir=path.parent))
+    try:
+        with ExitStack() as locked:
+            with suppress(OSError):  # no locks on this filesystem: then nobody removes the folder
+                locked.enter_context(_locked(folder))
+            yield folder
     finally:
-        os.umask(umask)
-        fresh.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_left(folder: Path) -> None:
+    found = folder.lstat()
+    if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
+        with suppress(OSError), _locked(folder):  # else its process runs
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which ends with the process.  Raises OSError."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(number)
 
 
 def refuse_existing(path: Path, *, force: bool) -> None:
@@ -164,6 +201,8 @@ class BlockFile:
             raise
         except (OSError, SafetensorError, ValueError, RecursionError) as exc:
             raise BlockFileError(f"{path} is no file of kvshm's blocks: {exc}") from exc
+        except MemoryError as exc:  # a file with holes has any size
+            raise BlockFileError(f"{path} cannot be read: {exc}") from exc
 
     def _check_tensors(self) -> None:
         wanted = {name: nbytes for name, _, _, nbytes in self.what.tensors()}
@@ -182,7 +221,7 @@ class BlockFile:
         BlockFileError."""
         try:
             return numpy.asarray(self._file.get_slice(name)[begin:end])
-        except (OSError, SafetensorError, ValueError) as exc:
+        except (OSError, SafetensorError, ValueError, MemoryError) as exc:
             raise BlockFileError(f"{self.path} cannot be read: {exc}") from exc
 
 

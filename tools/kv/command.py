@@ -131,8 +131,8 @@ def _compare(asked: argparse.Namespace) -> int:
     how = compare.How(asked.dtype, asked.tolerance, asked.any_fingerprint)
     try:
         return compare.main((asked.files[0], asked.files[1]), how, as_json=asked.json)
-    except KvshmError as exc:
-        print(f"kvshm kv compare: {exc}", file=sys.stderr)
+    except (KvshmError, MemoryError) as exc:
+        print(f"kvshm kv compare: {str(exc) or 'not enough memory'}", file=sys.stderr)
         return compare.NOT_COMPARED
 
 
@@ -153,6 +153,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"kvshm kv needs {exc.name}: pip install 'kvshm[kv]'", file=sys.stderr)
         return EXIT_USAGE
-    except (KvshmError, OSError) as exc:
-        print(f"kvshm kv {asked.verb}: {exc}", file=sys.stderr)
+    except (KvshmError, OSError, MemoryError) as exc:
+        print(f"kvshm kv {asked.verb}: {str(exc) or 'not enough memory'}", file=sys.stderr)
         return EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_FAILED

@@ -85,6 +85,8 @@ def as_numbers(raw: Any, dtype: str) -> Any:
     """Read bytes as numbers of ``dtype``, each as a float64."""
     flat = numpy.ascontiguousarray(raw).reshape(-1)
     if dtype == "bfloat16":  # the upper half of a float32
-        wide = flat.view("<u2").astype("<u4") << 16
-        return wide.view("<f4").astype(numpy.float64)
-    return flat.view({"float16": "<f2", "float32": "<f4"}[dtype]).astype(numpy.float64)
+        narrow = (flat.view("<u2").astype("<u4") << 16).view("<f4")
+    else:
+        narrow = flat.view({"float16": "<f2", "float32": "<f4"}[dtype])
+    with numpy.errstate(invalid="ignore"):  # a signalling NaN becomes a quiet one
+        return narrow.astype(numpy.float64)
