@@ -99,7 +99,11 @@ def join(
     for warning in config.warnings:
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
-    node = Node(called, block_size, own, shape, fields, open_halves)
+    return _started(Node(called, block_size, own, shape, fields, open_halves), identity)
+
+
+def _started(node: Node, identity: Identity) -> Node:
+    """Return the node with its first epoch begun; nothing of it is left if that raises."""
     try:
         node._start(identity)
     except BaseException:

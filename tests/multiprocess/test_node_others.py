@@ -1,0 +1,89 @@
+"""What other engines have to do with a node's own blocks: they hold them, read them, know them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshm import LoadState, MisuseError
+from kvshm._api import lookups
+
+from .joined import BLOCKS, Toys, ended
+from .processes import PATIENCE_SECONDS, wait_until
+from .test_node import prompt
+
+pytestmark = pytest.mark.multiprocess
+
+
+def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:
+    a, b = toys.pair()
+    keys = prompt(a)
+    a.compute(keys, range(6))
+    b.node.wait_for(keys, PATIENCE_SECONDS)
+    assert a.node.kept(range(BLOCKS)) == []
+    assert b.node.hold(keys[:4], 60.0) == 4
+    assert a.node.kept(range(BLOCKS)) == [0, 1, 2, 3]
+    assert a.node.hold(keys[5:], 60.0) == 1, "its own block"
+    assert a.node.kept([5, 4, 3]) == [5, 3]
+    a.node.retract([3, 5])
+    assert b.node.hold(keys, 0.0) == b.node.hold([bytes(32)], 60.0) == 0
+    for wrong in (-1.0, float("nan")):
+        with pytest.raises(MisuseError, match="give 0 or more"):
+            b.node.hold(keys, wrong)
+
+
+def test_blocks_that_are_being_read_are_told_to_their_owner(toys: Toys) -> None:
+    a, b = toys.pair()
+    keys = prompt(a)
+    a.compute(keys, range(6))
+    found = b.node.wait_for(keys[:2], PATIENCE_SECONDS)
+    with b.copies_held_up():
+        load = b.node.load(found, [8, 9])
+        assert a.node.kept(range(BLOCKS)) == [0, 1]
+    assert ended(load).state is LoadState.DONE
+    wait_until(lambda: not a.node.kept(range(BLOCKS)), "the leases are given back")
+
+
+def test_a_second_retract_waits_for_what_the_first_did_not(toys: Toys) -> None:
+    """Else its caller writes while another engine reads, which accepts what it has read."""
+    a, b = toys.pair()
+    keys = prompt(a)
+    a.compute(keys, range(6))
+    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    with b.copies_held_up():
+        load = b.node.load(found, range(6))
+        b.wait_until_copying()
+        a.node.retract(range(6), wait=False)
+        assert a.leases() == 6
+        a.node.retract([5])
+        assert a.leases() == 0
+    assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
+
+
+def test_what_is_shown_already_gets_no_other_checksum(toys: Toys) -> None:
+    """The old one tells that the block was changed."""
+    a, b = toys.pair(settings={"verify": True})
+    keys = prompt(a)
+    a.compute(keys, range(6))
+    b.node.wait_for(keys, PATIENCE_SECONDS)
+    a.node.pause()
+    a.compute(prompt(a, salt=b"later"), range(6, 12))
+    a.write(2, keys[0])
+    a.node.resume()
+    assert a.node.stats()["published"] == 12
+    load = ended(b.node.load(b.node.lookup(keys), range(6)))
+    assert (load.state, load.good) == (LoadState.FAILED, 2)
+    assert b.node.stats()["mismatched"] == 1
+
+
+def test_blocks_that_others_have_here_and_there(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "_AT_ONCE", 4)
+    a, b = toys.pair()
+    keys = prompt(a, BLOCKS)
+    there = [block for block in range(BLOCKS) if block % 3 == 0 or 10 < block < 20]
+    for block in there:
+        a.write(block, keys[block])
+        a.node.publish(keys[: block + 1], [block], block)
+    held = ["peer" if block in there else "" for block in range(BLOCKS)]
+    wait_until(lambda: b.node.contains(keys) == held, "all are known")
