@@ -24,7 +24,7 @@ from ..boundary import decline, guarded
 from .identity import identity_of
 from .imports import WAIT_SECONDS
 from .paged_cache import SharedPagedAttentionCache, allocator_of, move, regions_of
-from .refusals import adapters_refusal, cache_refusal, interface_refusal, manager_refusal
+from .refusals import cache_refusal, interface_refusal, manager_refusal, model_refusal
 from .shared_prefixes import SharedPrefixes
 
 
@@ -211,7 +211,7 @@ class _Sharing:
         if (prefixes := _prefixes_of(processor)) is None:
             return
         try:
-            if reason := adapters_refusal(self._manager.model):
+            if reason := model_refusal(self._manager.model):
                 raise KvshmError(reason)
             prefixes.renew(self._identity())
         except KvshmError as exc:
