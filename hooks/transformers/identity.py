@@ -52,8 +52,8 @@ _NOT_COMPUTED_WITH = {"name_or_path"}
 
 
 def _modules(model: Any) -> Iterator[tuple[object, ...]]:
-    """What computes: each part's class, its forward and its plain attributes, as scales and epsilons
-    are, and the functions of attention.  Hooks and other forwards are refused (refusals.py)."""
+    """What computes: each part's class, its forward and its plain attributes, as scales are,
+    and the functions of attention.  Hooks and other forwards are refused (refusals.py)."""
     for name, part in model.named_modules():
         plain = {
             name: value

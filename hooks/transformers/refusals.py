@@ -15,6 +15,7 @@ _KNOWN = {
     (PagedAttentionCache, "search_prefix_match"): ("request_id", "prompt_ids"),
     (PagedAttentionCache, "mark_complete_blocks"): ("state", "complete_blocks"),
     (PagedAttentionCache, "free_blocks"): ("request_id", "no_cache"),
+    (PagedAttentionCache, "evict_cached_blocks"): (),
     (PagedAttentionCache, "reset"): (),
     (BlockLedger, "release"): ("block_id", "no_cache"),
     (BlockLedger, "register_new_hash"): ("block_id", "block_hash"),
@@ -22,6 +23,17 @@ _KNOWN = {
     (BlockLedger, "reset"): (),
 }
 """What kvshm overrides or calls, with the names of its parameters: no part of it is public."""
+
+
+_WANTED = (
+    "_create_batch_processor",
+    "_generation_thread",
+    "pause",
+    "stop",
+    "destroy",
+    "num_return_sequences",
+)
+"""What kvshm uses of a manager."""
 
 
 def interface_refusal() -> str | None:
@@ -38,7 +50,7 @@ def manager_refusal(manager: Any) -> str | None:
     """Return why kvshm cannot get at the cache that a manager will make, or None."""
     if manager.batch_processor is not None:
         return "the manager has made its cache already; call share() before it starts or warms up"
-    for name in ("_create_batch_processor", "_generation_thread", "pause", "stop"):
+    for name in _WANTED:
         if not hasattr(manager, name):
             return f"this transformers is not as kvshm knows it: its managers have no {name}"
     return None
