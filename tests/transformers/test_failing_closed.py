@@ -12,10 +12,12 @@ pytest.importorskip("transformers")
 
 from transformers.generation.continuous_batching.requests import RequestState
 
+import kvshm.api
 from kvshm import KvshmError, Load, LoadState
 from kvshm.hooks import boundary
 from kvshm.hooks.transformers import managers as hooked
 from kvshm.hooks.transformers import node_of, stats_of
+from kvshm.hooks.transformers.identity import identity_of
 from kvshm.hooks.transformers.imports import END_SECONDS
 from kvshm.hooks.transformers.paged_cache import SharedPagedAttentionCache
 from kvshm.hooks.transformers.shared_prefixes import SharedPrefixes
@@ -296,7 +298,7 @@ def test_a_refused_join_leaves_nothing_open(
         raise KvshmError("no")
 
     closed = []
-    real = hooked.allocate
+    real = kvshm.api.allocate
 
     def allocate(size: int) -> Any:
         memory = real(size)
@@ -317,7 +319,7 @@ def test_of_two_readings_of_the_weights_the_last_one_counts(
     """Two threads may hold one pause: one leaves it before the other changes the weights."""
     a = manager()
     start(a)
-    prefixes, real = cache_of(a).prefixes, hooked.identity_of
+    prefixes, real = cache_of(a).prefixes, identity_of
     reading, go_on = threading.Event(), threading.Event()
 
     def slow(*args: Any) -> Any:
