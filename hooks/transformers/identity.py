@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from hashlib import sha256
+from types import CodeType
 from typing import Any
 
 import torch
 import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvshm.api import Identity
 
@@ -44,20 +47,60 @@ def _config(model: Any) -> dict[str, object]:
     return {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
 
 
-def _modules(model: Any) -> Iterator[tuple[str, ...]]:
-    """What computes: each part's class, and the functions that were put in its place or around
-    it, as kernels, quantisation and adapters are."""
+_NOT_COMPUTED_WITH = {"name_or_path"}
+"""Plain attributes of modules that change no byte of a block."""
+
+
+def _modules(model: Any) -> Iterator[tuple[object, ...]]:
+    """What computes: each part's class, its forward and its plain attributes, as scales are,
+    and the functions of attention.  Hooks and other forwards are refused (refusals.py)."""
     for name, part in model.named_modules():
-        forward = part.__dict__.get("forward", type(part).forward)
-        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
-        yield (name, *map(_named, (type(part), forward, *hooks)))
+        plain = {
+            name: value
+            for name, value in vars(part).items()
+            if isinstance(value, bool | int | float | str)
+            and not name.startswith("_")
+            and name not in _NOT_COMPUTED_WITH
+        }
+        yield (name, _named(type(part)), _code(type(part).forward), plain, *_ways(part))
+
+
+def _ways(part: Any) -> Iterator[object]:
+    """How a part computes attention and experts: its configuration need not be the model's."""
+    config = getattr(part, "config", None)
+    attention = getattr(config, "_attn_implementation", None)
+    yield str(getattr(config, "_experts_implementation", None))
+    yield str(attention)
+    for name in (attention, f"paged|{attention}"):
+        if isinstance(name, str) and name in ALL_ATTENTION_FUNCTIONS:
+            yield _code(ALL_ATTENTION_FUNCTIONS[name])
 
 
 def _named(what: Any) -> str:
     """A class's or a function's name, never its address."""
-    plain = getattr(what, "__func__", getattr(what, "func", what))
-    owner = plain if hasattr(plain, "__qualname__") else type(plain)
+    owner = what if hasattr(what, "__qualname__") else type(what)
     return f"{owner.__module__}.{owner.__qualname__}"
+
+
+@cache
+def _code(function: Any) -> str:
+    """A function's name and a digest of its code, and of what it is wrapped around."""
+    digest, inner = sha256(), function
+    while inner is not None:
+        if isinstance(code := getattr(inner, "__code__", None), CodeType):
+            digest.update(repr(list(_words(code))).encode())
+        inner = getattr(inner, "__wrapped__", None)
+    return f"{_named(function)} {digest.hexdigest()[:32]}"
+
+
+def _words(code: CodeType) -> Iterator[object]:
+    """What a function does, without addresses, and without where its source stands."""
+    yield from (code.co_code, code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield list(_words(constant))
+        else:
+            yield sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
 
 
 def _execution(cb_config: Any) -> str:
@@ -71,14 +114,27 @@ def _execution(cb_config: Any) -> str:
 def _switches() -> str:
     """Settings of torch that choose kernels on a CPU.  The number of threads is none: it changes
     last bits, as other batches do."""
-    mkldnn = torch.backends.mkldnn
+    mkldnn, cuda = torch.backends.mkldnn, torch.backends.cuda
+    # These choose the kernel of scaled_dot_product_attention on every device.
+    sdp = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
     return (
         f"mkldnn {mkldnn.is_available() and mkldnn.enabled}, "
-        f"matmul {torch.get_float32_matmul_precision()}, "
+        f"matmul {_matmul_precision()}, "
+        f"sdp {' '.join(map(str, sdp))}, "
         f"deterministic {torch.are_deterministic_algorithms_enabled()}"
     )
 
 
+def _matmul_precision() -> str:
+    """The precision of products of float32, as both of torch's interfaces tell it."""
+    mkldnn = torch.backends.mkldnn
+    told = f"{torch.backends.fp32_precision} {mkldnn.fp32_precision} {mkldnn.matmul.fp32_precision}"
+    try:
+        return f"{torch.get_float32_matmul_precision()} {told}"
+    except RuntimeError:  # it was set by the other interface, to what this one cannot tell
+        return told
+
+
 def _short(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=_named)
+    text = json.dumps(value, sort_keys=True, default=repr)
     return sha256(text.encode()).hexdigest()[:32]

@@ -42,7 +42,7 @@ class ImportCounts:
     late_imports: int = 0
     """Loads that took too long."""
     no_room: int = 0
-    """Prefixes that were computed because too few blocks were free."""
+    """How often a prefix was not imported because too few blocks were free."""
 
 
 class Importer:
@@ -54,6 +54,9 @@ class Importer:
         """``first``: the block that others know as 0."""
         self.counts = ImportCounts()
         self.wait_seconds = wait_seconds
+        self.to_compute = 1
+        """So many tokens of a prompt, at least, are not imported: transformers computes the last
+        one, and where it forks requests it schedules the last one apart from one before it."""
         self._prefixes = prefixes
         self._allocator = allocator
         self._first = first
@@ -72,31 +75,45 @@ class Importer:
     def import_prefix(self, prompt: list[int], keys: Sequence[bytes]) -> None:
         """Import what other engines have of a prompt behind its local hit, and cache it.
         ``keys``: those of the prompt's full blocks.  Blocks as long as a load may take."""
-        self._collect()
+        self.collect()
         local = self._allocator.match_prefix_blocks(prompt)
         start, size = len(local), self._allocator.tokens_per_page
-        # At least the last token has to be computed.
-        wanted = keys[: (len(prompt) - 1) // size]
+        wanted = keys[: max(0, len(prompt) - self.to_compute) // size]
         if start >= len(wanted) or not self._prefixes.are_sound(self._shared(local), keys):
+            return
+        if not self._has_room(len(prompt), start):
+            self.counts.no_room += 1
             return
         found = self._prefixes.node.lookup(wanted, start=start)
         if not found:
             return
-        if not self._has_room(len(prompt), start):
+        if not self._has_room(len(prompt), start - found.num_blocks):
             self.counts.no_room += 1
             return
         blocks = self._load(found, self._take(found.num_blocks))
         self.counts.imported_tokens += len(blocks) * size
         self._enter(prompt, keys, local, blocks)
 
+    @guarded(lambda *_: None)
     def finish(self) -> None:
-        """Wait for loads that were left to themselves.  Blocks for some seconds if a peer hangs."""
-        for load, _ in self._left:
+        """Wait for loads that were left to themselves; their blocks are the pool's, which is about
+        to be reset.  Blocks for some seconds if a peer hangs."""
+        left, self._left = self._left, []
+        for load, _ in left:
             load.wait()
-        self._collect()
+
+    @guarded(lambda *_: False)
+    def make_room(self) -> bool:
+        """Make blocks free of loads that were left to themselves, because nothing else can give any
+        before transformers gives up.  Return whether there are any.  Blocks for some seconds if a
+        peer hangs."""
+        if self._left and not self._prefixes.node.closed:
+            self._left[0][0].wait()
+        return self.collect()
 
     def _has_room(self, tokens: int, start: int) -> bool:
-        """Whether the whole prompt fits, as it must to be scheduled."""
+        """Whether the whole prompt fits, as it must to be scheduled, behind so many blocks.  If it
+        is also to fit beside a load that takes too long, ``start`` is less by the load's blocks."""
         pool, index = self._allocator.pool, self._allocator.index
         free = pool.count_free_blocks(index)
         free += pool.num_free_sectors * self._allocator.blocks_per_sector
@@ -119,11 +136,15 @@ class Importer:
             self._give_back(blocks)
             raise
         self.counts.imports += 1
-        state = load.wait(self.wait_seconds)
-        if state is LoadState.PENDING:
-            self.counts.late_imports += 1
-            load.cancel()
-            state = load.wait(END_SECONDS)
+        try:
+            state = load.wait(self.wait_seconds)
+            if state is LoadState.PENDING:
+                self.counts.late_imports += 1
+                load.cancel()
+                state = load.wait(END_SECONDS)
+        except BaseException:
+            self._left.append((load, blocks))  # it may be writing to them
+            raise
         if state is not LoadState.DONE:
             self.counts.failed_imports += 1
         if state is LoadState.PENDING:
@@ -149,14 +170,25 @@ class Importer:
                 self._give_back([block])
         self._prefixes.imported(keys, entered)
 
-    def _collect(self) -> None:
-        """Make the blocks free of loads that have ended by themselves.  Does not block."""
+    def collect(self) -> bool:
+        """Make the blocks free of loads that have ended by themselves.  Return whether there were
+        any.  Does not block."""
         left, self._left = self._left, []
-        for load, blocks in left:
-            if load.poll() is LoadState.PENDING:
+        ended = False
+        while left:
+            load, blocks = left.pop(0)
+            try:
+                # A node that is closed has ended all its loads.
+                pending = not self._prefixes.node.closed and load.poll() is LoadState.PENDING
+            except BaseException:
+                self._left += [(load, blocks), *left]
+                raise
+            if pending:
                 self._left.append((load, blocks))
             else:
                 self._give_back(blocks)
+                ended = True
+        return ended
 
     def _shared(self, blocks: Sequence[int]) -> list[int]:
         """The numbers by which others know the blocks."""

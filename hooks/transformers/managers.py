@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import wraps
-from threading import Thread
+from math import isfinite
+from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 import torch
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from kvshm.api import Config, Identity, KvshmError, Node, allocate, join
+from kvshm.api import Config, ConfigError, Identity, KvshmError, Node, allocate, join
 
 from ..boundary import decline, guarded
 from .identity import identity_of
 from .imports import WAIT_SECONDS
 from .paged_cache import SharedPagedAttentionCache, allocator_of, move, regions_of
-from .refusals import adapters_refusal, cache_refusal, interface_refusal, manager_refusal
+from .refusals import cache_refusal, interface_refusal, manager_refusal, model_refusal
 from .shared_prefixes import SharedPrefixes
 
 
@@ -41,19 +42,25 @@ def share(
     Call it before the manager starts or warms up.  ``salt``: only managers with the same one share.
     ``name``: by which other engines' logs know it.  ``wait_seconds``: how long one import may hold
     the generation loop up.  ``config``: the settings; unless given, those of the environment.  What
-    keeps a manager from sharing is logged, and it serves on unshared.  Raises ConfigError for a bad
-    setting.
+    keeps a manager from sharing is logged, and it serves on unshared.  Of several calls the last
+    counts.  Raises ConfigError for a bad setting, and if the manager has begun to share otherwise.
     """
     config = config or Config.from_env(os.environ)
     if not config.enable:
         return manager
-    sharing = _Sharing(manager, _Wishes(salt, name, wait_seconds, config))
+    wishes = _checked(_Wishes(salt, name, wait_seconds, config))
+    if (sharing := getattr(manager, "kvshm", None)) is not None:
+        sharing.wish(wishes)
+        return manager
+    sharing = _Sharing(manager, wishes)
     if reason := manager_refusal(manager) or interface_refusal():
         decline(reason)
         return manager
     manager._create_batch_processor = sharing.around_creation(manager._create_batch_processor)
     manager.pause = sharing.around_pause(manager.pause)
     manager.stop = sharing.around_stop(manager.stop)
+    manager.destroy = sharing.around_destroy(manager.destroy)
+    manager.kvshm = sharing  # so that a later call neither wraps it again nor is ignored
     return manager
 
 
@@ -61,18 +68,23 @@ def share_all(
     *, salt: bytes = b"", wait_seconds: float = WAIT_SECONDS, config: Config | None = None
 ) -> None:
     """Have every manager share that this process makes from now on, also those that
-    ``generate_batch`` makes.  Otherwise like ``share``; a second call changes nothing."""
+    ``generate_batch`` makes.  Otherwise like ``share``; a second call counts for the
+    managers made after it."""
     original = ContinuousBatchingManager.__init__
     config = config or Config.from_env(os.environ)
-    if not config.enable or hasattr(original, "kvshm"):
+    if not config.enable:
+        return
+    wishes = _checked(_Wishes(salt, None, wait_seconds, config))
+    if hasattr(original, "kvshm"):
+        original.kvshm = wishes
         return
 
     @wraps(original)
     def init(self: ContinuousBatchingManager, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        share(self, salt=salt, wait_seconds=wait_seconds, config=config)
+        share(self, **init.kvshm._asdict())  # type: ignore[attr-defined]
 
-    init.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
+    init.kvshm = wishes  # type: ignore[attr-defined]  # marks kvshm's wrapper
     ContinuousBatchingManager.__init__ = init
 
 
@@ -110,6 +122,15 @@ class _Wishes(NamedTuple):
     config: Config
 
 
+def _checked(wishes: _Wishes) -> _Wishes:
+    """The wishes, if they can be meant.  Raises ConfigError."""
+    if not isinstance(wishes.salt, bytes):
+        raise ConfigError(f"salt is {wishes.salt!r}; give bytes")
+    if not (isfinite(wishes.wait_seconds) and wishes.wait_seconds >= 0):
+        raise ConfigError(f"wait_seconds is {wishes.wait_seconds!r}; give seconds, 0 or more")
+    return wishes
+
+
 class _Sharing:
     """What one manager shares, in one cache after the other."""
 
@@ -117,6 +138,14 @@ class _Sharing:
         self.strict = wishes.config.strict
         self._manager = manager
         self._wishes = wishes
+        self._looking = Lock()
+
+    def wish(self, wishes: _Wishes) -> None:
+        """``share`` was called again.  Raises ConfigError if it is too late for what it says."""
+        if wishes != self._wishes and self._manager.batch_processor is not None:
+            raise ConfigError("the manager shares already; call share() before it starts")
+        self._wishes = wishes
+        self.strict = wishes.config.strict
 
     def hook_failed(self, hook: str, exc: Exception) -> None:
         """Share nothing any more (hooks/boundary.py)."""
@@ -170,6 +199,19 @@ class _Sharing:
 
         return call
 
+    def around_destroy(self, destroy: Callable[[], None]) -> Callable[[], None]:
+        """Wrap the method that ends a manager for good, which may have been kept stopped."""
+
+        @wraps(destroy)
+        def call() -> None:
+            destroy()
+            thread = self._manager._generation_thread
+            prefixes = _prefixes_of(self._manager.batch_processor)
+            if prefixes is not None and (thread is None or not thread.is_alive()):
+                prefixes.close()
+
+        return call
+
     # -- what they do
 
     @guarded(lambda *_: None)
@@ -191,32 +233,40 @@ class _Sharing:
 
     def _begin(self, cache: Any, size: int, identity: Identity) -> None:
         """Share a cache whose own memory is gone.  Raises whatever fails; nothing is open then."""
-        memory = allocate(size)
-        move(cache, torch.frombuffer(memory.buffer, dtype=torch.uint8))
-        node = join(
-            identity,
-            memory=memory,
-            regions=regions_of(cache),
-            block_size=allocator_of(cache).tokens_per_page,
-            config=self._wishes.config,
-            name=self._wishes.name,
-        )
-        salt = self._wishes.salt
-        prefixes = SharedPrefixes(node, identity, memory, salt=salt, strict=self.strict)
-        SharedPagedAttentionCache.take_over(cache, prefixes, self._wishes.wait_seconds)
+        with ExitStack() as opened:
+            memory = allocate(size)
+            opened.callback(memory.close)
+            move(cache, torch.frombuffer(memory.buffer, dtype=torch.uint8))
+            node = join(
+                identity,
+                memory=memory,
+                regions=regions_of(cache),
+                block_size=allocator_of(cache).tokens_per_page,
+                config=self._wishes.config,
+                name=self._wishes.name,
+            )
+            opened.callback(node.close)
+            salt = self._wishes.salt
+            prefixes = SharedPrefixes(node, identity, memory, salt=salt, strict=self.strict)
+            SharedPagedAttentionCache.take_over(cache, prefixes, self._wishes.wait_seconds)
+            if self._manager.num_return_sequences > 1:
+                cache.importer.to_compute = 2
+            opened.pop_all()
 
     @guarded(lambda *_: None)
     def look_at_model(self, processor: Any) -> None:
         """The model may have changed, or what it computes.  Blocks while it reads all weights."""
-        if (prefixes := _prefixes_of(processor)) is None:
-            return
-        try:
-            if reason := adapters_refusal(self._manager.model):
-                raise KvshmError(reason)
-            prefixes.renew(self._identity())
-        except KvshmError as exc:
-            decline(str(exc))
-            prefixes.close()
+        # Several threads may hold one pause: who reads last must be the last to say so.
+        with self._looking:
+            if (prefixes := _prefixes_of(processor)) is None:
+                return
+            try:
+                if reason := model_refusal(self._manager.model):
+                    raise KvshmError(reason)
+                prefixes.renew(self._identity())
+            except KvshmError as exc:
+                decline(str(exc))
+                prefixes.close()
 
     def _identity(self) -> Identity:
         return identity_of(self._manager.model, self._manager.continuous_batching_config)

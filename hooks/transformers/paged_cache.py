@@ -114,6 +114,9 @@ class SharedPagedAttentionCache(PagedAttentionCache):
         return found
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
+        if not complete_blocks:  # as in most steps
+            super().mark_complete_blocks(state, complete_blocks)
+            return
         ledger, tables = self._allocator.ledger, self._allocator.block_table
         # A block that is left of these afterwards is a copy of another: that one takes its place.
         computed = {b for b in tables.get(state.request_id, ()) if not ledger.is_known(b)}
@@ -131,8 +134,13 @@ class SharedPagedAttentionCache(PagedAttentionCache):
             self._forgetting([b for b in table.get(request_id, ()) if ledger.is_last_reference(b)])
         super().free_blocks(request_id, no_cache)
 
+    def evict_cached_blocks(self) -> bool:
+        # If nothing is evicted the generation loop may be about to end for want of blocks.
+        return bool(super().evict_cached_blocks()) or bool(self.importer.make_room())
+
     def reset(self) -> None:
         self.importer.finish()
+        self.prefixes.end_all()
         super().reset()
 
     # -- what follows from it

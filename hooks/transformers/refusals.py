@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
@@ -13,6 +15,7 @@ _KNOWN = {
     (PagedAttentionCache, "search_prefix_match"): ("request_id", "prompt_ids"),
     (PagedAttentionCache, "mark_complete_blocks"): ("state", "complete_blocks"),
     (PagedAttentionCache, "free_blocks"): ("request_id", "no_cache"),
+    (PagedAttentionCache, "evict_cached_blocks"): (),
     (PagedAttentionCache, "reset"): (),
     (BlockLedger, "release"): ("block_id", "no_cache"),
     (BlockLedger, "register_new_hash"): ("block_id", "block_hash"),
@@ -20,6 +23,17 @@ _KNOWN = {
     (BlockLedger, "reset"): (),
 }
 """What kvshm overrides or calls, with the names of its parameters: no part of it is public."""
+
+
+_WANTED = (
+    "_create_batch_processor",
+    "_generation_thread",
+    "pause",
+    "stop",
+    "destroy",
+    "num_return_sequences",
+)
+"""What kvshm uses of a manager."""
 
 
 def interface_refusal() -> str | None:
@@ -36,7 +50,7 @@ def manager_refusal(manager: Any) -> str | None:
     """Return why kvshm cannot get at the cache that a manager will make, or None."""
     if manager.batch_processor is not None:
         return "the manager has made its cache already; call share() before it starts or warms up"
-    for name in ("_create_batch_processor", "_generation_thread", "pause", "stop"):
+    for name in _WANTED:
         if not hasattr(manager, name):
             return f"this transformers is not as kvshm knows it: its managers have no {name}"
     return None
@@ -56,13 +70,37 @@ def cache_refusal(processor: Any, model: Any) -> str | None:
         return "allow_block_sharing is off, so transformers keeps no prefixes"
     if processor.use_async_batching:
         return "use_async_batching is on: blocks are marked as complete before they are written"
-    return adapters_refusal(model)
+    return model_refusal(model)
 
 
-def adapters_refusal(model: Any) -> str | None:
-    """Return why blocks would depend on more than the weights, or None: which adapter is active is
-    neither a weight nor part of a request."""
+def model_refusal(model: Any) -> str | None:
+    """Return why blocks would depend on more than the weights and what identity.py reads of the
+    model, or None.  Which adapter is active is neither a weight nor part of a request."""
+    parts = dict(model.named_modules())
     loaded = getattr(model, "_hf_peft_config_loaded", False)
-    if loaded or any(type(part).__module__.startswith("peft.") for part in model.modules()):
+    if loaded or any(type(part).__module__.startswith("peft.") for part in parts.values()):
         return "the model has adapters, and blocks do not say with which they were computed"
+    if _global_forward_hooks or _global_forward_pre_hooks:
+        return "global module hooks of torch may change what is computed, and cannot be compared"
+    for name, part in parts.items():
+        who = f"the model's part {name or type(part).__name__!r}"
+        if part._forward_hooks or part._forward_pre_hooks:
+            return f"{who} has forward hooks, and what they do cannot be compared"
+        if "forward" in vars(part):
+            return f"{who} has a forward of its own, and what it does cannot be compared"
+        if part._compiled_call_impl is not None:
+            return f"{who} is compiled by torch, and with what cannot be compared"
+    for kind in _rope_types(model, parts.values()):
+        if "dynamic" in kind or kind == "longrope":
+            return f"the model's RoPE is {kind}: its frequencies depend on the requests' lengths"
     return None
+
+
+def _rope_types(model: Any, parts: Iterable[Any]) -> Iterator[str]:
+    """The kinds of rotary embedding, as modules and the configuration tell them."""
+    told = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    for kinds in (told, *(getattr(part, "rope_type", None) for part in parts)):
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
+            kind = kind.get("rope_type") if isinstance(kind, dict) else kind
+            if isinstance(kind, str):
+                yield kind

@@ -61,17 +61,24 @@ class SharedPrefixes:
         if self.closed:
             return []
         known = self._requests.get(request_id)
-        same = known is not None and known.prompt == prompt
-        keys: Sequence[bytes]
-        keys = known.keys if known and same else self.node.keys(prompt, salt=self._salt)
-        # An earlier request of this name and prompt may have gone on with other tokens.
-        keys = keys[: len(prompt) // self._page_size]
-        self._requests[request_id] = _Request(list(prompt), keys)
-        return keys
+        count = len(prompt) // self._page_size
+        if known is not None and known.prompt == prompt:
+            # An earlier request of this name and prompt may have gone on with other tokens.
+            if len(known.keys) > count:
+                known.keys = known.keys[:count]
+            known.sound = 0
+        else:
+            keys = self.node.keys(prompt, salt=self._salt)
+            known = self._requests[request_id] = _Request(list(prompt), keys)
+        return known.keys
 
     def end(self, request_id: str) -> None:
         """A request has lost its blocks."""
         self._requests.pop(request_id, None)
+
+    def end_all(self) -> None:
+        """All requests have lost their blocks."""
+        self._requests.clear()
 
     def are_sound(self, blocks: Sequence[int], keys: Sequence[bytes]) -> bool:
         """Whether each of the blocks holds what its key says."""

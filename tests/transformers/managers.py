@@ -26,7 +26,9 @@ def new_manager(model_path: Path, generation: dict[str, Any] | None = None, **co
     )
     usual = {"page_size": PAGE_SIZE, "num_blocks": 64, "max_batch_tokens": 256}
     return model.init_continuous_batching(
-        generation_config=GenerationConfig(do_sample=False, eos_token_id=-1, **(generation or {})),
+        generation_config=GenerationConfig(
+            **{"do_sample": False, "eos_token_id": -1, **(generation or {})}
+        ),
         continuous_batching_config=ContinuousBatchingConfig(
             **{**usual, "return_logprobs": True, **config}
         ),

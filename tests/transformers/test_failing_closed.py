@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -11,15 +12,27 @@ pytest.importorskip("transformers")
 
 from transformers.generation.continuous_batching.requests import RequestState
 
+import kvshm.api
 from kvshm import KvshmError, Load, LoadState
 from kvshm.hooks import boundary
 from kvshm.hooks.transformers import managers as hooked
 from kvshm.hooks.transformers import node_of, stats_of
+from kvshm.hooks.transformers.identity import identity_of
+from kvshm.hooks.transformers.imports import END_SECONDS
 from kvshm.hooks.transformers.paged_cache import SharedPagedAttentionCache
 from kvshm.hooks.transformers.shared_prefixes import SharedPrefixes
 
 from .conftest import Lines, MakeManager
-from .managers import PAGE_SIZE, ask, cache_of, counts, heard, random_prompt, start
+from .managers import (
+    PAGE_SIZE,
+    ask,
+    cache_of,
+    change_weights,
+    counts,
+    heard,
+    random_prompt,
+    start,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -178,7 +191,7 @@ def test_a_reset_waits_for_a_load_that_hangs(
 
 def test_a_prefix_that_finds_no_room_is_computed(manager: MakeManager) -> None:
     """Here most of the cache is one long request's, which keeps it."""
-    a, b = manager(), manager(num_blocks=12)
+    a, b = manager(), manager(num_blocks=14)
     start(a, b)
     prompt = random_prompt(150, 6 * PAGE_SIZE + 1)
     ask(a, prompt)
@@ -192,6 +205,142 @@ def test_a_prefix_that_finds_no_room_is_computed(manager: MakeManager) -> None:
     cache.free_blocks("held")
     assert cache.search_prefix_match("new", prompt) == 6 * PAGE_SIZE
     assert counts(b).imports == 1
+
+
+def test_a_prefix_that_would_not_fit_beside_a_late_load_is_computed(manager: MakeManager) -> None:
+    a, b = manager(), manager(num_blocks=8)
+    start(a, b)
+    prompt = random_prompt(160, 5 * PAGE_SIZE + 1)
+    expected = ask(a, prompt)
+    heard(b, prompt)
+    assert ask(b, prompt) == expected
+    assert counts(b).imports == 0
+    assert counts(b).no_room > 0
+
+
+def test_blocks_of_late_loads_come_back_before_transformers_gives_up(manager: MakeManager) -> None:
+    a = manager()
+    start(a)
+    a.stop(keep_for_next_session=True)
+    cache, waited = cache_of(a), []
+
+    class Left:
+        def wait(self) -> LoadState:
+            waited.append(True)
+            return LoadState.FAILED
+
+        poll = wait
+
+    assert not cache.evict_cached_blocks()
+    cache.importer._left.append((Left(), cache.importer._take(2)))
+    assert cache.evict_cached_blocks()
+    assert waited
+    assert free_blocks(a) == 64
+
+
+class Raising(Load):
+    """A load with a mistake."""
+
+    def wait(self, timeout: float | None = None) -> LoadState:
+        raise RuntimeError("a mistake of kvshm")
+
+
+class RaisingLater(Hanging):
+    """A load that is late, and has a mistake then."""
+
+    polled = 0
+
+    def poll(self) -> LoadState:
+        self.polled += 1
+        if self.polled > 1 and self.done_waiting:
+            raise RuntimeError("a mistake of kvshm")
+        return LoadState.PENDING
+
+    done_waiting = False
+
+    def wait(self, timeout: float | None = None) -> LoadState:
+        self.done_waiting = timeout == END_SECONDS
+        return LoadState.PENDING
+
+
+@pytest.mark.parametrize("kind", [Raising, RaisingLater])
+def test_a_mistake_of_a_load_loses_no_blocks(
+    lenient: MakeManager, monkeypatch: pytest.MonkeyPatch, kind: type[Load]
+) -> None:
+    a, b = lenient(), lenient()
+    start(a, b)
+    prompt = random_prompt(170, 4 * PAGE_SIZE + 1)
+    expected, _ = ask(a, prompt)
+    heard(b, prompt)
+    node, free = node_of(b), free_blocks(b)
+    begin = node.load
+
+    def load(*args: Any, **kwargs: Any) -> Load:
+        made = begin(*args, **kwargs)
+        made.__class__ = kind
+        return made
+
+    monkeypatch.setattr(node, "load", load)
+    for seed in (171, 172, 173):
+        assert ask(b, prompt)[0] == expected
+        ask(b, random_prompt(seed, 2))
+    assert node_of(b) is None
+    cache_of(b).evict_cached_blocks()
+    assert free_blocks(b) == free
+
+
+def test_a_refused_join_leaves_nothing_open(
+    manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = manager()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise KvshmError("no")
+
+    closed = []
+    real = kvshm.api.allocate
+
+    def allocate(size: int) -> Any:
+        memory = real(size)
+        close = memory.close
+        monkeypatch.setattr(memory, "close", lambda: (closed.append(True), close()))
+        return memory
+
+    monkeypatch.setattr(hooked, "allocate", allocate)
+    monkeypatch.setattr(hooked, "join", refuse)
+    a.warmup()
+    assert closed == [True]
+    assert has_memory(a)
+
+
+def test_of_two_readings_of_the_weights_the_last_one_counts(
+    manager: MakeManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads may hold one pause: one leaves it before the other changes the weights."""
+    a = manager()
+    start(a)
+    prefixes, real = cache_of(a).prefixes, identity_of
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        identity = real(*args)
+        if threading.current_thread() is early:
+            reading.set()
+            go_on.wait(2)
+        return identity
+
+    def look() -> None:
+        a.kvshm.look_at_model(a.batch_processor)
+
+    monkeypatch.setattr(hooked, "identity_of", slow)
+    early = threading.Thread(target=look)
+    early.start()
+    assert reading.wait(30)
+    change_weights(a)
+    look()
+    go_on.set()
+    early.join()
+    assert prefixes._identity == real(a.model, a.continuous_batching_config)
 
 
 def test_the_logger_is_heard(lines: Lines) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import subprocess
 import sys
@@ -13,7 +14,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import numpy as np
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvshm.hooks.transformers.identity import identity_of
 
@@ -40,8 +43,10 @@ def flip_a_bit(manager: Any) -> None:
         weight.view(torch.int16)[3, 3] ^= 1
 
 
-def put_in_another_forward(manager: Any) -> None:
-    manager.model.model.norm.forward = lambda states: states
+def attend_by_itself(manager: Any) -> None:
+    attention = manager.model.model.layers[1].self_attn
+    attention.config = copy.deepcopy(attention.config)
+    attention.config._attn_implementation = "eager"
 
 
 CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
@@ -53,8 +58,15 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
         "modules",
         lambda m: setattr(m.model.model.layers[0].mlp, "act_fn", torch.nn.GELU()),
     ),
-    "a hook": ("modules", lambda m: m.model.model.norm.register_forward_hook(lambda *_: None)),
-    "a forward of its own": ("modules", put_in_another_forward),
+    "another scale": (
+        "modules",
+        lambda m: setattr(m.model.model.layers[0].self_attn, "scaling", 0.5),
+    ),
+    "one layer's attention": ("modules", attend_by_itself),
+    "another way to compute experts": (
+        "modules",
+        lambda m: setattr(m.model.config, "_experts_implementation", "batched_mm"),
+    ),
     "a compiled model": (
         "execution",
         lambda m: setattr(m.continuous_batching_config, "varlen_compile_config", Compiled()),
@@ -86,6 +98,46 @@ def without_mkldnn() -> Iterator[None]:
 
 def test_a_switch_of_torch_shows(plain: Any, without_mkldnn: None) -> None:
     assert "mkldnn False" in who(plain).settings["kernels"]
+
+
+def test_values_of_a_configuration_that_are_not_json_are_compared(plain: Any, fresh: Any) -> None:
+    told = []
+    for value in (1, 2):
+        fresh.model.config.my_scale = np.float32(value)
+        told.append(who(fresh).settings["model_config"])
+    assert told[0] != told[1]
+
+
+def test_kernels_of_attention_that_are_off_show(plain: Any) -> None:
+    usual = who(plain)
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        assert who(plain) != usual
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+
+
+def test_another_function_of_attention_shows(plain: Any) -> None:
+    usual, before = who(plain), ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def another(*_: object) -> None: ...
+
+    # Only the code tells it from the usual one.
+    another.__module__, another.__qualname__ = before.__module__, before.__qualname__
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", another)
+    try:
+        assert who(plain) != usual
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register("sdpa", before)
+
+
+def test_both_interfaces_to_the_precision_of_float32_can_be_read(plain: Any) -> None:
+    usual = who(plain)
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        assert who(plain) != usual
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
 def test_another_process_computes_the_same(plain: Any, model_path: Path) -> None:

@@ -74,3 +74,10 @@ def test_a_preempted_requests_blocks_are_waited_for_once() -> None:
     ledger.acquire(7)
     cache.free_blocks("r", no_cache=True)
     assert told == [[0, 1]], "the block of another request stays"
+
+
+def test_a_step_that_completed_nothing_is_not_looked_at() -> None:
+    cache = object.__new__(SharedPagedAttentionCache)
+    cache.cache_allocators, cache.allow_block_sharing = {}, True
+    nothing: Any = None
+    cache.mark_complete_blocks(nothing, {})

@@ -66,6 +66,27 @@ REFUSED: dict[str, tuple[str, Callable[[Any], object]]] = {
         "the model has adapters",
         lambda p: setattr(p.model, "_hf_peft_config_loaded", True),
     ),
+    "hooks": (
+        "part 'model.norm' has forward hooks",
+        lambda p: p.model.model.norm.register_forward_hook(lambda *_: None),
+    ),
+    "hooks before": (
+        "part 'model.norm' has forward hooks",
+        lambda p: p.model.model.norm.register_forward_pre_hook(lambda *_: None),
+    ),
+    "another forward": (
+        "part 'model.norm' has a forward of its own",
+        lambda p: setattr(p.model.model.norm, "forward", lambda states: states),
+    ),
+    "compiled": ("'LlamaForCausalLM' is compiled", lambda p: p.model.compile()),
+    "rope": (
+        "RoPE is dynamic",
+        lambda p: setattr(p.model.model.rotary_emb, "rope_type", "dynamic"),
+    ),
+    "configured rope": (
+        "RoPE is longrope",
+        lambda p: p.model.config.rope_parameters.update(rope_type="longrope"),
+    ),
 }
 
 
@@ -81,6 +102,14 @@ def test_adapters_are_known_by_their_modules(processor: Any) -> None:
     layer = type("Linear", (torch.nn.Linear,), {"__module__": "peft.tuners.lora.layer"})(2, 2)
     processor.model.add_module("adapter", layer)
     assert "the model has adapters" in str(cache_refusal(processor, processor.model))
+
+
+def test_global_hooks_are_named(processor: Any) -> None:
+    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert "global module hooks" in str(cache_refusal(processor, processor.model))
+    finally:
+        hook.remove()
 
 
 @pytest.mark.parametrize("name", ["search_prefix_match", "free_blocks"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
 
+from kvshm import ConfigError
 from kvshm.hooks.transformers import (
     SharedPagedAttentionCache,
     node_of,
@@ -220,3 +223,66 @@ def test_what_a_running_request_computes_over_new_weights_is_not_shared(
     know_each_other(a)
     assert len(cache_of(a)._allocator.ledger.block_to_hash) > 1
     assert node_of(a).stats()["published"] == 0
+
+
+def test_of_several_calls_the_last_one_counts(manager: MakeManager) -> None:
+    a = share(manager(b"one"), salt=b"two")
+    a.warmup()
+    assert cache_of(a).prefixes._salt == b"two"
+    assert share(a, salt=b"two") is a
+    with pytest.raises(ConfigError, match="shares already"):
+        share(a, salt=b"three")
+
+
+@pytest.mark.parametrize(
+    "odd", [{"salt": "text"}, {"wait_seconds": float("nan")}, {"wait_seconds": -1.0}]
+)
+def test_odd_arguments_are_refused(manager: MakeManager, odd: dict[str, Any]) -> None:
+    a = manager()
+    for call in (lambda: share(a, **odd), lambda: share_all(**odd)):
+        with pytest.raises(ConfigError, match=next(iter(odd))):
+            call()
+
+
+def test_a_manager_that_was_kept_and_is_destroyed_shares_no_more(manager: MakeManager) -> None:
+    a = manager()
+    start(a)
+    node = node_of(a)
+    a.stop(keep_for_next_session=True)
+    assert node.joined
+    a.model.destroy_cached_continuous_batching_manager()
+    assert node.closed
+
+
+def test_requests_that_fork_import_what_leaves_two_tokens(manager: MakeManager) -> None:
+    """transformers schedules the last token of such a prompt apart from one before it."""
+    a = manager()
+    b = manager(generation={"num_return_sequences": 2, "do_sample": True, "top_k": 1})
+    start(a, b)
+    prompt = random_prompt(95, 4 * PAGE_SIZE + 1)
+    tokens, _ = ask(a, prompt)
+    heard(b, prompt)
+    b.add_request(prompt, max_new_tokens=8)
+    for _ in range(2):
+        assert (output := b.get_result(timeout=20)) is not None
+        assert output.generated_tokens == tokens
+    assert counts(b).imported_tokens == 3 * PAGE_SIZE
+
+
+def test_a_request_that_waits_is_looked_at_once(manager: MakeManager) -> None:
+    """No lookup is made before there is room for it, and its keys are made once."""
+    a = manager(num_blocks=8)
+    start(a)
+    a.stop(keep_for_next_session=True)
+    cache, prompt = cache_of(a), random_prompt(97, 4 * PAGE_SIZE + 1)
+    assert cache.prefixes.begin("r", prompt) is cache.prefixes.begin("r", prompt)
+    asked: list[object] = []
+    cache.prefixes.node.lookup = lambda *a, **_: asked.append(a)
+    held = cache.importer._take(6)
+    cache.search_prefix_match("r", prompt)
+    assert asked == []
+    cache.importer._give_back(held)
+    cache.search_prefix_match("r", prompt)
+    assert len(asked) == 1
+    cache.reset()
+    assert not cache.prefixes._requests
