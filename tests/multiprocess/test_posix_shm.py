@@ -157,16 +157,27 @@ def finish(copy) -> CopyState:
     return copy.poll()
 
 
+OF_OTHERS: set[str] = set()
+"""Inodes of KV memories that earlier tests of this process have left mapped."""
+
+
 @pytest.fixture(autouse=True)
-def nothing_of_earlier_tests() -> None:
-    """What they mapped in this process goes with their objects."""
+def others() -> None:
     gc.collect()
+    OF_OTHERS.clear()
+    OF_OTHERS.update(inode for inode, _ in _mapped())
+
+
+def _mapped() -> list[tuple[str, str]]:
+    """Inode and permissions of each KV memory mapped into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    fields = [line.split() for line in lines if "memfd:kvshm-kv" in line]
+    return [(field[4], field[1]) for field in fields]
 
 
 def kv_mappings() -> list[str]:
-    """Permissions of the KV memories mapped into this process."""
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted(line.split()[1] for line in lines if "memfd:kvshm-kv" in line)
+    """Permissions of the KV memories that this test has mapped into this process."""
+    return sorted(permissions for inode, permissions in _mapped() if inode not in OF_OTHERS)
 
 
 def test_blocks_come_over_from_another_process(exporter, importer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import threading
@@ -40,6 +41,7 @@ def place() -> Iterator[Path]:
 
 @pytest.fixture
 def nothing_opened() -> Iterator[None]:
+    gc.collect()  # what an earlier test left open
     before = len(os.listdir("/proc/self/fd"))
     yield
     assert len(os.listdir("/proc/self/fd")) == before
