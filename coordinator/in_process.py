@@ -107,5 +107,5 @@ class CoordinatorThread:
             service.clean_up()
         except (KvshmError, OSError) as exc:
             logfmt.write(logging.ERROR, "stopped", reason=exc)
-        except Exception as exc:
+        except Exception as exc:  # any: a bug here must not end the program
             logfmt.write_bug("serve", exc)

@@ -22,7 +22,7 @@ from paged_transformer import PagedTransformer, Shape
 try:
     import kvshm
 except ImportError:  # only sharing needs it
-    kvshm = None  # type: ignore[assignment]
+    kvshm = None  # type: ignore[assignment]  # a module, else
 
 BLOCK_SIZE = 16
 

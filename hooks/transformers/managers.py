@@ -82,7 +82,7 @@ def share_all(
     @wraps(original)
     def init(self: ContinuousBatchingManager, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        share(self, **init.kvshm._asdict())  # type: ignore[attr-defined]
+        share(self, **init.kvshm._asdict())  # type: ignore[attr-defined]  # set below
 
     init.kvshm = wishes  # type: ignore[attr-defined]  # marks kvshm's wrapper
     ContinuousBatchingManager.__init__ = init

@@ -185,7 +185,7 @@ class Load:
         for pause in pauses(timeout):
             if self.poll() is not LoadState.PENDING:
                 break
-            time.sleep(pause)
+            time.sleep(pause)  # nothing calls back (ADR 0022)
         return self.poll()
 
     async def wait_async(self, timeout: float | None = None) -> LoadState:

@@ -93,7 +93,7 @@ class Membership:
         for pause in pauses(timeout):
             if self.joined or self._halves is None:
                 break
-            time.sleep(pause)
+            time.sleep(pause)  # nothing calls back (ADR 0022)
         return self.joined
 
     async def wait_joined_async(self, timeout: float | None = None) -> bool:

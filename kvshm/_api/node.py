@@ -94,7 +94,7 @@ class Node(Membership):
         for pause in pauses(timeout):
             if self._all_there(keys, start):
                 break
-            time.sleep(pause)
+            time.sleep(pause)  # nothing calls back (ADR 0022)
         return self.lookup(keys, start)
 
     async def wait_for_async(

@@ -23,7 +23,7 @@ import sys, time
 from kvshm._shm.slot_table import PeerSlotTable
 table = PeerSlotTable.from_fd("held", int(sys.argv[1]))
 print(table.hold(table.scan(), float(sys.argv[2])), flush=True)
-time.sleep(1000)
+time.sleep(1000)  # until it is killed
 """
 
 
