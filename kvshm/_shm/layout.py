@@ -27,7 +27,7 @@ Slot table: one per exporting engine and epoch
     192   | life u64 x 64: epoch while that rank's KV memory is valid       |
     704   | engine name, 64 bytes of UTF-8, zero padded                     |
     768   | model name, 256 bytes of UTF-8, zero padded                     |
-    1024  | counters u64 x 128 (ids: kvshm/_shm/counters.py)                     |
+    1024  | counters u64 x 128 (ids: kvshm/_shm/counters.py)                |
     2048  | error log: 16 x (count u64, first_ns u64, last_ns u64, 104 text)|
     4096  | load tickets u64 x 256: ranks that have yet to finish a load    |
     6144  | pulses u64 x 65: of the owner, then of each rank (below)        |
