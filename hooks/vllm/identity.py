@@ -27,6 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvshm._ground import fingerprint as names
 from kvshm.halves import abi
 
+from ..cpu_kernels import cpu_kernels
 from .weights import weights_digest
 
 _NOT_THE_MODEL = {"_name_or_path", "transformers_version", "torch_dtype", "dtype"}
@@ -289,7 +290,7 @@ def _attention(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
 def _hardware() -> str:
     if torch.cuda.is_available():
         return f"{torch.cuda.get_device_name()} {torch.cuda.get_device_capability()}"
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return f"{platform.machine()} {cpu_kernels()}"
 
 
 def _short(value: object) -> str:
