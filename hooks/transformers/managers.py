@@ -7,7 +7,9 @@ processor, and the pause in which a program may change the weights.
 
 from __future__ import annotations
 
+import _thread
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -45,10 +47,11 @@ def share(
     keeps a manager from sharing is logged, and it serves on unshared.  Of several calls the last
     counts.  Raises ConfigError for a bad setting, and if the manager has begun to share otherwise.
     """
-    config = config or Config.from_env(os.environ)
-    if not config.enable:
+    wishes = _wishes(salt, name, wait_seconds, config)
+    if not wishes.config.enable:
         return manager
-    wishes = _checked(_Wishes(salt, name, wait_seconds, config))
+    if not isinstance(manager, ContinuousBatchingManager):
+        raise ConfigError(f"share() was given {manager!r}; give a ContinuousBatchingManager")
     if (sharing := getattr(manager, "kvshm", None)) is not None:
         sharing.wish(wishes)
         return manager
@@ -71,10 +74,9 @@ def share_all(
     ``generate_batch`` makes.  Otherwise like ``share``; a second call counts for the
     managers made after it."""
     original = ContinuousBatchingManager.__init__
-    config = config or Config.from_env(os.environ)
-    if not config.enable:
+    wishes = _wishes(salt, None, wait_seconds, config)
+    if not wishes.config.enable:
         return
-    wishes = _checked(_Wishes(salt, None, wait_seconds, config))
     if hasattr(original, "kvshm"):
         original.kvshm = wishes
         return
@@ -122,12 +124,19 @@ class _Wishes(NamedTuple):
     config: Config
 
 
-def _checked(wishes: _Wishes) -> _Wishes:
-    """The wishes, if they can be meant.  Raises ConfigError."""
-    if not isinstance(wishes.salt, bytes):
-        raise ConfigError(f"salt is {wishes.salt!r}; give bytes")
-    if not (isfinite(wishes.wait_seconds) and wishes.wait_seconds >= 0):
-        raise ConfigError(f"wait_seconds is {wishes.wait_seconds!r}; give seconds, 0 or more")
+def _wishes(salt: bytes, name: str | None, wait_seconds: float, config: Config | None) -> _Wishes:
+    """The wishes; if kvshm is on, only such as can be meant.  Raises ConfigError."""
+    if config is not None and not isinstance(config, Config):
+        raise ConfigError(f"config is {config!r}; give a kvshm.Config")
+    wishes = _Wishes(salt, name, wait_seconds, config or Config.from_env(os.environ))
+    if not wishes.config.enable:
+        return wishes
+    if not isinstance(salt, bytes):
+        raise ConfigError(f"salt is {salt!r}; give bytes")
+    if not (name is None or isinstance(name, str)):
+        raise ConfigError(f"name is {name!r}; give text")
+    if not (isinstance(wait_seconds, int | float) and isfinite(wait_seconds) and wait_seconds >= 0):
+        raise ConfigError(f"wait_seconds is {wait_seconds!r}; give seconds, 0 or more")
     return wishes
 
 
@@ -188,12 +197,13 @@ class _Sharing:
         @wraps(stop)
         def call(*args: Any, **kwargs: Any) -> None:
             thread = self._manager._generation_thread
-            prefixes = _prefixes_of(self._manager.batch_processor)
+            processor = self._manager.batch_processor  # kept: without it nothing is shared
+            prefixes = _prefixes_of(processor)
             stop(*args, **kwargs)
             if prefixes is None or self._manager.batch_processor is not None:
                 return  # kept for the next session
             if thread is not None and thread.is_alive():
-                Thread(target=_close_behind, args=(thread, prefixes), daemon=True).start()
+                Thread(target=_close_behind, args=(thread, processor), daemon=True).start()
             else:
                 prefixes.close()
 
@@ -251,6 +261,7 @@ class _Sharing:
             SharedPagedAttentionCache.take_over(cache, prefixes, self._wishes.wait_seconds)
             if self._manager.num_return_sequences > 1:
                 cache.importer.to_compute = 2
+            weakref.finalize(cache, _close_apart, prefixes).atexit = False
             opened.pop_all()
 
     @guarded(lambda *_: None)
@@ -272,7 +283,17 @@ class _Sharing:
         return identity_of(self._manager.model, self._manager.continuous_batching_config)
 
 
-def _close_behind(thread: Thread, prefixes: SharedPrefixes) -> None:
+def _close_behind(thread: Thread, processor: Any) -> None:
     """Stop sharing as soon as the generation loop has ended."""
     thread.join()
-    prefixes.close()
+    processor.cache.prefixes.close()
+
+
+def _close_apart(prefixes: SharedPrefixes) -> None:
+    """Stop sharing: the cache is gone, because its manager was dropped without ``stop``.
+
+    The garbage collector calls this on any thread, which may hold a lock that closing needs, or
+    that starting a ``Thread`` needs.
+    """
+    if not prefixes.closed:
+        _thread.start_new_thread(Thread(target=prefixes.close, daemon=True).start, ())
