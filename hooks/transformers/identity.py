@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from functools import cache
 from hashlib import sha256
-from types import CodeType
 from typing import Any
 
 import torch
 import transformers
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvshm.api import Identity
 
+from ..cpu_kernels import cpu_kernels
 from ..weights import digest_tensors, model_tensors
-
-_NOT_THE_MODEL = {"_name_or_path", "transformers_version", "architectures"}
-"""Entries of a model's configuration that change no byte of a block."""
+from .parts import config_words, words_of
 
 
 def identity_of(model: Any, cb_config: Any) -> Identity:
     """Return who the engine is that serves ``model`` with these settings of its manager.
 
-    Reads all weights, above 1 GB/s on one core.  Raises WeightsUnknown.
+    Reads all weights, above 1 GB/s on one core.  Raises WeightsUnknown and
+    CannotCompareError.
     """
     return Identity(
         engine=f"transformers {transformers.__version__}",
@@ -33,74 +29,13 @@ def identity_of(model: Any, cb_config: Any) -> Identity:
         settings={
             "dtype": str(model.dtype),
             "attention": str(model.config._attn_implementation),
-            "model_config": _short(_config(model)),
-            "modules": _short(list(_modules(model))),
+            "model_config": _short(config_words(model.config)),
+            "modules": _short(list(words_of(model))),
             "torch": str(torch.__version__),
             "execution": _execution(cb_config),
-            "kernels": f"{torch.backends.cpu.get_cpu_capability()}, {_switches()}",
+            "kernels": f"{cpu_kernels()}, {_switches()}",
         },
     )
-
-
-def _config(model: Any) -> dict[str, object]:
-    config = model.config.to_dict()
-    return {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
-
-
-_NOT_COMPUTED_WITH = {"name_or_path"}
-"""Plain attributes of modules that change no byte of a block."""
-
-
-def _modules(model: Any) -> Iterator[tuple[object, ...]]:
-    """What computes: each part's class, its forward and its plain attributes, as scales are,
-    and the functions of attention.  Hooks and other forwards are refused (refusals.py)."""
-    for name, part in model.named_modules():
-        plain = {
-            name: value
-            for name, value in vars(part).items()
-            if isinstance(value, bool | int | float | str)
-            and not name.startswith("_")
-            and name not in _NOT_COMPUTED_WITH
-        }
-        yield (name, _named(type(part)), _code(type(part).forward), plain, *_ways(part))
-
-
-def _ways(part: Any) -> Iterator[object]:
-    """How a part computes attention and experts: its configuration need not be the model's."""
-    config = getattr(part, "config", None)
-    attention = getattr(config, "_attn_implementation", None)
-    yield str(getattr(config, "_experts_implementation", None))
-    yield str(attention)
-    for name in (attention, f"paged|{attention}"):
-        if isinstance(name, str) and name in ALL_ATTENTION_FUNCTIONS:
-            yield _code(ALL_ATTENTION_FUNCTIONS[name])
-
-
-def _named(what: Any) -> str:
-    """A class's or a function's name, never its address."""
-    owner = what if hasattr(what, "__qualname__") else type(what)
-    return f"{owner.__module__}.{owner.__qualname__}"
-
-
-@cache
-def _code(function: Any) -> str:
-    """A function's name and a digest of its code, and of what it is wrapped around."""
-    digest, inner = sha256(), function
-    while inner is not None:
-        if isinstance(code := getattr(inner, "__code__", None), CodeType):
-            digest.update(repr(list(_words(code))).encode())
-        inner = getattr(inner, "__wrapped__", None)
-    return f"{_named(function)} {digest.hexdigest()[:32]}"
-
-
-def _words(code: CodeType) -> Iterator[object]:
-    """What a function does, without addresses, and without where its source stands."""
-    yield from (code.co_code, code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield list(_words(constant))
-        else:
-            yield sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
 
 
 def _execution(cb_config: Any) -> str:

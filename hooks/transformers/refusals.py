@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
@@ -90,9 +91,25 @@ def model_refusal(model: Any) -> str | None:
             return f"{who} has a forward of its own, and what it does cannot be compared"
         if part._compiled_call_impl is not None:
             return f"{who} is compiled by torch, and with what cannot be compared"
+    if reason := _tensors_refusal(model):
+        return reason
     for kind in _rope_types(model, parts.values()):
         if "dynamic" in kind or kind == "longrope":
             return f"the model's RoPE is {kind}: its frequencies depend on the requests' lengths"
+    return None
+
+
+def _tensors_refusal(model: Any) -> str | None:
+    """Why the digest of parameters and buffers would not cover all that the model stores."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    named.update(model.named_buffers(remove_duplicate=False))
+    for name in model.state_dict(keep_vars=True):
+        if name not in named:
+            return f"the model stores {name!r}, which is no parameter or buffer (is it quantized?)"
+    for name, tensor in named.items():
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+            return f"the tensor {name!r} is a {kind}, whose contents cannot be compared"
     return None
 
 

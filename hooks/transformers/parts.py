@@ -1,0 +1,223 @@
+"""What a model computes with besides its tensors, in words that are equal in every process.
+
+Classes and functions of transformers and torch are named: both versions are compared.  One that
+comes from elsewhere is refused: which values it uses nobody can list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from kvshm.api import KvshmError
+
+from ..weights import digest_tensors
+
+_PACKAGES = ("torch.nn.", "transformers.")
+"""Whose classes may compute.  Not all of torch: torch.ao keeps weights that are neither parameters
+nor buffers, the classes of torch.fx and torch.jit hold code of others."""
+
+_SOURCES = tuple(os.path.dirname(package.__file__) + os.sep for package in (torch, transformers))
+_WRAPPERS = (contextlib.__file__, functools.__file__)
+
+_USED_BY_ALL = (
+    "torch.nn.functional",
+    "transformers.integrations.moe",
+    "transformers.masking_utils",
+)
+"""Python modules whose functions compute, besides those with the classes."""
+
+_IMPORTED = {*sys.stdlib_module_names, "huggingface_hub", "safetensors", "tqdm"}
+"""Packages from which such modules import functions that compute nothing."""
+
+_KNOWN_ATTRIBUTES = set(vars(torch.nn.Module())) - {"training"}
+"""What each part has: tensors and other parts, which are compared, and hooks (refusals.py)."""
+
+_NOT_COMPUTED_WITH = {
+    "all_tied_weights_keys",
+    "generation_config",
+    "model_tags",
+    "name_or_path",
+    "warnings_issued",
+    "_cached_continuous_batching_manager",
+    "_compiled_call",
+    "_gradient_checkpointing_func",
+    "_is_hf_initialized",
+    "_last_compile_config",
+    "_weight_conversions",
+}
+"""Attributes that change no byte of a block: how a model was loaded, what it is to generate, what
+training and ``generate`` add."""
+
+_NOT_THE_MODEL = {"_name_or_path", "transformers_version", "architectures"}
+"""Entries of a configuration that change no byte of a block."""
+
+
+class CannotCompareError(KvshmError):
+    """Two engines cannot know whether they compute with the same."""
+
+
+def words_of(model: torch.nn.Module) -> Iterator[object]:
+    """Yield what a model computes with besides its tensors: classes, attributes, functions.
+
+    Hooks and a part's own ``forward`` are refused elsewhere (refusals.py).  Reads all tensors that
+    are plain attributes.  Raises CannotCompareError and WeightsUnknown.
+    """
+    classes: set[type] = set()
+    ways: set[str] = set()
+    for name, part in model.named_modules():
+        who = f"the model's part {name or type(part).__name__!r}"
+        classes.update(_classes(who, type(part)))
+        ways.update(chosen := _ways(part))
+        told = {
+            key: _word(f"{key!r} of {who}", value if value is not model.config else "the model's")
+            for key, value in vars(part).items()
+            if key not in _KNOWN_ATTRIBUTES and key not in _NOT_COMPUTED_WITH
+        }
+        yield (name, _name(type(part)), chosen, told)
+    for each in sorted(classes, key=_name):
+        yield (_name(each), list(_methods(each)))
+    files = {each.__module__ for each in classes} | {*_USED_BY_ALL}
+    for file in sorted(files & sys.modules.keys()):
+        yield (file, list(_functions(sys.modules[file], ways)))
+
+
+def config_words(config: PreTrainedConfig) -> dict[str, object]:
+    """What a configuration says of the computation."""
+    told = config.to_dict()
+    return {name: value for name, value in told.items() if name not in _NOT_THE_MODEL}
+
+
+def _ways(part: Any) -> list[str]:
+    """How a part computes attention and experts: its configuration need not be the model's."""
+    config = getattr(part, "config", None)
+    attention = str(getattr(config, "_attn_implementation", None))
+    experts = str(getattr(config, "_experts_implementation", None))
+    return [attention, f"paged|{attention}", experts]
+
+
+def _classes(who: str, owner: type) -> Iterator[type]:
+    """Yield a class and its bases, as far as they compute."""
+    for each in owner.__mro__:
+        if each.__module__.startswith(_PACKAGES) and _found(each) is each:
+            yield each
+        elif issubclass(each, torch.nn.Module):
+            raise CannotCompareError(
+                f"{who} is a {_name(each)}: neither transformers nor torch.nn has this class, and "
+                "what it does cannot be compared"
+            )
+
+
+def _found(owner: type) -> object:
+    """What stands in a Python module under the class's name."""
+    found: Any = sys.modules.get(owner.__module__)
+    for name in owner.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found
+
+
+def _methods(owner: type) -> Iterator[object]:
+    for name, value in sorted(vars(owner).items()):
+        if isinstance(value, property):
+            inner: list[Any] = [value.fget, value.fset]
+        else:
+            inner = [getattr(value, "__func__", getattr(value, "func", value))]
+        for each in inner:
+            if callable(each) and not isinstance(each, type):
+                yield (name, _function(f"{_name(owner)}.{name}", each))
+
+
+def _functions(file: Any, ways: set[str]) -> Iterator[object]:
+    """Yield the functions of a Python module, and those that it finds by the name of a way."""
+    for name, value in sorted(vars(file).items()):
+        who = f"{file.__name__}.{name}"
+        if isinstance(value, MutableMapping):
+            for way in sorted(ways & value.keys()):
+                if not isinstance(value[way], type):
+                    yield (name, way, _function(f"{who}[{way!r}]", value[way]))
+        elif callable(value) and not isinstance(value, type) and not _is_imported(value):
+            yield (name, _function(who, value))
+
+
+def _is_imported(function: Any) -> bool:
+    """Whether it is a function of those packages, or an object of theirs or of torch's."""
+    if isinstance(function, FunctionType):
+        return _package(function.__globals__["__name__"]) in _IMPORTED
+    known = {*_IMPORTED, "builtins", "torch", "transformers"}
+    return not isinstance(function, functools.partial) and _package(type(function)) in known
+
+
+def _function(who: str, function: Any) -> list[str]:
+    """A function's true name, and the names of those that it is wrapped around."""
+    names = []
+    while function is not None:
+        code: Any = getattr(function, "__code__", None)
+        file = getattr(code, "co_filename", "")
+        if not file.startswith(_SOURCES) and file not in _WRAPPERS:
+            raise CannotCompareError(
+                f"{who} is a function that is not from transformers or torch, and what it does "
+                "cannot be compared"
+            )
+        if hasattr(function, "_torchdynamo_orig_callable") and not hasattr(
+            function, "_torchdynamo_disable"
+        ):
+            raise CannotCompareError(
+                f"{who} is compiled by torch, and with what cannot be compared"
+            )
+        names.append(f"{function.__globals__['__name__']}.{code.co_qualname}")
+        function = getattr(function, "__wrapped__", None)
+    return names
+
+
+def _word(who: str, value: Any) -> object:
+    """An attribute's value, in a form that has a JSON text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return [[_word(who, key), _word(who, inner)] for key, inner in value.items()]
+    if isinstance(value, list | tuple):
+        return [_word(who, inner) for inner in value]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(_word(who, inner)) for inner in value)
+    return _word_of_object(who, value)
+
+
+def _word_of_object(who: str, value: Any) -> object:
+    if isinstance(value, complex | bytes | Enum | torch.dtype | torch.device):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return digest_tensors([((value.shape, value.dtype), value.detach())])
+    if isinstance(value, PreTrainedConfig):
+        return [_name(type(value)), config_words(value)]
+    if isinstance(value, functools.partial):
+        return [_word(who, inner) for inner in (value.func, value.args, value.keywords)]
+    if isinstance(value, FunctionType):
+        return _function(who, value)
+    if isinstance(value, BuiltinFunctionType | type) and _is_theirs(value):
+        return _name(value)
+    raise CannotCompareError(f"{who} is a {_name(type(value))}, and cannot be compared")
+
+
+def _is_theirs(what: Any) -> bool:
+    """Whether a class, or a function that is not Python, comes from transformers or torch."""
+    owner = what if what.__module__ else type(what.__self__)
+    return _package(owner) in ("builtins", "torch", "transformers")
+
+
+def _package(what: Any) -> str:
+    module = what if isinstance(what, str) else str(what.__module__)
+    return module.partition(".")[0]
+
+
+def _name(what: Any) -> str:
+    return f"{what.__module__}.{what.__qualname__}"
