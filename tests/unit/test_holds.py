@@ -183,6 +183,25 @@ def test_a_clock_that_is_set_back_holds_nothing_for_longer(table: AnyTable, cloc
     assert not table.keeps_blocks()
 
 
+@pytest.mark.parametrize("back", [60, 86_400], ids="{} s".format)
+def test_a_hold_ends_though_the_clock_is_set_back_behind_the_table(
+    table: AnyTable, clock: Clock, back: int
+) -> None:
+    """A hold for a minute would last until the clock is there again, a day for example."""
+    clock.now += 30 * SECOND
+    records = publish(table, 1, 2)
+    table.hold(records[:48], 60)
+    clock.now -= back * SECOND
+    assert kept(table) == set()
+    assert table.age_seconds == 0
+    assert table.hold(records[48:], 20) == 1
+    clock.now += 20 * SECOND - 1
+    assert (kept(table), table.keeps_blocks()) == ({2}, True)
+    clock.now += 1
+    assert table.kept([BlockId(2)]) == []
+    assert not table.keeps_blocks()
+
+
 def test_a_table_of_the_future_or_of_no_time_at_all_holds_as_well(
     table: AnyTable, clock: Clock
 ) -> None:
