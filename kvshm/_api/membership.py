@@ -89,17 +89,24 @@ class Membership:
 
     def wait_joined(self, timeout: float | None = None) -> bool:
         """Wait until ``joined``, ``timeout`` seconds at most (None: for ever).  Returns ``joined``;
-        at once if this engine shares nothing."""
+        at once, False, if this engine shares nothing, also if the coordinator refuses it:
+        ``refusal`` says why.  It still joins later if the coordinator's reason has gone by then."""
         for pause in pauses(timeout):
-            if self.joined or self._halves is None:
+            if self.joined or self._is_refused:
                 break
             time.sleep(pause)  # nothing calls back (ADR 0022)
         return self.joined
 
+    @property
+    def _is_refused(self) -> bool:
+        """Whether waiting is of no use: nobody will let this engine share."""
+        halves = self._halves
+        return halves is None or halves.cache.is_refused
+
     async def wait_joined_async(self, timeout: float | None = None) -> bool:
         """Like ``wait_joined``, without blocking the event loop."""
         for pause in pauses(timeout):
-            if self.joined or self._halves is None:
+            if self.joined or self._is_refused:
                 break
             await asyncio.sleep(pause)
         return self.joined

@@ -88,7 +88,7 @@ class Node(Membership):
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0
     ) -> Found:
         """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most (None: for ever);
-        return what can be then.  Returns at once if this engine shares nothing."""
+        return what can be then.  Returns at once if this engine shares nothing (``refusal``)."""
         keys = checked_keys(keys)
         start = checked_start(start, len(keys))
         for pause in pauses(timeout):
@@ -113,7 +113,7 @@ class Node(Membership):
         """Whether a lookup would find all of ``keys``, or never will; counts nothing."""
         with self._lock:
             halves = self._living()
-            if halves is None or start >= len(keys):
+            if halves is None or self._is_refused or start >= len(keys):
                 return True
             if self._open is None or self._paused:
                 return False
