@@ -98,6 +98,12 @@ class Membership:
         return self.joined
 
     @property
+    def _shares(self) -> bool:
+        """Whether it may share: it is not closed, and neither its settings nor its memory forbid
+        it."""
+        return self._halves is not None
+
+    @property
     def _is_refused(self) -> bool:
         """Whether waiting is of no use: nobody will let this engine share."""
         halves = self._halves

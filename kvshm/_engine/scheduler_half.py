@@ -114,8 +114,8 @@ class SchedulerHalf:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the coordinator refuses the present epoch for a reason that does not pass by
-        itself.  Any thread."""
+        """Internal: whether the coordinator refuses the present epoch for a reason that does not
+        pass by itself.  Any thread."""
         state = self.epoch_state
         return state is not None and self._handler.refused == state.table.epoch
 
