@@ -262,6 +262,21 @@ def test_a_lease_says_that_there_may_be_leases(table: AnyTable, clock: Clock) ->
     assert not table.keeps_blocks()
 
 
+def test_kept_blocks_are_those_whose_slots_say_so(table: AnyTable, clock: Clock) -> None:
+    records = publish(table, 1, 2, 3, 4)
+    in_group = publish(table, 5, group=65535)
+    for held, seconds in ((records[:48], 5), (in_group, 9)):
+        assert table.hold(held, seconds) == 1
+    table.lease(LeaseBit(3), records[48:144])
+    table.retract([BlockId(3)])
+    every = [BlockId(block) for block in range(table.num_blocks)]
+    assert table.kept(every) == [1, 2, 3, 5], "also a retracted one that is still being read"
+    clock.now += 5 * SECOND
+    assert table.kept(every[::-1]) == [5, 3, 2]
+    with pytest.raises(IndexError):
+        table.kept([BlockId(table.num_blocks)])
+
+
 def test_a_lease_cuts_no_hold_short(table: AnyTable, clock: Clock) -> None:
     records = publish(table, 1)
     table.hold(records, 60)
