@@ -79,7 +79,7 @@ def checked_regions(regions: Sequence[Region], memory: Any) -> list[Region]:
     _check_memory(given, memory)
     for number, region in enumerate(given):
         for other in given[:number]:
-            if _overlap(region, other):
+            if overlap(region, other):
                 raise MisuseError(
                     f"region {number} has bytes of another one: {region}, {other}; give each block "
                     "bytes of its own"
@@ -96,7 +96,7 @@ def _region(number: int, region: Any) -> Region:
     return Region(*(whole(f"a number of region {number}", n) for n in astuple(region)))
 
 
-def _overlap(one: Region, other: Region) -> bool:
+def overlap(one: Region, other: Region) -> bool:
     """Whether two regions certainly share bytes: of regions with other strides nothing is said."""
     if one.handle != other.handle or one.stride != other.stride:
         return False

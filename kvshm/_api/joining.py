@@ -14,6 +14,7 @@ from kvshm.errors import KvshmError, MisuseError, TransportError
 from kvshm.interfaces import Region, choose_transport
 
 from .arguments import checked_groups, checked_name, checked_regions, whole
+from .claims import by_address, check_unclaimed, claim
 from .halves_in_one import HalvesInOne
 from .identity import Identity
 from .node import Node
@@ -61,15 +62,16 @@ def join(
 
     ``identity``: who may share with this engine.  ``memory``: what ``allocate`` returned, and
     ``regions``: where the blocks lie in it; block ``i`` is block ``i`` of every region, in bytes
-    that belong to no other block.  ``block_size``: tokens for each key, at least 1.  ``groups``: KV
-    cache groups, numbered from 0; unless given, one of full attention, with blocks of
-    ``block_size`` tokens.  ``config``: the settings; unless given, those of the environment
-    (KVSHM_ENABLE is not asked).  ``name``: for people.  ``device``: type of the device whose memory
-    it is, as torch names it.
+    that belong to no other block, nor to another node.  ``block_size``: tokens for each key, at
+    least 1.  ``groups``: KV cache groups, numbered from 0; unless given, one of full attention,
+    with blocks of ``block_size`` tokens.  ``config``: the settings; unless given, those of the
+    environment (KVSHM_ENABLE is not asked).  ``name``: for people.  ``device``: type of the device
+    whose memory it is, as torch names it.
 
-    If this engine cannot share (no run directory, no descriptors), a line in the log and
-    ``Node.refusal`` say why; the Node then finds nothing.  Raises ConfigError
-    for a bad setting, MisuseError for arguments that cannot be meant.
+    At most 8 engines of one process share at a time.  If this engine cannot share (no run
+    directory, no descriptors, one engine too many), a line in the log and ``Node.refusal`` say why;
+    the Node then finds nothing.  Raises ConfigError for a bad setting, MisuseError for arguments
+    that cannot be meant, and for blocks that another node of this process has.
     """
     if not isinstance(identity, Identity):
         raise MisuseError(f"identity is {identity!r}; give an Identity")
@@ -78,6 +80,7 @@ def join(
     shape = Groups(checked_groups(groups, block_size))
     regions = checked_regions(regions, memory)
     num_blocks = min(region.num_blocks for region in regions)
+    check_unclaimed(where := by_address(regions, memory))
     spec = EngineSpec(called, identity.model, num_blocks, block_size, asynchronous=True)
     path = _chosen_transport(config, device)
     if hasattr(path, "allocate") and not hasattr(memory, "buffer"):
@@ -99,7 +102,9 @@ def join(
     for warning in config.warnings:
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
-    return _started(Node(called, block_size, own, shape, fields, open_halves), identity)
+    node = Node(called, block_size, own, shape, fields, open_halves)
+    claim(node, where)
+    return _started(node, identity)
 
 
 def _started(node: Node, identity: Identity) -> Node:

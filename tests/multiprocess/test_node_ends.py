@@ -3,6 +3,7 @@ readable then and only then, and loads end."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -70,6 +71,24 @@ def test_what_is_published_before_the_epoch_is_open_is_readable_later(
     go_on.set()
     assert b.node.wait_for(keys[:5], PATIENCE_SECONDS).length == 5
     assert b.node.lookup(keys).length == 5
+
+
+@pytest.mark.timeout(20)
+def test_nobody_waits_for_what_the_coordinator_refuses(toys: Toys) -> None:
+    """A process has eight engines in a roster at most."""
+    others = [toys.join(f"{number}") for number in range(8)]
+    refused = toys.begin("one more")
+    reason = "has 8 engines here already; leave with epochs that have ended; give more engines"
+    for _ in range(2):
+        assert not refused.node.wait_joined()
+        assert reason in refused.node.refusal
+        assert not refused.node.wait_for(prompt(refused))
+    assert not asyncio.run(refused.node.wait_joined_async())
+    assert not asyncio.run(refused.node.wait_for_async(prompt(refused)))
+    others[0].close()
+    refused.node.reset()
+    assert refused.node.wait_joined(), "it is another epoch, which nobody has refused"
+    assert refused.node.refusal == ""
 
 
 def test_a_paused_node_finds_and_publishes_nothing(toys: Toys) -> None:

@@ -206,6 +206,41 @@ def check_alone(node: Node, told: str, caplog: pytest.LogCaptureFixture) -> None
         node.lookup(keys)
 
 
+@pytest.mark.parametrize(
+    "regions",
+    [[Region(0, BLOCK, BLOCK, 8)], [Region(7 * BLOCK, BLOCK, BLOCK, 1)]],
+    ids=["all", "one block"],
+)
+def test_blocks_of_one_node_are_refused_to_another(
+    memory: Any, run_dir: Path, regions: list[Region]
+) -> None:
+    config = Config(run_dir=str(run_dir))
+    before = os.listdir(run_dir)
+    with join(memory, config=config, name="first"):
+        there = os.listdir(run_dir)
+        for where in (memory, Elsewhere(memory)):
+            with pytest.raises(MisuseError, match="node first of this process has these blocks"):
+                join(where, config=config, regions=regions)
+        assert os.listdir(run_dir) == there != before
+    with join(memory, config=config, regions=regions) as again:
+        assert again.refusal == ""
+
+
+def test_nodes_may_share_blocks_of_one_memory_side_by_side(memory: Any, run_dir: Path) -> None:
+    config = Config(run_dir=str(run_dir))
+    low, high = ([Region(first * BLOCK, BLOCK, BLOCK, 4)] for first in (0, 4))
+    one = join(memory, config=config, regions=low)
+    with one, join(memory, config=config, regions=high) as other:
+        assert (one.refusal, other.refusal) == ("", "")
+
+
+class Elsewhere:
+    """The same memory, from another object."""
+
+    def __init__(self, memory: Any) -> None:
+        self.address, self.nbytes, self.buffer = memory.address, memory.nbytes, memory.buffer
+
+
 def test_a_directory_of_others_leaves_it_alone(
     memory: Any, run_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
