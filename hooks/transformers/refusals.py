@@ -9,7 +9,10 @@ from typing import Any
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
-from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
+    BlockLedger,
+    CacheAllocator,
+)
 
 _KNOWN = {
     (PagedAttentionCache, "search_prefix_match"): ("request_id", "prompt_ids"),
@@ -17,6 +20,8 @@ _KNOWN = {
     (PagedAttentionCache, "free_blocks"): ("request_id", "no_cache"),
     (PagedAttentionCache, "evict_cached_blocks"): (),
     (PagedAttentionCache, "reset"): (),
+    (CacheAllocator, "match_prefix_blocks"): ("prompt_ids",),
+    (CacheAllocator, "acquire_prefix_blocks"): ("request_id", "prefix_len", "block_ids"),
     (BlockLedger, "release"): ("block_id", "no_cache"),
     (BlockLedger, "register_new_hash"): ("block_id", "block_hash"),
     (BlockLedger, "evict_cached_blocks"): (),
