@@ -42,7 +42,8 @@ class ImportCounts:
     late_imports: int = 0
     """Loads that took too long."""
     no_room: int = 0
-    """How often a prefix was not imported because too few blocks were free."""
+    """How often a prompt was not looked up, or what was found was not imported, because too few
+    blocks were free.  A request that waits counts each time that it is considered."""
 
 
 class Importer:
