@@ -2,7 +2,7 @@
 
 transformers loads no plugins and asks nobody which cache to make, so an environment variable alone
 cannot bring kvshm in.  Some methods of a manager are wrapped: those that make its batch processor
-and end it, and the pause in which a program may change the weights.
+and end it, the one that fails its requests, and the pause in which a program may change the weights.
 """
 
 from __future__ import annotations
@@ -63,6 +63,9 @@ def share(
         decline(reason)
         return manager
     manager._create_batch_processor = sharing.around_creation(manager._create_batch_processor)
+    manager._fail_all_remaining_requests = sharing.around_failures(
+        manager._fail_all_remaining_requests
+    )
     manager.pause = sharing.around_pause(manager.pause)
     manager.stop = sharing.around_stop(manager.stop)
     manager.destroy = sharing.around_destroy(manager.destroy)
@@ -179,6 +182,18 @@ class _Sharing:
             else:  # a cache that has served and is not shared holds prefixes: it stays as it is
                 self.look_at_model(processor)
             return processor
+
+        return call
+
+    def around_failures(self, fail: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the method by which all requests fail, of which those that wait have no blocks that
+        would be freed."""
+
+        @wraps(fail)
+        def call(*args: Any, **kwargs: Any) -> None:
+            fail(*args, **kwargs)
+            if (prefixes := _prefixes_of(self._manager.batch_processor)) is not None:
+                prefixes.end_all()
 
         return call
 

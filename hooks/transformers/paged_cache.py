@@ -150,10 +150,13 @@ class SharedPagedAttentionCache(PagedAttentionCache):
         # If nothing is evicted the generation loop may be about to end for want of blocks.
         return bool(super().evict_cached_blocks()) or bool(self.importer.make_room())
 
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        self.prefixes.end_all()
+        super().free_all_requests(clear_ledgers)
+
     def reset(self) -> None:
         self.importer.finish()
-        self.prefixes.end_all()
-        super().reset()
+        super().reset()  # which frees all requests
 
     # -- what follows from it
 

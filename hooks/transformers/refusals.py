@@ -18,6 +18,7 @@ _KNOWN = {
     (PagedAttentionCache, "search_prefix_match"): ("request_id", "prompt_ids"),
     (PagedAttentionCache, "mark_complete_blocks"): ("state", "complete_blocks"),
     (PagedAttentionCache, "free_blocks"): ("request_id", "no_cache"),
+    (PagedAttentionCache, "free_all_requests"): ("clear_ledgers",),
     (PagedAttentionCache, "evict_cached_blocks"): (),
     (PagedAttentionCache, "reset"): (),
     (CacheAllocator, "match_prefix_blocks"): ("prompt_ids",),
@@ -32,6 +33,7 @@ _KNOWN = {
 
 _WANTED = (
     "_create_batch_processor",
+    "_fail_all_remaining_requests",
     "_generation_thread",
     "pause",
     "stop",

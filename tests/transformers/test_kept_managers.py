@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
+
+from transformers.generation.continuous_batching.requests import RequestState
 
 from kvshm import KvshmError
 from kvshm.hooks.transformers import managers as hooked
 from kvshm.hooks.transformers import node_of, share
 
 from .conftest import Lines, MakeManager
-from .managers import PAGE_SIZE, ask, end, new_manager, random_prompt, start
+from .managers import PAGE_SIZE, ask, cache_of, end, new_manager, random_prompt, start
 
 pytestmark = pytest.mark.multiprocess
 
@@ -67,3 +72,26 @@ def test_a_manager_that_was_refused_does_not_pretend_to_share(
     lines.clear()
     assert share(a, salt=b"another") is a
     assert "the manager has made its cache already" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        lambda a: a._fail_all_remaining_requests(RuntimeError(), a.batch_processor),
+        lambda a: a.batch_processor.reset(),
+    ],
+    ids=["they fail", "another session begins"],
+)
+def test_requests_that_end_while_they_wait_are_forgotten(
+    manager: MakeManager, what: Callable[[Any], None]
+) -> None:
+    """transformers frees no blocks of theirs: they have none."""
+    a = manager()
+    start(a)
+    a.stop(keep_for_next_session=True)
+    waits = RequestState(request_id="r", initial_tokens=random_prompt(2, 4 * PAGE_SIZE))
+    a.batch_processor.scheduler.add_waiting_request(waits)
+    cache_of(a).search_prefix_match("r", waits.initial_tokens)
+    assert cache_of(a).prefixes._requests
+    what(a)
+    assert not cache_of(a).prefixes._requests
