@@ -1,8 +1,8 @@
 """The one line by which a program has its ContinuousBatchingManagers share.
 
 transformers loads no plugins and asks nobody which cache to make, so an environment variable alone
-cannot bring kvshm in.  Some methods of a manager are wrapped: those that make its batch processor
-and end it, the one that fails its requests, and the pause in which a program may change the weights.
+cannot bring kvshm in.  Some methods of a manager are wrapped: those that make and end its batch
+processor or fail its requests, and the pause in which a program may change the weights.
 """
 
 from __future__ import annotations
