@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from functools import cache
 from hashlib import sha256
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ def identity_of(model: Any, cb_config: Any) -> Identity:
             "attention": str(model.config._attn_implementation),
             "model_config": _short(_config(model)),
             "modules": _short(list(_modules(model))),
+            "functions": _short(_functions(model)),
             "torch": str(torch.__version__),
             "execution": _execution(cb_config),
             "kernels": f"{torch.backends.cpu.get_cpu_capability()}, {_switches()}",
@@ -82,15 +83,74 @@ def _named(what: Any) -> str:
     return f"{owner.__module__}.{owner.__qualname__}"
 
 
-@cache
+def _functions(model: Any) -> dict[str, str]:
+    """The methods of the parts' classes and the functions that parts hold, what these call by a
+    global name of their file, what that calls, and so on.  Read again each time, because a program
+    may replace functions at run time."""
+    owners: dict[str, Any] = dict(model.named_modules())
+    owners |= {_named(type(part)): type(part) for part in owners.values()}
+    held = {
+        f"{owner} {name}": value
+        for owner, holds in owners.items()
+        for name, value in vars(holds).items()
+        if isinstance(value, FunctionType)
+    }
+    found, left = {name: _code(function) for name, function in held.items()}, [*held.values()]
+    while left:
+        for function in _layers(left.pop()):
+            names = getattr(function, "__globals__", {})
+            for name in _names(getattr(function, "__code__", None)):
+                called, key = names.get(name), f"{names.get('__name__')}.{name}"
+                if key not in found and callable(called) and not isinstance(called, type):
+                    found[key] = _code(called)
+                    left.append(called)
+    return found
+
+
+def _layers(function: Any) -> Iterator[Any]:
+    """A function and what it is wrapped around."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _names(code: Any) -> Iterator[str]:
+    """The names that a function uses, and what is defined in it."""
+    if isinstance(code, CodeType):
+        yield from code.co_names
+        for constant in code.co_consts:
+            yield from _names(constant)
+
+
 def _code(function: Any) -> str:
     """A function's name and a digest of its code, and of what it is wrapped around."""
-    digest, inner = sha256(), function
-    while inner is not None:
-        if isinstance(code := getattr(inner, "__code__", None), CodeType):
-            digest.update(repr(list(_words(code))).encode())
-        inner = getattr(inner, "__wrapped__", None)
+    digest = sha256()
+    for layer in _layers(function):
+        if isinstance(code := getattr(layer, "__code__", None), CodeType):
+            digest.update(_digest(code))
+            digest.update(repr(list(_kept(layer))).encode())
     return f"{_named(function)} {digest.hexdigest()[:32]}"
+
+
+@cache
+def _digest(code: CodeType) -> bytes:
+    return sha256(repr(list(_words(code))).encode()).digest()
+
+
+def _kept(function: Any) -> Iterator[object]:
+    """Plain values that a function keeps: its defaults, and those of what it was defined in."""
+    yield from map(_plain, getattr(function, "__defaults__", None) or ())
+    for name, value in sorted((getattr(function, "__kwdefaults__", None) or {}).items()):
+        yield name, _plain(value)
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            yield _plain(cell.cell_contents)
+        except ValueError:  # it is not set yet
+            yield None
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, bool | int | float | str) else type(value).__qualname__
 
 
 def _words(code: CodeType) -> Iterator[object]:

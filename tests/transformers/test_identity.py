@@ -17,6 +17,7 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 
 from kvshm.hooks.transformers.identity import identity_of
 
@@ -63,6 +64,10 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
         lambda m: setattr(m.model.model.layers[0].self_attn, "scaling", 0.5),
     ),
     "one layer's attention": ("modules", attend_by_itself),
+    "a function that a part holds": (
+        "functions",
+        lambda m: setattr(m.model.model.rotary_emb, "rope_init_fn", lambda *_, **__: None),
+    ),
     "another way to compute experts": (
         "modules",
         lambda m: setattr(m.model.config, "_experts_implementation", "batched_mm"),
@@ -129,6 +134,42 @@ def test_another_function_of_attention_shows(plain: Any) -> None:
         assert who(plain) != usual
     finally:
         ALL_ATTENTION_FUNCTIONS.register("sdpa", before)
+
+
+def scaled(factor: float) -> Any:
+    """A function that takes the place of apply_rotary_pos_emb of Llama's file."""
+    usual = modeling_llama.apply_rotary_pos_emb
+
+    def call(q: Any, k: Any, *more: Any) -> Any:
+        return usual(q * factor, k, *more)
+
+    # Only what it does tells it from the usual one.
+    call.__module__, call.__qualname__ = usual.__module__, usual.__qualname__
+    return call
+
+
+def test_a_replaced_function_of_the_models_file_shows(
+    plain: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = [who(plain).settings["functions"]]
+    for function in (scaled(1.0), scaled(2.0)):
+        with monkeypatch.context() as patched:
+            patched.setattr(modeling_llama, "apply_rotary_pos_emb", function)
+            told.append(who(plain).settings["functions"])
+    assert len(set(told)) == 3
+    assert who(plain).settings["functions"] == told[0]
+
+
+def test_what_such_a_function_calls_shows(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = who(plain).settings["functions"]
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
+    assert who(plain).settings["functions"] != usual
+
+
+def test_another_method_of_a_part_shows(plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = who(plain).settings["functions"]
+    monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "extra_repr", lambda self: "")
+    assert who(plain).settings["functions"] != usual
 
 
 def test_both_interfaces_to_the_precision_of_float32_can_be_read(plain: Any) -> None:
