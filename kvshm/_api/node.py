@@ -10,7 +10,7 @@ from kvshm._engine.load_plan import Plan
 from kvshm._ground.ids import BlockHash, BlockId
 from kvshm.errors import MisuseError
 
-from .arguments import checked_keys, checked_start
+from .arguments import checked_keys, checked_seconds, checked_start
 from .load import Found, Load, pauses
 from .lookups import all_lengths, held_by_peers
 from .membership import Membership
@@ -233,7 +233,7 @@ class Node(Membership):
         itself, even if this engine dies.  Returns how many blocks were found."""
         keys = checked_keys(keys)
         self._own.check_group(group)
-        if not seconds >= 0:
+        if checked_seconds("seconds", seconds) < 0:
             raise MisuseError(f"a hold of {seconds!r} seconds; give 0 or more")
         with self._lock:
             halves = self._living()

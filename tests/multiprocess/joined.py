@@ -26,10 +26,15 @@ def content(key: bytes, seed: bytes = b"") -> bytes:
 class Toy:
     """An engine: its node and its memory."""
 
-    def __init__(self, place: Node, name: str, kind: str, **how: Any) -> None:
-        """``kind``: engines of one kind share."""
+    def __init__(
+        self, place: Node, name: str, kind: str, patient: bool = False, **how: Any
+    ) -> None:
+        """``kind``: engines of one kind share.  ``patient``: it waits for readers until the test
+        lets them end, longer than any setting."""
         settings = how.pop("settings", {})
         config = Config(run_dir=str(place.run_dir), namespace=place.namespace, **settings)
+        if patient:
+            object.__setattr__(config, "drain_budget_ms", 1000.0 * PATIENCE_SECONDS)
         regions = [Region(0, BLOCK, BLOCK, BLOCKS)]
         given: dict[str, Any] = {"regions": regions, "block_size": TOKENS, "config": config} | how
         self.memory = kvshm.allocate(BLOCK * BLOCKS)

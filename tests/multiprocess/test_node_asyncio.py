@@ -98,7 +98,7 @@ def test_a_loop_goes_on_while_it_waits_for_keys(toys: Toys) -> None:
 
 def test_a_loop_goes_on_while_readers_are_waited_for(toys: Toys) -> None:
     """The copy is held up until the loop has turned, and the exporter waits for it."""
-    a = toys.join("a", settings={"drain_budget_ms": 1000.0 * PATIENCE_SECONDS})
+    a = toys.join("a", patient=True)
     b = toys.join("b")
     keys = prompt(a)
     a.compute(keys, range(6))
