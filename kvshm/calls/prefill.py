@@ -9,8 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..api import Config, Identity, Node, Region, join
+from ._slots import Extra, listed
 from .retrieval import finish
-from .slots import Extra, listed
+
+__all__ = ["after_prefill", "before_prefill", "join_cache"]
 
 
 def join_cache(
