@@ -27,14 +27,7 @@ from ._rows import Rows
 from ._slots import MaskError, SlotMappingError, blocks_at, listed, region_of_interest
 from .retrieval import finish
 
-__all__ = [
-    "NOTHING",
-    "LookupBuffer",
-    "MaskError",
-    "RowTooSmall",
-    "Selected",
-    "SlotMappingError",
-]
+__all__ = ["NOTHING", "LookupBuffer", "MaskError", "RowTooSmall", "Selected", "SlotMappingError"]
 
 _HEAD = struct.Struct("<II")
 
