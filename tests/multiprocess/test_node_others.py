@@ -11,16 +11,12 @@ from kvshm._api import lookups
 
 from .joined import BLOCKS, Toys, ended
 from .processes import PATIENCE_SECONDS, wait_until
-from .test_node import prompt
 
 pytestmark = pytest.mark.multiprocess
 
 
 def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, keys, _ = toys.prefix()
     assert a.node.kept(range(BLOCKS)) == []
     assert b.node.hold(keys[:4], 60.0) == 4
     assert a.node.kept(range(BLOCKS)) == [0, 1, 2, 3]
@@ -35,7 +31,7 @@ def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:
 
 def test_blocks_that_are_being_read_are_told_to_their_owner(toys: Toys) -> None:
     a, b = toys.pair()
-    keys = prompt(a)
+    keys = a.prompt()
     a.compute(keys, range(6))
     found = b.node.wait_for(keys[:2], PATIENCE_SECONDS)
     with b.copies_held_up():
@@ -47,10 +43,7 @@ def test_blocks_that_are_being_read_are_told_to_their_owner(toys: Toys) -> None:
 
 def test_a_second_retract_waits_for_what_the_first_did_not(toys: Toys) -> None:
     """Else its caller writes while another engine reads, which accepts what it has read."""
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, _keys, found = toys.prefix()
     with b.copies_held_up():
         load = b.node.load(found, range(6))
         b.wait_until_copying()
@@ -114,12 +107,9 @@ def test_a_retract_that_waits_ends_with_its_epoch(toys: Toys, end: str) -> None:
 
 def test_what_is_shown_already_gets_no_other_checksum(toys: Toys) -> None:
     """The old one tells that the block was changed."""
-    a, b = toys.pair(settings={"verify": True})
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, keys, _ = toys.prefix(settings={"verify": True})
     a.node.pause()
-    a.compute(prompt(a, salt=b"later"), range(6, 12))
+    a.compute(a.prompt(salt=b"later"), range(6, 12))
     a.write(2, keys[0])
     a.node.resume()
     assert a.node.stats()["published"] == 12
@@ -133,7 +123,7 @@ def test_blocks_that_others_have_here_and_there(
 ) -> None:
     monkeypatch.setattr(lookups, "_AT_ONCE", 4)
     a, b = toys.pair()
-    keys = prompt(a, BLOCKS)
+    keys = a.prompt(BLOCKS)
     there = [block for block in range(BLOCKS) if block % 3 == 0 or 10 < block < 20]
     for block in there:
         a.write(block, keys[block])
