@@ -58,7 +58,7 @@ def test_other_calls_go_on_while_a_retract_waits(toys: Toys) -> None:
     """But none of them gives the blocks other contents while they are read."""
     a = toys.join("a", patient=True)
     b = toys.join("b")
-    keys, others, more = (prompt(a, salt=salt) for salt in (b"", b"others", b"more"))
+    keys, others, more = (a.prompt(salt=salt) for salt in (b"", b"others", b"more"))
     a.compute(keys, range(6))
     b.compute(others, range(10, 16))
     found, theirs = b.node.wait_for(keys, PATIENCE_SECONDS), a.node.wait_for(others)
@@ -92,7 +92,7 @@ def test_other_calls_go_on_while_a_retract_waits(toys: Toys) -> None:
 def test_a_retract_that_waits_ends_with_its_epoch(toys: Toys, end: str) -> None:
     a = toys.join("a", patient=True)
     b = toys.join("b")
-    keys = prompt(a)
+    keys = a.prompt()
     a.compute(keys, range(6))
     found = b.node.wait_for(keys, PATIENCE_SECONDS)
     with ThreadPoolExecutor() as threads, b.copies_held_up():
