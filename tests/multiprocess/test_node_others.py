@@ -25,7 +25,7 @@ def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:
     a.node.retract([3, 5])
     assert b.node.hold(keys, 0.0) == b.node.hold([bytes(32)], 60.0) == 0
     for wrong in (-1.0, float("nan")):
-        with pytest.raises(MisuseError, match="give (0 or more|seconds)"):
+        with pytest.raises(MisuseError, match=r"give (0 or more|seconds)"):
             b.node.hold(keys, wrong)
 
 
