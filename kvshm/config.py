@@ -229,13 +229,12 @@ class Config:
     """Likely mistakes that do not stop the start; to be logged once."""
 
     def __post_init__(self) -> None:
-        choices = {"role": Role, "share": Share, "fault": Fault}
-        for name, kind in choices.items():
-            if (value := getattr(self, name)) is not None and not isinstance(value, kind):
-                setting = next(s for s in SETTINGS if s.field == name)
-                object.__setattr__(self, name, _parse(setting, f"Config({name}=...)", value))
-        if self.min_prefix_tokens == Auto.AUTO:
-            object.__setattr__(self, "min_prefix_tokens", Auto.AUTO)
+        for setting in SETTINGS:
+            value = getattr(self, setting.field)
+            if value is not setting.default:
+                text = str(int(value)) if isinstance(value, bool) else str(value)
+                value = _parse(setting, f"Config({setting.field}=...)", text)
+                object.__setattr__(self, setting.field, value)
 
     @classmethod
     def from_env(

@@ -71,10 +71,10 @@ class MemoryDescriptor(msgspec.Struct, frozen=True, array_like=True):
         return sum(region.block_bytes for region in self.regions)
 
 
-D = TypeVar("D", bound=msgspec.Struct)
+_D = TypeVar("_D", bound=msgspec.Struct)
 
 
-def unpack_details(descriptor: MemoryDescriptor, transport: str, kind: type[D]) -> D:
+def unpack_details(descriptor: MemoryDescriptor, transport: str, kind: type[_D]) -> _D:
     """Unpack the ``details`` of ``transport`` (msgpack) as ``kind``.  Raises TransportError if the
     memory is another transport's, or the details cannot be decoded."""
     if descriptor.transport != transport:
@@ -94,10 +94,11 @@ class CopyState(Enum):
 
 
 class Copy(Protocol):
-    """A copy under way.  ``poll`` never blocks.  Once ``poll`` has returned DONE or FAILED, this
-    copy writes nothing any more and the result never changes."""
+    """A copy under way."""
 
-    def poll(self) -> CopyState: ...
+    def poll(self) -> CopyState:
+        """Tell the state, without blocking.  Once it is DONE or FAILED, this copy writes nothing
+        any more and the state never changes."""
 
     def cancel(self) -> None:
         """Request an early end: parts not yet started are skipped, and the copy ends FAILED (or
@@ -113,7 +114,8 @@ class Attachment(Protocol):
     """A peer rank's KV memory, opened for reading; immutable, of exactly one epoch."""
 
     @property
-    def epoch(self) -> Epoch: ...
+    def epoch(self) -> Epoch:
+        """The peer's epoch whose export was opened."""
 
     @property
     def ended(self) -> bool:

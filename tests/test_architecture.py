@@ -51,6 +51,7 @@ COMPUTES = {
 COMPUTES_BY_DESIGN = {
     "kvshm/interfaces.py": {"importlib.metadata.entry_points", "entry_points"},  # of transports
     "hooks/vllm/identity.py": {"modules"},  # to read a model's source
+    "hooks/transformers/parts.py": {"modules"},  # to find functions that were replaced
 }
 C_LIBRARY = {"stdatomic.h", "stdbool.h", "stddef.h", "stdint.h", "string.h"}
 """What the native core needs of the C library."""

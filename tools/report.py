@@ -152,7 +152,7 @@ def _engine(name: SegmentName, table: SlotTableView, slots: Mapping[int, Slot]) 
         "retired": table.retired,
         "life": [_life(table.life(rank), table.epoch) for rank in range(table.num_ranks)],
         "created_ns": table.created_ns,
-        "age_seconds": table.now,
+        "age_seconds": table.age_seconds,
         "blocks": [],
         "chains": [],
         "counters": {label: n for label, n in table.counters.snapshot().items() if n},

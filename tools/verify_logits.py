@@ -29,14 +29,7 @@ from urllib.parse import urlsplit
 EXIT_AGREE, EXIT_DIFFER, EXIT_FAILED, EXIT_NOT_IMPORTED = range(4)
 IMPORTED = "vllm:kvshm_imported_tokens_total"
 _COUNTED = re.compile(rf"^{IMPORTED}(?:\{{.*\}})? +(\S+)", re.MULTILINE)
-_ODD_ANSWER = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
+_ODD_ANSWER = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """What reading JSON of another shape raises."""
 METRICS_SECONDS = 10.0
 """How long the metrics may take to show an import."""
@@ -247,11 +240,7 @@ class Outcome:
 
 
 def ask(
-    a: Server,
-    b: Server,
-    asked: Asked,
-    wait: float,
-    pause: Callable[[float], None] = time.sleep,
+    a: Server, b: Server, asked: Asked, wait: float, pause: Callable[[float], None] = time.sleep
 ) -> Outcome:
     """Ask both servers twice.  ``wait``: seconds in which news of A's blocks reach B."""
     before = b.imported_tokens()

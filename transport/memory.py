@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import weakref
 from contextlib import suppress
 
 from kvshm import _native
@@ -53,8 +54,9 @@ class KVMemory:
 
     def __init__(self, fd: int, nbytes: int) -> None:
         """Map ``fd`` and take it over."""
-        self._fd = fd
         self._mapping = mmap.mmap(fd, nbytes)
+        self._fd = fd
+        self._close_fd = weakref.finalize(self, os.close, fd)  # once, whoever comes first
         self.nbytes = nbytes
 
     @classmethod
@@ -92,7 +94,7 @@ class KVMemory:
 
     def read_only_fd(self) -> int:
         """Return a new descriptor that cannot be mapped writable; the caller closes it."""
-        if self._fd < 0:
+        if not self._close_fd.alive:
             raise TransportError("KV memory is closed")
         try:
             # A fresh open, not a dup: the access mode belongs to the open file.
@@ -101,8 +103,6 @@ class KVMemory:
             raise TransportError(f"KV memory cannot be opened read-only: {exc}") from exc
 
     def close(self) -> None:
-        """Close the descriptor.  Idempotent.  The pages stay while this process or a peer has them
-        mapped."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the descriptor, as happens by itself when this is dropped.  Idempotent; any thread.
+        The pages stay while this process or a peer has them mapped."""
+        self._close_fd()

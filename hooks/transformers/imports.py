@@ -42,7 +42,8 @@ class ImportCounts:
     late_imports: int = 0
     """Loads that took too long."""
     no_room: int = 0
-    """How often a prefix was not imported because too few blocks were free."""
+    """How often a prompt was not looked up, or what was found was not imported, because too few
+    blocks were free.  A request that waits counts each time that it is considered."""
 
 
 class Importer:
@@ -72,27 +73,29 @@ class Importer:
         self._prefixes.hook_failed(hook, exc)
 
     @guarded(lambda *_: None)
-    def import_prefix(self, prompt: list[int], keys: Sequence[bytes]) -> None:
-        """Import what other engines have of a prompt behind its local hit, and cache it.
+    def import_prefix(self, prompt: list[int], keys: Sequence[bytes]) -> list[int] | None:
+        """Import what other engines have of a prompt behind its local hit, and cache it.  Return
+        the blocks that are hit if nothing was imported, else None: then the cache has more.
         ``keys``: those of the prompt's full blocks.  Blocks as long as a load may take."""
         self.collect()
-        local = self._allocator.match_prefix_blocks(prompt)
+        local: list[int] = self._allocator.match_prefix_blocks(prompt)
         start, size = len(local), self._allocator.tokens_per_page
-        wanted = keys[: max(0, len(prompt) - self.to_compute) // size]
-        if start >= len(wanted) or not self._prefixes.are_sound(self._shared(local), keys):
-            return
+        wanted = min(len(keys), max(0, len(prompt) - self.to_compute) // size)
+        if start >= wanted or not self._prefixes.are_sound(self._shared(local), keys):
+            return local
         if not self._has_room(len(prompt), start):
             self.counts.no_room += 1
-            return
-        found = self._prefixes.node.lookup(wanted, start=start)
+            return local
+        found = self._prefixes.node.lookup(keys[:wanted], start=start)
         if not found:
-            return
+            return local
         if not self._has_room(len(prompt), start - found.num_blocks):
             self.counts.no_room += 1
-            return
+            return local
         blocks = self._load(found, self._take(found.num_blocks))
         self.counts.imported_tokens += len(blocks) * size
         self._enter(prompt, keys, local, blocks)
+        return None
 
     @guarded(lambda *_: None)
     def finish(self) -> None:

@@ -1,8 +1,8 @@
 """The one line by which a program has its ContinuousBatchingManagers share.
 
 transformers loads no plugins and asks nobody which cache to make, so an environment variable alone
-cannot bring kvshm in.  Two methods of a manager are wrapped: the one that makes its batch
-processor, and the pause in which a program may change the weights.
+cannot bring kvshm in.  Some methods of a manager are wrapped: those that make and end its batch
+processor or fail its requests, and the pause in which a program may change the weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from ..boundary import decline, guarded
 from .identity import identity_of
 from .imports import WAIT_SECONDS
 from .paged_cache import SharedPagedAttentionCache, allocator_of, move, regions_of
-from .refusals import cache_refusal, interface_refusal, manager_refusal, model_refusal
+from .refusals import (
+    cache_refusal,
+    interface_refusal,
+    made_already,
+    manager_refusal,
+    model_refusal,
+)
 from .shared_prefixes import SharedPrefixes
 
 
@@ -60,6 +66,9 @@ def share(
         decline(reason)
         return manager
     manager._create_batch_processor = sharing.around_creation(manager._create_batch_processor)
+    manager._fail_all_remaining_requests = sharing.around_failures(
+        manager._fail_all_remaining_requests
+    )
     manager.pause = sharing.around_pause(manager.pause)
     manager.stop = sharing.around_stop(manager.stop)
     manager.destroy = sharing.around_destroy(manager.destroy)
@@ -151,8 +160,15 @@ class _Sharing:
 
     def wish(self, wishes: _Wishes) -> None:
         """``share`` was called again.  Raises ConfigError if it is too late for what it says."""
-        if wishes != self._wishes and self._manager.batch_processor is not None:
-            raise ConfigError("the manager shares already; call share() before it starts")
+        if (processor := self._manager.batch_processor) is not None:
+            if _prefixes_of(processor) is None:
+                decline(made_already(self._manager))
+                return
+            if wishes != self._wishes:
+                raise ConfigError(
+                    "the manager shares already, as share() was told before; give it what differs "
+                    "before its cache is made"
+                )
         self._wishes = wishes
         self.strict = wishes.config.strict
 
@@ -168,12 +184,25 @@ class _Sharing:
 
         @wraps(create)
         def call() -> Any:
+            before = self._manager.batch_processor
             processor = create()
-            if isinstance(processor.cache, SharedPagedAttentionCache):
-                self.look_at_model(processor)
-            else:
+            if processor is not before:
                 self.begin(processor)
+            else:  # a cache that has served and is not shared holds prefixes: it stays as it is
+                self.look_at_model(processor)
             return processor
+
+        return call
+
+    def around_failures(self, fail: Callable[..., None]) -> Callable[..., None]:
+        """Wrap the method by which all requests fail, of which those that wait have no blocks that
+        would be freed."""
+
+        @wraps(fail)
+        def call(*args: Any, **kwargs: Any) -> None:
+            fail(*args, **kwargs)
+            if (prefixes := _prefixes_of(self._manager.batch_processor)) is not None:
+                prefixes.end_all()
 
         return call
 

@@ -11,6 +11,7 @@ between others may read it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -108,24 +109,35 @@ class SharedPagedAttentionCache(PagedAttentionCache):
         keys = self.prefixes.begin(request_id, prompt_ids)
         counts = self.importer.counts
         imported_before = counts.imported_tokens
-        self.importer.import_prefix(prompt_ids, keys)
-        found = int(super().search_prefix_match(request_id, prompt_ids))
+        hit = self.importer.import_prefix(prompt_ids, keys)
+        if hit is None:
+            found = int(super().search_prefix_match(request_id, prompt_ids))
+        else:  # what transformers would do, which would make all hashes again
+            found = len(hit) * self._allocator.tokens_per_page
+            if hit:
+                self._allocator.acquire_prefix_blocks(request_id, found, hit)
         counts.local_hit_tokens += found - (counts.imported_tokens - imported_before)
         return found
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:
         if not complete_blocks:  # as in most steps
+            return
+        request_id = state.request_id
+        if (sound := self.prefixes.sound_blocks(request_id)) is None:
             super().mark_complete_blocks(state, complete_blocks)
             return
-        ledger, tables = self._allocator.ledger, self._allocator.block_table
+        is_known, tables = self._allocator.ledger.is_known, self._allocator.block_table
         # A block that is left of these afterwards is a copy of another: that one takes its place.
-        computed = {b for b in tables.get(state.request_id, ()) if not ledger.is_known(b)}
+        computed = {b for b in tables.get(request_id, [])[sound:] if not is_known(b)}
         super().mark_complete_blocks(state, complete_blocks)
-        computed = {self._shared(b) for b in computed if ledger.is_known(b)}
-        if computed:
-            table = list(map(self._shared, tables[state.request_id]))
-            tokens = state.initial_tokens + state.generated_tokens
-            self.prefixes.completed(state.request_id, tokens, table, computed)
+        complete = list(takewhile(is_known, tables.get(request_id, [])[sound:]))
+        self.prefixes.completed(
+            request_id,
+            state.initial_tokens,
+            state.generated_tokens,
+            list(map(self._shared, complete)),
+            {self._shared(b) for b in computed if is_known(b)},
+        )
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
         self.prefixes.end(request_id)
@@ -138,10 +150,13 @@ class SharedPagedAttentionCache(PagedAttentionCache):
         # If nothing is evicted the generation loop may be about to end for want of blocks.
         return bool(super().evict_cached_blocks()) or bool(self.importer.make_room())
 
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        self.prefixes.end_all()
+        super().free_all_requests(clear_ledgers)
+
     def reset(self) -> None:
         self.importer.finish()
-        self.prefixes.end_all()
-        super().reset()
+        super().reset()  # which frees all requests
 
     # -- what follows from it
 

@@ -35,9 +35,17 @@ _USED_BY_ALL = (
     "transformers.integrations.moe",
     "transformers.masking_utils",
 )
-"""Python modules whose functions compute, besides those with the classes."""
+_COMPUTING = ("torch.nn.", "transformers.integrations.", "transformers.models.")
+"""Python modules whose functions compute, besides those with the parts' classes: these, and where
+functions come from that they import."""
 
-_IMPORTED = {*sys.stdlib_module_names, "huggingface_hub", "safetensors", "tqdm"}
+_IMPORTED = {
+    *sys.stdlib_module_names,
+    "huggingface_hub",
+    "safetensors",
+    "tqdm",
+    "typing_extensions",
+}
 """Packages from which such modules import functions that compute nothing."""
 
 _KNOWN_ATTRIBUTES = set(vars(torch.nn.Module())) - {"training"}
@@ -46,6 +54,7 @@ _KNOWN_ATTRIBUTES = set(vars(torch.nn.Module())) - {"training"}
 _NOT_COMPUTED_WITH = {
     "all_tied_weights_keys",
     "generation_config",
+    "gradient_checkpointing",  # acts only while "training"
     "model_tags",
     "name_or_path",
     "warnings_issued",
@@ -54,6 +63,8 @@ _NOT_COMPUTED_WITH = {
     "_gradient_checkpointing_func",
     "_is_hf_initialized",
     "_last_compile_config",
+    "_require_grads_hook",
+    "_require_grads_hooks",
     "_weight_conversions",
 }
 """Attributes that change no byte of a block: how a model was loaded, what it is to generate, what
@@ -87,9 +98,7 @@ def words_of(model: torch.nn.Module) -> Iterator[object]:
         yield (name, _name(type(part)), chosen, told)
     for each in sorted(classes, key=_name):
         yield (_name(each), list(_methods(each)))
-    files = {each.__module__ for each in classes} | {*_USED_BY_ALL}
-    for file in sorted(files & sys.modules.keys()):
-        yield (file, list(_functions(sys.modules[file], ways)))
+    yield from _functions_of({each.__module__ for each in classes} | {*_USED_BY_ALL}, ways)
 
 
 def config_words(config: PreTrainedConfig) -> dict[str, object]:
@@ -137,14 +146,28 @@ def _methods(owner: type) -> Iterator[object]:
                 yield (name, _function(f"{_name(owner)}.{name}", each))
 
 
-def _functions(file: Any, ways: set[str]) -> Iterator[object]:
+def _functions_of(files: set[str], ways: set[str]) -> Iterator[object]:
+    """Yield the functions of Python modules, and of those from which they import functions."""
+    left, seen = sorted(files, reverse=True), set(files)
+    while left:
+        file = sys.modules.get(name := left.pop())
+        if file is None:
+            continue
+        found = dict(_functions(file, ways))
+        yield (name, found)
+        homes = {truth.rpartition(" ")[0] for names in found.values() for truth in names}
+        left += sorted(home for home in homes - seen if home.startswith(_COMPUTING))
+        seen |= homes
+
+
+def _functions(file: Any, ways: set[str]) -> Iterator[tuple[str, list[str]]]:
     """Yield the functions of a Python module, and those that it finds by the name of a way."""
     for name, value in sorted(vars(file).items()):
         who = f"{file.__name__}.{name}"
         if isinstance(value, MutableMapping):
             for way in sorted(ways & value.keys()):
                 if not isinstance(value[way], type):
-                    yield (name, way, _function(f"{who}[{way!r}]", value[way]))
+                    yield (f"{name} {way}", _function(f"{who}[{way!r}]", value[way]))
         elif callable(value) and not isinstance(value, type) and not _is_imported(value):
             yield (name, _function(who, value))
 
@@ -172,9 +195,9 @@ def _function(who: str, function: Any) -> list[str]:
             function, "_torchdynamo_disable"
         ):
             raise CannotCompareError(
-                f"{who} is compiled by torch, and with what cannot be compared"
+                f"{who} is compiled by torch, and what it was compiled to cannot be compared"
             )
-        names.append(f"{function.__globals__['__name__']}.{code.co_qualname}")
+        names.append(f"{function.__globals__['__name__']} {code.co_qualname}")
         function = getattr(function, "__wrapped__", None)
     return names
 

@@ -10,14 +10,20 @@ import torch
 from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import FULL_ATTENTION
-from transformers.generation.continuous_batching.cache_allocators.cache_allocator import BlockLedger
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import (
+    BlockLedger,
+    CacheAllocator,
+)
 
 _KNOWN = {
     (PagedAttentionCache, "search_prefix_match"): ("request_id", "prompt_ids"),
     (PagedAttentionCache, "mark_complete_blocks"): ("state", "complete_blocks"),
     (PagedAttentionCache, "free_blocks"): ("request_id", "no_cache"),
+    (PagedAttentionCache, "free_all_requests"): ("clear_ledgers",),
     (PagedAttentionCache, "evict_cached_blocks"): (),
     (PagedAttentionCache, "reset"): (),
+    (CacheAllocator, "match_prefix_blocks"): ("prompt_ids",),
+    (CacheAllocator, "acquire_prefix_blocks"): ("request_id", "prefix_len", "block_ids"),
     (BlockLedger, "release"): ("block_id", "no_cache"),
     (BlockLedger, "register_new_hash"): ("block_id", "block_hash"),
     (BlockLedger, "evict_cached_blocks"): (),
@@ -28,6 +34,7 @@ _KNOWN = {
 
 _WANTED = (
     "_create_batch_processor",
+    "_fail_all_remaining_requests",
     "_generation_thread",
     "pause",
     "stop",
@@ -40,21 +47,34 @@ _WANTED = (
 def interface_refusal() -> str | None:
     """Return what is not as kvshm knows it in this version of transformers, or None."""
     for (owner, name), wanted in _KNOWN.items():
-        method = getattr(owner, name, None)
-        found = tuple(inspect.signature(method).parameters)[1:] if method else None
+        if (method := getattr(owner, name, None)) is None:
+            return f"this transformers is not as kvshm knows it: {owner.__name__} has no {name}"
+        found = tuple(inspect.signature(method).parameters)[1:]
         if found != wanted:
-            return f"this transformers is not as kvshm knows it: {owner.__name__}.{name}{found}"
+            call = f"{name}({', '.join(found)})"
+            return f"this transformers is not as kvshm knows it: {owner.__name__}.{call}"
     return None
 
 
 def manager_refusal(manager: Any) -> str | None:
     """Return why kvshm cannot get at the cache that a manager will make, or None."""
     if manager.batch_processor is not None:
-        return "the manager has made its cache already; call share() before it starts or warms up"
+        return made_already(manager)
     for name in _WANTED:
         if not hasattr(manager, name):
             return f"this transformers is not as kvshm knows it: its managers have no {name}"
     return None
+
+
+def made_already(manager: Any) -> str:
+    """Return why a manager's cache is not shared that was made without kvshm."""
+    model = getattr(manager, "model", None)
+    if getattr(model, "_cached_continuous_batching_manager", None) is manager:
+        return (
+            "the manager was kept by its model, with a cache that is not shared; call the model's "
+            "destroy_cached_continuous_batching_manager(), and share() its next manager"
+        )
+    return "the manager has made its cache already; call share() before it starts or warms up"
 
 
 def cache_refusal(processor: Any, model: Any) -> str | None:
@@ -90,7 +110,7 @@ def model_refusal(model: Any) -> str | None:
         if "forward" in vars(part):
             return f"{who} has a forward of its own, and what it does cannot be compared"
         if part._compiled_call_impl is not None:
-            return f"{who} is compiled by torch, and with what cannot be compared"
+            return f"{who} is compiled by torch, and what it was compiled to cannot be compared"
     if reason := _tensors_refusal(model):
         return reason
     for kind in _rope_types(model, parts.values()):

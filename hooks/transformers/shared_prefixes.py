@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from kvshm.api import Identity, Node
@@ -19,11 +18,17 @@ from ..boundary import guarded
 
 @dataclass
 class _Request:
-    """A request that began after the last change of weights."""
+    """A request that began after the last change of weights.  A list that transformers gives is
+    compared once, and known again as the same object: transformers never changes one in place."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
+    """As it was given when the request was last considered."""
+    tokens: list[int]
+    """The prompt, and the generated tokens that keys were made of."""
     keys: Sequence[bytes]
-    """Of its full blocks, as far as they were needed."""
+    """Of the full blocks of ``tokens``."""
+    initial: Sequence[int] | None = None
+    """The prompt as it was given when a block was completed."""
     sound: int = 0
     """So many of its blocks, from the first on, hold what their keys say."""
 
@@ -61,15 +66,14 @@ class SharedPrefixes:
         if self.closed:
             return []
         known = self._requests.get(request_id)
-        count = len(prompt) // self._page_size
-        if known is not None and known.prompt == prompt:
-            # An earlier request of this name and prompt may have gone on with other tokens.
-            if len(known.keys) > count:
-                known.keys = known.keys[:count]
-            known.sound = 0
+        # As long as a request waits, it is considered with the same list in every step.  One that
+        # has generated tokens may go on with others: its keys are not those of the prompt alone.
+        same = known is not None and len(known.tokens) == len(prompt)
+        if known is not None and same and (known.prompt is prompt or known.tokens == prompt):
+            known.prompt, known.initial, known.sound = prompt, None, 0
         else:
             keys = self.node.keys(prompt, salt=self._salt)
-            known = self._requests[request_id] = _Request(list(prompt), keys)
+            known = self._requests[request_id] = _Request(prompt, list(prompt), keys)
         return known.keys
 
     def end(self, request_id: str) -> None:
@@ -84,29 +88,57 @@ class SharedPrefixes:
         """Whether each of the blocks holds what its key says."""
         return all(self._keys.get(block) == key for block, key in zip(blocks, keys, strict=False))
 
+    def sound_blocks(self, request_id: str) -> int | None:
+        """Return how many blocks of a request are known to hold what their keys say; None if
+        nothing of it is published any more."""
+        request = self._requests.get(request_id)
+        return None if request is None else request.sound
+
     @guarded(lambda *_: None)
     def completed(
-        self, request_id: str, tokens: list[int], table: Sequence[int], computed: Collection[int]
+        self,
+        request_id: str,
+        initial: Sequence[int],
+        generated: Sequence[int],
+        complete: Sequence[int],
+        computed: Collection[int],
     ) -> None:
-        """Publish the blocks that a request has just ``computed``, if it is known what stands in
-        the blocks before them.  ``table``: all its blocks."""
+        """Publish those of a request's ``complete`` blocks, which follow its sound ones, that it
+        has ``computed``, if it is known what stands in the blocks before them.  ``initial``,
+        ``generated``: all its tokens.  Costs what is new, however long the request is."""
         request = self._requests.get(request_id)
-        if request is None or tokens[: len(request.prompt)] != request.prompt:
+        if request is None or not self._is_of(request, initial):
+            self.end(request_id)
             return
-        behind = table[request.sound :]
-        known = list(takewhile(lambda b: b in computed or b in self._keys, behind))
-        end = request.sound + len(known)
-        if len(request.keys) < end:
-            prefix = tokens[: end * self._page_size]
-            request.keys = self.node.keys(prefix, salt=self._salt, known=request.keys)
+        start = request.sound
+        self._make_keys(request, generated, start + len(complete))
         new: dict[int, int] = {}
-        for index, block in enumerate(known, request.sound):
+        for index, block in enumerate(complete, start):
             if block in computed:
                 new[index] = block
-            elif self._keys[block] != request.keys[index]:
+            elif self._keys.get(block) != request.keys[index]:
+                # This block never becomes known, so nothing behind it is published.
+                self.end(request_id)
                 break
             request.sound = index + 1
         self._publish(request.keys, new)
+
+    def _is_of(self, request: _Request, initial: Sequence[int]) -> bool:
+        """Whether the request that completed a block is the one that was considered."""
+        if request.initial is not initial:
+            if request.tokens != initial:
+                return False
+            request.initial = initial
+        return True
+
+    def _make_keys(self, request: _Request, generated: Sequence[int], blocks: int) -> None:
+        """Make the keys that a request's first so many blocks still lack."""
+        if len(request.keys) < blocks:
+            assert request.initial is not None
+            first = len(request.initial)
+            behind = generated[len(request.tokens) - first : blocks * self._page_size - first]
+            request.tokens += behind
+            request.keys = self.node.keys(request.tokens, salt=self._salt, known=request.keys)
 
     @guarded(lambda *_: None)
     def imported(self, keys: Sequence[bytes], blocks: dict[int, int]) -> None:
@@ -115,8 +147,9 @@ class SharedPrefixes:
 
     def _publish(self, keys: Sequence[bytes], blocks: dict[int, int]) -> None:
         for start, run in _runs(blocks):
-            self._keys.update(zip(run, keys[start:], strict=False))
-            self.node.publish(keys[: start + len(run)], run, start=start)
+            end = start + len(run)
+            self._keys.update(zip(run, keys[start:end], strict=True))
+            self.node.publish(keys[:end], run, start=start)
 
     @guarded(lambda *_: None)
     def retract(self, blocks: Sequence[int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import operator
 import os
 import sys
@@ -79,7 +81,7 @@ def checked_regions(regions: Sequence[Region], memory: Any) -> list[Region]:
     _check_memory(given, memory)
     for number, region in enumerate(given):
         for other in given[:number]:
-            if _overlap(region, other):
+            if overlap(region, other):
                 raise MisuseError(
                     f"region {number} has bytes of another one: {region}, {other}; give each block "
                     "bytes of its own"
@@ -96,7 +98,14 @@ def _region(number: int, region: Any) -> Region:
     return Region(*(whole(f"a number of region {number}", n) for n in astuple(region)))
 
 
-def _overlap(one: Region, other: Region) -> bool:
+def _group(number: int, group: Any) -> Group:
+    """The group, of Python's own whole numbers: the fingerprint spells them."""
+    if not isinstance(group, Group):
+        raise MisuseError(f"group {number} is {group!r}; give a Group")
+    return Group(*(whole(f"a number of group {number}", n) for n in dataclasses.astuple(group)))
+
+
+def overlap(one: Region, other: Region) -> bool:
     """Whether two regions certainly share bytes: of regions with other strides nothing is said."""
     if one.handle != other.handle or one.stride != other.stride:
         return False
@@ -134,12 +143,29 @@ def _check_memory(regions: Sequence[Region], memory: Any) -> None:
             )
 
 
+def checked_block_size(block_size: int) -> int:
+    """Return the tokens of a block.  Raises MisuseError."""
+    if not 0 < (tokens := whole("block_size", block_size)) < 1 << 32:
+        raise MisuseError(f"block_size is {block_size!r}; give the tokens of a block, 1 or more")
+    return tokens
+
+
+def checked_seconds(what: str, given: Any) -> float:
+    """Return seconds as a number.  Raises MisuseError."""
+    try:
+        seconds = math.nan if isinstance(given, str | bytes) else float(given)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if math.isnan(seconds):
+        raise MisuseError(f"{what} is {given!r}; give seconds")
+    return seconds
+
+
 def checked_groups(groups: Sequence[Group] | None, block_size: int) -> Sequence[Group]:
     """Return the KV cache groups, one of full attention unless some are given.  Raises
     MisuseError."""
-    if not isinstance(block_size, int) or not 0 < block_size < 1 << 32:
-        raise MisuseError(f"block_size is {block_size!r}; give the tokens of a block, 1 or more")
-    given = [Group(0, block_size)] if groups is None else list(groups)
+    given = [Group(0, block_size)] if groups is None else listed("groups", groups)
+    given = [_group(number, group) for number, group in enumerate(given)]
     for number, group in enumerate(given):
         scaled = group.scale > 0 and group.block_size == group.scale * block_size
         if group.number != number or not scaled:

@@ -13,7 +13,14 @@ from kvshm.config import Config, Share
 from kvshm.errors import KvshmError, MisuseError, TransportError
 from kvshm.interfaces import Region, choose_transport
 
-from .arguments import checked_groups, checked_name, checked_regions, whole
+from .arguments import (
+    checked_block_size,
+    checked_groups,
+    checked_name,
+    checked_regions,
+    whole,
+)
+from .claims import by_address, check_unclaimed, claim
 from .halves_in_one import HalvesInOne
 from .identity import Identity
 from .node import Node
@@ -36,7 +43,7 @@ def allocate(nbytes: int, config: Config | None = None) -> Any:
     """
     if whole("nbytes", nbytes) < 1:
         raise MisuseError(f"{nbytes} bytes; give the bytes of all blocks, 1 or more")
-    config = config or Config.from_env(os.environ)
+    config = _settings(config)
     if (make := getattr(choose_transport(config.transport, DEVICE), "allocate", None)) is None:
         raise MisuseError(
             f"transport {config.transport!r} allocates no memory; give join() what it takes instead"
@@ -61,27 +68,29 @@ def join(
 
     ``identity``: who may share with this engine.  ``memory``: what ``allocate`` returned, and
     ``regions``: where the blocks lie in it; block ``i`` is block ``i`` of every region, in bytes
-    that belong to no other block.  ``block_size``: tokens for each key, at least 1.  ``groups``: KV
-    cache groups, numbered from 0; unless given, one of full attention, with blocks of
-    ``block_size`` tokens.  ``config``: the settings; unless given, those of the environment
-    (KVSHM_ENABLE is not asked).  ``name``: for people.  ``device``: type of the device whose memory
-    it is, as torch names it.
+    that belong to no other block, nor to another node.  ``block_size``: tokens for each key, at
+    least 1.  ``groups``: KV cache groups, numbered from 0; unless given, one of full attention,
+    with blocks of ``block_size`` tokens.  ``config``: the settings; unless given, those of the
+    environment (KVSHM_ENABLE is not asked).  ``name``: for people.  ``device``: type of the device
+    whose memory it is, as torch names it.
 
-    If this engine cannot share (no run directory, no descriptors), a line in the log and
-    ``Node.refusal`` say why; the Node then finds nothing.  Raises ConfigError
-    for a bad setting, MisuseError for arguments that cannot be meant.
+    At most 8 engines of one process share at a time.  If this engine cannot share (no run
+    directory, no descriptors, one engine too many), a line in the log and ``Node.refusal`` say why;
+    the Node then finds nothing.  Raises ConfigError for a bad setting, MisuseError for arguments
+    that cannot be meant, and for blocks that another node of this process has.
     """
     if not isinstance(identity, Identity):
         raise MisuseError(f"identity is {identity!r}; give an Identity")
-    config = config or Config.from_env(os.environ)
+    config = _settings(config)
     called = checked_name(name)
+    block_size = checked_block_size(block_size)
     shape = Groups(checked_groups(groups, block_size))
     regions = checked_regions(regions, memory)
     num_blocks = min(region.num_blocks for region in regions)
+    check_unclaimed(where := by_address(regions, memory))
     spec = EngineSpec(called, identity.model, num_blocks, block_size, asynchronous=True)
     path = _chosen_transport(config, device)
-    if hasattr(path, "allocate") and not hasattr(memory, "buffer"):
-        raise MisuseError(f"memory is {type(memory).__name__}; give what allocate() returned")
+    _check_kind(memory, path, device)
 
     def fields(who: Identity) -> dict[str, str]:
         return who._fingerprint_fields(
@@ -99,7 +108,32 @@ def join(
     for warning in config.warnings:
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
-    return _started(Node(called, block_size, own, shape, fields, open_halves), identity)
+    node = Node(called, block_size, own, shape, fields, open_halves)
+    claim(node, where)
+    return _started(node, identity)
+
+
+def _settings(given: Config | None) -> Config:
+    """Return the settings that were given, else those of the environment.  Raises MisuseError, and
+    ConfigError for a bad setting."""
+    if given is None:
+        return Config.from_env(os.environ)
+    if not isinstance(given, Config):
+        raise MisuseError(f"config is {given!r}; give a Config")
+    return given
+
+
+def _check_kind(memory: Any, path: Any, device: str) -> None:
+    """Raise MisuseError if the memory is of another kind than the transport shares."""
+    if isinstance(path, TransportError):  # a line in the log will say so
+        return
+    allocated = hasattr(memory, "buffer")
+    if hasattr(path, "allocate") and not allocated:
+        raise MisuseError(f"memory is {type(memory).__name__}; give what allocate() returned")
+    if not hasattr(path, "allocate") and allocated:
+        raise MisuseError(
+            f"memory is what allocate() returned; on {device!r} give the tensors of the cache"
+        )
 
 
 def _started(node: Node, identity: Identity) -> Node:
@@ -126,6 +160,8 @@ def _check_may_share(config: Config) -> None:
 def _chosen_transport(config: Config, device: str) -> Any:
     """Return the transport's class, or the TransportError that says why this engine has none.
     Raises ConfigError if there is no such transport."""
+    if not isinstance(device, str):
+        raise MisuseError(f"device is {device!r}; give its type as text, as torch names it")
     try:
         return choose_transport(config.transport, device)
     except TransportError as exc:

@@ -14,6 +14,8 @@ from kvshm._ground.ids import BlockId
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm.errors import MisuseError
 
+from .arguments import checked_seconds
+
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.00005, 0.002
 """Seconds between two looks at what is waited for: short at first, then twice as long each time."""
 
@@ -216,8 +218,10 @@ class Load:
 
 def pauses(timeout: float | None, clock: Callable[[], float] = time.monotonic) -> Iterator[float]:
     """Yield how long to wait until the next look, until ``timeout`` seconds are over (None: for
-    ever)."""
-    pause, until = _FIRST_PAUSE, None if timeout is None else clock() + timeout
+    ever).  Raises MisuseError, when the first is asked for."""
+    pause, until = _FIRST_PAUSE, None
+    if timeout is not None:
+        until = clock() + checked_seconds("timeout", timeout)
     while until is None or clock() < until:
         left = pause if until is None else min(pause, until - clock())
         yield max(0.0, left)

@@ -5,26 +5,60 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvshm._engine.epoch_state import EpochState
-from kvshm._engine.groups import Group
+from kvshm._engine.groups import Find, Group, Groups
 from kvshm._engine.prefix_search import PrefixSearch
 
 from .load import Found
 
-_ANY_NUMBER = 1 << 30
 _AT_ONCE = 64
-"""Keys in one search for single blocks."""
+"""Blocks, or keys of single blocks, in one search."""
 
 
 def all_lengths(search: PrefixSearch, state: EpochState, found: Found) -> tuple[int, ...]:
     """Return every length, in keys, to which a prefix can be restored that was found."""
-    lengths, stop = [], found.length
-    while stop > found.start:
-        longest = search.longest(state, found.keys, found.start, stop, _ANY_NUMBER)
-        if not longest.runs:
-            break
-        lengths.append(longest.length)
-        stop = longest.length - 1
-    return tuple(reversed(lengths))
+    find = search.finder(state, found.keys)
+    return restorable_lengths(search.groups, found.start, found.length, len(found.keys), find)
+
+
+def restorable_lengths(
+    groups: Groups, start: int, longest: int, keys: int, find: Find
+) -> tuple[int, ...]:
+    """Return every length up to ``longest``, in keys, to which a load can restore a prefix of
+    ``keys`` keys behind the first ``start`` keys.  Asks ``find`` for each block once, so the time
+    grows with the number of keys."""
+    known = []
+    for group in groups.all:
+        first = start // group.scale
+        stop = min(longest // group.scale + group.ahead, keys // group.scale)
+        known.append((group, first, _run_begins(group, first, stop, find)))
+
+    def restorable(length: int) -> bool:
+        anything = False
+        for group, at, begins in known:
+            first, end = group.needed(start, length)
+            stop = end + group.ahead
+            if stop * group.scale > keys or (first < stop and begins[stop - at] > first):
+                return False
+            anything = anything or first < end
+        return anything
+
+    shortest = start - start % groups.step + groups.step
+    return tuple(filter(restorable, range(shortest, longest + 1, groups.step)))
+
+
+def _run_begins(group: Group, first: int, stop: int, find: Find) -> list[int]:
+    """Return for each index from ``first`` to ``stop`` where the held blocks that end before it
+    begin; the index itself if the block before it is not held."""
+    begins, at = [first], first
+    while at < stop:
+        end = min(at + _AT_ONCE, stop)  # a search prepares for as many as it is asked for
+        _, reached = find(group, at, end)
+        begins += begins[-1:] * (reached - at)
+        if reached < end:
+            reached += 1
+            begins.append(reached)
+        at = reached
+    return begins
 
 
 def held_by_peers(state: EpochState, keys: Sequence[bytes], group: Group) -> list[bool]:

@@ -10,7 +10,7 @@ from kvshm._engine.load_plan import Plan
 from kvshm._ground.ids import BlockHash, BlockId
 from kvshm.errors import MisuseError
 
-from .arguments import checked_keys, checked_start
+from .arguments import checked_keys, checked_seconds, checked_start
 from .load import Found, Load, pauses
 from .lookups import all_lengths, held_by_peers
 from .membership import Membership
@@ -20,10 +20,11 @@ from .prefix_keys import Extra, prefix_keys
 class Node(Membership):
     """A joined engine.  ``kvshm.join`` makes it; ``close`` or a ``with`` statement ends it.
 
-    Any thread may call; calls take turns.  Only ``wait_*``, ``retract``, ``drain`` and ``close``
-    wait for others; all else takes microseconds to milliseconds, more for more keys.  What fails on
-    the node (no coordinator, no memory, a peer that hangs or dies) is a miss and a counter; the
-    only error raised is MisuseError, before anything is done.
+    Any thread may call; calls take turns, and one that waits lets others go first.  Only
+    ``wait_*``, ``retract``, ``drain`` and ``close`` wait for others; all else takes microseconds to
+    milliseconds, more for more keys.  What fails on the node (no coordinator, no memory, a peer
+    that hangs or dies) is a miss and a counter; the only error raised is MisuseError, before
+    anything is done.
     """
 
     # -- keys and lookups
@@ -88,7 +89,7 @@ class Node(Membership):
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0
     ) -> Found:
         """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most (None: for ever);
-        return what can be then.  Returns at once if this engine shares nothing."""
+        return what can be then.  Returns at once if this engine shares nothing (``refusal``)."""
         keys = checked_keys(keys)
         start = checked_start(start, len(keys))
         for pause in pauses(timeout):
@@ -113,7 +114,7 @@ class Node(Membership):
         """Whether a lookup would find all of ``keys``, or never will; counts nothing."""
         with self._lock:
             halves = self._living()
-            if halves is None or start >= len(keys):
+            if halves is None or self._is_refused or start >= len(keys):
                 return True
             if self._open is None or self._paused:
                 return False
@@ -125,7 +126,7 @@ class Node(Membership):
 
     def load(self, found: Found, into: Iterable[int]) -> Load:
         """Begin to copy what was found into own blocks.  Does not block, unless blocks were
-        retracted without waiting: then as ``drain`` does.
+        retracted without waiting, or another thread is retracting some: then as ``drain`` does.
 
         ``into``: block ids, as many as ``found.num_blocks``, in the order of ``found.parts``;
         neither published nor being loaded, and used by nobody until the load has ended.  Leases are
@@ -134,21 +135,28 @@ class Node(Membership):
         before, and for other blocks than these.
         """
         with self._lock:
+            self._living()
+            plan, targets = self._check_load(found, into)
+            if retracted := self._own.undrained:  # nobody may read the targets any more
+                self._wait_for_readers(retracted.union(targets))
+                plan, targets = self._check_load(found, targets)  # others may have called meanwhile
             halves = self._living()
-            if not isinstance(found, Found):
-                raise MisuseError(f"{found!r} cannot be loaded; give what lookup() returned")
-            if found._node is not self:
-                raise MisuseError("another node found this; look the keys up on this one")
-            if found._plan is None:
-                raise MisuseError("nothing was found, so nothing can be loaded; ask `if found`")
-            if found.loaded:
-                raise MisuseError("this Found was loaded already; look the keys up again")
-            targets = self._own.check_targets(into, found.num_blocks)
             found.loaded = True
             if halves is None:
                 return self._loads.failed(self, targets)
-            self._drain(halves)  # first: nobody may read the targets any more
-            return self._loads.begin(self, halves, found._plan, targets)
+            return self._loads.begin(self, halves, plan, targets)
+
+    def _check_load(self, found: Found, into: Iterable[int]) -> tuple[Plan, list[BlockId]]:
+        """Return what a load copies, and where to.  Raises MisuseError."""
+        if not isinstance(found, Found):
+            raise MisuseError(f"{found!r} cannot be loaded; give what lookup() returned")
+        if found._node is not self:
+            raise MisuseError("another node found this; look the keys up on this one")
+        if found._plan is None:
+            raise MisuseError("nothing was found, so nothing can be loaded; ask `if found`")
+        if found.loaded:
+            raise MisuseError("this Found was loaded already; look the keys up again")
+        return found._plan, self._own.check_targets(into, found.num_blocks)
 
     def _advance_loads(self) -> None:
         """Take note of the loads that have ended; does not block."""
@@ -188,9 +196,11 @@ class Node(Membership):
     def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
         """Let nobody read these blocks any more, before they are written or given other contents.
         Blocks that are not published are left alone.  Waits until nobody reads them, for the drain
-        budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most: what is still being copied then, its importer
-        discards.  Raises MisuseError for a block that is being loaded.  Without ``wait`` it returns
-        at once; then call ``drain`` before writing them."""
+        budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most, twice that if another thread waits already;
+        what is still being copied then, its importer discards.  Meanwhile other calls go on, but
+        these blocks cannot be published, and a load waits as well.  Raises MisuseError for a block
+        that is being loaded.  Without ``wait`` it returns at once; then call ``drain`` before
+        writing them."""
         with self._lock:
             halves = self._living()
             blocks = self._own.check_retractable(block_ids)
@@ -200,19 +210,18 @@ class Node(Membership):
             if gone:
                 halves.cache.publisher.retract(gone)
                 self._own.undrained.update(gone)
-            if wait and not self._own.undrained.isdisjoint(blocks):
-                self._drain(halves)
+            if wait:
+                self._wait_for_readers(set(blocks))
 
     async def retract_async(self, block_ids: Iterable[int]) -> None:
-        """Like ``retract``, on a thread, so that the event loop goes on.  Other calls of this node
-        wait meanwhile, those of the loop included: for the drain budget at most."""
+        """Like ``retract``, on a thread, so that the event loop goes on."""
         await asyncio.to_thread(self.retract, list(block_ids))
 
     def drain(self) -> None:
-        """Wait for the readers of all retracted blocks, for the drain budget at most."""
+        """Wait for the readers of all retracted blocks, as ``retract`` does."""
         with self._lock:
-            if (halves := self._living()) is not None:
-                self._drain(halves)
+            self._living()
+            self._wait_for_readers(set(self._own.undrained))
 
     async def drain_async(self) -> None:
         """Like ``drain``, on a thread, as ``retract_async``."""
@@ -224,7 +233,7 @@ class Node(Membership):
         itself, even if this engine dies.  Returns how many blocks were found."""
         keys = checked_keys(keys)
         self._own.check_group(group)
-        if not seconds >= 0:
+        if checked_seconds("seconds", seconds) < 0:
             raise MisuseError(f"a hold of {seconds!r} seconds; give 0 or more")
         with self._lock:
             halves = self._living()
@@ -232,7 +241,7 @@ class Node(Membership):
 
     def kept(self, block_ids: Iterable[int]) -> list[BlockId]:
         """Return which of these own blocks are held, or being read, by anybody: reuse others first,
-        if there are others.  Fast while there are none."""
+        if there are others.  While there are none it takes 0.15 us for each block, else 0.5 us."""
         with self._lock:
             blocks, halves = self._own.check_exist(block_ids), self._living()
             state = halves.cache.epoch_state if halves is not None else None

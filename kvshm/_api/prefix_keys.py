@@ -15,9 +15,12 @@ import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
+from typing import cast
 
 from kvshm._ground.ids import BlockHash
 from kvshm.errors import MisuseError
+
+from .arguments import checked_block_size, listed, whole
 
 KEYS_VERSION = "kvshm keys 1"
 """Names this way of making keys; a part of the fingerprint."""
@@ -41,30 +44,41 @@ def prefix_keys(
 
     ``tokens``: token ids, 0 to 2**32 - 1.  ``salt``: prompts with different salts share nothing.
     ``known``: keys of the first blocks, from an earlier call for a shorter part of these tokens
-    with the same salt and extra; they are not computed again, nor checked.  Any thread; nothing
-    blocks.  Raises MisuseError for a block size below 1, for other tokens, and for an extra outside
-    of the prompt.
+    with the same salt and extra; they are not computed again, nor checked, nor are these blocks'
+    tokens looked at.  Any thread; nothing blocks.  Raises MisuseError for a block size below 1, for
+    other tokens, and for an extra outside of the prompt.
     """
-    if not isinstance(block_size, int) or not 0 < block_size < 1 << 32:
-        raise MisuseError(f"a block has {block_size!r} tokens; give at least 1")
-    packed = _pack(tokens)
-    num_tokens = len(packed) // _TOKEN_BYTES
-    keys = [BlockHash(key) for key in known[: num_tokens // block_size]]
+    block_size = checked_block_size(block_size)
+    keys = list[BlockHash]()
+    if known:
+        keys = cast(list[BlockHash], listed("known", known)[: len(tokens) // block_size])
+    first = len(keys)
+    packed = _pack(tokens[first * block_size :] if first else tokens)
+    num_tokens = first * block_size + len(packed) // _TOKEN_BYTES
     inside = _by_block(extra, num_tokens, block_size)
-    whole = b"" if isinstance(extra, Mapping) else _bytes("extra", extra)
-    key = _digest(KEYS_VERSION.encode(), struct.pack("<Q", block_size), _bytes("salt", salt), whole)
+    everywhere = b"" if isinstance(extra, Mapping) else _bytes("extra", extra)
+    start = KEYS_VERSION.encode(), struct.pack("<Q", block_size), _bytes("salt", salt), everywhere
+    key = _digest(*start)
     key, step = keys[-1] if keys else key, _TOKEN_BYTES * block_size
-    for index in range(len(keys), num_tokens // block_size):
-        part = packed[index * step : (index + 1) * step]
-        key = _digest(key, part, *inside.get(index, ()))
+    before_key, before_part = _length(len(key)), _length(step)
+    for index in range(first, num_tokens // block_size):
+        part = packed[(index - first) * step : (index - first + 1) * step]
+        if index in inside:
+            key = _digest(key, part, *inside[index])
+        else:  # the same bytes in one go: this is what making keys costs
+            key = sha256(before_key + key + before_part + part).digest()
         keys.append(BlockHash(key))
     return keys
+
+
+def _length(nbytes: int) -> bytes:
+    return struct.pack("<Q", nbytes)
 
 
 def _digest(*parts: bytes) -> bytes:
     digest = sha256()
     for part in parts:
-        digest.update(struct.pack("<Q", len(part)))
+        digest.update(_length(len(part)))
         digest.update(part)
     return digest.digest()
 
@@ -85,7 +99,7 @@ def _by_block(extra: Extra, num_tokens: int, block_size: int) -> dict[int, tuple
     found: dict[int, tuple[bytes, ...]] = {}
     if isinstance(extra, Mapping):
         for token in extra:
-            if not isinstance(token, int) or not 0 <= token < num_tokens:
+            if not 0 <= whole("a token of extra", token) < num_tokens:
                 raise MisuseError(f"extra at token {token!r}, the prompt has {num_tokens} tokens")
         for token in sorted(extra):
             block, place = divmod(token, block_size)

@@ -37,7 +37,8 @@ class Group:
     """Tokens of a chunk of its chunked local attention."""
     ahead: int = 0
     """Blocks that must be held behind a prefix, although they are not restored: 1 if draft layers
-    use the group (EAGLE)."""
+    use the group (EAGLE).  A lookup needs the keys of these, too.  An only group of full attention
+    needs none."""
 
     @property
     def is_full(self) -> bool:

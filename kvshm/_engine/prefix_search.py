@@ -17,7 +17,7 @@ from kvshm._shm.layout import RECORD_BYTES, RecordKind, pack_records
 from kvshm.errors import KvshmError
 
 from .epoch_state import EpochState
-from .groups import Group, Groups, Part, Restorable
+from .groups import Find, Group, Groups, Part, Restorable
 
 ONE_FULL_GROUP = Groups([Group(0, 1)])
 NOTHING = Restorable(0, 0, (), ())
@@ -46,6 +46,10 @@ class PrefixSearch:
             return NOTHING
         found = sum(run.num_blocks for run in runs)
         return Restorable(start + found, 0, (Part(0, start, found),), tuple(runs))
+
+    def finder(self, epoch: EpochState, hashes: Sequence[bytes]) -> Find:
+        """Return what finds the blocks of one prompt."""
+        return _Finder(self, epoch, hashes)
 
     def hold(self, epoch: EpochState, hashes: Sequence[bytes], seconds: float, number: int) -> int:
         """Hold the blocks of group ``number`` in one place each: in the own cache where it has

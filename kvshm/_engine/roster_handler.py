@@ -57,6 +57,8 @@ class RosterHandler:
         self._joined: Epoch | None = None
         self.refusal = ""
         """Why the coordinator refuses the engine, as last heard; empty if it does not."""
+        self.refused: Epoch | None = None
+        """The epoch that it refuses for a reason that does not pass by itself."""
         self._minute_report = MinuteReport()
 
     def describe(self) -> EngineInfo | None:
@@ -90,11 +92,13 @@ class RosterHandler:
                 _apply_to_peers(state.peers, update)
 
     def _handle_reply(self, state: EpochState, reply: Joined | Refused) -> None:
+        self.refused = None
         if isinstance(reply, Refused):
             text = f"the coordinator refuses this engine: {reply.reason}; {reply.remedy}"
             if text != self.refusal:
                 self.refusal = text
                 log.warning("%s (serving on, unshared)", text)
+            self.refused = None if reply.retry else state.table.epoch
             return
         self.refusal = ""
         state.table.set_lease_bit(LeaseBit(reply.lease_bit))

@@ -112,6 +112,13 @@ class SchedulerHalf:
         """Why the coordinator refuses this engine; empty if it does not.  Any thread."""
         return self._handler.refusal
 
+    @property
+    def is_refused(self) -> bool:
+        """Internal: whether the coordinator refuses the present epoch for a reason that does not
+        pass by itself.  Any thread."""
+        state = self.epoch_state
+        return state is not None and self._handler.refused == state.table.epoch
+
     def open_epoch(self, ranks: Sequence[RankInfo], fields: Callable[[], Fields | None]) -> None:
         """Begin an epoch as soon as ``fields`` returns the fingerprint's fields; the client's
         thread calls ``fields`` until then.  ``epoch_state`` is then set, and every rank has to open

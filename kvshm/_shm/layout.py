@@ -43,8 +43,9 @@ Pulse: 0 until the process has the table, then the id of a thread that ends with
 the process ends, in whatever way, the kernel replaces the id by PULSE_DIED (FUTEX_OWNER_DIED)
 before it frees any of the process's memory or descriptors (kvshm/native/py_pulse.c).
 
-Kept and held until: in whole seconds since created_ns; a value further ahead than MAX_HOLD_SECONDS
-counts as none, because the machine's clock was set back.
+Kept and held until: in whole seconds since created_ns, modulo 2**32, so that they go on while the
+machine's clock is set back behind created_ns; a value further ahead than MAX_HOLD_SECONDS counts as
+none, because the clock was set back since.
 
 Slot::
 

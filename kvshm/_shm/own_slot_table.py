@@ -26,6 +26,7 @@ from .layout import (
     GENERATION_SHIFT,
     HEARTBEAT_OFFSET,
     KEPT_UNTIL_OFFSET,
+    LEASE_MASK,
     LEASES_TAKEN_OFFSET,
     MAX_BLOCKS,
     MAX_RANKS,
@@ -36,6 +37,7 @@ from .layout import (
     PULSES_OFFSET,
     RETIRED_OFFSET,
     SLOT_BYTES,
+    SLOT_GROUP_OFFSET,
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,
     TICKETS_OFFSET,
@@ -44,7 +46,7 @@ from .layout import (
 )
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
 from .slot_table import PeerSlotTable, SlotTableView, state_of
-from .table_header import FIXED, NAMES, Clock
+from .table_header import FIXED, NAMES, Clock, seconds_left
 
 _MAX_MS = (1 << 32) - 1
 
@@ -293,8 +295,14 @@ class OwnSlotTable(EngineSlotTable):
         exist."""
         if not self.keeps_blocks():
             return []
-        slots = ((block, self.slot(block)) for block in blocks)
-        return [b for b, slot in slots if slot.leases or self.seconds_left(slot.held_until)]
+        load, buffer, now = _native.load, self._segment.buffer, self.now
+        found = []
+        for block in blocks:
+            at = self._slot_offset(block)
+            held_until = load(buffer, at + SLOT_GROUP_OFFSET) >> 32  # read as one word with group
+            if load(buffer, at) & LEASE_MASK or seconds_left(held_until, now):
+                found.append(block)
+        return found
 
     def kept_runs(self, head: object, wanted: int, most: int) -> _native.KeptRuns:
         """Walk a queue of free blocks behind ``head``, until ``wanted`` of them are neither leased

@@ -40,7 +40,7 @@ from .layout import (
     table_bytes,
 )
 from .segment import Segment, check_header
-from .table_header import TableHeader
+from .table_header import WRAP_SECONDS, TableHeader
 
 LARGEST_TABLE = table_bytes(MAX_BLOCKS, MAX_RANKS)
 _SCAN_BATCH = 4096
@@ -168,8 +168,9 @@ class SlotTableView(TableHeader):
     def _hold(self, records: bytes, seconds: float) -> int:
         if not seconds > 0:
             return 0
-        now, age = self.now, self._age_ns() / 1e9
-        until = min(math.ceil(age + min(seconds, MAX_HOLD_SECONDS)), now + MAX_HOLD_SECONDS)
+        now, begun = self.now, (self._clock() - self.created_ns) % 1_000_000_000 / 1e9
+        lasts = math.ceil(begun + min(seconds, MAX_HOLD_SECONDS))
+        until = min(now + min(lasts, MAX_HOLD_SECONDS), WRAP_SECONDS - 1)
         found = _native.hold(self._segment.buffer, self.epoch, records, now, until)
         if found:
             self._keep_until(until)

@@ -51,7 +51,8 @@ Clock = Callable[[], int]
 
 FIXED = struct.Struct("<32sIII")
 NAMES = struct.Struct(f"<{ENGINE_NAME_BYTES}s{MODEL_NAME_BYTES}s")
-_MAX_SECONDS = (1 << 32) - 1
+WRAP_SECONDS = 1 << 32
+"""The time in which holds are counted wraps here, as a slot's 32 bits do."""
 _TICKETS = struct.Struct(f"<{NUM_TICKETS}Q")
 assert FINGERPRINT_OFFSET + FIXED.size == NUM_RANKS_OFFSET + 4
 assert ENGINE_NAME_OFFSET + ENGINE_NAME_BYTES == MODEL_NAME_OFFSET
@@ -117,9 +118,17 @@ class TableHeader:
         return max(self._clock() - self.created_ns, 0)
 
     @property
+    def age_seconds(self) -> int:
+        """Whole seconds since the table was created; 0 if the clock was set back behind that."""
+        return self._age_ns() // 1_000_000_000
+
+    @property
     def now(self) -> int:
-        """Whole seconds since the table was created, in which holds are counted."""
-        return min(self._age_ns() // 1_000_000_000, _MAX_SECONDS)
+        """Whole seconds since the table was created, in which holds are counted.  All processes
+        have to read the same clock, also those in containers: the one that people set.  While it is
+        set back behind the table's creation these seconds are negative, that is, close below the
+        wrap: they go on, so that a hold ends."""
+        return (self._clock() - self.created_ns) // 1_000_000_000 % WRAP_SECONDS
 
     @property
     def kept_until(self) -> int:

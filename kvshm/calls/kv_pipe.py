@@ -16,7 +16,9 @@ import time
 from typing import Any
 
 from ..api import Config, Identity, KvshmError, MisuseError
-from .rows import Rows
+from ._rows import Rows
+
+__all__ = ["KVPipe", "PipeTimeout"]
 
 _HEAD = struct.Struct("<II")
 

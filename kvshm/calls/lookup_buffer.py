@@ -23,9 +23,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..api import Config, Identity, MisuseError, Node, Reader, prefix_keys
+from ._rows import Rows
+from ._slots import MaskError, SlotMappingError, blocks_at, listed, region_of_interest
 from .retrieval import finish
-from .rows import Rows
-from .slots import blocks_at, listed, region_of_interest
+
+__all__ = ["NOTHING", "LookupBuffer", "MaskError", "RowTooSmall", "Selected", "SlotMappingError"]
 
 _HEAD = struct.Struct("<II")
 

@@ -8,32 +8,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..api import Config, Identity, Node, Region, join
+from ..api import Config, Identity, Node, join
+from ._slots import Extra, listed
 from .retrieval import finish
-from .slots import Extra, listed
+
+__all__ = ["after_prefill", "before_prefill", "join_cache"]
 
 
 def join_cache(
-    mesh: str,
-    prefix_signature: Identity,
-    *,
-    memory: Any,
-    regions: Sequence[Region],
-    block_size: int,
-    config: Config | None = None,
-    **more: Any,
+    mesh: str, prefix_signature: Identity, *, config: Config | None = None, **more: Any
 ) -> Node:
     """Join the engines of this machine whose namespace is ``mesh`` and whose Identity equals
-    ``prefix_signature`` in every field.  The rest is ``join``'s."""
+    ``prefix_signature`` in every field.  ``more``: what ``join`` takes besides."""
     config = replace(config or Config.from_env(os.environ), namespace=mesh)
-    return join(
-        prefix_signature,
-        memory=memory,
-        regions=regions,
-        block_size=block_size,
-        config=config,
-        **more,
-    )
+    return join(prefix_signature, config=config, **more)
 
 
 def before_prefill(

@@ -15,7 +15,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from ..api import Load, LoadState, MisuseError, Node
-from .slots import Extra, MaskError, blocks_at, listed, refuse_doubles, wanted_runs
+from ._slots import (
+    Extra,
+    MaskError,
+    SlotMappingError,
+    blocks_at,
+    listed,
+    refuse_doubles,
+    wanted_runs,
+)
+
+__all__ = ["CopyRefused", "MaskError", "Place", "Retrieval", "SlotMappingError"]
 
 
 class CopyRefused(MisuseError):

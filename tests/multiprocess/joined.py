@@ -9,7 +9,7 @@ from hashlib import sha256
 from typing import Any
 
 import kvshm
-from kvshm import Config, Group, Identity, Load, Region
+from kvshm import Config, Found, Group, Identity, Load, Region
 from kvshm._shm.slot_table import SlotTableView
 
 from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
@@ -26,15 +26,24 @@ def content(key: bytes, seed: bytes = b"") -> bytes:
 class Toy:
     """An engine: its node and its memory."""
 
-    def __init__(self, place: Node, name: str, kind: str, **how: Any) -> None:
-        """``kind``: engines of one kind share."""
+    def __init__(
+        self, place: Node, name: str, kind: str, patient: bool = False, **how: Any
+    ) -> None:
+        """``kind``: engines of one kind share.  ``patient``: it waits for readers until the test
+        lets them end, longer than any setting."""
         settings = how.pop("settings", {})
         config = Config(run_dir=str(place.run_dir), namespace=place.namespace, **settings)
+        if patient:
+            object.__setattr__(config, "drain_budget_ms", 1000.0 * PATIENCE_SECONDS)
         regions = [Region(0, BLOCK, BLOCK, BLOCKS)]
         given: dict[str, Any] = {"regions": regions, "block_size": TOKENS, "config": config} | how
-        self.memory = kvshm.allocate(BLOCK * BLOCKS)
+        self.memory = kvshm.allocate(BLOCK * BLOCKS, config)
         identity = Identity(engine="toy 1", model="m", weights=kind)
         self.node = kvshm.join(identity, memory=self.memory, name=name, **given)
+
+    def prompt(self, blocks: int = 6, salt: bytes = b"") -> list[bytes]:
+        """The keys of a prompt of so many blocks, the same in each engine."""
+        return list(self.node.keys(range(blocks * TOKENS), salt))
 
     def write(self, block: int, key: bytes, seed: bytes = b"") -> None:
         self.memory.buffer[block * BLOCK : (block + 1) * BLOCK] = content(key, seed)
@@ -121,6 +130,14 @@ class Toys:
         for toy in toys:
             wait_until(lambda toy=toy: toy.node.stats()["peers"] > 0, "they know each other")
         return toys
+
+    def prefix(self, **how: Any) -> tuple[Toy, Toy, list[bytes], Found]:
+        """Two engines, of which the first has a prompt in its blocks 0 to 5; its keys, and what
+        the second finds."""
+        a, b = self.pair(**how)
+        keys = a.prompt()
+        a.compute(keys, range(6))
+        return a, b, keys, b.node.wait_for(keys, PATIENCE_SECONDS)
 
     def close(self) -> None:
         """End them all; nobody holds a lease of them by then."""

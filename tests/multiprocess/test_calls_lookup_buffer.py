@@ -8,8 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvshm.calls.lookup_buffer import NOTHING, LookupBuffer, RowTooSmall, Selected
-from kvshm.calls.slots import MaskError, SlotMappingError
+from kvshm.calls.lookup_buffer import (
+    NOTHING,
+    LookupBuffer,
+    MaskError,
+    RowTooSmall,
+    Selected,
+    SlotMappingError,
+)
 from kvshm.errors import MisuseError
 
 from .calls_engine import BLOCK_SIZE, NUM_BLOCKS, ROW_BYTES, slots_of

@@ -10,8 +10,7 @@ import pytest
 
 from kvshm.api import Found
 from kvshm.calls.lookup_buffer import NOTHING
-from kvshm.calls.retrieval import CopyRefused, Place
-from kvshm.calls.slots import MaskError, SlotMappingError
+from kvshm.calls.retrieval import CopyRefused, MaskError, Place, SlotMappingError
 from kvshm.errors import MisuseError
 
 from .calls_engine import BLOCK_SIZE, slots_of

@@ -14,19 +14,15 @@ from kvshm import LoadState, MisuseError
 from kvshm._engine import load_planner
 from kvshm.config import Fault
 
-from .joined import BLOCKS, TOKENS, Toy, Toys, ended
+from .joined import BLOCKS, Toy, Toys, ended
 from .processes import PATIENCE_SECONDS, Node, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
 
-def prompt(toy: Toy, blocks: int = 6, salt: bytes = b"") -> list[bytes]:
-    return list(toy.node.keys(range(blocks * TOKENS), salt))
-
-
 def test_blocks_are_found_and_loaded(toys: Toys) -> None:
     a, b = toys.pair()
-    keys = prompt(a)
+    keys = a.prompt()
     assert a.compute(keys, range(6)) == 6
     found = b.node.wait_for(keys, PATIENCE_SECONDS)
     assert (found.start, found.length, found.num_blocks) == (0, 6, 6)
@@ -45,7 +41,7 @@ def test_blocks_are_found_and_loaded(toys: Toys) -> None:
 
 def test_only_what_is_behind_the_start_is_found(toys: Toys) -> None:
     a, b = toys.pair()
-    keys = prompt(a)
+    keys = a.prompt()
     a.compute(keys, range(5))
     found = b.node.wait_for(keys[:5], PATIENCE_SECONDS, start=2)
     assert (found.start, found.length, found.lengths) == (2, 5, (3, 4, 5))
@@ -64,7 +60,7 @@ class Scene:
 
     def __init__(self, a: Toy, b: Toy) -> None:
         self.a, self.b = a, b
-        self.keys, self.own = prompt(a), prompt(a, 2, b"own")
+        self.keys, self.own = a.prompt(), a.prompt(2, b"own")
         a.compute(self.keys, range(6))
         b.compute(self.own, range(2))
         self.found = b.node.wait_for(self.keys, PATIENCE_SECONDS)
@@ -159,10 +155,7 @@ def test_misuse_is_refused_and_changes_nothing(scene: Scene, name: str) -> None:
 
 
 def test_a_found_can_be_loaded_once(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    _a, b, _keys, found = toys.prefix()
     with pytest.raises(MisuseError, match="5 blocks are given"):
         b.node.load(found, range(5))
     assert not found.loaded  # what was refused may be tried again
@@ -174,7 +167,7 @@ def test_a_found_can_be_loaded_once(toys: Toys) -> None:
 
 def test_a_found_loads_nothing_after_five_seconds(toys: Toys) -> None:
     a, b = toys.pair()
-    keys = prompt(a)
+    keys = a.prompt()
     a.compute(keys, range(6))
     planner = b.node._halves.cache.planner
     found, now = b.node.wait_for(keys, PATIENCE_SECONDS), planner._clock
@@ -186,10 +179,7 @@ def test_a_found_loads_nothing_after_five_seconds(toys: Toys) -> None:
 
 
 def test_blocks_that_are_gone_fail_from_there_on(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, keys, found = toys.prefix()
     a.node.retract([3])
     load = ended(b.node.load(found, range(10, 16)))
     assert (load.state, load.good, load.failed) == (LoadState.FAILED, 3, (13, 14, 15))
@@ -198,10 +188,7 @@ def test_blocks_that_are_gone_fail_from_there_on(toys: Toys) -> None:
 
 def test_blocks_that_are_reused_in_the_copy_fail(toys: Toys) -> None:
     """The exporter waits its drain budget for the copy, which is held up, and writes the block."""
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, keys, found = toys.prefix()
     with b.copies_held_up():
         load = b.node.load(found, range(10, 16))
         assert load.wait(0) is LoadState.PENDING
@@ -219,7 +206,7 @@ def test_blocks_that_are_reused_in_the_copy_fail(toys: Toys) -> None:
 def test_wrong_copies_are_noticed(toys: Toys, fault: Fault) -> None:
     a = toys.join("a", settings={"verify": True})
     b = toys.join("b", settings={"verify": True, "fault": fault})
-    keys = prompt(a)
+    keys = a.prompt()
     a.compute(keys, range(6))
     load = ended(b.node.load(b.node.wait_for(keys, PATIENCE_SECONDS), range(6)))
     assert (load.state, load.good) == (LoadState.FAILED, 0)
@@ -228,10 +215,7 @@ def test_wrong_copies_are_noticed(toys: Toys, fault: Fault) -> None:
 
 def test_a_block_that_may_still_be_read_cannot_be_published_anew(toys: Toys) -> None:
     """It was retracted without waiting: whoever wrote it since has written under a reader."""
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, keys, found = toys.prefix()
     with b.copies_held_up():
         load = b.node.load(found, range(6))
         b.wait_until_copying()
@@ -247,7 +231,7 @@ def test_a_block_that_may_still_be_read_cannot_be_published_anew(toys: Toys) -> 
 
 def test_blocks_are_drained_before_a_load_fills_them(toys: Toys) -> None:
     a, b = toys.pair()
-    keys, others = prompt(a), prompt(a, 6, b"others")
+    keys, others = a.prompt(), a.prompt(6, b"others")
     a.compute(keys, range(6))
     b.compute(others, range(6))
     found, theirs = (
@@ -266,10 +250,7 @@ def test_blocks_are_drained_before_a_load_fills_them(toys: Toys) -> None:
 
 
 def test_a_cancelled_load_ends_and_delivers_nothing(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, keys, found = toys.prefix()
     with b.copies_held_up():
         load = b.node.load(found, range(6))
         load.cancel()
@@ -282,10 +263,8 @@ def test_a_cancelled_load_ends_and_delivers_nothing(toys: Toys) -> None:
 
 
 def test_a_load_that_has_ended_cannot_be_cancelled(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    load = ended(b.node.load(b.node.wait_for(keys, PATIENCE_SECONDS), range(6)))
+    _a, b, _keys, found = toys.prefix()
+    load = ended(b.node.load(found, range(6)))
     load.cancel()
     assert (load.poll(), load.good) == (LoadState.DONE, 6)
 
@@ -299,10 +278,7 @@ NEXT: dict[str, Callable[[Toy, list[bytes]], Any]] = {
 
 @pytest.mark.parametrize("then", NEXT)
 def test_blocks_of_a_load_that_nobody_watched_come_back(toys: Toys, then: str) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    _a, b, keys, found = toys.prefix()
     again = b.node.lookup(keys)
     with b.copies_held_up():
         b.node.load(found, range(8, 14))
@@ -316,7 +292,7 @@ def test_blocks_of_a_load_that_nobody_watched_come_back(toys: Toys, then: str) -
 
 def test_a_wait_ends_with_its_time(toys: Toys) -> None:
     a, b = toys.pair()
-    keys = prompt(a)
+    keys = a.prompt()
     assert not b.node.wait_for(keys, 0)
     assert not b.node.wait_for(keys, 0.001)
     a.compute(keys, range(6))
@@ -330,7 +306,7 @@ def test_a_wait_ends_with_its_time(toys: Toys) -> None:
 
 def test_any_thread_may_wait(toys: Toys) -> None:
     a, b = toys.pair()
-    keys, found = prompt(a), []
+    keys, found = a.prompt(), []
     waiting = [
         threading.Thread(target=lambda: found.append(b.node.wait_for(keys, PATIENCE_SECONDS)))
         for _ in range(3)

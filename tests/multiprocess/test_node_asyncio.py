@@ -11,7 +11,7 @@ import pytest
 
 from kvshm import LoadState, MisuseError
 
-from .joined import TOKENS, Toy, Toys, content
+from .joined import Toys, content
 from .processes import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.multiprocess
@@ -44,10 +44,6 @@ class Ticks:
         self._task.cancel()
 
 
-def prompt(toy: Toy) -> list[bytes]:
-    return list(toy.node.keys(range(6 * TOKENS)))
-
-
 def run(what: Awaitable[T]) -> T:
     async def bounded() -> T:
         return await asyncio.wait_for(what, PATIENCE_SECONDS)
@@ -56,10 +52,7 @@ def run(what: Awaitable[T]) -> T:
 
 
 def test_a_loop_goes_on_while_a_load_is_awaited(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    _a, b, keys, found = toys.prefix()
 
     async def go() -> None:
         ticks = Ticks()
@@ -79,7 +72,7 @@ def test_a_loop_goes_on_while_a_load_is_awaited(toys: Toys) -> None:
 
 def test_a_loop_goes_on_while_it_waits_for_keys(toys: Toys) -> None:
     a, b = toys.pair()
-    keys = prompt(a)
+    keys = a.prompt()
 
     async def go() -> None:
         ticks = Ticks()
@@ -98,9 +91,9 @@ def test_a_loop_goes_on_while_it_waits_for_keys(toys: Toys) -> None:
 
 def test_a_loop_goes_on_while_readers_are_waited_for(toys: Toys) -> None:
     """The copy is held up until the loop has turned, and the exporter waits for it."""
-    a = toys.join("a", settings={"drain_budget_ms": 1000.0 * PATIENCE_SECONDS})
+    a = toys.join("a", patient=True)
     b = toys.join("b")
-    keys = prompt(a)
+    keys = a.prompt()
     a.compute(keys, range(6))
     found = b.node.wait_for(keys, PATIENCE_SECONDS)
 
@@ -124,7 +117,7 @@ def test_a_loop_goes_on_while_readers_are_waited_for(toys: Toys) -> None:
 
 def test_other_threads_wake_a_waiting_loop(toys: Toys) -> None:
     a, b = toys.pair()
-    keys = prompt(a)
+    keys = a.prompt()
 
     async def go() -> int:
         publishing = threading.Thread(target=a.compute, args=(keys, range(6)))

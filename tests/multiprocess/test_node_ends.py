@@ -3,6 +3,7 @@ readable then and only then, and loads end."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -15,7 +16,7 @@ from kvshm._ground.ids import Epoch
 from kvshm._ground.rundir import list_sockets
 from kvshm._rank.rank_half import RankHalf
 
-from .joined import TOKENS, Toy, Toys, ended
+from .joined import Toy, Toys, ended
 from .processes import PATIENCE_SECONDS, Node, fresh_node, wait_until
 from .surface_contents import keys_of
 from .surface_model import Modelled
@@ -24,16 +25,12 @@ from .surface_world import Peer
 pytestmark = pytest.mark.multiprocess
 
 
-def prompt(toy: Toy, blocks: int = 6) -> list[bytes]:
-    return list(toy.node.keys(range(blocks * TOKENS)))
-
-
 def test_what_is_published_before_there_is_a_coordinator_is_readable_later() -> None:
     with fresh_node() as place:
         toys = Toys(place, "early")
         try:
             a, b = toys.begin("a"), toys.begin("b")
-            keys = prompt(a)
+            keys = a.prompt()
             assert a.compute(keys, range(6)) in (0, 6)  # the epoch may have begun
             a.node.retract([5])
             assert not a.node.wait_joined(0)
@@ -60,7 +57,7 @@ def test_what_is_published_before_the_epoch_is_open_is_readable_later(
     b = toys.join("b")
     monkeypatch.setattr(RankHalf, "open_epoch", slowly)
     a = toys.begin("a")
-    keys = prompt(a)
+    keys = a.prompt()
     assert opening.wait(PATIENCE_SECONDS)
     assert a.compute(keys, range(6)) == 0
     a.node.retract([5])
@@ -72,9 +69,27 @@ def test_what_is_published_before_the_epoch_is_open_is_readable_later(
     assert b.node.lookup(keys).length == 5
 
 
+@pytest.mark.timeout(20)
+def test_nobody_waits_for_what_the_coordinator_refuses(toys: Toys) -> None:
+    """A process has eight engines in a roster at most."""
+    others = [toys.join(f"{number}") for number in range(8)]
+    refused = toys.begin("one more")
+    reason = "has 8 engines here already; leave with epochs that have ended; give more engines"
+    for _ in range(2):
+        assert not refused.node.wait_joined()
+        assert reason in refused.node.refusal
+        assert not refused.node.wait_for(refused.prompt())
+    assert not asyncio.run(refused.node.wait_joined_async())
+    assert not asyncio.run(refused.node.wait_for_async(refused.prompt()))
+    others[0].close()
+    refused.node.reset()
+    assert refused.node.wait_joined(), "it is another epoch, which nobody has refused"
+    assert refused.node.refusal == ""
+
+
 def test_a_paused_node_finds_and_publishes_nothing(toys: Toys) -> None:
     a, b = toys.pair()
-    keys = prompt(a)
+    keys = a.prompt()
     assert a.compute(keys, range(2)) == 2
     assert b.node.wait_for(keys[:2], PATIENCE_SECONDS).length == 2
     a.node.pause()
@@ -94,10 +109,7 @@ def test_a_paused_node_finds_and_publishes_nothing(toys: Toys) -> None:
 
 
 def test_loads_go_on_while_paused(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    _a, b, _keys, found = toys.prefix()
     with b.copies_held_up():
         load = b.node.load(found, range(6))
         b.node.pause()
@@ -105,10 +117,7 @@ def test_loads_go_on_while_paused(toys: Toys) -> None:
 
 
 def test_a_reset_retracts_everything_and_begins_again(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, keys, found = toys.prefix()
     before = a.table
     a.node.reset()
     assert (before.retired, before.alive) == (True, False)
@@ -124,10 +133,7 @@ def test_a_reset_retracts_everything_and_begins_again(toys: Toys) -> None:
 
 
 def test_a_reset_to_other_weights_shares_with_those_that_have_them(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    assert b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, keys, _ = toys.prefix()
     trained = Identity(engine="toy 1", model="m", weights=f"{toys.place.namespace} trained")
     b.node.reset(trained)
     assert b.node.wait_joined(PATIENCE_SECONDS)
@@ -139,10 +145,8 @@ def test_a_reset_to_other_weights_shares_with_those_that_have_them(toys: Toys) -
 
 
 def test_loads_under_way_fail_at_a_reset(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found, stale = b.node.wait_for(keys, PATIENCE_SECONDS), b.node.lookup(keys)
+    _a, b, keys, found = toys.prefix()
+    stale = b.node.lookup(keys)
     with b.copies_held_up():
         load = b.node.load(found, range(6))
         b.wait_until_copying()
@@ -160,10 +164,8 @@ def test_loads_under_way_fail_at_a_reset(toys: Toys) -> None:
 def test_a_reset_that_cannot_begin_again_ends_all_loads(
     toys: Toys, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found, stale = b.node.wait_for(keys, PATIENCE_SECONDS), b.node.lookup(keys)
+    _a, b, keys, found = toys.prefix()
+    stale = b.node.lookup(keys)
     load = b.node.load(found, range(6))
     transport = b.node._halves.rank.transport
     transport.close()  # so that nothing can be exported
@@ -177,10 +179,7 @@ def test_a_reset_that_cannot_begin_again_ends_all_loads(
 
 
 def test_loads_under_way_fail_when_their_node_closes(toys: Toys) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, _keys, found = toys.prefix()
     with b.copies_held_up():
         load = b.node.load(found, range(6))
     b.node.close()
@@ -196,10 +195,7 @@ def test_loads_under_way_fail_when_their_node_closes(toys: Toys) -> None:
 
 def test_a_closed_node_leaves_nothing(toys: Toys, place: Node) -> None:
     before = set(place.run_dir.iterdir())
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
+    a, b, keys, found = toys.prefix()
     with a.node:
         pass
     load = ended(b.node.load(found, range(6)))
@@ -210,10 +206,8 @@ def test_a_closed_node_leaves_nothing(toys: Toys, place: Node) -> None:
 
 
 def test_a_forked_child_has_no_part_in_the_node(toys: Toys, place: Node) -> None:
-    a, b = toys.pair()
-    keys = prompt(a)
-    a.compute(keys, range(6))
-    found, stale = b.node.wait_for(keys, PATIENCE_SECONDS), b.node.lookup(keys)
+    a, b, keys, found = toys.prefix()
+    stale = b.node.lookup(keys)
     with b.copies_held_up():
         load = b.node.load(found, range(6))
         b.wait_until_copying()

@@ -19,10 +19,6 @@ LARGE = (Group(0, TOKENS), Group(1, 2 * TOKENS, scale=2))
 """Two of full attention; a block of the second covers two keys."""
 
 
-def prompt(toy: Toy) -> list[bytes]:
-    return list(toy.node.keys(range(6 * TOKENS)))
-
-
 def compute(
     toy: Toy, keys: Sequence[bytes], group: int, first: int, blocks: Sequence[int], scale: int = 1
 ) -> None:
@@ -42,7 +38,7 @@ def holds(toy: Toy, keys: Sequence[bytes], group: int, first: int, blocks: Seque
 def window(toys: Toys) -> tuple[Toy, Toy, list[bytes]]:
     """One has the windows of lengths 3 and 6; another one knows it."""
     a, b = toys.pair(groups=WINDOW)
-    keys = prompt(a)
+    keys = a.prompt()
     compute(a, keys, 1, 1, [11, 12])
     compute(a, keys, 1, 4, [14, 15])
     compute(a, keys, 0, 0, range(6))
@@ -120,7 +116,7 @@ def test_keys_and_groups_name_blocks_together(window: tuple[Toy, Toy, list[bytes
 
 def test_a_block_may_cover_several_keys(toys: Toys) -> None:
     a, b = toys.pair(groups=LARGE)
-    keys = prompt(a)
+    keys = a.prompt()
     compute(a, keys, 0, 0, range(6))
     compute(a, keys, 1, 0, [10, 11], scale=2)
     found = b.node.wait_for(keys[:4], PATIENCE_SECONDS)
@@ -139,7 +135,7 @@ def test_a_block_may_cover_several_keys(toys: Toys) -> None:
 def test_engines_with_other_groups_do_not_share(toys: Toys) -> None:
     a, b = toys.join("a", groups=WINDOW), toys.join("b", groups=LARGE)
     c = toys.join("c", groups=WINDOW)
-    keys = prompt(a)
+    keys = a.prompt()
     compute(a, keys, 0, 0, range(6))
     compute(a, keys, 1, 0, range(10, 16))
     assert c.node.wait_for(keys, PATIENCE_SECONDS).length == 6

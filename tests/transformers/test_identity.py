@@ -16,7 +16,6 @@ pytest.importorskip("transformers")
 
 import numpy as np
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvshm.hooks.transformers.identity import identity_of
 
@@ -63,6 +62,10 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
         lambda m: setattr(m.model.model.layers[0].self_attn, "scaling", 0.5),
     ),
     "one layer's attention": ("modules", attend_by_itself),
+    "a function that a part holds": (
+        "modules",
+        lambda m: setattr(m.model.model.rotary_emb, "rope_init_fn", torch.tanh),
+    ),
     "another way to compute experts": (
         "modules",
         lambda m: setattr(m.model.config, "_experts_implementation", "batched_mm"),
@@ -117,18 +120,16 @@ def test_kernels_of_attention_that_are_off_show(plain: Any) -> None:
         torch.backends.cuda.enable_flash_sdp(True)
 
 
-def test_another_function_of_attention_shows(plain: Any) -> None:
-    usual, before = who(plain), ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def another(*_: object) -> None: ...
-
-    # Only the code tells it from the usual one.
-    another.__module__, another.__qualname__ = before.__module__, before.__qualname__
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", another)
-    try:
-        assert who(plain) != usual
-    finally:
-        ALL_ATTENTION_FUNCTIONS.register("sdpa", before)
+@pytest.mark.parametrize("name", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR"])
+def test_settings_of_torchs_libraries_show(
+    plain: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    told = [who(plain).settings["kernels"]]
+    for value in ("AVX2", "COMPATIBLE"):
+        monkeypatch.setenv(name, value)
+        told.append(who(plain).settings["kernels"])
+    assert len(set(told)) == 3
+    assert f"{name}=COMPATIBLE" in told[-1]
 
 
 def test_both_interfaces_to_the_precision_of_float32_can_be_read(plain: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,21 @@ from kvshm.hooks.transformers.refusals import (
 
 from .conftest import Lines, MakeManager
 from .managers import ask, end, random_prompt, start
+
+
+class Packed(torch.Tensor):
+    pass
+
+
+def pack(model: Any) -> None:
+    """Have a linear layer keep its weight where neither a parameter nor a buffer is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is going to remove it
+        model.model.layers[0].mlp.gate_proj = torch.ao.nn.quantized.dynamic.Linear(256, 512)
+
+
+def replace_a_class(model: Any) -> None:
+    model.model.norm.__class__ = type("MyNorm", (type(model.model.norm),), {})
 
 
 @pytest.fixture
@@ -79,6 +95,14 @@ REFUSED: dict[str, tuple[str, Callable[[Any], object]]] = {
         lambda p: setattr(p.model.model.norm, "forward", lambda states: states),
     ),
     "compiled": ("'LlamaForCausalLM' is compiled", lambda p: p.model.compile()),
+    "packed weights": (
+        "the model stores 'model.layers.0.mlp.gate_proj.scale', which is no parameter or buffer",
+        lambda p: pack(p.model),
+    ),
+    "tensors of others": (
+        "the tensor 'model.norm.weight' is a tests.transformers.test_refusals.Packed",
+        lambda p: setattr(p.model.model.norm, "weight", torch.nn.Parameter(Packed(torch.ones(1)))),
+    ),
     "rope": (
         "RoPE is dynamic",
         lambda p: setattr(p.model.model.rotary_emb, "rope_type", "dynamic"),
@@ -116,15 +140,33 @@ def test_global_hooks_are_named(processor: Any) -> None:
 def test_another_interface_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert interface_refusal() is None
     monkeypatch.setattr(PagedAttentionCache, name, lambda self, something: None)
-    assert f"PagedAttentionCache.{name}('something',)" in str(interface_refusal())
+    known = "this transformers is not as kvshm knows it: PagedAttentionCache"
+    assert interface_refusal() == f"{known}.{name}(something)"
     monkeypatch.delattr(PagedAttentionCache, name)
-    assert "this transformers is not as kvshm knows it" in str(interface_refusal())
+    assert interface_refusal() == f"{known} has no {name}"
 
 
 def test_a_manager_of_another_shape_is_named() -> None:
     assert "its managers have no _create_batch_processor" in str(
         manager_refusal(SimpleNamespace(batch_processor=None))
     )
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(pack, "no parameter or buffer"), (replace_a_class, "MyNorm: neither transformers nor")],
+)
+def test_a_model_that_can_no_longer_be_compared_shares_no_more(
+    manager: MakeManager, lines: Lines, change: Callable[[Any], None], reason: str
+) -> None:
+    a = manager()
+    start(a)
+    assert node_of(a) is not None
+    with a.pause():
+        change(a.model)
+    assert node_of(a) is None
+    assert any("not sharing the prefix cache" in line and reason in line for line in lines)
 
 
 @pytest.mark.multiprocess

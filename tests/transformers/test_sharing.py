@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,14 +12,10 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvshm import ConfigError
-from kvshm.hooks.transformers import (
-    SharedPagedAttentionCache,
-    node_of,
-    share,
-    share_all,
-    stats_of,
-)
+from kvshm.hooks.transformers import node_of, share, share_all, stats_of
+from kvshm.hooks.transformers.paged_cache import SharedPagedAttentionCache
 
+from ..waiting import until
 from .conftest import Lines, MakeManager
 from .managers import (
     PAGE_SIZE,
@@ -235,7 +234,15 @@ def test_of_several_calls_the_last_one_counts(manager: MakeManager) -> None:
 
 
 @pytest.mark.parametrize(
-    "odd", [{"salt": "text"}, {"wait_seconds": float("nan")}, {"wait_seconds": -1.0}]
+    "odd",
+    [
+        {"salt": "text"},
+        {"wait_seconds": float("nan")},
+        {"wait_seconds": -1.0},
+        {"wait_seconds": "1"},
+        {"wait_seconds": None},
+        {"config": "text"},
+    ],
 )
 def test_odd_arguments_are_refused(manager: MakeManager, odd: dict[str, Any]) -> None:
     a = manager()
@@ -286,3 +293,32 @@ def test_a_request_that_waits_is_looked_at_once(manager: MakeManager) -> None:
     assert len(asked) == 1
     cache.reset()
     assert not cache.prefixes._requests
+
+
+@pytest.mark.parametrize(("odd", "named"), [({"manager": None}, "None"), ({"name": 5}, "name")])
+def test_what_is_no_manager_or_no_name_is_refused(
+    manager: MakeManager, odd: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        share(**{"manager": manager(), **odd})
+
+
+def test_a_manager_that_is_dropped_leaves_nothing(node: object, model_path: Path) -> None:
+    def joined() -> Any:
+        manager = share(new_manager(model_path))
+        manager.warmup()
+        know_each_other(manager)
+        return manager
+
+    def open_files() -> int:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    end(joined())
+    before = open_files()
+    dropped = joined()
+    its_node = node_of(dropped)
+    assert open_files() > before
+    del dropped
+    until(lambda: open_files() == before, "everything is closed")
+    assert its_node.closed

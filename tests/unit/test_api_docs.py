@@ -12,6 +12,7 @@ import pytest
 
 import kvshm
 from kvshm.config import SETTINGS
+from kvshm.coordinator.joining import MAX_OF_PROCESS
 
 from .pages import ROOT
 
@@ -22,6 +23,12 @@ CLASSES = [name for name in kvshm.__all__ if inspect.isclass(getattr(kvshm, name
 def test_the_committed_page_is_the_generated_one() -> None:
     generator: dict[str, Any] = runpy.run_path(str(ROOT / "docs/generate.py"))
     assert generator["api"](PAGE) == PAGE, "make docs"
+
+
+@pytest.mark.parametrize("where", ["docs/api.md", "docs/porting.md", "docs/deployment.md"])
+def test_the_most_engines_of_a_process_are_told_where_engines_join(where: str) -> None:
+    text = " ".join((ROOT / where).read_text("utf-8").split())
+    assert f"At most {MAX_OF_PROCESS} engines of one process" in text
 
 
 def test_every_public_name_has_a_docstring() -> None:

@@ -17,8 +17,8 @@ TEXT = (ROOT / "docs/calls.md").read_text()
 
 @pytest.mark.parametrize("module", [retrieval, lookup_buffer, kv_pipe, prefill])
 def test_the_page_names_each_call(module: ModuleType) -> None:
-    own = {n: v for n, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__}
-    names = {name for name, value in own.items() if inspect.isfunction(value)} - {"finish"}
+    own = {name: getattr(module, name) for name in module.__all__}
+    names = {name for name, value in own.items() if inspect.isfunction(value)}
     for name, value in own.items():
         if inspect.isclass(value) and not issubclass(value, (KvshmError, tuple)):
             methods = {n for n, v in vars(value).items() if inspect.isfunction(v)}

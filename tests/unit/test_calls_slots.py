@@ -1,4 +1,4 @@
-"""kvshm.calls.slots: which masks and slot mappings are right in whole blocks of four tokens."""
+"""kvshm.calls._slots: which masks and slot mappings are right in whole blocks of four tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvshm.calls.slots import (
+from kvshm.calls._slots import (
     MaskError,
     SlotMappingError,
     blocks_at,

@@ -130,6 +130,20 @@ def test_an_option_overrides_its_setting_and_is_named_where_it_is_wrong() -> Non
         Config.from_env(environ, {"--run-dir": "/" + "x" * 199})
 
 
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in BAD.items() for v in vs])
+def test_a_bad_value_is_refused_in_code_as_in_the_environment(name: str, value: str) -> None:
+    field = next(s.field for s in SETTINGS if s.name == name)
+    if name != "KVSHM_RUN_DIR" or len(value) < 50:  # what is too long, the run directory refuses
+        with pytest.raises(ConfigError, match=f"^Config\\({field}=...\\)="):
+            Config(**{field: value})
+
+
+def test_text_and_values_mean_the_same_in_code() -> None:
+    assert Config(strict="yes", drain_budget_ms="2", role="consumer") == Config(
+        strict=True, drain_budget_ms=2.0, role=Role.CONSUMER
+    )
+
+
 def test_every_setting_has_a_bad_value_in_this_file() -> None:
     assert set(BAD) == {s.name for s in SETTINGS}
 

@@ -183,6 +183,25 @@ def test_a_clock_that_is_set_back_holds_nothing_for_longer(table: AnyTable, cloc
     assert not table.keeps_blocks()
 
 
+@pytest.mark.parametrize("back", [60, 86_400], ids="{} s".format)
+def test_a_hold_ends_though_the_clock_is_set_back_behind_the_table(
+    table: AnyTable, clock: Clock, back: int
+) -> None:
+    """A hold for a minute would last until the clock is there again, a day for example."""
+    clock.now += 30 * SECOND
+    records = publish(table, 1, 2)
+    table.hold(records[:48], 60)
+    clock.now -= back * SECOND
+    assert kept(table) == set()
+    assert table.age_seconds == 0
+    assert table.hold(records[48:], 20) == 1
+    clock.now += 20 * SECOND - 1
+    assert (kept(table), table.keeps_blocks()) == ({2}, True)
+    clock.now += 1
+    assert table.kept([BlockId(2)]) == []
+    assert not table.keeps_blocks()
+
+
 def test_a_table_of_the_future_or_of_no_time_at_all_holds_as_well(
     table: AnyTable, clock: Clock
 ) -> None:
@@ -241,6 +260,21 @@ def test_a_lease_says_that_there_may_be_leases(table: AnyTable, clock: Clock) ->
     assert kept(table) == set()
     clock.now += LEASE_SECONDS * SECOND
     assert not table.keeps_blocks()
+
+
+def test_kept_blocks_are_those_whose_slots_say_so(table: AnyTable, clock: Clock) -> None:
+    records = publish(table, 1, 2, 3, 4)
+    in_group = publish(table, 5, group=65535)
+    for held, seconds in ((records[:48], 5), (in_group, 9)):
+        assert table.hold(held, seconds) == 1
+    table.lease(LeaseBit(3), records[48:144])
+    table.retract([BlockId(3)])
+    every = [BlockId(block) for block in range(table.num_blocks)]
+    assert table.kept(every) == [1, 2, 3, 5], "also a retracted one that is still being read"
+    clock.now += 5 * SECOND
+    assert table.kept(every[::-1]) == [5, 3, 2]
+    with pytest.raises(IndexError):
+        table.kept([BlockId(table.num_blocks)])
 
 
 def test_a_lease_cuts_no_hold_short(table: AnyTable, clock: Clock) -> None:

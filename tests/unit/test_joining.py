@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import kvshm
 from kvshm import Config, ConfigError, Group, Identity, MisuseError, Node, Region, TransportError
+from kvshm._api import joining
 from kvshm.config import Share
 
 from .few_descriptors import descriptors
@@ -52,7 +54,7 @@ def join(memory: Any, **how: Any) -> Node:
     [
         ({"block_size": 0}, "tokens of a block"),
         ({"groups": [kvshm.Group(0, 8, scale=2)]}, "one key for each block"),
-        ({"block_size": 1.0}, "tokens of a block"),
+        ({"block_size": 1.0}, "give a whole number"),
         ({"block_size": 1 << 32}, "tokens of a block"),
         ({"name": "n" * 65}, "shorten it"),
         ({"name": "a\nb"}, "not printable"),
@@ -66,6 +68,11 @@ def join(memory: Any, **how: Any) -> Node:
         ({"memory": bytearray(8 * BLOCK)}, "give what allocate"),
         ({"memory": memoryview(bytes(8 * BLOCK))}, "give what allocate"),
         ({"identity": "me"}, "give an Identity"),
+        ({"config": "strict"}, "give a Config"),
+        ({"device": ["cpu"]}, "give its type as text"),
+        ({"groups": "full"}, "give a list of them"),
+        ({"groups": [0]}, "give a Group"),
+        ({"groups": [Group(0, 4, window=2.5)]}, "give a whole number"),
         ({"name": 3}, "give text"),
         ({"regions": [Region(0, BLOCK, BLOCK, 0)]}, "0 blocks; give 1"),
         ({"regions": [Region(0, BLOCK, BLOCK, 9)]}, "ends at byte"),
@@ -178,6 +185,41 @@ def test_where_blocks_lie_does_not_decide(alike: dict[str, Any]) -> None:
     )._fingerprint_fields(**ONE)
 
 
+def test_groups_of_numpy_s_numbers_share_with_others(memory: Any) -> None:
+    four = np.int64(4)
+    fields = []
+    for one in (4, four):
+        with join(memory, block_size=one, groups=[Group(one - 4, one, window=one)]) as node:
+            fields.append(node._fields(IDENTITY))
+    assert repr(fields[0]) == repr(fields[1])
+
+
+class NoAllocator:
+    """Stands for a transport that shares memory where it lies, as on a GPU."""
+
+    name = "no_allocator"
+
+
+def test_memory_of_the_wrong_kind_is_refused(memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "choose_transport", lambda name, device: NoAllocator)
+    with pytest.raises(MisuseError, match="on 'npu' give the tensors of the cache"):
+        join(memory, device="npu")
+
+
+@pytest.mark.parametrize("seconds", ["1", None, [], float("nan"), -1])
+def test_a_hold_is_for_seconds(memory: Any, seconds: Any) -> None:
+    with join(memory) as node, pytest.raises(MisuseError, match=r"give (0|seconds)"):
+        node.hold(node.keys(range(4)), seconds)
+
+
+@pytest.mark.parametrize("timeout", ["1", [], float("nan")])
+def test_a_timeout_is_in_seconds(memory: Any, timeout: Any) -> None:
+    with join(memory) as node:
+        for wait in (node.wait_joined, lambda timeout: node.wait_for(node.keys([]), timeout)):
+            with pytest.raises(MisuseError, match=r"timeout is .*; give seconds"):
+                wait(timeout)
+
+
 def check_alone(node: Node, told: str, caplog: pytest.LogCaptureFixture) -> None:
     """It behaves as an engine that finds nothing, and says why."""
     assert told in node.refusal
@@ -204,6 +246,41 @@ def check_alone(node: Node, told: str, caplog: pytest.LogCaptureFixture) -> None
     node.close()
     with pytest.raises(MisuseError, match="closed"):
         node.lookup(keys)
+
+
+@pytest.mark.parametrize(
+    "regions",
+    [[Region(0, BLOCK, BLOCK, 8)], [Region(7 * BLOCK, BLOCK, BLOCK, 1)]],
+    ids=["all", "one block"],
+)
+def test_blocks_of_one_node_are_refused_to_another(
+    memory: Any, run_dir: Path, regions: list[Region]
+) -> None:
+    config = Config(run_dir=str(run_dir))
+    before = os.listdir(run_dir)
+    with join(memory, config=config, name="first"):
+        there = os.listdir(run_dir)
+        for where in (memory, Elsewhere(memory)):
+            with pytest.raises(MisuseError, match="node first of this process has these blocks"):
+                join(where, config=config, regions=regions)
+        assert os.listdir(run_dir) == there != before
+    with join(memory, config=config, regions=regions) as again:
+        assert again.refusal == ""
+
+
+def test_nodes_may_share_blocks_of_one_memory_side_by_side(memory: Any, run_dir: Path) -> None:
+    config = Config(run_dir=str(run_dir))
+    low, high = ([Region(first * BLOCK, BLOCK, BLOCK, 4)] for first in (0, 4))
+    one = join(memory, config=config, regions=low)
+    with one, join(memory, config=config, regions=high) as other:
+        assert (one.refusal, other.refusal) == ("", "")
+
+
+class Elsewhere:
+    """The same memory, from another object."""
+
+    def __init__(self, memory: Any) -> None:
+        self.address, self.nbytes, self.buffer = memory.address, memory.nbytes, memory.buffer
 
 
 def test_a_directory_of_others_leaves_it_alone(

@@ -6,6 +6,8 @@ import errno
 import mmap
 import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import pytest
 
@@ -100,3 +102,29 @@ def test_the_mapping_goes_with_its_last_holder():
     del view
     assert gone() is None
     assert open_fds() == before
+
+
+def test_memory_that_is_dropped_leaves_nothing_once_its_bytes_are_not_used():
+    before = open_fds()
+    memory = KVMemory.create(5_000)
+    view = memory.buffer
+    del memory
+    view[4_999] = 7
+    assert view[4_999] == 7
+    assert open_fds() == before + 1, "the mapping has one of its own"
+    del view
+    assert open_fds() == before
+
+
+def test_a_descriptor_is_closed_once_though_many_threads_close_at_once():
+    """A second close would end another thread's file of the same number."""
+    for _ in range(50):
+        memory, ready = KVMemory.create(4_096), Barrier(4)
+
+        def close(memory=memory, ready=ready):
+            ready.wait()
+            memory.close()
+
+        with ThreadPoolExecutor(4) as threads:
+            for ended in [threads.submit(close) for _ in range(4)]:
+                ended.result()

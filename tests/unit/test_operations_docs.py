@@ -29,7 +29,7 @@ LEVELS = {*SEVERITY, "log", "Limit"}
 EVENTS = {"Log", "report", "line", "write", "_warn", "_log_end"}
 ENGINE = ("kvshm", "hooks", "transport")
 REASONS = (
-    "weights", "transformers/refusals",
+    "weights", "transformers/parts", "transformers/refusals",
     *(f"vllm/{n}" for n in ("plugin", "refusals", "layout", "weights", "worker", "pool_watch")),
 )  # fmt: skip
 """Modules of hooks/ that say why an engine does not share."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import given
 
@@ -116,6 +117,12 @@ def test_any_sequence_of_tokens_will_do(same: Any) -> None:
     assert prefix_keys(same, 2) == prefix_keys([1, 2, 3, 4], 2)
 
 
+def test_numbers_of_numpy_will_do() -> None:
+    one: Any = np.int64(1)
+    made = prefix_keys(np.arange(1, 5), 2 * one, extra={one: b"cat"})
+    assert made == prefix_keys([1, 2, 3, 4], 2, extra={1: b"cat"})
+
+
 @pytest.mark.parametrize(
     ("prompt", "size", "more", "told"),
     [
@@ -124,19 +131,20 @@ def test_any_sequence_of_tokens_will_do(same: Any) -> None:
         ([1.5], 1, {}, "whole numbers from 0"),
         ("ab", 1, {}, "whole numbers from 0"),
         (None, 1, {}, "whole numbers from 0"),
-        ([1], 0, {}, "at least 1"),
-        ([1], -4, {}, "at least 1"),
-        ([1], 1.5, {}, "at least 1"),
-        ([1], None, {}, "at least 1"),
-        ([1], 2**64, {}, "at least 1"),
+        ([1], 0, {}, "tokens of a block, 1 or more"),
+        ([1], -4, {}, "tokens of a block, 1 or more"),
+        ([1], 1.5, {}, "give a whole number"),
+        ([1], None, {}, "give a whole number"),
+        ([1], 2**64, {}, "tokens of a block, 1 or more"),
         ([1], 1, {"salt": "tenant"}, "salt is bytes, not str; encode it"),
         ([1], 1, {"salt": None}, "salt is bytes"),
         ([1], 1, {"extra": "cat"}, "extra is bytes"),
         ([1], 1, {"extra": {0: "cat"}}, "extra is bytes"),
         ([1], 1, {"extra": {1: b"cat"}}, "the prompt has 1 tokens"),
         ([1], 1, {"extra": {-1: b"cat"}}, "the prompt has 1 tokens"),
-        ([1], 1, {"extra": {"0": b"cat"}}, "the prompt has 1 tokens"),
-        ([1], 1, {"extra": {0: b"cat", "0": b"cat"}}, "the prompt has 1 tokens"),
+        ([1], 1, {"extra": {"0": b"cat"}}, "give a whole number"),
+        ([1], 1, {"extra": {0: b"cat", "0": b"cat"}}, "give a whole number"),
+        ([1], 1, {"known": b"k" * 32}, "give a list of them"),
     ],
 )
 def test_what_is_no_prompt_is_refused(prompt: Any, size: Any, more: Any, told: str) -> None:

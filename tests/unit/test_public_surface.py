@@ -13,22 +13,27 @@ import difflib
 import dis
 import enum
 import inspect
+import json
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 
 import kvshm
-from kvshm import api
+from kvshm import api, halves, interfaces
+from kvshm.calls import kv_pipe, lookup_buffer, prefill, retrieval
+from kvshm.coordinator import in_process
+
+PUBLIC = (api, halves, interfaces, in_process, kv_pipe, lookup_buffer, prefill, retrieval)
 
 LIST = Path(__file__).with_name("public_surface.txt")
 COMMAND = ".venv/bin/python -m tests.unit.test_public_surface"
-MADE_BY_KVSHM = {"Found", "Load", "Node", "LoadPlanner", "RankHalf"}
+MADE_BY_KVSHM = {"Found", "Load", "Node", "LoadPlanner", "RankHalf", "CoordinatorThread"}
 """Callers do not construct them."""
 NOT_NAMES = {"API_VERSION", "__version__"}
 QUOTED = re.compile(r"ForwardRef\('([^']*)'\)|(?<=: )'([^']*)'(?=[,)= ])|(?<=-> )'([^']*)'")
@@ -36,14 +41,26 @@ QUOTED = re.compile(r"ForwardRef\('([^']*)'\)|(?<=: )'([^']*)'(?=[,)= ])|(?<=-> 
 PROTOCOLS = {"__enter__", "__exit__", "__await__", "__bool__", "__iter__", "__len__"}
 
 
-def surface(*modules: ModuleType) -> list[str]:
+def surface() -> list[str]:
     """One line for each public thing, in the order of their names."""
     lines = [f"API_VERSION = {api.API_VERSION}"]
-    for module in modules:
+    for module in PUBLIC:
         prefix = "" if module is api else module.__name__.rpartition(".")[2] + "."
-        for name in sorted({*module.__all__} - NOT_NAMES):
+        for name in sorted(names_of(module) - NOT_NAMES):
             lines += [prefix + line for line in about(name, getattr(module, name))]
     return [QUOTED.sub(lambda m: "".join(m.groups("")), line) for line in lines]
+
+
+def names_of(module: ModuleType) -> set[str]:
+    """``__all__``, or the names without underscore of what a module defines itself."""
+    if named := getattr(module, "__all__", None):
+        return {*named}
+    made_in = {
+        name: getattr(thing, "__module__", module.__name__)
+        for name, thing in vars(module).items()
+        if name[0] != "_" and not inspect.ismodule(thing)
+    }
+    return {name for name, where in made_in.items() if where == module.__name__}
 
 
 def about(name: str, thing: Any) -> Iterator[str]:
@@ -51,14 +68,16 @@ def about(name: str, thing: Any) -> Iterator[str]:
     if inspect.isfunction(thing):
         yield f"{name}{inspect.signature(thing)}"
     elif not inspect.isclass(thing):
-        yield f"{name}: {type(thing).__name__}"
+        plain = isinstance(thing, int | float | str | dict | tuple)
+        yield f"{name}: {type(thing).__name__}" + (f" = {json.dumps(thing)}" if plain else "")
     elif issubclass(thing, enum.Enum):
         yield f"class {name}({thing.__base__.__name__})"
         yield from (f"{name}.{one.name} = {one.value!r}" for one in thing)
     elif issubclass(thing, BaseException):
-        yield f"class {name}({thing.__base__.__name__})"
+        yield f"class {name}({', '.join(base.__name__ for base in thing.__mro__[1:-2])})"
     else:
-        yield f"class {name}" if name in MADE_BY_KVSHM else f"class {name}{_constructor(thing)}"
+        made = name in MADE_BY_KVSHM or Protocol in thing.__bases__
+        yield f"class {name}" if made else f"class {name}{_constructor(thing)}"
         for member in sorted(members(thing)):
             yield f"{name}.{_member(member, inspect.getattr_static(thing, member, None))}"
 
@@ -76,7 +95,8 @@ def _constructor(thing: type) -> str:
 def members(thing: type) -> set[str]:
     """The public attributes that the class, or its constructor, defines."""
     own = [cls for cls in thing.__mro__ if cls.__module__.startswith("kvshm")]
-    names = {name for cls in own for name in vars(cls) if name in PROTOCOLS or name[0] != "_"}
+    names = {name for cls in own for name in {*vars(cls), *inspect.get_annotations(cls)}}
+    names = {name for name in names if name in PROTOCOLS or name[0] != "_"}
     for cls in own:
         if (code := getattr(vars(cls).get("__init__"), "__code__", None)) is not None:
             stored = {str(i.argval) for i in dis.get_instructions(code) if "STORE_ATTR" in i.opname}
@@ -100,18 +120,8 @@ def _member(name: str, member: Any) -> str:
     return name
 
 
-def public_modules() -> list[ModuleType]:
-    """kvshm.api, and kvshm.halves if it is there."""
-    modules = [api]
-    if (Path(api.__file__).with_name("halves.py")).exists():
-        from kvshm import halves
-
-        modules.append(halves)
-    return modules
-
-
 def written() -> str:
-    return "\n".join(surface(*public_modules())) + "\n"
+    return "\n".join(surface()) + "\n"
 
 
 def test_the_surface_is_as_listed() -> None:
@@ -161,9 +171,9 @@ assert not {"torch", "vllm", "kvshm.halves"} & {*sys.modules}
 
 DOCUMENTED = {
     f"{module.__name__}.{name}": thing
-    for module in public_modules()
+    for module in PUBLIC
     for name, thing in sorted(vars(module).items())
-    if name in module.__all__ and (inspect.isfunction(thing) or inspect.isclass(thing))
+    if name in names_of(module) and (inspect.isfunction(thing) or inspect.isclass(thing))
 }
 
 

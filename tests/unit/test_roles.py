@@ -53,9 +53,9 @@ MAY = {
     "table.from_fd('', 0)": {RANK, PEER, ROSTER, VIEW},
 }
 READS = (
-    "WRITABLE alive check_integrity checksum close died errors heartbeat in_use is_alive "
-    "kept_until lease_bit leases_taken life nbytes now owner_begun owner_died retired seconds_left "
-    "slot slots"
+    "WRITABLE age_seconds alive check_integrity checksum close died errors heartbeat in_use "
+    "is_alive kept_until lease_bit leases_taken life nbytes now owner_begun owner_died retired "
+    "seconds_left slot slots"
 )
 """What all roles may do, besides what MAY lists."""
 GIVES = {

@@ -226,6 +226,16 @@ def test_batch_invariance_counts(
     assert other[names.BATCH_INVARIANT] == "on" != plain[names.BATCH_INVARIANT]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="then the GPU is the hardware")
+def test_settings_of_the_libraries_that_compute_on_cpus_count(
+    plain: Fields, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    other = all_fields(tmp_path / "m")
+    assert differences(plain, other).keys() == {names.HARDWARE}
+    assert other[names.HARDWARE] == f"{plain[names.HARDWARE]} ONEDNN_MAX_CPU_ISA=AVX2"
+
+
 def test_parallel_sizes_count(plain: Fields, tmp_path: Path) -> None:
     config = engine_config(tmp_path / "m", {}, tensor_parallel_size=2)
     other = scheduler_fields(config, cache_config(config, "LBNHC", 8, TWO_LAYERS), [])

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -27,7 +28,7 @@ from kvshm._ground.fingerprint import fingerprint
 from kvshm._ground.ids import HASH_BYTES
 from kvshm._shm.layout import MAX_BLOCKS, MAX_RANKS
 from kvshm.errors import KvshmError
-from kvshm.interfaces import MAX_REGIONS
+from kvshm.interfaces import MAX_REGIONS, Region
 from kvshm.version import __version__
 
 FORMAT = "kvshm-kv 1"
@@ -113,6 +114,12 @@ class Description:
             "kvshm_version": self.kvshm_version,
             **{name: msgspec.json.encode(value).decode() for name, value in told.items()},
         }
+
+
+def packed_regions(sizes: Sequence[int], count: int) -> tuple[list[Region], int]:
+    """Regions of ``count`` blocks each, one behind the other, and their bytes together."""
+    ends = [0, *accumulate(nbytes * count for nbytes in sizes)]
+    return [Region(at, n, n, count) for at, n in zip(ends, sizes, strict=False)], ends[-1]
 
 
 # -- writing

@@ -26,10 +26,10 @@ from kvshm._shm.available_memory import check_available
 from kvshm._shm.layout import BlockRecord, pack_records, unpack_records
 from kvshm._shm.slot_table import SlotTableView
 from kvshm.errors import CorruptSegment, KvshmError, TransportError
-from kvshm.interfaces import CopyState, MemoryDescriptor, Region, load_transport
+from kvshm.interfaces import CopyState, MemoryDescriptor, load_transport
 
 from ..fetching import fetch_all
-from .block_file import TAG_BYTES, BlockFileError, BlockKey, Description
+from .block_file import TAG_BYTES, BlockFileError, BlockKey, Description, packed_regions
 from .roster import ask_for
 
 HOST_MEMORY = "posix_shm"
@@ -163,10 +163,8 @@ class _RankReader:
             raise TransportError(
                 f"its KV cache is {memory.transport} memory: a dump reads host memory only"
             )
-        transport, own, end = load_transport(HOST_MEMORY), [], 0
-        for region in memory.regions:
-            own.append(Region(end, region.block_bytes, region.block_bytes, batch))
-            end += region.block_bytes * batch
+        transport = load_transport(HOST_MEMORY)
+        own, end = packed_regions([region.block_bytes for region in memory.regions], batch)
         self._regions, self._batch = own, batch
         self._memory = transport.allocate(end)
         self._bytes = numpy.frombuffer(self._memory.buffer, numpy.uint8)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import zmq
@@ -84,26 +84,26 @@ def ask_for(run_dir: Path, namespace: str, engine: SlotTableView) -> EngineInfo:
 
 def _join(run_dir: Path, namespace: str, info: EngineInfo) -> Joined:
     """Join, and leave whatever the answer is."""
-    context = zmq.Context(io_threads=1)
-    socket = context.socket(zmq.DEALER)
-    try:
+    with zmq.Context(io_threads=1) as context, context.socket(zmq.DEALER) as socket:
         socket.setsockopt(zmq.LINGER, LINGER_MS)
         socket.setsockopt(zmq.IMMEDIATE, 1)  # without a coordinator nothing is queued
         socket.connect(command_endpoint(run_dir, namespace))
         until, reason = time.monotonic() + REPLY_SECONDS, "it does not answer"
-        while (left := until - time.monotonic()) > 0:
-            reply = _ask(socket, Join(protocol=PROTOCOL_VERSION, engine=info), left)
-            if isinstance(reply, Joined):
-                return reply
-            if isinstance(reply, Refused):
-                reason = f"it refuses: {reply.reason}; {reply.remedy}"
-                if not reply.retry:
-                    break
-                time.sleep(RETRY_SECONDS)
-        start = start_command(run_dir, namespace)
-        raise NotInRoster(f"the coordinator ({start}) is needed, and {reason}")
-    finally:
-        _leave(context, socket, info.epoch)
+        try:
+            while (left := until - time.monotonic()) > 0:
+                reply = _ask(socket, Join(protocol=PROTOCOL_VERSION, engine=info), left)
+                if isinstance(reply, Joined):
+                    return reply
+                if isinstance(reply, Refused):
+                    reason = f"it refuses: {reply.reason}; {reply.remedy}"
+                    if not reply.retry:
+                        break
+                    time.sleep(RETRY_SECONDS)
+        finally:
+            with suppress(zmq.Again):  # there is no coordinator
+                socket.send(encode(Leave(epoch=info.epoch)), zmq.NOBLOCK)
+    start = start_command(run_dir, namespace)
+    raise NotInRoster(f"the coordinator ({start}) is needed, and {reason}")
 
 
 def _ask(socket: zmq.Socket[bytes], message: Message, seconds: float) -> object:
@@ -113,13 +113,3 @@ def _ask(socket: zmq.Socket[bytes], message: Message, seconds: float) -> object:
         return None
     socket.send(encode(message))
     return decode_reply(socket.recv()) if socket.poll(milliseconds, zmq.POLLIN) else None
-
-
-def _leave(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes], epoch: int) -> None:
-    try:
-        socket.send(encode(Leave(epoch=epoch)), zmq.NOBLOCK)
-    except zmq.Again:
-        pass  # there is no coordinator
-    finally:
-        socket.close()
-        context.term()

@@ -27,7 +27,7 @@ from kvshm.errors import ConfigError, KvshmError
 from kvshm.halves import BlockId, EngineSpec, Epoch, RankInfo, SchedulerHalf, open_rank
 from kvshm.interfaces import Region, load_transport
 
-from .block_file import BlockFile, BlockFileError, Description
+from .block_file import BlockFile, BlockFileError, Description, packed_regions
 from .dump import HOST_MEMORY
 
 POLL_SECONDS = 0.1
@@ -40,10 +40,8 @@ class _ServedRank:
 
     def __init__(self, file: BlockFile, rank: int, config: Config, run_dir: Path) -> None:
         """Reserves and fills the memory; block ids are the rows of the file.  Raises KvshmError."""
-        transport, count, regions, end = load_transport(HOST_MEMORY), len(file.what.blocks), [], 0
-        for nbytes in file.what.regions[rank]:
-            regions.append(Region(end, nbytes, nbytes, count))
-            end += nbytes * count
+        transport = load_transport(HOST_MEMORY)
+        regions, end = packed_regions(file.what.regions[rank], len(file.what.blocks))
         self._memory = transport.allocate(end)
         self._fill(file, rank, regions)
         self.half = open_rank(config, run_dir, rank, transport, self._memory, regions)
