@@ -1,5 +1,5 @@
-"""What programs call of these hooks: a change of a name, parameter or default shows here, as for the
-rest of the public surface (tests/unit/test_public_surface.py)."""
+"""What programs call of these hooks: a change of a name, parameter or default shows here, as it
+does for the rest of the public surface (tests/unit/test_public_surface.py)."""
 
 from __future__ import annotations
 
