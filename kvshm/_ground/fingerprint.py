@@ -30,7 +30,9 @@ ENGINE = _field(
     "engine", "Another program, or version of it, may compute, lay out or hash differently."
 )
 HARDWARE = _field(
-    "hardware", "Kernels are chosen, and round, by the GPU or the CPU's instruction set."
+    "hardware",
+    "Kernels are chosen, and round, by the GPU or the CPU's instruction set. On CPUs also by the "
+    "settings of torch's libraries: all variables `ONEDNN_*`, `DNNL_*` and `MKL_*`.",
 )
 MODEL = _field("model", "The architecture: which computation the weights are for.")
 QUANTIZATION = _field("quantization", "Another method computes differently with the same weights.")

@@ -188,16 +188,16 @@ OTHER_WORDS: dict[str, Callable[[Any], object]] = {
     "its arguments": lambda m: setattr(
         attention(m), "act", functools.partial(torch.tanh, out=None)
     ),
-    "configuration": lambda m: setattr(
-        attention(m), "config", other_config(attention(m).config, rms_norm_eps=0.1)
-    ),
+    "configuration": lambda m: give_config(m, rms_norm_eps=0.1),
+    "another configuration": lambda m: give_config(m, rms_norm_eps=0.2),
 }
 
 
-def other_config(config: Any, **values: Any) -> Any:
-    config = copy.deepcopy(config)
+def give_config(model: Any, **values: Any) -> None:
+    """Give a part a configuration of its own."""
+    config = copy.deepcopy(model.config)
     config.update(values)
-    return config
+    attention(model).config = config
 
 
 def test_attributes_of_all_kinds_are_compared(model: Any) -> None:
