@@ -25,6 +25,12 @@ CHAPTERS = {
     "Versions": ("API_VERSION", "__version__"),
 }
 """All names of ``kvshm.api``, in the order of the page."""
+BRIEF = {
+    "Engines with several processes": "kvshm.halves",
+    "Writing a transport": "kvshm.interfaces",
+    "A coordinator within a program": "kvshm.coordinator.in_process",
+}
+"""Other public modules, told in brief."""
 LEFT_OUT = ("Internal", "Only ")
 SETTINGS = {"_setting", "_flag", "_one_of"}
 """They make the fields of Config, which docs/configuration.md lists."""
@@ -47,21 +53,22 @@ class Entry(NamedTuple):
 
 def names() -> str:
     """Return the chapters about all names."""
-    return "\n".join([*_chapters(surface()), *_halves()])
+    brief = (line for title, module in BRIEF.items() for line in _brief(title, module))
+    return "\n".join([*_chapters(surface()), *brief])
 
 
-def _halves() -> Iterator[str]:
-    """The chapter about kvshm.halves: each name, and the first sentence about it."""
-    yield "## Engines with several processes\n"
-    yield "`kvshm.halves` has these names. Their modules explain them in full.\n"
-    for entry in surface(module="kvshm/halves.py").values():
-        first = re.split(r"(?<=\.)\s", " ".join(entry.text.split()), maxsplit=1)[0]
+def _brief(title: str, module: str) -> Iterator[str]:
+    """A chapter about another public module: each name, and the first sentence about it."""
+    yield f"## {title}\n"
+    yield f"`{module}` has these names. Their modules explain them in full.\n"
+    for entry in surface(module=module.replace(".", "/") + ".py").values():
+        first = re.split(r"(?<=[^.]\.)\s", " ".join(entry.text.split()), maxsplit=1)[0]
         yield _item(entry._replace(shown=entry.name, text=first)) if first else f"- `{entry.shown}`"
     yield ""
 
 
 def surface(root: Path = ROOT, module: str = "kvshm/api.py") -> dict[str, Entry]:
-    """Return every name in a module's ``__all__``."""
+    """Return every name in a module's ``__all__`` or, without one, what it defines."""
     path = root / module
     tree = ast.parse(path.read_text("utf-8"))
     found: dict[str, Entry] = {}
@@ -70,8 +77,15 @@ def surface(root: Path = ROOT, module: str = "kvshm/api.py") -> dict[str, Entry]
             source = root.joinpath(*(node.module or "").split(".")).with_suffix(".py")
             found |= {alias.name: _entry(source, alias.name) for alias in node.names}
     listed = [n for n in tree.body if isinstance(n, ast.Assign) and _target(n) == "__all__"]
-    names = ast.literal_eval(listed[0].value)
+    names = ast.literal_eval(listed[0].value) if listed else _defined(tree)
     return {name: found.get(name) or _entry(path, name) for name in names}
+
+
+def _defined(tree: ast.Module) -> list[str]:
+    kinds = (*FUNCTIONS, ast.ClassDef, ast.Assign, ast.AnnAssign)
+    made = [node for node in tree.body if isinstance(node, kinds)]
+    names = [_target(n) if isinstance(n, ast.Assign | ast.AnnAssign) else n.name for n in made]
+    return [name for name in names if not name.startswith("_")]
 
 
 def undocumented(entries: dict[str, Entry]) -> list[str]:

@@ -6,6 +6,5 @@ manager = share(model.init_continuous_batching(...))
 """
 
 from .managers import node_of, share, share_all, stats_of
-from .paged_cache import SharedPagedAttentionCache
 
-__all__ = ["SharedPagedAttentionCache", "node_of", "share", "share_all", "stats_of"]
+__all__ = ["node_of", "share", "share_all", "stats_of"]

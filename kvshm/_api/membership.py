@@ -83,7 +83,7 @@ class Membership:
 
     @property
     def closed(self) -> bool:
-        """Whether ``close`` was called: any other call raises MisuseError then."""
+        """Whether ``close`` was called: a call that needs the cache raises MisuseError then."""
         return self._closed
 
     @property

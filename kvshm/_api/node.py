@@ -94,8 +94,9 @@ class Node(Membership):
     def wait_for(
         self, keys: Sequence[bytes], timeout: float | None = None, start: int = 0
     ) -> Found:
-        """Wait until all of ``keys`` can be loaded, ``timeout`` seconds at most (None: for ever);
-        return what can be then.  Returns at once if this engine shares nothing (``refusal``)."""
+        """Wait until all of ``keys`` can be loaded, or as many as a prefix of this engine's groups
+        can have of them, ``timeout`` seconds at most (None: for ever); return what can be then.
+        Returns at once if this engine shares nothing (``refusal``)."""
         keys = checked_keys(keys)
         start = checked_start(start, len(keys))
         for pause in pauses(timeout):
@@ -120,13 +121,14 @@ class Node(Membership):
         """Whether a lookup would find all of ``keys``, or never will; counts nothing."""
         with self._lock:
             halves = self._living()
-            if halves is None or self._is_refused or start >= len(keys):
+            enough = self._groups.reach(len(keys))
+            if halves is None or self._is_refused or start >= enough:
                 return True
             if self._open is None or self._paused:
                 return False
             search = halves.cache.planner.search
             found = search.longest(self._open, keys, start, len(keys), len(keys))
-            return bool(found.runs) and found.length >= len(keys) - len(keys) % self._groups.step
+            return bool(found.runs) and found.length >= enough
 
     # -- loads
 

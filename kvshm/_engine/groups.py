@@ -92,6 +92,13 @@ class Groups:
         self.leading = groups[self._in_turn[0]]
         """The group that is looked up first."""
 
+    def reach(self, hashes: int) -> int:
+        """Return the longest prefix that so many hashes can tell of."""
+        if self.one_full:
+            return hashes
+        most = min((hashes // group.scale - group.ahead) * group.scale for group in self.all)
+        return max(0, most - most % self.step)
+
     def blocks_at(self, length: int) -> int:
         """Return how many blocks a request keeps for a prefix of so many hashes."""
         ends = ((group, length // group.scale) for group in self.all)

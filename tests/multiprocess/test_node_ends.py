@@ -78,9 +78,9 @@ def test_nobody_waits_for_what_the_coordinator_refuses(toys: Toys) -> None:
     for _ in range(2):
         assert not refused.node.wait_joined()
         assert reason in refused.node.refusal
-        assert not refused.node.wait_for(prompt(refused))
+        assert not refused.node.wait_for(refused.prompt())
     assert not asyncio.run(refused.node.wait_joined_async())
-    assert not asyncio.run(refused.node.wait_for_async(prompt(refused)))
+    assert not asyncio.run(refused.node.wait_for_async(refused.prompt()))
     others[0].close()
     refused.node.reset()
     assert refused.node.wait_joined(), "it is another epoch, which nobody has refused"

@@ -132,6 +132,16 @@ def test_a_block_may_cover_several_keys(toys: Toys) -> None:
     assert holds(b, [keys[1], keys[3]], 1, 0, [24, 25])
 
 
+def test_a_key_that_no_prefix_can_reach_is_not_waited_for(toys: Toys) -> None:
+    """The last one: draft layers need the block behind a prefix, too."""
+    drafting = [Group(0, TOKENS, ahead=1), Group(1, TOKENS, ahead=1)]
+    a, b = toys.pair(groups=drafting)
+    keys = a.prompt()
+    compute(a, keys, 0, 0, range(6))
+    compute(a, keys, 1, 0, range(10, 16))
+    assert b.node.wait_for(keys).length == 5
+
+
 def test_engines_with_other_groups_do_not_share(toys: Toys) -> None:
     a, b = toys.join("a", groups=WINDOW), toys.join("b", groups=LARGE)
     c = toys.join("c", groups=WINDOW)

@@ -25,7 +25,7 @@ def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:
     a.node.retract([3, 5])
     assert b.node.hold(keys, 0.0) == b.node.hold([bytes(32)], 60.0) == 0
     for wrong in (-1.0, float("nan")):
-        with pytest.raises(MisuseError, match="give (0 or more|seconds)"):
+        with pytest.raises(MisuseError, match=r"give (0 or more|seconds)"):
             b.node.hold(keys, wrong)
 
 
@@ -58,7 +58,7 @@ def test_other_calls_go_on_while_a_retract_waits(toys: Toys) -> None:
     """But none of them gives the blocks other contents while they are read."""
     a = toys.join("a", patient=True)
     b = toys.join("b")
-    keys, others, more = (prompt(a, salt=salt) for salt in (b"", b"others", b"more"))
+    keys, others, more = (a.prompt(salt=salt) for salt in (b"", b"others", b"more"))
     a.compute(keys, range(6))
     b.compute(others, range(10, 16))
     found, theirs = b.node.wait_for(keys, PATIENCE_SECONDS), a.node.wait_for(others)
@@ -92,7 +92,7 @@ def test_other_calls_go_on_while_a_retract_waits(toys: Toys) -> None:
 def test_a_retract_that_waits_ends_with_its_epoch(toys: Toys, end: str) -> None:
     a = toys.join("a", patient=True)
     b = toys.join("b")
-    keys = prompt(a)
+    keys = a.prompt()
     a.compute(keys, range(6))
     found = b.node.wait_for(keys, PATIENCE_SECONDS)
     with ThreadPoolExecutor() as threads, b.copies_held_up():

@@ -118,7 +118,7 @@ def test_any_sequence_of_tokens_will_do(same: Any) -> None:
 
 
 def test_numbers_of_numpy_will_do() -> None:
-    one = np.int64(1)
+    one: Any = np.int64(1)
     made = prefix_keys(np.arange(1, 5), 2 * one, extra={one: b"cat"})
     assert made == prefix_keys([1, 2, 3, 4], 2, extra={1: b"cat"})
 
