@@ -4,7 +4,7 @@ Each end has ``slots`` rows for what it sends and as many for what it has receiv
 published under a key made of the pipe's name and i; the other end loads it and publishes its own
 copy under a second key, which says that it was taken.  So a sender never overwrites a message that
 nobody has taken, and a receiver gets all of them, in order, once.  The receiver also holds what it
-has taken, at the sender's: that is known there when the receiver has ended.
+has taken, at the sender's: that is known there for an hour, also when the receiver has ended.
 """
 
 from __future__ import annotations
