@@ -9,13 +9,8 @@ import pytest
 pytest.importorskip("transformers")
 
 from kvshm import ConfigError
-from kvshm.hooks.transformers import (
-    SharedPagedAttentionCache,
-    node_of,
-    share,
-    share_all,
-    stats_of,
-)
+from kvshm.hooks.transformers import node_of, share, share_all, stats_of
+from kvshm.hooks.transformers.paged_cache import SharedPagedAttentionCache
 
 from .conftest import Lines, MakeManager
 from .managers import (
