@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterable, Sequence
 
+from kvshm._engine.groups import Group
 from kvshm._engine.load_plan import Plan
 from kvshm._ground.ids import BlockHash, BlockId
 from kvshm.errors import MisuseError
@@ -26,6 +27,11 @@ class Node(Membership):
     that hangs or dies) is a miss and a counter; the only error raised is MisuseError, before
     anything is done.
     """
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The KV cache groups that ``join`` was told of, or the one that it made."""
+        return self._groups.all
 
     # -- keys and lookups
 

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
-from ..api import Config, Identity, LoadState, Region, allocate, join
+from ..api import Config, Identity, LoadState, MisuseError, Region, allocate, join
+
+
+def buffer_of(what: str, given: Any) -> memoryview:
+    """Return what can be copied into a row.  Raises MisuseError."""
+    try:
+        view = memoryview(given)
+    except (TypeError, ValueError, BufferError):
+        raise MisuseError(
+            f"{what} is {type(given).__name__}, without the buffer protocol: give what has it, as "
+            "bytes or an array (of a torch tensor, .numpy())"
+        ) from None
+    if not view.c_contiguous:
+        raise MisuseError(f"{what} is not C-contiguous: give a copy that is")
+    return view
 
 
 class Rows:
@@ -19,15 +34,19 @@ class Rows:
         self._row_bytes = row_bytes
         config = replace(config or Config.from_env(os.environ), min_prefix_tokens=0)
         self._memory = allocate(num_rows * row_bytes, config)
-        self.node = join(
-            identity,
-            memory=self._memory,
-            regions=[Region(0, row_bytes, row_bytes, num_rows)],
-            block_size=1,
-            config=config,
-        )
+        try:
+            self.node = join(
+                identity,
+                memory=self._memory,
+                regions=[Region(0, row_bytes, row_bytes, num_rows)],
+                block_size=1,
+                config=config,
+            )
+        except BaseException:
+            self._memory.close()
+            raise
 
-    def publish(self, row: int, key: bytes, *parts: bytes | memoryview) -> None:
+    def publish(self, row: int, key: bytes, *parts: bytes) -> None:
         """Write the row and publish it, once nobody reads what it held."""
         self.node.retract([row])
         begin = row * self._row_bytes

@@ -6,11 +6,13 @@ in place, so a slot mapping is right if it addresses whole own blocks in order.
 
 from __future__ import annotations
 
+import operator
+import reprlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..api import MisuseError
+from ..api import MisuseError, Node
 
 Extra = bytes | Mapping[int, bytes]
 """As ``Node.keys`` takes it."""
@@ -24,9 +26,39 @@ class SlotMappingError(MisuseError):
     """A slot mapping does not address whole own blocks in order; names the slots."""
 
 
-def listed(values: Any) -> list[Any]:
-    """Return a sequence, array or tensor as a list of plain numbers."""
-    return values.tolist() if hasattr(values, "tolist") else list(values)
+def one_group(node: Node) -> Node:
+    """Return the node.  Raises MisuseError unless a slot mapping can say where all KV lies."""
+    if len(node.groups) != 1 or not node.groups[0].is_full:
+        raise MisuseError(
+            f"node {node.name} has {len(node.groups)} KV cache groups, or a window: these calls "
+            "are for one group of full attention, so call the Node itself"
+        )
+    return node
+
+
+def whole(what: str, given: Any, least: int) -> int:
+    """Return a whole number of any kind as an int.  Raises MisuseError."""
+    try:
+        if (number := operator.index(given)) >= least:
+            return number
+    except TypeError:
+        pass
+    raise MisuseError(f"{what} is {given!r}; give a whole number, {least} or more")
+
+
+def listed(
+    what: str,
+    values: Any,
+    error: type[MisuseError] = MisuseError,
+    kind: Callable[[Any], int] = operator.index,
+) -> list[Any]:
+    """Return a sequence, array or tensor as a list of plain numbers.  Raises ``error``."""
+    try:
+        return [*map(kind, values.tolist() if hasattr(values, "tolist") else values)]
+    except (TypeError, ValueError):  # the latter of a tensor that is no number
+        raise error(
+            f"{what}: {reprlib.repr(values)} is not a sequence, array or tensor of whole numbers"
+        ) from None
 
 
 def wanted_runs(mask: Any, num_tokens: int, block_size: int) -> list[tuple[int, int]]:
@@ -34,7 +66,7 @@ def wanted_runs(mask: Any, num_tokens: int, block_size: int) -> list[tuple[int, 
     True in ``mask`` (None: all are).  The tokens behind the last full block do not count.  Raises
     MaskError unless there is one value for each token and all tokens of a full block are equal.
     """
-    values = [True] * num_tokens if mask is None else [bool(value) for value in listed(mask)]
+    values = [True] * num_tokens if mask is None else listed("mask", mask, MaskError, bool)
     if len(values) != num_tokens:
         raise MaskError(f"mask has {len(values)} values for {num_tokens} tokens: give one for each")
     runs: list[tuple[int, int]] = []
@@ -55,7 +87,7 @@ def wanted_runs(mask: Any, num_tokens: int, block_size: int) -> list[tuple[int, 
 def region_of_interest(roi: Any, num_tokens: int) -> int:
     """Return how many tokens from the first one on ``roi`` marks (None: all).  Raises MaskError if
     it marks others: the KV of a token depends on every token before it."""
-    values = [True] * num_tokens if roi is None else [bool(value) for value in listed(roi)]
+    values: list[bool] = [True] * num_tokens if roi is None else listed("roi", roi, MaskError, bool)
     count = sum(values)
     if len(values) != num_tokens or not all(values[:count]):
         raise MaskError(
@@ -68,7 +100,7 @@ def region_of_interest(roi: Any, num_tokens: int) -> int:
 def blocks_at(slot_mapping: Any, begin: int, end: int, block_size: int) -> list[int]:
     """Return the own blocks that the slots of tokens ``begin`` to ``end`` (a full block's first
     one; behind the last one) address.  Raises SlotMappingError."""
-    slots: Sequence[int] = listed(slot_mapping)
+    slots: Sequence[int] = listed("slot_mapping", slot_mapping, SlotMappingError)
     if len(slots) < end:
         raise SlotMappingError(f"slot_mapping has {len(slots)} slots, but {end} are needed")
     blocks = []

@@ -23,8 +23,16 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ..api import Config, Identity, MisuseError, Node, Reader, prefix_keys
-from ._rows import Rows
-from ._slots import MaskError, SlotMappingError, blocks_at, listed, region_of_interest
+from ._rows import Rows, buffer_of
+from ._slots import (
+    MaskError,
+    SlotMappingError,
+    blocks_at,
+    listed,
+    one_group,
+    region_of_interest,
+    whole,
+)
 from .retrieval import finish
 
 __all__ = ["NOTHING", "LookupBuffer", "MaskError", "RowTooSmall", "Selected", "SlotMappingError"]
@@ -43,8 +51,8 @@ class Selected(NamedTuple):
     roi: list[bool] | None
     """True for each of ``tokens``: their KV is in the slots."""
     hidden: bytes | None
-    """As inserted, only if ``tokens`` are all that was inserted: with the KV of them all the
-    forward can be skipped."""
+    """The bytes that were inserted, only if ``tokens`` are all that was: with the KV of them all
+    the forward can be skipped."""
 
 
 NOTHING = Selected(None, None, None)
@@ -66,9 +74,8 @@ class LookupBuffer:
         row_bytes: int,
         config: Config | None = None,
     ) -> None:
-        if capacity < 1:
-            raise MisuseError(f"capacity is {capacity}; give the rows to keep, 1 or more")
-        self._node, self._block_size, self._config = node, node.block_size, config
+        capacity, row_bytes = whole("capacity", capacity, 1), whole("row_bytes", row_bytes, 1)
+        self._node, self._block_size, self._config = one_group(node), node.block_size, config
         self._model = f"{identity.model} (lookup buffer)"
         self._row_bytes, self._inbox = row_bytes, capacity
         engine = f"{identity.engine}, rows of blocks of {node.block_size} tokens"
@@ -82,24 +89,27 @@ class LookupBuffer:
         """How many prefixes this process has rows of."""
         return len(self._held)
 
-    def insert(self, tokens: Any, roi: Any, slot_mapping: Any, hidden: bytes | None = None) -> int:
+    def insert(self, tokens: Any, roi: Any, slot_mapping: Any, hidden: Any = None) -> int:
         """Publish the KV of the tokens that ``roi`` marks, a prefix, where the slots hold it, and
-        their hidden states; return how many tokens that were.
+        their hidden states, a C-contiguous object with the buffer protocol; return how many tokens
+        that were.
 
         The last block need not be full: the engine must not write to it, nor to the others, before
         it has retracted them.  Blocks only while somebody reads the row that makes room.
         """
         tokens = _marked(tokens, roi)
         keys, blocks = self._keys_and_blocks(tokens, slot_mapping)
-        row = _HEAD.pack(len(tokens), 0 if hidden is None else len(hidden) + 1)
-        row += struct.pack(f"<{len(tokens)}I", *tokens) + (hidden or b"")
+        states = None if hidden is None else buffer_of("hidden", hidden).tobytes()
+        row = _HEAD.pack(len(tokens), 0 if states is None else len(states) + 1)
+        row += struct.pack(f"<{len(tokens)}I", *tokens) + (states or b"")
         if len(row) > self._row_bytes:
             raise RowTooSmall(
                 f"{len(tokens)} tokens and their hidden states need row_bytes={len(row)}, and a "
                 f"row has {self._row_bytes}: join with larger ones, in all processes"
             )
-        self._node.publish(keys, blocks)
         with self._lock:
+            self._check_open()
+            self._node.publish(keys, blocks)
             if (number := self._held.pop(keys[-1], None)) is None:
                 number = self._free.pop() if self._free else self._held.popitem(last=False)[1]
             self._rows.publish(number, keys[-1], row)
@@ -111,15 +121,17 @@ class LookupBuffer:
     ) -> Selected:
         """Load the longest prefix of the tokens that ``roi`` marks which another process has, into
         the slots; wait for all of it for so many seconds.  ``tokens`` None: any prefix that another
-        process has inserted, without waiting (the slots must do for it).
+        process has inserted and for which there are slots, without waiting.
 
         The blocks that are loaded into are retracted first.  Whoever inserted the prefix keeps it,
         so several processes may select it.
         """
         if tokens is None:
-            rows = self._any_rows()
-            selected = ((row, self.drop_select(row, None, slot_mapping)) for row in rows)
+            slots = listed("slot_mapping", slot_mapping, SlotMappingError)
+            rows = (row for row in self._any_rows() if len(row) <= len(slots))
+            selected = ((row, self.drop_select(row, None, slots)) for row in rows)
             return next((one for row, one in selected if one.tokens == row), NOTHING)
+        self._check_open()
         tokens = _marked(tokens, roi)
         keys, blocks = self._keys_and_blocks(tokens, slot_mapping)
         deadline = time.monotonic() + timeout
@@ -173,14 +185,19 @@ class LookupBuffer:
             keys += prefix_keys(tail, len(tail), salt=b"not full" + b"".join(keys[-1:]))
         return keys, blocks
 
+    def _check_open(self) -> None:
+        if self._rows.node.closed:
+            raise MisuseError("the lookup buffer is closed: make another one")
+
     def close(self) -> None:
         """Withdraw the rows; blocks up to a few seconds.  The KV is withdrawn by the node."""
-        self._rows.close()
+        with self._lock:
+            self._rows.close()
 
 
 def _marked(tokens: Any, roi: Any) -> list[int]:
     """Return the tokens that ``roi`` marks, at least one.  Raises MaskError or MisuseError."""
-    marked = (every := listed(tokens))[: region_of_interest(roi, len(every))]
+    marked = (every := listed("tokens", tokens))[: region_of_interest(roi, len(every))]
     if not marked:
         raise MisuseError("no tokens: a prefix has at least one")
     return marked

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..api import Config, Identity, Node, join
-from ._slots import Extra, listed
+from ._slots import Extra, listed, one_group, whole
 from .retrieval import finish
 
 __all__ = ["after_prefill", "before_prefill", "join_cache"]
@@ -19,7 +19,8 @@ def join_cache(
     mesh: str, prefix_signature: Identity, *, config: Config | None = None, **more: Any
 ) -> Node:
     """Join the engines of this machine whose namespace is ``mesh`` and whose Identity equals
-    ``prefix_signature`` in every field.  ``more``: what ``join`` takes besides."""
+    ``prefix_signature`` in every field.  ``more``: what ``join`` takes besides.  Raises ConfigError
+    for a ``mesh`` that cannot be a namespace."""
     config = replace(config or Config.from_env(os.environ), namespace=mesh)
     return join(prefix_signature, config=config, **more)
 
@@ -41,10 +42,10 @@ def before_prefill(
     the blocks; None if nothing was found: then nothing was allocated.  If the engine has to compute
     the prompt's last token, it passes the tokens without it.
     """
-    found = node.lookup(node.keys(listed(tokens), salt, extra))
+    found = one_group(node).lookup(node.keys(listed("tokens", tokens), salt, extra))
     if not found or found.length * node.block_size < min_prefix:
         return None
-    blocks = list(alloc_prefix(found.length * node.block_size))
+    blocks = listed("alloc_prefix's blocks", alloc_prefix(found.length * node.block_size))
     load = node.load(found, into=blocks)
     try:
         load.wait(timeout)
@@ -65,5 +66,8 @@ def after_prefill(
     """Publish the full blocks of the first ``length`` tokens (None: of all), which are computed;
     return how many tokens that were.  ``kv_blocks`` are the prompt's own blocks, from the first
     one on.  Before one is written or handed out again the engine retracts it."""
-    keys = node.keys(listed(tokens)[:length], salt, extra)
-    return node.publish(keys, list(kv_blocks)[: len(keys)]) * node.block_size
+    tokens = listed("tokens", tokens)
+    if length is not None:
+        tokens = tokens[: whole("length", length, 0)]
+    keys = one_group(node).keys(tokens, salt, extra)
+    return node.publish(keys, listed("kv_blocks", kv_blocks)[: len(keys)]) * node.block_size

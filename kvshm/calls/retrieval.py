@@ -3,7 +3,7 @@ where the Node's calls that they make block.
 
 Tokens, masks and slot mappings are sequences of numbers, arrays or tensors.  ``salt`` and ``extra``
 are those of ``Node.keys``.  Only full blocks are shared, so the tokens behind a prompt's last full
-block never are.  The Node has one KV cache group.
+block never are.  The Node has one KV cache group, of full attention.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ._slots import (
     SlotMappingError,
     blocks_at,
     listed,
+    one_group,
     refuse_doubles,
     wanted_runs,
 )
@@ -46,13 +47,13 @@ class Retrieval:
     """The calls, on one Node."""
 
     def __init__(self, node: Node) -> None:
-        self._node, self._block_size = node, node.block_size
+        self._node, self._block_size = one_group(node), node.block_size
         self._lock, self._counts = threading.Lock(), Counter[str]()
 
     def contains(self, tokens: Any, salt: bytes = b"", extra: Extra = b"") -> tuple[Place, ...]:
         """Return where the prefix lies, from its first token on: this engine's own published
         blocks first, then those of others.  No RPC, no lease: a hint."""
-        keys = self._node.keys(listed(tokens), salt, extra)
+        keys = self._node.keys(listed("tokens", tokens), salt, extra)
         return self._places(keys)
 
     def _places(self, keys: Sequence[bytes]) -> tuple[Place, ...]:
@@ -71,7 +72,7 @@ class Retrieval:
         self, prompts: Iterable[Any], salt: bytes = b"", extra: Extra = b""
     ) -> list[int]:
         """``lookup`` of each prompt."""
-        prompts = [listed(tokens) for tokens in prompts]
+        prompts = [listed("tokens", tokens) for tokens in prompts]
         chains = self._node.keys_batch(prompts, salt, extra)
         hits = [sum(place.num_tokens for place in self._places(keys)) for keys in chains]
         self._count(lookups=len(hits), lookup_tokens=sum(map(len, prompts)), hit_tokens=sum(hits))
@@ -112,7 +113,7 @@ class Retrieval:
     ) -> list[list[bool]]:
         """``retrieve`` of several (tokens, mask, slot_mapping) at once.  Nothing is loaded if one
         of them is refused."""
-        prompts = [(listed(tokens), mask, slots) for tokens, mask, slots in requests]
+        prompts = [(listed("tokens", tokens), mask, slots) for tokens, mask, slots in requests]
         asked = [self._targets(len(tokens), mask, slots) for tokens, mask, slots in prompts]
         targets = [block for runs in asked for _, blocks in runs for block in blocks]
         refuse_doubles(targets)
@@ -136,7 +137,7 @@ class Retrieval:
 
     def _targets(self, num_tokens: int, mask: Any, slots: Any) -> list[tuple[int, list[int]]]:
         """Return for each run that is wanted its first block and the own blocks to load into."""
-        size, slots = self._block_size, listed(slots)
+        size, slots = self._block_size, listed("slot_mapping", slots, SlotMappingError)
         runs = wanted_runs(mask, num_tokens, size)
         return [(a, blocks_at(slots, a * size, b * size, size)) for a, b in runs]
 
@@ -184,7 +185,7 @@ class Retrieval:
                 "nothing is copied at export: store() publishes the blocks where the engine "
                 "computed them, in the memory that it joined with; name them by slot_mapping"
             )
-        tokens = listed(tokens)
+        tokens = listed("tokens", tokens)
         runs = self._targets(len(tokens), mask, slot_mapping)
         if len(runs) > 1:
             raise MaskError("the mask has a hole: store() publishes one run, call it for each")
@@ -205,14 +206,14 @@ class Retrieval:
             return
         if slot_mapping is None:
             raise MisuseError("clear(tokens) needs slot_mapping: where their blocks are")
-        runs = self._targets(len(listed(tokens)), None, slot_mapping)
+        runs = self._targets(len(listed("tokens", tokens)), None, slot_mapping)
         self._node.retract([block for _, blocks in runs for block in blocks])
 
     def pin(self, tokens: Any, seconds: float = 60.0, salt: bytes = b"", extra: Extra = b"") -> int:
         """Ask the owners, this engine included, to hand the prefix's blocks out last for so long,
         an hour at most; return how many tokens were found.  A hint: an owner without other blocks
         takes these.  It ends by itself and cannot be taken back, as it may be others' as well."""
-        keys = self._node.keys(listed(tokens), salt, extra)
+        keys = self._node.keys(listed("tokens", tokens), salt, extra)
         return self._node.hold(keys, seconds) * self._block_size
 
     def stats(self) -> dict[str, int]:

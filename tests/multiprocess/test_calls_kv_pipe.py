@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
+from kvshm.calls import kv_pipe
 from kvshm.calls.kv_pipe import KVPipe, PipeTimeout
 from kvshm.errors import MisuseError
 
@@ -38,6 +41,14 @@ def other(calls: Calls) -> Other:
     return other
 
 
+@pytest.fixture
+def end(calls: Calls, pipe: KVPipe) -> Iterator[KVPipe]:
+    """The other end, in this process."""
+    end = KVPipe("p", 1, slots=SLOTS, message_bytes=BYTES, config=calls.config())
+    yield end
+    end.close(0.0)
+
+
 def test_messages_come_in_order_and_none_is_a_message(pipe: KVPipe, other: Other) -> None:
     """More of them than there are slots, so that each slot is used again."""
     sent = [None if number % 3 == 2 else bytes([number]) * number for number in range(11)]
@@ -51,19 +62,76 @@ def test_messages_come_in_order_and_none_is_a_message(pipe: KVPipe, other: Other
     assert other.end() is None
 
 
-def test_format_and_shape_arrive_as_they_were_sent(calls: Calls, pipe: KVPipe) -> None:
+def test_format_and_shape_arrive_as_they_were_sent(pipe: KVPipe, end: KVPipe) -> None:
     """Both ends in one process do as well."""
-    end = KVPipe("p", 1, slots=SLOTS, message_bytes=BYTES, config=calls.config())
-    try:
-        numbers = memoryview(array("f", range(6))).cast("B").cast("f", (2, 3))
-        for tensor in (numbers, memoryview(array("q", [-5])), memoryview(b"")):
-            pipe.send_tensor(tensor)
-            got = end.recv_tensor()
-            assert got is not None
-            assert got.tolist() == tensor.tolist()
-            assert (got.format, got.shape) == (tensor.format, tensor.shape)
-    finally:
-        end.close(0.0)
+    numbers = memoryview(array("f", range(6))).cast("B").cast("f", (2, 3))
+    empty, single = memoryview(np.zeros((0, 3), "f4")), memoryview(np.array(2.5))
+    for tensor in (numbers, memoryview(array("q", [-5])), memoryview(b""), empty, single):
+        pipe.send_tensor(tensor)
+        got = end.recv_tensor()
+        assert got is not None
+        assert got.tolist() == tensor.tolist()
+        assert (got.format, got.shape) == (tensor.format, tensor.shape)
+
+
+def test_half_floats_arrive_as_numbers_of_16_bits(pipe: KVPipe, end: KVPipe) -> None:
+    states = np.arange(6, dtype="f2").reshape(2, 3)
+    pipe.send_tensor(states)
+    got = np.asarray(end.recv_tensor()).view("e")
+    assert (got.dtype, got.tolist()) == (states.dtype, states.tolist())
+
+
+def test_what_could_not_be_made_of_a_message_is_not_taken(
+    pipe: KVPipe, end: KVPipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe.send_tensor(b"message")
+    with monkeypatch.context() as patch:
+        patch.delattr(kv_pipe, "_unpacked")
+        with pytest.raises(NameError):
+            end.recv_tensor()
+    assert end.recv_tensor(5.0) == b"message"
+
+
+def test_a_call_that_waits_ends_when_its_end_is_closed(pipe: KVPipe, other: Other) -> None:
+    """Of either kind, and long before its time is over."""
+    for _ in range(SLOTS):
+        pipe.send_tensor(b"")
+    with ThreadPoolExecutor(2) as pool:
+        waiting: list[Future[object]] = [pool.submit(pipe.recv_tensor, 15.0)]
+        waiting.append(pool.submit(pipe.send_tensor, b"", 15.0))
+        with suppress(TimeoutError):
+            waiting[0].result(0.3)  # until both wait
+        assert not pipe.close(0.0)
+        for call in waiting:
+            with pytest.raises(MisuseError, match="is closed"):
+                call.result()
+
+
+def test_what_was_taken_is_known_whoever_closes_first(pipe: KVPipe, end: KVPipe) -> None:
+    """Although the answers of an end go with it."""
+    pipe.send_tensor(b"question")
+    assert end.recv_tensor() == b"question"
+    end.send_tensor(b"answer")
+    assert pipe.recv_tensor() == b"answer"
+    assert end.close()
+    assert pipe.close()
+
+
+def test_both_ends_may_close_at_once(pipe: KVPipe, end: KVPipe) -> None:
+    pipe.send_tensor(b"only")
+    assert end.recv_tensor() == b"only"
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(end.close)
+        assert pipe.close()
+        assert closed.result()
+
+
+def test_what_an_end_left_behind_is_known_not_to_be_taken(pipe: KVPipe, end: KVPipe) -> None:
+    for _ in range(2):
+        pipe.send_tensor(b"")
+    end.recv_tensor()
+    end.close(PATIENCE_SECONDS)
+    assert not pipe.close(0.5)
 
 
 def test_a_sender_waits_for_who_receives(pipe: KVPipe, other: Other) -> None:

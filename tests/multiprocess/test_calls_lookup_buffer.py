@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -124,6 +125,33 @@ def test_any_prefix_will_do(calls: Calls, other: Other) -> None:
     tokens = got[-1].tokens or []
     for number, block in enumerate([2, 0, 7][: -(-len(tokens) // BLOCK_SIZE)]):
         calls.own.expect(tokens, number, block)
+
+
+def test_a_prefix_that_is_longer_than_the_slots_is_left_out(calls: Calls, other: Other) -> None:
+    calls.wait_found(TOKENS, 8)
+    assert select(calls, TOKENS, [2, 0, 7]).hidden == HIDDEN  # its row is known
+    assert calls.own.buffer.drop_select(None, None, slots_of([4, 6], 8)) == NOTHING
+    assert other.do("insert", [7] * 6, [0, 1], "aa") == 6
+    assert select(calls, [7] * 6, [9, 10]).hidden == b"\xaa"
+    selected = calls.own.buffer.drop_select(None, None, slots_of([9, 10], 8))
+    assert selected == Selected([7] * 6, [True] * 6, b"\xaa")
+    with pytest.raises(SlotMappingError):
+        calls.own.buffer.drop_select(None, None, None)
+
+
+def test_hidden_states_may_be_numbers(calls: Calls) -> None:
+    """An object's bytes count, not its items."""
+    states, reader = array("f", range(8)), calls.engine()
+    try:
+        assert reader.node.wait_joined(PATIENCE_SECONDS)
+        calls.own.compute(TOKENS[:4], [5])
+        calls.own.buffer.insert(TOKENS[:4], None, slots_of([5], 4), states)
+        selected = reader.buffer.drop_select(
+            TOKENS[:4], None, slots_of([2], 4), timeout=PATIENCE_SECONDS
+        )
+        assert selected.hidden == states.tobytes()
+    finally:
+        reader.close()
 
 
 def test_nobody_has_any_prefix(calls: Calls) -> None:

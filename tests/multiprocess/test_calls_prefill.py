@@ -50,8 +50,9 @@ def test_a_wrong_allocation_is_refused_and_nothing_is_leased(calls: Calls) -> No
     other = calls.other()
     other.do("store", TOKENS[:8], [5, 3])
     calls.wait_found(TOKENS[:8])
-    with pytest.raises(MisuseError):
-        before_prefill(calls.own.node, TOKENS, lambda length: [0])
+    for wrong in ([0], None, [0.0, 1.0], "01"):
+        with pytest.raises(MisuseError):
+            before_prefill(calls.own.node, TOKENS, lambda length, wrong=wrong: wrong)  # type: ignore[misc]  # a default binds the loop's value
     other.do("retract", [5, 3])
     wait_until(lambda: calls.own.calls.lookup(TOKENS) == 0, "the retract")
 

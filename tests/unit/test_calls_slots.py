@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvshm.calls._slots import (
@@ -62,6 +63,7 @@ def test_a_mask_that_is_not_is_refused(mask: list[bool], says: str) -> None:
         ([-1, -1, -1, -1, 0, 1, 2, 3], 4, 8, [0]),
         ([8, 9, 10, 11, 0, 1], 0, 6, [2, 0]),
         (array("q", [8, 9, 10, 11]), 0, 4, [2]),
+        ([np.array(8), np.int32(9), 10, 11], 0, 4, [2]),
         ([], 0, 0, []),
     ],
 )
@@ -87,6 +89,23 @@ def test_slots_in_order_are_blocks(slots: Any, begin: int, end: int, blocks: lis
 def test_other_slots_are_refused(slots: list[int]) -> None:
     with pytest.raises(SlotMappingError):
         blocks_at(slots, 0, 8, 4)
+
+
+NO_NUMBERS = [None, 5, "01234567", ["0"] * 8, [None] * 8, np.zeros((2, 4), int), np.arange(8.0)]
+
+
+@pytest.mark.parametrize("slots", [*NO_NUMBERS, [np.arange(4), np.arange(4)]], ids=repr)
+def test_what_are_no_numbers_are_no_slots(slots: Any) -> None:
+    with pytest.raises(SlotMappingError, match="whole numbers"):
+        blocks_at(slots, 0, 8, 4)
+
+
+def test_what_is_no_mask_is_refused() -> None:
+    for mask in (5, [np.arange(4), np.arange(4)]):
+        with pytest.raises(MaskError, match="mask"):
+            wanted_runs(mask, 8, 4)
+        with pytest.raises(MaskError, match="roi"):
+            region_of_interest(mask, 8)
 
 
 def test_what_is_wrong_is_named_and_what_to_do() -> None:
