@@ -49,14 +49,15 @@ def whole(what: str, given: Any, least: int) -> int:
 def listed(
     what: str,
     values: Any,
-    error: type[MisuseError] = MisuseError,
+    misuse: type[MisuseError] = MisuseError,
     kind: Callable[[Any], int] = operator.index,
 ) -> list[Any]:
-    """Return a sequence, array or tensor as a list of plain numbers.  Raises ``error``."""
+    """Return a sequence, array or tensor as a list of plain numbers.  Raises
+    ``misuse``."""
     try:
         return [*map(kind, values.tolist() if hasattr(values, "tolist") else values)]
     except (TypeError, ValueError):  # the latter of a tensor that is no number
-        raise error(
+        raise misuse(
             f"{what}: {reprlib.repr(values)} is not a sequence, array or tensor of whole numbers"
         ) from None
 
