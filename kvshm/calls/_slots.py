@@ -52,8 +52,7 @@ def listed(
     misuse: type[MisuseError] = MisuseError,
     kind: Callable[[Any], int] = operator.index,
 ) -> list[Any]:
-    """Return a sequence, array or tensor as a list of plain numbers.  Raises
-    ``misuse``."""
+    """Return a sequence, array or tensor as a list of plain numbers.  Raises ``misuse``."""
     try:
         return [*map(kind, values.tolist() if hasattr(values, "tolist") else values)]
     except (TypeError, ValueError):  # the latter of a tensor that is no number
