@@ -24,6 +24,11 @@ def new_manager(model_path: Path, generation: dict[str, Any] | None = None, **co
     model = AutoModelForCausalLM.from_pretrained(
         model_path, dtype="bfloat16", attn_implementation="sdpa"
     )
+    return manager_of(model, generation, **config)
+
+
+def manager_of(model: Any, generation: dict[str, Any] | None = None, **config: Any) -> Any:
+    """Make a manager of this model that shares nothing yet."""
     usual = {"page_size": PAGE_SIZE, "num_blocks": 64, "max_batch_tokens": 256}
     return model.init_continuous_batching(
         generation_config=GenerationConfig(
