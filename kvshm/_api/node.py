@@ -134,7 +134,7 @@ class Node(Membership):
 
     def load(self, found: Found, into: Iterable[int]) -> Load:
         """Begin to copy what was found into own blocks.  Does not block, unless blocks were
-        retracted without waiting, or another thread is retracting some: then as ``drain`` does.
+        retracted without waiting: then as ``drain`` does.
 
         ``into``: block ids, as many as ``found.num_blocks``, in the order of ``found.parts``;
         neither published nor being loaded, and used by nobody until the load has ended.  Leases are
