@@ -11,7 +11,6 @@ from typing import Self
 from kvshm._engine.epoch_state import EpochState
 from kvshm._engine.groups import Groups
 from kvshm._ground.forks import guard_forks
-from kvshm._ground.ids import BlockId
 from kvshm._ground.log import RateLimit, logger
 from kvshm.errors import KvshmError, MisuseError
 
@@ -48,9 +47,6 @@ class Membership:
         self._groups = groups
         self._fields = fields
         self._lock = threading.RLock()
-        self._turn = threading.Condition(self._lock)
-        self._draining = False
-        """Whether a thread waits for readers.  It has let go of the lock then."""
         self._loads = Loads(own)
         self._log_limit = RateLimit(time.monotonic)
         self._paused = self._closed = False
@@ -59,7 +55,6 @@ class Membership:
         self._halves: HalvesInOne | None = None
         try:
             self._halves = open_halves(self._opened)
-            self._halves.cache.publisher.pause = self._turn.wait
         except Exception as exc:  # any, of a transport: for example, no directory or descriptors
             self._refuse(exc)
         guard_forks(self)
@@ -202,28 +197,9 @@ class Membership:
                 log.exception("blocks could not be published")
             return 0
 
-    def _wait_for_readers(self, blocks: set[BlockId]) -> None:
-        """Wait until nobody reads those of the blocks that were retracted, for the drain budget at
-        most, or twice that if another thread waits already.  Lets go of the lock meanwhile: what
-        the caller knows of this node may have changed."""
-        while (halves := self._halves) is not None and not self._own.undrained.isdisjoint(blocks):
-            if self._draining:  # perhaps for these blocks; there is one drain at a time
-                self._turn.wait()
-            else:
-                self._drain(halves)
-
     def _drain(self, halves: HalvesInOne) -> None:
-        """Wait for the readers of all that is retracted now, but not of what is retracted
-        meanwhile."""
-        undrained = self._own.undrained
-        taken = frozenset(undrained)
-        self._draining = True
-        try:
-            halves.cache.publisher.drain_before_dispatch()
-        finally:
-            self._draining = False
-            self._turn.notify_all()
-        undrained.difference_update(taken)
+        halves.cache.publisher.drain_before_dispatch()
+        self._own.undrained.clear()
 
     # -- the end
 
@@ -250,7 +226,6 @@ class Membership:
     def forget_in_child(self) -> None:
         """Internal: a forked child has no part in the node (kvshm/_ground/forks.py)."""
         self._lock = threading.RLock()
-        self._turn, self._draining = threading.Condition(self._lock), False
         self._refusal = "this process was forked from the engine that has joined"
         self._let_go()
 

@@ -21,11 +21,10 @@ from .prefix_keys import Extra, prefix_keys
 class Node(Membership):
     """A joined engine.  ``kvshm.join`` makes it; ``close`` or a ``with`` statement ends it.
 
-    Any thread may call; calls take turns, and one that waits lets others go first.  Only
-    ``wait_*``, ``retract``, ``drain`` and ``close`` wait for others; all else takes microseconds to
-    milliseconds, more for more keys.  What fails on the node (no coordinator, no memory, a peer
-    that hangs or dies) is a miss and a counter; the only error raised is MisuseError, before
-    anything is done.
+    Any thread may call; calls take turns.  Only ``wait_*``, ``retract``, ``drain`` and ``close``
+    wait for others; all else takes microseconds to milliseconds, more for more keys.  What fails on
+    the node (no coordinator, no memory, a peer that hangs or dies) is a miss and a counter; the
+    only error raised is MisuseError, before anything is done.
     """
 
     @property
@@ -143,28 +142,21 @@ class Node(Membership):
         before, and for other blocks than these.
         """
         with self._lock:
-            self._living()
-            plan, targets = self._check_load(found, into)
-            if retracted := self._own.undrained:  # nobody may read the targets any more
-                self._wait_for_readers(retracted.union(targets))
-                plan, targets = self._check_load(found, targets)  # others may have called meanwhile
             halves = self._living()
+            if not isinstance(found, Found):
+                raise MisuseError(f"{found!r} cannot be loaded; give what lookup() returned")
+            if found._node is not self:
+                raise MisuseError("another node found this; look the keys up on this one")
+            if found._plan is None:
+                raise MisuseError("nothing was found, so nothing can be loaded; ask `if found`")
+            if found.loaded:
+                raise MisuseError("this Found was loaded already; look the keys up again")
+            targets = self._own.check_targets(into, found.num_blocks)
             found.loaded = True
             if halves is None:
                 return self._loads.failed(self, targets)
-            return self._loads.begin(self, halves, plan, targets)
-
-    def _check_load(self, found: Found, into: Iterable[int]) -> tuple[Plan, list[BlockId]]:
-        """Return what a load copies, and where to.  Raises MisuseError."""
-        if not isinstance(found, Found):
-            raise MisuseError(f"{found!r} cannot be loaded; give what lookup() returned")
-        if found._node is not self:
-            raise MisuseError("another node found this; look the keys up on this one")
-        if found._plan is None:
-            raise MisuseError("nothing was found, so nothing can be loaded; ask `if found`")
-        if found.loaded:
-            raise MisuseError("this Found was loaded already; look the keys up again")
-        return found._plan, self._own.check_targets(into, found.num_blocks)
+            self._drain(halves)  # first: nobody may read the targets any more
+            return self._loads.begin(self, halves, found._plan, targets)
 
     def _advance_loads(self) -> None:
         """Take note of the loads that have ended; does not block."""
@@ -204,11 +196,9 @@ class Node(Membership):
     def retract(self, block_ids: Iterable[int], wait: bool = True) -> None:
         """Let nobody read these blocks any more, before they are written or given other contents.
         Blocks that are not published are left alone.  Waits until nobody reads them, for the drain
-        budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most, twice that if another thread waits already;
-        what is still being copied then, its importer discards.  Meanwhile other calls go on, but
-        these blocks cannot be published, and a load waits as well.  Raises MisuseError for a block
-        that is being loaded.  Without ``wait`` it returns at once; then call ``drain`` before
-        writing them."""
+        budget (KVSHM_DRAIN_BUDGET_MS, 1 ms) at most: what is still being copied then, its importer
+        discards.  Raises MisuseError for a block that is being loaded.  Without ``wait`` it returns
+        at once; then call ``drain`` before writing them."""
         with self._lock:
             halves = self._living()
             blocks = self._own.check_retractable(block_ids)
@@ -218,18 +208,19 @@ class Node(Membership):
             if gone:
                 halves.cache.publisher.retract(gone)
                 self._own.undrained.update(gone)
-            if wait:
-                self._wait_for_readers(set(blocks))
+            if wait and not self._own.undrained.isdisjoint(blocks):
+                self._drain(halves)
 
     async def retract_async(self, block_ids: Iterable[int]) -> None:
-        """Like ``retract``, on a thread, so that the event loop goes on."""
+        """Like ``retract``, on a thread, so that the event loop goes on.  Other calls of this node
+        wait meanwhile, those of the loop included: for the drain budget at most."""
         await asyncio.to_thread(self.retract, list(block_ids))
 
     def drain(self) -> None:
-        """Wait for the readers of all retracted blocks, as ``retract`` does."""
+        """Wait for the readers of all retracted blocks, for the drain budget at most."""
         with self._lock:
-            self._living()
-            self._wait_for_readers(set(self._own.undrained))
+            if (halves := self._living()) is not None:
+                self._drain(halves)
 
     async def drain_async(self) -> None:
         """Like ``drain``, on a thread, as ``retract_async``."""

@@ -45,7 +45,7 @@ class OwnBlocks:
         self._places: dict[tuple[bytes, int], dict[BlockId, None]] = {}
         self._loading: set[BlockId] = set()
         self.undrained: set[BlockId] = set()
-        """Retracted, and perhaps still being read.  Another set after ``clear``."""
+        """Retracted, and perhaps still being read."""
 
     def find(self, key: bytes, group: int) -> BlockId | None:
         """Return a published block with this key, or None."""
@@ -129,8 +129,8 @@ class OwnBlocks:
             raise MisuseError(f"block {block} is published and cannot be {what}; retract it first")
         if block in self.undrained and what == "published":
             raise MisuseError(
-                f"block {block} may still be read, and may have been written meanwhile: it is "
-                "being retracted, or was without waiting; call drain() before you write it"
+                f"block {block} was retracted without waiting and may have been written while it "
+                "was read; call drain() before you write it"
             )
 
     def add(self, contents: dict[BlockId, Content]) -> None:
@@ -185,7 +185,7 @@ class OwnBlocks:
         self.contents.clear()
         self.waiting.clear()
         self._places.clear()
-        self.undrained = set()
+        self.undrained.clear()
 
 
 def pack_contents(contents: Mapping[BlockId, Content]) -> tuple[bytes, bytes]:

@@ -73,9 +73,6 @@ class Publisher:
         self._budget = budget_seconds
         self._clock = clock
         self._slow = SlowImporters()
-        self.pause: Callable[[float], object] = time.sleep
-        """Passes some time of a drain, in seconds.  Meanwhile other threads may call, if that is
-        made safe here, but none may drain."""
 
     def publish_marked(self, marks: Marks, pool: Sequence[Any], runs: list[Run]) -> list[Run]:
         """Publish those blocks of the runs that have a hash in ``pool``, and send their events.
@@ -156,7 +153,7 @@ class Publisher:
             forced += len(left) - len(waiting)
             if not waiting or self._clock() - started >= self._budget:
                 break
-            self.pause(DRAIN_POLL_SECONDS)
+            time.sleep(DRAIN_POLL_SECONDS)
         if waiting:
             overridden, holders = table.force(waiting)
             self._slow.timed_out(holders, epoch.peers.tables_by_bit())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
-
 import pytest
 
 from kvshm import LoadState, MisuseError
@@ -51,57 +49,6 @@ def test_a_second_retract_waits_for_what_the_first_did_not(toys: Toys) -> None:
         assert a.leases() == 6
         a.node.retract([5])
         assert a.leases() == 0
-    assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
-
-
-def test_other_calls_go_on_while_a_retract_waits(toys: Toys) -> None:
-    """But none of them gives the blocks other contents while they are read."""
-    a = toys.join("a", patient=True)
-    b = toys.join("b")
-    keys, others, more = (a.prompt(salt=salt) for salt in (b"", b"others", b"more"))
-    a.compute(keys, range(6))
-    b.compute(others, range(10, 16))
-    found, theirs = b.node.wait_for(keys, PATIENCE_SECONDS), a.node.wait_for(others)
-    with ThreadPoolExecutor() as threads, b.copies_held_up():
-        load = b.node.load(found, range(6))
-        b.wait_until_copying()
-        first = threads.submit(a.node.retract, range(6))
-        wait_until(lambda: a.node._draining, "it waits for the reader")
-        waiting = [
-            first,
-            threads.submit(a.node.retract, [5]),
-            threads.submit(a.node.drain),
-            (loading := threads.submit(a.node.load, theirs, range(6))),
-            (refused := threads.submit(a.node.load, a.node.lookup(others), range(20, 26))),
-        ]
-        assert a.compute(more, range(20, 26)) == 6
-        with pytest.raises(MisuseError, match="block 0 may still be read"):
-            a.node.publish(keys, range(6))
-        a.node.retract([25], wait=False)
-        assert wait(waiting[:-1], timeout=0.3).done == set()
-        assert a.leases() == 6
-    assert (ended(load).state, b.holds(range(6), keys)) == (LoadState.DONE, [True] * 6)
-    assert ended(loading.result()).state is LoadState.DONE
-    assert a.holds(range(6), others) == [True] * 6
-    assert first.result() is None
-    with pytest.raises(MisuseError, match="block 20 is published"):
-        refused.result()
-
-
-@pytest.mark.parametrize("end", ["reset", "close"])
-def test_a_retract_that_waits_ends_with_its_epoch(toys: Toys, end: str) -> None:
-    a = toys.join("a", patient=True)
-    b = toys.join("b")
-    keys = a.prompt()
-    a.compute(keys, range(6))
-    found = b.node.wait_for(keys, PATIENCE_SECONDS)
-    with ThreadPoolExecutor() as threads, b.copies_held_up():
-        load = b.node.load(found, range(6))
-        b.wait_until_copying()
-        retracting = threads.submit(a.node.retract, range(6))
-        wait_until(lambda: a.node._draining, "it waits for the reader")
-        getattr(a.node, end)()
-        retracting.result(PATIENCE_SECONDS)
     assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
 
 
