@@ -6,8 +6,10 @@ in place, so a slot mapping is right if it addresses whole own blocks in order.
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -50,15 +52,32 @@ def listed(
     what: str,
     values: Any,
     misuse: type[MisuseError] = MisuseError,
-    kind: Callable[[Any], int] = operator.index,
+    kind: Callable[[Any], Any] = operator.index,
 ) -> list[Any]:
     """Return a sequence, array or tensor as a list of plain numbers.  Raises ``misuse``."""
     try:
         return [*map(kind, values.tolist() if hasattr(values, "tolist") else values)]
     except (TypeError, ValueError):  # the latter of a tensor that is no number
         raise misuse(
-            f"{what}: {reprlib.repr(values)} is not a sequence, array or tensor of whole numbers"
+            f"{what}: {reprlib.repr(values)} is not a sequence, array or tensor of "
+            f"{'true and false' if kind is truth else 'whole numbers'}"
         ) from None
+
+
+def truth(value: Any) -> bool:
+    """Return what stands for True or False, as numpy's do.  Raises TypeError or ValueError."""
+    if value in (0, 1):
+        return bool(value)
+    raise ValueError
+
+
+def deadline(timeout: float | None) -> float:
+    """Return when so many seconds are over, on the monotonic clock.  Raises MisuseError."""
+    if timeout is None:
+        return math.inf
+    if not isinstance(timeout, int | float) or math.isnan(timeout):
+        raise MisuseError(f"timeout is {timeout!r}; give seconds")
+    return time.monotonic() + timeout
 
 
 def wanted_runs(mask: Any, num_tokens: int, block_size: int) -> list[tuple[int, int]]:
@@ -66,7 +85,7 @@ def wanted_runs(mask: Any, num_tokens: int, block_size: int) -> list[tuple[int, 
     True in ``mask`` (None: all are).  The tokens behind the last full block do not count.  Raises
     MaskError unless there is one value for each token and all tokens of a full block are equal.
     """
-    values = [True] * num_tokens if mask is None else listed("mask", mask, MaskError, bool)
+    values = [True] * num_tokens if mask is None else listed("mask", mask, MaskError, truth)
     if len(values) != num_tokens:
         raise MaskError(f"mask has {len(values)} values for {num_tokens} tokens: give one for each")
     runs: list[tuple[int, int]] = []
@@ -87,7 +106,9 @@ def wanted_runs(mask: Any, num_tokens: int, block_size: int) -> list[tuple[int, 
 def region_of_interest(roi: Any, num_tokens: int) -> int:
     """Return how many tokens from the first one on ``roi`` marks (None: all).  Raises MaskError if
     it marks others: the KV of a token depends on every token before it."""
-    values: list[bool] = [True] * num_tokens if roi is None else listed("roi", roi, MaskError, bool)
+    values: list[bool] = [True] * num_tokens
+    if roi is not None:
+        values = listed("roi", roi, MaskError, truth)
     count = sum(values)
     if len(values) != num_tokens or not all(values[:count]):
         raise MaskError(

@@ -3,8 +3,9 @@
 Each end has ``slots`` rows for what it sends and as many for what it has received.  Message i is
 published under a key made of the pipe's name and i; the other end loads it and publishes its own
 copy under a second key, which says that it was taken.  So a sender never overwrites a message that
-nobody has taken, and a receiver gets all of them, in order, once.  The receiver also holds what it
-has taken, at the sender's: that is known there for an hour, also when the receiver has ended.
+nobody has taken, and a receiver gets all of them, in order, once.  One more row of the sender has a
+key for the last message.  Nobody ever reads that row, but the receiver holds it once it has taken
+the message: that is known for an hour, also when the receiver has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 
 from ..api import Config, Identity, KvshmError, MisuseError
 from ._rows import Rows, buffer_of
-from ._slots import whole
+from ._slots import deadline, whole
 
 __all__ = ["KVPipe", "PipeTimeout"]
 
@@ -59,7 +60,8 @@ class KVPipe:
         self._name, self._end, self._slots, self._bytes = name, end, slots, message_bytes
         settings = {"slots": str(slots)}
         identity = Identity(engine="KV pipe", model=name, weights="none", settings=settings)
-        self._rows = Rows(identity, 2 * slots, message_bytes, config)
+        self._rows = Rows(identity, 2 * slots + 1, message_bytes, config)
+        self._mark = 2 * slots
         self._sent = self._received = 0
         self._all_taken: bool | None = None
         self._closing = False
@@ -76,9 +78,11 @@ class KVPipe:
                 f"a tensor of {len(data)} bytes needs message_bytes={needed}, and this pipe has "
                 f"{self._bytes}: send it in pieces, or make both ends larger"
             )
+        until = deadline(timeout)
         with self._sending:
-            self._wait(self._may_send, timeout, f"{self._slots} messages are not taken")
+            self._wait(self._may_send, until, f"{self._slots} messages are not taken")
             key, row = self._key(self._end, "sent", self._sent), self._sent % self._slots
+            self._rows.publish(self._mark, self._key(self._end, "mark", self._sent))
             self._rows.publish(row, key, _HEAD.pack(len(what), len(data)), what, data)
             self._sent += 1
 
@@ -86,16 +90,17 @@ class KVPipe:
         """Return the next tensor, in the format and shape in which it was sent, or None if that
         was.  16-bit floats ("e") come as "H": ``numpy.asarray(got).view("e")``.  Blocks until it is
         there.  Raises PipeTimeout: then call again for the same one."""
+        until = deadline(timeout)
         with self._receiving:
             row, number = self._slots + self._received % self._slots, self._received
             key, node = self._key(1 - self._end, "sent", number), self._rows.node
             message = self._wait(
                 lambda seconds: self._rows.fetch(row, key, seconds),
-                timeout,
+                until,
                 f"message {number} did not come",
             )
             tensor = _unpacked(message)
-            node.hold([key], _HOLD_SECONDS)
+            node.hold([self._key(1 - self._end, "mark", number)], _HOLD_SECONDS)
             node.publish([self._key(self._end, "taken", number)], [row])
             self._received += 1
             return tensor
@@ -103,15 +108,14 @@ class KVPipe:
     def _wait(
         self,
         ask: Callable[[float], T | None],
-        timeout: float | None,
+        until: float,
         why: str,
         closing: bool = False,
     ) -> T:
         """Return the first true answer of ``ask``, which waits for some seconds.  Raises
         PipeTimeout, and MisuseError once this end is closed."""
-        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while closing or not self._closing:
-            left = deadline - time.monotonic()
+            left = until - time.monotonic()
             if answer := ask(max(0.0, min(left, _SLICE_SECONDS))):
                 return answer
             node = self._rows.node
@@ -127,10 +131,8 @@ class KVPipe:
 
     def _is_all_taken(self, seconds: float) -> bool:
         """Whether the other end has taken all that was sent, perhaps before it ended."""
-        last, node = self._sent - 1, self._rows.node
-        row = [last % self._slots]
-        ended = not node.stats()["peers"] and node.kept(row)  # while it lives, it may be reading
-        return self._taken(last, seconds) or bool(ended and node.kept(row))
+        ended = not self._rows.node.stats()["peers"] and self._rows.node.kept([self._mark])
+        return bool(ended) or self._taken(self._sent - 1, seconds)
 
     def _taken(self, number: int, seconds: float) -> bool:
         key = self._key(1 - self._end, "taken", number)
@@ -143,11 +145,12 @@ class KVPipe:
         """Wait until the other end has taken what was sent, for so many seconds, and end the pipe;
         return whether it has.  What was not taken is lost.  Calls that another thread waits in
         raise MisuseError, as all later ones.  Idempotent."""
+        until = deadline(timeout)
         self._closing = True
         with self._sending, self._receiving:
             if self._all_taken is None:
                 try:
-                    self._all_taken = self._wait(self._is_all_taken, timeout, "", closing=True)
+                    self._all_taken = self._wait(self._is_all_taken, until, "", closing=True)
                 except PipeTimeout:
                     self._all_taken = False
                 self._rows.close()

@@ -28,6 +28,7 @@ from ._slots import (
     MaskError,
     SlotMappingError,
     blocks_at,
+    deadline,
     listed,
     one_group,
     region_of_interest,
@@ -132,14 +133,13 @@ class LookupBuffer:
             selected = ((row, self.drop_select(row, None, slots)) for row in rows)
             return next((one for row, one in selected if one.tokens == row), NOTHING)
         self._check_open()
-        tokens = _marked(tokens, roi)
+        until, tokens = deadline(timeout), _marked(tokens, roi)
         keys, blocks = self._keys_and_blocks(tokens, slot_mapping)
-        deadline = time.monotonic() + timeout
         if not (good := self._load(keys, blocks, timeout)):
             return NOTHING
         hidden = None
         if good == len(keys):
-            self._rows.node.wait_for(keys[-1:], max(0.0, deadline - time.monotonic()))
+            self._rows.node.wait_for(keys[-1:], until - time.monotonic())
             row = self._row(keys[-1])
             hidden = row[1] if row and row[0] == tokens else None
         tokens = tokens[: good * self._block_size]

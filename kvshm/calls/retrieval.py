@@ -20,6 +20,7 @@ from ._slots import (
     MaskError,
     SlotMappingError,
     blocks_at,
+    deadline,
     listed,
     one_group,
     refuse_doubles,
@@ -113,6 +114,7 @@ class Retrieval:
     ) -> list[list[bool]]:
         """``retrieve`` of several (tokens, mask, slot_mapping) at once.  Nothing is loaded if one
         of them is refused."""
+        until = deadline(timeout)
         prompts = [(listed("tokens", tokens), mask, slots) for tokens, mask, slots in requests]
         asked = [self._targets(len(tokens), mask, slots) for tokens, mask, slots in prompts]
         targets = [block for runs in asked for _, blocks in runs for block in blocks]
@@ -123,9 +125,8 @@ class Retrieval:
         try:
             for keys, runs, loads in zip(chains, asked, begun, strict=True):
                 self._begin(keys, runs, loads)
-            deadline = None if timeout is None else time.monotonic() + timeout
             for _, _, load in (load for loads in begun for load in loads):
-                load.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                load.wait(until - time.monotonic())
         finally:
             for _, _, load in (load for loads in begun for load in loads):
                 finish(load)

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from kvshm.calls.kv_pipe import KVPipe, PipeTimeout
 from kvshm.errors import MisuseError
 
 from .calls_nodes import Calls, Other, calls_on
-from .processes import PATIENCE_SECONDS, Node
+from .processes import PATIENCE_SECONDS, Node, wait_until
 
 SLOTS, BYTES = 4, 256
 
@@ -131,6 +132,19 @@ def test_what_an_end_left_behind_is_known_not_to_be_taken(pipe: KVPipe, end: KVP
         pipe.send_tensor(b"")
     end.recv_tensor()
     end.close(PATIENCE_SECONDS)
+    assert not pipe.close(0.5)
+
+
+def test_a_message_that_was_only_leased_is_not_taken(calls: Calls, pipe: KVPipe) -> None:
+    """As by a receiver that died while it copied, which nobody has cleaned up after."""
+    end = KVPipe("p", 1, slots=SLOTS, message_bytes=BYTES, config=calls.config())
+    pipe.send_tensor(b"never received")
+    node: Any = end._rows.node
+    found = node.wait_for([pipe._key(0, "sent", 0)], PATIENCE_SECONDS)
+    node._halves.cache.planner.load(found._plan, "died", [0])
+    assert pipe._rows.node.kept([0]) == [0]
+    end._rows.close()
+    wait_until(lambda: not pipe._rows.node.stats()["peers"], "the other end is gone")
     assert not pipe.close(0.5)
 
 

@@ -16,7 +16,7 @@ from kvshm.calls import _rows
 from kvshm.calls.kv_pipe import KVPipe, PipeTimeout
 from kvshm.calls.lookup_buffer import LookupBuffer
 from kvshm.calls.prefill import after_prefill, before_prefill, join_cache
-from kvshm.calls.retrieval import Retrieval
+from kvshm.calls.retrieval import MaskError, Retrieval
 from kvshm.config import Share
 
 BLOCK = 64
@@ -134,6 +134,32 @@ def test_a_pipe_that_nobody_can_reach_sends_nothing(pipe: KVPipe) -> None:
     assert pipe.close()
     with pytest.raises(MisuseError, match="closed"):
         pipe.send_tensor(b"")
+
+
+@pytest.mark.parametrize("timeout", ["1", float("nan"), []], ids=repr)
+def test_a_timeout_is_in_seconds(
+    pipe: KVPipe, buffer: LookupBuffer, join: Callable[..., Node], timeout: Any
+) -> None:
+    for call in (
+        lambda: pipe.send_tensor(b"", timeout),
+        lambda: pipe.recv_tensor(timeout),
+        lambda: pipe.close(timeout),
+        lambda: buffer.drop_select(TOKENS, None, range(8), timeout),
+    ):
+        with pytest.raises(MisuseError, match=r"timeout is .*; give seconds"):
+            call()
+    assert not pipe._closing
+
+
+@pytest.mark.parametrize("mask", [np.zeros((8, 1), bool), ["False"] * 8, [2] * 8, [[]] * 8])
+def test_what_is_neither_true_nor_false_masks_nothing(buffer: LookupBuffer, mask: Any) -> None:
+    with pytest.raises(MaskError, match="of true and false"):
+        buffer.drop_select(TOKENS, mask, range(8))
+
+
+@pytest.mark.parametrize("mask", [np.ones(8, bool), [np.True_] * 8, [1] * 8, np.ones(8, "u1")])
+def test_masks_of_numpy_and_of_numbers_will_do(buffer: LookupBuffer, mask: Any) -> None:
+    assert buffer.drop_select(TOKENS, mask, range(8)).tokens is None
 
 
 @pytest.mark.parametrize("capacity", [0, 1.5, "2"])
