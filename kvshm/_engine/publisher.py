@@ -130,8 +130,13 @@ class Publisher:
         Afterwards no importer holds a lease on a retracted block, and no copy of one will be
         accepted."""
         if (epoch := self._cache.epoch_state) is not None:
-            if epoch.draining:
-                self._drain(epoch)
+            if waiting := epoch.draining:
+                epoch.draining = []
+                try:
+                    self._drain(epoch, waiting)
+                except BaseException:  # of a signal's handler: the next drain waits for them
+                    epoch.draining[:0] = waiting
+                    raise
             self.flush()
 
     def flush(self) -> None:
@@ -141,9 +146,8 @@ class Publisher:
             if batch:
                 self._send(batch)
 
-    def _drain(self, epoch: EpochState) -> None:
+    def _drain(self, epoch: EpochState, waiting: list[BlockId]) -> None:
         started, table = self._clock(), epoch.table
-        waiting, epoch.draining = epoch.draining, []
         slow, drained, forced = self._slow.mask(epoch.peers.tables_by_bit), 0, 0
         while True:
             left = table.drain(waiting, 0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from kvshm import LoadState, MisuseError
 from kvshm._api import lookups
+from kvshm._engine import publisher
 
 from .joined import BLOCKS, Toys, ended
 from .processes import PATIENCE_SECONDS, wait_until
@@ -48,6 +51,30 @@ def test_a_second_retract_waits_for_what_the_first_did_not(toys: Toys) -> None:
         a.node.retract(range(6), wait=False)
         assert a.leases() == 6
         a.node.retract([5])
+        assert a.leases() == 0
+    assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
+
+
+def test_what_an_interrupted_retract_left_is_waited_for(
+    toys: Toys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C interrupts it."""
+
+    def interrupt(_: float) -> None:
+        raise KeyboardInterrupt
+
+    a, b, _keys, found = toys.prefix(settings={"drain_budget_ms": 1000.0})
+    with b.copies_held_up():
+        load = b.node.load(found, range(6))
+        b.wait_until_copying()
+        with monkeypatch.context() as patch:
+            patch.setattr(publisher, "time", SimpleNamespace(sleep=interrupt))
+            with pytest.raises(KeyboardInterrupt):
+                a.node.retract(range(6))
+        with pytest.raises(MisuseError, match="call drain"):
+            a.node.publish(a.prompt(salt=b"later"), range(6))
+        assert a.leases() == 6
+        a.node.drain()
         assert a.leases() == 0
     assert (ended(load).state, load.good) == (LoadState.FAILED, 0)
 
