@@ -69,7 +69,8 @@ class Played:
         self.processor._generation_step = lambda _: None
         if config is not None:
             node = node_of(self.manager)
-            assert node is not None and node.wait_joined(PATIENCE_SECONDS), "it does not share"
+            assert node is not None, "it does not share"
+            assert node.wait_joined(PATIENCE_SECONDS), node.refusal
 
     def _prepare(self, requests_in_batch: Any, **_: Any) -> None:
         self.batch.requests_in_batch = requests_in_batch

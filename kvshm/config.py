@@ -141,7 +141,7 @@ class Config:
 
     ``from_env`` reads and checks them.  The constructor takes each as a field: its name in small
     letters without ``KVSHM_``, as in ``Config(run_dir="/run/kvshm", role="producer")``.  It checks
-    the choices only, and raises ConfigError for one that there is not.
+    each value as that of the environment, and raises ConfigError.
     """
 
     enable: bool = _flag("Share this engine's prefix cache.")
@@ -232,8 +232,7 @@ class Config:
         for setting in SETTINGS:
             value = getattr(self, setting.field)
             if value is not setting.default:
-                text = str(int(value)) if isinstance(value, bool) else str(value)
-                value = _parse(setting, f"Config({setting.field}=...)", text)
+                value = _parse(setting, f"Config({setting.field}=...)", _spelled(value))
                 object.__setattr__(self, setting.field, value)
 
     @classmethod
@@ -309,6 +308,13 @@ def list_settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
                 origin = "XDG_RUNTIME_DIR"
         told.append((setting.name, _as_text(value), origin))
     return told
+
+
+def _spelled(value: object) -> str:
+    """A program's value as the environment would have it."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return str.__str__(value) if isinstance(value, str) else str(value)
 
 
 def _parse(setting: Setting, called: str, text: str) -> Any:

@@ -111,11 +111,12 @@ def overlap(one: Region, other: Region) -> bool:
         return False
     near = (one.offset - other.offset) % one.stride
     apart = other.block_bytes <= near <= one.stride - one.block_bytes
-    first, last = max(one.offset, other.offset), min(_end(one), _end(other))
+    first, last = max(one.offset, other.offset), min(end_of(one), end_of(other))
     return not apart and first < last
 
 
-def _end(region: Region) -> int:
+def end_of(region: Region) -> int:
+    """Return where it ends, in bytes from the memory's begin."""
     return region.offset + (region.num_blocks - 1) * region.stride + region.block_bytes
 
 
@@ -136,10 +137,10 @@ def _check_memory(regions: Sequence[Region], memory: Any) -> None:
                 f"memory {region.handle} is {where!r}; give what allocate() "
                 "returned, or the tensors of the cache"
             )
-        if _end(region) > nbytes:
+        if end_of(region) > nbytes:
             raise MisuseError(
-                f"region {number} ends at byte {_end(region)}, its memory at {nbytes}; give fewer "
-                "blocks, or more memory"
+                f"region {number} ends at byte {end_of(region)}, its memory at {nbytes}; give "
+                "fewer blocks, or more memory"
             )
 
 

@@ -7,44 +7,68 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from contextlib import suppress
+from typing import Any
 
 from msgspec.structs import replace
 
 from kvshm.errors import MisuseError
 from kvshm.interfaces import Region
 
-from .arguments import overlap
+from .arguments import end_of, overlap
 from .membership import Membership
 
 
-class _Claim(NamedTuple):
-    node: weakref.ref[Membership]
-    regions: Sequence[Region]
-    """By address."""
+class Claim:
+    """Regions that one node has, or is about to have."""
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        """``regions``: by address.  Raises MisuseError if another node that is not closed has some
+        of these bytes.  Of two threads at once at least one is refused."""
+        self._regions = regions
+        self._node: weakref.ref[Membership] | None = None
+        _claims.append(self)  # first: what another thread does meanwhile sees it
+        for other in [one for one in _claims if one is not self]:
+            if not other._counts():
+                with suppress(ValueError):  # another thread has
+                    _claims.remove(other)
+            elif self._meets(other):
+                self.give_up()
+                raise MisuseError(
+                    f"{other._owner()} of this process has these blocks already; join() once for "
+                    "each memory, and close() that node before another one takes its place"
+                )
+
+    def belongs_to(self, node: Membership) -> None:
+        """The regions are the node's, until it is closed."""
+        self._node = weakref.ref(node)
+
+    def give_up(self) -> None:
+        """There will be no node."""
+        self._regions = ()
+
+    def _counts(self) -> bool:
+        if self._node is None:
+            return bool(self._regions)
+        return (node := self._node()) is not None and node._shares
+
+    def _owner(self) -> str:
+        node = self._node() if self._node is not None else None
+        return f"node {node.name}" if node is not None else "another node"
+
+    def _meets(self, other: Claim) -> bool:
+        return any(_may_overlap(one, its) for one in self._regions for its in other._regions)
 
 
-_claims: tuple[_Claim, ...] = ()
-"""Replaced as a whole, so that no lock is needed, which a fork could leave locked."""
+_claims: list[Claim] = []
+"""No lock guards it, which a fork could leave locked: it is changed in place, which is atomic."""
 
 
-def check_unclaimed(regions: Sequence[Region]) -> None:
-    """Raise MisuseError if a node that is not closed has some of these bytes."""
-    for ref, claimed in _claims:
-        if (node := ref()) is None or not node._shares:
-            continue
-        if any(overlap(one, other) for one in regions for other in claimed):
-            raise MisuseError(
-                f"node {node.name} of this process has these blocks already; join() once for each "
-                "memory, and close() that node before another one takes its place"
-            )
-
-
-def claim(node: Membership, regions: Sequence[Region]) -> None:
-    """These blocks are the node's, until it is closed."""
-    global _claims
-    living = [one for one in _claims if (other := one.node()) is not None and other._shares]
-    _claims = (*living, _Claim(weakref.ref(node), regions))
+def _may_overlap(one: Region, other: Region) -> bool:
+    """Whether two regions may share bytes: certainly, or their strides differ and they cross."""
+    if one.stride == other.stride:
+        return overlap(one, other)
+    return max(one.offset, other.offset) < min(end_of(one), end_of(other))
 
 
 def by_address(regions: Sequence[Region], memory: Any) -> list[Region]:

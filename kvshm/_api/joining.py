@@ -20,7 +20,7 @@ from .arguments import (
     checked_regions,
     whole,
 )
-from .claims import by_address, check_unclaimed, claim
+from .claims import Claim, by_address
 from .halves_in_one import HalvesInOne
 from .identity import Identity
 from .node import Node
@@ -87,7 +87,6 @@ def join(
     shape = Groups(checked_groups(groups, block_size))
     regions = checked_regions(regions, memory)
     num_blocks = min(region.num_blocks for region in regions)
-    check_unclaimed(where := by_address(regions, memory))
     spec = EngineSpec(called, identity.model, num_blocks, block_size, asynchronous=True)
     path = _chosen_transport(config, device)
     _check_kind(memory, path, device)
@@ -108,8 +107,13 @@ def join(
     for warning in config.warnings:
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
-    node = Node(called, block_size, own, shape, fields, open_halves)
-    claim(node, where)
+    claim = Claim(by_address(regions, memory))
+    try:
+        node = Node(called, block_size, own, shape, fields, open_halves)
+    except BaseException:
+        claim.give_up()
+        raise
+    claim.belongs_to(node)
     return _started(node, identity)
 
 

@@ -120,7 +120,7 @@ class Node(Membership):
         """Whether a lookup would find all of ``keys``, or never will; counts nothing."""
         with self._lock:
             halves = self._living()
-            enough = self._groups.reach(len(keys))
+            enough = self._groups.reach(start, len(keys))
             if halves is None or self._is_refused or start >= enough:
                 return True
             if self._open is None or self._paused:

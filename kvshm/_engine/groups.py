@@ -92,12 +92,14 @@ class Groups:
         self.leading = groups[self._in_turn[0]]
         """The group that is looked up first."""
 
-    def reach(self, hashes: int) -> int:
-        """Return the longest prefix that so many hashes can tell of."""
+    def reach(self, start: int, hashes: int) -> int:
+        """Return the longest prefix that so many hashes can tell of behind a local hit of ``start``
+        hashes; ``start`` if nothing can be restored there, whoever holds it."""
         if self.one_full:
             return hashes
         most = min((hashes // group.scale - group.ahead) * group.scale for group in self.all)
-        return max(0, most - most % self.step)
+        most -= most % self.step
+        return start if start % self.step or not self.parts(start, most) else most
 
     def blocks_at(self, length: int) -> int:
         """Return how many blocks a request keeps for a prefix of so many hashes."""

@@ -142,6 +142,18 @@ def test_a_key_that_no_prefix_can_reach_is_not_waited_for(toys: Toys) -> None:
     assert b.node.wait_for(keys).length == 5
 
 
+@pytest.mark.parametrize(
+    ("groups", "start"),
+    [((Group(0, 2 * TOKENS, scale=2), Group(1, TOKENS)), 3), ((Group(0, TOKENS, chunk=8),), 0)],
+    ids=["start within a block", "chunk's end"],
+)
+def test_where_nothing_can_be_restored_nobody_waits(
+    toys: Toys, groups: Sequence[Group], start: int
+) -> None:
+    node = toys.join("a", groups=groups).node
+    assert not node.wait_for(node.keys(range(4 * TOKENS)), start=start)
+
+
 def test_engines_with_other_groups_do_not_share(toys: Toys) -> None:
     a, b = toys.join("a", groups=WINDOW), toys.join("b", groups=LARGE)
     c = toys.join("c", groups=WINDOW)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import Enum
 
 import pytest
 
@@ -142,6 +143,13 @@ def test_text_and_values_mean_the_same_in_code() -> None:
     assert Config(strict="yes", drain_budget_ms="2", role="consumer") == Config(
         strict=True, drain_budget_ms=2.0, role=Role.CONSUMER
     )
+
+
+def test_a_member_of_another_enum_counts_as_its_text() -> None:
+    class Theirs(str, Enum):  # noqa: UP042  # a StrEnum's str() is its text, this one's is not
+        PRODUCER = "producer"
+
+    assert Config(role=Theirs.PRODUCER).role is Role.PRODUCER
 
 
 def test_every_setting_has_a_bad_value_in_this_file() -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -257,15 +260,39 @@ def test_blocks_of_one_node_are_refused_to_another(
     memory: Any, run_dir: Path, regions: list[Region]
 ) -> None:
     config = Config(run_dir=str(run_dir))
-    before = os.listdir(run_dir)
     with join(memory, config=config, name="first"):
-        there = os.listdir(run_dir)
         for where in (memory, Elsewhere(memory)):
             with pytest.raises(MisuseError, match="node first of this process has these blocks"):
                 join(where, config=config, regions=regions)
-        assert os.listdir(run_dir) == there != before
+        assert len(os.listdir(run_dir)) <= 2, "sockets of another engine than the first"
     with join(memory, config=config, regions=regions) as again:
         assert again.refusal == ""
+
+
+def test_blocks_of_another_size_over_the_same_bytes_are_refused(memory: Any, run_dir: Path) -> None:
+    config = Config(run_dir=str(run_dir))
+    with join(memory, config=config), pytest.raises(MisuseError, match="has these blocks"):
+        join(memory, config=config, regions=[Region(0, 2 * BLOCK, 2 * BLOCK, 4)])
+
+
+def test_of_two_threads_one_gets_the_memory_at_most(memory: Any, run_dir: Path) -> None:
+    config, ready = Config(run_dir=str(run_dir)), threading.Barrier(2)
+
+    def try_to_join() -> list[Node]:
+        ready.wait()
+        with suppress(MisuseError):
+            return [join(memory, config=config)]
+        return []
+
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(10):
+            both = [threads.submit(try_to_join) for _ in range(2)]
+            nodes = [node for one in both for node in one.result()]
+            for node in nodes:
+                node.close()
+            assert len(nodes) <= 1
+    with join(memory, config=config) as node:
+        assert node.refusal == ""
 
 
 def test_nodes_may_share_blocks_of_one_memory_side_by_side(memory: Any, run_dir: Path) -> None:
