@@ -6,7 +6,7 @@ A block that two nodes publish or load into is checked by neither for what the o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvshm.interfaces import Region
 
 from .arguments import end_of, overlap
 from .membership import Membership
+from .node import Node
 
 
 class Claim:
@@ -39,7 +40,7 @@ class Claim:
                     "each memory, and close() that node before another one takes its place"
                 )
 
-    def belongs_to(self, node: Membership) -> None:
+    def belong_to(self, node: Membership) -> None:
         """The regions are the node's, until it is closed."""
         self._node = weakref.ref(node)
 
@@ -62,6 +63,19 @@ class Claim:
 
 _claims: list[Claim] = []
 """No lock guards it, which a fork could leave locked: it is changed in place, which is atomic."""
+
+
+def claimed(regions: Sequence[Region], make: Callable[[], Node]) -> Node:
+    """Return the node that ``make`` makes, for whom these regions are from now on.  Raises what
+    ``make`` raises, and MisuseError if another node has some of their bytes."""
+    claim = Claim(regions)
+    try:
+        node = make()
+    except BaseException:
+        claim.give_up()
+        raise
+    claim.belong_to(node)
+    return node
 
 
 def _may_overlap(one: Region, other: Region) -> bool:

@@ -20,7 +20,7 @@ from .arguments import (
     checked_regions,
     whole,
 )
-from .claims import Claim, by_address
+from .claims import by_address, claimed
 from .halves_in_one import HalvesInOne
 from .identity import Identity
 from .node import Node
@@ -107,13 +107,8 @@ def join(
     for warning in config.warnings:
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])
-    claim = Claim(by_address(regions, memory))
-    try:
-        node = Node(called, block_size, own, shape, fields, open_halves)
-    except BaseException:
-        claim.give_up()
-        raise
-    claim.belongs_to(node)
+    where = by_address(regions, memory)
+    node = claimed(where, lambda: Node(called, block_size, own, shape, fields, open_halves))
     return _started(node, identity)
 
 
