@@ -16,7 +16,6 @@ from kvshm.errors import MisuseError
 from kvshm.interfaces import Region
 
 from .arguments import end_of, overlap
-from .membership import Membership
 from .node import Node
 
 
@@ -27,7 +26,7 @@ class Claim:
         """``regions``: by address.  Raises MisuseError if another node that is not closed has some
         of these bytes.  Of two threads at once at least one is refused."""
         self._regions = regions
-        self._node: weakref.ref[Membership] | None = None
+        self._node: weakref.ref[Node] | None = None
         _claims.append(self)  # first: what another thread does meanwhile sees it
         for other in [one for one in _claims if one is not self]:
             if not other._counts():
@@ -40,7 +39,7 @@ class Claim:
                     "each memory, and close() that node before another one takes its place"
                 )
 
-    def belong_to(self, node: Membership) -> None:
+    def belong_to(self, node: Node) -> None:
         """The regions are the node's, until it is closed."""
         self._node = weakref.ref(node)
 
