@@ -170,15 +170,20 @@ class SlotTableView(TableHeader):
             return 0
         now, begun = self.now, (self._clock() - self.created_ns) % 1_000_000_000 / 1e9
         lasts = math.ceil(begun + min(seconds, MAX_HOLD_SECONDS))
-        until = min(now + min(lasts, MAX_HOLD_SECONDS), WRAP_SECONDS - 1)
+        until = self._after(now, min(lasts, MAX_HOLD_SECONDS))
         found = _native.hold(self._segment.buffer, self.epoch, records, now, until)
         if found:
             self._keep_until(until)
         return found
 
+    @staticmethod
+    def _after(now: int, seconds: int) -> int:
+        """So many seconds later, as the slot has it: 0 would be no hold."""
+        return (now + seconds) % WRAP_SECONDS or 1
+
     def _keep_until(self, until: int) -> None:
         """Have the table's owner look for kept blocks until then, or later."""
-        while (known := self.kept_until) < until or not self.seconds_left(known):
+        while self.seconds_left(known := self.kept_until) < self.seconds_left(until):
             if _native.compare_exchange(self._segment.buffer, KEPT_UNTIL_OFFSET, known, until):
                 return
 
@@ -218,7 +223,7 @@ class PeerSlotTable(SlotTableView):
         """
         leased = _native.lease(self._segment.buffer, self.epoch, _bounded(bit), records)
         if leased[0] and bit >= 0:
-            self._keep_until(self.now + LEASE_SECONDS)
+            self._keep_until(self._after(self.now, LEASE_SECONDS))
         return leased
 
     def release(self, bit: LeaseBit, records: bytes, taken: bytes | None = None) -> int:

@@ -64,9 +64,11 @@ def _text(field: bytes) -> str:
 
 
 def seconds_left(until: int, now: int) -> int:
-    """For how long a hold counts that ends ``until``; both in seconds since the table was created.
-    0 if it does not count: it has ended, or the machine's clock was set back."""
-    return until - now if 0 < until - now <= MAX_HOLD_SECONDS else 0
+    """For how long a hold counts that ends ``until``; both in seconds since the table was created,
+    as the slot has them.  0 if it does not count: there is none, it has ended, or the machine's
+    clock was set back."""
+    left = (until - now) % WRAP_SECONDS
+    return left if until and left <= MAX_HOLD_SECONDS else 0
 
 
 class TableHeader:

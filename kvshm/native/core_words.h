@@ -74,11 +74,12 @@ static inline uint32_t generation_of(uint64_t word)
 
 static inline uint32_t state_of(uint64_t word) { return word >> KVSHM_STATE_SHIFT & STATES; }
 
-/* Whether a hold until `held` counts at `now`.  One that ends too far ahead was set before the
- * machine's clock was set back. */
+/* Whether a hold until `held` counts at `now`: seconds modulo 2^32, in which 0 stands for no hold.
+ * One that ends too far ahead was set before the machine's clock was set back. */
 static inline bool hold_counts(uint32_t held, uint32_t now)
 {
-    return held > now && held - now <= KVSHM_MAX_HOLD_SECONDS;
+    uint32_t left = held - now;
+    return held && left && left <= KVSHM_MAX_HOLD_SECONDS;
 }
 
 /* -- views: every number of a header is read once and checked before it is used ------------- */

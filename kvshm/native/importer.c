@@ -137,7 +137,7 @@ static void raise_hold(uint8_t *slot, uint32_t now, uint32_t until)
 {
     uint8_t *at = slot + KVSHM_SLOT_HELD_OFFSET;
     uint32_t held = get_half(at);
-    while (!(hold_counts(held, now) && held >= until) &&
+    while (!(hold_counts(held, now) && held - now >= until - now) &&
            !atomic_compare_exchange_strong_explicit((_Atomic uint32_t *)(uintptr_t)at, &held, until,
                                                     memory_order_relaxed, memory_order_relaxed)) {
     }

@@ -183,15 +183,27 @@ def test_a_clock_that_is_set_back_holds_nothing_for_longer(table: AnyTable, cloc
     assert not table.keeps_blocks()
 
 
-@pytest.mark.parametrize("back", [60, 86_400], ids="{} s".format)
+@pytest.mark.parametrize("behind", [1, 10, 60, 3600], ids="{} s".format)
+def test_a_hold_lasts_as_long_if_the_clock_passes_the_table_s_creation(
+    table: AnyTable, clock: Clock, behind: int
+) -> None:
+    records = publish(table, 1)
+    clock.now -= behind * SECOND
+    assert table.hold(records, 60) == 1
+    clock.now += 60 * SECOND - 1
+    assert (kept(table), table.keeps_blocks()) == ({1}, True)
+    clock.now += 1 if behind != 60 else SECOND + 1  # the end would be at 0, which is no hold
+    assert (table.kept([BlockId(1)]), table.keeps_blocks()) == ([], False)
+
+
 def test_a_hold_ends_though_the_clock_is_set_back_behind_the_table(
-    table: AnyTable, clock: Clock, back: int
+    table: AnyTable, clock: Clock
 ) -> None:
     """A hold for a minute would last until the clock is there again, a day for example."""
     clock.now += 30 * SECOND
     records = publish(table, 1, 2)
     table.hold(records[:48], 60)
-    clock.now -= back * SECOND
+    clock.now -= 86_400 * SECOND
     assert kept(table) == set()
     assert table.age_seconds == 0
     assert table.hold(records[48:], 20) == 1
