@@ -54,9 +54,10 @@ def read(line: str) -> Said:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, str]:
     """The next tokens of each prompt, by an engine that knows nothing of kvshm."""
-    command = [sys.executable, str(ALONE), *PROMPTS, *MANY]
+    prompts = dict.fromkeys(PROMPTS + MANY)
+    command = [sys.executable, str(ALONE), *prompts]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {p: read(line).tokens for p, line in zip(PROMPTS + MANY, said.splitlines(), strict=True)}
+    return {p: read(line).tokens for p, line in zip(prompts, said.splitlines(), strict=True)}
 
 
 def start(node: Node, *options: str, **settings: str) -> Managed:
