@@ -110,12 +110,13 @@ def joinable(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("num_blocks", [SMALL, LARGE])
+@pytest.mark.parametrize("num_blocks", [SMALL, pytest.param(LARGE, marks=pytest.mark.long)])
 def test_the_same_answers_are_counted_as_none_wrong(joinable: Node, num_blocks: int) -> None:
     wrong, imported = found_wrong(joinable, TINY.read_text("utf-8"), num_blocks)
     assert wrong == 0 < imported
 
 
+@pytest.mark.long
 def test_the_recipe_finds_a_block_with_a_hole(
     joinable: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from ..engines_under_test import TransformersSpec
 from ..vllm.engines import PATIENCE_S, SharedNode
 from ..vllm.oracle import prompts, shareable
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(600)]
 
 
 class Two(NamedTuple):

@@ -175,7 +175,9 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize("threads", [0, 16])
-@pytest.mark.parametrize(("nbytes", "rounds"), [(4096, 20), (2 * GIB, 1)])
+@pytest.mark.parametrize(
+    ("nbytes", "rounds"), [(4096, 20), pytest.param(2 * GIB, 1, marks=pytest.mark.long)]
+)
 def test_who_finds_no_mark_after_reading_has_read_what_was_there(
     nbytes: int, rounds: int, threads: int
 ) -> None:

@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,16 @@ from completions import Result
 from local_node import Engine, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
+from kvshm._shm.layout import RowState
+
 from ..engines_under_test import ENGINES
 from .conftest import Pair
 from .engines import PATIENCE_S, SharedNode
 from .oracle import Prompt, ask_both, assert_bit_equal, prompts, random_prompt, shareable
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
+
+Answer = tuple[Prompt, Result]
 
 BUDGET_MS = 1000
 FEW_BLOCKS = 24
@@ -44,13 +49,15 @@ def alone(model: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield Pair(node, small, stopping)
 
 
-def test_two_engines_live_through_it(alone: Pair) -> None:
+def test_two_engines_live_through_it(alone: Pair, tmp_path: Path) -> None:
     _the_coordinator_comes_last(alone)
     _blocks_are_reused_while_leased(alone)
     _the_coordinator_dies_and_returns(alone)
     _what_a_dead_engine_left_waits_for_the_next_coordinator(alone)
     again = _the_dead_engine_is_started_again(alone)
+    answers = _an_engine_is_dumped(alone, tmp_path / "file")
     _a_stopped_engine_leaves_and_does_not_die(alone)
+    _the_file_outlives_it(alone.node, again, tmp_path / "file", answers)
     _who_is_stopped_together_leaves_nothing(alone.node, again)
 
 
@@ -138,6 +145,25 @@ def _the_dead_engine_is_started_again(alone: Pair) -> Engine:
     return again
 
 
+def _an_engine_is_dumped(alone: Pair, path: Path) -> list[Answer]:
+    """Twice, which gives the same bytes.  Return some of what it answers, from its own cache."""
+    node, _, other = alone
+    sent = list(prompts(2, seed=205))
+    with node.sharing(other, sum(map(shareable, sent))):
+        for prompt in sent:
+            other.complete(prompt)
+    hits = [(prompt, other.complete(prompt)) for prompt in sent]
+    with closing(node.table(other)) as table:
+        pid = str(table.pid)
+    again = path.with_suffix(".again")
+    for file in (path, again):
+        done = node.kvshm("kv", "dump", str(file), "--engine", pid)
+        assert done.returncode == 0, done.stderr
+    compared = node.kvshm("kv", "compare", str(path), str(again))
+    assert (compared.returncode, "as bfloat16" in compared.stdout) == (0, True), compared.stdout
+    return hits
+
+
 def _a_stopped_engine_leaves_and_does_not_die(alone: Pair) -> None:
     """SIGTERM to the server alone, with which vLLM then ends its EngineCore and worker."""
     node, _, other = alone
@@ -150,6 +176,24 @@ def _a_stopped_engine_leaves_and_does_not_die(alone: Pair) -> None:
     said = node.coordinator_log.read_text()[before:]
     assert len(re.findall("event=leave", said)) == 1
     assert not re.findall("event=(?:death|refused)", said)
+
+
+def _the_file_outlives_it(
+    node: SharedNode, engine: Engine, path: Path, answers: list[Answer]
+) -> None:
+    def known() -> int:
+        with closing(node.replica(engine)) as replica:
+            return sum(row.entries for row in replica.rows() if row.state is RowState.LIVE)
+
+    with node.serving(path) as file:
+        for _ in wait_until("the engine knows the blocks of the file", PATIENCE_S):
+            if known() == len(file.what.blocks):
+                break
+        for prompt, hit in answers:
+            with observe(node, engine) as seen:
+                imported = engine.complete(prompt)
+            seen.assert_imported(shareable(prompt))
+            assert imported == hit == engine.complete(prompt)
 
 
 def _who_is_stopped_together_leaves_nothing(node: SharedNode, engine: Engine) -> None:
