@@ -352,4 +352,4 @@ class _ForLong(SurfaceMachine):
 
 
 TestSurfaceForLong = pytest.mark.long(_ForLong.TestCase)
-TestSurfaceForLong.settings = settings(QUICK, max_examples=80, derandomize=False)
+TestSurfaceForLong.settings = settings(QUICK, max_examples=50, derandomize=False)

@@ -16,6 +16,8 @@ from .conftest import Run
 TEST_REQUIREMENTS = ("hypothesis>=6.100", "msgpack>=1.1", "pytest>=8.3", "pytest-timeout>=2.3")
 OF_THE_EXTRA = ("numpy>=1.24", "safetensors>=0.4.3")
 """What kvshm[kv] brings."""
+NODE = "takes its time, for the same modules as test_node.py"
+CALLS = "takes its time, for the same modules as test_calls_refused.py"
 FOLDERS = {
     "tests/unit": {
         "test_architecture_docs.py": "looks at the sources",
@@ -32,6 +34,7 @@ FOLDERS = {
         "test_roles.py": "asks mypy, which is not installed there",
         "test_pulses.py": "takes a minute, for the same C code built the same way",
         "test_fuzz_segments.py": "takes a minute, for the same C code built the same way",
+        "test_index_model.py": "takes half a minute, for the same C code built the same way",
     },
     "tests/conformance": {},
     "tests/multiprocess": {
@@ -39,6 +42,13 @@ FOLDERS = {
         "test_tiny_engine.py": "computes with torch, which is not installed there",
         "test_porting.py": "computes with torch, which is not installed there",
         "test_surface_machine.py": "takes half a minute",
+        "test_node_ends.py": NODE,
+        "test_node_groups.py": NODE,
+        "test_node_others.py": NODE,
+        "test_node_asyncio.py": NODE,
+        "test_calls_retrieval.py": CALLS,
+        "test_calls_lookup_buffer.py": CALLS,
+        "test_calls_kv_pipe.py": CALLS,
         "test_versions.py": "builds wheels of the tree, and tests those",
         "test_dump_index.py": "runs tools/dump_index.py as a file",
         "test_churn.py": "takes most of a minute",
