@@ -10,6 +10,7 @@ from kvshm._ground.fingerprint import differences
 from kvshm._ground.ids import NO_LEASE_BIT
 from kvshm._node.protocol import (
     FINGERPRINT_BYTES,
+    MAX_FIELDS_CHARACTERS,
     PROTOCOL_VERSION,
     EngineInfo,
     EngineJoined,
@@ -30,8 +31,6 @@ from kvshm.version import __version__
 from .actions import Action, CheckTable, Log, Refusal, Sender, SendReply, SweepBits
 from .roster import Engine, State
 
-MAX_FIELDS_CHARACTERS = 1 << 16
-"""Of one engine's fingerprint fields: the fields of all engines have to fit one Joined."""
 MAX_OF_PROCESS = 8
 """Engines of one process: a bound for a process that begins epochs and ends none."""
 MAX_TABLES_OF_PROCESS = 2 * MAX_OF_PROCESS

@@ -51,7 +51,8 @@ def share(
     ``name``: by which other engines' logs know it.  ``wait_seconds``: how long one import may hold
     the generation loop up.  ``config``: the settings; unless given, those of the environment.  What
     keeps a manager from sharing is logged, and it serves on unshared.  Of several calls the last
-    counts.  Raises ConfigError for a bad setting, and if the manager has begun to share otherwise.
+    counts.  Raises ConfigError for a bad setting, for what is no manager, and if the manager has
+    begun to share otherwise.
     """
     wishes = _wishes(salt, name, wait_seconds, config)
     if not wishes.config.enable:

@@ -10,14 +10,12 @@ from pathlib import Path
 
 from kvshm._engine.groups import Group
 from kvshm._ground import fingerprint as names
-from kvshm._node.protocol import abi
+from kvshm._node.protocol import MAX_FIELDS_CHARACTERS, abi
 from kvshm.errors import MisuseError
 from kvshm.interfaces import Region
 
 from .prefix_keys import KEYS_VERSION
 
-MAX_BYTES = 1 << 17
-"""Of all names and values: the coordinator takes no longer description of an engine."""
 _CPU = Path("/proc/cpuinfo")
 
 
@@ -59,17 +57,17 @@ class Identity:
         }
         if taken := sorted((own | ours).keys() & self.settings.keys()):
             raise MisuseError(f"settings {taken} are fields of kvshm's own; use other names")
-        nbytes = 0
-        for name, value in (own | dict(self.settings)).items():
+        fields = own | dict(self.settings)
+        for name, value in fields.items():
             if not _is_text(name) or not _is_text(value):
                 raise MisuseError(f"{name!r} of the identity is {value!r}; give text, not empty")
-            nbytes += len(name.encode()) + len(value.encode())
-        if nbytes > MAX_BYTES:
+        fields |= ours
+        if (length := sum(map(len, [*fields, *fields.values()]))) > MAX_FIELDS_CHARACTERS:
             raise MisuseError(
-                f"the identity has {nbytes} bytes, at most {MAX_BYTES} can be sent; give digests "
-                "of long values"
+                f"the identity has {length} characters, kvshm's own fields included, and at most "
+                f"{MAX_FIELDS_CHARACTERS} can be sent; give digests of long values"
             )
-        return own | dict(self.settings) | ours
+        return fields
 
 
 def _is_text(value: object) -> bool:

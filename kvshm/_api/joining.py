@@ -41,14 +41,14 @@ def allocate(nbytes: int, config: Config | None = None) -> Any:
     for 4 GB.  Raises TransportError if there is no room, ConfigError for a bad setting, and
     MisuseError if the transport shares memory only where it lies.
     """
-    if whole("nbytes", nbytes) < 1:
+    if (nbytes := whole("nbytes", nbytes)) < 1:
         raise MisuseError(f"{nbytes} bytes; give the bytes of all blocks, 1 or more")
     config = _settings(config)
     if (make := getattr(choose_transport(config.transport, DEVICE), "allocate", None)) is None:
         raise MisuseError(
             f"transport {config.transport!r} allocates no memory; give join() what it takes instead"
         )
-    return make(whole("nbytes", nbytes))
+    return make(nbytes)
 
 
 def join(

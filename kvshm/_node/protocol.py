@@ -30,6 +30,8 @@ MAX_EVENTS_BYTES = 1 << 20
 """Records in one message of events."""
 MAX_COMMAND_BYTES = 2 * MAX_EVENTS_BYTES
 """The longest message of an engine."""
+MAX_FIELDS_CHARACTERS = 1 << 16
+"""Of one engine's fingerprint fields: the fields of all engines have to fit one Joined."""
 MAX_JOIN_BYTES = 1 << 19
 """A Join with all its ranks: a hundred of these fit into a Joined."""
 MAX_FRAME_BYTES = MAX_COMMAND_BYTES + (1 << 16)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,10 @@ from .calls_nodes import Calls, calls_on
 from .processes import PATIENCE_SECONDS, Node, wait_until
 
 TOKENS = list(range(100, 119))
+
+
+def answer(blocks: Any, _: int) -> Any:
+    return blocks
 
 
 @pytest.fixture
@@ -52,7 +58,7 @@ def test_a_wrong_allocation_is_refused_and_nothing_is_leased(calls: Calls) -> No
     calls.wait_found(TOKENS[:8])
     for wrong in ([0], None, [0.0, 1.0], "01"):
         with pytest.raises(MisuseError):
-            before_prefill(calls.own.node, TOKENS, lambda length, wrong=wrong: wrong)  # type: ignore[misc]  # a default binds the loop's value
+            before_prefill(calls.own.node, TOKENS, partial(answer, wrong))
     other.do("retract", [5, 3])
     wait_until(lambda: calls.own.calls.lookup(TOKENS) == 0, "the retract")
 

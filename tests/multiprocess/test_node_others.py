@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
 
-from kvshm import LoadState, MisuseError
+import kvshm
+from kvshm import Config, Identity, LoadState, MisuseError, Region, allocate, join
 from kvshm._api import lookups
 from kvshm._engine import publisher
 
 from .joined import BLOCKS, Toys, ended
-from .processes import PATIENCE_SECONDS, wait_until
+from .processes import PATIENCE_SECONDS, Node, wait_until
 
 pytestmark = pytest.mark.multiprocess
+
+
+def test_as_much_as_an_identity_may_have_can_be_sent(node: Node) -> None:
+    """A coordinator takes it; one character more is refused by ``join``."""
+    config = Config(run_dir=str(node.run_dir), namespace=node.namespace)
+    node.coordinator()
+    memory = allocate(8, config)
+
+    def joined(length: int) -> kvshm.Node:
+        who = Identity(engine="e", model="m", weights="w", settings={"s": "x" * length})
+        return join(who, memory=memory, regions=[Region(0, 8, 8, 1)], block_size=1, config=config)
+
+    with pytest.raises(MisuseError, match="give digests") as refusal:
+        joined(1 << 17)
+    has, most = re.findall(r"\d{4,}", str(refusal.value))
+    longest = (1 << 17) - int(has) + int(most)
+    with pytest.raises(MisuseError, match="give digests"):
+        joined(longest + 1)
+    with joined(longest) as one:
+        assert one.wait_joined(PATIENCE_SECONDS), one.refusal
+    memory.close()
 
 
 def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:

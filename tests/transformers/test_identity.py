@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,9 +18,12 @@ pytest.importorskip("transformers")
 import numpy as np
 import torch
 
+from kvshm.hooks.cpu_kernels import cpu_kernels
+from kvshm.hooks.transformers import node_of
 from kvshm.hooks.transformers.identity import identity_of
 
-from .managers import new_manager
+from .conftest import MakeManager
+from .managers import new_manager, start
 
 
 @pytest.fixture(scope="module")
@@ -155,3 +159,21 @@ def test_another_process_computes_the_same(plain: Any, model_path: Path) -> None
         capture_output=True, text=True, check=True, cwd=root,
     )  # fmt: skip
     assert told.stdout.strip() == str(who(plain))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("value", ["x" * 100_000, os.fsdecode(b"\xff"), "a b"])
+def test_a_variable_of_any_contents_counts_and_can_be_sent(
+    manager: MakeManager, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("MKL_OTHER", value)
+    a = manager()
+    start(a)
+    assert node_of(a).joined
+    told = who(a).settings["kernels"]
+    monkeypatch.setenv("MKL_OTHER", f"{value} ")
+    assert who(a).settings["kernels"] != told
+
+
+def test_variables_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu_kernels({"MKL_A": "1 MKL_B=2"}) != cpu_kernels({"MKL_A": "1", "MKL_B": "2"})

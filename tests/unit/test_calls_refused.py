@@ -64,11 +64,16 @@ def test_only_one_group_of_full_attention_has_slots_for_all_kv(
     join: Callable[..., Node], groups: list[Group]
 ) -> None:
     node, allocated = join(groups), list[int]()
+
+    def alloc_prefix(length: int) -> list[int]:
+        allocated.append(length)
+        return []
+
     assert node.groups == tuple(groups)
     for call in (
         lambda: Retrieval(node),
         lambda: LookupBuffer(node, IDENTITY, capacity=1, row_bytes=64, config=CONFIG),
-        lambda: before_prefill(node, TOKENS, allocated.append),  # type: ignore[arg-type]
+        lambda: before_prefill(node, TOKENS, alloc_prefix),
         lambda: after_prefill(node, TOKENS, [0, 1]),
     ):
         with pytest.raises(MisuseError, match="for one group of full attention"):

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvshm._node.protocol import (
+    MAX_FIELDS_CHARACTERS,
     PROTOCOL_VERSION,
     Command,
     EngineEvents,
@@ -40,7 +41,6 @@ from kvshm.coordinator.actions import (
     SendReply,
     TableUnused,
 )
-from kvshm.coordinator.joining import MAX_FIELDS_CHARACTERS
 from kvshm.coordinator.state import decide
 from kvshm.version import __version__
 

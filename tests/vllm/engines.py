@@ -14,7 +14,7 @@ from typing import ClassVar
 from local_node import Engine, EngineSpec, clean_environment, machine, wait_until
 from sharing_node import SharingNode
 
-from kvshm.tools.kv.block_file import BlockFile
+TOOL = (sys.executable, "-m", "kvshm.tools.cli")
 
 MAX_STARTS = 30
 """vLLM engines that the whole suite may start: each costs 20 seconds.  A script that makes several
@@ -81,22 +81,21 @@ class SharedNode(SharingNode):
 
     def kvshm(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a tool of the node to its end."""
-        command = [sys.executable, "-m", "kvshm.tools.cli", *arguments]
         environ = {**clean_environment(), **self.environment}
-        return subprocess.run(command, env=environ, capture_output=True, text=True)
+        return subprocess.run([*TOOL, *arguments], env=environ, capture_output=True, text=True)
 
     @contextmanager
-    def serving(self, path: Path) -> Iterator[BlockFile]:
+    def serving(self, path: Path) -> Iterator[None]:
         """Let ``kvshm kv serve`` offer a file's blocks; it ends as asked."""
         with open(path.with_suffix(".log"), "wb") as log:
             server = subprocess.Popen(
-                [sys.executable, "-m", "kvshm.tools.cli", "kv", "serve", str(path)],
+                [*TOOL, "kv", "serve", str(path)],
                 env={**clean_environment(), **self.environment},
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
         try:
-            yield BlockFile(path)
+            yield
         finally:
             server.terminate()
             assert server.wait(PATIENCE_S) == 0, path.with_suffix(".log").read_text()

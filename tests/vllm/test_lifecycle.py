@@ -19,6 +19,7 @@ from local_node import Engine, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
 from kvshm._shm.layout import RowState
+from kvshm.tools.kv.block_file import BlockFile
 
 from ..engines_under_test import ENGINES
 from .conftest import Pair
@@ -185,9 +186,10 @@ def _the_file_outlives_it(
         with closing(node.replica(engine)) as replica:
             return sum(row.entries for row in replica.rows() if row.state is RowState.LIVE)
 
-    with node.serving(path) as file:
+    held = len(BlockFile(path).what.blocks)
+    with node.serving(path):
         for _ in wait_until("the engine knows the blocks of the file", PATIENCE_S):
-            if known() == len(file.what.blocks):
+            if known() == held:
                 break
         for prompt, hit in answers:
             with observe(node, engine) as seen:
