@@ -151,14 +151,14 @@ def checked_block_size(block_size: int) -> int:
     return tokens
 
 
-def checked_seconds(what: str, given: Any) -> float:
+def checked_seconds(what: str, given: Any, remedy: str = "give seconds") -> float:
     """Return seconds as a number.  Raises MisuseError."""
     try:
         seconds = math.nan if isinstance(given, str | bytes) else float(given)
     except (TypeError, ValueError):
         seconds = math.nan
     if math.isnan(seconds):
-        raise MisuseError(f"{what} is {given!r}; give seconds")
+        raise MisuseError(f"{what} is {given!r}; {remedy}")
     return seconds
 
 

@@ -232,7 +232,7 @@ class Node(Membership):
         itself, even if this engine dies.  Returns how many blocks were found."""
         keys = checked_keys(keys)
         self._own.check_group(group)
-        if checked_seconds("seconds", seconds) < 0:
+        if (seconds := checked_seconds("seconds", seconds, "give 0 or more")) < 0:
             raise MisuseError(f"a hold of {seconds!r} seconds; give 0 or more")
         with self._lock:
             halves = self._living()

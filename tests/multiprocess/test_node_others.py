@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -44,12 +46,13 @@ def test_blocks_that_others_hold_are_told_to_their_owner(toys: Toys) -> None:
     assert a.node.kept(range(BLOCKS)) == []
     assert b.node.hold(keys[:4], 60.0) == 4
     assert a.node.kept(range(BLOCKS)) == [0, 1, 2, 3]
-    assert a.node.hold(keys[5:], 60.0) == 1, "its own block"
+    minute: Any = Decimal(60)
+    assert a.node.hold(keys[5:], minute) == 1, "its own block"
     assert a.node.kept([5, 4, 3]) == [5, 3]
     a.node.retract([3, 5])
     assert b.node.hold(keys, 0.0) == b.node.hold([bytes(32)], 60.0) == 0
     for wrong in (-1.0, float("nan")):
-        with pytest.raises(MisuseError, match=r"give (0 or more|seconds)"):
+        with pytest.raises(MisuseError, match="give 0 or more"):
             b.node.hold(keys, wrong)
 
 
