@@ -7,6 +7,7 @@ per hook; KVSHM_STRICT=1 (tests) lets the exception through instead.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
@@ -52,6 +53,36 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
                 except Exception:  # perhaps the same error again
                     log.exception("%s failed, and so did what takes its place", hook.__name__)
                     return None
+
+        return cast(F, call)
+
+    return decorate
+
+
+class Timed(Protocol):
+    """What a class must have so that its methods can be timed."""
+
+    strict: bool
+
+    def hook_took(self, hook: str, nanoseconds: int) -> None:
+        """Record how long a hook has taken; must be quick."""
+
+
+def timed(hook_name: str) -> Callable[[F], F]:
+    """Have a hook tell ``hook_took`` how long it has taken, under this name.  Goes inside
+    ``guarded``."""
+
+    def decorate(hook: F) -> F:
+        @functools.wraps(hook)
+        def call(self: Timed, *args: Any) -> Any:
+            begun = time.monotonic_ns()
+            result = hook(self, *args)
+            try:
+                self.hook_took(hook_name, time.monotonic_ns() - begun)
+            except Exception:  # any: the hook has done its work, which must not count as failed
+                if self.strict:
+                    raise
+            return result
 
         return cast(F, call)
 

@@ -110,10 +110,25 @@ def scan(table: Buffer, first: int, count: int, /) -> tuple[bytes, int]: ...
 def load(segment: Buffer, offset: int, /) -> int: ...
 def store(segment: Buffer, offset: int, value: int, /) -> None: ...
 def add(segment: Buffer, offset: int, delta: int, /) -> int: ...
+def observe(segment: Buffer, histogram: int, value: int, /) -> None:
+    """Count a value in the histogram at that offset (kvshm/_shm/histograms.py)."""
+
 def compare_exchange(segment: Buffer, offset: int, expected: int, desired: int, /) -> bool: ...
 def mark_ready(segment: Buffer, layout_version: int, /) -> None: ...
 def address(buffer: Buffer, /) -> int:
     """Address of the buffer's first byte; the caller keeps the buffer alive."""
+
+# -- statistics for tools
+
+def census_add(
+    table: Buffer, places: Buffer, used: int, number: int, /
+) -> tuple[int, int, int, int]:
+    """Count the blocks of table ``number`` (from 1 on).  ``places``: 16 bytes each, zeroed at
+    first, as many as a power of two above the sum of all tables' blocks; ``used``: 0, then what the
+    call before returned.  Returns used, and the READY, DRAINING and leased blocks."""
+
+def census_of(places: Buffer, number: int, /) -> tuple[int, int]:
+    """The blocks that table ``number`` was the first to have, and those that no other has."""
 
 # -- replica index
 

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 import msgspec
 from msgspec import Meta
 
+from ._ground.copy_path import CopyPath
 from ._ground.ids import BlockId, Epoch
 from ._ground.resources import require_descriptors
 from .config import Auto
@@ -116,6 +117,9 @@ class Attachment(Protocol):
     @property
     def epoch(self) -> Epoch:
         """The peer's epoch whose export was opened."""
+
+    path: CopyPath
+    """The way that copies from it take: shown to operators.  A transport may leave it out."""
 
     @property
     def ended(self) -> bool:

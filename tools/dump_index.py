@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import string
 import sys
 from collections.abc import Iterator, Sequence
@@ -20,12 +19,11 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:  # started as a file
     __package__ = "kvshm.tools"
 
-from kvshm._ground.rundir import choose_run_directory, open_run_directory
-from kvshm.config import Config
 from kvshm.errors import ConfigError, RunDirectoryError
 
 from .check import Findings, check
 from .closed_pipe import run_until_pipe_closes
+from .options import EXIT_USAGE, add_selection, find_place
 from .render import ended, name_of, render
 from .report import Filters, Json, build_report
 
@@ -45,13 +43,10 @@ def _parser() -> argparse.ArgumentParser:
         "found something wrong",
     )
     add = parser.add_argument
-    add("--engine", metavar="NAME|PID|EPOCH", help="only this engine; an epoch is hexadecimal")
+    add_selection(parser)
     add("--hash", metavar="PREFIX", type=_hash_prefix, help="list blocks whose hash begins so")
     add("--leased", action="store_true", help="only leased blocks and who holds them")
-    add("--namespace", help="only this namespace (default: $KVSHM_NAMESPACE, else all; '': all)")
-    add("--run-dir", help="where the engines' sockets lie (default: as for engines)")
     add("--entries", action="store_true", help="list every block, chain and replica entry")
-    add("--json", action="store_true", help="as JSON")
     add(
         "--check",
         action="store_true",
@@ -60,19 +55,6 @@ def _parser() -> argparse.ArgumentParser:
         "does not say whether engines share",
     )
     return parser
-
-
-def _place(asked: argparse.Namespace) -> tuple[Path, str | None]:
-    """The run directory, checked if it exists, and the namespace to show (None: all).  Reads no
-    other setting, since a dump also helps to find out what is wrong with the others.  Raises
-    ConfigError or RunDirectoryError."""
-    environ = {name: os.environ.get(name, "") for name in ("KVSHM_NAMESPACE", "KVSHM_RUN_DIR")}
-    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
-    config = Config.from_env(environ, options)
-    run_dir = choose_run_directory(config.run_dir, os.environ)
-    if os.path.exists(run_dir):
-        open_run_directory(config.run_dir, os.environ)
-    return run_dir, config.namespace if "KVSHM_NAMESPACE" in config.given else None
 
 
 def _report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
@@ -142,10 +124,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if asked.check and (asked.engine or asked.hash or asked.leased or asked.entries):
         parser.error("--check takes no other options than --namespace, --run-dir and --json")
     try:
-        run_dir, namespace = _place(asked)
+        run_dir, namespace = find_place(asked)
     except (ConfigError, RunDirectoryError) as exc:
         print(f"kvshm dump-index: {exc}", file=sys.stderr)
-        return 2
+        return EXIT_USAGE
     if asked.check:
         return _check(run_dir, namespace, asked.json)
     return _show(run_dir, namespace, asked)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import BlockId, Epoch
 from kvshm.config import Fault
 from kvshm.errors import StaleAttachment, TransportError
@@ -90,6 +91,7 @@ class LoopbackAttachment:
     """A peer transport's memory (kvshm.interfaces.Attachment).  Like a mapping, it keeps the memory
     after the peer's end."""
 
+    path = CopyPath.OTHER
     ended = False
     """Always False: an export ends only when the test ends it."""
 

@@ -25,6 +25,7 @@ from pathlib import Path
 import msgspec
 
 from kvshm import _native
+from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import BlockId, Epoch
 from kvshm._shm.fd_server import FdServer
 from kvshm._shm.fds import close_all, fetch_keep_open, peer_has_closed, sibling_socket
@@ -115,6 +116,8 @@ def _fetch_memory(
 
 class PosixAttachment:
     """A peer rank's memory, mapped read-only (kvshm.interfaces.Attachment)."""
+
+    path = CopyPath.SHM
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
 from kvshm.interfaces import check_installed
 
-from ..boundary import guarded, report
+from ..boundary import guarded, report, timed
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others
@@ -131,6 +131,11 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             bound = self._connector_metadata
             self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)
 
+    def hook_took(self, hook: str, nanoseconds: int) -> None:
+        """Record the time of a hook in the engine's own slot table."""
+        if (side := self._scheduler or self._worker) is not None:
+            side.hook_took(hook, nanoseconds)
+
     # -- worker
 
     @guarded(_nothing)
@@ -166,6 +171,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._begin(connector_metadata)
 
     @guarded(_nothing)
+    @timed("begin")
     def _begin(self, metadata: StepMetadata) -> None:
         if self._worker:
             self._worker.begin_step(metadata)
@@ -176,6 +182,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._load_at_once()
 
     @guarded(_nothing)
+    @timed("load_at_once")
     def _load_at_once(self) -> None:
         metadata = self._connector_metadata
         if self._worker and isinstance(metadata, StepMetadata):
@@ -209,6 +216,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     # After any error here, the requests whose loads have ended must still go on.
     @guarded(lambda self: self._take_finished())
+    @timed("collect")
     def _collect(self) -> KVConnectorTransferResults | None:
         if self._worker is not None:
             bound = self._connector_metadata
@@ -289,6 +297,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.tracker.track(request)
 
     @guarded(lambda self, request, computed: (0, False))
+    @timed("match")
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -297,6 +306,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.match(request, num_computed_tokens)
 
     @guarded(lambda self, *allocated: self.allocation_failed(*allocated))
+    @timed("allocated")
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if self._scheduler:
             tables = _ids(blocks) if num_external_tokens else []
@@ -309,6 +319,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     # After any error here, the loads must still be handed over.
     @guarded(lambda self, output: self._scheduler.build_after_failure(output))
+    @timed("build")
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._scheduler is None:
             return StepMetadata(step=0)
@@ -323,6 +334,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.before_output(output, result)
 
     @guarded(_nothing)
+    @timed("output")
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is None:
             return
@@ -358,6 +370,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @guarded(lambda self, request, ids: (False, None))
+    @timed("finished")
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler:
             self._scheduler.request_finished(request)

@@ -381,6 +381,11 @@ class SchedulerSide:
         if self.tracker is not None:
             self.tracker.step_done(step)
 
+    def hook_took(self, hook: str, nanoseconds: int) -> None:
+        """A hook has ended: show tools its time, and that the scheduler's loop goes on."""
+        unfinished = len(self._vllm.scheduler.requests) if self._vllm is not None else 0
+        self.cache.hook_took(hook, nanoseconds, unfinished - (hook == "finished"))
+
     def stats(self) -> LoadStats:
         """Return what to add to vLLM's metrics."""
         return LoadStats.of(self.cache.planner.take_results(), self._block_size)

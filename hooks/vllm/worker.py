@@ -288,6 +288,11 @@ class WorkerSide:
                 # Outside an epoch a load copies nothing, releases its leases, reports all bad.
                 self._begin(metadata)
 
+    def hook_took(self, hook: str, nanoseconds: int) -> None:
+        """Show tools how long one of the rank's hooks has taken."""
+        if self._cache is not None:
+            self._cache.hook_took(hook, nanoseconds)
+
     def close(self) -> None:
         """Withdraw the memory before vLLM frees it."""
         if self._cache is not None:

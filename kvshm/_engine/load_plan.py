@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, Self
 
+from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch
 from kvshm._node.peer import PlannedRun
 from kvshm._shm.layout import block_ids
@@ -142,3 +143,5 @@ class LoadReport:
     seconds: float = field(default=0.0, compare=False)
     """From the begin of the first copy to the end of the checks, or until the step could wait no
     longer; 0 if no copy began."""
+    paths: tuple[CopyPath | None, ...] = field(default=(), compare=False)
+    """For each piece the way that its bytes took, None if they were not copied."""

@@ -17,6 +17,7 @@ from kvshm._ground.log import RateLimit, logger
 from kvshm._ground.syncpoints import SyncPoint, sync_point
 from kvshm._shm import counters as c
 from kvshm._shm.counters import Counter
+from kvshm._shm.histograms import MATCH_LENGTH
 from kvshm._shm.layout import RECORD_BYTES
 from kvshm.config import Auto, Config
 from kvshm.errors import KvshmError
@@ -26,6 +27,7 @@ from .epoch_state import EpochState, HasEpoch
 from .groups import Restorable
 from .load_plan import LoadFailure, LoadOrder, LoadReport, Piece, Plan
 from .prefix_search import PrefixSearch
+from .traffic import record_traffic
 
 log = logger(__name__)
 
@@ -129,6 +131,7 @@ class LoadPlanner:
         plan = Plan(own, start, length, found.parts, found.runs, now, nbytes)
         count(c.LOOKUP_HITS, 1)
         count(c.BLOCKS_MATCHED, plan.num_blocks)
+        epoch.table.histograms.observe(MATCH_LENGTH, length * epoch.table.block_size)
         return plan
 
     def _why_refused(self, found: Restorable, tokens: int) -> Counter | None:
@@ -276,6 +279,7 @@ class LoadPlanner:
             epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))
             epoch.table.counters.add(c.IMPORTED_TOKENS, length * epoch.table.block_size)
             self._learn(epoch, load, reports)
+            record_traffic(epoch, load, reports, bad)
             self._update_peers(epoch, load, reports)
         return bad
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from kvshm._ground.ids import BlockId
 from kvshm._shm.counters import DRAIN_WAIT_US, DRAINED, FORCED, PUBLISHED, RETRACTED
+from kvshm._shm.histograms import DRAIN_WAIT
 from kvshm._shm.layout import NUM_LEASE_BITS, RECORD_BYTES
 from kvshm._shm.slot_table import PeerSlotTable
 
@@ -164,4 +165,6 @@ class Publisher:
             forced += overridden
         table.counters.add(FORCED, forced)
         table.counters.add(DRAINED, drained)
-        table.counters.add(DRAIN_WAIT_US, round((self._clock() - started) * 1e6))
+        waited = self._clock() - started
+        table.counters.add(DRAIN_WAIT_US, round(waited * 1e6))
+        table.histograms.observe(DRAIN_WAIT, round(waited * 1e9))

@@ -242,6 +242,10 @@ class Peers:
                 return planned
         return []
 
+    def name_of(self, epoch: int) -> str:
+        """The name of an engine, empty if it is not a peer (any more)."""
+        return peer.info.name if (peer := self._find(epoch)) is not None else ""
+
     def may_use(self, peer: Peer) -> bool:
         """Whether ``lookup`` may still name a peer that it named before."""
         return self._view.rows.get(peer.row) is peer and self._usable(peer)

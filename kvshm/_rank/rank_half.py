@@ -28,8 +28,10 @@ from kvshm._ground.resources import start_thread
 from kvshm._node.handout import Handouts
 from kvshm._node.peer_list import PeerListReader
 from kvshm._shm.counters import LOADS_STARTED, LOADS_TOO_LATE
+from kvshm._shm.histograms import HOOKS
 from kvshm._shm.own_slot_table import RankSlotTable
-from kvshm.errors import MemoryInUse
+from kvshm._shm.progress import FIRST_LOAD_THREAD
+from kvshm.errors import KvshmError, MemoryInUse
 from kvshm.interfaces import Transport
 
 from .attachments import AttachmentCache
@@ -68,6 +70,7 @@ class RankHalf:
         self.transport = transport
         """The memory behind it."""
         self._rank = rank
+        self._loop = FIRST_LOAD_THREAD + rank
         self._verify = verify
         self._clock = clock
         self.failed = ""
@@ -137,6 +140,7 @@ class RankHalf:
         """Start a load; does not block.  Its report comes from ``poll``, exactly once."""
         table = self.table
         self._unreported += 1
+        self._show_pending()
         if self._rank == 0 and table is not None:
             table.counters.add(LOADS_STARTED, 1)
         new = RankLoad(load, self._attachments, table, verify=self._verify, clock=self._clock)
@@ -206,10 +210,21 @@ class RankHalf:
         while len(self._reports) < self._unreported and self._clock() < until:
             time.sleep(STEP_POLL_SECONDS)
         reports = [self._reports.popleft() for _ in range(len(self._reports))]
-        self._unreported -= len(reports)
+        if reports:
+            self._unreported -= len(reports)
+            self._show_pending()
         for report in reports:
             self._begun.pop(report.load_id, None)
         return reports
+
+    def hook_took(self, hook: str, nanoseconds: int) -> None:
+        """Count the time of one of the rank's hooks (``histograms.HOOKS``), for tools."""
+        if self.table is not None:
+            self.table.histograms.observe(HOOKS[hook], nanoseconds)
+
+    def _show_pending(self) -> None:
+        if self.table is not None:
+            self.table.loops.set_pending(self._loop, self._unreported)
 
     def write_checksums(self, blocks: list[BlockId]) -> None:
         """KVSHM_VERIFY: record the checksums of own blocks that were just computed, before
@@ -246,11 +261,18 @@ class RankHalf:
                     closing = True
                 else:
                     active.append(load)
+            self._went_round()
             ended = [load for load in active if load.advance()]
             active = [load for load in active if load not in ended]
             self._reports.extend(load.report for load in ended if not load.abandoned)
             self._tidy(active)
         self._attachments.close()
+
+    def _went_round(self) -> None:
+        """Show tools that this thread is not stuck."""
+        if (table := self.table) is not None:
+            with suppress(KvshmError, ValueError):  # its epoch has just ended
+                table.loops.went_round(self._loop)
 
     def _tidy(self, active: list[RankLoad]) -> None:
         """Once in TIDY_SECONDS, busy or not: unmap peers that have ended, attach new ones.  Never

@@ -20,6 +20,7 @@ from kvshm._engine.load_plan import (
     Piece,
     PieceFailure,
 )
+from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import BlockId
 from kvshm._ground.log import logger
 from kvshm._ground.syncpoints import SyncPoint, sync_point
@@ -109,7 +110,8 @@ class RankLoad:
             self.report = self.failed_report(LoadFailure.TOO_LATE)
         else:
             load_id, bad = self._load.load_id, tuple(dict.fromkeys(self._bad))
-            self.report = LoadReport(load_id, bad, tuple(self._failures), self._elapsed())
+            paths = tuple(_path(part) for part in self._parts)
+            self.report = LoadReport(load_id, bad, tuple(self._failures), self._elapsed(), paths)
         return True
 
     def _elapsed(self) -> float:
@@ -311,3 +313,11 @@ class RankLoad:
         with suppress(Exception):  # it is logged already; an error here must not lose the load
             if self._table is not None:
                 self._table.log_error(text)
+
+
+def _path(part: _Part) -> CopyPath | None:
+    """The way that the bytes of a part took; None if they were not copied."""
+    if part.copy is None or part.peer is None or part.copy.poll() is not CopyState.DONE:
+        return None
+    path = getattr(part.peer.memory, "path", None)  # other packages' transports may lack it
+    return path if isinstance(path, CopyPath) else CopyPath.OTHER

@@ -32,7 +32,12 @@ Slot table: one per exporting engine and epoch
     4096  | load tickets u64 x 256: ranks that have yet to finish a load    |
     6144  | pulses u64 x 65: of the owner, then of each rank (below)        |
     6664  | reserved                                                        |
-    8192  +-----------------------------------------------------------------+
+    8192  | histograms: 32 x 320 bytes (ids: kvshm/_shm/histograms.py)      |
+    18432 | traffic: 64 x 128 bytes, one per peer and path (below)          |
+    26624 | loops u64 x 132: of each (pending, last_ns), below              |
+    27680 | ticket_times u64 x 256: when each load began, CLOCK_MONOTONIC   |
+    29728 | reserved                                                        |
+    32768 +-----------------------------------------------------------------+
           | slot 0: 64 bytes                                                |
           | slot 1 ...                                  64 x num_blocks     |
           +-----------------------------------------------------------------+
@@ -42,6 +47,21 @@ Slot table: one per exporting engine and epoch
 Pulse: 0 until the process has the table, then the id of a thread that ends with the process.  When
 the process ends, in whatever way, the kernel replaces the id by PULSE_DIED (FUTEX_OWNER_DIED)
 before it frees any of the process's memory or descriptors (kvshm/native/py_pulse.c).
+
+Histogram: 39 counts u64, then the sum of all values u64.  Count i is that of the values of i
+significant bits, that is from 2**(i-1) to 2**i - 1; the last also that of all larger values.
+
+Traffic: what the engine has copied from one peer on one path::
+
+    0   | name 32 bytes, zero padded                                          |
+    32  | epoch u64 | path u64 | loads u64 | failed u64 | blocks u64            |
+    72  | bytes u64 | timed_bytes u64 | timed_ns u64 | last_ns u64            |
+    104 | reserved 24 bytes                                                   |
+
+A row belongs to a peer and path from its epoch on (0: the row is free).  last_ns: CLOCK_MONOTONIC.
+
+Loops: of the scheduler, of the client's thread, then of the load thread of each rank.  pending: how
+much work waits for the loop; last_ns: CLOCK_MONOTONIC when it last went round (0: never).
 
 Kept and held until: in whole seconds since created_ns, modulo 2**32, so that they go on while the
 machine's clock is set back behind created_ns; a value further ahead than MAX_HOLD_SECONDS counts as
@@ -100,7 +120,7 @@ from typing import NamedTuple, cast
 
 from kvshm._ground.ids import HASH_BYTES, BlockHash, BlockId, Generation
 
-LAYOUT_VERSION = 4
+LAYOUT_VERSION = 5
 
 # -- common prefix of all segments
 MAGIC_OFFSET = 0
@@ -113,7 +133,7 @@ PREFIX_BYTES = 64
 
 # -- slot table
 TABLE_MAGIC = b"KVSHMSLT"
-TABLE_HEADER_BYTES = 8192
+TABLE_HEADER_BYTES = 32768
 FINGERPRINT_OFFSET = PREFIX_BYTES
 NUM_BLOCKS_OFFSET = FINGERPRINT_OFFSET + 32
 BLOCK_SIZE_OFFSET = NUM_BLOCKS_OFFSET + 4
@@ -140,6 +160,17 @@ TICKETS_OFFSET = ERRORS_OFFSET + NUM_ERRORS * ERROR_BYTES
 NUM_TICKETS = 256
 PULSES_OFFSET = TICKETS_OFFSET + 8 * NUM_TICKETS
 PULSE_DIED = 0x40000000
+HISTOGRAMS_OFFSET = 8192
+NUM_HISTOGRAMS = 32
+NUM_BUCKETS = 39
+HISTOGRAM_BYTES = 8 * (NUM_BUCKETS + 1)
+TRAFFIC_OFFSET = HISTOGRAMS_OFFSET + NUM_HISTOGRAMS * HISTOGRAM_BYTES
+NUM_TRAFFIC_ROWS = 64
+TRAFFIC_ROW_BYTES = 128
+LOOPS_OFFSET = TRAFFIC_OFFSET + NUM_TRAFFIC_ROWS * TRAFFIC_ROW_BYTES
+NUM_LOOPS = 2 + MAX_RANKS
+LOOP_BYTES = 16
+TICKET_TIMES_OFFSET = LOOPS_OFFSET + NUM_LOOPS * LOOP_BYTES
 
 SLOT_BYTES = 64
 SLOT_HASH_OFFSET = 8

@@ -18,6 +18,7 @@ from kvshm._ground.ids import BlockId, Epoch, Fingerprint, Generation, LeaseBit,
 from kvshm.errors import SegmentError
 
 from .counters import PUBLISHED, RETRACTED, Counters
+from .histograms import Histograms
 from .layout import (
     CREATED_OFFSET,
     ENGINE_NAME_BYTES,
@@ -40,13 +41,16 @@ from .layout import (
     SLOT_GROUP_OFFSET,
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,
+    TICKET_TIMES_OFFSET,
     TICKETS_OFFSET,
     SlotState,
     table_bytes,
 )
+from .progress import CLIENT, OwnProgress
 from .segment import TABLE_KIND, Header, Segment, SegmentName, write_header
 from .slot_table import PeerSlotTable, SlotTableView, state_of
 from .table_header import FIXED, NAMES, Clock, seconds_left
+from .traffic import OwnTraffic
 
 _MAX_MS = (1 << 32) - 1
 
@@ -93,11 +97,16 @@ class EngineSlotTable(SlotTableView):
 
     WRITABLE = True
     counters: Counters
+    histograms: Histograms
+    _ticks: Clock = staticmethod(time.monotonic_ns)
+    """Nanoseconds of CLOCK_MONOTONIC."""
 
     def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
         super().__init__(segment, header)
         self._header = header
         self.counters = Counters(segment)
+        self.histograms = Histograms(segment)
+        self.loops = OwnProgress(segment, self._ticks)
         self._clock = clock
         self._pulse: object = None
 
@@ -167,6 +176,11 @@ class OwnSlotTable(EngineSlotTable):
     _next_ticket = 0
     from_fd = None  # type: ignore[assignment]
     """An owner creates its table: none is mapped as one's own."""
+    traffic: OwnTraffic
+
+    def __init__(self, segment: Segment, header: Header, clock: Clock = time.time_ns) -> None:
+        super().__init__(segment, header, clock)
+        self.traffic = OwnTraffic(segment, self._ticks)
 
     @classmethod
     def create(
@@ -242,6 +256,7 @@ class OwnSlotTable(EngineSlotTable):
     def beat(self) -> None:
         """Show that the owner is alive; call it about once a second."""
         _native.add(self._segment.buffer, HEARTBEAT_OFFSET, 1)
+        self.loops.went_round(CLIENT)
 
     def descriptor(self, writable: bool) -> int:
         """A new descriptor of the table, to hand out; the caller closes it.  Any thread.  Raises
@@ -324,6 +339,9 @@ class OwnSlotTable(EngineSlotTable):
             raise ValueError(f"a load of {ranks} ranks")
         first = self._next_ticket
         for ticket in (i % NUM_TICKETS for i in range(first, first + NUM_TICKETS)):
+            if self._load(_ticket(ticket)):
+                continue
+            self._store(TICKET_TIMES_OFFSET + 8 * ticket, self._ticks())  # before tools can see it
             if _native.compare_exchange(self._segment.buffer, _ticket(ticket), 0, ranks):
                 self._next_ticket = ticket + 1
                 return ticket

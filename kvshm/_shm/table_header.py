@@ -19,6 +19,7 @@ from kvshm.errors import CorruptSegment
 
 from .counters import CounterValues
 from .error_log import ErrorLog, LoggedError
+from .histograms import HistogramValues
 from .layout import (
     CREATED_OFFSET,
     ENGINE_NAME_BYTES,
@@ -41,10 +42,13 @@ from .layout import (
     RETIRED_OFFSET,
     TABLE_HEADER_BYTES,
     TABLE_MAGIC,
+    TICKET_TIMES_OFFSET,
     TICKETS_OFFSET,
     table_bytes,
 )
+from .progress import Progress, read_progress
 from .segment import Header, Segment
+from .traffic import TrafficValues
 
 Clock = Callable[[], int]
 """Nanoseconds of CLOCK_REALTIME."""
@@ -102,6 +106,8 @@ class TableHeader:
         self.engine, self.model = _text(engine), _text(model)
         self.created_ns = _native.load(buffer, CREATED_OFFSET)
         self.counters = CounterValues(segment)
+        self.histograms = HistogramValues(segment)
+        self.traffic = TrafficValues(segment)
         self._errors = ErrorLog(segment)
 
     @property
@@ -220,6 +226,20 @@ class TableHeader:
     def lease_bit(self) -> LeaseBit:
         """The owner's lease bit in other engines' slots; NO_LEASE_BIT if it has none."""
         return LeaseBit((self._load(NUM_RANKS_OFFSET) >> 32) - 1)
+
+    def loads_since(self) -> list[int]:
+        """When each of the owner's loads under way began, nanoseconds of CLOCK_MONOTONIC, the
+        oldest first.  Until it ends, a load holds leases in other engines' tables."""
+        buffer = self._segment.buffer
+        left = _TICKETS.unpack_from(buffer, TICKETS_OFFSET)
+        begun = _TICKETS.unpack_from(buffer, TICKET_TIMES_OFFSET)
+        return sorted(at for ranks, at in zip(left, begun, strict=True) if ranks)
+
+    # -- progress
+
+    def progress(self) -> list[Progress]:
+        """How far the loops of the engine's processes are."""
+        return read_progress(self._segment, self.num_ranks)
 
     # -- error log
 

@@ -74,6 +74,10 @@
  *     read_ready             fence acquire        ... and before it is read again: unchanged, hence
  *                                                 untorn
  *     read_ready             load relaxed         behind that fence
+ *   census.c
+ *     kvshm_census_add       load acquire         statistics: a slot that changes may be counted as
+ *                                                 it was, or by a torn hash
+ *     place_of               load relaxed         likewise
  *   core_index.h
  *     open_index             load relaxed         the capacity never changes after kvshm_mark_ready
  *     entry_at               load relaxed         a reader: within its seq-lock; the writer: its
@@ -206,6 +210,14 @@ int64_t kvshm_add(kvshm_segment segment, uint64_t offset, uint64_t delta, uint64
     *before = atomic_fetch_add_explicit(word_at(segment.base + offset), delta,
                                         memory_order_acq_rel);
     return KVSHM_OK;
+}
+
+int64_t kvshm_observe(kvshm_segment segment, uint64_t histogram, uint64_t value)
+{
+    uint64_t bits = value ? 64 - (uint64_t)__builtin_clzll(value) : 0, before;
+    uint64_t bucket = bits < KVSHM_NUM_BUCKETS ? bits : KVSHM_NUM_BUCKETS - 1;
+    RETURN_UNLESS_OK(kvshm_add(segment, histogram + 8 * bucket, 1, &before));
+    return kvshm_add(segment, histogram + 8 * KVSHM_NUM_BUCKETS, value, &before);
 }
 
 int64_t kvshm_compare_exchange(kvshm_segment segment, uint64_t offset, uint64_t *expected,

@@ -111,6 +111,29 @@ int64_t kvshm_sweep(kvshm_segment table, uint32_t bits);
  * causes an event of its own.  Returns how many records were written. */
 int64_t kvshm_scan(kvshm_segment table, uint32_t *next, kvshm_record *records, size_t count);
 
+/* -- statistics ---------------------------------------------------------------------------- */
+
+/* A block that several tables may have; zero: the place is free.  Private memory of the caller. */
+typedef struct {
+    uint64_t key;
+    uint32_t owner;  /* number of the first table that has it, from 1 on */
+    uint32_t shared; /* 1: another table has it, too */
+} kvshm_place;
+
+typedef struct {
+    uint64_t ready, draining, leased;
+} kvshm_census;
+
+/* Count a table's blocks and enter the READY ones into `places`, roughly while they change.  `room`
+ * places, a power of two; *used, 0 at first, counts the slots of all tables so far.  KVSHM_INVALID
+ * if they do not leave a place free. */
+int64_t kvshm_census_add(kvshm_segment table, kvshm_place *places, uint64_t room, uint64_t *used,
+                         uint32_t number, kvshm_census *census);
+
+/* How many blocks table `number` was the first to have, and how many no other table has. */
+void kvshm_census_of(const kvshm_place *places, uint64_t room, uint32_t number, uint64_t *distinct,
+                     uint64_t *last_copies);
+
 /* -- words of a table's header --------------------------------------------------------- */
 
 /* 8-byte atomics at a checked, aligned offset of a segment. */
@@ -120,6 +143,8 @@ int64_t kvshm_load(kvshm_segment segment, uint64_t offset, uint64_t *value);
 int64_t kvshm_store(kvshm_segment segment, uint64_t offset, uint64_t value);
 /* acq_rel */
 int64_t kvshm_add(kvshm_segment segment, uint64_t offset, uint64_t delta, uint64_t *before);
+/* two kvshm_add: count a value in the histogram at that offset */
+int64_t kvshm_observe(kvshm_segment segment, uint64_t histogram, uint64_t value);
 /* acq_rel; returns 1 if the word was exchanged, else 0 */
 int64_t kvshm_compare_exchange(kvshm_segment segment, uint64_t offset, uint64_t *expected,
                                uint64_t desired);

@@ -135,6 +135,16 @@ static PyObject *native_add(PyObject *module, PyObject *args)
     return status < 0 ? kvshm_raise(module, &segment, status) : PyLong_FromUnsignedLongLong(before);
 }
 
+static PyObject *native_observe(PyObject *module, PyObject *args)
+{
+    BUFFER(segment);
+    unsigned long long histogram, value;
+    if (!PyArg_ParseTuple(args, "w*KK:observe", &segment, &histogram, &value))
+        return NULL;
+    int64_t status = kvshm_observe(segment_of(&segment), histogram, value);
+    return status < 0 ? kvshm_raise(module, &segment, status) : Py_NewRef(Py_None);
+}
+
 static PyObject *native_compare_exchange(PyObject *module, PyObject *args)
 {
     BUFFER(segment);
@@ -279,6 +289,7 @@ static PyMethodDef word_methods[] = {
     {"load", native_load, METH_VARARGS, NULL},
     {"store", native_store, METH_VARARGS, NULL},
     {"add", native_add, METH_VARARGS, NULL},
+    {"observe", native_observe, METH_VARARGS, NULL},
     {"compare_exchange", native_compare_exchange, METH_VARARGS, NULL},
     {"mark_ready", native_mark_ready, METH_VARARGS, NULL},
     {"address", native_address, METH_VARARGS, NULL},

@@ -229,7 +229,38 @@ static PyObject *native_scan(PyObject *module, PyObject *args)
                                      (Py_ssize_t)(found * KVSHM_RECORD_BYTES), next);
 }
 
+static PyObject *native_census_add(PyObject *module, PyObject *args)
+{
+    BUFFER(table);
+    BUFFER(places);
+    unsigned long long used;
+    unsigned int number;
+    if (!PyArg_ParseTuple(args, "y*w*KI:census_add", &table, &places, &used, &number))
+        return NULL;
+    kvshm_census census = {0};
+    uint64_t room = (uint64_t)places.len / sizeof(kvshm_place), sum = used;
+    int64_t status;
+    WITHOUT_GIL(SIZE_MAX, status = kvshm_census_add(segment_of(&table), places.buf, room, &sum,
+                                                    number, &census));
+    return status < 0 ? kvshm_raise(module, &table, status)
+                      : Py_BuildValue("(KKKK)", sum, census.ready, census.draining, census.leased);
+}
+
+static PyObject *native_census_of(PyObject *module, PyObject *args)
+{
+    (void)module;
+    BUFFER(places);
+    unsigned int number;
+    if (!PyArg_ParseTuple(args, "y*I:census_of", &places, &number))
+        return NULL;
+    uint64_t room = (uint64_t)places.len / sizeof(kvshm_place), distinct, last_copies;
+    WITHOUT_GIL(SIZE_MAX, kvshm_census_of(places.buf, room, number, &distinct, &last_copies));
+    return Py_BuildValue("(KK)", distinct, last_copies);
+}
+
 PyMethodDef kvshm_slot_methods[] = {
+    {"census_add", native_census_add, METH_VARARGS, NULL},
+    {"census_of", native_census_of, METH_VARARGS, NULL},
     {"publish", native_publish, METH_VARARGS, NULL},
     {"retract", native_retract, METH_VARARGS, NULL},
     {"drain", native_drain, METH_VARARGS, NULL},

@@ -221,6 +221,9 @@ class FakeDriver:
             return None
         return self._reaches(device)
 
+    def native_atomics(self, device: str) -> bool | None:
+        return self._reaches(device) if device in self.visible else None
+
     def enable_peer(self, device: str) -> None:
         if not self._reaches(device):
             raise CudaError("cuCtxEnablePeerAccess", "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")

@@ -17,7 +17,8 @@ typedef struct function *CUfunction;
 typedef struct { char bytes[16]; } CUuuid;
 typedef struct { char reserved[64]; } CUipcMemHandle;
 typedef struct { unsigned char data[64]; } CUmemFabricHandle;
-typedef int CUmemAllocationHandleType, CUmemAllocationGranularity_flags, CUdevice_attribute;
+typedef int CUmemAllocationHandleType, CUmemAllocationGranularity_flags, CUdevice_attribute,
+    CUdevice_P2PAttribute;
 typedef int CUdriverProcAddressQueryResult;
 typedef struct { int type, id; } CUmemLocation;
 typedef struct { CUmemLocation location; int flags; } CUmemAccessDesc;
@@ -53,6 +54,7 @@ enum {
     CU_MEM_HANDLE_TYPE_FABRIC = 8,
     CU_MEM_ACCESS_FLAGS_PROT_READ = 1,
     CU_MEM_ACCESS_FLAGS_PROT_READWRITE = 3,
+    CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED = 3,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
     CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
     CU_GET_PROC_ADDRESS_SUCCESS = 0,

@@ -53,6 +53,13 @@ EXPORTED CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer
     return CUDA_SUCCESS;
 }
 
+EXPORTED CUresult cuDeviceGetP2PAttribute(int *value, CUdevice_P2PAttribute which, CUdevice device,
+                                          CUdevice peer) {
+    WANT(device != peer && which == CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED);
+    *value = getenv("PLAYED_CUDA_PCIE") == NULL;
+    return CUDA_SUCCESS;
+}
+
 EXPORTED CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     WANT(device >= 0 && device < DEVICES);
     *context = (CUcontext)(intptr_t)(device + 1);
@@ -89,6 +96,7 @@ EXPORTED CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
 #define NAMES(each) \
     each(cuInit) each(cuDriverGetVersion) each(cuDeviceGet) each(cuDeviceGetCount) \
     each(cuDeviceGetUuid) each(cuDeviceGetAttribute) each(cuDeviceCanAccessPeer) \
+    each(cuDeviceGetP2PAttribute) \
     each(cuDevicePrimaryCtxRetain) each(cuCtxGetCurrent) each(cuCtxPushCurrent) \
     each(cuCtxPopCurrent) each(cuCtxEnablePeerAccess) each(cuStreamCreate) \
     each(cuStreamDestroy) each(cuStreamSynchronize) each(cuStreamWaitEvent) \

@@ -30,6 +30,7 @@ from kvshm._replica.index_check import violations
 from kvshm._replica.index_reader import LARGEST_INDEX, ReplicaReader
 from kvshm._shm.layout import (
     EPOCH_OFFSET,
+    HISTOGRAMS_OFFSET,
     INDEX_HEADER_BYTES,
     LIFE_OFFSET,
     PID_OFFSET,
@@ -103,6 +104,9 @@ class Subject:
     """One segment: its sound contents, and the flipped ones that its readers find."""
 
     header_bytes: int
+    """Bytes of its header, without statistics."""
+    statistics = range(0)
+    """Where the header has numbers that only tools read."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -127,7 +131,8 @@ class Subject:
 
 
 class Table(Subject):
-    header_bytes = TABLE_HEADER_BYTES
+    header_bytes = HISTOGRAMS_OFFSET
+    statistics = range(HISTOGRAMS_OFFSET, TABLE_HEADER_BYTES)
 
     def __init__(self, node: ServedNode) -> None:
         self._held = make_table(node.namespace)
@@ -151,6 +156,10 @@ class Table(Subject):
         yield "repr", table.__repr__
         yield "errors", table.errors
         yield "counters", table.counters.snapshot
+        yield "histograms", table.histograms.snapshot
+        yield "traffic", table.traffic.read
+        yield "progress", table.progress
+        yield "loads", table.loads_since
         yield "life", lambda: [table.life(rank) for rank in ranks]
         yield "words", lambda: (table.retired, table.heartbeat, table.leases_taken, table.now)
         yield "checksum", lambda: [table.checksum(rank, b) for rank in ranks for b in blocks]

@@ -22,6 +22,8 @@ from kvshm.errors import KvshmError
 
 SUBJECTS: dict[str, type[Subject]] = {"table": Table, "index": Index}
 REST_BYTES = 1000
+STATISTICS_STEP = 97
+"""Of the histograms and the like, which nobody but tools reads, one byte in so many is flipped."""
 FIELD_BYTES = 192
 """The first bytes of a header hold its numbers; of these every single bit is flipped, too."""
 HANG_SECONDS = 20.0
@@ -29,9 +31,10 @@ ALLOWED = (KvshmError, IndexError, ValueError)
 
 
 def flips_of(subject: Subject, dice: random.Random) -> list[tuple[int, int]]:
-    """Offset and mask: every byte of the header, and a thousand of the rest."""
-    rest = range(subject.header_bytes, len(subject.sound))
+    """Offset and mask: each byte of the header, some of its statistics, a thousand of the rest."""
+    rest = range(max(subject.header_bytes, subject.statistics.stop), len(subject.sound))
     offsets = [*range(subject.header_bytes), *dice.sample(rest, min(REST_BYTES, len(rest)))]
+    offsets += subject.statistics[::STATISTICS_STEP]
     bits = [(offset, 1 << bit) for offset in range(FIELD_BYTES) for bit in range(8)]
     return bits + [(offset, dice.randrange(1, 256)) for offset in offsets]
 

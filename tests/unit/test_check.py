@@ -192,7 +192,7 @@ def another_epoch_in_the_header_of_an_index(node: Node) -> str:
 @planted
 def fewer_blocks_than_there_is_room_for(node: Node) -> str:
     struct.pack_into("<I", node.table._segment.buffer, NUM_BLOCKS_OFFSET, 25)
-    size, has = 8192 + 25 * 72, 8192 + 26 * 72
+    size, has = 32768 + 25 * 72, 32768 + 26 * 72
     return f"{SLOTS}: header: says 25 blocks of 1 ranks, that is {size} bytes, of {has}"
 
 

@@ -113,7 +113,7 @@ def test_half_written_and_strange_segments_are_shown_as_such(dumped, busy, capsy
 
 
 def test_a_contradiction_in_a_slot_is_named_and_the_rest_still_shown(dumped, busy):
-    put(busy.exporter, 8192 + 64 * 2, 0xF << 28)
+    put(busy.exporter, 32768 + 64 * 2, 0xF << 28)
     found = engine(dumped.report(), "exporter")
     assert any("slot 2" in problem for problem in found["problems"])
     assert found["states"]["ready"] == 5

@@ -16,6 +16,7 @@ from kvshm._replica.index import ApplyResult, Replica
 from kvshm._replica.index_layout import tag_in_group
 from kvshm._shm.counters import MISS_NO_OWNER, MISS_QUARANTINED
 from kvshm._shm.layout import (
+    TABLE_HEADER_BYTES,
     BlockRecord,
     RecordKind,
     SlotState,
@@ -83,7 +84,7 @@ def test_a_group_that_no_record_can_have_is_never_leased(table: AnyTable) -> Non
     """A scan cuts it: a wrong hint."""
     wanted = pack_records([BlockRecord(HASHES[0], BlockId(0), Generation(0), 0)])
     table.publish(wanted, bytes(8))
-    table._segment.buffer[8192 + 58] = 1  # group 65536
+    table._segment.buffer[TABLE_HEADER_BYTES + 58] = 1  # group 65536
     assert table.slot(0).group == 1 << 16
     assert table.scan() == wanted
     assert table.lease(LeaseBit(0), table.scan())[0] == 0

@@ -11,13 +11,13 @@ import pytest
 
 from kvshm._ground.ids import HASH_BYTES
 from kvshm._replica.index_layout import ENTRY_STRUCT, ROW_STRUCT, Row
-from kvshm._shm import error_log, layout, segment, slot_table, table_header
+from kvshm._shm import error_log, layout, segment, slot_table, table_header, traffic
 from kvshm._shm.layout import BlockRecord
 from kvshm._shm.slot_table import Slot
 
 PAGE = (Path(__file__).parents[2] / "docs" / "layout.md").read_text("utf-8")
 DRAWN = layout.__doc__ or ""
-TABLE, SLOT, INDEX, ROW, RECORD = re.findall(r"(?:^ {4}.*[|+]\n)+", DRAWN, re.MULTILINE)
+TABLE, TRAFFIC, SLOT, INDEX, ROW, RECORD = re.findall(r"(?:^ {4}.*[|+]\n)+", DRAWN, re.MULTILINE)
 
 COMMON_BYTES = {
     "MAGIC": len(layout.TABLE_MAGIC),
@@ -45,6 +45,10 @@ TABLE_BYTES = COMMON_BYTES | {
     "ERRORS": layout.NUM_ERRORS * layout.ERROR_BYTES,
     "TICKETS": 8 * layout.NUM_TICKETS,
     "PULSES": 8 * (1 + layout.MAX_RANKS),
+    "HISTOGRAMS": layout.NUM_HISTOGRAMS * layout.HISTOGRAM_BYTES,
+    "TRAFFIC": layout.NUM_TRAFFIC_ROWS * layout.TRAFFIC_ROW_BYTES,
+    "LOOPS": layout.NUM_LOOPS * layout.LOOP_BYTES,
+    "TICKET_TIMES": 8 * layout.NUM_TICKETS,
 }
 SLOT_BYTES = {
     "SLOT_HASH": HASH_BYTES,
@@ -183,6 +187,7 @@ def test_boxes_are_what_the_struct_formats_say() -> None:
     slot = [field for field in fields(SLOT) if field.nbytes]
     assert format_of(slot) == slot_table._SLOT.format
     assert tuple(field.name for field in slot[1:]) == Slot._fields[3:]
+    assert format_of(fields(TRAFFIC)) == traffic._ROW.format
 
 
 @pytest.mark.parametrize(
@@ -240,6 +245,9 @@ def test_the_page_gives_each_field_its_size() -> None:
         f"| {layout.NUM_ERRORS} distinct errors:",
         f", {error_log.TEXT_BYTES} bytes of text each",
         f"| {layout.NUM_TICKETS} load tickets:",
+        f"| {layout.NUM_HISTOGRAMS} histograms;",
+        f"| {layout.NUM_TRAFFIC_ROWS} rows:",
+        f"progress of {layout.NUM_LOOPS} loops",
         f"padded with zeros to {HASH_BYTES} bytes",
         f"| {layout.NUM_ROWS} rows,",
         f"packed records of {layout.RECORD_BYTES} bytes",
@@ -257,6 +265,7 @@ def test_the_page_tells_the_numbers_of_the_layout(told: str) -> None:
         f'magic "{layout.INDEX_MAGIC.decode()}"',
         f"plans and batches ({layout.RECORD_BYTES} bytes)",
         f"writer, {layout.TOMBSTONE_BYTES} bytes per block",
+        f"Histogram: {layout.NUM_BUCKETS} counts",
     ],
 )
 def test_the_docstring_tells_the_numbers_of_the_layout(told: str) -> None:

@@ -54,8 +54,8 @@ MAY = {
 }
 READS = (
     "WRITABLE age_seconds alive check_integrity checksum close died errors heartbeat in_use "
-    "is_alive kept_until lease_bit leases_taken life nbytes now owner_begun owner_died retired "
-    "seconds_left slot slots"
+    "loads_since progress is_alive kept_until lease_bit leases_taken life nbytes now "
+    "owner_begun owner_died retired seconds_left slot slots"
 )
 """What all roles may do, besides what MAY lists."""
 GIVES = {

@@ -54,6 +54,9 @@ class Copying:
     def end_epoch(self) -> None:
         """Nothing was."""
 
+    def hook_took(self, hook: str, nanoseconds: int) -> None:
+        """Nobody asks."""
+
 
 class Worker:
     """The one worker of an engine, and vLLM's executor in front of it."""

@@ -147,6 +147,10 @@ class Driver(Protocol):
         """Whether this GPU can reach the memory of ``device``; None if this process cannot see
         ``device``."""
 
+    def native_atomics(self, device: str) -> bool | None:
+        """Whether atomics on the memory of ``device`` are native: they are over NVLink, and not
+        over PCIe.  None if this process cannot see ``device``."""
+
     def enable_peer(self, device: str) -> None:
         """Let this GPU reach the memory that *this process* allocates on ``device``."""
 

@@ -215,6 +215,13 @@ class NvidiaDriver:
             return None
         return bool(_call(cu.cuDeviceCanAccessPeer, self._device, found))
 
+    def native_atomics(self, device: str) -> bool | None:
+        found = self._device_of(device)
+        if found is None:
+            return None
+        attribute = cu.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+        return bool(_call(cu.cuDeviceGetP2PAttribute, attribute, self._device, found))
+
     def enable_peer(self, device: str) -> None:
         peer = self._context_of(device)
         try:

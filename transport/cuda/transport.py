@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import BlockId, Epoch
 from kvshm._ground.log import logger
 from kvshm.config import Fault
@@ -47,10 +48,11 @@ class CudaAttachment:
 
     def __init__(
         self, own: CudaIpcTransport, descriptor: MemoryDescriptor, table: RegionTable,
-        mappings: list[PeerMapping], keep: object,
+        mappings: list[PeerMapping], keep: object, path: CopyPath,
     ) -> None:  # fmt: skip
         self.epoch = Epoch(descriptor.epoch)
         self.route = table.route
+        self.path = path
         self._own = own
         self._table = table
         self._mappings = mappings
@@ -206,7 +208,8 @@ class CudaIpcTransport(OwnCache):
         except BaseException:
             self.unmap_later(opened, 0)
             raise
-        attachment = CudaAttachment(self, descriptor, table, opened, keep)
+        path = self._path(details.device, route)
+        attachment = CudaAttachment(self, descriptor, table, opened, keep, path)
         with self._lock:
             if not self.closed:
                 self._attachments.add(attachment)
@@ -225,6 +228,15 @@ class CudaIpcTransport(OwnCache):
             f"GPU {self.driver.uuid} cannot reach GPU {details.device} "
             "(KVSHM_STAGING=1 would let blocks travel through host memory)"
         )
+
+    def _path(self, device: str, route: Route) -> CopyPath:
+        """The way that copies take, for people to see."""
+        if route is Route.STAGED:
+            return CopyPath.STAGED
+        if device == self.driver.uuid:
+            return CopyPath.SAME_GPU
+        named = {True: CopyPath.NVLINK, False: CopyPath.PCIE, None: CopyPath.OTHER}
+        return named[self.driver.native_atomics(device)]
 
     def _open_memories(
         self, details: CudaDetails, route: Route, opened: list[PeerMapping]

@@ -1,0 +1,44 @@
+"""Options that the commands of ``kvshm`` share: which engines are meant, and how to print.
+
+A command is a module with three names: ``HELP``, one line for ``kvshm --help``;
+``add_arguments(parser)``, which adds its options; and ``run(asked)``, which does the work and
+returns the exit status.  ``kvshm`` itself turns a ConfigError of ``run`` into a message and exit
+status 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from kvshm._ground.rundir import choose_run_directory, open_run_directory
+from kvshm.config import Config
+
+EXIT_USAGE = 2
+"""A wrong command line or a bad setting, of every command."""
+
+
+def add_selection(parser: argparse.ArgumentParser, *, engine: bool = True) -> None:
+    """Add --run-dir, --namespace, --json and, unless told otherwise, --engine."""
+    add = parser.add_argument
+    if engine:
+        add("--engine", metavar="NAME|PID|EPOCH", help="only this engine; an epoch is hexadecimal")
+    add("--namespace", help="only this namespace (default: $KVSHM_NAMESPACE, else all; '': all)")
+    add("--run-dir", help="where the engines' sockets lie (default: as for engines)")
+    add("--json", action="store_true", help="as JSON")
+
+
+def find_place(asked: argparse.Namespace) -> tuple[Path, str | None]:
+    """Return the run directory, checked if it exists, and the namespace that is meant (None: all).
+
+    Reads no other setting, since a command that shows things also helps to find out what is wrong
+    with the others.  Raises ConfigError or RunDirectoryError.
+    """
+    environ = {name: os.environ.get(name, "") for name in ("KVSHM_NAMESPACE", "KVSHM_RUN_DIR")}
+    options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
+    config = Config.from_env(environ, options)
+    run_dir = choose_run_directory(config.run_dir, os.environ)
+    if os.path.exists(run_dir):
+        open_run_directory(config.run_dir, os.environ)
+    return run_dir, config.namespace if "KVSHM_NAMESPACE" in config.given else None
