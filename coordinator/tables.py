@@ -139,7 +139,8 @@ class Tables:
                     connection.recv(1)  # engines send nothing here: drop it
 
     def look(self) -> Iterator[Input]:
-        """Check all tables, about once a second: a worker's death closes no connection."""
+        """Check all tables, about once a second: a worker's death closes no connection.  Shows in
+        each table that the coordinator goes round."""
         now = self._clock()
         for number, check in list(self._checks.items()):
             if now >= check.until:
@@ -148,6 +149,8 @@ class Tables:
                 reason = f"it does not hand out its slot table within {FETCH_SECONDS:g} s"
                 yield check.result(Refusal(reason, _AGAIN, retry=True))
         for epoch, member in list(self._members.items()):
+            with suppress(KvshmError):  # its owner has overwritten it
+                member.table.coordinator_went_round()
             yield from self._ends(epoch, member)
 
     @staticmethod

@@ -34,9 +34,9 @@ Slot table: one per exporting engine and epoch
     6664  | reserved                                                        |
     8192  | histograms: 32 x 320 bytes (ids: kvshm/_shm/histograms.py)      |
     18432 | traffic: 64 x 128 bytes, one per peer and path (below)          |
-    26624 | loops u64 x 132: of each (pending, last_ns), below              |
-    27680 | ticket_times u64 x 256: when each load began, CLOCK_MONOTONIC   |
-    29728 | reserved                                                        |
+    26624 | loops u64 x 134: of each (pending, last_ns), below              |
+    27696 | ticket_times u64 x 256: when each load began, CLOCK_MONOTONIC   |
+    29744 | reserved                                                        |
     32768 +-----------------------------------------------------------------+
           | slot 0: 64 bytes                                                |
           | slot 1 ...                                  64 x num_blocks     |
@@ -60,8 +60,9 @@ Traffic: what the engine has copied from one peer on one path::
 
 A row belongs to a peer and path from its epoch on (0: the row is free).  last_ns: CLOCK_MONOTONIC.
 
-Loops: of the scheduler, of the client's thread, then of the load thread of each rank.  pending: how
-much work waits for the loop; last_ns: CLOCK_MONOTONIC when it last went round (0: never).
+Loops: of the scheduler, of the client's thread, of the coordinator that has this table, then of the
+load thread of each rank.  pending: how much work waits for the loop; last_ns: CLOCK_MONOTONIC when
+it last went round (0: never).
 
 Kept and held until: in whole seconds since created_ns, modulo 2**32, so that they go on while the
 machine's clock is set back behind created_ns; a value further ahead than MAX_HOLD_SECONDS counts as
@@ -168,7 +169,7 @@ TRAFFIC_OFFSET = HISTOGRAMS_OFFSET + NUM_HISTOGRAMS * HISTOGRAM_BYTES
 NUM_TRAFFIC_ROWS = 64
 TRAFFIC_ROW_BYTES = 128
 LOOPS_OFFSET = TRAFFIC_OFFSET + NUM_TRAFFIC_ROWS * TRAFFIC_ROW_BYTES
-NUM_LOOPS = 2 + MAX_RANKS
+NUM_LOOPS = 3 + MAX_RANKS
 LOOP_BYTES = 16
 TICKET_TIMES_OFFSET = LOOPS_OFFSET + NUM_LOOPS * LOOP_BYTES
 

@@ -19,7 +19,10 @@ SCHEDULER = 0
 """The scheduler's loop; pending: requests that have not ended."""
 CLIENT = 1
 """The client's thread, which must go round once a second, whether work waits or not."""
-FIRST_LOAD_THREAD = 2
+COORDINATOR = 2
+"""The coordinator's main loop, as the coordinator writes it into each table of its roster, once a
+second."""
+FIRST_LOAD_THREAD = 3
 """That of rank 0; pending: loads under way.  It too must go round once a second."""
 
 _LOOP = struct.Struct("<QQ")
@@ -30,7 +33,7 @@ class Progress(NamedTuple):
     """How far one loop is."""
 
     loop: str
-    """"scheduler", "client", or "loads of rank 0"."""
+    """"scheduler", "client", "coordinator", or "loads of rank 0"."""
     pending: int
     """How much work waits for it."""
     last_ns: int
@@ -49,7 +52,7 @@ def read_progress(segment: Segment, num_ranks: int) -> list[Progress]:
 
 
 class OwnProgress:
-    """Writes the progress of the own loops: each loop by its own thread."""
+    """Writes the progress of the loops: each loop by its own thread."""
 
     def __init__(self, segment: Segment, clock: Callable[[], int]) -> None:
         """``clock``: nanoseconds of CLOCK_MONOTONIC."""
@@ -67,4 +70,5 @@ class OwnProgress:
 
 def _name(loop: int) -> str:
     of_rank = f"loads of rank {loop - FIRST_LOAD_THREAD}"
-    return {SCHEDULER: "scheduler", CLIENT: "client"}.get(loop, of_rank)
+    names = {SCHEDULER: "scheduler", CLIENT: "client", COORDINATOR: "coordinator"}
+    return names.get(loop, of_rank)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import struct
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import ClassVar, NamedTuple, Self
@@ -39,6 +40,7 @@ from .layout import (
     SlotState,
     table_bytes,
 )
+from .progress import COORDINATOR, OwnProgress
 from .segment import Segment, check_header
 from .table_header import WRAP_SECONDS, TableHeader
 
@@ -261,6 +263,10 @@ class RosterSlotTable(SlotTableView):
         swept = _native.sweep(self._segment.buffer, bits)
         _native.add(self._segment.buffer, SWEPT.offset, swept)
         return swept
+
+    def coordinator_went_round(self) -> None:
+        """Show tools that the coordinator is not stuck; call it about once a second."""
+        OwnProgress(self._segment, time.monotonic_ns).went_round(COORDINATOR)
 
 
 def _bounded(bit: int) -> int:

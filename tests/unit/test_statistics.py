@@ -187,6 +187,7 @@ def test_each_loop_shows_its_own_progress(table: AnyTable) -> None:
     ] == [
         ("scheduler", 3, 0, True),
         ("client", 0, 5000, False),
+        ("coordinator", 0, 0, False),
         ("loads of rank 0", 0, 0, False),
         ("loads of rank 1", 0, 1000, False),
     ]
