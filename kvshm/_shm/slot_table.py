@@ -178,6 +178,18 @@ class SlotTableView(TableHeader):
             self._keep_until(until)
         return found
 
+    # -- statistics, roughly while the slots change
+
+    def count_blocks(self, places: bytearray, used: int, number: int) -> tuple[int, int, int, int]:
+        """Count the blocks as table ``number`` among several: ``_native.census_add``."""
+        return _native.census_add(self._segment.buffer, places, used, number)
+
+    def missing_in(self, replica: memoryview, row: int) -> tuple[int, float]:
+        """How many READY blocks the row of another engine's replica lacks, and for how many seconds
+        the oldest of these has been published (0.0: there is none)."""
+        lacking, since_ms = _native.census_missing(self._segment.buffer, replica, row)
+        return lacking, max(self._age_ns() / 1e9 - since_ms / 1e3, 0.0) if lacking else 0.0
+
     @staticmethod
     def _after(now: int, seconds: int) -> int:
         """So many seconds later, as the slot has it: 0 would be no hold."""

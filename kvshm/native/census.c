@@ -1,6 +1,7 @@
-/* How many blocks are published, and which are the last copies on the node: see core.h. */
+/* How many blocks are published, which are the last copies on the node, and what a replica lacks:
+ * see core.h. */
 
-#include "core_words.h"
+#include "core_index.h"
 
 static kvshm_place *find(kvshm_place *places, uint64_t mask, uint64_t key)
 {
@@ -14,7 +15,7 @@ static kvshm_place *find(kvshm_place *places, uint64_t mask, uint64_t key)
 static kvshm_place *place_of(const uint8_t *slot, kvshm_place *places, uint64_t mask)
 {
     uint64_t group = get_half(slot + KVSHM_SLOT_GROUP_OFFSET);
-    uint64_t key = get(slot + KVSHM_SLOT_HASH_OFFSET) ^ group * 0x9e3779b97f4a7c15u;
+    uint64_t key = get(slot + KVSHM_SLOT_HASH_OFFSET) ^ group * GROUP_FACTOR;
     kvshm_place *found = find(places, mask, key);
     found->key = key;
     return found;
@@ -32,8 +33,8 @@ int64_t kvshm_census_add(kvshm_segment segment, kvshm_place *places, uint64_t ro
     for (uint32_t block = 0; block < table.num_blocks; block++) {
         const uint8_t *slot = table.slots + (uint64_t)KVSHM_SLOT_BYTES * block;
         uint64_t word = get_acquire(slot);
-        uint64_t state = word >> KVSHM_STATE_SHIFT & 0xF;
-        census->leased += (word & KVSHM_LEASE_MASK) != 0;
+        uint32_t state = state_of(word);
+        census->leased += (word & LEASES) != 0;
         census->draining += state == KVSHM_DRAINING;
         if (state != KVSHM_READY)
             continue;
@@ -56,4 +57,43 @@ void kvshm_census_of(const kvshm_place *places, uint64_t room, uint32_t number, 
             ++*distinct;
             *last_copies += !places[at].shared;
         }
+}
+
+/* Whether the row's entry for this READY slot is in the index. */
+static bool is_known(const index_view *index, uint32_t row, uint32_t block, const uint8_t *slot,
+                     uint64_t word)
+{
+    uint64_t group = get_half(slot + KVSHM_SLOT_GROUP_OFFSET);
+    uint64_t tag = get(slot + KVSHM_SLOT_HASH_OFFSET) ^ group * GROUP_FACTOR;
+    uint64_t place = (uint64_t)generation_of(word) << 32 | block, position = home_of(index, tag);
+    for (uint64_t step = 0; step < index->capacity; step++, position = after(index, position)) {
+        entry e = entry_at(index, position);
+        if (is_free(e))
+            break;
+        if (e.tag == tag && row_of(e) == row && e.place == place)
+            return true;
+    }
+    return false;
+}
+
+int64_t kvshm_census_missing(kvshm_segment segment, kvshm_segment replica, uint32_t row,
+                             uint32_t *oldest_ms)
+{
+    table_view table;
+    index_view index;
+    RETURN_UNLESS_OK(kvshm_open_table(segment, &table));
+    RETURN_UNLESS_OK(open_index(replica, &index));
+    int64_t missing = 0;
+    *oldest_ms = UINT32_MAX;
+    for (uint32_t block = 0; block < table.num_blocks; block++) {
+        const uint8_t *slot = table.slots + (uint64_t)KVSHM_SLOT_BYTES * block;
+        uint64_t word = get_acquire(slot);
+        if (state_of(word) != KVSHM_READY || is_known(&index, row, block, slot, word))
+            continue;
+        uint32_t published_ms = get_half(slot + KVSHM_SLOT_PUBLISHED_OFFSET);
+        if (published_ms < *oldest_ms)
+            *oldest_ms = published_ms;
+        missing++;
+    }
+    return missing;
 }

@@ -78,6 +78,9 @@
  *     kvshm_census_add       load acquire         statistics: a slot that changes may be counted as
  *                                                 it was, or by a torn hash
  *     place_of               load relaxed         likewise
+ *     kvshm_census_missing   load acquire         likewise
+ *     kvshm_census_missing   load relaxed         likewise
+ *     is_known               load relaxed         likewise; and an entry that moves may be missed
  *   core_index.h
  *     open_index             load relaxed         the capacity never changes after kvshm_mark_ready
  *     entry_at               load relaxed         a reader: within its seq-lock; the writer: its

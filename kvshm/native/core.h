@@ -134,6 +134,11 @@ int64_t kvshm_census_add(kvshm_segment table, kvshm_place *places, uint64_t room
 void kvshm_census_of(const kvshm_place *places, uint64_t room, uint32_t number, uint64_t *distinct,
                      uint64_t *last_copies);
 
+/* How many READY blocks of the table a replica lacks in the table's row, roughly while they change.
+ * *oldest_ms: when the first of them was published, as slots have it; UINT32_MAX: none is. */
+int64_t kvshm_census_missing(kvshm_segment table, kvshm_segment index, uint32_t row,
+                             uint32_t *oldest_ms);
+
 /* -- words of a table's header --------------------------------------------------------- */
 
 /* 8-byte atomics at a checked, aligned offset of a segment. */

@@ -258,7 +258,23 @@ static PyObject *native_census_of(PyObject *module, PyObject *args)
     return Py_BuildValue("(KK)", distinct, last_copies);
 }
 
+static PyObject *native_census_missing(PyObject *module, PyObject *args)
+{
+    BUFFER(table);
+    BUFFER(replica);
+    unsigned int row;
+    if (!PyArg_ParseTuple(args, "y*y*I:census_missing", &table, &replica, &row))
+        return NULL;
+    uint32_t oldest_ms = 0;
+    int64_t missing;
+    WITHOUT_GIL(SIZE_MAX, missing = kvshm_census_missing(segment_of(&table), segment_of(&replica),
+                                                         row, &oldest_ms));
+    return missing < 0 ? kvshm_raise(module, &table, missing)
+                       : Py_BuildValue("(LI)", (long long)missing, (unsigned int)oldest_ms);
+}
+
 PyMethodDef kvshm_slot_methods[] = {
+    {"census_missing", native_census_missing, METH_VARARGS, NULL},
     {"census_add", native_census_add, METH_VARARGS, NULL},
     {"census_of", native_census_of, METH_VARARGS, NULL},
     {"publish", native_publish, METH_VARARGS, NULL},

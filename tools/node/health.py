@@ -1,0 +1,153 @@
+"""Judges what a look at a node found: who lives, who is ready, whose loops go round.  Pure.
+
+Three questions about an engine, each of which needs the one before:
+
+    live       its process runs and has handed out its slot table
+    ready      it has joined, and all ranks have opened its epoch: others can read its blocks
+    progress   each loop has gone round lately, unless nothing waits for it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvshm._shm.progress import Progress
+
+from .reading import EngineReading, NamespaceReading, NodeReading
+
+SCHEDULER_SECONDS = 60.0
+"""How long a step may take: without chunks a long prompt is prefilled in one."""
+LOOP_SECONDS = 10.0
+"""How long other loops may rest: they go round once a second."""
+LOAD_SECONDS = 30.0
+"""How long a load may hold its leases."""
+
+
+class State(StrEnum):
+    """How well something does, from best to worst."""
+
+    HEALTHY = "healthy"
+    DEGRADED = "degraded"
+    """It serves, but does not share as it should."""
+    DOWN = "down"
+    """It does not serve, or nothing is known of it."""
+
+
+_ORDER = tuple(State)
+
+
+def worst(states: Iterator[State]) -> State:
+    """The worst of these states; HEALTHY if there are none."""
+    return max(states, key=_ORDER.index, default=State.HEALTHY)
+
+
+@dataclass(frozen=True)
+class Health:
+    """The judgement of one engine."""
+
+    live: bool
+    ready: bool
+    progress: bool
+    state: State
+    reasons: tuple[str, ...]
+    """What is wrong, the most important first; empty if the engine is healthy."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """After how many seconds a loop that does not go round counts as stalled."""
+
+    scheduler: float = SCHEDULER_SECONDS
+    loop: float = LOOP_SECONDS
+    load: float = LOAD_SECONDS
+
+
+def judge(engine: EngineReading, space: NamespaceReading, now_ns: int, limits: Limits) -> Health:
+    """Judge one engine of a namespace.  ``now_ns``: CLOCK_MONOTONIC of the reading."""
+    dead = _why_dead(engine)
+    stalled = [] if dead else list(_stalled(engine, now_ns, limits))
+    unready = [] if dead else list(_why_unready(engine, space))
+    others = [] if dead else list(_other_faults(engine, now_ns, limits))
+    serves = not dead and not any(reason.startswith("scheduler") for reason in stalled)
+    reasons = (*dead, *stalled, *unready, *others)
+    state = State.HEALTHY if not reasons else State.DEGRADED if serves else State.DOWN
+    live = not dead
+    return Health(live, live and not unready, live and not stalled, state, reasons)
+
+
+def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> tuple[State, str]:
+    """Judge a namespace's coordinator; returns its state and what is wrong.  Without an engine in
+    its roster only its socket tells of it."""
+    if not space.coordinated:
+        return State.DEGRADED, "no coordinator runs: engines hear of no new engine"
+    rested = _seconds(space.coordinator_ns or now_ns, now_ns)
+    if rested > limits.loop:
+        return State.DEGRADED, f"coordinator stalled: it has not gone round for {rested:.0f} s"
+    return State.HEALTHY, ""
+
+
+def judge_node(reading: NodeReading, limits: Limits) -> State:
+    """The worst state of all engines and coordinators; DOWN if there are none."""
+    states = [
+        judge(engine, space, reading.at_ns, limits).state
+        for space in reading.namespaces
+        for engine in space.engines
+    ]
+    for space in reading.namespaces:
+        states.append(judge_coordinator(space, reading.at_ns, limits)[0])
+        states += [State.DOWN] * (len(space.ended) + len(space.unreadable))
+    return worst(iter(states)) if states else State.DOWN
+
+
+def _why_dead(engine: EngineReading) -> list[str]:
+    if engine.owner_died:
+        return ["its process has ended"]
+    if engine.died:
+        return ["a worker process has ended"]
+    return [] if engine.answers else ["it does not answer: stopped, or out of descriptors"]
+
+
+def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
+    if engine.counters["hook_errors"]:
+        yield "a hook of kvshm has failed: it shares nothing until it is restarted"
+    if engine.retired:
+        yield "its epoch has ended, and no other one has begun"
+    elif not all(engine.life):
+        ranks = ", ".join(str(rank) for rank, life in enumerate(engine.life) if not life)
+        yield f"ranks that have not opened the epoch: {ranks}"
+    if space.coordinated and not _joined(engine):
+        yield "it is not in the coordinator's roster"
+
+
+def _joined(engine: EngineReading) -> bool:
+    return any(loop.loop == "coordinator" and loop.last_ns for loop in engine.progress)
+
+
+def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str]:
+    for loop in engine.progress:
+        rested = _seconds(loop.last_ns or now_ns, now_ns)  # it may be about to begin
+        if _is_stalled(loop, rested, limits):
+            waiting = f" with {loop.pending} waiting" if loop.pending else ""
+            yield f"{loop.loop} stalled: it has not gone round for {rested:.0f} s{waiting}"
+
+
+def _is_stalled(loop: Progress, rested: float, limits: Limits) -> bool:
+    if loop.loop == "coordinator":  # judged once, for all engines
+        return False
+    if loop.idles and not loop.pending:
+        return False
+    return rested > (limits.scheduler if loop.idles else limits.loop)
+
+
+def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str]:
+    oldest = min(engine.loads_since, default=now_ns)
+    if (held := _seconds(oldest, now_ns)) > limits.load:
+        yield f"a load holds its leases for {held:.0f} s"
+    if engine.counters["mismatched"]:
+        yield f"{engine.counters['mismatched']} copied blocks differed from what was published"
+
+
+def _seconds(since_ns: int, now_ns: int) -> float:
+    return max(now_ns - since_ns, 0) / 1e9

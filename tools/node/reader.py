@@ -1,0 +1,249 @@
+"""Looks at a node again and again, and costs its engines next to nothing.
+
+The table of an engine is asked for once and stays mapped, read-only: later looks read memory
+without the engine's help, also while it is stopped, and after its death.  Only replicas, which
+their owners replace when they grow, are asked for again from time to time.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from kvshm import _native
+from kvshm._ground.ids import Epoch
+from kvshm._ground.rundir import FoundFile, list_coordinators, list_sockets
+from kvshm._node.handout import Handouts
+from kvshm._replica.index_reader import ReplicaReader
+from kvshm._shm.fds import is_served, peer_credentials
+from kvshm._shm.slot_table import SlotTableView
+from kvshm.errors import KvshmError, TransportError
+
+from ..fetching import coordinator_runs
+from .reading import (
+    Blocks,
+    EngineReading,
+    NamespaceReading,
+    NodeReading,
+    PeerReading,
+    read_peer,
+    read_table,
+)
+
+REPLICA_SECONDS = 10.0
+"""How old the mapping of a replica may be: its owner may have made a larger one meanwhile."""
+ENDED_SECONDS = 60.0
+"""For how long an engine is still shown after its end."""
+PLACE_BYTES = 16
+_AT_ONCE = 32
+
+
+class _Mapped:
+    """One engine whose table is mapped, or why it is not."""
+
+    def __init__(self, found: FoundFile) -> None:
+        assert found.epoch is not None
+        self.namespace, self.epoch, self.path = found.namespace, found.epoch, found.path
+        self.table: SlotTableView | None = None
+        self.replica: ReplicaReader | None = None
+        self.replica_until = 0.0
+        self.answers = False
+        self.pid_here = _pid_here(found.path)
+        self.problem = ""
+        self.gone_since: float | None = None
+        """When its socket, or its process, was first seen to be gone."""
+
+    def close(self) -> None:
+        for mapped in (self.table, self.replica):
+            if mapped is not None:
+                mapped.close()
+        self.table = self.replica = None
+
+
+class NodeReader:
+    """Reads the engines of a run directory.  A context; one thread.
+
+    ``read`` blocks for some seconds at most if an engine that it has not seen before is stopped,
+    or else for milliseconds.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        namespace: str | None = None,
+        *,
+        replicas: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``namespace``: only this one (None: all).  ``replicas``: read ``EngineReading.peers``,
+        too.  ``clock``: CLOCK_MONOTONIC in seconds."""
+        self._run_dir, self._namespace = run_dir, namespace
+        self._replicas, self._clock = replicas, clock
+        self._mapped: dict[tuple[str, Epoch], _Mapped] = {}
+        self._pool = ThreadPoolExecutor(_AT_ONCE)
+
+    def __enter__(self) -> NodeReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Unmap everything.  Idempotent."""
+        self._pool.shutdown()
+        for mapped in self._mapped.values():
+            mapped.close()
+        self._mapped.clear()
+
+    def read(self) -> NodeReading:
+        """Look at the node now.  No directory is a node without engines."""
+        named = self._look_for_engines()
+        spaces = named | {mapped.namespace for mapped in self._mapped.values()}
+        read = [self._read_namespace(space) for space in sorted(spaces)]
+        return NodeReading(round(self._clock() * 1e9), tuple(read))
+
+    def table(self, engine: EngineReading) -> SlotTableView | None:
+        """The mapped table of an engine that the last ``read`` found."""
+        mapped = self._mapped.get((engine.namespace, engine.epoch))
+        return mapped.table if mapped is not None else None
+
+    # -- finding and mapping
+
+    def _look_for_engines(self) -> set[str]:
+        """Map what is new and let go of what has been gone for long; return the namespaces with a
+        coordinator's socket."""
+        try:
+            sockets = list_sockets(self._run_dir, self._namespace)
+            coordinators = list_coordinators(self._run_dir, self._namespace)
+        except FileNotFoundError:
+            sockets, coordinators = [], []
+        present = {(s.namespace, s.epoch): s for s in sockets if s.epoch is not None}
+        for key in present.keys() - self._mapped.keys():
+            self._mapped[key] = _Mapped(present[key])
+        now = self._clock()
+        for key, mapped in list(self._mapped.items()):
+            gone = key not in present or (mapped.table is not None and mapped.table.owner_died)
+            mapped.gone_since = (mapped.gone_since or now) if gone else None
+            lost = mapped.table is None and key not in present
+            if lost or (gone and now - (mapped.gone_since or now) > ENDED_SECONDS):
+                self._mapped.pop(key).close()
+        list(self._pool.map(self._fetch, self._mapped.values()))
+        return {name for name in coordinators if coordinator_runs(self._run_dir, name)}
+
+    def _fetch(self, mapped: _Mapped) -> None:
+        """Map what is not mapped yet.  On a thread of the pool."""
+        handouts = Handouts(self._run_dir, mapped.namespace)
+        if mapped.gone_since is not None and mapped.table is not None:
+            return
+        if mapped.table is None or not mapped.answers:
+            self._fetch_table(mapped, handouts)
+        if self._replicas and mapped.answers and self._clock() >= mapped.replica_until:
+            with suppress(KvshmError):  # it does not answer now: what is mapped stays
+                newer = handouts.replica(mapped.epoch)
+                mapped.replica, older = newer, mapped.replica
+                if older is not None:
+                    older.close()
+            mapped.replica_until = self._clock() + REPLICA_SECONDS
+
+    @staticmethod
+    def _fetch_table(mapped: _Mapped, handouts: Handouts) -> None:
+        try:
+            table, mapped.answers = handouts.view(mapped.epoch), True
+        except KvshmError as exc:
+            if mapped.table is not None or not is_served(mapped.path):
+                return
+            mapped.problem = str(exc)
+            if not isinstance(exc.__cause__, TransportError):
+                return
+            try:
+                table = handouts.table_from_coordinator(mapped.epoch)
+            except KvshmError:
+                return
+        if mapped.table is not None:
+            mapped.table.close()
+        mapped.table, mapped.problem = table, ""
+
+    # -- reading
+
+    def _read_namespace(self, space: str) -> NamespaceReading:
+        mapped = [each for each in self._mapped.values() if each.namespace == space]
+        mapped.sort(key=lambda each: each.table.created_ns if each.table else 0)
+        counted = _count([each.table for each in mapped if each.table is not None])
+        engines, unreadable = [], {m.epoch: m.problem for m in mapped if m.problem}
+        for each in mapped:
+            if each.table is None:
+                continue
+            try:
+                found = read_table(space, each.table, counted[each.epoch], each.answers)
+            except (KvshmError, KeyError) as exc:  # a table that makes no sense is not counted
+                unreadable[each.epoch] = f"its slot table makes no sense: {exc}"
+                continue
+            peers = tuple(self._peers(space, each))
+            engines.append(replace(found, pid_here=each.pid_here, peers=peers))
+        return NamespaceReading(
+            name=space,
+            coordinated=coordinator_runs(self._run_dir, space),
+            engines=tuple(_with_labels(_latest(engines))),
+            ended=tuple(m.epoch for m in mapped if m.table is None and not m.problem),
+            unreadable=unreadable,
+        )
+
+    def _peers(self, space: str, mapped: _Mapped) -> Iterator[PeerReading]:
+        if mapped.replica is None:
+            return
+        for row in mapped.replica.rows():
+            peer = self._mapped.get((space, row.epoch))
+            missing = None
+            if peer is not None and peer.table is not None:
+                with suppress(KvshmError):
+                    missing = peer.table.missing_in(mapped.replica.buffer, row.row)
+            yield read_peer(row, missing)
+
+
+def _count(tables: Sequence[SlotTableView]) -> dict[Epoch, Blocks]:
+    """Count the blocks of one namespace's tables; leaves out tables that cannot be read."""
+    slots = sum(table.num_blocks for table in tables)
+    places, used = bytearray(PLACE_BYTES << slots.bit_length()), 0
+    counts: dict[int, tuple[SlotTableView, int, int, int]] = {}
+    for number, table in enumerate(tables, start=1):
+        with suppress(KvshmError, ValueError):
+            used, ready, draining, leased = table.count_blocks(places, used, number)
+            counts[number] = table, ready, draining, leased
+    return {
+        Epoch(table.epoch): Blocks(
+            table.num_blocks, ready, draining, leased, *_native.census_of(places, number)
+        )
+        for number, (table, ready, draining, leased) in counts.items()
+    }
+
+
+def _latest(engines: Sequence[EngineReading]) -> Iterator[EngineReading]:
+    """Without the ended epochs of engines that have begun another one."""
+    begun = {(engine.name, engine.pid): engine.epoch for engine in engines if not engine.retired}
+    return (e for e in engines if not e.retired or begun.get((e.name, e.pid), e.epoch) == e.epoch)
+
+
+def _with_labels(engines: Iterator[EngineReading]) -> Iterator[EngineReading]:
+    """In containers several engines may have one name."""
+    all_engines = list(engines)
+    times = Counter(engine.name for engine in all_engines)
+    for engine in all_engines:
+        unique = engine.name if times[engine.name] == 1 else f"{engine.name}-{engine.epoch:016x}"
+        yield replace(engine, label=unique)
+
+
+def _pid_here(path: Path) -> int:
+    """The pid by which this process sees the one that serves a socket; 0 if it does not."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as connection:
+        try:
+            connection.connect(os.fspath(path))
+            return peer_credentials(connection).pid
+        except OSError:  # nobody serves it, or so many connect that it is not known
+            return 0

@@ -1,0 +1,173 @@
+"""What one look at a node found: plain values, which no process can change any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from kvshm._ground.ids import Epoch
+from kvshm._ground.log import engine_name
+from kvshm._replica.index_layout import Row
+from kvshm._shm.error_log import LoggedError
+from kvshm._shm.histograms import Distribution
+from kvshm._shm.layout import RowState
+from kvshm._shm.progress import Progress
+from kvshm._shm.slot_table import SlotTableView
+from kvshm._shm.traffic import Traffic
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of one engine."""
+
+    total: int
+    ready: int = 0
+    """Published: other engines can read them."""
+    draining: int = 0
+    leased: int = 0
+    distinct: int = 0
+    """READY blocks that no engine before this one in the reading has: their sum over all engines
+    of the namespace is the number of different blocks."""
+    last_copies: int = 0
+    """READY blocks that no other engine of the namespace has."""
+
+
+@dataclass(frozen=True)
+class PeerReading:
+    """What an engine's replica knows of another engine."""
+
+    name: str
+    epoch: Epoch
+    suspected: bool
+    entries: int
+    lacking: int | None
+    """READY blocks of the peer that the replica lacks; None if the peer's table is not known."""
+    lag_seconds: float | None
+    """How long the oldest of these has been published; 0.0 if there is none."""
+
+
+@dataclass(frozen=True)
+class EngineReading:
+    """One engine in one epoch."""
+
+    namespace: str
+    epoch: Epoch
+    name: str
+    pid: int
+    """As the engine sees it."""
+    model: str
+    fingerprint: str
+    block_size: int
+    answers: bool
+    """Whether the engine itself has handed out its table, now or at an earlier look; otherwise the
+    coordinator has."""
+    owner_died: bool
+    died: bool
+    """Whether the process of the scheduler or of a rank has ended."""
+    retired: bool
+    """Whether the epoch has ended: the engine has left or begun another epoch."""
+    life: tuple[bool, ...]
+    """For each rank whether others may read its KV memory."""
+    heartbeat: int
+    lease_bit: int | None
+    created_ns: int
+    """CLOCK_REALTIME."""
+    blocks: Blocks
+    counters: Mapping[str, int]
+    histograms: Mapping[str, Distribution]
+    traffic: tuple[Traffic, ...]
+    progress: tuple[Progress, ...]
+    loads_since: tuple[int, ...]
+    """When its loads under way began, CLOCK_MONOTONIC in nanoseconds, the oldest first."""
+    errors: tuple[LoggedError, ...]
+    """The most recent last."""
+    pid_here: int = 0
+    """As this process sees it; 0 if it does not, because the engine is in another container."""
+    peers: tuple[PeerReading, ...] = ()
+    """Empty if its replica cannot be read."""
+    label: str = ""
+    """Its name, made unique among the engines of the reading."""
+
+    @property
+    def log_name(self) -> str:
+        """The engine's name as in log lines."""
+        return engine_name(self.epoch, self.name, self.pid)
+
+    def is_meant(self, wanted: str) -> bool:
+        """Whether a user means this engine by a name, a pid or an epoch in hexadecimal."""
+        epoch = f"{self.epoch:016x}"
+        return wanted in (self.label, self.name, str(self.pid), epoch, f"0x{epoch}")
+
+
+@dataclass(frozen=True)
+class NamespaceReading:
+    """The engines of one namespace, and whether they have a coordinator."""
+
+    name: str
+    coordinated: bool
+    """Whether a process serves the coordinator's sockets; it may be stopped."""
+    engines: tuple[EngineReading, ...] = ()
+    """In order of their creation."""
+    ended: tuple[Epoch, ...] = ()
+    """Engines whose processes have ended, and of which a socket is left."""
+    unreadable: Mapping[Epoch, str] = field(default_factory=dict)
+    """Engines of which nothing can be shown, and why."""
+
+    @property
+    def coordinator_ns(self) -> int | None:
+        """CLOCK_MONOTONIC when the coordinator last went round, as far as the engines in its
+        roster show; None if they do not."""
+        rounds = [loop for engine in self.engines for loop in engine.progress]
+        return (
+            max((loop.last_ns for loop in rounds if loop.loop == "coordinator"), default=0) or None
+        )
+
+
+@dataclass(frozen=True)
+class NodeReading:
+    """One look at the namespaces of a run directory."""
+
+    at_ns: int
+    """CLOCK_MONOTONIC."""
+    namespaces: tuple[NamespaceReading, ...]
+
+    @property
+    def engines(self) -> Iterator[EngineReading]:
+        return (engine for space in self.namespaces for engine in space.engines)
+
+
+def read_table(
+    namespace: str, table: SlotTableView, blocks: Blocks, answers: bool
+) -> EngineReading:
+    """Read everything of a table but its blocks.  Raises KvshmError."""
+    return EngineReading(
+        namespace=namespace,
+        epoch=Epoch(table.epoch),
+        name=table.engine,
+        pid=table.pid,
+        model=table.model,
+        fingerprint=table.fingerprint.hex(),
+        block_size=table.block_size,
+        answers=answers,
+        owner_died=table.owner_died,
+        died=table.died,
+        retired=table.retired,
+        life=tuple(table.life(rank) == table.epoch for rank in range(table.num_ranks)),
+        heartbeat=table.heartbeat,
+        lease_bit=table.lease_bit if table.lease_bit >= 0 else None,
+        created_ns=table.created_ns,
+        blocks=blocks,
+        counters=table.counters.snapshot(),
+        histograms=table.histograms.snapshot(),
+        traffic=tuple(table.traffic.read()),
+        progress=tuple(table.progress()),
+        loads_since=tuple(table.loads_since()),
+        errors=tuple(table.errors()),
+    )
+
+
+def read_peer(row: Row, missing: tuple[int, float] | None) -> PeerReading:
+    """What a replica's row says.  ``missing``: how many blocks it lacks, and since when."""
+    lacking, lag = missing or (None, None)
+    suspected = row.state is RowState.SUSPECTED
+    return PeerReading(row.name, row.epoch, suspected, row.entries, lacking, lag)
