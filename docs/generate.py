@@ -32,9 +32,10 @@ ROW = re.compile(r"^\| \d+ (\|(?: \d+ \|)?) `([A-Z_]+)`", re.MULTILINE)
 HEAD = ("setting", "accepts", "default", "what it does")
 SYNC_POINT = (
     f"`{syncpoints.VARIABLE}`",
-    "`<name>:<stop or kill>[:<nth>]`",
+    "`<name>:<stop, kill or hang>[:<nth>]`",
     "unset",
-    "Stop or kill the process at a sync point (`kvshm/_ground/syncpoints.py`).",
+    "Stop or kill the process, or have the thread hang, at a sync point "
+    "(`kvshm/_ground/syncpoints.py`).",
 )
 TIME_SCALE = (
     f"`{timing.VARIABLE}`",

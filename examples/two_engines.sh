@@ -71,4 +71,4 @@ ask "${ports[1]}"
 
 # What the second did not prefill, by vLLM's own count, and who holds what.
 curl --silent "http://127.0.0.1:${ports[1]}/metrics" | grep '^vllm:kvshm_imported_tokens_total'
-kvshm dump-index --namespace "$KVSHM_NAMESPACE"
+kvshm dump --namespace "$KVSHM_NAMESPACE"

@@ -23,6 +23,7 @@ NATIVE = ROOT / "kvshm" / "native"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 HOOKS, VLLM, TRANSFORMERS = "hooks", "hooks/vllm", "hooks/transformers"
 CUDA, KV = "transport/cuda", "tools/kv"
+TOOLS, TOP, METRICS = "tools", "tools/top", "tools/metrics"
 FOR_TESTS = {"pytest", "hypothesis", "unittest", *FOLDERS, *(path.stem for path in OTHERS)}
 NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
 MAY_IMPORT = NOWHERE | {
@@ -33,6 +34,10 @@ MAY_IMPORT = NOWHERE | {
     "cuda": {CUDA},
     "numpy": {KV},
     "safetensors": {KV},
+    "opentelemetry": {VLLM},
+    "prometheus_client": {METRICS},
+    "rich": {TOP},
+    "shtab": {TOOLS},
 }
 """Rooms: the folders of the product that may import it."""
 REQUIRED = {re.split(r"\W", requirement)[0] for requirement in PROJECT["dependencies"]}

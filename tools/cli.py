@@ -1,75 +1,71 @@
-"""The command ``kvshm``: shows what engines share, removes what a crash has left, keeps blocks.
+"""The command ``kvshm``: shows what engines share and how well, and clears up.
 
-Exit status: the verb's, or 2 for a wrong command line or a bad setting.
+Exit status: the command's, or 2 for a wrong command line or a bad setting.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
-from kvshm.config import Config, list_settings
-from kvshm.errors import KvshmError
-from kvshm.interfaces import check_installed
 from kvshm.version import __version__
 
-from . import clean, dump_index, verify_logits
-from .closed_pipe import run_until_pipe_closes
+from . import (
+    clean,
+    completion,
+    coordinator,
+    dump_index,
+    holders,
+    show_config,
+    status,
+    verify_logits,
+)
+from .commands import EXIT_USAGE, Command, run_command
 from .kv import command as kv
 
-EXIT_USAGE = 2
-OTHERS: dict[str, Callable[[Sequence[str]], int]] = {
-    "dump-index": dump_index.main,
-    "clean": clean.main,
-    "kv": kv.main,
-    "verify-logits": verify_logits.main,
+COMMANDS: dict[str, Command] = {
+    "status": status,
+    "dump": dump_index,
+    "holders": holders,
+    "config": show_config,
+    "clean": clean,
+    "coordinator": coordinator,
+    "kv": kv,
+    "verify-logits": verify_logits,
+    "completion": completion,
 }
-"""The verbs that have options of their own."""
+"""In the order of ``kvshm --help``."""
+ALIASES = {"dump": ["dump-index"]}
+"""Earlier names of commands, which scripts use."""
 
 
-def print_config(environ: Mapping[str, str]) -> int:
-    """Print the settings of ``environ``, one per line; return the exit status."""
-    try:
-        settings = list_settings(environ)
-        check_installed(Config.from_env(environ).transport)
-    except KvshmError as exc:
-        print(f"kvshm: {exc}", file=sys.stderr)
-        return EXIT_USAGE
-    widths = [max(len(setting[column]) for setting in settings) for column in (0, 1)]
-    for name, value, origin in settings:
-        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
-    for warning in Config.from_env(environ).warnings:
-        print(f"kvshm: {warning}", file=sys.stderr)
-    return 0
-
-
-def _run(arguments: Sequence[str] | None) -> int:
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command, with those of all its commands."""
     parser = argparse.ArgumentParser(
         prog="kvshm", description="See what the vLLM engines of this machine share, and clear up."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
-    verbs.add_parser("config", help="print each setting, its value and where it came from")
-    verbs.add_parser("dump-index", help="show what is in shared memory", add_help=False)
-    verbs.add_parser("clean", help="remove what a crash has left", add_help=False)
-    verbs.add_parser("kv", help="write blocks to a file, serve them, compare them", add_help=False)
-    verbs.add_parser("verify-logits", help="ask two engines the same prompt", add_help=False)
-    asked, rest = parser.parse_known_args(arguments)
-    if asked.verb in OTHERS:
-        return OTHERS[asked.verb](rest)
-    if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if asked.verb == "config":
-        return print_config(os.environ)
-    parser.print_help(sys.stderr)
-    return EXIT_USAGE
+    verbs = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, command in COMMANDS.items():
+        one = verbs.add_parser(name, help=command.HELP, aliases=ALIASES.get(name, []))
+        command.add_arguments(one)
+        one.set_defaults(command=name)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the verb that the command line names; return the exit status."""
-    return run_until_pipe_closes(lambda: _run(arguments))
+    """Run the command that the command line names; return the exit status."""
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words[:1] == ["coordinator"]:  # its options are its own, --help among them
+        return run_command("coordinator", lambda: coordinator.start(words[1:]))
+    parser = build_parser()
+    asked = parser.parse_args(words, argparse.Namespace(parser=parser))
+    if asked.command is None:
+        parser.print_help(sys.stderr)
+        return EXIT_USAGE
+    name = " ".join(filter(None, (asked.command, getattr(asked, "verb", None))))
+    return run_command(name, lambda: COMMANDS[asked.command].run(asked))
 
 
 if __name__ == "__main__":

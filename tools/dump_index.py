@@ -1,4 +1,4 @@
-"""``kvshm dump-index`` shows what kvshm has in shared memory.
+"""``kvshm dump`` shows what kvshm has in shared memory.
 
 Asks the engines in the run directory, works without a coordinator, maps everything read-only, and
 names engines that have ended and left a socket.  Run it as the engines' user, on a machine or in a
@@ -19,13 +19,15 @@ from pathlib import Path
 if __name__ == "__main__" and not __package__:  # started as a file
     __package__ = "kvshm.tools"
 
-from kvshm.errors import ConfigError, RunDirectoryError
+from kvshm.errors import ConfigError
 
 from .check import Findings, check
-from .closed_pipe import run_until_pipe_closes
-from .options import EXIT_USAGE, add_selection, find_place
+from .commands import run_alone
+from .options import add_selection, find_place
 from .render import ended, name_of, render
 from .report import Filters, Json, build_report
+
+HELP = "show what is in shared memory"
 
 
 def _hash_prefix(text: str) -> str:
@@ -35,12 +37,12 @@ def _hash_prefix(text: str) -> str:
     return digits
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvshm dump-index",
-        description="Show what kvshm has in shared memory (read-only).",
-        epilog="exit status: 0; 1 nothing to show; 2 wrong command line or setting; 3 --check "
-        "found something wrong",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which engines and blocks are meant."""
+    parser.description = "Show what kvshm has in shared memory (read-only)."
+    parser.epilog = (
+        "exit status: 0; 1 nothing to show; 2 wrong command line or setting; 3 --check found "
+        "something wrong"
     )
     add = parser.add_argument
     add_selection(parser)
@@ -54,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
         "that does not hold, with segment, place and what was found there. No health check: it "
         "does not say whether engines share",
     )
-    return parser
 
 
 def _report(run_dir: Path, namespace: str | None, filters: Filters) -> Json:
@@ -117,21 +118,20 @@ def _show(run_dir: Path, namespace: str | None, asked: argparse.Namespace) -> in
     return 1 if empty else 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(asked: argparse.Namespace) -> int:
     """Print the report that the command line asks for; return the exit status."""
-    parser = _parser()
-    asked = parser.parse_args(arguments)
     if asked.check and (asked.engine or asked.hash or asked.leased or asked.entries):
-        parser.error("--check takes no other options than --namespace, --run-dir and --json")
-    try:
-        run_dir, namespace = find_place(asked)
-    except (ConfigError, RunDirectoryError) as exc:
-        print(f"kvshm dump-index: {exc}", file=sys.stderr)
-        return EXIT_USAGE
+        raise ConfigError("--check takes no other options than --namespace, --run-dir and --json")
+    run_dir, namespace = find_place(asked)
     if asked.check:
         return _check(run_dir, namespace, asked.json)
     return _show(run_dir, namespace, asked)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run it as a program of its own; return the exit status."""
+    return run_alone("dump", add_arguments, run, arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(run_until_pipe_closes(main))
+    sys.exit(main())

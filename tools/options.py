@@ -1,10 +1,4 @@
-"""Options that the commands of ``kvshm`` share: which engines are meant, and how to print.
-
-A command is a module with three names: ``HELP``, one line for ``kvshm --help``;
-``add_arguments(parser)``, which adds its options; and ``run(asked)``, which does the work and
-returns the exit status.  ``kvshm`` itself turns a ConfigError of ``run`` into a message and exit
-status 2.
-"""
+"""Options that the commands of ``kvshm`` share: which engines are meant, and how to print."""
 
 from __future__ import annotations
 
@@ -14,9 +8,6 @@ from pathlib import Path
 
 from kvshm._ground.rundir import choose_run_directory, open_run_directory
 from kvshm.config import Config
-
-EXIT_USAGE = 2
-"""A wrong command line or a bad setting, of every command."""
 
 
 def add_selection(parser: argparse.ArgumentParser, *, engine: bool = True) -> None:

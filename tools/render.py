@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import groupby
 from operator import itemgetter
 
 from kvshm._ground.log import engine_name
 
 from .report import Json
-
-Columns = Mapping[str, str | Callable[[Json], object]]
-"""Head of each column -> the key of its values in the report, or a function of the row."""
+from .tables import Columns
+from .tables import table as any_table
 
 CHAINS_SHOWN = 20
+_IF_ANY = ("group", "held", "held for")
+"""Columns that are shown if a row is of another group than 0, or is held."""
 _HASH_DIGITS = 16
 
 
@@ -173,9 +174,6 @@ _ENTRIES: Columns = {
 }
 
 
-_IF_ANY = ("group", "held", "held for")
-
-
 def _titled(title: str, columns: Columns, rows: list[Json]) -> Iterator[str]:
     if rows:
         yield f"\n  {title}"
@@ -183,28 +181,4 @@ def _titled(title: str, columns: Columns, rows: list[Json]) -> Iterator[str]:
 
 
 def _table(columns: Columns, rows: list[Json]) -> Iterator[str]:
-    """Yield aligned lines: numbers to the right, text to the left.  No rows, no lines.  Groups and
-    holds are shown if a row is of another group than 0, or has any."""
-    if rows:
-        cells = [
-            _aligned([head, *(_cell(row, of) for row in rows)])
-            for head, of in columns.items()
-            if head not in _IF_ANY or any(_value(row, of) for row in rows)
-        ]
-        for line in zip(*cells, strict=True):
-            yield f"    {'  '.join(line)}".rstrip()
-
-
-def _value(row: Json, of: str | Callable[[Json], object]) -> object:
-    return row[of] if isinstance(of, str) else of(row)
-
-
-def _cell(row: Json, of: str | Callable[[Json], object]) -> str:
-    value = _value(row, of)
-    return "-" if value is None else str(value)
-
-
-def _aligned(column: list[str]) -> list[str]:
-    width = max(map(len, column))
-    numbers = all(cell.isdecimal() or cell == "-" for cell in column[1:])
-    return [cell.rjust(width) if numbers else cell.ljust(width) for cell in column]
+    return any_table(columns, rows, _IF_ANY)

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+HELP = "ask two engines the same prompt and compare the answers"
 EXIT_AGREE, EXIT_DIFFER, EXIT_FAILED, EXIT_NOT_IMPORTED = range(4)
 IMPORTED = "vllm:kvshm_imported_tokens_total"
 _COUNTED = re.compile(rf"^{IMPORTED}(?:\{{.*\}})? +(\S+)", re.MULTILINE)
@@ -262,7 +263,7 @@ def ask(
 def _verdict(outcome: Outcome, tolerance: float) -> tuple[int, str]:
     if not outcome.imported_tokens:
         return EXIT_NOT_IMPORTED, (
-            "nothing was imported: do both engines share (kvshm dump-index), and has the prompt "
+            "nothing was imported: do both engines share (kvshm dump), and has the prompt "
             "more than one block, so many that an import is faster (KVSHM_MIN_PREFIX_TOKENS)?"
         )
     found = outcome.divergences()
@@ -320,13 +321,15 @@ def _number(kind: Callable[[str], float], least: float) -> Callable[[str], Any]:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvshm verify-logits",
-        description="Ask two running servers of one model the same prompt and compare what was "
-        "computed, imported and hit locally.",
-        epilog="exit status: 0 the import gives the answer of a local hit; 1 another answer; "
-        "2 wrong command line, or a server cannot be asked; 3 nothing was imported",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the two servers and the prompt."""
+    parser.description = (
+        "Ask two running servers of one model the same prompt and compare what was computed, "
+        "imported and hit locally."
+    )
+    parser.epilog = (
+        "exit status: 0 the import gives the answer of a local hit; 1 another answer; 2 wrong "
+        "command line, or a server cannot be asked; 3 nothing was imported"
     )
     add = parser.add_argument
     add("--a", metavar="URL", required=True, help="the server that computes the prompt")
@@ -343,12 +346,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--wait", metavar="SECONDS", type=size, default=1.0, help="before B is asked (1)")
     add("--timeout", metavar="SECONDS", type=period, default=300.0, help="for each answer (300)")
     add("--json", action="store_true", help="as JSON")
-    return parser
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Ask, print what was found, return the exit status."""
-    options = _parser().parse_args(arguments)
     try:
         prompt = options.prompt
         if prompt is None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from kvshm._ground.ids import Epoch, LeaseBit
 from kvshm._ground.log import engine_name, logger
+from kvshm._ground.syncpoints import SyncPoint, sync_point
 from kvshm._node import incompatible
 from kvshm._node.peers import Peers
 from kvshm._node.protocol import (
@@ -122,6 +123,7 @@ class RosterHandler:
         """About once a second: write the heartbeat and look after the peers; once a minute, log how
         many lookups found a prefix."""
         if (state := self._present()) is not None:
+            sync_point(SyncPoint.BEAT)
             state.table.beat()
             state.peers.look_for_deaths()
             state.peers.try_again()

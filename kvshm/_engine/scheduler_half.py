@@ -225,7 +225,7 @@ class SchedulerHalf:
             state.table.loops.went_round(SCHEDULER)
 
     def log_error(self, text: str) -> None:
-        """Record an error in the own slot table, where ``kvshm dump-index`` shows it.
+        """Record an error in the own slot table, where ``kvshm dump`` shows it.
         Any thread."""
         if (state := self.epoch_state) is not None:
             state.table.log_error(text)

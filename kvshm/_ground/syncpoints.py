@@ -1,9 +1,10 @@
 """The places where tests stop or kill a real process: one list for C and Python.
 
-``KVSHM_TEST_SYNC_POINT="<name>:<stop|kill>[:<nth>]"`` in the environment, read once when
+``KVSHM_TEST_SYNC_POINT="<name>:<stop|kill|hang>[:<nth>]"`` in the environment, read once when
 this module is imported, makes the process stop (SIGSTOP) or die (SIGKILL) when it reaches
-the named point for the nth time (default: first).  Unset, a sync point costs one comparison.
-``Config.from_env`` refuses a bad value.
+the named point for the nth time (default: first), or the thread that reaches it hang for ever
+(points of the Python code only).  Unset, a sync point costs one comparison.  ``Config.from_env``
+refuses a bad value.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import os
 import re
 import signal
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from enum import IntEnum
@@ -46,26 +48,35 @@ class SyncPoint(IntEnum):
     """A rank's last byte has arrived, re-check not yet done."""
     RELEASED = 9
     """Blocks re-checked and leases released; load not yet reported."""
+    BEAT = 10
+    """The client's thread is about to write the heartbeat."""
 
 
-_ACTIONS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
+NUM_IN_CORE = 6
+_ACTIONS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL, "hang": None}
 
 
 class SyncPointTrigger(NamedTuple):
-    """Send this process a signal when it reaches a sync point for the ``nth`` time."""
+    """What happens when this process reaches a sync point for the ``nth`` time."""
 
     point: SyncPoint
-    action: signal.Signals
+    action: signal.Signals | None
+    """The signal that the process gets; None: the thread hangs."""
     nth: int = 1
 
 
 def parse_trigger(text: str) -> SyncPointTrigger:
-    """Return what ``<name>:<stop|kill>[:<nth>]`` asks for.  Raises ConfigError."""
-    found = re.fullmatch(r"(\w+):(stop|kill)(?::([1-9][0-9]*))?", text)
+    """Return what ``<name>:<stop|kill|hang>[:<nth>]`` asks for.  Raises ConfigError."""
+    found = re.fullmatch(r"(\w+):(stop|kill|hang)(?::([1-9][0-9]*))?", text)
     if found is None or found[1] not in SyncPoint.__members__:
         raise ConfigError(
-            f"{VARIABLE}={text!r}: wanted <name>:<stop|kill>[:<nth>] with a name of"
+            f"{VARIABLE}={text!r}: wanted <name>:<stop|kill|hang>[:<nth>] with a name of"
             f" {', '.join(SyncPoint.__members__)}; correct it, or unset it"
+        )
+    if found[2] == "hang" and SyncPoint[found[1]] < NUM_IN_CORE:
+        raise ConfigError(
+            f"{VARIABLE}={text!r}: no thread can hang at {found[1]}, which is in C; stop or kill "
+            "the process there, or unset it"
         )
     return SyncPointTrigger(SyncPoint[found[1]], _ACTIONS[found[2]], int(found[3] or 1))
 
@@ -87,7 +98,7 @@ def _arm(trigger: SyncPointTrigger) -> None:
         _native,  # only here: docs/generate.py has to run while the native module refuses
     )
 
-    if trigger.point < _native.NUM_SYNC_POINTS:
+    if trigger.action is not None and trigger.point < _native.NUM_SYNC_POINTS:
         _native.arm_sync_point(trigger.point, trigger.action, trigger.nth)
     else:
         _armed = trigger
@@ -98,8 +109,10 @@ def sync_point(point: SyncPoint) -> None:
     if _armed is None or _armed.point is not point:
         return
     if next(_visits) == _armed.nth:
-        # raise_signal, not kill: this thread must receive the signal
-        signal.raise_signal(_armed.action)
+        if _armed.action is None:
+            threading.Event().wait()
+        else:  # raise_signal, not kill: this thread must receive the signal
+            signal.raise_signal(_armed.action)
 
 
 with suppress(ConfigError):  # Config.from_env raises it, where callers expect that

@@ -35,7 +35,7 @@ def log_line(other: IncompatibleEngine) -> str:
 
 
 def error_log_entry(other: IncompatibleEngine) -> str:
-    """Return the reason as an entry of the slot table's error log, which ``kvshm dump-index``
+    """Return the reason as an entry of the slot table's error log, which ``kvshm dump``
     shows."""
     head = f"cannot share with {other.name}: "
     return head + reason(other, TEXT_BYTES - len(head))

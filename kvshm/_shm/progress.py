@@ -22,6 +22,7 @@ CLIENT = 1
 COORDINATOR = 2
 """The coordinator's main loop, as the coordinator writes it into each table of its roster, once a
 second."""
+COORDINATOR_LOOP = "coordinator"
 FIRST_LOAD_THREAD = 3
 """That of rank 0; pending: loads under way.  It too must go round once a second."""
 
@@ -70,5 +71,5 @@ class OwnProgress:
 
 def _name(loop: int) -> str:
     of_rank = f"loads of rank {loop - FIRST_LOAD_THREAD}"
-    names = {SCHEDULER: "scheduler", CLIENT: "client", COORDINATOR: "coordinator"}
+    names = {SCHEDULER: "scheduler", CLIENT: "client", COORDINATOR: COORDINATOR_LOOP}
     return names.get(loop, of_rank)

@@ -49,7 +49,7 @@ def test_config_names_a_bad_setting_with_its_remedy() -> None:
     done = kvshm("config", KVSHM_ROLE="reader")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "kvshm: KVSHM_ROLE='reader' is not both, producer or consumer; "
+        "kvshm config: KVSHM_ROLE='reader' is not both, producer or consumer; "
         "correct it, or unset it for the default (both)\n"
     )
 
@@ -63,7 +63,7 @@ def test_config_looks_whether_the_transport_is_installed(tmp_path: Path) -> None
     missing = kvshm("config", KVSHM_TRANSPORT="procfs")
     assert (missing.returncode, missing.stdout) == (2, "")
     assert missing.stderr.startswith(
-        "kvshm: KVSHM_TRANSPORT='procfs' is not an installed transport"
+        "kvshm config: KVSHM_TRANSPORT='procfs' is not an installed transport"
     )
 
 
@@ -71,7 +71,7 @@ def test_config_looks_whether_the_transport_is_installed(tmp_path: Path) -> None
 def test_config_checks_what_is_read_at_the_import(name: str) -> None:
     done = kvshm("config", **{name: "fast"})
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"kvshm: {name}='fast'")
+    assert done.stderr.startswith(f"kvshm config: {name}='fast'")
     assert len(done.stderr.splitlines()) == 1
     assert kvshm("config", **{name: ""}).returncode == 0
 
@@ -79,7 +79,7 @@ def test_config_checks_what_is_read_at_the_import(name: str) -> None:
 def test_dump_index_gets_the_rest_of_the_command_line() -> None:
     nobody = kvshm("dump-index", "--namespace", f"t{uuid.uuid4().hex[:8]}", "--json")
     assert (nobody.returncode, nobody.stdout.strip()) == (1, '{\n  "namespaces": []\n}')
-    assert "usage: kvshm dump-index" in kvshm("dump-index", "--help").stdout
+    assert "usage: kvshm dump " in kvshm("dump-index", "--help").stdout
 
 
 @pytest.mark.parametrize("what", [[], ["--check"]])
@@ -136,7 +136,7 @@ def test_dump_index_names_a_bad_namespace_and_does_not_look_at_the_other_setting
 
 
 def test_a_wrong_command_line_is_told() -> None:
-    for wrong in ([], ["dump"], ["config", "--all"]):
+    for wrong in ([], ["drop"], ["config", "--all"]):
         done = kvshm(*wrong)
         assert done.returncode == 2
         assert done.stderr.startswith("usage: kvshm")
@@ -146,8 +146,8 @@ def test_alone_it_prints_its_help_to_those_who_made_a_mistake() -> None:
     alone, asked = kvshm(), kvshm("--help")
     assert (alone.returncode, alone.stdout) == (2, "")
     assert (asked.returncode, asked.stdout) == (0, alone.stderr)
-    for verb in ("config", "dump-index", "clean"):
-        assert re.search(rf"^    {verb}\s+\w", asked.stdout, re.MULTILINE)
+    for verb in cli.COMMANDS:
+        assert re.search(rf"^    {verb}(?: \(dump-index\))?\s+\w", asked.stdout, re.MULTILINE)
     assert "``" not in asked.stdout
 
 

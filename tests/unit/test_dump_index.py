@@ -309,5 +309,5 @@ def test_a_wrong_command_line_is_status_2(arguments, capsys):
 def test_a_run_directory_that_cannot_be_one_is_status_2_with_a_sentence(place, capsys):
     assert dump_index.main(["--run-dir", place]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("kvshm dump-index: ")
+    assert line.startswith("kvshm dump: ")
     assert place in line

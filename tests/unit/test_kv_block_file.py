@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 from kvshm._ground.fingerprint import fingerprint
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
+from kvshm.tools import cli
 from kvshm.tools.kv import block_file, command
 from kvshm.tools.kv.block_file import BlockFile, BlockFileError, BlockKey, Description
 from kvshm.tools.kv.serve import FileEngine, check_servable
@@ -287,7 +288,7 @@ def test_a_command_names_the_file_that_it_cannot_use(
     path = tmp_path / "f"
     path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
     names = [str(path)] * (2 if verb == "compare" else 1)
-    assert command.main([verb, *names]) == (2 if verb == "compare" else 1)
+    assert cli.main(["kv", verb, *names]) == (2 if verb == "compare" else 1)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"kvshm kv {verb}: {path} is no file of kvshm's blocks: ")
 
@@ -312,7 +313,7 @@ def test_memory_is_not_taken_for_a_file_that_is_larger(tmp_path: Path) -> None:
 
 _WITH_LESS_MEMORY = """if True:
     import resource, sys
-    from kvshm.tools.kv.command import main
+    from kvshm.tools.cli import main
     resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
     sys.exit(main(sys.argv[1:]))
 """
@@ -325,7 +326,7 @@ def test_a_file_larger_than_the_address_space_is_told(
     with_holes(tmp_path / "f", 1 << 40)
     names = [str(tmp_path / "f")] * (2 if verb == "compare" else 1)
     done = subprocess.run(
-        [sys.executable, "-c", _WITH_LESS_MEMORY, verb, *names],
+        [sys.executable, "-c", _WITH_LESS_MEMORY, "kv", verb, *names],
         env={**os.environ, "KVSHM_RUN_DIR": str(short)},
         capture_output=True,
         text=True,
@@ -373,7 +374,7 @@ def test_a_file_of_another_layout_is_not_served() -> None:
 )
 def test_a_wrong_command_line_is_told(wrong: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
-        status = command.main(wrong)
+        status = cli.main(["kv", *wrong])
     except SystemExit as exc:
         status = exc.code
     assert status == 2
@@ -387,5 +388,6 @@ def test_without_its_libraries_the_command_says_how_to_get_them(
         raise ModuleNotFoundError("No module named 'safetensors'", name="safetensors")
 
     monkeypatch.setitem(command.VERBS, "compare", missing)
-    assert command.main(["compare", "a", "b"]) == 2
-    assert capsys.readouterr().err == "kvshm kv needs safetensors: pip install 'kvshm[kv]'\n"
+    assert cli.main(["kv", "compare", "a", "b"]) == 2
+    told = "kvshm kv compare needs safetensors: pip install 'kvshm[kv]'\n"
+    assert capsys.readouterr().err == told

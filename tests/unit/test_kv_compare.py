@@ -12,7 +12,8 @@ import numpy
 import pytest
 
 from kvshm._ground.fingerprint import fingerprint
-from kvshm.tools.kv import block_file, command
+from kvshm.tools import cli
+from kvshm.tools.kv import block_file
 from kvshm.tools.kv.block_file import BlockKey, Description
 from kvshm.tools.kv.errors_between import Distance
 from kvshm.tools.kv.number_formats import dtype_of
@@ -133,7 +134,7 @@ def write(path: Path, rows: dict[int, list[float]], **fields: str) -> Path:
 
 
 def compared(*arguments: object) -> int:
-    return command.main(["compare", *map(str, arguments)])
+    return cli.main(["kv", "compare", *map(str, arguments)])
 
 
 def test_blocks_are_paired_by_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvshm.tools import verify_logits
+from kvshm.tools import cli, verify_logits
 from kvshm.tools.verify_logits import Answer, divergence
 
 Logprobs = dict[str, Any]
@@ -86,7 +86,7 @@ def verify(a: Played, b: Played, *options: str, prompt: tuple[str, str] = ("--pr
     with ExitStack() as stack:
         urls = [stack.enter_context(served(each)) for each in (a, b)]
         place = ["--a", urls[0], "--b", urls[1], "--model", "m", "--wait", "0", *prompt]
-        return verify_logits.main([*place, *options])
+        return cli.main(["verify-logits", *place, *options])
 
 
 def test_answers_that_agree(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_server_that_cannot_be_asked_is_named(
         a.answers[0] = {**SAME, "token_logprobs": [1.0]}
     if wrong == "no server":
         place = ["--a", "http://127.0.0.1:1", "--b", "http://127.0.0.1:1"]
-        assert verify_logits.main([*place, "--model", "m", "--prompt", "p"]) == 2
+        assert cli.main(["verify-logits", *place, "--model", "m", "--prompt", "p"]) == 2
     else:
         assert verify(a, b) == 2
     said = capsys.readouterr().err
@@ -248,7 +248,7 @@ def sending(*pieces: bytes, pause: float = 0.0) -> Iterator[str]:
 def asking(url: str, *options: str) -> int:
     """B is asked first."""
     place = ["--a", url, "--b", url, "--model", "m", "--prompt", "p", "--wait", "0"]
-    return verify_logits.main([*place, *options])
+    return cli.main(["verify-logits", *place, *options])
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from kvshm._ground.log import shown_on_stderr
@@ -19,7 +19,7 @@ from kvshm.errors import ConfigError, KvshmError
 
 from .number_formats import DTYPES
 
-EXIT_FAILED, EXIT_USAGE = 1, 2
+HELP = "write blocks to a file, show them to engines, compare them"
 
 
 def _place(parser: argparse.ArgumentParser) -> None:
@@ -39,10 +39,10 @@ def _tolerance(text: str) -> float:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvshm kv",
-        description="Blocks of KV caches in files. They are what a prompt became: private data.",
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verbs."""
+    parser.description = (
+        "Blocks of KV caches in files. They are what a prompt became: private data."
     )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs", required=True)
     dump = verbs.add_parser(
@@ -91,7 +91,6 @@ def _parser() -> argparse.ArgumentParser:
         help="compare files of engines that differ, if their blocks have the same sizes",
     )
     compare.add_argument("--json", action="store_true", help="as JSON")
-    return parser
 
 
 def _read_place(asked: argparse.Namespace) -> tuple[Config, Path]:
@@ -143,16 +142,6 @@ VERBS: dict[str, Callable[[argparse.Namespace], int]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(asked: argparse.Namespace) -> int:
     """Run the verb; return the exit status."""
-    asked = _parser().parse_args(arguments)
-    try:
-        return VERBS[asked.verb](asked)
-    except ImportError as exc:
-        if (exc.name or "").partition(".")[0] not in ("numpy", "safetensors"):
-            raise
-        print(f"kvshm kv needs {exc.name}: pip install 'kvshm[kv]'", file=sys.stderr)
-        return EXIT_USAGE
-    except (KvshmError, OSError, MemoryError) as exc:
-        print(f"kvshm kv {asked.verb}: {str(exc) or 'not enough memory'}", file=sys.stderr)
-        return EXIT_USAGE if isinstance(exc, ConfigError) else EXIT_FAILED
+    return VERBS[asked.verb](asked)

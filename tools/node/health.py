@@ -82,6 +82,8 @@ def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> t
     its roster only its socket tells of it."""
     if not space.coordinated:
         return State.DEGRADED, "no coordinator runs: engines hear of no new engine"
+    if not space.coordinator_answers:
+        return State.DEGRADED, "coordinator stalled: it does not answer"
     rested = _seconds(space.coordinator_ns or now_ns, now_ns)
     if rested > limits.loop:
         return State.DEGRADED, f"coordinator stalled: it has not gone round for {rested:.0f} s"
@@ -117,12 +119,8 @@ def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[str
     elif not all(engine.life):
         ranks = ", ".join(str(rank) for rank, life in enumerate(engine.life) if not life)
         yield f"ranks that have not opened the epoch: {ranks}"
-    if space.coordinated and not _joined(engine):
+    if space.coordinated and not engine.joined:
         yield "it is not in the coordinator's roster"
-
-
-def _joined(engine: EngineReading) -> bool:
-    return any(loop.loop == "coordinator" and loop.last_ns for loop in engine.progress)
 
 
 def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str]:
@@ -134,8 +132,6 @@ def _stalled(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str
 
 
 def _is_stalled(loop: Progress, rested: float, limits: Limits) -> bool:
-    if loop.loop == "coordinator":  # judged once, for all engines
-        return False
     if loop.idles and not loop.pending:
         return False
     return rested > (limits.scheduler if loop.idles else limits.loop)

@@ -24,7 +24,7 @@ from kvshm._node.handout import Handouts
 from kvshm._replica.index_reader import ReplicaReader
 from kvshm._shm.fds import is_served, peer_credentials
 from kvshm._shm.slot_table import SlotTableView
-from kvshm.errors import KvshmError, TransportError
+from kvshm.errors import KvshmError, SegmentNotFound, TransportError
 
 from ..fetching import coordinator_runs
 from .reading import (
@@ -41,6 +41,10 @@ REPLICA_SECONDS = 10.0
 """How old the mapping of a replica may be: its owner may have made a larger one meanwhile."""
 ENDED_SECONDS = 60.0
 """For how long an engine is still shown after its end."""
+FRESH_SECONDS = 5.0
+"""How long ago a coordinator may have gone round that need not be asked whether it answers."""
+ASK_SECONDS = 0.5
+"""How long it may take to answer."""
 PLACE_BYTES = 16
 _AT_ONCE = 32
 
@@ -104,9 +108,9 @@ class NodeReader:
 
     def read(self) -> NodeReading:
         """Look at the node now.  No directory is a node without engines."""
-        named = self._look_for_engines()
-        spaces = named | {mapped.namespace for mapped in self._mapped.values()}
-        read = [self._read_namespace(space) for space in sorted(spaces)]
+        coordinated = self._look_for_engines()
+        spaces = coordinated | {mapped.namespace for mapped in self._mapped.values()}
+        read = [self._read_namespace(space, space in coordinated) for space in sorted(spaces)]
         return NodeReading(round(self._clock() * 1e9), tuple(read))
 
     def table(self, engine: EngineReading) -> SlotTableView | None:
@@ -117,16 +121,14 @@ class NodeReader:
     # -- finding and mapping
 
     def _look_for_engines(self) -> set[str]:
-        """Map what is new and let go of what has been gone for long; return the namespaces with a
-        coordinator's socket."""
+        """Map what is new and let go of what has been gone for long; return the namespaces that
+        have a coordinator."""
         try:
             sockets = list_sockets(self._run_dir, self._namespace)
             coordinators = list_coordinators(self._run_dir, self._namespace)
         except FileNotFoundError:
             sockets, coordinators = [], []
         present = {(s.namespace, s.epoch): s for s in sockets if s.epoch is not None}
-        for key in present.keys() - self._mapped.keys():
-            self._mapped[key] = _Mapped(present[key])
         now = self._clock()
         for key, mapped in list(self._mapped.items()):
             gone = key not in present or (mapped.table is not None and mapped.table.owner_died)
@@ -134,6 +136,8 @@ class NodeReader:
             lost = mapped.table is None and key not in present
             if lost or (gone and now - (mapped.gone_since or now) > ENDED_SECONDS):
                 self._mapped.pop(key).close()
+        for key in present.keys() - self._mapped.keys():
+            self._mapped[key] = _Mapped(present[key])
         list(self._pool.map(self._fetch, self._mapped.values()))
         return {name for name in coordinators if coordinator_runs(self._run_dir, name)}
 
@@ -172,7 +176,7 @@ class NodeReader:
 
     # -- reading
 
-    def _read_namespace(self, space: str) -> NamespaceReading:
+    def _read_namespace(self, space: str, coordinated: bool) -> NamespaceReading:
         mapped = [each for each in self._mapped.values() if each.namespace == space]
         mapped.sort(key=lambda each: each.table.created_ns if each.table else 0)
         counted = _count([each.table for each in mapped if each.table is not None])
@@ -187,13 +191,40 @@ class NodeReader:
                 continue
             peers = tuple(self._peers(space, each))
             engines.append(replace(found, pid_here=each.pid_here, peers=peers))
+        answers, joined = self._ask_coordinator(space, engines) if coordinated else (False, set())
+        present = [replace(e, joined=e.epoch in joined) for e in _latest(engines)]
         return NamespaceReading(
             name=space,
-            coordinated=coordinator_runs(self._run_dir, space),
-            engines=tuple(_with_labels(_latest(engines))),
+            coordinated=coordinated,
+            coordinator_answers=answers,
+            coordinator_ns=max((e.coordinator_ns for e in present if e.joined), default=0),
+            engines=tuple(_with_labels(present)),
             ended=tuple(m.epoch for m in mapped if m.table is None and not m.problem),
             unreadable=unreadable,
         )
+
+    def _ask_coordinator(
+        self, space: str, engines: Sequence[EngineReading]
+    ) -> tuple[bool, set[Epoch]]:
+        """Whether the coordinator answers, and who is in its roster.  It is asked only about
+        engines in whose tables it has not shown itself lately; about nobody if there are none."""
+        now, handouts = self._clock(), Handouts(self._run_dir, space, timeout=ASK_SECONDS)
+        living = [engine for engine in engines if not (engine.owner_died or engine.retired)]
+        fresh = {e.epoch for e in living if now - e.coordinator_ns / 1e9 < FRESH_SECONDS}
+        wanted = [e.epoch for e in living if e.epoch not in fresh]
+        answers, joined = bool(fresh), set(fresh)
+        for epoch in wanted or ([] if fresh else [Epoch(0)]):
+            try:
+                handouts.table_from_coordinator(epoch).close()
+                joined.add(epoch)
+            except SegmentNotFound as exc:
+                answers = answers or exc.__cause__ is None
+                continue
+            except KvshmError:  # it does not answer, or has no descriptors left
+                joined |= {e.epoch for e in living if e.coordinator_ns}
+                break
+            answers = True
+        return answers, joined
 
     def _peers(self, space: str, mapped: _Mapped) -> Iterator[PeerReading]:
         if mapped.replica is None:
@@ -230,11 +261,10 @@ def _latest(engines: Sequence[EngineReading]) -> Iterator[EngineReading]:
     return (e for e in engines if not e.retired or begun.get((e.name, e.pid), e.epoch) == e.epoch)
 
 
-def _with_labels(engines: Iterator[EngineReading]) -> Iterator[EngineReading]:
+def _with_labels(engines: Sequence[EngineReading]) -> Iterator[EngineReading]:
     """In containers several engines may have one name."""
-    all_engines = list(engines)
-    times = Counter(engine.name for engine in all_engines)
-    for engine in all_engines:
+    times = Counter(engine.name for engine in engines)
+    for engine in engines:
         unique = engine.name if times[engine.name] == 1 else f"{engine.name}-{engine.epoch:016x}"
         yield replace(engine, label=unique)
 

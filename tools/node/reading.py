@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from kvshm._ground.ids import Epoch
 from kvshm._ground.log import engine_name
@@ -11,7 +11,7 @@ from kvshm._replica.index_layout import Row
 from kvshm._shm.error_log import LoggedError
 from kvshm._shm.histograms import Distribution
 from kvshm._shm.layout import RowState
-from kvshm._shm.progress import Progress
+from kvshm._shm.progress import COORDINATOR_LOOP, Progress
 from kvshm._shm.slot_table import SlotTableView
 from kvshm._shm.traffic import Traffic
 
@@ -77,10 +77,15 @@ class EngineReading:
     histograms: Mapping[str, Distribution]
     traffic: tuple[Traffic, ...]
     progress: tuple[Progress, ...]
+    """Of the loops of its own processes."""
+    coordinator_ns: int
+    """CLOCK_MONOTONIC when a coordinator that has this table last went round; 0: never."""
     loads_since: tuple[int, ...]
     """When its loads under way began, CLOCK_MONOTONIC in nanoseconds, the oldest first."""
     errors: tuple[LoggedError, ...]
     """The most recent last."""
+    joined: bool = False
+    """Whether it is in the coordinator's roster, as far as that can be found out."""
     pid_here: int = 0
     """As this process sees it; 0 if it does not, because the engine is in another container."""
     peers: tuple[PeerReading, ...] = ()
@@ -93,10 +98,15 @@ class EngineReading:
         """The engine's name as in log lines."""
         return engine_name(self.epoch, self.name, self.pid)
 
-    def is_meant(self, wanted: str) -> bool:
-        """Whether a user means this engine by a name, a pid or an epoch in hexadecimal."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """By what a user may call it: its name, its pid, or its epoch in hexadecimal."""
         epoch = f"{self.epoch:016x}"
-        return wanted in (self.label, self.name, str(self.pid), epoch, f"0x{epoch}")
+        return self.label, self.name, str(self.pid), epoch, f"0x{epoch}"
+
+    def is_meant(self, wanted: str) -> bool:
+        """Whether a user means this engine."""
+        return wanted in self.names
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,11 @@ class NamespaceReading:
     name: str
     coordinated: bool
     """Whether a process serves the coordinator's sockets; it may be stopped."""
+    coordinator_answers: bool
+    """Whether it answers, or has gone round just now."""
+    coordinator_ns: int = 0
+    """CLOCK_MONOTONIC when it last went round, as the engines in its roster show; 0 if they do
+    not."""
     engines: tuple[EngineReading, ...] = ()
     """In order of their creation."""
     ended: tuple[Epoch, ...] = ()
@@ -113,14 +128,12 @@ class NamespaceReading:
     unreadable: Mapping[Epoch, str] = field(default_factory=dict)
     """Engines of which nothing can be shown, and why."""
 
-    @property
-    def coordinator_ns(self) -> int | None:
-        """CLOCK_MONOTONIC when the coordinator last went round, as far as the engines in its
-        roster show; None if they do not."""
-        rounds = [loop for engine in self.engines for loop in engine.progress]
-        return (
-            max((loop.last_ns for loop in rounds if loop.loop == "coordinator"), default=0) or None
-        )
+    def with_engines(self, engines: Sequence[EngineReading], *, whole: bool) -> NamespaceReading:
+        """The same with these of its engines, and without ``ended`` and ``unreadable`` unless
+        ``whole``."""
+        if whole:
+            return replace(self, engines=tuple(engines))
+        return replace(self, engines=tuple(engines), ended=(), unreadable={})
 
 
 @dataclass(frozen=True)
@@ -140,6 +153,7 @@ def read_table(
     namespace: str, table: SlotTableView, blocks: Blocks, answers: bool
 ) -> EngineReading:
     """Read everything of a table but its blocks.  Raises KvshmError."""
+    *loops, coordinator = sorted(table.progress(), key=lambda loop: loop.loop == COORDINATOR_LOOP)
     return EngineReading(
         namespace=namespace,
         epoch=Epoch(table.epoch),
@@ -160,7 +174,8 @@ def read_table(
         counters=table.counters.snapshot(),
         histograms=table.histograms.snapshot(),
         traffic=tuple(table.traffic.read()),
-        progress=tuple(table.progress()),
+        progress=tuple(loops),
+        coordinator_ns=coordinator.last_ns,
         loads_since=tuple(table.loads_since()),
         errors=tuple(table.errors()),
     )

@@ -1,0 +1,176 @@
+"""The judgement of an engine and of a coordinator, from what a look has found."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvshm._ground.ids import Epoch
+from kvshm._shm.progress import Progress
+from kvshm.tools.node.health import (
+    Health,
+    Limits,
+    State,
+    judge,
+    judge_coordinator,
+    judge_node,
+    worst,
+)
+from kvshm.tools.node.reading import Blocks, EngineReading, NamespaceReading, NodeReading
+
+NOW = 1_000_000_000_000
+LIMITS = Limits(scheduler=60, loop=10, load=30)
+ENGINE = EngineReading(
+    namespace="n",
+    epoch=Epoch(1),
+    name="e",
+    pid=7,
+    model="m",
+    fingerprint="00",
+    block_size=16,
+    answers=True,
+    owner_died=False,
+    died=False,
+    retired=False,
+    life=(True, True),
+    heartbeat=3,
+    lease_bit=0,
+    created_ns=0,
+    blocks=Blocks(10),
+    counters={"hook_errors": 0, "mismatched": 0},
+    histograms={},
+    traffic=(),
+    progress=(
+        Progress("scheduler", 0, 0, idles=True),
+        Progress("client", 0, NOW, idles=False),
+        Progress("loads of rank 0", 0, NOW, idles=False),
+    ),
+    coordinator_ns=NOW,
+    loads_since=(),
+    errors=(),
+    joined=True,
+)
+SPACE = NamespaceReading("n", coordinated=True, coordinator_answers=True, coordinator_ns=NOW)
+
+
+def seconds_ago(seconds: float) -> int:
+    return NOW - round(seconds * 1e9)
+
+
+def found(space: NamespaceReading = SPACE, **changed: Any) -> Health:
+    return judge(replace(ENGINE, **changed), space, NOW, LIMITS)
+
+
+def with_loop(loop: str, pending: int, rested: float) -> tuple[Progress, ...]:
+    """The engine's loops, of which this one went round so many seconds ago."""
+    return tuple(
+        Progress(loop, pending, seconds_ago(rested), of.idles) if of.loop == loop else of
+        for of in ENGINE.progress
+    )
+
+
+def test_an_engine_without_faults_is_healthy() -> None:
+    assert found() == Health(True, True, True, State.HEALTHY, ())
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"owner_died": True, "died": True}, "its process has ended"),
+        ({"died": True}, "a worker process has ended"),
+        ({"answers": False}, "it does not answer: stopped, or out of descriptors"),
+    ],
+)
+def test_what_does_not_live_is_down_whatever_else_there_is(
+    changed: dict[str, Any], reason: str
+) -> None:
+    wrong = {"retired": True, "loads_since": (1,), "progress": with_loop("client", 0, 99)}
+    assert found(**changed, **wrong) == Health(False, False, False, State.DOWN, (reason,))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"retired": True}, "its epoch has ended, and no other one has begun"),
+        ({"life": (True, False, False)}, "ranks that have not opened the epoch: 1, 2"),
+        ({"joined": False}, "it is not in the coordinator's roster"),
+        (
+            {"counters": {"hook_errors": 1, "mismatched": 0}},
+            "a hook of kvshm has failed: it shares nothing until it is restarted",
+        ),
+    ],
+)
+def test_what_is_not_ready_serves_on_unshared(changed: dict[str, Any], reason: str) -> None:
+    assert found(**changed) == Health(True, False, True, State.DEGRADED, (reason,))
+
+
+def test_without_a_coordinator_nobody_has_to_be_in_its_roster() -> None:
+    assert found(replace(SPACE, coordinated=False), joined=False).ready
+
+
+@pytest.mark.parametrize(
+    ("loop", "pending", "rested", "state"),
+    [
+        ("scheduler", 2, 61, State.DOWN),
+        ("scheduler", 2, 59, State.HEALTHY),
+        ("scheduler", 0, 999, State.HEALTHY),
+        ("client", 0, 11, State.DEGRADED),
+        ("client", 0, 9, State.HEALTHY),
+        ("loads of rank 0", 1, 11, State.DEGRADED),
+        ("loads of rank 0", 0, 11, State.DEGRADED),
+    ],
+)
+def test_each_loop_that_rests_too_long_is_told_apart(
+    loop: str, pending: int, rested: float, state: State
+) -> None:
+    health = found(progress=with_loop(loop, pending, rested))
+    waiting = f" with {pending} waiting" if pending else ""
+    told = f"{loop} stalled: it has not gone round for {rested:.0f} s{waiting}"
+    assert health.state is state
+    assert health.progress is (state is State.HEALTHY)
+    assert health.reasons == (() if state is State.HEALTHY else (told,))
+
+
+def test_a_loop_that_has_never_gone_round_may_be_about_to_begin() -> None:
+    loops = tuple(loop._replace(pending=1, last_ns=0) for loop in ENGINE.progress)
+    assert found(progress=loops).progress
+
+
+def test_other_faults_are_named() -> None:
+    assert found(loads_since=(seconds_ago(31), NOW)).reasons == (
+        "a load holds its leases for 31 s",
+    )
+    assert found(counters={"hook_errors": 0, "mismatched": 2}).reasons == (
+        "2 copied blocks differed from what was published",
+    )
+    assert found(loads_since=(seconds_ago(29),)).state is State.HEALTHY
+
+
+def test_a_coordinator_that_is_missing_silent_or_stalled_is_told_apart() -> None:
+    def told(**changed: Any) -> tuple[State, str]:
+        return judge_coordinator(replace(SPACE, **changed), NOW, LIMITS)
+
+    assert told() == (State.HEALTHY, "")
+    assert told(coordinator_ns=0) == (State.HEALTHY, "")
+    assert told(coordinated=False, coordinator_answers=False)[1].startswith("no coordinator runs")
+    assert told(coordinator_answers=False)[1] == "coordinator stalled: it does not answer"
+    assert told(coordinator_ns=seconds_ago(11)) == (
+        State.DEGRADED,
+        "coordinator stalled: it has not gone round for 11 s",
+    )
+
+
+def test_a_node_is_as_well_as_what_does_worst_on_it() -> None:
+    def state(*spaces: NamespaceReading) -> State:
+        return judge_node(NodeReading(NOW, spaces), LIMITS)
+
+    good = replace(SPACE, engines=(ENGINE,))
+    assert state(good) is State.HEALTHY
+    assert state(good, replace(SPACE, coordinated=False)) is State.DEGRADED
+    assert state(replace(good, ended=(Epoch(2),))) is State.DOWN
+    assert state(replace(good, unreadable={Epoch(2): "why"})) is State.DOWN
+    assert state(replace(good, engines=(ENGINE, replace(ENGINE, retired=True)))) is State.DEGRADED
+    assert state() is State.DOWN
+    assert worst(iter(())) is State.HEALTHY

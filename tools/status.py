@@ -1,0 +1,199 @@
+"""``kvshm status``: one line per engine, and an exit status that says how the node is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+from kvshm.errors import ConfigError
+
+from .node.health import Health, Limits, State, judge, judge_coordinator, judge_node
+from .node.reader import NodeReader
+from .node.reading import EngineReading, NamespaceReading, NodeReading
+from .options import add_selection, find_place
+from .tables import Columns, Json, table
+
+HELP = "one line per engine: healthy, degraded or down"
+EXIT_STATUS = {State.HEALTHY: 0, State.DEGRADED: 1, State.DOWN: 3}
+EXIT_NO = 1
+"""Of a probe whose answer is no."""
+PROBES = ("live", "ready", "progress", "coordinator")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add which engines are meant, and what is asked of them."""
+    parser.description = (
+        "Say how each engine is, from shared memory alone. live: its process runs and has handed "
+        "out its slot table; ready: it has joined, and others can read its blocks; progress: each "
+        "of its loops has gone round lately, unless nothing waits for it."
+    )
+    parser.epilog = (
+        "exit status: 0 everything is healthy; 1 something is degraded (engines serve, but do not "
+        "share as they should); 2 wrong command line or setting; 3 something is down, or there is "
+        "nothing. With --probe: 0 yes, 1 no, 2 as above"
+    )
+    add_selection(parser)
+    add = parser.add_argument
+    add("--here", action="store_true", help="only engines of this container (pid namespace)")
+    add(
+        "--probe",
+        choices=PROBES,
+        help="for systemd and Kubernetes: print nothing but a failure; no engine is a failure",
+    )
+    limits = Limits()
+    stalled = "seconds after which a loop that should go round counts as stalled"
+    add(
+        "--scheduler-seconds",
+        type=_seconds,
+        default=limits.scheduler,
+        metavar="S",
+        help=f"{stalled}: the scheduler's, while requests wait ({limits.scheduler:g})",
+    )
+    add(
+        "--loop-seconds",
+        type=_seconds,
+        default=limits.loop,
+        metavar="S",
+        help=f"{stalled}: all others ({limits.loop:g})",
+    )
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Look at the node once and print; return the exit status."""
+    run_dir, namespace = find_place(asked)
+    with NodeReader(run_dir, namespace) as reader:
+        reading = select(reader.read(), asked.engine, here=asked.here)
+    limits = Limits(scheduler=asked.scheduler_seconds, loop=asked.loop_seconds)
+    if asked.probe:
+        return _probe(asked.probe, reading, limits)
+    state = judge_node(reading, limits)
+    if asked.json:
+        print(json.dumps(as_json(reading, limits), indent=2))
+    else:
+        for line in _lines(reading, limits):
+            print(line)
+        if not reading.namespaces:
+            print(f"nothing of kvshm runs in {run_dir}", file=sys.stderr)
+    return EXIT_STATUS[state]
+
+
+def select(reading: NodeReading, engine: str | None, *, here: bool = False) -> NodeReading:
+    """Return the part of a reading that is meant.  Raises ConfigError if no engine is called so;
+    the message names those that there are."""
+    spaces = []
+    for space in reading.namespaces:
+        engines = [e for e in space.engines if not here or e.pid_here]
+        if engine is not None:
+            engines = [e for e in engines if e.is_meant(engine)]
+        whole = engine is None and not here
+        if whole or engines:
+            spaces.append(space.with_engines(engines, whole=whole))
+    if engine is not None and not spaces:
+        names = ", ".join(e.label for e in reading.engines) or "none"
+        raise ConfigError(f"no engine is called {engine!r}; there are: {names}")
+    return NodeReading(reading.at_ns, tuple(spaces))
+
+
+def as_json(reading: NodeReading, limits: Limits) -> Json:
+    """The judgement as plain data."""
+    return {
+        "state": judge_node(reading, limits),
+        "namespaces": [
+            {
+                "namespace": space.name,
+                "coordinator": dict(
+                    zip(
+                        ("state", "reason"),
+                        judge_coordinator(space, reading.at_ns, limits),
+                        strict=True,
+                    )
+                ),
+                "engines": [
+                    _engine(e, judge(e, space, reading.at_ns, limits)) for e in space.engines
+                ],
+                "ended": [f"{epoch:016x}" for epoch in space.ended],
+                "unreadable": {f"{e:016x}": why for e, why in space.unreadable.items()},
+            }
+            for space in reading.namespaces
+        ],
+    }
+
+
+def _engine(engine: EngineReading, health: Health) -> Json:
+    return {
+        "engine": engine.label,
+        "epoch": f"{engine.epoch:016x}",
+        "pid": engine.pid,
+        "model": engine.model,
+        "state": health.state,
+        "live": health.live,
+        "ready": health.ready,
+        "progress": health.progress,
+        "published": engine.blocks.ready,
+        "peers": sum(not peer.suspected for peer in engine.peers),
+        "imported_tokens": engine.counters["imported_tokens"],
+        "reasons": list(health.reasons),
+    }
+
+
+_COLUMNS: Columns = {
+    "engine": "engine",
+    "state": "state",
+    **{
+        column: lambda row, column=column: "yes" if row[column] else "no"  # type: ignore[misc]
+        for column in ("live", "ready", "progress")
+    },
+    "peers": "peers",
+    "published": "published",
+    "imported tokens": "imported_tokens",
+    "what is wrong": lambda row: "; ".join(row["reasons"]) or "-",
+}
+
+
+def _lines(reading: NodeReading, limits: Limits) -> Iterator[str]:
+    for space in as_json(reading, limits)["namespaces"]:
+        coordinator = space["coordinator"]
+        said = coordinator["reason"] or "coordinator healthy"
+        yield f"namespace {space['namespace']}: {said}"
+        yield from table(_COLUMNS, space["engines"])
+        for epoch in space["ended"]:
+            yield f"    engine of epoch {epoch}: its process has ended; run `kvshm clean`"
+        for epoch, why in space["unreadable"].items():
+            yield f"    engine of epoch {epoch}: {why}"
+
+
+def _probe(probe: str, reading: NodeReading, limits: Limits) -> int:
+    answers = list(_answers(probe, reading, limits))
+    failures = [why for good, why in answers if not good]
+    if not answers:
+        failures = ["there is no coordinator" if probe == "coordinator" else "there is no engine"]
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return EXIT_NO if failures else 0
+
+
+def _answers(probe: str, reading: NodeReading, limits: Limits) -> Iterator[tuple[bool, str]]:
+    """Whether each engine, or coordinator, passes, and what to say if not."""
+    for space in reading.namespaces:
+        if probe == "coordinator":
+            state, why = judge_coordinator(space, reading.at_ns, limits)
+            yield state is State.HEALTHY, f"namespace {space.name}: {why}"
+            continue
+        for engine in space.engines:
+            health = judge(engine, space, reading.at_ns, limits)
+            good = {"live": health.live, "ready": health.ready, "progress": health.progress}[probe]
+            yield good, f"{engine.log_name}: {'; '.join(health.reasons)}"
+        yield from ((False, why) for why in _unknown(space))
+
+
+def _unknown(space: NamespaceReading) -> Iterator[str]:
+    yield from (f"engine of epoch {epoch:016x} has ended" for epoch in space.ended)
+    yield from (f"engine of epoch {epoch:016x}: {why}" for epoch, why in space.unreadable.items())
+
+
+def _seconds(text: str) -> float:
+    if not (seconds := float(text)) > 0:
+        raise ValueError
+    return seconds
