@@ -61,6 +61,7 @@ check: $(TOOLS) $(KVSHM) ## ruff, mypy strict, import floors
 
 docs: $(TOOLS) $(KVSHM) ## write the parts of docs/ that the code states
 	$(PYTHON) docs/generate.py
+	$(PYTHON) docs/command_pages.py
 
 wheel: $(TOOLS) ## build dist/kvshm-*-cp311-abi3-*.whl
 	rm -rf build

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Print the script; needs shtab (pip install 'kvshm[ops]'). For bash: "
         "kvshm completion bash > ~/.local/share/bash-completion/completions/kvshm"
     )
-    parser.add_argument("shell", choices=SHELLS)
+    parser.add_argument("shell", choices=SHELLS, help="for which shell")
 
 
 def run(asked: argparse.Namespace) -> int:

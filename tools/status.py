@@ -19,7 +19,7 @@ HELP = "one line per engine: healthy, degraded or down"
 EXIT_STATUS = {State.HEALTHY: 0, State.DEGRADED: 1, State.DOWN: 3}
 EXIT_NO = 1
 """Of a probe whose answer is no."""
-PROBES = ("live", "ready", "progress", "coordinator")
+PROBES = ("live", "ready", "progress", "serving", "coordinator")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--probe",
         choices=PROBES,
-        help="for systemd and Kubernetes: print nothing but a failure; no engine is a failure",
+        help="for systemd and Kubernetes: print nothing but a failure. serving fails only where an "
+        "engine is down, so that nothing stops an engine that does not share; of the others no "
+        "engine is a failure",
     )
     limits = Limits()
     stalled = "seconds after which a loop that should go round counts as stalled"
@@ -167,7 +169,7 @@ def _lines(reading: NodeReading, limits: Limits) -> Iterator[str]:
 def _probe(probe: str, reading: NodeReading, limits: Limits) -> int:
     answers = list(_answers(probe, reading, limits))
     failures = [why for good, why in answers if not good]
-    if not answers:
+    if not answers and probe != "serving":
         failures = ["there is no coordinator" if probe == "coordinator" else "there is no engine"]
     for failure in failures:
         print(failure, file=sys.stderr)
@@ -183,9 +185,17 @@ def _answers(probe: str, reading: NodeReading, limits: Limits) -> Iterator[tuple
             continue
         for engine in space.engines:
             health = judge(engine, space, reading.at_ns, limits)
-            good = {"live": health.live, "ready": health.ready, "progress": health.progress}[probe]
-            yield good, f"{engine.log_name}: {'; '.join(health.reasons)}"
+            yield _passes(probe, health), f"{engine.log_name}: {'; '.join(health.reasons)}"
         yield from ((False, why) for why in _unknown(space))
+
+
+def _passes(probe: str, health: Health) -> bool:
+    return {
+        "live": health.live,
+        "ready": health.ready,
+        "progress": health.progress,
+        "serving": health.state is not State.DOWN,
+    }[probe]
 
 
 def _unknown(space: NamespaceReading) -> Iterator[str]:

@@ -15,6 +15,7 @@ from kvshm import _native
 from .layout import LOOP_BYTES, LOOPS_OFFSET
 from .segment import Segment
 
+SCHEDULER_LOOP = "scheduler"
 SCHEDULER = 0
 """The scheduler's loop; pending: requests that have not ended."""
 CLIENT = 1
@@ -71,5 +72,5 @@ class OwnProgress:
 
 def _name(loop: int) -> str:
     of_rank = f"loads of rank {loop - FIRST_LOAD_THREAD}"
-    names = {SCHEDULER: "scheduler", CLIENT: "client", COORDINATOR: COORDINATOR_LOOP}
+    names = {SCHEDULER: SCHEDULER_LOOP, CLIENT: "client", COORDINATOR: COORDINATOR_LOOP}
     return names.get(loop, of_rank)

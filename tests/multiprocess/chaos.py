@@ -6,7 +6,7 @@ Toy engines, each with ranks in processes of their own, serve random requests: t
 retract, import and begin new epochs, and compare every byte that they import with what the
 block's hash says.  Meanwhile a schedule (chaos_schedule.py; the same for the same seed) kills and
 stops them, cuts their memory, takes their descriptors and puts strange files in their way.
-Afterwards the node must become whole, pass ``kvshm dump-index --check``, end in good order and
+Afterwards the node must become whole, pass ``kvshm dump --check``, end in good order and
 leave nothing.  Prints what was found in words, then in one line of JSON; status 1 if a byte was
 wrong, an invariant broken, a bystander ended, or something was left.
 
@@ -165,7 +165,7 @@ def replace_damaged(node: ChaosNode) -> None:
 
 
 def check_invariants(node: ChaosNode) -> list[str]:
-    """What ``kvshm dump-index --check`` says while the engines stand still."""
+    """What ``kvshm dump --check`` says while the engines stand still."""
     for engine in node.engines:
         engine.order("pause")
     deadline = time.monotonic() + END_SECONDS

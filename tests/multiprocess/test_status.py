@@ -89,6 +89,8 @@ def test_each_stalled_thread_is_told_apart(stalled: Stalled) -> None:
     assert (code, "loads of rank 0 stalled" in told) == (1, True)
     assert stalled.probe("ready", stalled.loads)[0] == 0
     assert stalled.probe("live", stalled.scheduler)[0] == 0
+    assert stalled.probe("serving", stalled.loads)[0] == 0
+    assert stalled.probe("serving", stalled.scheduler)[0] == 1
 
 
 def test_holders_of_stuck_leases_are_named_with_their_age(stalled: Stalled) -> None:
@@ -142,6 +144,7 @@ def test_nothing_is_down_and_a_probe_of_nothing_fails(node: Node) -> None:
         (("--probe", "ready"), 1, "there is no engine"),
         (("--probe", "coordinator"), 1, "there is no coordinator"),
         (("--here", "--probe", "live"), 1, "there is no engine"),
+        (("--here", "--probe", "serving"), 0, ""),
         (("--loop-seconds", "0"), 2, "invalid"),
     ):
         command = [sys.executable, "-m", "kvshm.tools.cli", "status", *arguments, *place]

@@ -1,5 +1,5 @@
 """An engine that waits for a coordinator that never was there says so, once, and how to start
-one; ``kvshm dump-index --check`` says it of a node."""
+one; ``kvshm dump --check`` says it of a node."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_the_line_names_the_command(caplog: pytest.LogCaptureFixture) -> None:
     assert record.getMessage().endswith(": kvshm-coordinator --run-dir '/a b/c' --namespace n")
 
 
-# -- kvshm dump-index --check
+# -- kvshm dump --check
 
 
 def test_check_warns_of_engines_without_a_coordinator(

@@ -106,6 +106,15 @@ def test_what_is_not_ready_serves_on_unshared(changed: dict[str, Any], reason: s
     assert found(**changed) == Health(True, False, True, State.DEGRADED, (reason,))
 
 
+def test_an_engine_without_a_request_yet_is_healthy_but_not_ready() -> None:
+    health = found(life=(False, False))
+    assert (health.ready, health.progress, health.state) == (False, True, State.HEALTHY)
+    assert health.reasons[0].startswith("it waits for its first request")
+    assert found(life=(False, False), joined=False).state is State.DEGRADED
+    begun = with_loop("scheduler", 0, 1)
+    assert found(life=(False, False), progress=begun).state is State.DEGRADED
+
+
 def test_without_a_coordinator_nobody_has_to_be_in_its_roster() -> None:
     assert found(replace(SPACE, coordinated=False), joined=False).ready
 

@@ -75,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="say how much the blocks of two files differ",
         epilog="exit status: 0 equal; 1 different; 2 nothing to compare, or wrong command line",
     )
-    compare.add_argument("files", metavar="FILE", nargs=2, type=Path)
+    compare.add_argument(
+        "files", metavar="FILE", nargs=2, type=Path, help="two that kvshm kv dump has written"
+    )
     compare.add_argument(
         "--dtype", choices=list(DTYPES), help="default: as the fingerprint's fields say"
     )

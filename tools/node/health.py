@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvshm._shm.progress import Progress
+from kvshm._shm.progress import SCHEDULER_LOOP, Progress
 
 from .reading import EngineReading, NamespaceReading, NodeReading
 
@@ -52,7 +52,7 @@ class Health:
     progress: bool
     state: State
     reasons: tuple[str, ...]
-    """What is wrong, the most important first; empty if the engine is healthy."""
+    """What is wrong, the most important first; of a healthy engine at most what it waits for."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,16 @@ def judge(engine: EngineReading, space: NamespaceReading, now_ns: int, limits: L
     """Judge one engine of a namespace.  ``now_ns``: CLOCK_MONOTONIC of the reading."""
     dead = _why_dead(engine)
     stalled = [] if dead else list(_stalled(engine, now_ns, limits))
-    unready = [] if dead else list(_why_unready(engine, space))
+    unready = [] if dead or _waits(engine) else list(_why_unready(engine, space))
     others = [] if dead else list(_other_faults(engine, now_ns, limits))
-    serves = not dead and not any(reason.startswith("scheduler") for reason in stalled)
+    serves = not dead and not any(reason.startswith(SCHEDULER_LOOP) for reason in stalled)
     reasons = (*dead, *stalled, *unready, *others)
     state = State.HEALTHY if not reasons else State.DEGRADED if serves else State.DOWN
     live = not dead
-    return Health(live, live and not unready, live and not stalled, state, reasons)
+    if live and _waits(engine):
+        reasons = (*reasons, "it waits for its first request, with which its ranks open the epoch")
+    ready = live and not unready and not _waits(engine)
+    return Health(live, ready, live and not stalled, state, reasons)
 
 
 def judge_coordinator(space: NamespaceReading, now_ns: int, limits: Limits) -> tuple[State, str]:
@@ -109,6 +112,13 @@ def _why_dead(engine: EngineReading) -> list[str]:
     if engine.died:
         return ["a worker process has ended"]
     return [] if engine.answers else ["it does not answer: stopped, or out of descriptors"]
+
+
+def _waits(engine: EngineReading) -> bool:
+    """Whether it has joined and has had no request yet: nothing is wrong then."""
+    begun = any(loop.last_ns for loop in engine.progress if loop.loop == SCHEDULER_LOOP)
+    idle = not begun and not any(engine.life) and not engine.retired
+    return idle and engine.joined and not engine.counters["hook_errors"]
 
 
 def _why_unready(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
