@@ -61,12 +61,19 @@ def _config(argv: Sequence[str] | None) -> Config:
     parser.add_argument(
         "--log-level", help="debug, info, warning or error (default: $KVSHM_LOG_LEVEL)"
     )
+    parser.add_argument("--log-format", help="text or json (default: $KVSHM_LOG_FORMAT)")
+    parser.add_argument(
+        "--log-file",
+        help="append lines to this file instead of stderr (default: $KVSHM_LOG_FILE)",
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     asked = parser.parse_args(argv)
     options = {
         "--run-dir": asked.run_dir,
         "--namespace": asked.namespace,
         "--log-level": asked.log_level,
+        "--log-format": asked.log_format,
+        "--log-file": asked.log_file,
     }
     return Config.from_env(os.environ, options)
 
@@ -110,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the coordinator until SIGTERM or SIGINT; return the exit status."""
     try:
         config = _config(argv)
-        logfmt.start(config.log_level)
+        logfmt.start(config.log_level, config.log_format, config.log_file)
         for warning in config.warnings:
             logfmt.write(logging.WARNING, "unknown-setting", reason=warning)
         bounds = Bounds.of_a_program()

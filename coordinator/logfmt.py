@@ -1,4 +1,4 @@
-"""One line per event, key=value, so that both people and grep can read the log.
+"""One line per event, key=value or JSON, so that both people and grep can read the log.
 
 If the reader of the log stops reading, lines wait here; the coordinator never waits for the reader.
 """
@@ -12,8 +12,9 @@ import sys
 import time
 from contextlib import suppress
 
-MAX_VALUE = 1000
-"""At most so many characters of a value are written."""
+from kvshm._ground.log import LineLimit
+from kvshm._ground.log_file import LogFile
+from kvshm._ground.log_lines import EVENT, FIELDS, LineFormatter, key_values
 
 MAX_WAITING_BYTES = 1 << 20
 """Bytes of unread lines that are kept; further lines are counted and lost."""
@@ -21,64 +22,39 @@ _AT_ONCE = select.PIPE_BUF
 """Bytes that fit into any descriptor that poll calls writable."""
 LAST_SECONDS = 1.0
 """How long ``end`` waits for the reader."""
+MAX_LINES = 1000
+"""Lines a minute.  More than a node has engines, and pairs of engines that differ."""
 
 _LOGGER = logging.getLogger("kvshm.coordinator")
 
 
-def quote(value: object) -> str:
-    """Return a value as a line shows it: in quotes unless it is one word."""
-    text = str(value)
-    if text and not any(c.isspace() or c in '"=\\' or not c.isprintable() for c in text):
-        return text
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
-    return f'"{"".join(shown)}"'
-
-
-def line(event: str, fields: dict[str, object]) -> str:
-    """Return ``event=... key=value ...``."""
-    words = ((key, _cut(str(value))) for key, value in {"event": event, **fields}.items())
-    return " ".join(f"{key}={quote(value)}" for key, value in words)
-
-
-def _cut(text: str) -> str:
-    """An engine may send values of megabytes."""
-    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
-
-
 def write(level: int, event: str, **fields: object) -> None:
     """Write a line of the coordinator."""
-    _LOGGER.log(level, "%s", line(event, fields))
+    _write(level, event, fields)
 
 
 def write_bug(what: str, exc: Exception) -> None:
     """Write that ``what`` has raised ``exc``, with the traceback."""
-    _LOGGER.error("%s", line("bug", {"what": what, "reason": exc}), exc_info=exc)
+    _write(logging.ERROR, "bug", {"what": what, "reason": exc}, exc)
 
 
-class _Formatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        head = f"time={stamp}.{int(record.msecs):03d}Z level={record.levelname.lower()}"
-        text = record.getMessage()
-        if record.name != _LOGGER.name:
-            text = line("log", {"logger": record.name, "message": text})
-        if record.exc_info:
-            text += f" traceback={quote(self.formatException(record.exc_info))}"
-        return f"{head} {text}"
+def _write(level: int, event: str, fields: dict[str, object], exc: Exception | None = None) -> None:
+    about = key_values({"event": event, **fields})
+    _LOGGER.log(level, "%s", about, exc_info=exc, extra={EVENT: event, FIELDS: fields})
 
 
 class _LineWriter(logging.Handler):
     """Writes as much as the descriptor takes without waiting, the rest later.  Any thread."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, lines: LineFormatter) -> None:
         super().__init__()
         self._fd = fd
+        self.as_json = lines.as_json
         self._waiting = bytearray()
         self._lost = 0
         self._writable = select.poll()
         self._writable.register(fd, select.POLLOUT)
-        self.setFormatter(_Formatter())
+        self.setFormatter(lines)
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -119,21 +95,40 @@ class _LineWriter(logging.Handler):
     def _report_lost(self) -> None:
         about = {"lines": self._lost, "remedy": "have the log read all the time"}
         self._lost = 0
-        text = line("lines-lost", about)
-        record = _LOGGER.makeRecord(_LOGGER.name, logging.WARNING, "", 0, text, (), None)
-        self.add(self.format(record))
+        self.add(self.format(_record(logging.WARNING, "lines-lost", about)))
+
+
+def _record(level: int, event: str, fields: dict[str, object]) -> logging.LogRecord:
+    """A record that goes past the limits."""
+    args, extra = (key_values({"event": event, **fields}),), {EVENT: event, FIELDS: fields}
+    return _LOGGER.makeRecord(_LOGGER.name, level, "", 0, "%s", args, None, extra=extra)
 
 
 _writers: list[_LineWriter] = []
-"""The writer that ``start`` made; empty without stderr."""
+"""The writer to stderr that ``start`` made; empty without stderr."""
+_files: list[LogFile] = []
+"""The log file; empty without one."""
 
 
-def start(level: str) -> None:
-    """Send lines of at least ``level`` to stderr."""
+def start(level: str, log_format: str = "text", log_file: str = "") -> None:
+    """Send lines of at least ``level`` to stderr, or to a file.  Raises ConfigError if there is no
+    such folder, or no permission."""
+    lines = LineFormatter("coordinator", log_format == "json")
     with suppress(OSError, ValueError, AttributeError):  # closed, or none
-        _writers[:] = [_LineWriter(sys.stderr.fileno())]
-    handlers: list[logging.Handler] = [*_writers] or [logging.NullHandler()]
-    logging.basicConfig(level=level.upper(), handlers=handlers)
+        _writers[:] = [_LineWriter(sys.stderr.fileno(), lines)]
+    stderr: logging.Handler = _writers[0] if _writers else logging.NullHandler()
+
+    def not_written(text: str) -> None:
+        stderr.handle(_record(logging.WARNING, "not-in-file", {"reason": text}))
+
+    def left_out(text: str) -> None:
+        handler.handle(_record(logging.WARNING, "left-out", {"reason": text}))
+
+    if log_file:
+        _files[:] = [LogFile(log_file, lines, stderr.handle, not_written)]
+    handler = _files[0] if _files else stderr
+    _LOGGER.addFilter(LineLimit(left_out, MAX_LINES))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 def write_waiting() -> None:
@@ -143,10 +138,14 @@ def write_waiting() -> None:
 
 
 def end(text: str = "") -> None:
-    """Write the waiting lines, then ``text``.  Blocks for LAST_SECONDS at most."""
+    """Write the waiting lines, then ``text``: why the coordinator cannot serve, for a person who
+    sees stderr.  Blocks for LAST_SECONDS at most."""
+    last = _record(logging.ERROR, "fatal", {"reason": text})
     if text and not _writers:
         print(text, file=sys.stderr)
+    for file in _files if text else ():
+        file.handle(last)
     for writer in _writers:
         if text:
-            writer.add(text)
+            writer.add(writer.format(last) if writer.as_json else text)
         writer.write_waiting(LAST_SECONDS)

@@ -29,7 +29,15 @@ class Bounded(Protocol):
         here on, so all of them must be withdrawn."""
 
 
-_logged: set[str] = set()
+_logged: set[tuple[str, str]] = set()
+
+
+def _is_first(hook: str, failure: str) -> bool:
+    """Whether this hook fails in this way for the first time: each way is logged once, because a
+    hook is called in every step."""
+    known = (hook, failure) in _logged
+    _logged.add((hook, failure))
+    return not known
 
 
 def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
@@ -51,7 +59,8 @@ def guarded(fallback: Callable[..., Any]) -> Callable[[F], F]:
                 except MemoryInUse:
                     raise
                 except Exception:  # perhaps the same error again
-                    log.exception("%s failed, and so did what takes its place", hook.__name__)
+                    if _is_first(hook.__name__, "twice"):
+                        log.exception("%s failed, and so did what takes its place", hook.__name__)
                     return None
 
         return cast(F, call)
@@ -96,10 +105,10 @@ def decline(reason: str) -> None:
 
 def report(owner: Bounded, hook: str, exc: Exception) -> None:
     """Log the first failure of a hook with its traceback and make ``owner`` safe."""
-    if hook not in _logged:
-        _logged.add(hook)
+    if _is_first(hook, "failed"):
         log.exception("%s failed; kvshm is off for this engine, which serves on", hook)
     try:
         owner.hook_failed(hook, exc)
     except Exception:  # any: this is called where an exception is handled
-        log.exception("%s failed, and kvshm could not make its state safe", hook)
+        if _is_first(hook, "unsafe"):
+            log.exception("%s failed, and kvshm could not make its state safe", hook)

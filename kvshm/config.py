@@ -49,6 +49,13 @@ class Fault(StrEnum):
     SHIFT = "shift"
 
 
+class LogFormat(StrEnum):
+    """How a line of the log is written: for people, or for programs."""
+
+    TEXT = "text"
+    JSON = "json"
+
+
 class Auto(StrEnum):
     """A value that the engine determines itself."""
 
@@ -203,6 +210,16 @@ class Config:
     )
     log_level: str = _setting(
         "INFO", _log_level, "debug, info, warning or error", "Least severe level that is logged."
+    )
+    log_format: LogFormat = _one_of(
+        LogFormat.TEXT, "How kvshm's lines are written: as text, or each as one JSON object."
+    )
+    log_file: str = _setting(
+        "",
+        _absolute_path,
+        "an absolute path",
+        "File to which kvshm's lines are appended, instead of vLLM's log or the coordinator's "
+        "stderr. Several processes may share it.",
     )
     beside: bool = _flag(
         "Share also on an engine that has a connector of its own, in a MultiConnector with it."

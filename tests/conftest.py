@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvshm._ground.log import LINE_LIMIT
+
 from . import side_by_side
 from .model.run_models import NOT_CHECKED
 from .model.search import spin_is_missing
@@ -61,6 +63,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         return
     if any("tests/model/" in report.nodeid for report in reporter.stats.get("skipped", [])):
         print(f"{NOT_CHECKED}: spin is not installed")
+
+
+@pytest.fixture(autouse=True)
+def own_line_limit() -> None:
+    """Lines that an earlier test logged in this process must not silence those of this one."""
+    LINE_LIMIT.reset()
 
 
 @pytest.fixture(scope="session")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvshm import _native
 from kvshm._ground.ids import BlockId
-from kvshm._ground.log import logger
+from kvshm._ground.log import RateLimit, logger
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 
 from .jobs import JobThread
 
 _log = logger(__name__)
+_log_limit = RateLimit(time.monotonic)
 
 PART_BYTES = 4 << 20
 """Bytes copied between two calls of ``keep_going``: about a millisecond."""
@@ -68,7 +70,8 @@ class BlockCopy:
         try:
             done = self._copy(plan, keep_going)
         except Exception:  # any: the importer waits for the copy's end
-            _log.exception("copy of %d blocks failed", len(plan.source_blocks))
+            if _log_limit.allows("copy"):
+                _log.exception("copy of %d blocks failed", len(plan.source_blocks))
             done = False
         self._state = CopyState.DONE if done else CopyState.FAILED
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 
-from kvshm._ground.log import logger
+from kvshm._ground.log import RateLimit, logger
 from kvshm._ground.resources import start_thread
 from kvshm.errors import TransportError
 
@@ -21,6 +22,7 @@ class JobThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._log_limit = RateLimit(time.monotonic)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -61,5 +63,6 @@ class JobThread:
         try:
             job()
         except Exception:  # any: the next jobs must still run
-            _log.exception("a job of thread %s failed", self._name)
+            if self._log_limit.allows("job"):
+                _log.exception("a job of thread %s failed", self._name)
         return True

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from inspect import signature
 from typing import Any
 
-from kvshm._ground.log import logger
+from kvshm._ground.log import RateLimit, logger
 
 log = logger(__name__)
 
@@ -62,6 +62,7 @@ class AtOnce:
     def __init__(self) -> None:
         self.available = False
         self._scheduler: Any = None
+        self._log_limit = RateLimit(time.monotonic)
         self.withheld: dict[str, _WithheldHashes] = {}
         """Requests for which ``withholds`` holds.  Only this object changes it."""
         self._estimated = self._price = 0.0
@@ -177,7 +178,8 @@ class AtOnce:
             try:
                 self._undo(request_id)
             except Exception:  # of vLLM's methods; the other requests must be undone too
-                log.exception("request %s could not be preempted and was ended", request_id)
+                if self._log_limit.allows("not preempted"):
+                    log.exception("request %s could not be preempted and was ended", request_id)
                 status = type(self.withheld.pop(request_id).request.status)
                 self._scheduler.finish_requests(request_id, status.FINISHED_ERROR)
 

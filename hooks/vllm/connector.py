@@ -35,7 +35,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 
 from kvshm._ground.ids import BlockId
-from kvshm._ground.log import logger, set_level
+from kvshm._ground.log import logger
+from kvshm._ground.log_output import start_log
 from kvshm._ground.rundir import open_run_directory, require_room
 from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
@@ -85,7 +86,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = role is KVConnectorRole.SCHEDULER
         level = logging.WARNING if scheduler else logging.DEBUG
         config = Config.from_env(os.environ)
-        set_level(config.log_level)
+        start_log(config.log_level, config.log_format, config.log_file)
         # Only the scheduler reads the policy.
         if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
             log.info("%s", overridden)

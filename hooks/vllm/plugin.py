@@ -48,7 +48,7 @@ def activate() -> None:
         return
     import vllm
 
-    from kvshm._ground.log import set_level
+    from kvshm._ground.log_output import start_log
     from kvshm.config import Config
     from kvshm.errors import ConfigError
     from kvshm.interfaces import check_installed
@@ -58,7 +58,7 @@ def activate() -> None:
     config = Config.from_env(os.environ)
     if not config.enable:
         return
-    set_level(config.log_level)
+    start_log(config.log_level, config.log_format, config.log_file)
     try:
         reason = version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
         reason = reason or config.decide_role().refusal
@@ -80,6 +80,8 @@ def _wrap(config: Config) -> None:
 
     from vllm.config import VllmConfig
 
+    from kvshm._ground.log_output import start_log
+
     original = getattr(VllmConfig, TOUCHPOINT, None)
     if original is None:
         _decline(
@@ -93,6 +95,8 @@ def _wrap(config: Config) -> None:
     @wraps(original)
     def post_init(self: VllmConfig) -> None:
         original(self)
+        # vLLM has configured its log since ``activate``.
+        start_log(config.log_level, config.log_format, config.log_file)
         for warning in config.warnings:
             _log_once(warning, logging.WARNING)
         try:

@@ -8,7 +8,8 @@ from typing import Any
 
 from kvshm._engine.epoch_state import EngineSpec, EpochState
 from kvshm._engine.groups import Group, Groups
-from kvshm._ground.log import logger, set_level
+from kvshm._ground.log import logger
+from kvshm._ground.log_output import start_log
 from kvshm.config import Config, Share
 from kvshm.errors import KvshmError, MisuseError, TransportError
 from kvshm.interfaces import Region, choose_transport
@@ -103,7 +104,7 @@ def join(
         return HalvesInOne(config, spec, path, memory, regions, opened)
 
     fields(identity)  # may raise: nothing has been opened
-    set_level(config.log_level)
+    start_log(config.log_level, config.log_format, config.log_file)
     for warning in config.warnings:
         log.warning("%s", warning)
     own = OwnBlocks(num_blocks, [group.scale for group in shape.all])

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from kvshm._ground.fingerprint import fingerprint
 from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Fingerprint
+from kvshm._ground.log_lines import forget_own_epoch, note_own_epoch
 from kvshm._ground.roles import Decision
 from kvshm._ground.rundir import engine_socket, peers_file
 from kvshm._node.handout import Handouts, HandoutServer, serve_epoch
@@ -77,6 +78,7 @@ class EpochState:
         """Retract everything for good: every slot EMPTY, every life word 0.  Never waits: an
         importer in the middle of a copy finds out at its re-check.  Processes that have mapped the
         table keep their mapping."""
+        forget_own_epoch(self.table.epoch)
         self.table.retire()
         self.table.reset()
         self.table.end_life(None)
@@ -124,6 +126,7 @@ def begin_epoch(
         undo.callback(peers.close)
         server = serve_epoch(engine_socket(run_dir, namespace, epoch), table, peers.replica)
         undo.pop_all()
+    note_own_epoch(epoch, spec.name)
     info = EngineInfo(
         epoch=epoch,
         name=spec.name,

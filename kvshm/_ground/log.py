@@ -8,15 +8,22 @@ the file of a line but not its logger, so each line begins with ``kvshm:`` for a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, MutableMapping
 from typing import Any
+
+from .log_lines import PREFIX
 
 REPEAT_SECONDS = 60.0
 MAX_KINDS = 256
 """Kinds of lines that are remembered."""
 
-_OURS = "vllm.kvshm"
+MAX_LINES = 200
+"""How many lines a process of an engine logs within LIMIT_SECONDS at most."""
+LIMIT_SECONDS = 60.0
+
+OURS = "vllm.kvshm"
+"""The logger above all others of kvshm."""
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
@@ -25,12 +32,14 @@ class Logger(logging.LoggerAdapter[logging.Logger]):
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        return f"kvshm: {msg}", kwargs
+        return f"{PREFIX}{msg}", kwargs
 
 
 def logger(name: str) -> Logger:
     """Return the logger of module ``name`` (its ``__name__``) below ``vllm``."""
-    return Logger(logging.getLogger("vllm." + name), {})
+    below = logging.getLogger("vllm." + name)
+    below.addFilter(LINE_LIMIT)
+    return Logger(below, {})
 
 
 def engine_name(epoch: int = 0, name: str = "", pid: int = 0) -> str:
@@ -39,6 +48,54 @@ def engine_name(epoch: int = 0, name: str = "", pid: int = 0) -> str:
     about = [f"epoch {epoch:016x}"] if epoch else []
     about += [f"pid {pid}"] if pid else []
     return f"{name} ({', '.join(about)})".lstrip()
+
+
+class LineLimit(logging.Filter):
+    """A net below all other limits: lets ``most`` lines through in ``seconds``, and says once that
+    more were left out and, with the first line after that time, how many.  Any thread."""
+
+    def __init__(
+        self,
+        say: Callable[[str], object],
+        most: int = MAX_LINES,
+        seconds: float = LIMIT_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``say`` must log in a way that does not come here again."""
+        super().__init__()
+        self._say, self._clock = say, clock
+        self._most, self._seconds = most, seconds
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from now on."""
+        self._since, self._lines, self._left_out = self._clock(), 0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self._clock() - self._since >= self._seconds:
+            left_out = self._left_out
+            self.reset()
+            if left_out:
+                self._say(f"{left_out} lines were left out, because there were too many at once")
+        self._lines += 1
+        if self._lines <= self._most:
+            return True
+        self._left_out += 1
+        if self._left_out == 1:
+            self._say(
+                f"more than {self._most} lines in {self._seconds:.0f} s: further ones are left out "
+                "until this time is over"
+            )
+        return False
+
+
+def say(text: str) -> None:
+    """Log a warning about the log itself, past all limits."""
+    logging.getLogger(OURS).warning("%s%s", PREFIX, text)
+
+
+LINE_LIMIT = LineLimit(say)
+"""Of all lines of this process."""
 
 
 class RateLimit:
@@ -59,47 +116,3 @@ class RateLimit:
             self._last_logged.clear()
         self._last_logged[kind] = now
         return True
-
-
-def set_level(level: str) -> None:
-    """Log lines of this severity and above (KVSHM_LOG_LEVEL), whatever vLLM's own level is.
-
-    vLLM's handlers have levels too; lines below those levels go through handlers of kvshm.
-    """
-    ours = logging.getLogger(_OURS)
-    ours.setLevel(level)
-    for old in [h for h in ours.handlers if isinstance(h, _LowerLevel)]:
-        ours.removeHandler(old)
-    for handler in logging.getLogger("vllm").handlers:
-        if isinstance(handler, logging.StreamHandler) and handler.level > ours.level:
-            ours.addHandler(_LowerLevel(handler))
-
-
-@contextmanager
-def shown_on_stderr(level: str) -> Iterator[None]:
-    """A context in which kvshm's lines are shown on stderr, as vLLM would show them: for a program
-    without vLLM."""
-    handler, logger = logging.StreamHandler(), logging.getLogger(_OURS)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(message)s"))
-    before = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before[0])
-        logger.propagate = before[1]
-
-
-class _LowerLevel(logging.StreamHandler):  # type: ignore[type-arg]  # vLLM's stream has any type
-    """A handler that shows only the lines below the level of another handler."""
-
-    def __init__(self, other: logging.StreamHandler) -> None:  # type: ignore[type-arg]
-        super().__init__(other.stream)
-        self._other = other
-        self.setFormatter(other.formatter)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno < self._other.level

@@ -251,7 +251,8 @@ class AttachmentCache:
             if peer is not None:
                 peer.table.release(LeaseBit(bit), piece.records, piece.taken)
                 return
-        args = self._handouts, piece, LeaseBit(bit), self.name_of(piece.peer_epoch)
+        who = self.name_of(piece.peer_epoch)
+        args = self._handouts, piece, LeaseBit(bit), who, self.log_limit
         start_thread(
             threading.Thread(target=_release, args=args, name="kvshm-release", daemon=True)
         )
@@ -291,14 +292,17 @@ def _close_all(peers: list[PeerMemory]) -> None:
             closing.callback(peer.close)
 
 
-def _release(handouts: Handouts, piece: Piece, bit: LeaseBit, who: str) -> None:
+def _release(
+    handouts: Handouts, piece: Piece, bit: LeaseBit, who: str, log_limit: RateLimit
+) -> None:
     """Runs on a thread of its own.  A failure costs the exporter at most one drain budget."""
     try:
         table = handouts.peer_table(piece.peer_epoch)
     except SegmentNotFound:
         return
     except KvshmError as exc:
-        log.warning("leases of engine %s could not be released: %s", who, exc)
+        if log_limit.allows(f"leases of {who}"):
+            log.warning("leases of engine %s could not be released: %s", who, exc)
         return
     with closing(table):
         table.release(bit, piece.records, piece.taken)

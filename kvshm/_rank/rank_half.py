@@ -24,6 +24,7 @@ from kvshm._engine.load_plan import LoadFailure, LoadOrder, LoadReport
 from kvshm._ground.forks import guard_forks
 from kvshm._ground.ids import BlockId, Epoch, Rank
 from kvshm._ground.log import logger
+from kvshm._ground.log_lines import forget_own_epoch, note_own_epoch
 from kvshm._ground.resources import start_thread
 from kvshm._node.handout import Handouts
 from kvshm._node.peer_list import PeerListReader
@@ -112,6 +113,7 @@ class RankHalf:
             self.failed = f"rank {self._rank} cannot export: {exc}"
             raise
         self.failed = ""
+        note_own_epoch(epoch)
         self._attachments.follow(PeerListReader(self._handouts.peers_file(epoch)))
 
     def _export(self, epoch: Epoch) -> RankSlotTable:
@@ -134,6 +136,7 @@ class RankHalf:
         table, self.table = self.table, None
         self._attachments.follow(None)
         if table is not None:
+            forget_own_epoch(table.epoch)
             table.end_life(self._rank)
 
     def begin_load(self, load: LoadOrder) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from .processes import Node, wait_until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -54,3 +58,41 @@ def test_a_bad_setting_is_named_with_the_remedy() -> None:
     done = coordinator(KVSHM_TEST_TIME_SCALE="fast")
     assert done.returncode == 2
     assert "KVSHM_TEST_TIME_SCALE='fast': wanted a number above 0" in done.stderr
+
+
+def test_each_line_may_be_an_object_of_json(node: Node) -> None:
+    process = node.coordinator("--log-format", "json")
+    assert process.terminate() == 0
+    said = [json.loads(line) for line in str(process.err).splitlines()]
+    assert [line["event"] for line in said] == ["serving", "ended"]
+    assert {(line["component"], line["pid"]) for line in said} == {("coordinator", process.pid)}
+    assert said[0]["fields"]["namespace"] == node.namespace
+    done = coordinator("--log-format", "json")
+    (last,) = [json.loads(line) for line in done.stderr.splitlines()]
+    assert (last["event"], last["level"]) == ("fatal", "error")
+    assert "/no/such/place" in last["fields"]["reason"]
+
+
+def test_a_file_takes_the_lines_and_is_made_again_when_it_is_moved_away(
+    node: Node, tmp_path: Path
+) -> None:
+    path = tmp_path / "kvshm.log"
+    process = node.start_coordinator("--log-file", str(path))
+    wait_until(lambda: path.exists() and "event=serving" in path.read_text(), "the first line")
+    path.rename(tmp_path / "kvshm.log.1")
+    assert process.terminate() == 0
+    assert "event=ended" in path.read_text()
+    assert str(process.err) == ""
+
+
+def test_a_full_disk_ends_nothing(node: Node) -> None:
+    process = node.coordinator("--log-file", "/dev/full")
+    assert process.terminate() == 0
+    events = [line.split()[2] for line in str(process.err).splitlines()]
+    assert events == ["event=not-in-file", "event=serving", "event=ended"]
+
+
+def test_a_folder_that_is_not_there_stops_the_start() -> None:
+    done = coordinator("--log-file", "/no/such/folder/x.log")
+    assert done.returncode == 2
+    assert "'/no/such/folder/x.log' cannot be opened: No such file or directory" in done.stderr

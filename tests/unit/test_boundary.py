@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvshm.errors import MemoryInUse, TransportError
+from kvshm.hooks import boundary
 from kvshm.hooks.boundary import guarded
 
 
@@ -32,3 +33,26 @@ def test_a_failure_is_a_miss(exc: Exception) -> None:
 def test_where_a_wrong_token_might_follow_the_engine_stops() -> None:
     with pytest.raises(MemoryInUse):
         Hooks().hook(MemoryInUse("a copy may still write"))
+
+
+def test_what_fails_in_every_step_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Hooks):
+        def hook_failed(self, hook: str, exc: Exception) -> None:
+            raise RuntimeError("again")
+
+        @guarded(lambda self: [].pop())
+        def other_hook(self) -> None:
+            raise RuntimeError("a bug")
+
+    monkeypatch.setattr(boundary, "_logged", set())
+    hooks = Broken()
+    with caplog.at_level("ERROR", "vllm.kvshm"):
+        for _ in range(100):
+            assert hooks.other_hook() is None
+    assert caplog.messages == [
+        "kvshm: other_hook failed; kvshm is off for this engine, which serves on",
+        "kvshm: other_hook failed, and kvshm could not make its state safe",
+        "kvshm: other_hook failed, and so did what takes its place",
+    ]

@@ -13,6 +13,7 @@ from kvshm.config import (
     SOCKET_NAME_BYTES,
     Config,
     Fault,
+    LogFormat,
     Setting,
     Share,
     list_settings,
@@ -43,6 +44,8 @@ BAD = {
     "KVSHM_BESIDE": ["NixlConnector"],
     "KVSHM_ALLOW_UNTESTED_VLLM": ["0.32"],
     "KVSHM_LOG_LEVEL": ["loud"],
+    "KVSHM_LOG_FORMAT": ["JSON", "logfmt"],
+    "KVSHM_LOG_FILE": ["kvshm.log", "~/kvshm.log", "/var/log/a\nb"],
     "KVSHM_FAULT": ["wrong"],
     "KVSHM_STRICT": ["very"],
 }
@@ -62,6 +65,7 @@ def test_defaults() -> None:
     assert (config.fault, config.strict, config.verify) == (None, False, False)
     assert (config.staging, config.beside, config.allow_untested_vllm) == (False, False, False)
     assert (config.transport, config.log_level) == ("auto", "INFO")
+    assert (config.log_format, config.log_file) == (LogFormat.TEXT, "")
     assert (config.given, config.warnings) == (frozenset(), ())
 
 
@@ -82,6 +86,8 @@ def test_every_value_is_read() -> None:
             "KVSHM_BESIDE": "1",
             "KVSHM_ALLOW_UNTESTED_VLLM": "1",
             "KVSHM_LOG_LEVEL": "debug",
+            "KVSHM_LOG_FORMAT": "json",
+            "KVSHM_LOG_FILE": "/var/log//kvshm.log",
             "KVSHM_FAULT": "shift",
             "KVSHM_STRICT": "1",
         }
@@ -97,6 +103,7 @@ def test_every_value_is_read() -> None:
     assert (config.fault, config.strict, config.verify) == (Fault.SHIFT, True, True)
     assert (config.staging, config.beside, config.allow_untested_vllm) == (True, True, True)
     assert (config.drain_budget_ms, config.log_level) == (2.5, "DEBUG")
+    assert (config.log_format, config.log_file) == (LogFormat.JSON, "/var/log/kvshm.log")
     assert config.transport == "carrier-pigeon_2.0"
     assert config.given == {s.name for s in SETTINGS}
 

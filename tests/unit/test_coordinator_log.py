@@ -10,9 +10,11 @@ from contextlib import suppress
 
 import pytest
 
+from kvshm._ground.log_lines import LineFormatter
 from kvshm.coordinator.logfmt import MAX_WAITING_BYTES, _LineWriter
 
 LINE = "x" * 500
+LINES = LineFormatter("coordinator", as_json=False)
 PAGE = 4096
 
 
@@ -43,7 +45,7 @@ def read_all(read: int, lines: _LineWriter) -> str:
 
 def test_lines_that_nobody_reads_yet_wait_in_their_order(pipe: tuple[int, int]) -> None:
     read, write = pipe
-    lines = _LineWriter(write)
+    lines = _LineWriter(write, LINES)
     long = "y" * (3 * PAGE)
     log(lines, 100)
     log(lines, 1, long)
@@ -56,7 +58,7 @@ def test_lines_that_nobody_reads_yet_wait_in_their_order(pipe: tuple[int, int]) 
 
 def test_lines_without_end_are_counted_and_lost(pipe: tuple[int, int]) -> None:
     read, write = pipe
-    lines = _LineWriter(write)
+    lines = _LineWriter(write, LINES)
     count = 2 * MAX_WAITING_BYTES // len(LINE)
     log(lines, count)
     said = read_all(read, lines)
@@ -69,7 +71,7 @@ def test_lines_without_end_are_counted_and_lost(pipe: tuple[int, int]) -> None:
 
 def test_lines_for_nobody_raise_nothing(pipe: tuple[int, int]) -> None:
     read, write = pipe
-    lines = _LineWriter(write)
+    lines = _LineWriter(write, LINES)
     os.close(read)
     log(lines, 100)
     lines.write_waiting(patience=1.0)

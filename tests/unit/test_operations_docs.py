@@ -19,6 +19,8 @@ SEVERITY = {
     "exception": "Errors",
     "warning": "Warnings",
     "_log_problem": "Warnings",
+    "say": "Warnings",
+    "_say": "Warnings",
     "_warn_once": "Warnings",
     "info": "Information",
     "_log_once": "Information",
@@ -26,7 +28,7 @@ SEVERITY = {
 }
 """By the function that logs."""
 LEVELS = {*SEVERITY, "log", "Limit"}
-EVENTS = {"Log", "report", "line", "write", "_warn", "_log_end"}
+EVENTS = {"Log", "report", "write", "_write", "_record", "_warn", "_log_end"}
 ENGINE = ("kvshm", "hooks", "transport")
 REASONS = (
     "weights", "transformers/parts", "transformers/refusals",
@@ -68,6 +70,8 @@ def severity(call: ast.Call) -> str | None:
     given = {arg.attr for arg in call.args if isinstance(arg, ast.Attribute)}
     if name in {"log", "Limit"}:
         return None
+    if "INFO" in given:
+        return "Information"
     return "Warnings" if "WARNING" in given else SEVERITY[name]
 
 

@@ -24,7 +24,7 @@ from vllm.utils.ompmultiprocessing import OMPProcessManager
 
 from kvshm._engine import minute_report
 from kvshm._engine.load_plan import LoadFailure, LoadReport, PieceFailure
-from kvshm._ground.log import set_level
+from kvshm._ground.log_output import start_log
 from kvshm._node.peers import QUARANTINE_FAILURES
 from kvshm.coordinator.in_process import serve
 from kvshm.hooks.vllm import plugin, pool_watch
@@ -254,7 +254,7 @@ def test_the_log_level_decides_what_is_shown(
             logging.getLogger("vllm.kvshm.anything").log(getattr(logging, name.upper()), name)
     finally:
         vllm.removeHandler(handler)
-        set_level("INFO")
+        start_log("INFO")
     everything = ["DEBUG debug", "INFO info", "WARNING warning"]
     said = [line for line in capsys.readouterr().err.splitlines() if line in everything]
     assert said == everything[3 - shown :]

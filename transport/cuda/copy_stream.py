@@ -10,12 +10,13 @@ peer's bytes still count.
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvshm._ground.ids import BlockId
-from kvshm._ground.log import logger
+from kvshm._ground.log import RateLimit, logger
 from kvshm.errors import TransportError
 from kvshm.interfaces import CopyState
 
@@ -104,6 +105,7 @@ class CopyStream:
         self.compute = compute
         """The model's stream; the owner changes it when the model runs on another one."""
         self._programs = programs
+        self._log_limit = RateLimit(time.monotonic)
         self._lock = threading.Lock()
         self._free: list[_CopyBuffers] = []
         self._pending: list[CudaCopy] = []
@@ -190,7 +192,8 @@ class CopyStream:
             self._free.append(copy.buffers)
         except CudaError as exc:
             # Such an error ends the whole context: nothing runs in it any more.
-            _log.error("a copy failed on the GPU: %s", exc)
+            if self._log_limit.allows("copy"):
+                _log.error("a copy failed on the GPU: %s", exc)
             copy.state = CopyState.FAILED
         return True
 
@@ -208,7 +211,8 @@ class CopyStream:
         try:
             self._driver.wait(self.compute, self.stream)
         except CudaError as exc:
-            _log.error("the model's stream cannot wait for the copies: %s", exc)
+            if self._log_limit.allows("fence"):
+                _log.error("the model's stream cannot wait for the copies: %s", exc)
             self._finish_all()
 
     def close(self) -> None:
@@ -232,5 +236,6 @@ class CopyStream:
         try:
             self._driver.synchronize(self.stream)
         except CudaError as exc:
-            _log.error("the copy stream ended with an error: %s", exc)
+            if self._log_limit.allows("end"):
+                _log.error("the copy stream ended with an error: %s", exc)
         self.finish_ended()

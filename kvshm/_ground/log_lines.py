@@ -1,0 +1,122 @@
+"""What a line of the log says, and its two forms: key=value for people and grep, JSON for programs.
+
+Engines and coordinator write lines of one form.  An *event* is a name, such as ``join``, with
+fields; a line without one is a message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from typing import Any
+
+PREFIX = "kvshm: "
+"""What the lines of engines begin with, for a search in vLLM's log."""
+
+MAX_VALUE = 1000
+"""At most so many characters of a value or message are written."""
+
+EVENT, FIELDS = "kvshm_event", "kvshm_fields"
+"""Attributes of a log record that has an event."""
+
+OWN_EPOCHS: dict[int, str] = {}
+"""Epochs that this process has begun or serves, and the names of their engines; empty: unknown.
+A line says which engine wrote it if there is only one."""
+
+
+def note_own_epoch(epoch: int, name: str = "") -> None:
+    """An epoch of an engine in this process has begun."""
+    OWN_EPOCHS[epoch] = name or OWN_EPOCHS.get(epoch, "")
+
+
+def forget_own_epoch(epoch: int) -> None:
+    """It has ended.  Any number of times."""
+    OWN_EPOCHS.pop(epoch, None)
+
+
+def quote(value: object) -> str:
+    """Return a value as a line of text shows it: in quotes unless it is one word."""
+    text = str(value)
+    if text and not any(c.isspace() or c in '"=\\' or not c.isprintable() for c in text):
+        return text
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in escaped)
+    return f'"{"".join(shown)}"'
+
+
+def key_values(about: dict[str, object]) -> str:
+    """Return ``key=value ...``."""
+    return " ".join(f"{key}={quote(_cut(str(value)))}" for key, value in about.items())
+
+
+class LineFormatter(logging.Formatter):
+    """Formats records as lines, without the line's end.  Any thread."""
+
+    def __init__(self, component: str, as_json: bool) -> None:
+        """``component``: ``engine`` or ``coordinator``."""
+        super().__init__()
+        self._component = component
+        self.as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._json(record) if self.as_json else self._text(record)
+
+    def _json(self, record: logging.LogRecord) -> str:
+        event, fields = getattr(record, EVENT, ""), getattr(record, FIELDS, {})
+        about: dict[str, Any] = {
+            "time": _time(record),
+            "level": record.levelname.lower(),
+            "component": self._component,
+            "pid": record.process,
+            "logger": record.name.removeprefix("vllm."),
+            "message": _cut(_message(record)),
+        }
+        if process := getattr(record, "vllm_process_name", ""):
+            about["process"] = process
+        if len(OWN_EPOCHS) == 1:
+            ((epoch, name),) = OWN_EPOCHS.items()
+            about |= {"engine": name} if name else {}
+            about["epoch"] = f"{epoch:016x}"
+        if event:
+            about |= {"event": event, "fields": {k: _plain(v) for k, v in fields.items()}}
+        if record.exc_info:
+            about["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(about)
+
+    def _text(self, record: logging.LogRecord) -> str:
+        about: dict[str, object] = {"time": _time(record), "level": record.levelname.lower()}
+        if self._component != "coordinator":
+            about |= {"component": self._component, "pid": record.process}
+        if event := getattr(record, EVENT, ""):
+            about |= {"event": event, **getattr(record, FIELDS, {})}
+        else:
+            name = record.name.removeprefix("vllm.")
+            about |= {"event": "log", "logger": name, "message": _message(record)}
+        line = key_values(about)
+        if record.exc_info:
+            line += f" traceback={quote(self.formatException(record.exc_info))}"
+        return line
+
+
+def _time(record: logging.LogRecord) -> str:
+    """ISO 8601 with microseconds, UTC."""
+    whole, part = divmod(round(record.created * 1_000_000), 1_000_000)
+    return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(whole))}.{part:06d}Z"
+
+
+def _message(record: logging.LogRecord) -> str:
+    return record.getMessage().removeprefix(PREFIX)
+
+
+def _cut(text: str) -> str:
+    """An engine may send values of megabytes."""
+    return text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}..."
+
+
+def _plain(value: object) -> object:
+    """A value as JSON has it: a number or truth value as such, all else as text."""
+    if isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return _cut(str(value))

@@ -1,0 +1,170 @@
+"""The log file: shared by processes, moved away, wrong from the start, on a full disk."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvshm._ground.log_file import LogFile
+from kvshm._ground.log_lines import LineFormatter
+from kvshm.errors import ConfigError
+
+TEXT = LineFormatter("engine", as_json=False)
+
+
+class Log:
+    """A log file, and what went elsewhere."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.elsewhere: list[str] = []
+        self.said: list[str] = []
+        self.file = LogFile(
+            str(path), TEXT, lambda r: self.elsewhere.append(r.msg), self.said.append
+        )
+
+    def write(self, *texts: str) -> None:
+        for text in texts:
+            self.file.handle(logging.makeLogRecord({"name": "x", "msg": text}))
+
+    def messages(self, path: Path | None = None) -> list[str]:
+        lines = (path or self.path).read_text().splitlines()
+        return [line.partition("message=")[2].strip('"') for line in lines]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    made = Log(tmp_path / "kvshm.log")
+    yield made
+    made.file.close()
+
+
+def test_lines_are_appended_for_this_user_only(tmp_path: Path) -> None:
+    path = tmp_path / "kvshm.log"
+    for text in ("a", "b"):
+        log = Log(path)
+        log.write(text)
+        log.file.close()
+    assert log.messages() == ["a", "b"]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_was_moved_away_is_made_again(log: Log, tmp_path: Path) -> None:
+    log.write("before")
+    rotated = tmp_path / "kvshm.log.1"
+    log.path.rename(rotated)
+    log.write("after")
+    assert (log.messages(rotated), log.messages()) == (["before"], ["after"])
+    (tmp_path / "fresh").touch()
+    (tmp_path / "fresh").rename(log.path)  # as logrotate's "create" does
+    log.write("last")
+    assert log.messages() == ["last"]
+    assert (log.elsewhere, log.said) == ([], [])
+
+
+def test_while_it_cannot_be_opened_lines_go_elsewhere_and_that_is_said_once(
+    log: Log, tmp_path: Path
+) -> None:
+    log.write("before")
+    moved = tmp_path / "moved"
+    log.path.rename(moved)
+    log.path.mkdir()  # something has taken its place
+    log.write("one", "two")
+    assert log.elsewhere == ["one", "two"]
+    (said,) = log.said
+    assert said == f"lines are not written to {log.path}, but here: [Errno 21] Is a directory: " + (
+        repr(str(log.path))
+    )
+    log.path.rmdir()
+    log.write("three", "four")
+    assert log.messages() == ["2 lines before this one are not in this file", "three", "four"]
+    assert log.elsewhere == ["one", "two"]
+
+
+def test_a_full_disk_takes_no_line_and_stops_nothing() -> None:
+    log = Log(Path("/dev/full"))
+    log.write("one", "two")
+    log.file.close()
+    assert log.elsewhere == ["one", "two"]
+    (said,) = log.said
+    assert said.startswith("lines are not written to /dev/full, but here: [Errno 28] No space left")
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_line_that_was_torn_by_a_full_disk_does_not_spoil_the_next(log: Log) -> None:
+    log.write("whole")
+    with files_of_at_most(log.path.stat().st_size + 10):
+        log.write("torn", "lost")
+    assert log.elsewhere == ["torn", "lost"]
+    log.write("next")
+    first, torn, told, last = log.path.read_text().splitlines()
+    assert first.endswith("message=whole")
+    assert len(torn) == 10
+    assert "2 lines before this one" in told
+    assert last.endswith("message=next")
+    assert len(log.said) == 1
+
+
+@pytest.mark.parametrize("wrong", ["no/such/folder/x.log", "a-file/x.log", "a-folder"])
+def test_a_wrong_path_stops_the_start(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "a-file").touch()
+    (tmp_path / "a-folder").mkdir()
+    with pytest.raises(ConfigError) as error:
+        Log(tmp_path / wrong)
+    assert f"KVSHM_LOG_FILE or --log-file: {str(tmp_path / wrong)!r} cannot be" in str(error.value)
+    assert str(error.value).endswith("correct it, or leave it out to log without a file")
+
+
+def test_a_pipe_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    log = Log(tmp_path / "pipe")
+    log.write("one")
+    assert log.elsewhere == ["one"]
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    log.write("two")
+    assert os.read(reader, 10_000).count(b"\n") == 2
+    log.write(*["x" * 900] * 200)  # more than the pipe holds
+    os.close(reader)
+    log.file.close()
+    assert log.elsewhere[-1] == "x" * 900
+    assert len(log.said) == 2
+
+
+WRITER = """
+import logging, sys
+from kvshm._ground.log_file import LogFile
+from kvshm._ground.log_lines import LineFormatter
+file = LogFile(sys.argv[1], LineFormatter("engine", True), sys.exit, sys.exit)
+for number in range(500):
+    file.handle(logging.makeLogRecord({"name": "x", "msg": sys.argv[2] * 900 + str(number)}))
+"""
+
+
+def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "kvshm.log"
+    command = (sys.executable, "-c", WRITER, str(path))
+    writers = [subprocess.Popen((*command, letter)) for letter in "abcd"]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    lines = path.read_text().splitlines()
+    assert len(lines) == 2000
+    assert all(line.startswith('{"time": ') and line.endswith("}") for line in lines)
+    found = Counter(letter for line in lines for letter in "abcd" if letter * 900 in line)
+    assert found == dict.fromkeys("abcd", 500)
