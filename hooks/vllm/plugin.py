@@ -82,6 +82,8 @@ def _wrap(config: Config) -> None:
 
     from kvshm._ground.log_output import start_log
 
+    from .request_span import announce_request_spans
+
     original = getattr(VllmConfig, TOUCHPOINT, None)
     if original is None:
         _decline(
@@ -99,6 +101,8 @@ def _wrap(config: Config) -> None:
         start_log(config.log_level, config.log_format, config.log_file)
         for warning in config.warnings:
             _log_once(warning, logging.WARNING)
+        if self.observability_config.otlp_traces_endpoint is not None:
+            announce_request_spans()
         try:
             _configure(self, config)
         except Exception as exc:  # any, as above

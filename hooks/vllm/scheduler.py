@@ -17,7 +17,6 @@ from kvshm.errors import MemoryInUse
 from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
 from .after_prefill import BlockTracker, CompletedRuns
-from .before_prefill import RequestImporter
 from .groups import groups_of
 from .identity import scheduler_fields, with_none_hash
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
@@ -27,6 +26,7 @@ from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
 from .ranks import Ranks
 from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
+from .tracing import importer_for
 from .vllm_scheduler import VllmScheduler, engine_transfer, log_role, scheduler_limits
 
 log = logger(__name__)
@@ -54,8 +54,8 @@ class SchedulerSide:
         )
         self.cache = SchedulerHalf(config, spec, run_dir)
         on_shutdown_signal(self.cache.leave)
-        self._num_ranks = int(vllm_config.parallel_config.world_size)
-        self.importer = RequestImporter(self.cache, config, self._block_size, self._num_ranks)
+        self._num_ranks = ranks = int(vllm_config.parallel_config.world_size)
+        self.importer = importer_for(vllm_config, self.cache, config, self._block_size, ranks)
         costs = self.cache.planner.costs
         self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
         self.tracker: BlockTracker | None = None

@@ -132,6 +132,17 @@ class PieceFailure:
     records: bytes
 
 
+class CopyTimes(NamedTuple):
+    """When a load copied, in monotonic seconds, which all processes of a machine share."""
+
+    begun: float
+    """The begin of its first copy."""
+    copied: float
+    """The end of its last copy, as soon as the rank saw it."""
+    checked: float
+    """The end of the checks."""
+
+
 @dataclass(frozen=True)
 class LoadReport:
     """One rank's final report on a load, all of whose copies have ended."""
@@ -145,3 +156,5 @@ class LoadReport:
     longer; 0 if no copy began."""
     paths: tuple[CopyPath | None, ...] = field(default=(), compare=False)
     """For each piece the way that its bytes took, None if they were not copied."""
+    times: CopyTimes | None = field(default=None, compare=False)
+    """None if no copy began, or if nothing is known of when it ended."""

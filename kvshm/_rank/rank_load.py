@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from kvshm._engine.load_plan import (
     NO_TICKET,
+    CopyTimes,
     LoadFailure,
     LoadOrder,
     LoadReport,
@@ -75,7 +76,7 @@ class RankLoad:
         self._verify = verify
         self._until = until
         self._clock = clock
-        self._begun_at = 0.0
+        self._begun_at = self._copied_at = 0.0
         self._queued = False
         """Whether another load was copying when its copies began, so that they cannot be timed."""
         self.abandoned = False
@@ -97,6 +98,7 @@ class RankLoad:
             if self._pending():
                 return False
             self._attachments.copying.discard(self)
+            self._copied_at = self._clock()
             if not self._discarded:
                 for part in self._parts:
                     self._decide(part)
@@ -111,8 +113,14 @@ class RankLoad:
         else:
             load_id, bad = self._load.load_id, tuple(dict.fromkeys(self._bad))
             paths = tuple(_path(part) for part in self._parts)
-            self.report = LoadReport(load_id, bad, tuple(self._failures), self._elapsed(), paths)
+            about = tuple(self._failures), self._elapsed(), paths, self._times()
+            self.report = LoadReport(load_id, bad, *about)
         return True
+
+    def _times(self) -> CopyTimes | None:
+        if not (self._begun_at and self._copied_at):
+            return None
+        return CopyTimes(self._begun_at, self._copied_at, self._clock())
 
     def _elapsed(self) -> float:
         """Seconds since the first of its copies began; 0 before, and if they were queued."""
@@ -152,7 +160,8 @@ class RankLoad:
         has the time the load has taken so far, so that the estimate for the next load grows."""
         failures = tuple(PieceFailure(piece.peer_epoch, reason, b"") for piece in self._load.pieces)
         bad = self._load.targets + self._load.lost
-        return LoadReport(self._load.load_id, bad, failures, self._elapsed())
+        times = self._times()
+        return LoadReport(self._load.load_id, bad, failures, self._elapsed(), times=times)
 
     def _pending(self) -> bool:
         """Whether a peer is being attached or a copy may still write."""

@@ -17,6 +17,7 @@ from kvshm._engine.load_plan import LoadOrder, LoadReport
 from kvshm._ground.ids import Epoch, LeaseBit, block_hash
 from kvshm._shm.layout import BlockRecord, pack_records
 from kvshm.hooks.vllm.messages import RankReport
+from kvshm.interfaces import Region
 
 from ..unit.exporters import Exporter
 from ..unit.served import ServedNode
@@ -37,10 +38,10 @@ OWN_BIT = LeaseBit(5)
 class PeerOf:
     """Another engine, of which this one knows: a slot table in which a test publishes."""
 
-    def __init__(self, e: DrivenEngine) -> None:
+    def __init__(self, e: DrivenEngine, *regions: Region) -> None:
         namespace = os.environ["KVSHM_NAMESPACE"]
         self.node = ServedNode(Path(os.environ["KVSHM_RUN_DIR"]), namespace)
-        self.exporter, self.used = Exporter(self.node, PEER), 0
+        self.exporter, self.used = Exporter(self.node, PEER, regions=regions), 0
         self.e = e
         e.table.set_lease_bit(OWN_BIT)
         self.side = e.connector._scheduler
@@ -80,11 +81,11 @@ class PeerOf:
 
 
 @pytest.fixture
-def peer_of() -> Iterator[Callable[[DrivenEngine], PeerOf]]:
+def peer_of() -> Iterator[Callable[..., PeerOf]]:
     made: list[PeerOf] = []
 
-    def make(e: DrivenEngine) -> PeerOf:
-        made.append(PeerOf(e))
+    def make(e: DrivenEngine, *regions: Region) -> PeerOf:
+        made.append(PeerOf(e, *regions))
         return made[-1]
 
     yield make

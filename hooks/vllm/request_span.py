@@ -1,0 +1,96 @@
+"""The id of vLLM's span of a request (``llm_request``), known before the request ends.
+
+vLLM makes that span in the front end when the request has ended, so nothing in the EngineCore could
+name it as its parent.  kvshm wraps two methods of the front end: a request that arrives with a
+trace's headers gets a further header with a new id, which travels to the EngineCore and back; and
+the span that vLLM makes in the end gets this id.  Without the wrappers, spans of kvshm have the
+parent that vLLM's span has.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+from kvshm._ground.log import logger
+
+log = logger(__name__)
+
+SPAN_HEADER = "kvshm-request-span"
+"""Its value: 16 hexadecimal digits."""
+_TRACER = "vllm.tracing.otel"
+"""The tracer with which vLLM makes this span."""
+
+_given = threading.local()
+
+
+class GivenIds:
+    """An id generator that hands out one given id first, to the thread that has given it."""
+
+    def __init__(self, others: Any) -> None:
+        self._others = others
+
+    def generate_span_id(self) -> int:
+        span_id, _given.span_id = getattr(_given, "span_id", 0), 0
+        return span_id or int(self._others.generate_span_id())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._others, name)
+
+
+def announce_request_spans() -> None:
+    """Wrap vLLM's OutputProcessor in this process; once.  If this vLLM is another one, nothing
+    changes."""
+    try:
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        if getattr(OutputProcessor.do_tracing, "kvshm", False):
+            return
+        arrives, ends = OutputProcessor.add_request, OutputProcessor.do_tracing
+    except (ImportError, AttributeError) as exc:
+        log.warning("trace spans are not below vLLM's, but beside it: %s", exc)
+        return
+
+    @wraps(arrives)
+    def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.tracing_enabled and request.trace_headers and _gives_ids():
+            more = {SPAN_HEADER: f"{secrets.randbits(64) | 1:016x}"}
+            request.trace_headers = {**request.trace_headers, **more}
+        return arrives(self, request, *args, **kwargs)
+
+    @wraps(ends)
+    def do_tracing(self: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        _given.span_id = given_id(output.trace_headers)
+        try:
+            return ends(self, output, *args, **kwargs)
+        finally:
+            _given.span_id = 0
+
+    do_tracing.kvshm = True  # type: ignore[attr-defined]  # marks kvshm's wrapper
+    OutputProcessor.add_request, OutputProcessor.do_tracing = add_request, do_tracing
+
+
+def given_id(headers: Mapping[str, str] | None) -> int:
+    """Return the id in these headers, 0 if there is none."""
+    text = (headers or {}).get(SPAN_HEADER, "")
+    try:
+        return int(text, 16) if len(text) == 16 else 0
+    except ValueError:
+        return 0
+
+
+def _gives_ids() -> bool:
+    """Have vLLM's tracer take ids that are given; whether it does."""
+    try:
+        from opentelemetry import trace
+
+        for maker in (trace.get_tracer_provider(), trace.get_tracer(_TRACER)):
+            ids: Any = maker
+            if not isinstance(ids.id_generator, GivenIds):
+                ids.id_generator = GivenIds(ids.id_generator)
+        return True
+    except Exception:  # any: then spans stand beside vLLM's
+        return False
