@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
+from kvshm._ground.log_output import start_log
 from kvshm.api import Config, ConfigError, Identity, KvshmError, Node, allocate, join
 
 from ..boundary import decline, guarded
@@ -57,6 +58,7 @@ def share(
     wishes = _wishes(salt, name, wait_seconds, config)
     if not wishes.config.enable:
         return manager
+    start_log(wishes.config.log_level, wishes.config.log_format, wishes.config.log_file)
     if not isinstance(manager, ContinuousBatchingManager):
         raise ConfigError(f"share() was given {manager!r}; give a ContinuousBatchingManager")
     if (sharing := getattr(manager, "kvshm", None)) is not None:

@@ -24,6 +24,8 @@ LIMIT_SECONDS = 60.0
 
 OURS = "vllm.kvshm"
 """The logger above all others of kvshm."""
+_PAST_LIMITS = "kvshm_past_limits"
+"""Attribute of a log record that no limit counts."""
 
 
 class Logger(logging.LoggerAdapter[logging.Logger]):
@@ -61,7 +63,7 @@ class LineLimit(logging.Filter):
         seconds: float = LIMIT_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``say`` must log in a way that does not come here again."""
+        """``say`` must log past this limit, as the function ``say`` does."""
         super().__init__()
         self._say, self._clock = say, clock
         self._most, self._seconds = most, seconds
@@ -72,6 +74,8 @@ class LineLimit(logging.Filter):
         self._since, self._lines, self._left_out = self._clock(), 0, 0
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if hasattr(record, _PAST_LIMITS):
+            return True
         if self._clock() - self._since >= self._seconds:
             left_out = self._left_out
             self.reset()
@@ -91,7 +95,7 @@ class LineLimit(logging.Filter):
 
 def say(text: str) -> None:
     """Log a warning about the log itself, past all limits."""
-    logging.getLogger(OURS).warning("%s%s", PREFIX, text)
+    logging.getLogger(OURS).warning("%s%s", PREFIX, text, extra={_PAST_LIMITS: True})
 
 
 LINE_LIMIT = LineLimit(say)

@@ -13,6 +13,7 @@ from kvshm._engine.minute_report import PERIOD_SECONDS, REASONS, MinuteReport
 from kvshm._engine.roster_handler import MAX_RECORDED, MAX_REMEMBERED, RosterHandler
 from kvshm._ground.fingerprint import FIELDS
 from kvshm._ground.ids import Epoch, Fingerprint
+from kvshm._ground.log import LINE_LIMIT
 from kvshm._node import incompatible
 from kvshm._node.peer_list import PeerList
 from kvshm._node.peers import Peers
@@ -239,6 +240,7 @@ def test_of_very_many_incompatible_engines_the_latest_are_remembered_as_named(
     ]
     with caplog.at_level(logging.WARNING, "vllm.kvshm"):
         for other in (*others, *others[-MAX_REMEMBERED:]):
+            LINE_LIMIT.reset()  # they come over hours
             handler.apply(new(other))
     assert caplog.messages == [f"kvshm: {incompatible.log_line(one)}" for one in others]
     assert len(handler._logged) == MAX_REMEMBERED

@@ -287,6 +287,7 @@ def test_a_load_behind_anothers_copies_says_nothing_of_how_long_it_takes(
         copy.state = CopyState.DONE
     found |= reports(cache, 2 - second_is_awaited)
     assert found["first"].seconds == 5.0
+    assert found["first"].times == (clock.now - 5.0, clock.now, clock.now)
     assert found["second"].seconds == 0.0
     transport.state = CopyState.PENDING
     cache.begin_load(load_of(pieces[2], name="third"))

@@ -3,6 +3,7 @@ and a collector that decodes what arrives."""
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import threading
@@ -23,7 +24,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from vllm.tracing import otel
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import output_processor
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from kvshm._engine.load_plan import CopyTimes, LoadFailure, LoadReport, PieceFailure
@@ -279,6 +284,24 @@ def test_vllms_provider_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPat
 
 
 # -- the front end
+
+
+def test_a_request_passes_the_wrapped_methods_of_the_front_end() -> None:
+    """docs/vllm-facts.md"""
+    for adds, core in (
+        (AsyncLLM._add_request, "engine_core.add_request_async("),
+        (LLMEngine.add_request, "engine_core.add_request("),
+    ):
+        before, after, _ = inspect.getsource(adds).rpartition(core)
+        assert "self.output_processor.add_request(" in before
+        assert after == core
+    makes = inspect.getsource(OutputProcessor.do_tracing)
+    assert "extract_trace_context(engine_core_output.trace_headers)" in makes
+    assert "instrument_manual(" in makes
+    assert "trace.get_tracer(__name__)" in inspect.getsource(otel.manual_instrument_otel)
+    assert otel.__name__ == "vllm.tracing.otel"
+    core_source = inspect.getsource(Scheduler.update_from_output)
+    assert "trace_headers=request.trace_headers" in core_source
 
 
 @pytest.fixture
