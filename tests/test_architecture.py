@@ -29,7 +29,6 @@ NOWHERE: dict[str, set[str]] = {module: set() for module in FOR_TESTS}
 MAY_IMPORT = NOWHERE | {
     "vllm": {VLLM},
     "transformers": {TRANSFORMERS},
-    "opentelemetry": {VLLM},
     "torch": {HOOKS, VLLM, TRANSFORMERS, CUDA},
     "triton": {CUDA},
     "cuda": {CUDA},
