@@ -72,8 +72,8 @@ def _section(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 def _is_shown(action: argparse.Action) -> bool:
-    kinds = argparse._HelpAction | argparse._SubParsersAction
-    return not isinstance(action, kinds) and action.help is not argparse.SUPPRESS
+    own = isinstance(action, (argparse._HelpAction, argparse._SubParsersAction))
+    return not own and action.help is not argparse.SUPPRESS
 
 
 def _row(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
