@@ -6,6 +6,10 @@ Each of the two has a node of its own with two engines; so has vLLM without kvsh
 share nothing and are asked the same. ``--unshared`` says which these are: ``plain`` (the default),
 ``idle`` (with a connector that does nothing: what any connector costs), both, or none.
 
+``--watched`` adds a node of this kvshm with everything switched on by which it can be watched
+(watchers.py: ``kvshm top``, metrics that are scraped, trace spans, a log file with JSON); these
+run during its own rounds only.
+
 All of them live at the same time (3 GB for an engine) and one request is under way at a time, so a
 machine whose speed drifts slows all of them. Printed is the median of the rounds' ratios, this
 kvshm over the others, with the 95 % interval of that median; an interval that lies above 1 is a
@@ -24,8 +28,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Any, Self
@@ -51,6 +55,7 @@ IDLE_CONNECTOR = json.dumps(
 )
 
 UNSHARED = ("plain", "idle")
+WATCHED = "watched"
 Times = dict[str, float]
 """What was asked -> milliseconds."""
 
@@ -63,14 +68,17 @@ def _prompt(number: int, tokens: int) -> list[int]:
 # -- one arm: a process that runs with one of the two kvshm, and its examples/
 
 
-def serve_arm(tokens: int, shared: bool, idle: bool) -> None:
-    """Start engines, then answer each line on stdin, the number of a round, with its times."""
+def serve_arm(tokens: int, kind: str) -> None:
+    """Start engines, then answer each line on stdin, the number of a round, with its times.
+    ``kind``: one of UNSHARED, WATCHED, or empty."""
+    shared, idle = kind not in UNSHARED, kind == "idle"
     import kvshm
 
     sys.path.insert(0, str(Path(kvshm.__file__).parents[1] / "examples"))
     from local_node import EngineSpec
     from sharing_node import SharingNode
     from tiny_model import write_model
+    from watchers import TRACED, Watchers, trace_collector
 
     room = ROOM_PROMPTS * ((tokens - 1) // BLOCK_SIZE + 2)
     # An older kvshm does not know ``auto``; what is compared is the import, not when to do it.
@@ -78,7 +86,12 @@ def serve_arm(tokens: int, shared: bool, idle: bool) -> None:
     arguments = ("--kv-transfer-config", IDLE_CONNECTOR) if idle else ()
     if idle:
         settings["PYTHONPATH"] = str(Path(__file__).parent)
-    with SharingNode(settings) as node:
+    with ExitStack() as running:
+        if kind == WATCHED:
+            traced, endpoint = running.enter_context(trace_collector())
+            settings |= {"KVSHM_LOG_FORMAT": "json", "KVSHM_LOG_FILE": os.devnull, **traced}
+            arguments = (*arguments, *endpoint)
+        node = running.enter_context(SharingNode(settings))
         # ``python -m`` looks for modules where it is started: beside a kvshm it would take that.
         os.chdir(node.run_dir)
         model = write_model(node.run_dir / "model")
@@ -91,9 +104,16 @@ def serve_arm(tokens: int, shared: bool, idle: bool) -> None:
         if shared:
             node.wait_joined(a, b)
             _check_loaded((a, b), Path(kvshm.__file__).parent)
+        watching: Callable[[], AbstractContextManager[None]] = nullcontext
+        if kind == WATCHED:
+            watchers = Watchers(node.run_dir, node.namespace)
+            running.callback(watchers.close)
+            watchers.wait_ready()
+            watching, a.headers, b.headers = watchers.watching, TRACED, TRACED
         print("ready", flush=True)
         for line in sys.stdin:
-            times = _round(node, a, b, _prompt(int(line), tokens), shared)
+            with watching():
+                times = _round(node, a, b, _prompt(int(line), tokens), shared)
             print(json.dumps(times), flush=True)
 
 
@@ -133,9 +153,9 @@ class Arm:
     """An arm as its comparer sees it.  A context manager: leaving it ends its engines."""
 
     def __init__(self, name: str, python: str, tokens: int) -> None:
-        own = [python, str(Path(__file__)), "--arm", "--tokens", str(tokens)]
+        own = [python, str(Path(__file__)), "--tokens", str(tokens), "--arm"]
         self._process = subprocess.Popen(
-            [*own, *([f"--{name}"] if name in UNSHARED else [])],
+            [*own, *([name] if name in (*UNSHARED, WATCHED) else [""])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -241,21 +261,22 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=20, help="after each start")
     parser.add_argument("--tokens", type=int, default=3500)
-    parser.add_argument("--arm", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--arm", help=argparse.SUPPRESS)
+    parser.add_argument("--watched", action="store_true", help="add a node that is watched")
     parser.add_argument(
         "--unshared", nargs="*", choices=UNSHARED, default=["plain"], help="engines without kvshm"
     )
-    for name in UNSHARED:
-        parser.add_argument(f"--{name}", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.arm:
-        serve_arm(args.tokens, shared=not (args.plain or args.idle), idle=args.idle)
+    if args.arm is not None:
+        serve_arm(args.tokens, args.arm)
         return
     from measurement import report
 
     pythons = dict.fromkeys(("this", *args.unshared), sys.executable)
     if args.against:
         pythons["against"] = args.against
+    if args.watched:
+        pythons[WATCHED] = sys.executable
     measured = [start(pythons, args.rounds, args.tokens) for _ in range(args.starts)]
     report("compare", tokens=args.tokens, starts=args.starts, **results(measured))
 

@@ -102,6 +102,8 @@ class Engine:
         # A process group, not a session: the kernel schedules sessions as units (autogroup), and
         # where engines share a core one that spins can then halt another one for seconds.
         self.spec = spec
+        self.headers: Mapping[str, str] = {}
+        """Sent with every request."""
         self.port = free_port()
         self.log_path = log_path
         server = {**machine(spec.core), "VLLM_SERVER_DEV_MODE": "1"}
@@ -145,13 +147,14 @@ class Engine:
     def complete(self, prompt: Sequence[int], max_tokens: int = 16, **options: Any) -> Result:
         """Complete a prompt of token ids, greedily; blocks until the last token."""
         body = {"prompt": list(prompt), "logprobs": 5, "max_tokens": max_tokens, **options}
-        return stream(self.port, "/v1/completions", {"model": str(self.spec.model), **body})
+        model = {"model": str(self.spec.model)}
+        return stream(self.port, "/v1/completions", {**model, **body}, self.headers)
 
     def chat(self, messages: Sequence[Mapping[str, str]], **options: Any) -> Result:
         """Answer a chat with 16 tokens, greedily; blocks until the last one."""
         body = {"messages": list(messages), "logprobs": True, "top_logprobs": 5, "max_tokens": 16}
         model = {"model": str(self.spec.model)}
-        return stream(self.port, "/v1/chat/completions", {**model, **body, **options})
+        return stream(self.port, "/v1/chat/completions", {**model, **body, **options}, self.headers)
 
     def metrics(self) -> dict[str, float]:
         """Return vLLM's own metrics: name with labels -> value."""
