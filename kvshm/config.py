@@ -1,36 +1,35 @@
 """Every setting of kvshm: its name, what it accepts, its default and its unit.
 
-Settings are environment variables.  Only ``Config.from_env`` reads and checks them, when kvshm is
-activated or the coordinator starts; a bad value stops the start.  An empty variable counts as
-unset.
+Settings come from a command's options, vLLM's ``kv_connector_extra_config``, environment variables
+and a TOML file (kvshm/_ground/setting_sources.py has their order).  Only ``Config.from_env`` reads
+and checks them, when kvshm is activated or the coordinator starts; a bad value stops the start.  An
+empty value counts as unset.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, NamedTuple
 
-from ._ground import syncpoints, timing
+from ._ground import setting_sources, syncpoints, timing
+from ._ground import setting_values as values
+from ._ground.likely_mistakes import plugin_left_out, unknown_names
 from ._ground.roles import Decision, Limit, Role, decide_role
 from ._ground.rundir import SOCKET_PATH_BYTES, choose_run_directory
+from ._ground.setting_sources import FILE_VARIABLE, PREFIX, Given, Source
 from .errors import ConfigError
 
-PREFIX = "KVSHM_"
 SOCKET_NAME_BYTES = 32
 """Bytes of a socket's path that are kept free for its name, in addition to the namespace."""
 
-_READ_ELSEWHERE = frozenset({syncpoints.VARIABLE, timing.VARIABLE})
-"""Read at the import of kvshm/_ground/syncpoints.py and timing.py, before there are settings; only
-checked here."""
+_READ_ELSEWHERE = frozenset({FILE_VARIABLE, syncpoints.VARIABLE, timing.VARIABLE})
+"""Variables that are no settings.  The last two are read at the import of
+kvshm/_ground/syncpoints.py and timing.py, before there are settings; only checked here."""
 
-_BOOLEANS = {"0": False, "no": False, "false": False, "off": False}
-_BOOLEANS |= {"1": True, "yes": True, "true": True, "on": True}
-# Variables that Kubernetes sets in every pod if there is a Service named "kvshm" or "kvshm-...".
-_KUBERNETES = re.compile(r"KVSHM_(\w+_)?(PORT|PORT_\w+|SERVICE_\w+)")
+_PLACE = ("run_dir", "namespace")
 
 
 class Share(StrEnum):
@@ -63,10 +62,12 @@ class Auto(StrEnum):
 
 
 class Setting(NamedTuple):
-    """One environment variable; ``parse`` raises ValueError for unacceptable text."""
+    """One setting; ``parse`` raises ValueError or KeyError for unacceptable text."""
 
     name: str
+    """Of its environment variable, by which messages call the setting."""
     field: str
+    """Its name in Config, in the file and in kv_connector_extra_config."""
     default: Any
     parse: Callable[[str], Any]
     accepts: str
@@ -74,59 +75,14 @@ class Setting(NamedTuple):
     for_tests: bool
 
 
-def _boolean(text: str) -> bool:
-    return _BOOLEANS[text.lower()]
-
-
-def _whole_number(least: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        # int() also accepts blanks, signs, underscores and digits of other scripts.
-        if not re.fullmatch("[0-9]+", text) or (number := int(text)) < least:
-            raise ValueError
-        return number
-
-    return parse
-
-
 def _auto_or_tokens(text: str) -> int | Auto:
-    return Auto.AUTO if text == Auto.AUTO else _whole_number(0)(text)
-
-
-def _milliseconds(text: str) -> float:
-    # float() also accepts blanks, underscores, digits of other scripts, nan and inf.
-    if not re.fullmatch("[0-9.eE+-]+", text) or not 0 <= (number := float(text)) <= 1000:
-        raise ValueError
-    return number
-
-
-def _namespace(text: str) -> str:
-    if not re.fullmatch(r"[a-z0-9_-]{1,32}", text):
-        raise ValueError
-    return text
-
-
-def _absolute_path(text: str) -> str:
-    if not text.startswith("/") or not text.isprintable():
-        raise ValueError
-    return os.path.normpath(text)
-
-
-def _transport(text: str) -> str:
-    # Whether it is installed is looked up by the engine that is to use it.
-    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
-        raise ValueError
-    return text
-
-
-def _log_level(text: str) -> str:
-    levels = ("DEBUG", "INFO", "WARNING", "ERROR")
-    return levels[levels.index(text.upper())]
+    return Auto.AUTO if text == Auto.AUTO else values.whole_number(0)(text)
 
 
 def _setting(
     default: Any, parse: Callable[[str], Any], accepts: str, meaning: str, for_tests: bool = False
 ) -> Any:
-    """A field of Config that an environment variable sets.  SETTINGS is made from these."""
+    """A field of Config that is a setting.  SETTINGS is made from these."""
     about = {"parse": parse, "accepts": accepts, "meaning": meaning, "for_tests": for_tests}
     return field(default=default, metadata=about)
 
@@ -134,7 +90,7 @@ def _setting(
 def _flag(meaning: str, for_tests: bool = False) -> Any:
     """A switch that is off by default."""
     accepts = "0 or 1 (or no, false, off; yes, true, on)"
-    return _setting(False, _boolean, accepts, meaning, for_tests)
+    return _setting(False, values.boolean, accepts, meaning, for_tests)
 
 
 def _one_of(default: StrEnum, meaning: str) -> Any:
@@ -154,14 +110,14 @@ class Config:
     enable: bool = _flag("Share this engine's prefix cache.")
     run_dir: str = _setting(
         "",
-        _absolute_path,
+        values.absolute_path,
         "an absolute path",
         "Directory of the sockets; unless set $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid>, "
         "or one in $HOME if that name is taken by another user.",
     )
     namespace: str = _setting(
         "default",
-        _namespace,
+        values.namespace,
         "1 to 32 of a-z, 0-9, _ and -",
         "Engines and coordinator find each other only within one namespace.",
     )
@@ -178,14 +134,14 @@ class Config:
     )
     drain_budget_ms: float = _setting(
         1.0,
-        _milliseconds,
+        values.milliseconds,
         "a number of milliseconds from 0 to 1000",
         "Longest wait per step for importers of blocks about to be reused; "
         "unless set, 0 without asynchronous scheduling.",
     )
     max_import_blocks: int = _setting(
         16384,
-        _whole_number(1),
+        values.whole_number(1),
         "a whole number of blocks, 1 or more",
         "Most blocks imported for one request, in each KV cache group. "
         "With windows or several groups, a prompt that needs more is computed.",
@@ -202,14 +158,17 @@ class Config:
     )
     transport: str = _setting(
         Auto.AUTO,
-        _transport,
+        values.transport,
         "auto, or the name of an installed transport",
         "How blocks travel: with auto, by kvshm's own transport for the device of the KV cache; "
         "else by this one, which another package may have installed. Engines with different "
         "transports do not share.",
     )
     log_level: str = _setting(
-        "INFO", _log_level, "debug, info, warning or error", "Least severe level that is logged."
+        "INFO",
+        values.log_level,
+        "debug, info, warning or error",
+        "Least severe level that is logged.",
     )
     log_format: LogFormat = _one_of(
         LogFormat.TEXT, "How kvshm's lines are written: as text, or each as one JSON object."
@@ -239,7 +198,9 @@ class Config:
         for_tests=True,
     )
     given: frozenset[str] = frozenset()
-    """Names of the settings that the environment sets."""
+    """Names of the settings that are given; the others have their defaults."""
+    sources: Mapping[str, Given] = field(default_factory=dict, compare=False, repr=False)
+    """Internal: where the given ones come from, by field."""
     limits: tuple[Limit, ...] = ()
     """Internal: what limits the role in addition to the settings, vLLM's configuration."""
     warnings: tuple[str, ...] = ()
@@ -249,42 +210,78 @@ class Config:
         for setting in SETTINGS:
             value = getattr(self, setting.field)
             if value is not setting.default:
-                value = _parse(setting, f"Config({setting.field}=...)", _spelled(value))
+                value = _parse(setting, f"Config({setting.field}=...)", values.spelled(value))
                 object.__setattr__(self, setting.field, value)
 
     @classmethod
     def from_env(
-        cls, environ: Mapping[str, str], options: Mapping[str, str | None] | None = None
+        cls,
+        environ: Mapping[str, str],
+        options: Mapping[str, str | None] | None = None,
+        extra_config: Mapping[str, object] | None = None,
     ) -> Config:
-        """Return the checked settings.  Pure.  Raises ConfigError naming setting, value and remedy.
+        """Return the checked settings.  Reads the file that the variable KVSHM_CONFIG names, if it
+        is set, and blocks for as long as the file system does.  Raises ConfigError naming setting,
+        value and remedy.
 
         ``options`` of a command line override the settings of the same name (--run-dir overrides
-        KVSHM_RUN_DIR) unless they are None.
+        KVSHM_RUN_DIR) unless they are None.  ``extra_config``: kvshm's part of vLLM's
+        kv_connector_extra_config; it overrides variables.
         """
         syncpoints.trigger_in(environ)
         timing.timing_in(environ)
-        given = {s.name: (s.name, environ.get(s.name, "")) for s in SETTINGS}
-        for option, text in (options or {}).items():
-            if text is not None:
-                name = PREFIX + option.removeprefix("--").replace("-", "_").upper()
-                given[name] = option, text
-        values = {s.field: _parse(s, *given[s.name]) for s in SETTINGS if given[s.name][1]}
-        config = cls(
-            **values,
-            given=frozenset(s.name for s in SETTINGS if s.field in values),
-            warnings=_unknown_names(environ) + _no_plugin(environ, values.get("enable", False)),
+        known = [setting.field for setting in SETTINGS]
+        file = setting_sources.read_file(environ)
+        setting_sources.refuse_unknown(file.keys, file.path, known)
+        config = cls._of(
+            setting_sources.of_options(options or {}),
+            setting_sources.of_extra_config(extra_config or {}, known),
+            setting_sources.of_environment(environ, known),
+            setting_sources.of_file(file),
         )
-        _check_length(config, given["KVSHM_RUN_DIR"][0])
+        names = {setting.name for setting in SETTINGS} | _READ_ELSEWHERE
+        left_out = plugin_left_out(environ) if config.enable else ()
+        return replace(config, warnings=(*unknown_names(environ, names), *left_out))
+
+    @classmethod
+    def of_place(
+        cls, environ: Mapping[str, str], options: Mapping[str, str | None] | None = None
+    ) -> Config:
+        """Internal: as ``from_env``, but all settings other than run directory and namespace have
+        their defaults, whatever is wrong with them."""
+        return cls._of(
+            setting_sources.of_options(options or {}),
+            setting_sources.of_environment(environ, _PLACE),
+            setting_sources.only(
+                _PLACE, setting_sources.of_file(setting_sources.read_file(environ))
+            ),
+        )
+
+    @classmethod
+    def _of(cls, *sources: Source) -> Config:
+        """Return what counts of ``sources``, checked.  Raises ConfigError."""
+        given = setting_sources.merged(*sources)
+        read = {s.field: _read(s, given[s.field]) for s in SETTINGS if s.field in given}
+        config = cls(
+            **read,
+            given=frozenset(s.name for s in SETTINGS if s.field in read),
+            sources=given,
+        )
+        _check_length(config)
         return config
+
+    def called(self, field: str) -> str:
+        """Internal: what messages call the setting ``field``, so that their readers find it."""
+        return self.sources[field].called if field in self.sources else PREFIX + field.upper()
 
     def decide_role(self, *found: Limit) -> Decision:
         """Internal: decide what the engine does.  ``found``: limits that only a running vLLM
         shows."""
         nobody = self.share is Share.NONE
         settings = (
-            Limit(f"KVSHM_SHARE={self.share}", no_exports=nobody, no_imports=nobody),
+            Limit(f"{self.called('share')}={self.share}", no_exports=nobody, no_imports=nobody),
             Limit(
-                f"KVSHM_ROLE={self.role}",
+                f"{self.called('role')}={self.role}",
                 no_exports=self.role is Role.CONSUMER,
                 no_imports=self.role is Role.PRODUCER,
             ),
@@ -310,83 +307,59 @@ SETTINGS: tuple[Setting, ...] = tuple(
 )
 
 
-def list_settings(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return every setting: its name, its value ("unset" if there is none) and the origin of the
-    value.  Raises ConfigError like ``Config.from_env``."""
-    config = Config.from_env(environ)
-    told = []
+def list_settings(
+    environ: Mapping[str, str], extra_config: Mapping[str, object] | None = None
+) -> list[tuple[str, str, str]]:
+    """Return the file and every setting: name, value ("unset" if there is none) and the origin of
+    the value.  Raises ConfigError like ``Config.from_env``."""
+    config = Config.from_env(environ, extra_config=extra_config)
+    file = setting_sources.file_of(environ)
+    told = [(FILE_VARIABLE, values.as_text(file), "environment" if file else "default")]
     for setting in SETTINGS:
         value, origin = getattr(config, setting.field), "default"
-        if setting.name in config.given:
-            origin = "environment"
+        if setting.field in config.sources:
+            origin = config.sources[setting.field].origin
         elif setting.field == "run_dir":
-            value = choose_run_directory("", environ)
+            value = str(choose_run_directory("", environ))
             if environ.get("XDG_RUNTIME_DIR", "").startswith("/"):
                 origin = "XDG_RUNTIME_DIR"
-        told.append((setting.name, _as_text(value), origin))
+        told.append((setting.name, values.as_text(value), origin))
     return told
 
 
-def _spelled(value: object) -> str:
-    """A program's value as the environment would have it."""
-    if isinstance(value, bool):
-        return str(int(value))
-    return str.__str__(value) if isinstance(value, str) else str(value)
+def _read(setting: Setting, given: Given) -> Any:
+    """Return the checked value that a source gives.  Raises ConfigError."""
+    try:
+        text = values.spelled_native(given.value, switch=setting.default is False)
+    except ValueError:
+        raise _refused(setting, given.called, given.value) from None
+    return _parse(setting, given.called, text)
 
 
 def _parse(setting: Setting, called: str, text: str) -> Any:
     try:
         return setting.parse(text)
     except (ValueError, KeyError):
-        # The parser's own message would only repeat the value.
-        raise ConfigError(
-            f"{called}={text!r} is not {setting.accepts}; correct it, or unset it for "
-            f"the default ({_as_text(setting.default)})"
-        ) from None
+        raise _refused(setting, called, text) from None
 
 
-def _as_text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(int(value))
-    return "unset" if value in (None, "") else str(value)
+def _refused(setting: Setting, called: str, value: object) -> ConfigError:
+    try:
+        shown = repr(value)
+    except ValueError:  # an int with more digits than Python writes
+        shown = f"({type(value).__name__})"
+    # The parser's own message would only repeat the value.
+    return ConfigError(
+        f"{called}={shown} is not {setting.accepts}; correct it, or unset it for "
+        f"the default ({values.as_text(setting.default)})"
+    )
 
 
-def _check_length(config: Config, called: str) -> None:
+def _check_length(config: Config) -> None:
     """Raise ConfigError if socket paths in the run directory would be too long."""
     room = SOCKET_PATH_BYTES - SOCKET_NAME_BYTES - len(config.namespace) - 2
     if (length := len(os.fsencode(config.run_dir))) > room:
         raise ConfigError(
-            f"{called}={config.run_dir!r} has {length} bytes, at most {room} leave room "
-            f"for a socket of namespace {config.namespace!r}; choose a shorter path"
+            f"{config.called('run_dir')}={config.run_dir!r} has {length} bytes, at most {room} "
+            f"leave room for a socket of namespace {config.namespace!r}; choose a shorter path"
         )
-
-
-def _no_plugin(environ: Mapping[str, str], enabled: bool) -> tuple[str, ...]:
-    """A warning if VLLM_PLUGINS does not name kvshm: vLLM then does not load the plugin, and no
-    process of vLLM reads KVSHM_ENABLE or can warn.  ``kvshm config`` can."""
-    plugins = environ.get("VLLM_PLUGINS")
-    if not enabled or plugins is None or "kvshm" in plugins.split(","):
-        return ()
-    return (
-        f"VLLM_PLUGINS={plugins!r} leaves kvshm out, so vLLM does not look at KVSHM_ENABLE; "
-        "add kvshm to it",
-    )
-
-
-def _unknown_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """A warning for each variable whose name looks like a setting's but is none."""
-    known = {s.name for s in SETTINGS} | _READ_ELSEWHERE
-    ours = (n for n in environ if n.startswith(PREFIX) and not _KUBERNETES.fullmatch(n))
-    return tuple(
-        f"{name} is not a setting of kvshm and does nothing; {_remedy(name, known)}"
-        for name in sorted(ours)
-        if name not in known
-    )
-
-
-def _remedy(name: str, known: set[str]) -> str:
-    from difflib import get_close_matches  # only needed for a mistake
-
-    tails = [other.removeprefix(PREFIX) for other in sorted(known)]
-    nearest = get_close_matches(name.removeprefix(PREFIX), tails, n=1)
-    return f"did you mean {PREFIX}{nearest[0]}?" if nearest else "`kvshm config` lists them all"

@@ -201,12 +201,13 @@ def load_transport(name: str) -> Any:
         raise TransportError(f"transport {name!r} cannot be loaded: {exc}") from exc
 
 
-def check_installed(wanted: str) -> None:
+def check_installed(wanted: str, called: str = "KVSHM_TRANSPORT") -> None:
     """Raise ConfigError if the setting KVSHM_TRANSPORT is ``wanted``, and no installed package
-    offers that transport.  Imports no transport.  Raises TransportError without descriptors."""
+    offers that transport; ``called``: what the message calls the setting.  Imports no transport.
+    Raises TransportError without descriptors."""
     if wanted != Auto.AUTO and _entry(wanted) is None:
         raise ConfigError(
-            f"KVSHM_TRANSPORT={wanted!r} is not an installed transport (installed: "
+            f"{called}={wanted!r} is not an installed transport (installed: "
             f"{_installed()}); correct it, install its package into this environment, or unset it "
             "for the default (auto)"
         )

@@ -26,9 +26,8 @@ def find_place(asked: argparse.Namespace) -> tuple[Path, str | None]:
     Reads no other setting, since a command that shows things also helps to find out what is wrong
     with the others.  Raises ConfigError or RunDirectoryError.
     """
-    environ = {name: os.environ.get(name, "") for name in ("KVSHM_NAMESPACE", "KVSHM_RUN_DIR")}
     options = {"--namespace": asked.namespace, "--run-dir": asked.run_dir}
-    config = Config.from_env(environ, options)
+    config = Config.of_place(os.environ, options)
     run_dir = choose_run_directory(config.run_dir, os.environ)
     if os.path.exists(run_dir):
         open_run_directory(config.run_dir, os.environ)

@@ -1,31 +1,77 @@
-"""``kvshm config``: the settings of a process that is started in this environment."""
+"""``kvshm config``: each setting, its value and where the value comes from."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Mapping
+from typing import Any
 
+from kvshm._ground.extra_config import own_settings
+from kvshm._ground.setting_sources import ORDER
 from kvshm.config import Config, list_settings
+from kvshm.errors import ConfigError
 from kvshm.interfaces import check_installed
 
 HELP = "print each setting, its value and where it came from"
 
+_TRANSFER = "--kv-transfer-config"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Say what it does."""
-    parser.description = "Print the settings of a process that is started in this environment."
-    parser.epilog = "exit status: 0; 2 a bad setting, which the message names"
+    """Add the options of ``kvshm config``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = (
+        "Print each setting, its value in a process that is started in this environment, and\n"
+        "where the value comes from: the first of these sources that gives one counts.\n\n"
+        + "\n".join(f"  {place}. {source}" for place, source in enumerate(ORDER, 1))
+    )
+    parser.epilog = "exit status: 0; 2 wrong command line or setting\n"
+    parser.add_argument(
+        _TRANSFER,
+        metavar="JSON",
+        help="as of an engine that is started with this option of vLLM",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
 
 
 def run(asked: argparse.Namespace) -> int:
-    """Print one setting a line."""
-    settings = list_settings(os.environ)
-    config = Config.from_env(os.environ)
-    check_installed(config.transport)
+    """Print the settings; return the exit status.  Raises KvshmError for a bad one."""
+    transfer = {} if asked.kv_transfer_config is None else _parse(asked.kv_transfer_config)
+    extra = own_settings(
+        transfer.get("kv_connector"), transfer.get("kv_connector_extra_config", {})
+    )
+    config = Config.from_env(os.environ, extra_config=extra)
+    check_installed(config.transport, config.called("transport"))
+    settings = list_settings(os.environ, extra)
+    if asked.json:
+        print(json.dumps(_as_json(settings, config.warnings), indent=2))
+        return 0
     widths = [max(len(setting[column]) for setting in settings) for column in (0, 1)]
     for name, value, origin in settings:
         print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
     for warning in config.warnings:
         print(f"kvshm: {warning}", file=sys.stderr)
     return 0
+
+
+def _as_json(settings: list[tuple[str, str, str]], warnings: tuple[str, ...]) -> dict[str, Any]:
+    """The values are texts, as variables have them; null: unset."""
+    told = {
+        name: {"value": None if value == "unset" else value, "origin": origin}
+        for name, value, origin in settings
+    }
+    return {"settings": told, "warnings": list(warnings)}
+
+
+def _parse(text: str) -> Mapping[str, Any]:
+    """Return what the option of vLLM says.  Raises ConfigError if it is no JSON object."""
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{_TRANSFER}={text!r} is not JSON: {exc}; correct it") from exc
+    if not isinstance(said, dict):
+        raise ConfigError(f"{_TRANSFER}={text!r} is not a JSON object; correct it")
+    return said

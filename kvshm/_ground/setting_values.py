@@ -1,0 +1,85 @@
+"""What the values of settings may be: each parser returns the value of a text, or raises ValueError
+or KeyError.  Also turns what a program, TOML or JSON gives for a value into such text."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+
+_BOOLEANS = {"0": False, "no": False, "false": False, "off": False}
+_BOOLEANS |= {"1": True, "yes": True, "true": True, "on": True}
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+
+def boolean(text: str) -> bool:
+    """0 or 1, or a word for it."""
+    return _BOOLEANS[text.lower()]
+
+
+def whole_number(least: int) -> Callable[[str], int]:
+    """Return the parser of whole numbers from ``least`` on."""
+
+    def parse(text: str) -> int:
+        # int() also accepts blanks, signs, underscores and digits of other scripts.
+        if not re.fullmatch("[0-9]+", text) or (number := int(text)) < least:
+            raise ValueError
+        return number
+
+    return parse
+
+
+def milliseconds(text: str) -> float:
+    """A number from 0 to 1000."""
+    # float() also accepts blanks, underscores, digits of other scripts, nan and inf.
+    if not re.fullmatch("[0-9.eE+-]+", text) or not 0 <= (number := float(text)) <= 1000:
+        raise ValueError
+    return number
+
+
+def namespace(text: str) -> str:
+    """A name that can be part of the name of a file."""
+    if not re.fullmatch(r"[a-z0-9_-]{1,32}", text):
+        raise ValueError
+    return text
+
+
+def absolute_path(text: str) -> str:
+    """A path from the root, in its shortest form."""
+    if not text.startswith("/") or not text.isprintable():
+        raise ValueError
+    return os.path.normpath(text)
+
+
+def transport(text: str) -> str:
+    """The name of a transport.  Whether it is installed is looked up by the engine that is to use
+    it."""
+    if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", text):
+        raise ValueError
+    return text
+
+
+def log_level(text: str) -> str:
+    """A level of Python's logging."""
+    return _LEVELS[_LEVELS.index(text.upper())]
+
+
+def spelled(value: object) -> str:
+    """Return a program's value as a variable of the environment would have it.  Raises ValueError
+    for a number with more digits than Python writes."""
+    if isinstance(value, bool):
+        return str(int(value))
+    return str.__str__(value) if isinstance(value, str) else str(value)
+
+
+def spelled_native(value: object, *, switch: bool) -> str:
+    """Return a value of TOML or JSON as a variable would have it.  ``switch``: whether the setting
+    is on or off, so that true and false make sense.  Raises ValueError for any other type."""
+    if not isinstance(value, str | int | float) or (isinstance(value, bool) and not switch):
+        raise ValueError
+    return spelled(value)
+
+
+def as_text(value: object) -> str:
+    """Return a checked value as people read it, "unset" if there is none."""
+    return "unset" if value in (None, "") else spelled(value)
