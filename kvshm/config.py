@@ -175,7 +175,7 @@ class Config:
     )
     log_file: str = _setting(
         "",
-        _absolute_path,
+        values.absolute_path,
         "an absolute path",
         "File to which kvshm's lines are appended, instead of vLLM's log or the coordinator's "
         "stderr. Several processes may share it.",

@@ -1,14 +1,12 @@
 """KvshmConnector: what vLLM sees of kvshm (KVConnectorBase_V1, vLLM 0.32).
 
-vLLM makes one instance in the scheduler's process and one in every worker; each delegates
-to SchedulerSide or WorkerSide.  Order of the calls: docs/architecture.md.  For a request with
-nothing to import only ``match`` does work; an engine without peers only publishes into its own
-slot table.
+vLLM makes one instance in the scheduler's process and one in every worker; each delegates to
+SchedulerSide or WorkerSide.  Order of the calls: docs/architecture.md.  For a request with nothing
+to import only ``match`` does work; an engine without peers only publishes into its own slot table.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Sequence
@@ -38,9 +36,7 @@ from kvshm._ground.ids import BlockId
 from kvshm._ground.log import logger
 from kvshm._ground.log_output import start_log
 from kvshm._ground.rundir import open_run_directory, require_room
-from kvshm.config import Config
 from kvshm.errors import ConfigError, KvshmError
-from kvshm.interfaces import check_installed
 
 from ..boundary import guarded, report, timed
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
@@ -49,16 +45,15 @@ from .ranks import Ranks, is_beside_others
 from .refusals import cache_refusal, config_refusal, version_refusal, version_warning
 from .registration import ensure_recompute, register
 from .scheduler import SchedulerSide
+from .settings import checked_settings, settings_of, settings_of_connector
 from .shutdown import wait_for_engine_cores
-from .vllm_scheduler import VllmScheduler, kv_role_limit
+from .vllm_scheduler import VllmScheduler
 from .worker import WorkerSide
 
 log = logger(__name__)
 
-# vLLM imports this module while it makes its configuration: a bad setting stops the start here,
-# with the reason and before a model is loaded.
-check_installed(Config.from_env(os.environ).transport)
-wait_for_engine_cores()
+# vLLM imports this module early: a bad setting stops the start here, before a model is loaded.
+wait_for_engine_cores(checked_settings())
 
 
 def _ids(blocks: Any) -> list[list[BlockId]]:
@@ -85,7 +80,8 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         # Workers find the same reasons; the scheduler's process logs them, once per engine.
         scheduler = role is KVConnectorRole.SCHEDULER
         level = logging.WARNING if scheduler else logging.DEBUG
-        config = Config.from_env(os.environ)
+        config = settings_of_connector(self._kv_transfer_config)
+        wait_for_engine_cores(config)
         start_log(config.log_level, config.log_format, config.log_file)
         # Only the scheduler reads the policy.
         if scheduler and (overridden := ensure_recompute(self._kv_transfer_config)):
@@ -95,7 +91,6 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self.strict = config.strict
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
-        config = dataclasses.replace(config, limits=(kv_role_limit(self._kv_transfer_config),))
         refusal = (
             version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
             or config_refusal(vllm_config, os.environ, config.transport)
@@ -368,7 +363,14 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         register()  # a MultiConnector looks up by name which connector's stats these are
+        wait_for_engine_cores(settings_of(vllm_config.kv_transfer_config))
         return LoadMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """False.  vLLM asks early, on GPUs: a bad setting stops the start before a model loads."""
+        checked_settings(extra_config)
+        return False
 
     @guarded(lambda self, request, ids: (False, None))
     @timed("finished")

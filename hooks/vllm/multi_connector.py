@@ -9,11 +9,10 @@ import copy
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from kvshm._ground.extra_config import CHILDREN, MULTI, without_own
+
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
-
-MULTI = "MultiConnector"
-_CHILDREN = "connectors"
 
 
 def combination_refusal(vllm_config: VllmConfig, transfer: KVTransferConfig) -> str | None:
@@ -43,7 +42,7 @@ def combined_config(transfer: KVTransferConfig, ours: dict[str, Any]) -> KVTrans
     made.kv_connector, made.kv_connector_module_path = MULTI, None
     made.kv_load_failure_policy = "recompute"
     children = [*_children(transfer), {**ours, "kv_role": transfer.kv_role}]
-    made.kv_connector_extra_config = {**transfer.kv_connector_extra_config, _CHILDREN: children}
+    made.kv_connector_extra_config = {**transfer.kv_connector_extra_config, CHILDREN: children}
     return made
 
 
@@ -51,7 +50,7 @@ def _children(transfer: KVTransferConfig) -> list[dict[str, Any]]:
     """The user's connectors as a MultiConnector lists them.  Its own engine id applies to all."""
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == MULTI:
-        return list(extra.get(_CHILDREN, ()))
+        return list(extra.get(CHILDREN, ()))
     child = {f.name: getattr(transfer, f.name) for f in fields(transfer) if f.name != "engine_id"}
-    child["kv_connector_extra_config"] = {k: v for k, v in extra.items() if k != _CHILDREN}
+    child["kv_connector_extra_config"] = without_own(extra)
     return [child]

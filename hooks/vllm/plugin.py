@@ -1,9 +1,10 @@
-"""Activation by environment variable: vLLM calls ``activate`` in each of its processes.
+"""Activation by a setting: vLLM calls ``activate`` in each of its processes.
 
-With ``KVSHM_ENABLE`` unset or 0 kvshm imports and changes nothing.  With 1 kvshm registers its
-connector with vLLM, and every engine configuration that names no connector gets it, and keeps
-what else it says; with KVSHM_BESIDE=1 a configuration that names one gets it too.  vLLM's own way,
-``--kv-transfer-config`` with ``kv_connector_module_path``, does not need this module.
+With ``KVSHM_ENABLE`` unset or 0 kvshm imports and changes nothing, unless KVSHM_CONFIG names a
+file, which may enable it.  With 1 kvshm registers its connector with vLLM, and every engine
+configuration that names no connector gets it, and keeps what else it says; with KVSHM_BESIDE=1 a
+configuration that names one gets it too.  vLLM's own way, ``--kv-transfer-config`` with
+``kv_connector_module_path``, does not need this module.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ _logged: set[str] = set()
 
 
 def activate() -> None:
-    """Entry point ``vllm.general_plugins``: offer kvshm to vLLM if KVSHM_ENABLE=1.
+    """Entry point ``vllm.general_plugins``: offer kvshm to vLLM if KVSHM_ENABLE=1, or if the file
+    that KVSHM_CONFIG names says so.
 
     Any vLLM process, any number of times.  Raises ConfigError for a bad setting, which stops
     vLLM's start: an engine must not run silently without the cache that its user asked for.
     """
-    if os.environ.get("KVSHM_ENABLE", "") in ("", "0"):
+    enable = os.environ.get("KVSHM_ENABLE", "")
+    if enable == "0" or not (enable or os.environ.get("KVSHM_CONFIG")):
         return
-    import vllm
-
     from kvshm._ground.log_output import start_log
     from kvshm.config import Config
     from kvshm.errors import ConfigError
@@ -58,14 +59,15 @@ def activate() -> None:
     config = Config.from_env(os.environ)
     if not config.enable:
         return
+    import vllm
+
     start_log(config.log_level, config.log_format, config.log_file)
     try:
         reason = version_refusal(vllm.__version_tuple__, config.allow_untested_vllm)
-        reason = reason or config.decide_role().refusal
         if reason is None:
-            check_installed(config.transport)
+            check_installed(config.transport, config.called("transport"))
             register()
-            _wrap(config)
+            _wrap()
     except ConfigError:
         raise
     except Exception as exc:  # any: if vLLM has changed, the engine serves unshared
@@ -74,13 +76,13 @@ def activate() -> None:
         _decline(reason)
 
 
-def _wrap(config: Config) -> None:
+def _wrap() -> None:
     """Wrap the method in which vLLM derives connectors from other settings."""
     from functools import wraps
 
     from vllm.config import VllmConfig
 
-    from kvshm._ground.log_output import start_log
+    from kvshm.errors import ConfigError
 
     from .request_span import announce_request_spans
 
@@ -97,14 +99,12 @@ def _wrap(config: Config) -> None:
     @wraps(original)
     def post_init(self: VllmConfig) -> None:
         original(self)
-        # vLLM has configured its log since ``activate``.
-        start_log(config.log_level, config.log_format, config.log_file)
-        for warning in config.warnings:
-            _log_once(warning, logging.WARNING)
         if self.observability_config.otlp_traces_endpoint is not None:
             announce_request_spans()
         try:
-            _configure(self, config)
+            _configure(self)
+        except ConfigError:
+            raise
         except Exception as exc:  # any, as above
             _decline(_unexpected(exc))
 
@@ -112,10 +112,20 @@ def _wrap(config: Config) -> None:
     setattr(VllmConfig, TOUCHPOINT, post_init)
 
 
-def _configure(vllm_config: VllmConfig, config: Config) -> None:
+def _configure(vllm_config: VllmConfig) -> None:
     """Add kvshm's connector to a kv_transfer_config without one; combine another connector's with
-    kvshm's, or leave it alone; correct kvshm's own.  If this raises, nothing has changed."""
+    kvshm's, or leave it alone; correct kvshm's own.  If this raises, nothing has changed.  Raises
+    ConfigError for a bad setting."""
+    from kvshm._ground.log_output import start_log
+
+    from .settings import settings_of
+
     transfer = vllm_config.kv_transfer_config
+    config = settings_of(transfer)
+    # vLLM has configured its log since ``activate``.
+    start_log(config.log_level, config.log_format, config.log_file)
+    for warning in config.warnings:
+        _log_once(warning, logging.WARNING)
     if transfer is not None and transfer.has_connector(CONNECTOR):
         if overridden := ensure_recompute(transfer):
             _log_once(overridden)
@@ -126,13 +136,21 @@ def _configure(vllm_config: VllmConfig, config: Config) -> None:
     if reason := _refusal(vllm_config, other, config):
         _decline(reason)
         return
-    vllm_config.kv_transfer_config = (
-        _with_connector(transfer, config) if other is None else _combined(other)
-    )
+    made = _with_connector(transfer, config) if other is None else _combined(other)
+    _prepare_shutdown(config)
+    vllm_config.kv_transfer_config = made
     _log_once(
         "connector installed: the engine shares its prefix cache if its role and its KV cache "
         "allow it"
     )
+
+
+def _prepare_shutdown(config: Config) -> None:
+    """Have this process clean up where this engine's files lie, which the connector tells only the
+    engine's own processes."""
+    from .shutdown import wait_for_engine_cores
+
+    wait_for_engine_cores(config)
 
 
 def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Config) -> str | None:
@@ -143,7 +161,8 @@ def _refusal(vllm_config: VllmConfig, other: KVTransferConfig | None, config: Co
     if other is not None and not config.beside:
         return f"kv_transfer_config names {other.kv_connector}; KVSHM_BESIDE=1 shares beside it"
     return (
-        config_refusal(vllm_config, os.environ, config.transport)
+        config.decide_role().refusal
+        or config_refusal(vllm_config, os.environ, config.transport)
         or layers_refusal(vllm_config)
         or touchpoint_refusal()
         or (combination_refusal(vllm_config, other) if other is not None else None)
@@ -181,12 +200,15 @@ def _with_connector(given: KVTransferConfig | None, config: Config) -> KVTransfe
 
 
 def _combined(other: KVTransferConfig) -> KVTransferConfig:
+    from kvshm._ground.extra_config import own_settings
+
     from .multi_connector import combined_config
 
+    own = own_settings(other.kv_connector, other.kv_connector_extra_config)
     _log_once(
         f"beside {other.kv_connector}, in a MultiConnector: failed loads of both are recomputed"
     )
-    return combined_config(other, OUR_CONNECTOR)
+    return combined_config(other, OUR_CONNECTOR | {"kv_connector_extra_config": dict(own)})
 
 
 def _unexpected(exc: Exception) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvshm._ground.extra_config import CONNECTOR as CONNECTOR
+
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
 
-CONNECTOR = "KvshmConnector"
 CONNECTOR_MODULE = "kvshm.hooks.connector"
 
 

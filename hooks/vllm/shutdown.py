@@ -32,19 +32,24 @@ removes what the EngineCore leaves behind."""
 TOUCHPOINT = "get_engine_process_shutdown_timeout"
 _ENDING = {signal.SIGTERM, signal.SIGINT}
 _started = threading.Event()
+_places: set[tuple[str, str]] = set()
+"""Run directories (empty: the default one) and namespaces of this process's engines."""
 
 
 # -- in the process that starts the EngineCores
 
 
-def wait_for_engine_cores() -> None:
+def wait_for_engine_cores(config: Config) -> None:
     """Make vLLM wait up to LEAVE_SECONDS for its EngineCores where it would not wait at all, and
-    call ``clean_up`` at the end of this process.
+    call ``clean_up`` at the end of this process.  ``config``: of one of its engines.
 
     Any process, any number of times; does nothing in processes that vLLM has started.  vLLM
     aborts requests as before.  If this vLLM lacks the wrapped function, nothing is wrapped.
     """
-    if multiprocessing.parent_process() is not None or _started.is_set():
+    if multiprocessing.parent_process() is not None:
+        return
+    _places.add((config.run_dir, config.namespace))
+    if _started.is_set():
         return
     _started.set()
     atexit.register(clean_up)
@@ -67,13 +72,13 @@ def wait_for_engine_cores() -> None:
 
 def clean_up() -> None:
     """Remove what dead processes left behind, unless a coordinator runs and does so."""
-    try:
-        config = Config.from_env(os.environ)
-        if choose_run_directory(config.run_dir, os.environ).is_dir():  # else no engine ever ran
-            run_dir = open_run_directory(config.run_dir, os.environ)
-            clear(run_dir, config.namespace, patience=1.0)
-    except (KvshmError, OSError) as exc:
-        log.debug("nothing cleaned up: %s", exc)
+    for given, namespace in _places:
+        try:
+            if choose_run_directory(given, os.environ).is_dir():  # else no engine ever ran
+                run_dir = open_run_directory(given, os.environ)
+                clear(run_dir, namespace, patience=1.0)
+        except (KvshmError, OSError) as exc:
+            log.debug("nothing cleaned up: %s", exc)
 
 
 # -- in the EngineCore

@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvshm.config import SETTINGS
 from kvshm.tools import cli, dump_index
 from kvshm.tools.report import Filters, Json
-from tests import other_package
 
 from .served import ServedNode
 
@@ -24,56 +22,6 @@ def kvshm(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("KVSHM_", "XDG_"))}
     command = [sys.executable, "-m", "kvshm.tools.cli", *arguments]
     return subprocess.run(command, env=clean | environ, capture_output=True, text=True)
-
-
-def test_config_prints_each_setting_its_value_and_where_it_came_from() -> None:
-    done = kvshm("config", KVSHM_ROLE="consumer", XDG_RUNTIME_DIR="/run/user/7", KVSHM_SHARE="")
-    assert (done.returncode, done.stderr) == (0, "")
-    told = {name: rest for name, *rest in map(str.split, done.stdout.splitlines())}
-    assert list(told) == [setting.name for setting in SETTINGS]
-    assert told["KVSHM_ROLE"] == ["consumer", "environment"]
-    assert told["KVSHM_RUN_DIR"] == ["/run/user/7/kvshm", "XDG_RUNTIME_DIR"]
-    assert told["KVSHM_SHARE"] == ["all", "default"]
-
-
-def test_config_warns_of_a_name_that_is_no_setting() -> None:
-    done = kvshm("config", KVSHM_ROL="consumer", KVSHM_PORT="tcp://10.0.0.1:5555")
-    assert done.returncode == 0
-    (warning,) = done.stderr.splitlines()
-    assert warning == "kvshm: KVSHM_ROL is not a setting of kvshm and does nothing; " + (
-        "did you mean KVSHM_ROLE?"
-    )
-
-
-def test_config_names_a_bad_setting_with_its_remedy() -> None:
-    done = kvshm("config", KVSHM_ROLE="reader")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "kvshm config: KVSHM_ROLE='reader' is not both, producer or consumer; "
-        "correct it, or unset it for the default (both)\n"
-    )
-
-
-def test_config_looks_whether_the_transport_is_installed(tmp_path: Path) -> None:
-    there = kvshm(
-        "config", KVSHM_TRANSPORT="procfs", PYTHONPATH=str(other_package.install(tmp_path))
-    )
-    told = {name: rest for name, *rest in map(str.split, there.stdout.splitlines())}
-    assert (there.returncode, told["KVSHM_TRANSPORT"]) == (0, ["procfs", "environment"])
-    missing = kvshm("config", KVSHM_TRANSPORT="procfs")
-    assert (missing.returncode, missing.stdout) == (2, "")
-    assert missing.stderr.startswith(
-        "kvshm config: KVSHM_TRANSPORT='procfs' is not an installed transport"
-    )
-
-
-@pytest.mark.parametrize("name", ["KVSHM_TEST_SYNC_POINT", "KVSHM_TEST_TIME_SCALE"])
-def test_config_checks_what_is_read_at_the_import(name: str) -> None:
-    done = kvshm("config", **{name: "fast"})
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"kvshm config: {name}='fast'")
-    assert len(done.stderr.splitlines()) == 1
-    assert kvshm("config", **{name: ""}).returncode == 0
 
 
 def test_dump_index_gets_the_rest_of_the_command_line() -> None:

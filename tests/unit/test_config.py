@@ -20,35 +20,8 @@ from kvshm.config import (
 )
 from kvshm.errors import ConfigError
 
-BAD = {
-    "KVSHM_ENABLE": ["y", "2", "01", " 1"],
-    "KVSHM_RUN_DIR": ["kvshm", "./run", "/run/\0kv", "/run/a\nb", "/" + "x" * 107],
-    "KVSHM_NAMESPACE": ["Prod", "a.b", "a/b", "x" * 33],
-    "KVSHM_ROLE": ["BOTH", "kv_both"],
-    "KVSHM_MIN_PREFIX_TOKENS": [
-        "many",
-        "-1",
-        "1.5",
-        "9" * 5000,
-        " 7",
-        "7\n",
-        "1_000",
-        "\uff11\uff16",
-    ],
-    "KVSHM_DRAIN_BUDGET_MS": ["fast", "-0.1", "1000.5", "nan", "inf", " 7", "1_0", "\uff11"],
-    "KVSHM_MAX_IMPORT_BLOCKS": ["0", "-1", "all", "+7", "1_000", "\u0667"],
-    "KVSHM_SHARE": ["some", "salted"],
-    "KVSHM_VERIFY": ["ture"],
-    "KVSHM_STAGING": ["host"],
-    "KVSHM_TRANSPORT": ["posix shm", "/dev/shm", "a=b", "x" * 65],
-    "KVSHM_BESIDE": ["NixlConnector"],
-    "KVSHM_ALLOW_UNTESTED_VLLM": ["0.32"],
-    "KVSHM_LOG_LEVEL": ["loud"],
-    "KVSHM_LOG_FORMAT": ["JSON", "logfmt"],
-    "KVSHM_LOG_FILE": ["kvshm.log", "~/kvshm.log", "/var/log/a\nb"],
-    "KVSHM_FAULT": ["wrong"],
-    "KVSHM_STRICT": ["very"],
-}
+from .setting_texts import BAD, GOOD
+
 BAD_AT_IMPORT = {
     "KVSHM_TEST_SYNC_POINT": ["LEASED", "LEASED:never", "NOWHERE:stop"],
     "KVSHM_TEST_TIME_SCALE": ["fast", "0", "-1", "nan", "inf"],
@@ -159,8 +132,8 @@ def test_a_member_of_another_enum_counts_as_its_text() -> None:
     assert Config(role=Theirs.PRODUCER).role is Role.PRODUCER
 
 
-def test_every_setting_has_a_bad_value_in_this_file() -> None:
-    assert set(BAD) == {s.name for s in SETTINGS}
+def test_every_setting_has_good_and_bad_values_here() -> None:
+    assert set(BAD) == set(GOOD) == {s.name for s in SETTINGS}
 
 
 @pytest.mark.parametrize("name", [*(s.name for s in SETTINGS), *BAD_AT_IMPORT])
@@ -218,7 +191,8 @@ def test_plugins_that_leave_kvshm_out_are_warned_about(
 def test_describe_names_value_and_origin() -> None:
     environ = {"KVSHM_VERIFY": "1", "XDG_RUNTIME_DIR": "/run/u"}
     told = {name: (value, origin) for name, value, origin in list_settings(environ)}
-    assert list(told) == [s.name for s in SETTINGS]
+    assert list(told) == ["KVSHM_CONFIG", *(s.name for s in SETTINGS)]
+    assert told["KVSHM_CONFIG"] == ("unset", "default")
     assert told["KVSHM_VERIFY"] == ("1", "environment")
     assert told["KVSHM_ROLE"] == ("both", "default")
     assert told["KVSHM_RUN_DIR"] == ("/run/u/kvshm", "XDG_RUNTIME_DIR")

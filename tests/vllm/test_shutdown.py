@@ -16,6 +16,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.engine import utils
 
+from kvshm.config import Config
 from kvshm.hooks.vllm import shutdown
 from kvshm.hooks.vllm.shutdown import (
     LEAVE_SECONDS,
@@ -29,6 +30,7 @@ from kvshm.hooks.vllm.shutdown import (
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process in which kvshm has not been asked for yet."""
     monkeypatch.setattr(shutdown, "_started", threading.Event())
+    monkeypatch.setattr(shutdown, "_places", set())
     monkeypatch.setattr(utils, TOUCHPOINT, _original())
     monkeypatch.setattr("atexit.register", lambda function: None)
 
@@ -52,8 +54,8 @@ def _original() -> object:
 def test_only_where_vllm_would_not_wait_it_waits(
     untouched: None, request_timeout: float, process_timeout: float | None, wanted: float | None
 ) -> None:
-    wait_for_engine_cores()
-    wait_for_engine_cores()
+    wait_for_engine_cores(Config())
+    wait_for_engine_cores(Config())
     assert getattr(utils, TOUCHPOINT)(request_timeout, process_timeout) == wanted
 
 
@@ -65,7 +67,7 @@ def test_a_vllm_without_that_function_is_left_as_it_is(
     untouched: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(utils, TOUCHPOINT)
-    wait_for_engine_cores()
+    wait_for_engine_cores(Config())
     assert not hasattr(utils, TOUCHPOINT)
 
 

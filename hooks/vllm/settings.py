@@ -1,0 +1,41 @@
+"""The settings of an engine: what vLLM's configuration says of them counts before the environment
+and the file (kvshm/_ground/setting_sources.py).  Any process of vLLM; each call reads the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from kvshm._ground.extra_config import own_settings
+from kvshm.config import Config
+from kvshm.interfaces import check_installed
+
+from .vllm_scheduler import engine_transfer, kv_role_limit
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
+
+
+def checked_settings(own: Mapping[str, Any] | None = None) -> Config:
+    """Return the settings of an engine; ``own``: those in vLLM's configuration.  Raises ConfigError
+    for a bad one, and for a transport that is not installed."""
+    config = Config.from_env(os.environ, extra_config=own)
+    check_installed(config.transport, config.called("transport"))
+    return config
+
+
+def settings_of(transfer: KVTransferConfig | None) -> Config:
+    """Return the settings of an engine with this transfer configuration.  Raises ConfigError."""
+    if transfer is None:
+        return checked_settings()
+    return checked_settings(own_settings(transfer.kv_connector, transfer.kv_connector_extra_config))
+
+
+def settings_of_connector(own: KVTransferConfig) -> Config:
+    """Return the settings of kvshm's connector, whose constructor calls this with its own transfer
+    configuration; its kv_role limits them.  Raises ConfigError, also if the engine's configuration
+    has settings where the connector does not get them."""
+    settings_of(engine_transfer(own))
+    return replace(settings_of(own), limits=(kv_role_limit(own),))

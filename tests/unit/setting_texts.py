@@ -1,0 +1,53 @@
+"""Values of every setting, as variables have them: good ones and bad ones."""
+
+from __future__ import annotations
+
+GOOD = {
+    "KVSHM_ENABLE": ["1", "False", "on"],
+    "KVSHM_RUN_DIR": ["/run/kv//a/"],
+    "KVSHM_NAMESPACE": ["blue_1-x", "7"],
+    "KVSHM_ROLE": ["both", "producer", "consumer"],
+    "KVSHM_MIN_PREFIX_TOKENS": ["auto", "0", "256"],
+    "KVSHM_DRAIN_BUDGET_MS": ["2.5", "0", "1e-3"],
+    "KVSHM_MAX_IMPORT_BLOCKS": ["7"],
+    "KVSHM_SHARE": ["all", "salted-only", "none"],
+    "KVSHM_VERIFY": ["1", "no"],
+    "KVSHM_STAGING": ["1", "0"],
+    "KVSHM_TRANSPORT": ["auto", "carrier-pigeon_2.0"],
+    "KVSHM_BESIDE": ["yes"],
+    "KVSHM_ALLOW_UNTESTED_VLLM": ["true"],
+    "KVSHM_LOG_LEVEL": ["debug", "ERROR"],
+    "KVSHM_LOG_FORMAT": ["text", "json"],
+    "KVSHM_LOG_FILE": ["/var/log//kvshm.log"],
+    "KVSHM_FAULT": ["shift", "zero"],
+    "KVSHM_STRICT": ["1"],
+}
+BAD = {
+    "KVSHM_ENABLE": ["y", "2", "01", " 1"],
+    "KVSHM_RUN_DIR": ["kvshm", "./run", "/run/\0kv", "/run/a\nb", "/" + "x" * 107],
+    "KVSHM_NAMESPACE": ["Prod", "a.b", "a/b", "x" * 33],
+    "KVSHM_ROLE": ["BOTH", "kv_both"],
+    "KVSHM_MIN_PREFIX_TOKENS": [
+        "many",
+        "-1",
+        "1.5",
+        "9" * 5000,
+        " 7",
+        "7\n",
+        "1_000",
+        "\uff11\uff16",
+    ],
+    "KVSHM_DRAIN_BUDGET_MS": ["fast", "-0.1", "1000.5", "nan", "inf", " 7", "1_0", "\uff11"],
+    "KVSHM_MAX_IMPORT_BLOCKS": ["0", "-1", "all", "+7", "1_000", "\u0667"],
+    "KVSHM_SHARE": ["some", "salted"],
+    "KVSHM_VERIFY": ["ture"],
+    "KVSHM_STAGING": ["host"],
+    "KVSHM_TRANSPORT": ["posix shm", "/dev/shm", "a=b", "x" * 65],
+    "KVSHM_BESIDE": ["NixlConnector"],
+    "KVSHM_ALLOW_UNTESTED_VLLM": ["0.32"],
+    "KVSHM_LOG_LEVEL": ["loud"],
+    "KVSHM_LOG_FORMAT": ["JSON", "logfmt"],
+    "KVSHM_LOG_FILE": ["kvshm.log", "~/kvshm.log", "/var/log/a\nb"],
+    "KVSHM_FAULT": ["wrong"],
+    "KVSHM_STRICT": ["very"],
+}
