@@ -42,8 +42,8 @@ no file has been made by then.
 
 
 def _config(argv: Sequence[str] | None) -> Config:
-    """The settings.  Options override the environment variables, and are checked in the same way.
-    Raises ConfigError."""
+    """The settings.  Options override the environment variables and the file, and are checked in
+    the same way.  Raises ConfigError."""
     parser = argparse.ArgumentParser(
         prog="kvshm-coordinator",
         description="Knows the vLLM engines of this machine that share their prefix caches.",
@@ -52,8 +52,8 @@ def _config(argv: Sequence[str] | None) -> Config:
     )
     parser.add_argument(
         "--run-dir",
-        help="directory of the sockets (default: $KVSHM_RUN_DIR, else $XDG_RUNTIME_DIR/kvshm, "
-        "else /tmp/kvshm-<uid> or one in $HOME)",
+        help="directory of the sockets (default: $KVSHM_RUN_DIR, else run_dir of the file "
+        "$KVSHM_CONFIG, else $XDG_RUNTIME_DIR/kvshm, else /tmp/kvshm-<uid> or one in $HOME)",
     )
     parser.add_argument(
         "--namespace", help="serve the engines of this namespace (default: $KVSHM_NAMESPACE)"

@@ -113,9 +113,9 @@ def _wrap() -> None:
 
 
 def _configure(vllm_config: VllmConfig) -> None:
-    """Add kvshm's connector to a kv_transfer_config without one; combine another connector's with
-    kvshm's, or leave it alone; correct kvshm's own.  If this raises, nothing has changed.  Raises
-    ConfigError for a bad setting."""
+    """Add kvshm's connector to a kv_transfer_config without one, or drop that one, which
+    was meant for kvshm; combine another connector's with kvshm's, or leave it alone; correct
+    kvshm's own.  If this raises, nothing has changed.  Raises ConfigError for a bad setting."""
     from kvshm._ground.log_output import start_log
 
     from .settings import settings_of
@@ -135,6 +135,8 @@ def _configure(vllm_config: VllmConfig) -> None:
     other = transfer if transfer is not None and transfer.kv_connector is not None else None
     if reason := _refusal(vllm_config, other, config):
         _decline(reason)
+        if other is None:  # vLLM does not start with a configuration that names no connector
+            vllm_config.kv_transfer_config = None
         return
     made = _with_connector(transfer, config) if other is None else _combined(other)
     _prepare_shutdown(config)

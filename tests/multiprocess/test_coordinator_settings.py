@@ -1,4 +1,5 @@
-"""The coordinator reads the settings of the environment; its options come before them."""
+"""The coordinator reads the settings of the environment and the file; its options come before
+them."""
 
 from __future__ import annotations
 
@@ -19,8 +20,13 @@ TYPO = {"KVSHM_NAMSPACE": "x", "KVSHM_PORT": "tcp://10.0.0.1:5555"}
 
 def coordinator(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a coordinator that finds no run directory, after it has read its settings."""
+    return started("--run-dir", "/no/such/place", *options, **environ)
+
+
+def started(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run a coordinator that will end by itself."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("KVSHM_")}
-    command = [sys.executable, "-m", "kvshm.coordinator", "--run-dir", "/no/such/place", *options]
+    command = [sys.executable, "-m", "kvshm.coordinator", *options]
     return subprocess.run(command, env=clean | environ, capture_output=True, text=True)
 
 
@@ -96,3 +102,22 @@ def test_a_folder_that_is_not_there_stops_the_start() -> None:
     done = coordinator("--log-file", "/no/such/folder/x.log")
     assert done.returncode == 2
     assert "'/no/such/folder/x.log' cannot be opened: No such file or directory" in done.stderr
+
+
+def test_the_file_counts_where_neither_option_nor_variable_does(tmp_path: Path) -> None:
+    file = tmp_path / "kvshm.toml"
+    file.write_text(f'run_dir = "{tmp_path / "nowhere" / "run"}"\nlog_level = "error"\n')
+    done = coordinator(KVSHM_CONFIG=str(file), **TYPO)
+    assert done.returncode == 4
+    assert "unknown-setting" not in done.stderr
+    assert "run directory /no/such/place cannot be used" in done.stderr
+    done = started(KVSHM_CONFIG=str(file), KVSHM_LOG_LEVEL="warning", **TYPO)
+    assert done.returncode == 4
+    assert "unknown-setting" in done.stderr
+    assert f"run directory {tmp_path}/nowhere/run cannot be used" in done.stderr
+    file.write_text("rundir = '/run/kvshm'")
+    done = started(KVSHM_CONFIG=str(file))
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"kvshm-coordinator: {file}: rundir is not a setting of kvshm; did you mean run_dir?\n",
+    )

@@ -286,15 +286,6 @@ def test_an_untested_vllm_is_used_where_that_was_asked_for(
     assert transfer.kv_connector == CONNECTOR
 
 
-def test_sharing_nothing_installs_nothing(monkeypatch: pytest.MonkeyPatch, lines: Lines) -> None:
-    monkeypatch.setenv("KVSHM_ENABLE", "1")
-    monkeypatch.setenv("KVSHM_SHARE", "none")
-    before = getattr(VllmConfig, plugin.TOUCHPOINT)
-    plugin.activate()
-    assert getattr(VllmConfig, plugin.TOUCHPOINT) is before
-    assert "KVSHM_SHARE=none" in lines[-1]
-
-
 @pytest.mark.usefixtures("enabled")
 def test_a_name_that_vllm_changed_declines(
     make_config: MakeConfig, lines: Lines, monkeypatch: pytest.MonkeyPatch

@@ -222,7 +222,7 @@ def test_a_kv_role_without_a_connector_is_that_of_the_connector_which_kvshm_inst
     monkeypatch.setenv("KVSHM_ENABLE", "1")
     monkeypatch.setenv("KVSHM_ROLE", role.value)
     plugin.activate()
-    extra = {"num_threads": 3}
+    extra = {"max_import_blocks": 3}
     given = KVTransferConfig(
         kv_role=kv_role.value, engine_id="mine", kv_port=7, kv_connector_extra_config=extra
     )
