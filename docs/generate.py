@@ -1,4 +1,5 @@
-"""Write the parts of docs/ that the code states: the settings of kvshm/config.py, the fields of
+"""Write the parts of docs/ that the code states: the settings of kvshm/config.py and their
+sources, the fields of
 kvshm/_ground/fingerprint.py, the names of kvshm/api.py (docs/api_page.py), and the numbers of
 kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h, which states those numbers for C.
 
@@ -20,6 +21,7 @@ import api_page
 
 from kvshm._ground import syncpoints, timing
 from kvshm._ground.fingerprint import FIELDS
+from kvshm._ground.setting_sources import FILE_VARIABLE, ORDER
 from kvshm._shm.layout import RecordKind, RowState, SlotState, digest, numbers
 from kvshm.config import SETTINGS, Setting
 
@@ -30,6 +32,12 @@ LAYOUT = Path(__file__).with_name("layout.md")
 HEADER = Path(__file__).parents[1] / "kvshm" / "native" / "layout.h"
 ROW = re.compile(r"^\| \d+ (\|(?: \d+ \|)?) `([A-Z_]+)`", re.MULTILINE)
 HEAD = ("setting", "accepts", "default", "what it does")
+FILE = (
+    f"`{FILE_VARIABLE}`",
+    "an absolute path",
+    "unset",
+    "TOML file with settings: [below](#in-a-file).",
+)
 SYNC_POINT = (
     f"`{syncpoints.VARIABLE}`",
     "`<name>:<stop, kill or hang>[:<nth>]`",
@@ -51,7 +59,8 @@ def configuration(page: str) -> str:
     """Return the page with the settings that the code has."""
     everybody = [_cells(setting) for setting in SETTINGS if not setting.for_tests]
     tests = [_cells(setting) for setting in SETTINGS if setting.for_tests]
-    page = replaced(page, "settings", _table(everybody))
+    page = replaced(page, "sources", "".join(f"{n}. {s}\n" for n, s in enumerate(ORDER, 1)))
+    page = replaced(page, "settings", _table([FILE, *everybody]))
     return replaced(page, "settings for tests", _table([*tests, SYNC_POINT, TIME_SCALE]))
 
 

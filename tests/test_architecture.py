@@ -239,7 +239,7 @@ def test_no_import_leads_back_to_where_it_came_from() -> None:
             assert name not in packages, f"{module} imports {full}, of a package"
             if name in graph:
                 graph[module] |= {name} | (parents(name) & packages) - parents(module) - {module}
-    assert graph["kvshm.hooks.vllm.connector"] >= {"kvshm.hooks.vllm.scheduler", "kvshm.config"}
+    assert graph["kvshm.hooks.vllm.connector"] >= {"kvshm.hooks.vllm.scheduler", "kvshm.errors"}
     assert graph["kvshm.hooks.connector"] >= {"kvshm.hooks.vllm", "kvshm.hooks.vllm.connector"}
     try:
         TopologicalSorter(graph).prepare()

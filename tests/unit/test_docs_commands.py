@@ -11,11 +11,13 @@ from functools import cache
 from pathlib import Path
 
 from kvshm._ground import syncpoints, timing
+from kvshm._ground.setting_sources import FILE_VARIABLE
 from kvshm.config import SETTINGS
 
 from .pages import PAGES, ROOT, every_page, options, spans
 
-VARIABLES = {setting.name for setting in SETTINGS} | {syncpoints.VARIABLE, timing.VARIABLE}
+VARIABLES = {setting.name for setting in SETTINGS}
+VARIABLES |= {FILE_VARIABLE, syncpoints.VARIABLE, timing.VARIABLE}
 INJECTED = {"KVSHM_PORT", "KVSHM_SERVICE_HOST"}
 """By Kubernetes."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from kvshm._ground import syncpoints, timing
 from kvshm._ground.fingerprint import FIELDS
+from kvshm._ground.setting_sources import FILE_VARIABLE
 from kvshm.config import SETTINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -39,5 +40,5 @@ def test_each_setting_has_its_row(generator: dict[str, Any]) -> None:
     emptied = generator["replaced"](emptied, "settings for tests", "")
     assert not re.findall(r"^\| `KVSHM_", emptied, re.MULTILINE)
     written = re.findall(r"^\| `(KVSHM_\w+)`", generator["configuration"](emptied), re.MULTILINE)
-    elsewhere = (syncpoints.VARIABLE, timing.VARIABLE)
+    elsewhere = (FILE_VARIABLE, syncpoints.VARIABLE, timing.VARIABLE)
     assert sorted(written) == sorted([*(setting.name for setting in SETTINGS), *elsewhere])
