@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -21,16 +22,27 @@ pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
 RANKS = 2
 
 
+ELSEWHERE = {
+    "KVSHM_RUN_DIR": "/no/such/place",
+    "KVSHM_NAMESPACE": "elsewhere",
+    "KVSHM_VERIFY": "0",
+}
+"""An environment in which a process shares only if it has read the engine's configuration."""
+
+
 @pytest.fixture(scope="module")
 def wide(model: Path) -> Iterator[Pair]:
-    """Both engines have a rank on either core."""
+    """Both engines have a rank on either core.  The processes of b have their settings from
+    kv_connector_extra_config."""
     arguments = ("--tensor-parallel-size", str(RANKS), "--max-model-len", "2048")
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     with SharedNode() as node:
         node.start_coordinator()
+        place = {"run_dir": str(node.run_dir), "namespace": node.namespace, "verify": True}
+        configured = ("--kv-transfer-config", json.dumps({"kv_connector_extra_config": place}))
         a, b = node.start_engines(
-            EngineSpec("wide-a", model, 0, 64, arguments=arguments, environment=cores),
-            EngineSpec("wide-b", model, 1, 64, arguments=arguments, environment=cores),
+            EngineSpec("wide-a", model, 0, 64, arguments, cores),
+            EngineSpec("wide-b", model, 1, 64, arguments + configured, cores | ELSEWHERE),
         )
         node.wait_joined(a, b)
         yield Pair(node, a, b)
