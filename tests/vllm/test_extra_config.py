@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +15,9 @@ from local_node import wait_until
 from vllm.config import KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
 from kvshm.config import Config
 from kvshm.coordinator.in_process import serve
@@ -52,14 +52,6 @@ def vllm_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VllmConfig, plugin.TOUCHPOINT, getattr(VllmConfig, plugin.TOUCHPOINT))
     monkeypatch.setattr(plugin, "_logged", set())
     monkeypatch.setattr(shutdown, "_places", set())
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    """With a short path, because sockets lie in it."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
 
 
 def enabled(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
@@ -229,6 +221,17 @@ def test_scheduler_and_worker_use_what_is_said_in_each_place(
         assert (used.run_dir, used.namespace, used.verify) == (str(run_dir), "there", True)
         assert ours.strict
         outer.shutdown()
+    assert (str(run_dir), "there") in shutdown._places
+
+
+def test_the_process_with_the_metrics_knows_where_the_engine_is() -> None:
+    """It starts the engine's processes, has no connector, and cleans up after them."""
+    extra = {"kv_connector_extra_config": {"namespace": "there"}}
+    config: Any = SimpleNamespace(kv_transfer_config=KVTransferConfig(**OURS, **extra))
+    unregister_vllm_metrics()
+    KVConnectorProm(config, ["model_name", "engine"], {0: ["m", "0"]})
+    unregister_vllm_metrics()
+    assert ("", "there") in shutdown._places
 
 
 def test_an_engine_joins_where_its_configuration_says(

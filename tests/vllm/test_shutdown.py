@@ -6,9 +6,11 @@ That a stopped server leaves is shown by test_lifecycle.py; here is when nothing
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -57,6 +59,19 @@ def test_only_where_vllm_would_not_wait_it_waits(
     wait_for_engine_cores(Config())
     wait_for_engine_cores(Config())
     assert getattr(utils, TOUCHPOINT)(request_timeout, process_timeout) == wanted
+
+
+def test_what_engines_leave_is_removed_where_their_settings_say(
+    untouched: None, run_dir: Path
+) -> None:
+    left = [run_dir / f"{namespace}.engine.{1:016x}.sock" for namespace in ("here", "there")]
+    for path in left:
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(path))
+    wait_for_engine_cores(Config(run_dir="/no/such/place"))
+    wait_for_engine_cores(Config(run_dir=str(run_dir), namespace="there"))
+    shutdown.clean_up()
+    assert [path.exists() for path in left] == [True, False]
 
 
 def test_vllms_manager_asks_that_function() -> None:

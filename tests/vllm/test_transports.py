@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,13 +35,6 @@ LAYERS = {f"layer.{i}": spec() for i in range(2)}
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     return engine_config(tmp_path_factory.mktemp("model"), {})
-
-
-@pytest.fixture
-def run_dir() -> Iterator[Path]:
-    folder = tempfile.mkdtemp(prefix="kv-")
-    yield Path(folder)
-    shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize(
