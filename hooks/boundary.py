@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 from kvshm._ground.log import logger
+from kvshm._ground.log_output import start_log as start_log  # for hooks that use kvshm.api only
 from kvshm.errors import MemoryInUse
 
 log = logger(__name__)

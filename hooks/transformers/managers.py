@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-from kvshm._ground.log_output import start_log
 from kvshm.api import Config, ConfigError, Identity, KvshmError, Node, allocate, join
 
-from ..boundary import decline, guarded
+from ..boundary import decline, guarded, start_log
 from .identity import identity_of
 from .imports import WAIT_SECONDS
 from .paged_cache import SharedPagedAttentionCache, allocator_of, move, regions_of
