@@ -7,9 +7,9 @@
                    waits for its import
     import ended   that import: its tokens came from other engines, or have to be computed
 
-local + peer + computed are the prompt tokens of the requests that were scheduled.  vLLM's own
-``vllm:prompt_tokens_by_source`` counts with a request's first output, and believes what was
-planned; docs/operations.md lists the differences.
+local + peer + computed are the prompt tokens of the requests that were scheduled.  vLLM counts the
+same with a request's first output, as it was planned: what an import has not brought is taken off
+vLLM's numbers here.  docs/operations.md lists what differs from vLLM's.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class PromptTokens:
         """What was counted since the last ``take``; None: nothing."""
         self._imported: dict[str, Import] = {}
         """The ended import of each request that vLLM has not scheduled yet."""
-        self._awaited: dict[str, tuple[Sources, int]] = {}
-        """Of requests whose import their step waits for: all but the import's tokens, and how many
-        these are."""
+        self._awaited: dict[str, tuple[Any, Sources, int]] = {}
+        """Requests whose import their first step waits for, each with all but the import's tokens
+        and how many these are."""
         self._reports: dict[str, Sources] = {}
         """Of the requests that ask for it."""
 
@@ -84,36 +84,43 @@ class PromptTokens:
             local = min(stats.num_local_cached_tokens, told.num_computed_tokens)
             external = min(stats.num_external_cached_tokens, told.num_computed_tokens - local)
             sources = Sources(local, 0, stats.num_prompt_tokens - local - external)
+            done = self._imported.pop(told.req_id, None)
             if request.kv_transfer_params is not None and options_of(request).report:
                 self._reports[told.req_id] = sources
             if external and self._importer.at_once.withholds(told.req_id):
-                self._awaited[told.req_id] = sources, external
+                self._awaited[told.req_id] = request, sources, external
                 continue
+            if done is not None:
+                stats.set(stats.num_prompt_tokens, local, external)
             if external:
-                self._add_external(sources, external, self._imported.pop(told.req_id, None))
+                self._add_external(sources, external, done)
             counted.add(sources)
-        if self._imported:
-            for told in new:
-                self._imported.pop(told.req_id, None)
         self._count(counted)
 
     def import_ended(self, done: Import) -> None:
         """An import that a step waited for has ended."""
         if (first := self._awaited.pop(done.request_id, None)) is None:
             return  # of a request that was scheduled before
-        sources, external = first
+        request, sources, external = first
         if done.good:
             self._add_external(sources, external, done)
+            self._count(sources)
         else:
-            sources.computed += external
-        self._count(sources)
+            self._import_failed(request, sources, external)
 
     def imports_failed(self) -> None:
         """What handles the imports that steps wait for has failed: all are computed."""
-        for sources, external in self._awaited.values():
-            sources.computed += external
-            self._count(sources)
+        for first in self._awaited.values():
+            self._import_failed(*first)
         self._awaited.clear()
+
+    def _import_failed(self, request: Any, sources: Sources, tokens: int) -> None:
+        """The import that a request's first step waited for has failed: tell vLLM, too, which
+        shows clients these numbers."""
+        if (stats := request.prefill_stats) is not None:
+            stats.set(stats.num_prompt_tokens, sources.local, 0)
+        sources.computed += tokens
+        self._count(sources)
 
     def finished(self, request: Any) -> dict[str, Any] | None:
         """The request has ended; returns what its answer is to say, if it has asked."""
