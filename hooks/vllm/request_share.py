@@ -103,7 +103,7 @@ class OptionChecks:
 def explain(mistake: Mistake) -> str:
     """Return what to log of an option that cannot be understood: option, value and remedy."""
     option, value = mistake
-    shown = f"{short(option)}: {short(value)}"
+    shown = f"{short(option)}: {short(value):.80}"
     if option in OPTIONS:
         return f"{shown} is neither true nor false"
     if option in (KVSHM, ALL):
