@@ -345,8 +345,9 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.output(finished, said, connector_output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        side = self._scheduler
-        return self._take_stats() if side is not None and side.cache.planner.results else None
+        if (side := self._scheduler) is None:
+            return None
+        return self._take_stats() if side.cache.planner.results or side.prompts.untold else None
 
     @guarded(_nothing)
     def _take_stats(self) -> KVConnectorStats | None:

@@ -94,8 +94,7 @@ class SchedulerSide:
         track = None if decide(*limits).no_exports else partial(self._track, manager, groups)
         limits += watch_pool(manager.block_pool, listener, track)
         self.cache.role = role = decide(*limits)
-        if role.no_exports:
-            self.tracker = None
+        self.tracker = None if role.no_exports else self.tracker
         if role.refusal is not None:
             return role.refusal
         log_role(role, by_settings=role == decide())
@@ -388,7 +387,8 @@ class SchedulerSide:
 
     def stats(self) -> LoadStats:
         """Return what to add to vLLM's metrics."""
-        return LoadStats.of(self.cache.planner.take_results(), self._block_size)
+        ended, prompts = self.cache.planner.take_results(), self.prompts.take()
+        return LoadStats.of(ended, prompts, self._block_size)
 
     def must_step(self) -> bool:
         """Whether vLLM must step on without requests: with speculation the last blocks are
