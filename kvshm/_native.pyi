@@ -115,7 +115,8 @@ def observe(segment: Buffer, histogram: int, value: int, /) -> None:
 
 def hook_took(segment: Buffer, histogram: int, begun_ns: int, loop: int, pending: int, /) -> None:
     """Count the time since ``begun_ns`` (CLOCK_MONOTONIC) in the histogram at that offset, and
-    show that the loop at the other offset went round just now, with so much work waiting."""
+    show that the loop at the other offset went round just now, with so much work waiting (0 if
+    negative)."""
 
 def compare_exchange(segment: Buffer, offset: int, expected: int, desired: int, /) -> bool: ...
 def mark_ready(segment: Buffer, layout_version: int, /) -> None: ...

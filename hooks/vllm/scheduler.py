@@ -383,7 +383,7 @@ class SchedulerSide:
     def hook_took(self, hook: str, begun_ns: int) -> None:
         """A hook has ended: show tools its time, and that the scheduler's loop goes on."""
         unfinished = len(self._vllm.scheduler.requests) if self._vllm is not None else 0
-        self.cache.hook_took(hook, begun_ns, max(unfinished - (hook == "finished"), 0))
+        self.cache.hook_took(hook, begun_ns, unfinished - (hook == "finished"))
 
     def stats(self) -> LoadStats:
         """Return what to add to vLLM's metrics."""

@@ -149,8 +149,9 @@ static PyObject *native_observe(PyObject *module, PyObject *args)
 static PyObject *native_hook_took(PyObject *module, PyObject *args)
 {
     BUFFER(given);
-    unsigned long long histogram, begun, loop, pending;
-    if (!PyArg_ParseTuple(args, "w*KKKK:hook_took", &given, &histogram, &begun, &loop, &pending))
+    unsigned long long histogram, begun, loop;
+    long long pending;
+    if (!PyArg_ParseTuple(args, "w*KKKL:hook_took", &given, &histogram, &begun, &loop, &pending))
         return NULL;
     struct timespec time;
     clock_gettime(CLOCK_MONOTONIC, &time);
@@ -158,7 +159,7 @@ static PyObject *native_hook_took(PyObject *module, PyObject *args)
     kvshm_segment segment = segment_of(&given);
     int64_t status = kvshm_observe(segment, histogram, now > begun ? now - begun : 0);
     if (status >= 0)
-        status = kvshm_store(segment, loop, pending);
+        status = kvshm_store(segment, loop, pending > 0 ? (uint64_t)pending : 0);
     if (status >= 0)
         status = kvshm_store(segment, loop + 8, now);
     return status < 0 ? kvshm_raise(module, &given, status) : Py_NewRef(Py_None);
