@@ -61,8 +61,8 @@ class PromptTokens:
         self._imported: dict[str, Import] = {}
         """The ended import of each request that vLLM has not scheduled yet."""
         self._awaited: dict[str, tuple[Any, Sources, int]] = {}
-        """Requests whose import their first step waits for, each with all but the import's tokens
-        and how many these are."""
+        """By the ids of the loads that the first steps of requests wait for: the request, all but
+        the import's tokens, and how many these are."""
         self._reports: dict[str, Sources] = {}
         """Of the requests that ask for it."""
 
@@ -87,8 +87,8 @@ class PromptTokens:
             done = self._imported.pop(told.req_id, None)
             if request.kv_transfer_params is not None and options_of(request).report:
                 self._reports[told.req_id] = sources
-            if external and self._importer.at_once.withholds(told.req_id):
-                self._awaited[told.req_id] = request, sources, external
+            if (held := self._importer.at_once.withheld.get(told.req_id)) is not None:
+                self._awaited[held.load_id] = request, sources, external
                 continue
             if done is not None:
                 stats.set(stats.num_prompt_tokens, local, external)
@@ -99,7 +99,7 @@ class PromptTokens:
 
     def import_ended(self, done: Import) -> None:
         """An import that a step waited for has ended."""
-        if (first := self._awaited.pop(done.request_id, None)) is None:
+        if (first := self._awaited.pop(done.load.load_id, None)) is None:
             return  # of a request that was scheduled before
         request, sources, external = first
         if done.good:
