@@ -291,7 +291,7 @@ class WorkerSide:
     def hook_took(self, hook: str, begun_ns: int) -> None:
         """Show tools how long one of the rank's hooks has taken."""
         if self._cache is not None:
-            self._cache.hook_took(hook, begun_ns)
+            self._cache.hook_took(hook, time.monotonic_ns() - begun_ns)
 
     def close(self) -> None:
         """Withdraw the memory before vLLM frees it."""

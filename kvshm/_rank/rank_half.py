@@ -217,11 +217,10 @@ class RankHalf:
             self._begun.pop(report.load_id, None)
         return reports
 
-    def hook_took(self, hook: str, begun_ns: int) -> None:
-        """Count the time since one of the rank's hooks (``histograms.HOOKS``) began, for tools.
-        ``begun_ns``: CLOCK_MONOTONIC."""
+    def hook_took(self, hook: str, nanoseconds: int) -> None:
+        """Count the time of one of the rank's hooks (``histograms.HOOKS``), for tools."""
         if self.table is not None:
-            self.table.histograms.observe(HOOKS[hook], time.monotonic_ns() - begun_ns)
+            self.table.histograms.observe(HOOKS[hook], nanoseconds)
 
     def _show_pending(self) -> None:
         if self.table is not None:

@@ -54,7 +54,7 @@ class Copying:
     def end_epoch(self) -> None:
         """Nothing was."""
 
-    def hook_took(self, hook: str, begun_ns: int) -> None:
+    def hook_took(self, hook: str, nanoseconds: int) -> None:
         """Nobody asks."""
 
 
