@@ -74,13 +74,12 @@ class Timed(Protocol):
 
     strict: bool
 
-    def hook_took(self, hook: str, nanoseconds: int) -> None:
-        """Record how long a hook has taken; must be quick."""
+    def hook_took(self, hook: str, begun_ns: int) -> None:
+        """Record that a hook that began then (CLOCK_MONOTONIC) has ended; must be quick."""
 
 
 def timed(hook_name: str) -> Callable[[F], F]:
-    """Have a hook tell ``hook_took`` how long it has taken, under this name.  Goes inside
-    ``guarded``."""
+    """Have a hook tell ``hook_took`` when it began, under this name.  Goes inside ``guarded``."""
 
     def decorate(hook: F) -> F:
         @functools.wraps(hook)
@@ -88,7 +87,7 @@ def timed(hook_name: str) -> Callable[[F], F]:
             begun = time.monotonic_ns()
             result = hook(self, *args)
             try:
-                self.hook_took(hook_name, time.monotonic_ns() - begun)
+                self.hook_took(hook_name, begun)
             except Exception:  # any: the hook has done its work, which must not count as failed
                 if self.strict:
                     raise

@@ -113,6 +113,11 @@ def add(segment: Buffer, offset: int, delta: int, /) -> int: ...
 def observe(segment: Buffer, histogram: int, value: int, /) -> None:
     """Count a value in the histogram at that offset (kvshm/_shm/histograms.py)."""
 
+def hook_took(segment: Buffer, histogram: int, begun_ns: int, loop: int, pending: int, /) -> None:
+    """Count the time since ``begun_ns`` (CLOCK_MONOTONIC) in the histogram at that offset, and
+    show that the loop at the other offset went round just now, with so much work waiting (0 if
+    negative)."""
+
 def compare_exchange(segment: Buffer, offset: int, expected: int, desired: int, /) -> bool: ...
 def mark_ready(segment: Buffer, layout_version: int, /) -> None: ...
 def address(buffer: Buffer, /) -> int:

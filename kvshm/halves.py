@@ -32,15 +32,28 @@ from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo, abi
 from kvshm._rank.opening import open_rank
 from kvshm._rank.rank_half import POLL_SECONDS, RankHalf
-from kvshm._shm.counters import HOOK_ERRORS, KEPT, LOADS_AT_ONCE, MISS_NO_ROOM
+from kvshm._shm.counters import (
+    BAD_OPTIONS,
+    HOOK_ERRORS,
+    KEPT,
+    LOADS_AT_ONCE,
+    MISS_NO_ROOM,
+    PROMPT_TOKENS_COMPUTED,
+    PROMPT_TOKENS_LOCAL,
+    PROMPT_TOKENS_PEER,
+)
 
 __all__ = [
+    "BAD_OPTIONS",
     "HOOK_ERRORS",
     "KEPT",
     "LOADS_AT_ONCE",
     "MISS_NO_ROOM",
     "ONE_FULL_GROUP",
     "POLL_SECONDS",
+    "PROMPT_TOKENS_COMPUTED",
+    "PROMPT_TOKENS_LOCAL",
+    "PROMPT_TOKENS_PEER",
     "BlockId",
     "Costs",
     "EngineSpec",

@@ -40,7 +40,6 @@ _OF_REQUEST = (
     "drop_stale_output",
     "num_stale_output_tokens",
     "num_in_flight_tokens",
-    "prefill_stats",
 )
 _OF_POOL = "cache_full_blocks"
 
@@ -194,7 +193,7 @@ class AtOnce:
         del self.withheld[request_id]
 
     def _preempt(self, request: Any) -> None:
-        scheduler, stats = self._scheduler, request.prefill_stats
+        scheduler = self._scheduler
         request.num_stale_output_tokens = request.num_in_flight_tokens
         try:
             scheduler.running.remove(request)
@@ -205,5 +204,3 @@ class AtOnce:
             raise
         # As after vLLM's own reset, the request must not count as part of the previous step.
         getattr(scheduler, "prev_step_scheduled_req_ids", set()).discard(request.request_id)
-        if stats is not None:  # the numbers of cached tokens that the client sees
-            stats.set(stats.num_prompt_tokens, stats.num_local_cached_tokens, 0)

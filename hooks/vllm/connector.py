@@ -127,10 +127,10 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             bound = self._connector_metadata
             self._worker.give_up(bound if isinstance(bound, StepMetadata) else None)
 
-    def hook_took(self, hook: str, nanoseconds: int) -> None:
+    def hook_took(self, hook: str, begun_ns: int) -> None:
         """Record the time of a hook in the engine's own slot table."""
         if (side := self._scheduler or self._worker) is not None:
-            side.hook_took(hook, nanoseconds)
+            side.hook_took(hook, begun_ns)
 
     # -- worker
 
@@ -289,8 +289,8 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(_nothing)
     def on_new_request(self, request: Any) -> None:
-        if self._scheduler and self._scheduler.tracker:
-            self._scheduler.tracker.track(request)
+        if self._scheduler:
+            self._scheduler.new_request(request)
 
     @guarded(lambda self, request, computed: (0, False))
     @timed("match")
@@ -322,7 +322,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         return self._scheduler.build(scheduler_output)
 
     # After any error here, compute everything again, even blocks that were right.
-    @guarded(lambda self, *_: self._scheduler.importer.undo_awaited())
+    @guarded(lambda self, *_: self._scheduler.undo_awaited())
     def before_output(self, output: Any, result: Any) -> None:
         """vLLM is about to handle a step's output: prevent it from delivering tokens that were
         computed from blocks which did not arrive."""
@@ -341,8 +341,9 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.output(finished, said, connector_output.invalid_block_ids)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        side = self._scheduler
-        return self._take_stats() if side is not None and side.cache.planner.results else None
+        if (side := self._scheduler) is None:
+            return None
+        return self._take_stats() if side.cache.planner.results or side.prompts.untold else None
 
     @guarded(_nothing)
     def _take_stats(self) -> KVConnectorStats | None:
@@ -375,9 +376,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(lambda self, request, ids: (False, None))
     @timed("finished")
     def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
-        if self._scheduler:
-            self._scheduler.request_finished(request)
-        return False, None
+        return False, self._scheduler.request_finished(request) if self._scheduler else None
 
     request_finished_all_groups = request_finished
 

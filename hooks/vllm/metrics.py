@@ -1,19 +1,20 @@
-"""kvshm's metrics in vLLM: how much was really loaded.
+"""kvshm's metrics in vLLM: where prompts came from, and what imports have brought.
 
 vLLM's own ``vllm:external_prefix_cache_hits`` counts an import when its blocks are allocated,
-before it is known whether they arrive.  The metrics here count a load when it has ended.
+before it is known whether they arrive.  The metrics here count an import when it has ended.
 
 ::
 
-    scheduler's process                      API server
-    LoadPlanner.take_results -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
+    scheduler's process                               API server
+    LoadPlanner.take_results, PromptTokens.take
+                             -> LoadStats -> vLLM's SchedulerStats -> LoadMetrics -> /metrics
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -23,46 +24,91 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvshm.halves import LoadResult
 
+from .prompt_tokens import Sources
+
 METRICS = {
     "imported_tokens": "Prompt tokens imported from other engines, without those of lost blocks.",
     "imported_blocks": "KV cache blocks that imports have filled.",
+    "imported_bytes": "Bytes of these blocks, summed over ranks.",
     "loads": "Imports that have ended, successful or not.",
     "failed_loads": "Imports that lost at least one block, which was then computed.",
 }
-"""The counters; vLLM shows each as ``vllm:kvshm_<name>_total``."""
+"""The counters without labels of their own; vLLM shows each as ``vllm:kvshm_<name>_total``."""
+PROMPTS, TIMES = "prompt_tokens", "import_seconds"
+SOURCES = ("local", "peer", "computed")
+PROMPTS_TEXT = (
+    "Prompt tokens by source, when their request was first scheduled: from the engine's own cache "
+    "(local), from other engines (peer), or computed."
+)
+TIMES_TEXT = "Time of imports on their slowest rank, by the slowest path of their copies."
+BUCKETS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+Data: TypeAlias = dict[str, Any]
+"""Numbers by name, lists of numbers, or dicts of either: their sum is that of each."""
 
 
 @dataclass
 class LoadStats(KVConnectorStats):
-    """Sums over the loads that have ended since the last LoadStats: a number for each of METRICS.
-    vLLM sends ``data`` from its engines to its API servers."""
+    """What has happened since the last LoadStats: a number for each of METRICS if imports have
+    ended, the time of each by path, and prompt tokens by source if requests were scheduled.  vLLM
+    sends ``data`` from its engines to its API servers."""
 
     @classmethod
-    def of(cls, ended: Sequence[LoadResult], block_size: int) -> LoadStats:
-        """Return the sums of these loads.  ``block_size``: tokens per hash."""
-        blocks = sum(load.num_blocks for load in ended)
-        length = sum(load.length for load in ended)
-        failed = sum(load.failed for load in ended)
-        sums = {"imported_blocks": blocks, "loads": len(ended), "failed_loads": failed}
-        return cls({"imported_tokens": length * block_size, **sums})
+    def of(cls, ended: Sequence[LoadResult], prompts: Sources, block_size: int) -> LoadStats:
+        """Return the sums of these loads and prompts.  ``block_size``: tokens per hash."""
+        data: Data = {}
+        if ended:
+            data["imported_tokens"] = sum(load.length for load in ended) * block_size
+            data["imported_blocks"] = sum(load.num_blocks for load in ended)
+            data["imported_bytes"] = sum(load.nbytes for load in ended)
+            data["loads"] = len(ended)
+            data["failed_loads"] = sum(load.failed for load in ended)
+        taken = [load.taken for load in ended if load.taken is not None]
+        if taken:
+            data[TIMES] = {str(path): [s for p, s in taken if p is path] for path, _ in taken}
+        counted = {source: getattr(prompts, source) for source in SOURCES}
+        if any(counted.values()):
+            data[PROMPTS] = counted
+        return cls(data)
 
     def reset(self) -> None:
         self.data.clear()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, number in other.data.items():
-            self.data[name] = self.data.get(name, 0) + number
+        self.data.update(_sum(self.data, other.data))
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        return {f"kvshm {name.replace('_', ' ')}": number for name, number in self.data.items()}
+        """vLLM logs these as ``name=value``, in one line for all connectors."""
+        told: dict[str, int | float] = {}
+        if prompts := self.data.get(PROMPTS):
+            told["prompt tokens"] = sum(prompts.values())
+            told["from own cache"] = prompts["local"]
+            told["from other engines"] = prompts["peer"]
+            told["computed"] = prompts["computed"]
+        if loads := self.data.get("loads"):
+            told["imports"] = loads
+            told["failed"] = self.data["failed_loads"]
+            told["MB"] = round(self.data["imported_bytes"] / 1e6, 1)
+        if times := self.data.get(TIMES):
+            told["slowest ms"] = round(max(map(max, times.values())) * 1e3, 1)
+        return {f"kvshm {n}" if n == next(iter(told)) else n: told[n] for n in told}
 
     def is_empty(self) -> bool:
-        return not any(self.data.values())
+        return not self.data
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """The sum of two Data, or of two values in them; changes neither."""
+    if not isinstance(one, dict):
+        return one + other
+    names = {**one, **other}
+    both = one.keys() & other.keys()
+    return {n: _sum(one[n], other[n]) if n in both else value for n, value in names.items()}
 
 
 class LoadMetrics(KVConnectorPromMetrics):
-    """The counters of all engines of an API server, each engine with its labels."""
+    """The metrics of all engines of an API server, each engine with its labels."""
 
     def __init__(
         self,
@@ -79,8 +125,25 @@ class LoadMetrics(KVConnectorPromMetrics):
             )
             for name, text in METRICS.items()
         }
+        prompts = self._counter_cls(
+            f"vllm:kvshm_{PROMPTS}", PROMPTS_TEXT, labelnames=[*labelnames, "source"]
+        )
+        self._prompts = {
+            (engine, source): prompts.labels(*values, source)
+            for engine, values in per_engine_labelvalues.items()
+            for source in SOURCES
+        }
+        self._times = self._histogram_cls(
+            f"vllm:kvshm_{TIMES}", TIMES_TEXT, buckets=BUCKETS, labelnames=[*labelnames, "path"]
+        )
 
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+    def observe(self, transfer_stats_data: Data, engine_idx: int = 0) -> None:
         for name, number in transfer_stats_data.items():
             if (counters := self._counters.get(name)) is not None:
                 counters[engine_idx].inc(number)
+        for source, number in transfer_stats_data.get(PROMPTS, {}).items():
+            self._prompts[engine_idx, source].inc(number)
+        for path, times in transfer_stats_data.get(TIMES, {}).items():
+            histogram = self._times.labels(*self.per_engine_labelvalues[engine_idx], path)
+            for seconds in times:
+                histogram.observe(seconds)

@@ -7,10 +7,11 @@ scheduler, strictly before the step that writes is dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from kvshm._ground.ids import BlockId
+from kvshm._ground.roles import Limit
 from kvshm.errors import KvshmError
 
 FOR_SHARING = ("reset_prefix_cache",)
@@ -61,6 +62,22 @@ def _by_group(manager: Any, name: str, num_groups: int) -> list[Any]:
     if len(found) != num_groups or not all(isinstance(one, dict) for one in found):
         raise PoolChanged(f"the block manager of this vLLM has no {name}")
     return found
+
+
+def watch_pool(
+    pool: Any, listener: PoolListener, track: Callable[[], Callable[[], bool]] | None
+) -> Iterator[Limit]:
+    """Watch the pool's resets and, unless ``track`` is None, its blocks; yields the limits that
+    follow if that is impossible.  ``track``: called first of all for the blocks; may raise
+    PoolChanged, and returns what ``watch_blocks`` gets as ``any_kept``."""
+    resets_are_seen = False
+    try:
+        watch_resets(pool, listener)
+        resets_are_seen = True
+        if track is not None:
+            watch_blocks(pool, listener, track())
+    except PoolChanged as exc:
+        yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)
 
 
 def watch_resets(pool: Any, listener: PoolListener) -> None:

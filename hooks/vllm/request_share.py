@@ -1,10 +1,76 @@
-"""Which requests may share their blocks."""
+"""What a request asks of kvshm, and which requests may share their blocks.
+
+A client asks with ``kv_transfer_params={"kvshm": {"share": false, "report": true}}``.  A request
+whose options cannot be understood is not shared: its client may have meant ``share: false``.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from reprlib import repr as short
+from typing import Any, NamedTuple
 
+from kvshm._ground.log import RateLimit, logger
 from kvshm.config import Share
+from kvshm.halves import BAD_OPTIONS, SchedulerHalf
+
+log = logger(__name__)
+
+ALL, KVSHM = "kv_transfer_params", "kvshm"
+"""The dict in which all connectors find their options, and kvshm's key in it."""
+OPTIONS = ("share", "report")
+"""Both are true or false."""
+ANSWERED = ("prompt_tokens", "local_tokens", "peer_tokens", "computed_tokens", "peers")
+"""What kvshm's answers hold besides; routers send an answer on as the next request's options."""
+
+
+class Mistake(NamedTuple):
+    """An option that cannot be understood."""
+
+    option: object
+    value: object
+
+
+class Options(NamedTuple):
+    """What a request asks."""
+
+    share: bool = True
+    report: bool = False
+    """Whether the answer is to say where the prompt's tokens came from."""
+    mistake: Mistake | None = None
+    """What cannot be understood; then ``share`` is false."""
+
+
+_NOTHING_ASKED = Options()
+
+
+def options_of(request: Any) -> Options:
+    """What the request's ``kv_transfer_params`` ask.  Clients choose them, so they may hold
+    anything."""
+    params = request.kv_transfer_params
+    if params is None:
+        return _NOTHING_ASKED
+    if not isinstance(params, dict):
+        return Options(share=False, mistake=Mistake(ALL, params))
+    if KVSHM in params:
+        return _read(params[KVSHM])
+    meant = next((key for key in params if isinstance(key, str) and _means_kvshm(key)), None)
+    return _NOTHING_ASKED if meant is None else _refused(meant, params[meant])
+
+
+def _read(own: object) -> Options:
+    if not isinstance(own, dict):
+        return _refused(KVSHM, own)
+    for option, value in own.items():
+        if option not in ANSWERED and (option not in OPTIONS or not isinstance(value, bool)):
+            return _refused(option, value)
+    return Options(own.get("share", True), own.get("report", False))
+
+
+def _refused(option: object, value: object) -> Options:
+    return Options(share=False, mistake=Mistake(option, value))
 
 
 def may_share(request: Any, share: Share) -> bool:
@@ -15,12 +81,46 @@ def may_share(request: Any, share: Share) -> bool:
         return False  # an image's name may be chosen by the client
     if share is Share.SALTED_ONLY and request.cache_salt is None:
         return False
-    params = request.kv_transfer_params
-    return params is None or _asked_to_share(params)
+    return options_of(request).share
 
 
-def _asked_to_share(params: object) -> bool:
-    """Whether ``kv_transfer_params={"kvshm": {"share": false}}`` keeps the request out.  Clients
-    choose this value: anything but true keeps the request out."""
-    own = params.get("kvshm", {}) if isinstance(params, dict) else {}
-    return isinstance(own, dict) and own.get("share", True) is True
+class OptionChecks:
+    """Counts requests whose options cannot be understood, and logs one a minute."""
+
+    def __init__(self, cache: SchedulerHalf, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cache = cache
+        self._log_limit = RateLimit(clock)
+
+    def check(self, request: Any) -> None:
+        """A request has arrived."""
+        if (mistake := options_of(request).mistake) is None:
+            return
+        self._cache.count(BAD_OPTIONS)
+        if self._log_limit.allows("request not shared"):
+            log.warning("request not shared: %s", explain(mistake))
+
+
+def explain(mistake: Mistake) -> str:
+    """Return what to log of an option that cannot be understood: option, value and remedy."""
+    option, value = mistake
+    shown = f"{short(option)}: {short(value):.80}"
+    if option in OPTIONS:
+        return f"{shown} is neither true nor false"
+    if option in (KVSHM, ALL):
+        return f"{shown} is not an object"
+    nearest = _nearest(option, (*OPTIONS, KVSHM), 0.6)
+    remedy = f"did you mean {nearest}?" if nearest else f"there are {' and '.join(OPTIONS)}"
+    return f"{shown} is not an option of kvshm; {remedy}"
+
+
+@lru_cache(maxsize=256)
+def _means_kvshm(key: str) -> bool:
+    """Whether a key that is not kvshm's was meant to be."""
+    return 4 <= len(key) <= 7 and _nearest(key, (KVSHM,), 0.75) is not None
+
+
+def _nearest(text: object, known: tuple[str, ...], cutoff: float) -> str | None:
+    from difflib import get_close_matches  # only needed for a mistake
+
+    found = get_close_matches(str(text)[:20].lower(), known, n=1, cutoff=cutoff)
+    return found[0] if found else None

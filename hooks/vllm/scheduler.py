@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvshm._ground.ids import BlockId
 from kvshm._ground.log import logger
-from kvshm._ground.roles import Decision, Limit
 from kvshm.config import Config
 from kvshm.errors import MemoryInUse
 from kvshm.halves import HOOK_ERRORS, LOADS_AT_ONCE, EngineSpec, Groups, SchedulerHalf, blocks_of
 
 from .after_prefill import BlockTracker, CompletedRuns
+from .awaited_loads import end_awaited
 from .groups import groups_of
 from .identity import scheduler_fields, with_none_hash
 from .messages import QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadStats
 from .pool_room import PoolRoom
-from .pool_watch import PoolChanged, PoolListener, watch_blocks, watch_resets
+from .pool_watch import PoolListener, watch_pool
+from .prompt_tokens import PromptTokens
 from .ranks import Ranks
+from .request_share import OptionChecks
 from .shutdown import on_shutdown_signal
 from .step_times import StepTimes
 from .tracing import importer_for
@@ -56,6 +58,8 @@ class SchedulerSide:
         on_shutdown_signal(self.cache.leave)
         self._num_ranks = ranks = int(vllm_config.parallel_config.world_size)
         self.importer = importer_for(vllm_config, self.cache, config, self._block_size, ranks)
+        self.prompts = PromptTokens(self.cache, self.importer, self._block_size)
+        self._option_checks = OptionChecks(self.cache)
         costs = self.cache.planner.costs
         self._times = StepTimes(costs, time.monotonic, vllm_config.scheduler_config)
         self.tracker: BlockTracker | None = None
@@ -87,8 +91,10 @@ class SchedulerSide:
             return groups
         decide, engine = self._config.decide_role, self._vllm_config.kv_transfer_config
         limits = [*scheduler_limits(scheduler, engine_transfer(engine))]
-        limits += self._watch(manager, listener, decide(*limits), groups)
+        track = None if decide(*limits).no_exports else partial(self._track, manager, groups)
+        limits += watch_pool(manager.block_pool, listener, track)
         self.cache.role = role = decide(*limits)
+        self.tracker = None if role.no_exports else self.tracker
         if role.refusal is not None:
             return role.refusal
         log_role(role, by_settings=role == decide())
@@ -97,22 +103,11 @@ class SchedulerSide:
             self.importer.use(PoolRoom(manager, scheduler.scheduler.requests, groups), groups)
         return None
 
-    def _watch(
-        self, manager: Any, listener: PoolListener, role: Decision, groups: Groups
-    ) -> Iterator[Limit]:
-        """Watch the block pool for what ``role`` needs; yields the limits that follow if the pool
-        cannot be watched."""
-        resets_are_seen = False
-        try:
-            watch_resets(manager.block_pool, listener)
-            resets_are_seen = True
-            if not role.no_exports:
-                delay = 1 if self._vllm_config.speculative_config else 0
-                tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
-                watch_blocks(manager.block_pool, listener, tracker.kept.may_exist)
-                self.tracker = tracker
-        except PoolChanged as exc:
-            yield Limit(str(exc), no_exports=True, no_imports=not resets_are_seen)
+    def _track(self, manager: Any, groups: Groups) -> Callable[[], bool]:
+        """Track what is known of each block; returns whether free blocks may be kept."""
+        delay = 1 if self._vllm_config.speculative_config else 0
+        self.tracker = BlockTracker(self.cache, manager, groups, self.importer.may_share, delay)
+        return self.tracker.kept.may_exist
 
     def may_import(self) -> bool:
         """Whether imports may begin now."""
@@ -211,10 +206,17 @@ class SchedulerSide:
 
     # -- requests
 
-    def request_finished(self, request: Any) -> None:
+    def new_request(self, request: Any) -> None:
+        if self.tracker is not None:
+            self.tracker.track(request)
+        self._option_checks.check(request)
+
+    def request_finished(self, request: Any) -> dict[str, Any] | None:
+        """Returns what the request's answer is to say, if it has asked."""
         if self.tracker is not None:
             self.tracker.untrack(request.request_id)
         self.importer.request_finished(request.request_id)
+        return self.prompts.finished(request)
 
     def match(self, request: Any, num_local_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens beyond the local hit can be imported (None: ask again), and
@@ -239,6 +241,8 @@ class SchedulerSide:
         metadata = self._build_quiet(output) if quiet else self._build(output)
         if quiet or (tokens and not metadata.at_once):
             self._times.built(self._step, tokens, len(output.num_scheduled_tokens), quiet)
+        if output.scheduled_new_reqs and self._vllm is not None:
+            self.prompts.step_built(output.scheduled_new_reqs, self._vllm.scheduler.requests)
         if not quiet:
             self.importer.step_dispatched()  # last: if all else fails, the loads are still there
         return metadata
@@ -308,19 +312,13 @@ class SchedulerSide:
         metadata = output.kv_connector_metadata
         if not isinstance(metadata, StepMetadata) or not metadata.at_once:
             return
-        said = getattr(result.kv_connector_output, "kv_connector_worker_meta", None)
-        reports = said.loads if isinstance(said, RankReport) else []
         self.cache.count(LOADS_AT_ONCE, len(metadata.at_once))
-        at_once, tracker = self.importer.at_once, self.tracker
-        for done in self.importer.finish_awaited(metadata.at_once, reports):
-            if not done.good:
-                if tracker is not None:  # before ``failed`` frees the request's blocks
-                    tracker.blocks_failed(done.bad)
-                at_once.failed(done.request_id, done.load.load_id)
-                continue
-            at_once.arrived(done.request_id, done.load.load_id)
-            if tracker is not None:
-                tracker.import_ended(done)
+        end_awaited(self.importer, self.prompts, self.tracker, metadata.at_once, result)
+
+    def undo_awaited(self) -> None:
+        """``before_output`` failed: compute all requests that steps under way wait for again."""
+        self.importer.undo_awaited()
+        self.prompts.imports_failed()
 
     def output(
         self, finished: Set[str], report: RankReport | None, invalid: Set[int] = frozenset()
@@ -348,6 +346,7 @@ class SchedulerSide:
             self._descriptions, self._awaited = {}, 0  # no worker runs kvshm's connector
             self._check_descriptions(0)
         for done in self.importer.finish(finished) if finished else ():
+            self.prompts.load_ended(done)
             if self.tracker is not None:
                 self.tracker.import_ended(done)
         if self.tracker is not None:
@@ -381,14 +380,15 @@ class SchedulerSide:
         if self.tracker is not None:
             self.tracker.step_done(step)
 
-    def hook_took(self, hook: str, nanoseconds: int) -> None:
+    def hook_took(self, hook: str, begun_ns: int) -> None:
         """A hook has ended: show tools its time, and that the scheduler's loop goes on."""
         unfinished = len(self._vllm.scheduler.requests) if self._vllm is not None else 0
-        self.cache.hook_took(hook, nanoseconds, unfinished - (hook == "finished"))
+        self.cache.hook_took(hook, begun_ns, unfinished - (hook == "finished"))
 
     def stats(self) -> LoadStats:
         """Return what to add to vLLM's metrics."""
-        return LoadStats.of(self.cache.planner.take_results(), self._block_size)
+        ended, prompts = self.cache.planner.take_results(), self.prompts.take()
+        return LoadStats.of(ended, prompts, self._block_size)
 
     def must_step(self) -> bool:
         """Whether vLLM must step on without requests: with speculation the last blocks are

@@ -288,10 +288,10 @@ class WorkerSide:
                 # Outside an epoch a load copies nothing, releases its leases, reports all bad.
                 self._begin(metadata)
 
-    def hook_took(self, hook: str, nanoseconds: int) -> None:
+    def hook_took(self, hook: str, begun_ns: int) -> None:
         """Show tools how long one of the rank's hooks has taken."""
         if self._cache is not None:
-            self._cache.hook_took(hook, nanoseconds)
+            self._cache.hook_took(hook, time.monotonic_ns() - begun_ns)
 
     def close(self) -> None:
         """Withdraw the memory before vLLM frees it."""

@@ -103,6 +103,14 @@ class LoadOrder:
         """Bytes that each rank has to copy."""
         return sum(piece.block_bytes * len(piece.targets) for piece in self.pieces)
 
+    def bytes_of(self, blocks: int) -> int:
+        """Bytes of the first so many blocks on each rank."""
+        nbytes = 0
+        for piece in self.pieces:
+            of_piece = min(blocks, len(piece.targets))
+            nbytes, blocks = nbytes + of_piece * piece.block_bytes, blocks - of_piece
+        return nbytes
+
 
 class LoadFailure(StrEnum):
     """Why blocks of a load were not delivered."""

@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import takewhile
 from typing import NamedTuple
 
+from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, LeaseBit
 from kvshm._ground.log import RateLimit, logger
 from kvshm._ground.syncpoints import SyncPoint, sync_point
@@ -27,7 +28,7 @@ from .epoch_state import EpochState, HasEpoch
 from .groups import Restorable
 from .load_plan import LoadFailure, LoadOrder, LoadReport, Piece, Plan
 from .prefix_search import PrefixSearch
-from .traffic import record_traffic
+from .traffic import record_traffic, time_taken
 
 log = logger(__name__)
 
@@ -53,6 +54,11 @@ class LoadResult(NamedTuple):
     """Hashes by which they make the prefix longer."""
     failed: bool
     """Whether some block has to be computed."""
+    nbytes: int = 0
+    """Bytes of these blocks, summed over ranks."""
+    taken: tuple[CopyPath, float] | None = None
+    """The slowest path of its copies, and the seconds of its slowest rank; None if there were no
+    copies."""
 
 
 class LoadPlanner:
@@ -273,7 +279,8 @@ class LoadPlanner:
         # A block is usable only if all blocks before it are.
         usable = sum(takewhile(bool, good))
         length = usable if one_full else load.length * (not failed)
-        self.results.append(LoadResult(usable, length, failed))
+        nbytes = load.bytes_of(usable) * epoch.table.num_ranks if epoch is not None else 0
+        self.results.append(LoadResult(usable, length, failed, nbytes, time_taken(reports)))
         if epoch is not None:
             epoch.table.counters.add(c.LOADS_FAILED if failed else c.LOADS_DONE)
             epoch.table.counters.add(c.IMPORTED_BLOCKS, sum(good))

@@ -28,7 +28,6 @@ from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo
 from kvshm._shm.histograms import HOOKS
 from kvshm._shm.own_slot_table import OwnSlotTable
-from kvshm._shm.progress import SCHEDULER
 from kvshm.config import Config
 from kvshm.errors import KvshmError
 
@@ -216,13 +215,11 @@ class SchedulerHalf:
         if (state := self.epoch_state) is not None:
             state.table.counters.add(counter, amount)
 
-    def hook_took(self, hook: str, nanoseconds: int, unfinished: int) -> None:
-        """Show tools the time of one of the scheduler's hooks (``histograms.HOOKS``), that the
-        scheduler's loop goes on, and how many requests have not ended."""
+    def hook_took(self, hook: str, begun_ns: int, unfinished: int) -> None:
+        """Show tools the time since one of the scheduler's hooks (``histograms.HOOKS``) began, that
+        the scheduler's loop goes on, and how many requests have not ended."""
         if (state := self.epoch_state) is not None:
-            state.table.histograms.observe(HOOKS[hook], nanoseconds)
-            state.table.loops.set_pending(SCHEDULER, max(unfinished, 0))
-            state.table.loops.went_round(SCHEDULER)
+            state.table.loops.hook_took(HOOKS[hook], begun_ns, unfinished)
 
     def log_error(self, text: str) -> None:
         """Record an error in the own slot table, where ``kvshm dump`` shows it.

@@ -12,6 +12,14 @@ from .epoch_state import EpochState
 from .load_plan import LoadOrder, LoadReport
 
 
+def time_taken(reports: Sequence[LoadReport]) -> tuple[CopyPath, float] | None:
+    """Return the slowest path of a load's copies, and the seconds of its slowest rank.  None if
+    nothing was copied."""
+    took = max((report.seconds for report in reports), default=0.0)
+    used = {path for report in reports for path in report.paths if path is not None}
+    return (slowest(used), took) if used and took else None
+
+
 def record_traffic(
     epoch: EpochState, load: LoadOrder, reports: Sequence[LoadReport], bad: Collection[BlockId]
 ) -> None:
@@ -20,9 +28,8 @@ def record_traffic(
     A rank knows the time of all its copies together, so each peer gets its share by bytes.
     """
     took = max((report.seconds for report in reports), default=0.0)
-    used = {path for report in reports for path in report.paths if path is not None}
-    if used and took:
-        epoch.table.histograms.observe(IMPORT_TIMES[slowest(used)], round(took * 1e9))
+    if (taken := time_taken(reports)) is not None:
+        epoch.table.histograms.observe(IMPORT_TIMES[taken[0]], round(taken[1] * 1e9))
     for place, piece in enumerate(load.pieces):
         own = piece.peer_epoch == epoch.table.epoch
         paths = [report.paths[place] for report in reports if len(report.paths) > place]

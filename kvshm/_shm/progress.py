@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvshm import _native
 
+from .histograms import Histogram
 from .layout import LOOP_BYTES, LOOPS_OFFSET
 from .segment import Segment
 
@@ -27,6 +28,7 @@ COORDINATOR_LOOP = "coordinator"
 FIRST_LOAD_THREAD = 3
 """That of rank 0; pending: loads under way.  It too must go round once a second."""
 
+_SCHEDULER_OFFSET = LOOPS_OFFSET + LOOP_BYTES * SCHEDULER
 _LOOP = struct.Struct("<QQ")
 assert _LOOP.size == LOOP_BYTES
 
@@ -64,6 +66,12 @@ class OwnProgress:
     def went_round(self, loop: int) -> None:
         """The loop goes round."""
         _native.store(self._segment.buffer, LOOPS_OFFSET + LOOP_BYTES * loop + 8, self._clock())
+
+    def hook_took(self, hook: Histogram, begun_ns: int, pending: int) -> None:
+        """A hook of the scheduler that began at ``begun_ns`` has ended: count its time, and show
+        that the scheduler's loop goes round.  One call into C, because every step makes several.
+        ``begun_ns``: CLOCK_MONOTONIC."""
+        _native.hook_took(self._segment.buffer, hook.offset, begun_ns, _SCHEDULER_OFFSET, pending)
 
     def set_pending(self, loop: int, pending: int) -> None:
         """So much work waits for the loop now.  One thread, not necessarily the loop's."""

@@ -10,6 +10,7 @@
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/timerfd.h>
+#include <time.h>
 #include <unistd.h>
 
 static const char *const request_names[KVSHM_NUM_REQUEST_NAMES] = {
@@ -143,6 +144,25 @@ static PyObject *native_observe(PyObject *module, PyObject *args)
         return NULL;
     int64_t status = kvshm_observe(segment_of(&segment), histogram, value);
     return status < 0 ? kvshm_raise(module, &segment, status) : Py_NewRef(Py_None);
+}
+
+static PyObject *native_hook_took(PyObject *module, PyObject *args)
+{
+    BUFFER(given);
+    unsigned long long histogram, begun, loop;
+    long long pending;
+    if (!PyArg_ParseTuple(args, "w*KKKL:hook_took", &given, &histogram, &begun, &loop, &pending))
+        return NULL;
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    uint64_t now = (uint64_t)time.tv_sec * 1000000000 + (uint64_t)time.tv_nsec;
+    kvshm_segment segment = segment_of(&given);
+    int64_t status = kvshm_observe(segment, histogram, now > begun ? now - begun : 0);
+    if (status >= 0)
+        status = kvshm_store(segment, loop, pending > 0 ? (uint64_t)pending : 0);
+    if (status >= 0)
+        status = kvshm_store(segment, loop + 8, now);
+    return status < 0 ? kvshm_raise(module, &given, status) : Py_NewRef(Py_None);
 }
 
 static PyObject *native_compare_exchange(PyObject *module, PyObject *args)
@@ -290,6 +310,7 @@ static PyMethodDef word_methods[] = {
     {"store", native_store, METH_VARARGS, NULL},
     {"add", native_add, METH_VARARGS, NULL},
     {"observe", native_observe, METH_VARARGS, NULL},
+    {"hook_took", native_hook_took, METH_VARARGS, NULL},
     {"compare_exchange", native_compare_exchange, METH_VARARGS, NULL},
     {"mark_ready", native_mark_ready, METH_VARARGS, NULL},
     {"address", native_address, METH_VARARGS, NULL},

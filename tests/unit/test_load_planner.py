@@ -24,6 +24,7 @@ from kvshm._engine.load_plan import (
 )
 from kvshm._engine.load_planner import PLAN_SECONDS, LoadResult
 from kvshm._engine.scheduler_half import SchedulerHalf
+from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import NO_LEASE_BIT, BlockId, Epoch, Generation, Rank, block_hash
 from kvshm._ground.roles import Decision
 from kvshm._node.peer import Peer, PlannedRun
@@ -90,11 +91,20 @@ def test_blocks_behind_a_gap_do_not_count_as_imported(cache: SchedulerHalf) -> N
     cache.planner.end_load(load_in(cache), [LoadReport("load", TARGETS[1:])])
     cache.planner.end_load(load_in(cache), [LoadReport("load", TARGETS[:1])])
     assert cache.planner.take_results() == [
-        LoadResult(2, 2, False),
-        LoadResult(1, 1, True),
+        LoadResult(2, 2, False, 2 * 8),
+        LoadResult(1, 1, True, 8),
         LoadResult(0, 0, True),
     ]
     assert cache.planner.take_results() == []
+
+
+def test_a_load_takes_as_long_as_its_slowest_rank_and_path(cache: SchedulerHalf) -> None:
+    fast = LoadReport("load", (), seconds=0.25, paths=(CopyPath.NVLINK,))
+    slow = LoadReport("load", TARGETS, seconds=0.5, paths=(CopyPath.PCIE,))
+    cache.planner.end_load(load_in(cache), [slow, fast])
+    cache.planner.end_load(load_in(cache), [LoadReport("load", (), seconds=0.5, paths=(None,))])
+    taken = [result.taken for result in cache.planner.take_results()]
+    assert taken == [(CopyPath.PCIE, 0.5), None]
 
 
 def test_who_has_left_or_was_ended_plans_no_load(
@@ -335,7 +345,10 @@ def test_a_load_of_several_groups_counts_its_prefix_once_and_as_a_whole(
     load = cache.planner.load(plan, "load", targets)
     assert cache.planner.end_load(load, [LoadReport("load", (), seconds=0.01)]) == set()
     assert cache.planner.end_load(load, [LoadReport("load", (targets[-1],))]) == set(targets)
-    assert cache.planner.take_results() == [LoadResult(16, 10, False), LoadResult(0, 0, True)]
+    assert cache.planner.take_results() == [
+        LoadResult(16, 10, False, load.nbytes),
+        LoadResult(0, 0, True),
+    ]
     assert cache.table is not None
     seconds = cache.planner.costs.compute_seconds(10 * 16)
     assert cache.table.counters.read(COMPUTING_US) == int(seconds * 1e6)

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 
 import pytest
 
+from kvshm import _native
 from kvshm._ground.copy_path import PATHS, CopyPath, slowest
 from kvshm._ground.ids import Epoch, Fingerprint, Rank
 from kvshm._shm import histograms
 from kvshm._shm.histograms import HOOKS, NO_VALUES, REGISTRY, Distribution, Histogram
 from kvshm._shm.layout import (
+    LOOPS_OFFSET,
     NUM_BUCKETS,
     NUM_HISTOGRAMS,
     NUM_TICKETS,
@@ -191,6 +194,27 @@ def test_each_loop_shows_its_own_progress(table: AnyTable) -> None:
         ("loads of rank 0", 0, 0, False),
         ("loads of rank 1", 0, 1000, False),
     ]
+
+
+def test_a_hook_shows_its_time_and_that_the_scheduler_goes_round(table: AnyTable) -> None:
+    before = time.monotonic_ns()
+    table.loops.hook_took(HOOKS["build"], before - 4_000_000, 3)
+    after = time.monotonic_ns()
+    seen = again(table)
+    loop, *others = seen.progress()
+    assert (loop.loop, loop.pending) == ("scheduler", 3)
+    assert before <= loop.last_ns <= after
+    assert not any(other.last_ns for other in others)
+    took = seen.histograms.read(HOOKS["build"])
+    assert took.count == 1
+    assert took.total == loop.last_ns - (before - 4_000_000)
+    table.loops.hook_took(HOOKS["build"], after + 10**12, -1)  # as if time had gone back
+    assert seen.histograms.read(HOOKS["build"]).total == took.total
+    assert seen.progress()[0].pending == 0
+    with pytest.raises(IndexError):
+        _native.hook_took(table._segment.buffer, 1 << 40, 0, LOOPS_OFFSET, 0)
+    with pytest.raises(IndexError):
+        _native.hook_took(table._segment.buffer, HOOKS["build"].offset, 0, 1 << 40, 0)
 
 
 def test_the_oldest_load_under_way_is_known(table: AnyTable) -> None:

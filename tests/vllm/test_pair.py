@@ -8,20 +8,27 @@ go red.  What it computes is right: what the other imports from it is what the o
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
+from local_node import Engine, wait_until
 from sharing_node import BLOCK_SIZE, observe
 
 from ..engines_under_test import ENGINES
 from .conftest import Pair
-from .engines import SharedNode
-from .oracle import ask_both, assert_bit_equal, prompts, random_prompt, shareable
+from .engines import PATIENCE_S, SharedNode
+from .oracle import Prompt, ask_both, assert_bit_equal, prompts, random_prompt, shareable
 from .test_oracle import SHIFT, assert_noticed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
+SOURCES = ("local", "peer", "computed")
+TOTAL = "vllm:prompt_tokens_total{"
 BLIND = {"KVSHM_FAULT": SHIFT, "KVSHM_VERIFY": "0"}
 
 
@@ -67,6 +74,69 @@ def test_a_request_stays_out_by_what_its_client_says(uneven: Pair) -> None:
     tokens = other.prompt_tokens()
     other.complete(shared, kv_transfer_params={"kvshm": {"share": False}})
     assert (other.prompt_tokens() - tokens).imported == 0
+
+
+def answered(engine: Engine, prompt: Prompt, asked: dict[str, bool]) -> dict[str, Any] | None:
+    """What kvshm says in an answer that is not streamed."""
+    about = {"prompt": prompt, "max_tokens": 2, "kv_transfer_params": {"kvshm": asked}}
+    request = Request(
+        f"http://127.0.0.1:{engine.port}/v1/completions",
+        json.dumps({"model": str(engine.spec.model), **about}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urlopen(request) as answer:
+        params: dict[str, Any] | None = json.load(answer)["kv_transfer_params"]
+    return params and params["kvshm"]
+
+
+@pytest.mark.parametrize("uneven", ["vllm"], indirect=True)
+def test_an_answer_says_where_its_prompt_came_from(uneven: Pair) -> None:
+    node, exporter, importer = uneven
+    (prompt,) = prompts(1, seed=830)
+    asked, shared = {"report": True}, shareable(prompt) * BLOCK_SIZE
+    rest = len(prompt) - shared
+    common = {"prompt_tokens": len(prompt), "peer_tokens": 0}
+    with node.sharing(exporter, shareable(prompt)):
+        told = answered(exporter, prompt, asked)
+    assert told == {**common, "local_tokens": 0, "computed_tokens": len(prompt)}
+    told = answered(importer, prompt, asked)
+    with contextlib.closing(node.table(exporter)) as table:
+        peers = {table.engine: shared}
+    assert told == {
+        **common, "local_tokens": 0, "peer_tokens": shared, "computed_tokens": rest, "peers": peers
+    }  # fmt: skip
+    told = answered(importer, prompt, asked)
+    assert told == {**common, "local_tokens": shared, "computed_tokens": rest}
+    assert answered(importer, prompt, {}) is None
+
+
+@pytest.mark.parametrize("uneven", ["vllm"], indirect=True)
+def test_each_prompt_token_has_counted_once_by_its_source(uneven: Pair) -> None:
+    """All that these engines were asked so far: vLLM's own numbers are the same."""
+    node, *engines = uneven
+    for engine in engines:
+        for _ in wait_until("vLLM has counted the last prompt", PATIENCE_S):
+            seen, counted = engine.metrics(), node.counted(engine)
+            ours = {source: counted[f"prompt_tokens_{source}"] for source in SOURCES}
+            total = sum(value for name, value in seen.items() if TOTAL in name)
+            if total == sum(ours.values()):
+                break
+        vllms = engine.prompt_tokens()
+        assert ours == dict(
+            zip(SOURCES, (vllms.local_hit, vllms.imported, vllms.computed), strict=True)
+        )
+        assert ours == {source: seen[shown_as(seen, source)] for source in SOURCES}
+        assert all(ours.values())
+        assert total > 10_000
+        for _ in wait_until("vLLM has logged them", PATIENCE_S):
+            if engine.said("KV Transfer metrics: kvshm prompt tokens="):
+                break
+
+
+def shown_as(seen: dict[str, float], source: str) -> str:
+    """The name of kvshm's own metric on vLLM's page."""
+    ours = (name for name in seen if name.startswith("vllm:kvshm_prompt_tokens_total{"))
+    return next(name for name in ours if f'source="{source}"' in name)
 
 
 def test_an_exporter_killed_leaves_nothing_but_misses(uneven: Pair) -> None:

@@ -1,0 +1,124 @@
+"""What a request asks of kvshm: a mistake is counted and logged, and never means consent."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvshm._shm.counters import BAD_OPTIONS
+from kvshm.config import Share
+from kvshm.hooks.vllm.request_share import (
+    ANSWERED,
+    OPTIONS,
+    Options,
+    explain,
+    may_share,
+    options_of,
+)
+
+from .conftest import Lines
+from .scheduling import Make, prompt
+
+
+def request(params: Any) -> Any:
+    return SimpleNamespace(
+        kv_transfer_params=params, lora_request=None, mm_features=[], cache_salt=None
+    )
+
+
+UNDERSTOOD: list[tuple[Any, Options]] = [
+    (None, Options()),
+    ({}, Options()),
+    ({"kvshm": {}}, Options()),
+    ({"kvshm": {"share": True}}, Options()),
+    ({"kvshm": {"share": False}}, Options(share=False)),
+    ({"kvshm": {"report": True}}, Options(report=True)),
+    ({"kvshm": {"report": True, "share": False}}, Options(share=False, report=True)),
+    ({"kvshm": {**dict.fromkeys(ANSWERED, 3), "share": False}}, Options(share=False)),
+    ({"do_remote_prefill": True, "tp_size": 2, "remote_host": "h"}, Options()),
+]
+
+
+@pytest.mark.parametrize(("params", "asked"), UNDERSTOOD)
+def test_what_is_understood(params: Any, asked: Options) -> None:
+    assert options_of(request(params)) == asked
+    assert may_share(request(params), Share.ALL) is asked.share
+
+
+MISTAKES = [
+    ({"kvshm": {"sahre": False}}, "'sahre': False is not an option of kvshm; did you mean share?"),
+    ({"kvshm": {"Share": False}}, "'Share': False is not an option of kvshm; did you mean share?"),
+    ({"kvshm": {"reprot": 1}}, "'reprot': 1 is not an option of kvshm; did you mean report?"),
+    ({"kvshm": {"x": [1]}}, "'x': [1] is not an option of kvshm; there are share and report"),
+    ({"kvshm": {"share": 0}}, "'share': 0 is neither true nor false"),
+    ({"kvshm": {"share": "false"}}, "'share': 'false' is neither true nor false"),
+    ({"kvshm": {"share": None}}, "'share': None is neither true nor false"),
+    ({"kvshm": {"report": 1, "share": True}}, "'report': 1 is neither true nor false"),
+    ({"kvshm": False}, "'kvshm': False is not an object"),
+    ({"kvshm": None}, "'kvshm': None is not an object"),
+    (["kvshm"], "'kv_transfer_params': ['kvshm'] is not an object"),
+    (
+        {"kvshmm": {"share": False}},
+        "'kvshmm': {'share': False} is not an option of kvshm; did you mean kvshm?",
+    ),
+    (
+        {"KV_SHM": {"share": False}},
+        "'KV_SHM': {'share': False} is not an option of kvshm; did you mean kvshm?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("params", "line"), MISTAKES, ids=[line for _, line in MISTAKES])
+def test_a_mistake_is_named_and_is_no_consent(params: Any, line: str) -> None:
+    asked = options_of(request(params))
+    assert not may_share(request(params), Share.ALL)
+    assert asked.mistake is not None
+    assert explain(asked.mistake) == line
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+OWN = st.dictionaries(st.sampled_from((*OPTIONS, *ANSWERED)) | st.text(), st.booleans() | JSON)
+
+
+@given(st.none() | JSON | st.dictionaries(st.just("kvshm") | st.text(), OWN | JSON))
+def test_whatever_clients_send_is_shared_only_if_it_is_understood(params: Any) -> None:
+    asked = options_of(request(params))
+    own = params.get("kvshm", {}) if isinstance(params, dict) else {}
+    if asked.share:
+        assert asked.mistake is None
+        assert isinstance(own, dict)
+        assert own.get("share", True) is True
+        assert set(own) <= {*OPTIONS, *ANSWERED}
+    if asked.mistake is not None:
+        line = explain(asked.mistake)
+        assert "\n" not in line
+        assert len(line) < 200
+
+
+def test_a_mistake_counts_once_a_request_and_is_logged_once_a_minute(
+    engine: Make, lines: Lines
+) -> None:
+    e = engine(max_num_batched_tokens=40, max_num_seqs=4)
+    mistyped = {"kv_transfer_params": {"kvshm": {"sahre": False}}}
+    for name in ("a", "b", "c"):
+        first, asked = (1, mistyped) if name != "c" else (700, None)
+        e.add(name, prompt(4, first=first), max_tokens=2, extra_args=asked)
+        while name in e.scheduler.requests:
+            assert name == "c" or not e.ready()
+            e.step()
+    assert e.table.counters.read(BAD_OPTIONS) == 2
+    said = [line for line in lines if "request not shared" in line]
+    assert said == [
+        "kvshm: request not shared: 'sahre': False is not an option of kvshm; did you mean share?"
+    ]
+    assert e.ready()
