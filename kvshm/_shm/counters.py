@@ -52,6 +52,20 @@ EVENTS_DROPPED = Counter(
 EVENTS_UNHEARD = Counter(7, "events_unheard", "Batches of events while no other engine was there.")
 KEPT = Counter(8, "kept", "Leased or held blocks passed over, when vLLM took others instead.")
 
+# -- where prompts came from: of each request, when it is first scheduled
+PROMPT_TOKENS_LOCAL = Counter(
+    9, "prompt_tokens_local", "Prompt tokens that the engine's own cache had."
+)
+PROMPT_TOKENS_PEER = Counter(10, "prompt_tokens_peer", "Prompt tokens that other engines had.")
+PROMPT_TOKENS_COMPUTED = Counter(
+    11, "prompt_tokens_computed", "Prompt tokens that neither had, or whose import failed."
+)
+BAD_OPTIONS = Counter(
+    12,
+    "bad_options",
+    "Requests that were not shared because their options could not be understood.",
+)
+
 # -- importer's side: looking
 LOOKUPS = Counter(16, "lookups", "Prefixes looked up; again while a request waits.")
 LOOKUP_HITS = Counter(17, "lookup_hits", "Lookups that led to a plan.")

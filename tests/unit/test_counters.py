@@ -34,6 +34,8 @@ def test_ids_are_never_renumbered() -> None:
     assert {counter.label: int(counter) for counter in REGISTRY.values()} == {
         "published": 0, "retracted": 1, "drained": 2, "forced": 3, "drain_wait_us": 4,
         "events_sent": 5, "events_dropped": 6, "events_unheard": 7, "kept": 8,
+        "prompt_tokens_local": 9, "prompt_tokens_peer": 10, "prompt_tokens_computed": 11,
+        "bad_options": 12,
         "lookups": 16, "lookup_hits": 17, "blocks_matched": 18, "miss_no_peer": 19,
         "miss_no_owner": 20, "miss_too_short": 21, "miss_lease_lost": 22, "miss_quarantined": 23,
         "miss_fingerprint": 24, "miss_cheaper": 25,
