@@ -23,9 +23,11 @@ from . import (
 )
 from .commands import EXIT_USAGE, Command, run_command
 from .kv import command as kv
+from .metrics import command as metrics
 
 COMMANDS: dict[str, Command] = {
     "status": status,
+    "metrics": metrics,
     "dump": dump_index,
     "holders": holders,
     "config": show_config,
