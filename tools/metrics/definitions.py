@@ -246,9 +246,14 @@ HEALTH = (
     ),
     _gauge(
         "last_progress_timestamp_seconds",
-        "Unix time when a loop of the engine, or the coordinator's, last went round.",
+        "Unix time when a loop of the engine last went round.",
         *ENGINE,
         "loop",
+    ),
+    _gauge(
+        "coordinator_last_progress_timestamp_seconds",
+        "Unix time when the coordinator last went round, as engines in its roster show.",
+        "namespace",
     ),
     _gauge("pending", "How much work waits for a loop of the engine.", *ENGINE, "loop"),
     _gauge(

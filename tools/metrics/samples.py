@@ -65,6 +65,9 @@ def samples_of(reading: NodeReading, unix_ns: int) -> Samples:
     offset_ns = unix_ns - reading.at_ns
     for space in reading.namespaces:
         _add_namespace(found, space, reading.at_ns)
+        if space.coordinator_ns:
+            at = (space.coordinator_ns + offset_ns) / SECOND_NS
+            found.add("coordinator_last_progress_timestamp_seconds", (space.name,), at)
         for engine in space.engines:
             _add_counted(found, engine)
             _add_traffic(found, engine, _names(space))
