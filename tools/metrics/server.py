@@ -49,8 +49,14 @@ class Answer(NamedTuple):
 class MetricsServer:
     """Answers requests.  ``scrape`` is called on one thread, one call at a time."""
 
-    def __init__(self, scrape: Scrape) -> None:
+    def __init__(
+        self,
+        scrape: Scrape,
+        client_seconds: float = CLIENT_SECONDS,
+        max_clients: int = MAX_CLIENTS,
+    ) -> None:
         self._scrape = scrape
+        self._client_seconds, self._max_clients = client_seconds, max_clients
         self._clients = 0
         self._thread = ThreadPoolExecutor(1)
 
@@ -69,12 +75,12 @@ class MetricsServer:
         self._thread.shutdown(cancel_futures=True)
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._clients >= MAX_CLIENTS:
+        if self._clients >= self._max_clients:
             writer.transport.abort()
             return
         self._clients += 1
         try:
-            async with asyncio.timeout(CLIENT_SECONDS):
+            async with asyncio.timeout(self._client_seconds):
                 await self._converse(reader, writer)
         except (TimeoutError, ConnectionError, asyncio.IncompleteReadError):
             pass  # the client is gone, or too slow
