@@ -27,9 +27,9 @@ from .metrics import command as metrics
 
 COMMANDS: dict[str, Command] = {
     "status": status,
-    "metrics": metrics,
     "dump": dump_index,
     "holders": holders,
+    "metrics": metrics,
     "config": show_config,
     "clean": clean,
     "coordinator": coordinator,

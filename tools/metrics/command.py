@@ -27,6 +27,15 @@ DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 9402
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how the metrics are told."""
+    parser.description = (
+        "Print what the engines' shared memory shows as metrics for Prometheus, write it to a "
+        "file, or serve it. docs/metrics.md lists the metrics."
+    )
+    parser.epilog = (
+        "exit status: 0, also when a signal ends it; 1 the file cannot be written, or the address "
+        "not be listened on; 2 wrong command line or setting, or prometheus_client is missing"
+    )
     add_selection(parser, engine=False)
     how = parser.add_mutually_exclusive_group()
     how.add_argument(
