@@ -1,7 +1,7 @@
 """Write the parts of docs/ that the code states: the settings of kvshm/config.py and their
-sources, the fields of
-kvshm/_ground/fingerprint.py, the names of kvshm/api.py (docs/api_page.py), and the numbers of
-kvshm/_shm/layout.py.  Also writes kvshm/native/layout.h, which states those numbers for C.
+sources, the fields of kvshm/_ground/fingerprint.py, the names of kvshm/api.py (docs/api_page.py),
+the metrics of tools/metrics/definitions.py, and the numbers of kvshm/_shm/layout.py.  Also writes
+kvshm/native/layout.h, which states those numbers for C.
 
     make docs
 
@@ -24,13 +24,16 @@ from kvshm._ground.fingerprint import FIELDS
 from kvshm._ground.setting_sources import FILE_VARIABLE, ORDER
 from kvshm._shm.layout import RecordKind, RowState, SlotState, digest, numbers
 from kvshm.config import SETTINGS, Setting
+from kvshm.tools.metrics.definitions import GROUPS, LEFT_OUT, Metric
 
 API = Path(__file__).with_name("api.md")
 CONFIGURATION = Path(__file__).with_name("configuration.md")
 FINGERPRINT = Path(__file__).with_name("fingerprint.md")
 LAYOUT = Path(__file__).with_name("layout.md")
+METRICS = Path(__file__).with_name("metrics.md")
 HEADER = Path(__file__).parents[1] / "kvshm" / "native" / "layout.h"
 ROW = re.compile(r"^\| \d+ (\|(?: \d+ \|)?) `([A-Z_]+)`", re.MULTILINE)
+METRIC_HEAD = ("metric", "type", "labels", "tells")
 HEAD = ("setting", "accepts", "default", "what it does")
 FILE = (
     f"`{FILE_VARIABLE}`",
@@ -73,6 +76,17 @@ def fingerprint(page: str) -> str:
 def api(page: str) -> str:
     """Return the page with the names that the code has."""
     return replaced(page, "names", api_page.names())
+
+
+def metrics(page: str) -> str:
+    """Return the page with the metrics that the code has."""
+    parts = (
+        f"### {title}\n\n{_table(map(_metric, group), METRIC_HEAD)}\n"
+        for title, group in GROUPS.items()
+    )
+    left_out = _table([(f"`{label}`", why) for label, why in LEFT_OUT.items()], ("counter", "see"))
+    page = replaced(page, "metrics", "".join(parts))
+    return replaced(page, "left out", left_out)
 
 
 def layout(page: str) -> str:
@@ -119,6 +133,11 @@ def _cells(setting: Setting) -> tuple[str, ...]:
     return f"`{setting.name}`", setting.accepts, default, setting.meaning
 
 
+def _metric(metric: Metric) -> tuple[str, ...]:
+    labels = " ".join(f"`{label}`" for label in metric.labels)
+    return f"`{metric.name}`", str(metric.kind), labels, metric.help
+
+
 def _table(rows: Iterable[tuple[str, ...]], head: tuple[str, ...] = HEAD) -> str:
     lines = [" | ".join(cells) for cells in (head, *rows)]
     lines = [f"| {line} |" for line in lines]
@@ -131,3 +150,4 @@ if __name__ == "__main__":
     HEADER.write_text(header(numbers()), "utf-8")
     API.write_text(api(API.read_text("utf-8")), "utf-8")
     FINGERPRINT.write_text(fingerprint(FINGERPRINT.read_text("utf-8")), "utf-8")
+    METRICS.write_text(metrics(METRICS.read_text("utf-8")), "utf-8")

@@ -23,11 +23,13 @@ from . import (
 )
 from .commands import EXIT_USAGE, Command, run_command
 from .kv import command as kv
+from .metrics import command as metrics
 
 COMMANDS: dict[str, Command] = {
     "status": status,
     "dump": dump_index,
     "holders": holders,
+    "metrics": metrics,
     "config": show_config,
     "clean": clean,
     "coordinator": coordinator,

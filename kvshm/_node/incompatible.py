@@ -5,6 +5,8 @@ Both engines log the reason, each with its own value first.  Pure.
 
 from __future__ import annotations
 
+import re
+
 from kvshm._ground.fingerprint import (
     DTYPE,
     KV_DTYPE,
@@ -23,6 +25,7 @@ LINE_CHARACTERS = 600
 """Enough for the names of all fields of a fingerprint."""
 VALUE_CHARACTERS = 64
 NOT_GIVEN = "(none)"
+_ENTRY = re.compile(r"cannot share with (.*?): (\w+) is ", re.DOTALL)
 _OF_ONE_MODEL = {DTYPE, KV_DTYPE, PARALLEL, QUANTIZATION}
 """Fields that give the weights of the same model another digest."""
 
@@ -39,6 +42,13 @@ def error_log_entry(other: IncompatibleEngine) -> str:
     shows."""
     head = f"cannot share with {other.name}: "
     return head + reason(other, TEXT_BYTES - len(head))
+
+
+def differing_field(entry: str) -> tuple[str, str] | None:
+    """Return the engine's name and the first differing field that an entry of
+    ``error_log_entry`` has.  None for an entry about something else."""
+    found = _ENTRY.match(entry)
+    return (found[1], found[2]) if found is not None else None
 
 
 def reason(other: IncompatibleEngine, size: int) -> str:

@@ -30,6 +30,7 @@ PAGE = (ROOT / "docs/deployment.md").read_text("utf-8")
 SYSTEM_UNIT = ROOT / "deploy/systemd/kvshm-coordinator.service"
 USER_UNIT = ROOT / "deploy/systemd/user/kvshm-coordinator.service"
 CHECK_UNIT = ROOT / "deploy/systemd/kvshm-check.service"
+METRICS_UNIT = ROOT / "deploy/systemd/kvshm-metrics.service"
 DOCKERFILE = ROOT / "deploy/Dockerfile"
 POD = ROOT / "deploy/kubernetes/pod.yaml"
 PODS = ROOT / "deploy/kubernetes/pods.yaml"
@@ -117,7 +118,9 @@ def test_units_restart_what_can_mend_itself_and_keep_the_engines_sockets(path: P
 
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze not installed")
 @pytest.mark.parametrize(
-    "path", [SYSTEM_UNIT, USER_UNIT, CHECK_UNIT], ids=["system", "user", "check"]
+    "path",
+    [SYSTEM_UNIT, USER_UNIT, CHECK_UNIT, METRICS_UNIT],
+    ids=["system", "user", "check", "metrics"],
 )
 def test_systemd_finds_no_fault_with_the_units(node: Node, path: Path) -> None:
     """It also looks whether the program is there, so here that is this environment's."""

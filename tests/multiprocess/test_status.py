@@ -77,8 +77,8 @@ def test_each_stalled_thread_is_told_apart(stalled: Stalled) -> None:
         found = stalled.reasons()
 
         return all(found[pid].startswith(begin) for pid, begin in begins.items()) and (
-            [pid for pid, why in found.items() if not why]
-            == [stalled.healthy.pid, stalled.stopped.pid]
+            {pid for pid, why in found.items() if not why}
+            == {stalled.healthy.pid, stalled.stopped.pid}
         )
 
     wait_until(as_expected, f"{begins}")

@@ -115,7 +115,7 @@ class ToyEngine:
     """Scheduler, block pool and ranks in one process."""
 
     def __init__(self, num_blocks: int, ranks: int, region_bytes: int, model: str = "toy") -> None:
-        self.config, self.model = Config.from_env(os.environ), model
+        self.config, self.model, self.weights = Config.from_env(os.environ), model, model
         spec = EngineSpec(f"toy-{os.getpid()}", model, num_blocks, BLOCK_SIZE, asynchronous=True)
         self.cache = SchedulerHalf(self.config, spec, Path(self.config.run_dir))
         self.ranks = [self.make_rank(r, num_blocks, region_bytes) for r in range(ranks)]
@@ -132,7 +132,7 @@ class ToyEngine:
     def open(self, *, wait: bool = True) -> None:
         """Begin an epoch and wait until it is open on every rank."""
         infos = [RankInfo(rank.pid, rank.transport.export(Epoch(0))) for rank in self.ranks]
-        fields = {"weights": self.model, TRANSPORT: infos[0].memory.transport}
+        fields = {"weights": self.weights, TRANSPORT: infos[0].memory.transport}
         self.cache.open_epoch(infos, lambda: fields)
         if not wait:
             return
@@ -269,10 +269,12 @@ def main() -> None:
     parser.add_argument("--region-bytes", type=int, default=65536)
     parser.add_argument("--peers", type=int, default=1, help="wait for so many before the start")
     parser.add_argument("--model", default="toy", help="what the contents depend on")
+    parser.add_argument("--weights", help="what the fingerprint depends on, beside the contents")
     parser.add_argument("--unshared", action="store_true", help="do not wait for an epoch")
     parser.add_argument("--fork", action="store_true", help="fork after the first requests")
     options = parser.parse_args()
     engine = ToyEngine(options.blocks, options.ranks, options.region_bytes, options.model)
+    engine.weights = options.weights or options.model
     engine.open(wait=not options.unshared)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:

@@ -70,6 +70,20 @@ def test_blocks_are_counted_once_for_the_node_and_last_copies_for_each_engine(
     assert found["two"].blocks == Blocks(26, ready=1, draining=1, leased=2)
 
 
+def test_blocks_of_an_engine_that_has_ended_count_no_more(
+    served: ServedNode, reader: NodeReader
+) -> None:
+    one, two, three = (served.serve(name, i) for i, name in enumerate(("one", "two", "three"), 1))
+    for engine in (one, two, three):
+        publish(engine, "a")
+    assert engines(reader)["one"].blocks == Blocks(26, ready=1, distinct=1)
+    dies(two.table)
+    three.table.retire()
+    found = engines(reader)
+    assert found["one"].blocks == Blocks(26, ready=1, distinct=1, last_copies=1)
+    assert found["two"].blocks == found["three"].blocks == Blocks(26)
+
+
 def test_namespaces_are_counted_apart(served: ServedNode, reader: NodeReader) -> None:
     other = ServedNode(served.run_dir, f"{served.namespace}-2")
     try:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -98,6 +101,39 @@ def test_requests_at_the_same_time_import_a_prefix_once(pair: Pair) -> None:
     with observe(pair.node, pair.b) as seen, ThreadPoolExecutor(8) as pool:
         list(pool.map(pair.b.complete, sent + sent))
     seen.assert_imported(sum(map(shareable, sent)))
+
+
+def test_metrics_of_the_node_say_what_vllm_says(pair: Pair) -> None:
+    """``kvshm metrics`` reads shared memory, vLLM what its scheduler's steps report."""
+    ask_both(pair.node, pair.a, pair.b, list(prompts(2, seed=66)))
+    ask_both(pair.node, pair.b, pair.a, list(prompts(1, seed=67)))
+    names = ("imported_tokens", "imported_blocks", "loads")
+    told: dict[str, dict[str, int]] = {}
+    for _ in wait_until("vLLM has heard of the same imports", PATIENCE_S):
+        told = {name: sums_by_engine(pair, name) for name in names}
+        if all(sorted(told[n].values()) == vllm_says(pair, n) for n in names):
+            break
+    assert min(told["imported_tokens"].values()) > 0
+    assert len(told["imported_tokens"]) == 2
+
+
+def sums_by_engine(pair: Pair, name: str) -> dict[str, int]:
+    """What ``kvshm metrics`` says of a counter: of each engine of the pair."""
+    place = ("--run-dir", str(pair.node.run_dir), "--namespace", pair.node.namespace)
+    command = [sys.executable, "-m", "kvshm.tools.cli", "metrics", "--json", *place]
+    said = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    sums: Counter[str] = Counter()
+    for sample in said[f"kvshm_{name}_total"]["samples"]:
+        assert sample["labels"]["model"] == str(pair.a.spec.model)
+        sums[sample["labels"]["engine"]] += sample["value"]
+    return dict(sums)
+
+
+def vllm_says(pair: Pair, name: str) -> list[int]:
+    """The same from the metrics pages of both engines, the smaller number first."""
+    begin = f"vllm:kvshm_{name}_total{{"
+    pages = (engine.metrics().items() for engine in (pair.a, pair.b))
+    return sorted(int(sum(v for name, v in page if name.startswith(begin))) for page in pages)
 
 
 # -- engines started when the two others have served for a while, with the official setting

@@ -179,13 +179,16 @@ class NodeReader:
     def _read_namespace(self, space: str, coordinated: bool) -> NamespaceReading:
         mapped = [each for each in self._mapped.values() if each.namespace == space]
         mapped.sort(key=lambda each: each.table.created_ns if each.table else 0)
-        counted = _count([each.table for each in mapped if each.table is not None])
+        tables = [each.table for each in mapped if each.table is not None]
+        counted = _count([table for table in tables if not _is_over(table)])
         engines, unreadable = [], {m.epoch: m.problem for m in mapped if m.problem}
         for each in mapped:
             if each.table is None:
                 continue
+            over = Blocks(each.table.num_blocks) if _is_over(each.table) else None
             try:
-                found = read_table(space, each.table, counted[each.epoch], each.answers)
+                blocks = over or counted[each.epoch]
+                found = read_table(space, each.table, blocks, each.answers)
             except (KvshmError, KeyError) as exc:  # a table that makes no sense is not counted
                 unreadable[each.epoch] = f"its slot table makes no sense: {exc}"
                 continue
@@ -236,6 +239,11 @@ class NodeReader:
                 with suppress(KvshmError):
                     missing = peer.table.missing_in(mapped.replica.buffer, row.row)
             yield read_peer(row, missing)
+
+
+def _is_over(table: SlotTableView) -> bool:
+    """Whether no engine reads this one's blocks any more."""
+    return table.died or table.retired
 
 
 def _count(tables: Sequence[SlotTableView]) -> dict[Epoch, Blocks]:

@@ -1,0 +1,215 @@
+"""``kvshm metrics`` over toy engines, scraped by a real Prometheus: every query of deploy/grafana
+runs and finds something, and what it finds is what the engines counted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import pytest
+import yaml
+
+from ..grafana import FOLDER, Query, of_alerts, of_panels
+from . import toys
+from .processes import Managed, Node, fresh_node, wait_until
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(
+        not shutil.which("prometheus") and not os.environ.get("CI"),
+        reason="prometheus is not installed",
+    ),
+]
+
+QUIET = ("--requests", "0", "--loads", "0", "--peers", "0")
+NOTHING_FAILS = {"Checks that fail"}
+"""Panels that show faults only, and there are none."""
+FIRES = {"KvshmPeerRefused"}
+"""Alerts that have a reason here, once it has lasted long enough."""
+MAY_FIRE = {"KvshmForcedBlocks", "KvshmDiscardedCopies", "KvshmReplicaLags"}
+"""The same, by chance: caches of 24 blocks are overwritten all the time."""
+
+
+class Monitored:
+    """Two engines that share, one that cannot, `kvshm metrics` and Prometheus."""
+
+    def __init__(self, node: Node, folder: Path) -> None:
+        self.node, self.coordinator = node, node.coordinator()
+        self.engines = [toys.start(node, seed) for seed in (1, 2)]
+        self.stranger = toys.start(node, 3, *QUIET, "--weights", "others")
+        self.exporter = node.processes.start("metrics", *self.kvshm("--listen", "0"))
+        self.url = self.exporter.wait_err("serving").rpartition(" ")[2]
+        self.api = self.start_prometheus(folder)
+        self.results = [toys.result(engine) for engine in self.engines]
+        wait_until(self.has_scraped, "Prometheus has what the engines counted")
+
+    def kvshm(self, *arguments: str) -> list[str]:
+        place = ("--run-dir", str(self.node.run_dir), "--namespace", self.node.namespace)
+        return [sys.executable, "-m", "kvshm.tools.cli", "metrics", *arguments, *place]
+
+    def start_prometheus(self, folder: Path) -> str:
+        """Start it; return the address of its API."""
+        config = yaml.safe_load((FOLDER / "prometheus.yaml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(FOLDER / "alerts.yaml")]
+        target = self.url.removeprefix("http://").removesuffix("/metrics")
+        config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+        (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
+        started = self.node.processes.start(
+            "prometheus",
+            "prometheus",
+            f"--config.file={folder}/prometheus.yaml",
+            f"--storage.tsdb.path={folder}/data",
+            "--web.listen-address=127.0.0.1:0",
+        )
+        listens = started.wait_err(r'"Listening on"')
+        return f"http://{re.findall(r'address=(.*)', listens)[0]}/api/v1"
+
+    def has_scraped(self) -> bool:
+        """Whether Prometheus has seen the ends of all engines' work twice."""
+        lookups = [result["counters"]["lookups"] for result in self.results]
+        try:
+            found = self.ask("min_over_time(kvshm_lookups_total[2s]) > 0")
+            refused = self.ask('count_over_time(kvshm_peer_state{state="refused"}[1m]) > 1')
+        except urllib.error.HTTPError:  # it is still reading its data
+            return False
+        seen = sorted(int(each["value"][1]) for each in found)
+        return seen == sorted(lookups) and len(refused) == 4
+
+    def ask(self, expression: str) -> list[dict[str, Any]]:
+        """What Prometheus answers to a query of a moment; an error of the query fails the test."""
+        query = urlencode({"query": expression})
+        with urllib.request.urlopen(f"{self.api}/query?{query}", timeout=60) as answer:
+            told = json.load(answer)
+        assert told["status"] == "success"
+        assert not told.get("warnings")
+        return list(told["data"]["result"])
+
+    def value(self, expression: str) -> float:
+        (found,) = self.ask(expression)
+        return float(found["value"][1])
+
+    def scrape(self) -> str:
+        with urllib.request.urlopen(self.url, timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def state_of(self, engine: Managed) -> str:
+        """An engine's state as a scrape shows it; empty if it is not shown."""
+        shown = re.findall(
+            rf'^kvshm_engine_state\{{engine="toy-{engine.pid}",.*state="(\w+)"\}} 1\.0$',
+            self.scrape(),
+            re.MULTILINE,
+        )
+        return str(shown[0]) if shown else ""
+
+
+@pytest.fixture(scope="module")
+def monitored(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Monitored]:
+    with fresh_node() as node:
+        yield Monitored(node, tmp_path_factory.mktemp("prometheus"))
+
+
+def as_grafana_sends(expression: str) -> str:
+    for variable, value in (
+        ("$namespace", ".*"),
+        ("$engine", ".*"),
+        ("$__rate_interval", "1m"),
+    ):
+        expression = expression.replace(variable, value)
+    assert "$" not in expression
+    return expression
+
+
+@pytest.mark.parametrize("query", of_panels(), ids=lambda query: query.where)
+def test_each_query_of_the_dashboard_finds_something(monitored: Monitored, query: Query) -> None:
+    found = monitored.ask(as_grafana_sends(query.expression))
+    assert bool(found) == (query.where not in NOTHING_FAILS)
+
+
+@pytest.mark.parametrize("query", of_alerts(), ids=lambda query: query.where)
+def test_each_alert_is_evaluated_and_only_what_is_wrong_is_found(
+    monitored: Monitored, query: Query
+) -> None:
+    found = bool(monitored.ask(query.expression))
+    assert query.where in MAY_FIRE or found == (query.where in FIRES)
+
+
+def test_prometheus_has_what_the_engines_counted(monitored: Monitored) -> None:
+    for engine, result in zip(monitored.engines, monitored.results, strict=True):
+        name = f'{{engine="toy-{engine.pid}"}}'
+        counted = result["counters"]
+        assert monitored.value(f"kvshm_lookups_total{name}") == counted["lookups"]
+        assert monitored.value(f"kvshm_imported_blocks_total{name}") == counted["imported_blocks"]
+        copied = f"sum(kvshm_import_bytes_total{name})"
+        assert monitored.value(copied) == counted["bytes_copied"]
+        loads = counted["loads_done"] + counted.get("loads_failed", 0)
+        assert monitored.value(f"sum(kvshm_loads_total{name})") == loads
+        assert monitored.value(f"kvshm_match_length_tokens_count{name}") == counted["lookup_hits"]
+        (row,) = monitored.ask(f"kvshm_import_bytes_total{name}")
+        other = next(e for e in monitored.engines if e is not engine)
+        assert (row["metric"]["peer"], row["metric"]["path"]) == (f"toy-{other.pid}", "shm")
+    assert monitored.value("kvshm_coordinator_up") == 1
+
+
+def test_an_engine_that_cannot_share_is_named_with_the_field(monitored: Monitored) -> None:
+    refused = monitored.ask('kvshm_peer_state{state="refused"}')
+    stranger = f"toy-{monitored.stranger.pid}"
+    pairs = {
+        (r["metric"]["engine"], r["metric"]["peer"]): r["metric"].get("field") for r in refused
+    }
+    sharing = [f"toy-{engine.pid}" for engine in monitored.engines]
+    assert pairs == {
+        pair: "weights" for name in sharing for pair in ((name, stranger), (stranger, name))
+    }
+
+
+def test_promtool_finds_nothing_to_complain_of(monitored: Monitored) -> None:
+    for check in (
+        ("check", "rules", "--lint-fatal", str(FOLDER / "alerts.yaml")),
+        ("test", "rules", str(FOLDER / "alerts_test.yaml")),
+        ("check", "config", str(FOLDER / "prometheus.yaml")),
+        ("check", "metrics"),
+    ):
+        done = subprocess.run(
+            ["promtool", *check], input=monitored.scrape(), capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_log_says_nothing_of_good_scrapes(monitored: Monitored) -> None:
+    assert len(monitored.exporter.err) == 1
+
+
+# -- from here on the engines end
+
+
+def test_an_engine_that_ends_has_left_and_one_that_is_killed_is_down(monitored: Monitored) -> None:
+    first, second = monitored.engines
+    assert monitored.state_of(first) == "healthy"
+    first.say("")
+    assert first.wait() == 0
+    wait_until(lambda: monitored.state_of(first) == "left", "the first has left")
+    second.kill()
+    wait_until(lambda: monitored.state_of(second) == "down", "the second is down")
+
+
+def test_a_stopped_coordinator_is_told_and_the_exporter_ends_by_sigterm(
+    monitored: Monitored,
+) -> None:
+    assert "\nkvshm_coordinator_up{" in monitored.scrape()
+    monitored.coordinator.terminate()
+    place = f'{{namespace="{monitored.node.namespace}"}}'
+    wait_until(lambda: f"\nkvshm_coordinator_up{place} 0.0\n" in monitored.scrape(), "it is down")
+    monitored.exporter.signal(signal.SIGTERM)
+    assert monitored.exporter.wait() == 0

@@ -1,0 +1,1 @@
+"""What the engines' shared memory shows, as metrics for Prometheus."""

@@ -1,0 +1,115 @@
+"""``kvshm metrics``: what the engines share, as metrics for Prometheus.
+
+Exit status: 0, also after SIGTERM; 1: the file cannot be written, or the address not be listened
+on; 2: wrong command line or setting, or prometheus_client is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from math import isinf
+from pathlib import Path
+
+from kvshm.errors import ConfigError
+
+from ..node.reader import NodeReader
+from ..options import add_selection, find_place
+from .definitions import METRICS
+from .samples import Buckets, Samples, samples_of
+from .server import MetricsServer
+
+HELP = "print metrics for Prometheus, or serve them"
+DEFAULT_ADDRESS, DEFAULT_PORT = "127.0.0.1", 9402
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add how the metrics are told."""
+    parser.description = (
+        "Print what the engines' shared memory shows as metrics for Prometheus, write it to a "
+        "file, or serve it. docs/metrics.md lists the metrics."
+    )
+    parser.epilog = (
+        "exit status: 0, also when a signal ends it; 1 the file cannot be written, or the address "
+        "not be listened on; 2 wrong command line or setting, or prometheus_client is missing"
+    )
+    add_selection(parser, engine=False)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument(
+        "--listen",
+        metavar="[ADDR:]PORT",
+        nargs="?",
+        type=parse_address,
+        const=(DEFAULT_ADDRESS, DEFAULT_PORT),
+        help=f"serve them at /metrics (default: {DEFAULT_ADDRESS}:{DEFAULT_PORT})",
+    )
+    how.add_argument(
+        "--output", metavar="FILE", type=Path, help="write them to a file, by renaming a new one"
+    )
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return address and port of ``[ADDR:]PORT``; an IPv6 address stands in brackets.  Raises
+    ArgumentTypeError."""
+    address, colon, port = text.rpartition(":")
+    plain = address.removeprefix("[").removesuffix("]") if address.startswith("[") else address
+    known = port.isascii() and port.isdigit() and int(port) < 65536
+    if not known or (colon and not plain) or (":" in plain and plain == address):
+        wrong = f"{text!r} is not a port (9402), an address and port (10.0.0.1:9402, [::1]:9402)"
+        raise argparse.ArgumentTypeError(wrong)
+    return plain or DEFAULT_ADDRESS, int(port)
+
+
+def run(asked: argparse.Namespace) -> int:
+    """Print, write or serve; return the exit status.  Raises KvshmError, OSError, ImportError."""
+    if asked.json and (asked.listen or asked.output):
+        raise ConfigError("--json prints; it does not go with --listen or --output")
+    run_dir, namespace = find_place(asked)
+    with NodeReader(run_dir, namespace) as reader:
+        if asked.json:
+            print(json.dumps(as_json(_read(reader)), indent=2))
+        else:
+            _expose(asked, reader)
+    return 0
+
+
+def as_json(samples: Samples) -> dict[str, object]:
+    """Return the samples as JSON has them: by metric its type, its help and its samples."""
+    return {
+        name: {
+            "type": str(METRICS[name].kind),
+            "help": METRICS[name].help,
+            "samples": [
+                {"labels": dict(zip(METRICS[name].labels, labels, strict=True)), **_value(value)}
+                for labels, value in series.items()
+            ],
+        }
+        for name, series in samples.items()
+    }
+
+
+def _value(value: float | Buckets) -> dict[str, object]:
+    if not isinstance(value, Buckets):
+        return {"value": value}
+    bounds = {"+Inf" if isinf(bound) else str(bound): n for bound, n in value.cumulated}
+    return {"buckets": bounds, "count": value.cumulated[-1][1], "sum": value.total}
+
+
+def _expose(asked: argparse.Namespace, reader: NodeReader) -> None:
+    from . import exposition  # needs prometheus_client, as JSON does not
+
+    if asked.output is not None:
+        exposition.write_file(_read(reader), asked.output)
+    elif asked.listen is not None:
+        server = MetricsServer(lambda accept: exposition.as_accepted(_read(reader), accept))
+        asyncio.run(server.serve(*asked.listen))
+    else:
+        sys.stdout.write(exposition.as_text(_read(reader)))
+
+
+def _read(reader: NodeReader) -> Samples:
+    reading = reader.read()
+    return samples_of(reading, time.time_ns() - (time.monotonic_ns() - reading.at_ns))

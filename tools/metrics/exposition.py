@@ -1,0 +1,68 @@
+"""Samples in Prometheus' formats, as prometheus_client writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.utils import floatToGoString
+
+from .definitions import METRICS, Kind
+from .samples import Buckets, Samples
+
+_FAMILIES = {
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
+
+
+class _Collector:
+    """What prometheus_client asks for the families."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def collect(self) -> Iterator[Metric]:
+        for name, series in self._samples.items():
+            metric = METRICS[name]
+            family = _FAMILIES[metric.kind](name, metric.help, labels=metric.labels)
+            for labels, value in series.items():
+                if isinstance(value, Buckets):
+                    bounds = [(floatToGoString(bound), n) for bound, n in value.cumulated]
+                    family.add_metric(labels, buckets=bounds, sum_value=value.total)
+                else:
+                    family.add_metric(labels, value)
+            yield family
+
+
+def _registry(samples: Samples) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    registry.register(_Collector(samples))
+    return registry
+
+
+def as_text(samples: Samples) -> str:
+    """Return the samples in Prometheus' text format."""
+    return str(generate_latest(_registry(samples)).decode())
+
+
+def as_accepted(samples: Samples, accept: str) -> tuple[bytes, str]:
+    """Return the samples in the best format that an Accept header permits, and its content
+    type."""
+    encode, content_type = choose_encoder(accept)
+    return encode(_registry(samples)), content_type
+
+
+def write_file(samples: Samples, path: Path) -> None:
+    """Write the text format to a file, which has the old or the new text at any time.  Raises
+    OSError."""
+    write_to_textfile(str(path), _registry(samples))
