@@ -143,6 +143,8 @@ class NodeReading:
     at_ns: int
     """CLOCK_MONOTONIC."""
     namespaces: tuple[NamespaceReading, ...]
+    real_ns: int = 0
+    """The same moment in CLOCK_REALTIME, as errors and creations of tables have it."""
 
     @property
     def engines(self) -> Iterator[EngineReading]:
