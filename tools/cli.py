@@ -23,9 +23,11 @@ from . import (
 )
 from .commands import EXIT_USAGE, Command, run_command
 from .kv import command as kv
+from .top import command as top
 
 COMMANDS: dict[str, Command] = {
     "status": status,
+    "top": top,
     "dump": dump_index,
     "holders": holders,
     "config": show_config,
