@@ -6,9 +6,10 @@ A pair is slow if
     it copies by ``pcie`` while the same engine copies from another one by ``nvlink``;
     its copies ran at less than a quarter of the speed of the node's fastest pair on the same path.
 
-Speeds are compared only where they say something about the path: of at least ENOUGH_BYTES, in
-loads of at least LARGE_LOAD_BYTES on average, since the start of a copy dominates smaller ones.
-What waited for other copies has no time and does not count.
+Speeds are compared only where they say something about the path: of at least ENOUGH_BYTES within a
+minute, so that no single lucky or unlucky load decides, in loads of at least LARGE_LOAD_BYTES on
+average, since the start of a copy dominates smaller ones: by NVLink these take as long as their
+start.  What waited for other copies has no time and does not count.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from kvshm._shm.traffic import Traffic
 from ..node.reading import EngineReading, NodeReading
 from .rates import Rates
 
-ENOUGH_BYTES = 16 << 20
-LARGE_LOAD_BYTES = 1 << 20
+ENOUGH_BYTES = 128 << 20
+LARGE_LOAD_BYTES = 4 << 20
 SLOWER_TIMES = 4
 
 

@@ -136,7 +136,7 @@ def _faults(faults: Sequence[Fault], name: Name, width: int, rows: int) -> Itera
     shown = faults if len(faults) <= rows else faults[: max(rows - 1, 0)]
     for fault in shown:
         when = "now" if fault.age_seconds is None else wording.age(fault.age_seconds)
-        times = f" ({fault.times} times)" if fault.times > 1 else ""
+        times = f" ({fault.times} times)" if fault.kind == "log" and fault.times > 1 else ""
         who = ", ".join(wording.clean(label) for label in fault.engines)
         text = f"{who}: {fault.text}" if who else fault.text
         style = {"slow": "bold red", "state": "yellow"}.get(fault.kind, "")

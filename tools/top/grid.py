@@ -61,7 +61,7 @@ def table(columns: Sequence[Column], width: int) -> Iterator[Text]:
         widths.append(column.least + grown)
     heads = [Cell(column.head, "bold") for column in kept]
     for row in (heads, *zip(*(column.cells for column in kept), strict=True)):
-        line = Text(no_wrap=True, end="")
+        line = Text(no_wrap=True)
         for column, cell, size in zip(kept, row, widths, strict=True):
             line.append(" " * GAP if line.plain else "")
             line.append(fitted(cell.text, size, right=column.right), cell.style)
@@ -85,11 +85,11 @@ def cut(line: Text, width: int) -> Text:
 def flow(segments: Sequence[Cell], width: int) -> Iterator[Text]:
     """Yield lines of segments with gaps between them; a segment that does not fit begins another
     line."""
-    line = Text(no_wrap=True, end="")
+    line = Text(no_wrap=True)
     for segment in segments:
         if line.plain and line.cell_len + 2 * GAP + cell_len(segment.text) > width:
             yield cut(line, width)
-            line = Text(no_wrap=True, end="")
+            line = Text(no_wrap=True)
         line.append(" " * (2 * GAP) if line.plain else " ")
         line.append(segment.text, segment.style)
     yield cut(line, width)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from threading import Event, Thread
 from types import FrameType
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -34,9 +34,11 @@ def print_frame(view: View) -> None:
     terminal = sys.stdout.isatty()
     width = None if terminal or "COLUMNS" in os.environ else PLAIN_WIDTH
     console = Console(width=width, highlight=False, markup=False, emoji=False)
-    for line in frame(view, console.width, None):
-        line.rstrip()
-        console.print(line, soft_wrap=True)
+    with console.capture() as text:  # rich would end the program if the reader has gone
+        for line in frame(view, console.width, None):
+            line.rstrip()
+            console.print(line, soft_wrap=True)
+    print(text.get(), flush=True)
 
 
 class Screen:
@@ -79,6 +81,8 @@ class Screen:
     def _follow(self, live: Live) -> None:
         while self._failure is None:
             assert self._view is not None
+            if all(size := os.get_terminal_size(sys.stdout.fileno())):
+                live.console.size = ConsoleDimensions(*size)  # $COLUMNS may be of earlier
             width, height = live.console.size
             lines = frame(self._view, width, height - 1)
             live.update(Group(*lines, Text("q ends", "dim")), refresh=True)
