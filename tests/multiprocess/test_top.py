@@ -21,10 +21,9 @@ from . import toys
 from .processes import Managed, Node, fresh_node
 from .terminals import Terminal, terminal, tmux_is_missing
 
-NOT_CHECKED = "NOT CHECKED: kvshm top in a terminal"
 pytestmark = [
     pytest.mark.multiprocess,
-    pytest.mark.skipif(tmux_is_missing(), reason=f"{NOT_CHECKED}: no tmux"),
+    pytest.mark.skipif(tmux_is_missing(), reason="KVSHM TOP NOT CHECKED: no tmux"),
 ]
 WIDE, NARROW = (200, 50), (80, 24)
 RATE = re.compile(r"([\d.]+) ([kMGT]?)B/s shm")

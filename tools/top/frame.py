@@ -116,7 +116,7 @@ def _columns(engines: Sequence[Engine], name: Name) -> Iterator[Column]:
     yield numbers("LEASED", 6, (wording.number(e.leased_blocks) for e in engines))
     yield numbers("DRAIN p99", 7, (wording.duration(e.drain_p99_ns) for e in engines))
     yield numbers("HOOK", 8, (wording.duration(e.hook_mean_ns) for e in engines))
-    yield numbers("p99", 9, (wording.duration(e.hook_p99_ns) for e in engines))
+    yield numbers("HOOK p99", 9, (wording.duration(e.hook_p99_ns) for e in engines))
     models = [Cell(wording.clean(e.model)) for e in engines]
     yield Column("MODEL", models, 10, False, _LABEL_WIDTH)
 
