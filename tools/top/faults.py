@@ -6,6 +6,7 @@ paths, and the error log of each engine's table.  Equal texts of several engines
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,8 @@ class Fault:
     """One thing that is wrong, or was."""
 
     kind: str
-    """"state" (as it is now), "slow" (a path, now), or "log" (an engine has recorded it)."""
+    """"state" (as it is now), "alone" (an engine that nobody can share with, now), "slow" (a path,
+    now), or "log" (an engine has recorded it)."""
     engines: tuple[str, ...]
     """Labels of those concerned; empty: a coordinator."""
     text: str
@@ -36,7 +38,13 @@ def find_faults(
     limits: Limits,
 ) -> list[Fault]:
     """Return the faults of the engines ``judged``: those of now, then the recorded ones."""
-    now = [*_of_spaces(reading, limits), *_of_states(judged), *_of_paths(copies)]
+    # Engines that declined to share have no table, so nothing here tells of them.
+    now = [
+        *_of_spaces(reading, limits),
+        *_of_states(judged),
+        *_of_loners(reading, judged),
+        *_of_paths(copies),
+    ]
     logged = [
         Fault("log", (engine.label,), error.text, error.times, _age(error.last_ns, reading))
         for engine, _ in judged
@@ -72,6 +80,19 @@ def _of_states(judged: Sequence[tuple[EngineReading, Health]]) -> Iterator[Fault
     for engine, health in judged:
         for reason in health.reasons:
             yield Fault("state", (engine.label,), reason)
+
+
+def _of_loners(
+    reading: NodeReading, judged: Sequence[tuple[EngineReading, Health]]
+) -> Iterator[Fault]:
+    """Engines that share nothing, because the others of their namespace differ from them."""
+    alike = Counter((engine.namespace, engine.fingerprint) for engine in reading.engines)
+    together = Counter(engine.namespace for engine in reading.engines)
+    for engine, health in judged:
+        alone = alike[engine.namespace, engine.fingerprint] == 1
+        if alone and health.live and together[engine.namespace] > 1:
+            text = "shares with nobody: no other engine here has its fingerprint"
+            yield Fault("alone", (engine.label,), text)
 
 
 def _of_paths(copies: Sequence[Copies]) -> Iterator[Fault]:

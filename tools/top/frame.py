@@ -139,7 +139,7 @@ def _faults(faults: Sequence[Fault], name: Name, width: int, rows: int) -> Itera
         times = f" ({fault.times} times)" if fault.kind == "log" and fault.times > 1 else ""
         who = ", ".join(wording.clean(label) for label in fault.engines)
         text = f"{who}: {fault.text}" if who else fault.text
-        style = {"slow": "bold red", "state": "yellow"}.get(fault.kind, "")
+        style = {"slow": "bold red", "state": "yellow", "alone": "yellow"}.get(fault.kind, "")
         yield cut(
             Text(f"{fitted(when, 6, right=True)}  {wording.clean(text)}{times}", style), width
         )
