@@ -70,6 +70,23 @@ def test_all_slots_are_read_unless_told_otherwise(node: ServedNode) -> None:
             assert seen(reader.read()) == {"e1": (block + 1, 0), "e2": (0, block + 1)}
 
 
+def test_blocks_of_an_engine_that_has_ended_are_no_copies(node: ServedNode) -> None:
+    """Also if it is the first one that has them."""
+    one, other = node.engines
+    records = pack_records([BlockRecord(HASHES[0], BlockId(0), Generation(0), 0)])
+    for engine in (one, other):
+        engine.table.publish(records, bytes(8))
+    with NodeReader(node.run_dir) as reader:
+        both = [e.blocks for e in reader.read().engines]
+        assert sum(b.distinct for b in both) == 1
+        assert [b.last_copies for b in both] == [0, 0]
+        one.table.retire()
+        ended, left = sorted(reader.read().engines, key=lambda e: e.name)
+        assert not ended.is_readable
+        assert (ended.blocks.ready, ended.blocks.distinct, ended.blocks.last_copies) == (1, 0, 0)
+        assert (left.blocks.ready, left.blocks.distinct, left.blocks.last_copies) == (1, 1, 1)
+
+
 def test_an_engine_that_keeps_looks_waiting_is_not_asked_each_time(
     node: ServedNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,7 +274,17 @@ class NodeReader:
 
 
 def _count(tables: Sequence[SlotTableView]) -> dict[Epoch, Blocks]:
-    """Count the blocks of one namespace's tables; leaves out tables that cannot be read."""
+    """Count the blocks of one namespace's tables; leaves out tables that cannot be read.  Those of
+    engines that have ended are nobody's copies any more."""
+    ended = [table for table in tables if table.owner_died or table.died or table.retired]
+    counts = _census([table for table in tables if table not in ended])
+    for table in ended:
+        for epoch, blocks in _census([table]).items():
+            counts[epoch] = replace(blocks, distinct=0, last_copies=0)
+    return counts
+
+
+def _census(tables: Sequence[SlotTableView]) -> dict[Epoch, Blocks]:
     slots = sum(table.num_blocks for table in tables)
     places, used = bytearray(PLACE_BYTES << slots.bit_length()), 0
     counts: dict[int, tuple[SlotTableView, int, int, int]] = {}

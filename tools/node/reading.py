@@ -27,9 +27,9 @@ class Blocks:
     leased: int = 0
     distinct: int = 0
     """READY blocks that no engine before this one in the reading has: their sum over all engines
-    of the namespace is the number of different blocks."""
+    of the namespace is the number of different blocks.  0 if the engine has ended."""
     last_copies: int = 0
-    """READY blocks that no other engine of the namespace has."""
+    """READY blocks that no other engine of the namespace has.  0 if the engine has ended."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,12 @@ class EngineReading:
     """Empty if its replica cannot be read."""
     label: str = ""
     """Its name, made unique among the engines of the reading."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether other engines may still read its blocks, as far as its epoch and its processes
+        tell."""
+        return not (self.owner_died or self.died or self.retired)
 
     @property
     def log_name(self) -> str:

@@ -95,6 +95,7 @@ class Totals:
     """Copied blocks that were thrown away."""
     discarded_since_start: int
     published_blocks: int
+    """Of engines that have not ended."""
     distinct_blocks: int
     worst_lag_seconds: float | None
     """For how long the oldest block that a live engine's replica lacks has been published."""
@@ -194,7 +195,7 @@ def _totals(
         bytes_per_second=dict(by_path),
         discarded_per_second=last.a_second(sum(c.counted("discarded") for c in now)),
         discarded_since_start=sum(c.counted("discarded") for c in whole),
-        published_blocks=sum(engine.blocks.ready for engine in engines),
+        published_blocks=sum(engine.blocks.ready for engine in engines if engine.is_readable),
         distinct_blocks=sum(engine.blocks.distinct for engine in engines),
         worst_lag_seconds=_worst_lag(judged),
     )
