@@ -43,7 +43,7 @@ def engine(
 ) -> EngineReading:
     """An engine that is well at second ``at``; named after its epoch."""
     now = START_NS + round(at * SECOND)
-    loops = ("scheduler", "client", "coordinator", "loads of rank 0")
+    loops = ("scheduler", "client", "loads of rank 0")
     fields = {
         "namespace": "n",
         "epoch": Epoch(epoch),
@@ -66,6 +66,8 @@ def engine(
         "histograms": NOTHING_OBSERVED,
         "traffic": tuple(traffic),
         "progress": tuple(Progress(loop, 0, now, loop == "scheduler") for loop in loops),
+        "coordinator_ns": now,
+        "joined": True,
         "loads_since": (),
         "errors": (),
     }
@@ -77,7 +79,9 @@ def node(*engines: EngineReading, at: float = 0.0, coordinated: bool = True) -> 
     now = START_NS + round(at * SECOND)
     names = dict.fromkeys(each.namespace for each in engines)
     spaces = tuple(
-        NamespaceReading(name, coordinated, tuple(e for e in engines if e.namespace == name))
+        NamespaceReading(
+            name, coordinated, coordinated, now, tuple(e for e in engines if e.namespace == name)
+        )
         for name in names
     )
     return NodeReading(now, spaces, now)

@@ -178,7 +178,7 @@ def test_without_rich_it_says_what_to_install(
 
     def without_rich(name: str, *rest: object) -> object:
         if name.partition(".")[0] == "rich":
-            raise ImportError(name)
+            raise ImportError(name, name=name)
         return imported(name, *rest)
 
     for module in [m for m in sys.modules if m.startswith("kvshm.tools.top.")]:

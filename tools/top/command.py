@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from ..node.reader import NodeReader
-from ..options import EXIT_USAGE, add_selection, find_place
+from ..options import add_selection, find_place
 from .looks import Looks
 from .view import View
 
@@ -36,11 +36,8 @@ def run(asked: argparse.Namespace) -> int:
     """Show the node until the user ends it; return the exit status."""
     show: Callable[[View], None] = _print_json
     if not asked.json:
-        try:
-            from .screen import print_frame as show
-        except ImportError:
-            print("kvshm top: rich is missing: pip install 'kvshm[ops]'", file=sys.stderr)
-            return EXIT_USAGE
+        from .screen import print_frame as show  # needs rich, as --json does not
+
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a TextIOWrapper
     run_dir, namespace = find_place(asked)
     try:

@@ -78,7 +78,7 @@ def _of_spaces(reading: NodeReading, limits: Limits) -> Iterator[Fault]:
 
 def _of_states(judged: Sequence[tuple[EngineReading, Health]]) -> Iterator[Fault]:
     for engine, health in judged:
-        for reason in health.reasons:
+        for reason in health.reasons if health.state is not State.HEALTHY else ():
             yield Fault("state", (engine.label,), reason)
 
 

@@ -37,7 +37,7 @@ class Column:
     @property
     def width(self) -> int:
         """The width of its widest cell."""
-        return max(cell_len(text) for text in (self.head, *(cell.text for cell in self.cells)))
+        return max(int(cell_len(text)) for text in (self.head, *(cell.text for cell in self.cells)))
 
     @property
     def least(self) -> int:
@@ -70,9 +70,9 @@ def table(columns: Sequence[Column], width: int) -> Iterator[Text]:
 
 def fitted(text: str, width: int, *, right: bool = False) -> str:
     """Return a text in exactly ``width`` places of the terminal, cut if it is longer."""
-    size = cell_len(text)
+    size = int(cell_len(text))
     if size > width:
-        return set_cell_size(text, max(width - 1, 0)) + ELLIPSIS[: max(width, 0)]
+        return str(set_cell_size(text, max(width - 1, 0))) + ELLIPSIS[: max(width, 0)]
     return " " * (width - size) + text if right else text + " " * (width - size)
 
 
