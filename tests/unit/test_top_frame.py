@@ -23,6 +23,7 @@ from kvshm.tools.top.screen import print_frame
 from kvshm.tools.top.view import View, build_view
 
 from .looks import START_NS, copied, engine, node
+from .served import ServedNode
 
 EVIL = "a\x1b[2J\x1b]0;owned\x07[bold red]b[/]\r\n\u202ec\x9b31m[link=file:///]d"
 HARMLESS = "a?[2J?]0;owned?[bold red]b[/]???c?31m[link=file:///]d"
@@ -171,9 +172,10 @@ def test_units() -> None:
 
 
 def test_without_rich_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: object
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: ServedNode
 ) -> None:
     """And --json works."""
+    place = ["--run-dir", str(served.run_dir), "--namespace", served.namespace]
     imported = builtins.__import__
 
     def without_rich(name: str, *rest: object) -> object:
@@ -184,9 +186,9 @@ def test_without_rich_it_says_what_to_install(
     for module in [m for m in sys.modules if m.startswith("kvshm.tools.top.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(builtins, "__import__", without_rich)
-    assert cli.main(["top", "--run-dir", str(tmp_path)]) == 2
+    assert cli.main(["top", *place]) == 2
     assert "pip install 'kvshm[ops]'" in capsys.readouterr().err
-    assert cli.main(["top", "--json", "--run-dir", str(tmp_path / "none")]) == 1
+    assert cli.main(["top", "--json", *place]) == 1
     assert capsys.readouterr() == ("", "kvshm top: no engine or coordinator of kvshm is here\n")
 
 

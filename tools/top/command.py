@@ -25,6 +25,15 @@ LEAST_INTERVAL = 0.1
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
+    parser.description = (
+        "Watch a node: what its engines share, who copies from whom on which path, and what is "
+        "wrong. q ends it. --json prints one object per interval, and needs no rich. Reads shared "
+        "memory only."
+    )
+    parser.epilog = (
+        "exit status: 0 ended by the user, or printed; 1 nothing of kvshm is here, or not that "
+        "engine; 2 wrong command line or setting, or rich is missing"
+    )
     add_selection(parser)
     parser.add_argument("--once", action="store_true", help="print one interval and end")
     parser.add_argument(
