@@ -13,6 +13,7 @@ from kvshm._ground.log import LINE_LIMIT
 from . import side_by_side
 from .model.run_models import NOT_CHECKED
 from .model.search import spin_is_missing
+from .multiprocess.terminals import tmux_is_missing
 from .played_cuda import library
 
 ROOT = Path(__file__).parent
@@ -57,12 +58,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Say last of all, below pytest's own summary, if the models could not be searched."""
+    """Say last of all, below pytest's own summary, what could not be checked without a tool."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
-    if reporter is None or hasattr(config, "workerinput") or not spin_is_missing():
+    if reporter is None or hasattr(config, "workerinput"):
         return
-    if any("tests/model/" in report.nodeid for report in reporter.stats.get("skipped", [])):
+    skipped = [report.nodeid for report in reporter.stats.get("skipped", [])]
+    if spin_is_missing() and any("tests/model/" in nodeid for nodeid in skipped):
         print(f"{NOT_CHECKED}: spin is not installed")
+    if tmux_is_missing() and any("multiprocess/test_top.py" in nodeid for nodeid in skipped):
+        print("KVSHM TOP NOT CHECKED IN A TERMINAL: tmux is not installed")
 
 
 @pytest.fixture(autouse=True)

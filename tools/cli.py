@@ -24,9 +24,11 @@ from . import (
 from .commands import EXIT_USAGE, Command, run_command
 from .kv import command as kv
 from .metrics import command as metrics
+from .top import command as top
 
 COMMANDS: dict[str, Command] = {
     "status": status,
+    "top": top,
     "dump": dump_index,
     "holders": holders,
     "metrics": metrics,

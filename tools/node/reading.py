@@ -27,9 +27,9 @@ class Blocks:
     leased: int = 0
     distinct: int = 0
     """READY blocks that no engine before this one in the reading has: their sum over all engines
-    of the namespace is the number of different blocks."""
+    of the namespace is the number of different blocks.  0 if the engine has ended."""
     last_copies: int = 0
-    """READY blocks that no other engine of the namespace has."""
+    """READY blocks that no other engine of the namespace has.  0 if the engine has ended."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,12 @@ class EngineReading:
     """Its name, made unique among the engines of the reading."""
 
     @property
+    def is_readable(self) -> bool:
+        """Whether other engines may still read its blocks, as far as its epoch and its processes
+        tell."""
+        return not (self.owner_died or self.died or self.retired)
+
+    @property
     def log_name(self) -> str:
         """The engine's name as in log lines."""
         return engine_name(self.epoch, self.name, self.pid)
@@ -143,6 +149,8 @@ class NodeReading:
     at_ns: int
     """CLOCK_MONOTONIC."""
     namespaces: tuple[NamespaceReading, ...]
+    real_ns: int = 0
+    """The same moment in CLOCK_REALTIME, as errors and creations of tables have it."""
 
     @property
     def engines(self) -> Iterator[EngineReading]:

@@ -1,0 +1,1 @@
+"""``kvshm top``: what the engines of a node share, second by second."""

@@ -1,0 +1,249 @@
+"""What ``kvshm top`` shows of a node, as plain data: what ``--json`` prints.  Pure.
+
+``docs/operations.md`` explains the keys.  None: not known, for instance rates at the first look.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvshm._ground.copy_path import CopyPath
+from kvshm._shm.histograms import Distribution
+
+from ..node.health import Health, Limits, State, judge, judge_coordinator
+from ..node.reading import EngineReading, NodeReading
+from .copies import Copies, find_copies
+from .faults import Fault, find_faults
+from .rates import Change, Rates
+
+NO_LIMITS_SET = Limits()
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Prompt tokens by where their KV came from."""
+
+    local: int
+    """The engine's own cache."""
+    peer: int
+    """Other engines' caches."""
+    computed: int
+
+    @property
+    def all(self) -> int:
+        return self.local + self.peer + self.computed
+
+    def share(self, part: int) -> float | None:
+        """The share of a part in all, 0 to 1; None if there were none."""
+        return part / self.all if self.all else None
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """One namespace and its coordinator."""
+
+    namespace: str
+    coordinator: State
+    coordinator_reason: str
+    engines: int
+    live: int
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One engine: a row of the table."""
+
+    namespace: str
+    engine: str
+    epoch: str
+    pid: int
+    model: str
+    state: State
+    reasons: tuple[str, ...]
+    published_blocks: int
+    last_copy_blocks: int
+    leased_blocks: int
+    tokens: Tokens
+    """Of the last minute."""
+    in_bytes_per_second: float | None
+    out_bytes_per_second: float | None
+    drain_p99_ns: int | None
+    """Of the waits for readers in the last minute, within a factor of two."""
+    hook_mean_ns: int | None
+    """Mean time of kvshm's two hooks of a scheduler step, in the last minute; exact."""
+    hook_p99_ns: int | None
+    """Of either hook, within a factor of two."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """The engines together."""
+
+    tokens: Tokens
+    """Of the last minute."""
+    tokens_since_start: Tokens
+    prompt_tokens_per_second: float | None
+    not_prefilled_per_second: float | None
+    """Prompt tokens that imports brought."""
+    bytes_per_second: dict[CopyPath, float]
+    """By path; without paths on which nothing was copied."""
+    discarded_per_second: float | None
+    """Copied blocks that were thrown away."""
+    discarded_since_start: int
+    published_blocks: int
+    """Of engines that have not ended."""
+    distinct_blocks: int
+    worst_lag_seconds: float | None
+    """For how long the oldest block that a live engine's replica lacks has been published."""
+
+
+@dataclass(frozen=True)
+class View:
+    """All that is shown."""
+
+    time: float
+    """Seconds since 1970."""
+    seconds: float | None
+    """Length of the interval that all rates are of."""
+    window_seconds: float | None
+    """Length of the "last minute"; None: since the epochs began."""
+    namespaces: tuple[Namespace, ...]
+    node: Totals
+    engines: tuple[Engine, ...]
+    copies: tuple[Copies, ...]
+    faults: tuple[Fault, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The same as dictionaries and lists."""
+        return dataclasses.asdict(self)
+
+
+def build_view(
+    reading: NodeReading,
+    last: Rates,
+    minute: Rates,
+    start: Rates,
+    wanted: str | None = None,
+    limits: Limits = NO_LIMITS_SET,
+) -> View:
+    """Return what is shown of a reading.  ``last``, ``minute``, ``start``: what has changed since
+    the last look, in the last minute, and since the epochs began; ``wanted``: the engine that is
+    meant (None: all)."""
+    judged = [
+        (engine, judge(engine, space, reading.at_ns, limits))
+        for space in reading.namespaces
+        for engine in space.engines
+        if wanted is None or engine.is_meant(wanted)
+    ]
+    shown = [engine for engine, _ in judged]
+    labels = {(engine.namespace, engine.label) for engine in shown}
+    copies = [
+        pair
+        for pair in find_copies(reading, last, minute)
+        if {(pair.namespace, pair.importer), (pair.namespace, pair.exporter)} & labels
+    ]
+    return View(
+        time=reading.real_ns / 1e9,
+        seconds=last.seconds,
+        window_seconds=minute.seconds,
+        namespaces=tuple(_namespaces(reading, limits)),
+        node=_totals(judged, last, minute, start, copies),
+        engines=tuple(_engine(e, health, last, minute, copies) for e, health in judged),
+        copies=tuple(copies),
+        faults=tuple(find_faults(reading, judged, copies, limits)),
+    )
+
+
+def _namespaces(reading: NodeReading, limits: Limits) -> Iterable[Namespace]:
+    for space in reading.namespaces:
+        live = sum(judge(e, space, reading.at_ns, limits).live for e in space.engines)
+        gone = len(space.ended) + len(space.unreadable)
+        state, reason = judge_coordinator(space, reading.at_ns, limits)
+        yield Namespace(space.name, state, reason, len(space.engines) + gone, live)
+
+
+def _tokens(changes: Iterable[Change]) -> Tokens:
+    counted = Counter[str]()
+    for change in changes:
+        for source in ("local", "peer", "computed"):
+            counted[source] += change.counted(f"prompt_tokens_{source}")
+    return Tokens(counted["local"], counted["peer"], counted["computed"])
+
+
+def _totals(
+    judged: Sequence[tuple[EngineReading, Health]],
+    last: Rates,
+    minute: Rates,
+    start: Rates,
+    copies: Sequence[Copies],
+) -> Totals:
+    engines = [engine for engine, _ in judged]
+    now, whole = [last.of(e) for e in engines], [start.of(e) for e in engines]
+    by_path: defaultdict[CopyPath, float] = defaultdict(float)
+    for pair in copies:
+        if pair.bytes_per_second:
+            by_path[pair.path] += pair.bytes_per_second
+    return Totals(
+        tokens=_tokens(minute.of(engine) for engine in engines),
+        tokens_since_start=_tokens(whole),
+        prompt_tokens_per_second=last.a_second(_tokens(now).all),
+        not_prefilled_per_second=last.a_second(sum(c.counted("imported_tokens") for c in now)),
+        bytes_per_second=dict(by_path),
+        discarded_per_second=last.a_second(sum(c.counted("discarded") for c in now)),
+        discarded_since_start=sum(c.counted("discarded") for c in whole),
+        published_blocks=sum(engine.blocks.ready for engine in engines if engine.is_readable),
+        distinct_blocks=sum(engine.blocks.distinct for engine in engines),
+        worst_lag_seconds=_worst_lag(judged),
+    )
+
+
+def _worst_lag(judged: Sequence[tuple[EngineReading, Health]]) -> float | None:
+    """Replicas of dead engines and entries of dead engines do not count: nobody uses them."""
+    live = {engine.epoch for engine, health in judged if health.live and not engine.retired}
+    lags = [
+        peer.lag_seconds
+        for engine, _ in judged
+        for peer in engine.peers
+        if engine.epoch in live and peer.epoch in live and peer.lag_seconds is not None
+    ]
+    return max(lags, default=None)
+
+
+def _engine(
+    engine: EngineReading, health: Health, last: Rates, minute: Rates, copies: Sequence[Copies]
+) -> Engine:
+    epoch = f"{engine.epoch:016x}"
+    others = [p for p in copies if p.namespace == engine.namespace and p.between_engines]
+    lately = minute.of(engine)
+    build, output = lately.observed("hook_build"), lately.observed("hook_output")
+    return Engine(
+        namespace=engine.namespace,
+        engine=engine.label,
+        epoch=epoch,
+        pid=engine.pid,
+        model=engine.model,
+        state=health.state,
+        reasons=health.reasons,
+        published_blocks=engine.blocks.ready,
+        last_copy_blocks=engine.blocks.last_copies,
+        leased_blocks=engine.blocks.leased,
+        tokens=_tokens([lately]),
+        in_bytes_per_second=_bytes(last, [p for p in others if p.importer_epoch == epoch]),
+        out_bytes_per_second=_bytes(last, [p for p in others if p.exporter_epoch == epoch]),
+        drain_p99_ns=lately.observed("drain_wait").quantile(0.99),
+        hook_mean_ns=_mean_of_step(build, output),
+        hook_p99_ns=(build + output).quantile(0.99),
+    )
+
+
+def _bytes(last: Rates, pairs: Iterable[Copies]) -> float | None:
+    return sum(pair.bytes_per_second or 0.0 for pair in pairs) if last.seconds else None
+
+
+def _mean_of_step(build: Distribution, output: Distribution) -> int | None:
+    steps = max(build.count, output.count)
+    return (build.total + output.total) // steps if steps else None
