@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
+from kvshm._ground.declined import declined_now, record_declined
 from kvshm._ground.log import logger
 from kvshm._ground.log_output import start_log as start_log  # for hooks that use kvshm.api only
+from kvshm.config import Config, Share
 from kvshm.errors import MemoryInUse
 
 log = logger(__name__)
@@ -98,9 +100,16 @@ def timed(hook_name: str) -> Callable[[F], F]:
     return decorate
 
 
-def decline(reason: str) -> None:
-    """Say why an engine shares nothing; it serves on."""
+def decline(reason: str, engine: str, config: Config, model: str = "") -> None:
+    """Say why an engine shares nothing, in the log and for tools; it serves on."""
     log.warning("not sharing the prefix cache: %s", reason)
+    record(reason, engine, config, model)
+
+
+def record(reason: str, engine: str, config: Config, model: str = "") -> None:
+    """Tell tools why an engine shares nothing, in the run directory."""
+    told = declined_now(engine, model, reason, on_purpose=config.share is Share.NONE)
+    record_declined(config.run_dir, config.namespace, told)
 
 
 def report(owner: Bounded, hook: str, exc: Exception) -> None:

@@ -7,6 +7,8 @@ import json
 import sys
 from collections.abc import Iterator
 
+from kvshm._ground.declined import Declined
+from kvshm._ground.log import engine_name
 from kvshm.errors import ConfigError
 
 from .node.health import Health, Limits, State, judge, judge_coordinator, judge_node
@@ -86,16 +88,25 @@ def select(reading: NodeReading, engine: str | None, *, here: bool = False) -> N
     the message names those that there are."""
     spaces = []
     for space in reading.namespaces:
+        if engine is None and not here:
+            spaces.append(space)
+            continue
         engines = [e for e in space.engines if not here or e.pid_here]
+        declined = () if here else space.declined  # a record does not say in which container
         if engine is not None:
             engines = [e for e in engines if e.is_meant(engine)]
-        whole = engine is None and not here
-        if whole or engines:
-            spaces.append(space.with_engines(engines, whole=whole))
+            declined = tuple(d for d in declined if engine in (d.engine, str(d.pid)))
+        if engines or declined:
+            spaces.append(space.with_only(engines, declined))
     if engine is not None and not spaces:
-        names = ", ".join(e.label for e in reading.engines) or "none"
+        names = ", ".join(_all_names(reading)) or "none"
         raise ConfigError(f"no engine is called {engine!r}; there are: {names}")
     return NodeReading(reading.at_ns, tuple(spaces))
+
+
+def _all_names(reading: NodeReading) -> Iterator[str]:
+    yield from (engine.label for engine in reading.engines)
+    yield from (told.engine for space in reading.namespaces for told in space.declined)
 
 
 def as_json(reading: NodeReading, limits: Limits) -> Json:
@@ -115,6 +126,7 @@ def as_json(reading: NodeReading, limits: Limits) -> Json:
                 "engines": [
                     _engine(e, judge(e, space, reading.at_ns, limits)) for e in space.engines
                 ],
+                "declined": [_declined(told) for told in space.declined],
                 "ended": [f"{epoch:016x}" for epoch in space.ended],
                 "unreadable": {f"{e:016x}": why for e, why in space.unreadable.items()},
             }
@@ -140,16 +152,28 @@ def _engine(engine: EngineReading, health: Health) -> Json:
     }
 
 
+def _declined(told: Declined) -> Json:
+    return {
+        "engine": told.engine,
+        "pid": told.pid,
+        "model": told.model,
+        "state": State.HEALTHY if told.on_purpose else State.DEGRADED,
+        "reasons": [f"not sharing: {told.reason}"],
+        "since": told.since,
+    }
+
+
+_YES = {True: "yes", False: "no", None: "-"}
 _COLUMNS: Columns = {
     "engine": "engine",
     "state": "state",
     **{
-        column: lambda row, column=column: "yes" if row[column] else "no"  # type: ignore[misc]
+        column: lambda row, column=column: _YES[row.get(column)]  # type: ignore[misc]
         for column in ("live", "ready", "progress")
     },
-    "peers": "peers",
-    "published": "published",
-    "imported tokens": "imported_tokens",
+    "peers": lambda row: row.get("peers"),
+    "published": lambda row: row.get("published"),
+    "imported tokens": lambda row: row.get("imported_tokens"),
     "what is wrong": lambda row: "; ".join(row["reasons"]) or "-",
 }
 
@@ -159,7 +183,7 @@ def _lines(reading: NodeReading, limits: Limits) -> Iterator[str]:
         coordinator = space["coordinator"]
         said = coordinator["reason"] or "coordinator healthy"
         yield f"namespace {space['namespace']}: {said}"
-        yield from table(_COLUMNS, space["engines"])
+        yield from table(_COLUMNS, [*space["engines"], *space["declined"]])
         for epoch in space["ended"]:
             yield f"    engine of epoch {epoch}: its process has ended; run `kvshm clean`"
         for epoch, why in space["unreadable"].items():
@@ -187,6 +211,9 @@ def _answers(probe: str, reading: NodeReading, limits: Limits) -> Iterator[tuple
             health = judge(engine, space, reading.at_ns, limits)
             yield _passes(probe, health), f"{engine.log_name}: {'; '.join(health.reasons)}"
         yield from ((False, why) for why in _unknown(space))
+        for told in space.declined:  # nothing of kvshm is in it that could hang
+            name = engine_name(name=told.engine, pid=told.pid)
+            yield probe != "ready", f"{name}: not sharing: {told.reason}"
 
 
 def _passes(probe: str, health: Health) -> bool:

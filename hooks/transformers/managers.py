@@ -65,7 +65,7 @@ def share(
         return manager
     sharing = _Sharing(manager, wishes)
     if reason := manager_refusal(manager) or interface_refusal():
-        decline(reason)
+        sharing.decline(reason)
         return manager
     manager._create_batch_processor = sharing.around_creation(manager._create_batch_processor)
     manager._fail_all_remaining_requests = sharing.around_failures(
@@ -164,7 +164,7 @@ class _Sharing:
         """``share`` was called again.  Raises ConfigError if it is too late for what it says."""
         if (processor := self._manager.batch_processor) is not None:
             if _prefixes_of(processor) is None:
-                decline(made_already(self._manager))
+                self.decline(made_already(self._manager))
                 return
             if wishes != self._wishes:
                 raise ConfigError(
@@ -255,11 +255,16 @@ class _Sharing:
 
     # -- what they do
 
+    def decline(self, reason: str) -> None:
+        """Say why the manager shares nothing."""
+        called, name = type(self._manager.model).__name__, self._wishes.name
+        decline(reason, name or f"transformers-{os.getpid()}", self._wishes.config, called)
+
     @guarded(lambda *_: None)
     def begin(self, processor: Any) -> None:
         """Have a new batch processor's cache share, if it can be shared."""
         if reason := cache_refusal(processor, self._manager.model):
-            decline(reason)
+            self.decline(reason)
             return
         cache, size = processor.cache, processor.cache.cache_tensor.numel()
         try:
@@ -270,7 +275,7 @@ class _Sharing:
             move(cache, torch.zeros(size, dtype=torch.uint8))
             if not isinstance(exc, KvshmError):
                 raise
-            decline(str(exc))  # weights that cannot be read, no memory
+            self.decline(str(exc))  # weights that cannot be read, no memory
 
     def _begin(self, cache: Any, size: int, identity: Identity) -> None:
         """Share a cache whose own memory is gone.  Raises whatever fails; nothing is open then."""
@@ -307,7 +312,7 @@ class _Sharing:
                     raise KvshmError(reason)
                 prefixes.renew(self._identity())
             except KvshmError as exc:
-                decline(str(exc))
+                self.decline(str(exc))
                 prefixes.close()
 
     def _identity(self) -> Identity:

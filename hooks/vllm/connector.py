@@ -39,6 +39,7 @@ from kvshm._ground.rundir import open_run_directory, require_room
 from kvshm.errors import ConfigError, KvshmError
 
 from ..boundary import guarded, report, timed
+from .declining import decline_engine
 from .messages import QuietReport, QuietStep, RankDescription, RankReport, StepMetadata
 from .metrics import LoadMetrics, LoadStats
 from .ranks import Ranks, is_beside_others
@@ -98,7 +99,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
             or config.decide_role().refusal
         )
         if refusal is not None:
-            log.log(level, "not sharing the prefix cache: %s", refusal)
+            decline_engine(refusal, config, vllm_config, is_scheduler=scheduler)
             return
         if (untested := version_warning(vllm.__version_tuple__)) is not None:
             log.log(level, "%s", untested)
@@ -112,7 +113,7 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         except ConfigError:
             raise  # stops the start
         except (KvshmError, OSError, RuntimeError) as exc:  # for example no descriptors or threads
-            log.log(level, "not sharing the prefix cache: %s", exc)
+            decline_engine(str(exc), config, vllm_config, is_scheduler=scheduler)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -253,8 +254,8 @@ class KvshmConnector(KVConnectorBase_V1, SupportsHMA):
         if refusal is None:
             self._scheduler.enable_loads_at_once(self.before_output)
             return
-        log.warning("not sharing the prefix cache: %s", refusal)
         self._scheduler.close()
+        self._scheduler.cache.decline(refusal)
         self._scheduler = None
 
     @guarded(_nothing)

@@ -73,7 +73,7 @@ def activate() -> None:
     except Exception as exc:  # any: if vLLM has changed, the engine serves unshared
         reason = _unexpected(exc)
     if reason is not None:
-        _decline(reason)
+        _decline(reason, config)
 
 
 def _wrap() -> None:
@@ -134,7 +134,7 @@ def _configure(vllm_config: VllmConfig) -> None:
         return  # no engine: vLLM builds such configurations for its own use
     other = transfer if transfer is not None and transfer.kv_connector is not None else None
     if reason := _refusal(vllm_config, other, config):
-        _decline(reason)
+        _decline(reason, config, vllm_config)
         if other is None:  # vLLM does not start with a configuration that names no connector
             vllm_config.kv_transfer_config = None
         return
@@ -222,8 +222,14 @@ def _unexpected(exc: Exception) -> str:
     return reason
 
 
-def _decline(reason: str) -> None:
+def _decline(reason: str, config: Config | None = None, vllm_config: Any = None) -> None:
+    """Say it, and leave it for tools if the settings are known: once, in the process that starts
+    the others."""
     _log_once(f"not sharing the prefix cache: {reason}", logging.WARNING)
+    if config is not None and not current_process().name.startswith(_STARTED_BY_VLLM):
+        from .declining import record_engine
+
+        record_engine(reason, config, vllm_config)
 
 
 def _log_once(text: str, level: int = logging.INFO) -> None:

@@ -154,6 +154,7 @@ class SchedulerSide:
         self.cache.log_error(error)
         self._off, self._describe, self.tracker = True, False, None
         self.withdraw()
+        self.cache.record_declined(f"kvshm is off until the engine is restarted: {error}")
 
     def withdraw(self) -> None:
         """Publish and import nothing until another epoch begins."""
@@ -177,10 +178,9 @@ class SchedulerSide:
         if self._awaited is None or step < self._awaited:
             return
         silent = sorted(set(range(self._num_ranks)) - self._descriptions.keys())
-        log.warning(
-            "not sharing the prefix cache: of %d ranks, these did not describe their KV cache: %s",
-            self._num_ranks,
-            ", ".join(map(str, silent)),
+        numbers = ", ".join(map(str, silent))
+        self.cache.decline(
+            f"of {self._num_ranks} ranks, these did not describe their KV cache: {numbers}"
         )
         self.withdraw()
 
@@ -196,7 +196,7 @@ class SchedulerSide:
         self._awaited = None
         ordered = [self._descriptions[rank] for rank in sorted(self._descriptions)]
         if refusal := next((d.refusal for d in ordered if d.refusal), ""):
-            log.warning("not sharing the prefix cache: %s", refusal)
+            self.cache.decline(refusal)
             self.withdraw()
             return
         of_ranks = [d.fields for d in ordered]

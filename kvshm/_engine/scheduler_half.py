@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvshm._ground.declined import declined_now, forget_declined, record_declined
 from kvshm._ground.forks import guard_forks
 from kvshm._ground.log import engine_name, logger
 from kvshm._ground.rundir import start_command
@@ -28,7 +29,7 @@ from kvshm._node.leftovers import clear
 from kvshm._node.protocol import RankInfo
 from kvshm._shm.histograms import HOOKS
 from kvshm._shm.own_slot_table import OwnSlotTable
-from kvshm.config import Config
+from kvshm.config import Config, Share
 from kvshm.errors import KvshmError
 
 from .epoch_state import EngineSpec, EpochState, begin_epoch
@@ -163,6 +164,7 @@ class SchedulerHalf:
         """End the epoch and leave the node.  If no coordinator runs, also remove the files of
         dead engines, so that the last engine leaves nothing behind.  Blocks up to two seconds."""
         self.end_epoch()
+        forget_declined(self._spec.name)
         self._client.close(timeout=1.0)
         self._opened = None  # it refers to the rank, and so to memory
         if self._cleanup_dir is not None:
@@ -206,6 +208,8 @@ class SchedulerHalf:
                 log.log(level, "not sharing the prefix cache: %s (serving on, unshared)", exc)
                 state = None
             self.epoch_state, self.failed = state, state is None
+            if state is not None:
+                forget_declined(self._spec.name)
             return state
 
     # -- counters and errors in the own slot table
@@ -220,6 +224,17 @@ class SchedulerHalf:
         the scheduler's loop goes on, and how many requests have not ended."""
         if (state := self.epoch_state) is not None:
             state.table.loops.hook_took(HOOKS[hook], begun_ns, unfinished)
+
+    def decline(self, reason: str) -> None:
+        """Say why this engine shares nothing, in the log and for tools, until an epoch begins."""
+        log.warning("not sharing the prefix cache: %s", reason)
+        self.record_declined(reason)
+
+    def record_declined(self, reason: str) -> None:
+        """Leave for tools why this engine shares nothing, until an epoch begins."""
+        purpose = self._config.share is Share.NONE
+        told = declined_now(self._spec.name, self._spec.model, reason, on_purpose=purpose)
+        record_declined(self._config.run_dir, self._config.namespace, told)
 
     def log_error(self, text: str) -> None:
         """Record an error in the own slot table, where ``kvshm dump`` shows it.

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvshm._ground.declined import left_declined
 from kvshm._ground.rundir import (
     closed_socket,
     command_endpoint,
@@ -28,14 +29,16 @@ from .locks import CLEANUP_SECONDS, cleanup_lock, take_lock
 
 
 def left_by_engines(run_dir: Path, namespace: str) -> list[Path]:
-    """Return the sockets of engines and ranks that no process serves, and the lists of peers of
-    engines whose own socket no process serves.  An engine has a list only while it serves that
-    socket, and makes a lost socket again."""
+    """Return the sockets of engines and ranks that no process serves, the lists of peers of engines
+    whose own socket no process serves, and the records of engines that shared nothing and have
+    ended.  An engine has a list only while it serves that socket, and makes a lost socket again."""
     sockets = {found: is_served(found.path) for found in list_sockets(run_dir, namespace)}
     living = {found.epoch for found, served in sockets.items() if served}
     lists = list_peers_files(run_dir, namespace)
-    return [found.path for found, served in sockets.items() if not served] + [
-        found.path for found in lists if found.epoch not in living
+    return [
+        *(found.path for found, served in sockets.items() if not served),
+        *(found.path for found in lists if found.epoch not in living),
+        *left_declined(run_dir, namespace),
     ]
 
 

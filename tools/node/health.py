@@ -103,6 +103,7 @@ def judge_node(reading: NodeReading, limits: Limits) -> State:
     for space in reading.namespaces:
         states.append(judge_coordinator(space, reading.at_ns, limits)[0])
         states += [State.DOWN] * (len(space.ended) + len(space.unreadable))
+        states += [State.DEGRADED for declined in space.declined if not declined.on_purpose]
     return worst(iter(states)) if states else State.DOWN
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvshm import _native
+from kvshm._ground.declined import Declined, list_declined
 from kvshm._ground.ids import Epoch
 from kvshm._ground.rundir import FoundFile, list_coordinators, list_sockets
 from kvshm._node.handout import Handouts
@@ -123,7 +124,14 @@ class NodeReader:
         coordinated = self._look_for_engines()
         spaces = coordinated | {mapped.namespace for mapped in self._mapped.values()}
         turn = self._next_turn()
-        read = [self._read_namespace(space, space in coordinated, turn) for space in sorted(spaces)]
+        declined = self._list_declined()
+        read = [
+            replace(
+                self._read_namespace(space, space in coordinated, turn),
+                declined=tuple(told for where, told in declined if where == space),
+            )
+            for space in sorted(spaces | {where for where, _ in declined})
+        ]
         return NodeReading(round(self._clock() * 1e9), tuple(read), time.time_ns())
 
     def table(self, engine: EngineReading) -> SlotTableView | None:
@@ -132,6 +140,12 @@ class NodeReader:
         return mapped.table if mapped is not None else None
 
     # -- finding and mapping
+
+    def _list_declined(self) -> list[tuple[str, Declined]]:
+        try:
+            return list_declined(self._run_dir, self._namespace)
+        except FileNotFoundError:
+            return []
 
     def _look_for_engines(self) -> set[str]:
         """Map what is new and let go of what has been gone for long; return the namespaces that

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from kvshm._ground.declined import Declined
 from kvshm._ground.ids import Epoch
 from kvshm._ground.log import engine_name
 from kvshm._replica.index_layout import Row
@@ -133,13 +134,15 @@ class NamespaceReading:
     """Engines whose processes have ended, and of which a socket is left."""
     unreadable: Mapping[Epoch, str] = field(default_factory=dict)
     """Engines of which nothing can be shown, and why."""
+    declined: tuple[Declined, ...] = ()
+    """Engines that share nothing, as they say themselves."""
 
-    def with_engines(self, engines: Sequence[EngineReading], *, whole: bool) -> NamespaceReading:
-        """The same with these of its engines, and without ``ended`` and ``unreadable`` unless
-        ``whole``."""
-        if whole:
-            return replace(self, engines=tuple(engines))
-        return replace(self, engines=tuple(engines), ended=(), unreadable={})
+    def with_only(
+        self, engines: Sequence[EngineReading], declined: Sequence[Declined]
+    ) -> NamespaceReading:
+        """The same with these of its engines and no others."""
+        chosen = {"engines": tuple(engines), "declined": tuple(declined)}
+        return replace(self, ended=(), unreadable={}, **chosen)  # type: ignore[arg-type]  # of both
 
 
 @dataclass(frozen=True)
