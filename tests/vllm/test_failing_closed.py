@@ -4,7 +4,9 @@ once, and the engine serves on."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,9 @@ pytest.importorskip("vllm")
 from vllm.v1.request import FinishReason
 
 from kvshm._engine.load_plan import LoadReport
+from kvshm._ground.declined import list_declined
 from kvshm._shm.counters import HOOK_ERRORS
+from kvshm.config import Config
 from kvshm.errors import MemoryInUse
 from kvshm.hooks import boundary
 from kvshm.hooks.vllm.messages import RankReport
@@ -105,6 +109,9 @@ def test_the_engine_withdraws_everything_and_serves_on(
     e.add("second", prompt(3, first=900), max_tokens=4)
     finish(e, "second")
     assert_off(e, hook, tracebacks)
+    config = Config.from_env(os.environ)
+    ((_, told),) = list_declined(Path(config.run_dir), config.namespace)
+    assert told.reason == f"kvshm is off until the engine is restarted: {hook}: a bug"
 
 
 def test_a_load_is_told_of_by_the_very_step_whose_hook_fails(
