@@ -177,8 +177,10 @@ def test_it_shows_the_node_and_its_dead_in_any_size(busy: Busy) -> None:
         look_small_and_large(shown, busy.engines)
 
         busy.coordinator.kill()
-        screen = shown.wait_for(lambda s: "coordinator no coordinator runs" in s, "it is missed")
-        assert "no coordinator runs: engines hear of no new engine" in screen  # in the tail
+        fault = "no coordinator runs: engines hear of no new engine"
+        screen = shown.wait_for(
+            lambda s: "coordinator no coordinator runs" in s and fault in s, "it is missed"
+        )
         assert all(" healthy " in row(screen, engine) for engine in busy.engines[:5]), screen
         ends_by(shown, "q")
 

@@ -150,7 +150,7 @@ class ToyEngine:
     def request(self, chain: list[BlockHash]) -> None:
         """Serve one request: local hits, imports, and the rest computed."""
         self.requests += 1
-        self.cache.hook_took("match", 0, unfinished=1)
+        self.cache.hook_took("match", time.monotonic_ns(), unfinished=1)
         local = 0
         while local < len(chain) and chain[local] in self.by_hash:
             self.lru.move_to_end(self.by_hash[chain[local]])
@@ -163,7 +163,7 @@ class ToyEngine:
         else:
             self.cache.publisher.drain_before_dispatch()
         self._compute(blocks, chain, local, good)
-        self.cache.hook_took("finished", 0, unfinished=0)
+        self.cache.hook_took("finished", time.monotonic_ns(), unfinished=0)
 
     def _allocate(self, count: int) -> list[BlockId]:
         """Least recently used blocks, withdrawn from the others' view."""
@@ -185,7 +185,7 @@ class ToyEngine:
         reports: list[LoadReport] = []
         while len(reports) < len(self.ranks):
             time.sleep(POLL_SECONDS)
-            self.cache.hook_took("output", 0, unfinished=1)
+            self.cache.hook_took("output", time.monotonic_ns(), unfinished=1)
             for rank in self.ranks:
                 reports += rank.cache.poll()
         bad = self.cache.planner.end_load(load, reports)

@@ -83,7 +83,7 @@ def test_blocks_of_an_engine_that_has_ended_are_no_copies(node: ServedNode) -> N
         one.table.retire()
         ended, left = sorted(reader.read().engines, key=lambda e: e.name)
         assert not ended.is_readable
-        assert (ended.blocks.ready, ended.blocks.distinct, ended.blocks.last_copies) == (1, 0, 0)
+        assert (ended.blocks.ready, ended.blocks.distinct, ended.blocks.last_copies) == (0, 0, 0)
         assert (left.blocks.ready, left.blocks.distinct, left.blocks.last_copies) == (1, 1, 1)
 
 
