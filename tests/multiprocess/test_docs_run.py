@@ -120,7 +120,8 @@ def test_config_prints_what_is_in_force(node: Node) -> None:
     assert shown("kvshm config") == [""]
     done = run(node, "kvshm", "config")
     assert (done.returncode, done.stderr) == (0, "")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [s.name for s in SETTINGS]
+    names = [line.split()[0] for line in done.stdout.splitlines()]
+    assert names == ["KVSHM_CONFIG", *(s.name for s in SETTINGS)]
     assert re.search(rf"^KVSHM_NAMESPACE +{node.namespace} +environment$", done.stdout, re.M)
 
 
