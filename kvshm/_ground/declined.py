@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import islice
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 import msgspec
@@ -28,6 +29,8 @@ from .rundir import MAX_FOUND, open_run_directory
 
 MAX_BYTES = 4096
 TEXT_CHARACTERS = 500
+MAKING_SECONDS = 5.0
+"""How long a record may take to be made; until then it may not be locked yet."""
 _NAME = re.compile(r"(?P<namespace>[^.]+)\.declined\.[0-9a-f]{16}(\.new)?")
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -56,11 +59,19 @@ class _Records:
     def __init__(self) -> None:
         self._held: dict[str, tuple[Path, int]] = {}
         """Path and descriptor of each, by the engine's name."""
+        self._drops_at_exit = False
         guard_forks(self)
 
     def hold(self, engine: str, path: Path, fd: int) -> None:
         self.drop(engine)
         self._held[engine] = path, fd
+        if not self._drops_at_exit:  # atexit would not run in children of multiprocessing
+            Finalize(None, self._drop_all, exitpriority=0)
+            self._drops_at_exit = True
+
+    def _drop_all(self) -> None:
+        for engine in list(self._held):
+            self.drop(engine)
 
     def drop(self, engine: str) -> None:
         held = self._held.pop(engine, None)
@@ -71,7 +82,7 @@ class _Records:
 
     def forget_in_child(self) -> None:
         """The parent's locks would outlive the parent in the child."""
-        held, self._held = self._held, {}
+        held, self._held, self._drops_at_exit = self._held, {}, False
         for _, fd in held.values():
             os.close(fd)
 
@@ -141,7 +152,8 @@ def left_declined(run_dir: Path, namespace: str) -> list[Path]:
     left = []
     for _, path in _files(run_dir, namespace):
         with suppress(OSError):
-            if _read_if(path, living=False) is not None:
+            begun = path.suffix == ".new" and time.time() - path.stat().st_mtime < MAKING_SECONDS
+            if not begun and _read_if(path, living=False) is not None:
                 left.append(path)
     return left
 

@@ -104,6 +104,20 @@ def test_the_record_of_a_killed_process_is_dead_and_cleared(run_dir: Path) -> No
         assert names(run_dir) == []
 
 
+def test_a_process_that_ends_in_order_leaves_nothing(run_dir: Path) -> None:
+    command = [sys.executable, "-c", DIES, str(run_dir), SPACE]
+    subprocess.run(command, input="", stdout=subprocess.PIPE, text=True, check=True)
+    assert names(run_dir) == []
+
+
+def test_a_record_that_is_just_being_made_is_not_left(run_dir: Path) -> None:
+    fresh = run_dir / f"{SPACE}.declined.{'3' * 16}.new"
+    fresh.touch()
+    assert left_declined(run_dir, SPACE) == []
+    os.utime(fresh, (0, 0))
+    assert left_declined(run_dir, SPACE) == [fresh]
+
+
 @pytest.mark.parametrize("contents", [b"", b"{", b"[]", b'{"engine": 1}', b"\xff" * 9000])
 def test_what_is_no_record_is_left_out(run_dir: Path, contents: bytes) -> None:
     record(run_dir)

@@ -38,7 +38,6 @@ def find_faults(
     limits: Limits,
 ) -> list[Fault]:
     """Return the faults of the engines ``judged``: those of now, then the recorded ones."""
-    # Engines that declined to share have no table, so nothing here tells of them.
     now = [
         *_of_spaces(reading, limits),
         *_of_states(judged),
@@ -74,6 +73,9 @@ def _of_spaces(reading: NodeReading, limits: Limits) -> Iterator[Fault]:
             yield Fault("state", (f"{epoch:016x}",), "its process has ended")
         for epoch, problem in space.unreadable.items():
             yield Fault("state", (f"{epoch:016x}",), problem)
+        for told in space.declined:
+            if not told.on_purpose:
+                yield Fault("declined", (told.engine,), f"not sharing: {told.reason}")
 
 
 def _of_states(judged: Sequence[tuple[EngineReading, Health]]) -> Iterator[Fault]:
