@@ -13,9 +13,13 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from generate import replaced
+
 from kvshm.tools import cli
+from kvshm.tools.doctor import command as doctor
 
 FOLDER = Path(__file__).with_name("commands")
+OPERATIONS = Path(__file__).with_name("operations.md")
 
 
 def pages() -> Mapping[str, str]:
@@ -25,8 +29,15 @@ def pages() -> Mapping[str, str]:
     return made | {"README.md": "\n".join(_index()) + "\n"}
 
 
+def checks() -> str:
+    """Return the table of the doctor's checks."""
+    rows = [f"| {check.name} | {check.about} |" for check in doctor.CHECKS]
+    return "\n".join(["| check | looks at |", "|---|---|", *rows, ""])
+
+
 def write() -> None:
-    """Make the folder what ``pages`` says."""
+    """Make the folder what ``pages`` says, and the table of checks in operations.md."""
+    OPERATIONS.write_text(replaced(OPERATIONS.read_text("utf-8"), "checks", checks()), "utf-8")
     FOLDER.mkdir(exist_ok=True)
     made = pages()
     for old in FOLDER.glob("*.md"):

@@ -22,6 +22,7 @@ from . import (
     verify_logits,
 )
 from .commands import EXIT_USAGE, Command, run_command
+from .doctor import command as doctor
 from .kv import command as kv
 from .metrics import command as metrics
 from .top import command as top
@@ -31,6 +32,7 @@ COMMANDS: dict[str, Command] = {
     "top": top,
     "dump": dump_index,
     "holders": holders,
+    "doctor": doctor,
     "metrics": metrics,
     "config": show_config,
     "clean": clean,
