@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvshm._ground.ids import Epoch
+from kvshm._shm.error_log import LoggedError
 from kvshm._shm.progress import Progress
 from kvshm.tools.node.health import (
     Health,
@@ -155,6 +156,22 @@ def test_other_faults_are_named() -> None:
         "2 copied blocks differed from what was published",
     )
     assert found(loads_since=(seconds_ago(29),)).state is State.HEALTHY
+
+
+def test_an_engine_that_differs_from_all_others_of_its_model_is_told_with_the_field() -> None:
+    text = "cannot share with other: dtype is bfloat16 here, float32 there"
+    errors = (LoggedError(1, 1, 1, text), LoggedError(1, 1, 1, "cannot share with x: model is a"))
+    other = replace(ENGINE, epoch=Epoch(2), name="other", fingerprint="11")
+    assert found(replace(SPACE, engines=(ENGINE, other)), errors=errors).reasons == (
+        f"shares with nobody here: {text}",
+    )
+    for engines in (
+        (ENGINE,),
+        (ENGINE, other, replace(other, epoch=Epoch(3), fingerprint="00")),
+        (ENGINE, replace(other, model="another")),
+        (ENGINE, replace(other, owner_died=True)),
+    ):
+        assert not found(replace(SPACE, engines=engines), errors=errors).reasons
 
 
 def test_a_coordinator_that_is_missing_silent_or_stalled_is_told_apart() -> None:

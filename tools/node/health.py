@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvshm._node.incompatible import differing_field
 from kvshm._shm.progress import SCHEDULER_LOOP, Progress
 
 from .reading import EngineReading, NamespaceReading, NodeReading
@@ -69,7 +70,7 @@ def judge(engine: EngineReading, space: NamespaceReading, now_ns: int, limits: L
     dead = _why_dead(engine)
     stalled = [] if dead else list(_stalled(engine, now_ns, limits))
     unready = [] if dead or _waits(engine) else list(_why_unready(engine, space))
-    others = [] if dead else list(_other_faults(engine, now_ns, limits))
+    others = [] if dead else [*_alone(engine, space), *_other_faults(engine, now_ns, limits)]
     serves = not dead and not any(reason.startswith(SCHEDULER_LOOP) for reason in stalled)
     reasons = (*dead, *stalled, *unready, *others)
     state = State.HEALTHY if not reasons else State.DEGRADED if serves else State.DOWN
@@ -146,6 +147,18 @@ def _is_stalled(loop: Progress, rested: float, limits: Limits) -> bool:
     if loop.idles and not loop.pending:
         return False
     return rested > (limits.scheduler if loop.idles else limits.loop)
+
+
+def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
+    """Why it shares with nobody, if engines of its model are here and none is compatible."""
+    others = [e for e in space.engines if e.epoch != engine.epoch and not _why_dead(e)]
+    alike = {e.name for e in others if e.model == engine.model}
+    if not alike or any(e.fingerprint == engine.fingerprint for e in others):
+        return
+    for error in reversed(engine.errors):
+        if (differing := differing_field(error.text)) is not None and differing[0] in alike:
+            yield f"shares with nobody here: {error.text}"
+            return
 
 
 def _other_faults(engine: EngineReading, now_ns: int, limits: Limits) -> Iterator[str]:
