@@ -24,6 +24,7 @@ LOOP_SECONDS = 10.0
 """How long other loops may rest: they go round once a second."""
 LOAD_SECONDS = 30.0
 """How long a load may hold its leases."""
+ALONE = "shares with nobody"
 
 
 class State(StrEnum):
@@ -157,7 +158,7 @@ def _alone(engine: EngineReading, space: NamespaceReading) -> Iterator[str]:
         return
     for error in reversed(engine.errors):
         if (differing := differing_field(error.text)) is not None and differing[0] in alike:
-            yield f"shares with nobody here: {error.text}"
+            yield f"{ALONE} here: {error.text}"
             return
 
 

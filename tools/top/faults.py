@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..node.health import Health, Limits, State, judge_coordinator
+from ..node.health import ALONE, Health, Limits, State, judge_coordinator
 from ..node.reading import EngineReading, NodeReading
 from .copies import Copies
 
@@ -92,8 +92,9 @@ def _of_loners(
     together = Counter(engine.namespace for engine in reading.engines)
     for engine, health in judged:
         alone = alike[engine.namespace, engine.fingerprint] == 1
-        if alone and health.live and together[engine.namespace] > 1:
-            text = "shares with nobody: no other engine here has its fingerprint"
+        told = any(reason.startswith(ALONE) for reason in health.reasons)
+        if alone and health.live and not told and together[engine.namespace] > 1:
+            text = f"{ALONE}: no other engine here has its fingerprint"
             yield Fault("alone", (engine.label,), text)
 
 
