@@ -22,6 +22,7 @@ from . import (
     verify_logits,
 )
 from .commands import EXIT_USAGE, Command, run_command
+from .doctor import command as doctor
 from .kv import command as kv
 from .metrics import command as metrics
 from .top import command as top
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "status": status,
     "top": top,
     "dump": dump_index,
+    "doctor": doctor,
     "holders": holders,
     "metrics": metrics,
     "config": show_config,

@@ -1,0 +1,140 @@
+"""Checks of engines and coordinators, from their shared memory alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+
+from ..node.health import Limits, State, judge, judge_coordinator
+from ..node.reading import EngineReading
+from ..top.copies import find_copies
+from ..top.rates import measure
+from .checks import Finding, judged, not_applicable, ok, problem, warning
+from .evidence import Evidence
+
+LIMITS = Limits()
+LAG_SECONDS = 1.0
+NO_ENGINE = "there is no engine"
+CANNOT_SHARE = "cannot share with "
+
+
+def coordinator(seen: Evidence) -> Finding:
+    if not seen.reading.namespaces:
+        return not_applicable("there is no engine and no coordinator")
+    found = [
+        f"namespace {space.name}: {why}"
+        for space in seen.reading.namespaces
+        for state, why in [judge_coordinator(space, seen.reading.at_ns, LIMITS)]
+        if state is not State.HEALTHY
+    ]
+    return judged(found, "it answers", problem)
+
+
+def health(seen: Evidence) -> Finding:
+    """What ``kvshm status`` says."""
+    found = []
+    for space in seen.reading.namespaces:
+        for engine in space.engines:
+            judgement = judge(engine, space, seen.reading.at_ns, LIMITS)
+            if judgement.state is not State.HEALTHY:
+                found.append(f"{engine.label}: {', '.join(judgement.reasons)}")
+    return _of_engines(seen, found, "all live, and their loops go round", problem)
+
+
+def hook_errors(seen: Evidence) -> Finding:
+    found = (
+        f"{engine.label}: {engine.counters['hook_errors']}"
+        for engine in seen.reading.engines
+        if engine.counters["hook_errors"]
+    )
+    return _of_engines(seen, found, "no hook has failed", problem)
+
+
+def versions(seen: Evidence) -> Finding:
+    """Segments of another layout or that make no sense, and refusals for another version."""
+    unreadable = [
+        f"engine of epoch {epoch:016x}: {why}"
+        for space in seen.reading.namespaces
+        for epoch, why in space.unreadable.items()
+    ]
+    logged = [*_logged(seen, lambda text: "upgrade kvshm" in text)]
+    if not seen.reading.namespaces:
+        return not_applicable(NO_ENGINE)
+    return judged(unreadable + logged, "every segment is of this version", problem)
+
+
+def fingerprints(seen: Evidence) -> Finding:
+    told = _logged(seen, lambda text: text.startswith(CANNOT_SHARE))
+    return _of_engines(seen, told, "no engine has met one that it cannot share with", warning)
+
+
+def declined(seen: Evidence) -> Finding:
+    every = [one for space in seen.reading.namespaces for one in space.declined]
+    if not every:
+        return ok("no engine has declined to share")
+    told = "; ".join(f"{one.engine} (pid {one.pid}): {one.reason}" for one in every)
+    return ok(told) if all(one.on_purpose for one in every) else problem(told)
+
+
+def replica_lag(seen: Evidence) -> Finding:
+    found = (
+        f"{engine.label} lacks {peer.lacking} blocks of {peer.name}, the oldest for "
+        f"{peer.lag_seconds:.1f} s"
+        for engine in seen.reading.engines
+        for peer in engine.peers
+        if (peer.lag_seconds or 0.0) > LAG_SECONDS and not peer.suspected
+    )
+    return _of_engines(seen, found, f"every engine knows blocks within {LAG_SECONDS:g} s", warning)
+
+
+def pid_namespaces(seen: Evidence) -> Finding:
+    """CUDA takes two processes of equal pid for one process, and opens no handle between them."""
+    by_pid: dict[int, list[EngineReading]] = defaultdict(list)
+    for engine in seen.reading.engines:
+        if engine.is_readable:
+            by_pid[engine.pid].append(engine)
+    equal = [
+        f"{' and '.join(engine.label for engine in engines)} are both process {pid} in their "
+        "containers"
+        for pid, engines in by_pid.items()
+        if len({engine.pid_here or engine.epoch for engine in engines}) > 1
+    ]
+    apart = [e.label for e in seen.reading.engines if e.answers and e.pid_here != e.pid]
+    if apart and seen.gpus is not None:
+        equal.append(f"in another pid namespace: {', '.join(apart)}")
+    if equal:
+        return warning("; ".join(equal))
+    good = f"in another one, which is fine without GPUs: {', '.join(apart)}" if apart else ""
+    return _of_engines(seen, [], good or "all engines are in this one", warning)
+
+
+def copy_paths(seen: Evidence) -> Finding:
+    """Since the epochs began; ``kvshm top`` judges the last minute by the same rule."""
+    rates = measure(None, seen.reading)
+    pairs = [pair for pair in find_copies(seen.reading, rates, rates) if pair.between_engines]
+    if not pairs:
+        return not_applicable("no engine has copied from another one")
+    slow = [f"{p.importer} from {p.exporter}: {p.slow}" for p in pairs if p.slow]
+    if slow:
+        return warning("; ".join(slow))
+    told = (
+        f"{p.importer} from {p.exporter} by {p.path}"
+        + (f" at {p.speed / 1e9:.2g} GB/s" if p.speed else ", too little for a speed")
+        for p in pairs
+    )
+    return ok("; ".join(told))
+
+
+def _logged(seen: Evidence, wanted: Callable[[str], bool]) -> Iterator[str]:
+    for engine in seen.reading.engines:
+        for error in engine.errors:
+            if wanted(error.text):
+                yield f"{engine.label}: {error.text}"
+
+
+def _of_engines(
+    seen: Evidence, found: Iterator[str] | list[str], good: str, bad: Callable[[str], Finding]
+) -> Finding:
+    if not any(seen.reading.engines):
+        return not_applicable(NO_ENGINE)
+    return judged(found, good, bad)
