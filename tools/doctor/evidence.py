@@ -37,6 +37,7 @@ class Evidence:
     environ: Mapping[str, str]
     proc: Path = Path("/proc")
     shm: Path = Path("/dev/shm")
+    tmp: Path = Path("/tmp")
     logind: tuple[Path, ...] = tuple(map(Path, LOGIND_FILES))
 
 

@@ -74,10 +74,13 @@ def _other_place(process: Process, seen: Evidence) -> str:
 
 
 def users(seen: Evidence) -> Finding:
+    """Other users' engines cannot be read; their run directories in /tmp have their uid."""
+    others = [path for path in seen.tmp.glob("kvshm-*") if path.stat().st_uid != os.geteuid()]
     unread = seen.processes.unread
-    said = f"this command runs as uid {os.geteuid()} and sees engines of that user only"
     rest = f"{unread} processes could not be looked at" if unread else "it could look at all others"
-    return ok(f"{said}; {rest}")
+    said = f"this command runs as uid {os.geteuid()}, and sees engines of that user only; {rest}"
+    names = (f"{path} belongs to uid {path.stat().st_uid}: {said}" for path in others)
+    return judged(names, said, warning)
 
 
 def leftovers(seen: Evidence) -> Finding:
