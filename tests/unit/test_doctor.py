@@ -7,7 +7,6 @@ import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,13 +14,12 @@ import pytest
 
 from kvshm._ground.copy_path import CopyPath
 from kvshm._ground.ids import Epoch
-from kvshm._replica.index_layout import Row
 from kvshm._shm.traffic import Traffic
 from kvshm.tools.doctor import devices, engines, machine, place
 from kvshm.tools.doctor.checks import Check, Finding, Result, ok, run_checks
 from kvshm.tools.doctor.evidence import Evidence, gather
 from kvshm.tools.doctor.processes import Process, Processes
-from kvshm.tools.node.reading import EngineReading, NodeReading, PeerReading
+from kvshm.tools.node.reading import PeerReading
 
 from .dumps import DEAD_PID, coordinator_of, dies, silent_engine
 from .served import Served, ServedNode
@@ -91,9 +89,7 @@ def test_descriptors_of_this_shell_are_counted(served: ServedNode) -> None:
     assert found.text.startswith("1000 file descriptors")
 
 
-def test_little_memory_is_a_problem(
-    served: ServedNode, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_little_memory_is_a_problem(served: ServedNode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "available_bytes", lambda: 100 << 20)
     assert machine.memory(look(served)).result is Result.PROBLEM
 
@@ -198,9 +194,7 @@ def test_files_of_dead_processes_are_told(served: ServedNode) -> None:
 # -- engines
 
 
-def test_what_engines_logged_is_told(
-    served: ServedNode, two: tuple[Served, Served]
-) -> None:
+def test_what_engines_logged_is_told(served: ServedNode, two: tuple[Served, Served]) -> None:
     two[0].table.log_error("cannot share with b: kv_dtype is fp8 here, auto there")
     two[1].table.log_error("refused: upgrade kvshm in the engine's environment to 9")
     seen = look(served)
@@ -232,9 +226,7 @@ def test_dead_engines_and_failed_hooks_are_problems(
     assert engines.hook_errors(failed) == (Result.PROBLEM, "a: 2")
 
 
-def test_a_missing_coordinator_is_a_problem(
-    served: ServedNode, two: tuple[Served, Served]
-) -> None:
+def test_a_missing_coordinator_is_a_problem(served: ServedNode, two: tuple[Served, Served]) -> None:
     assert engines.coordinator(look(served)).result is Result.PROBLEM
     with coordinator_of(served, two[0].table, two[1].table):
         assert engines.coordinator(look(served)) == (Result.OK, "it answers")
@@ -283,5 +275,7 @@ def test_a_slow_path_is_told_with_both_engines(
     seen = look(served)
     assert engines.copy_paths(seen).result is Result.NOT_APPLICABLE
     traffic = {"a": (copied(2, path, speed),), "b": (copied(1, CopyPath.NVLINK, 100),)}
-    found = engines.copy_paths(with_engines(seen, **{n: {"traffic": t} for n, t in traffic.items()}))
+    found = engines.copy_paths(
+        with_engines(seen, **{n: {"traffic": t} for n, t in traffic.items()})
+    )
     assert (found.result, told in found.text) == (result, True), found.text
