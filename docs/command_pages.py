@@ -55,18 +55,19 @@ _DOCTOR_HEAD = """\
 `make docs` writes this page from the checks themselves. Options and exit status:
 [kvshm doctor](commands/doctor.md).
 
-Each check prints one line: `ok`, `warning` (engines serve, perhaps not as meant), `problem` (something
-does not work) or `not applicable` (with the reason: there is nothing to check). Below a warning or a
-problem stands its remedy. Warnings leave the exit status 0. A check that fails itself, or has no
-answer within ten seconds, is a problem that `could not be checked`.
+Each check prints one line: `ok`, `warning` (engines serve, perhaps not as meant), `problem`
+(something does not work) or `not applicable` (there is nothing to check, for the reason given).
+Below a warning or a problem stands its remedy. Warnings leave the exit status 0. A check that fails
+itself, or has no answer within ten seconds, is a problem that `could not be checked`.
 
-What engine processes were started with is read from `/proc`, as far as their user is the one of this
-command: only `KVSHM_` variables and a short list of others. What runs as another user is not seen.
+What engine processes were started with is read from `/proc`, as far as their user is the one of
+this command: only `KVSHM_` variables and a short list of others. What runs as another user is not
+seen.
 
-`--bundle FILE` writes what a bug report needs: what the checks found, the reports of `kvshm status` and
-`kvshm dump`, versions, settings and limits. Block hashes, command lines, other variables, the
-names of users and of the machine, and home directories are left out or replaced. Look through the file
-before you send it.
+`--bundle FILE` writes what a bug report needs: what the checks found, the reports of `kvshm status`
+and `kvshm dump`, versions, settings and limits. Block hashes, command lines, other variables, the
+names of users and of the machine, and home directories are left out or replaced. Look through the
+file before you send it.
 
 | check | looks at | remedy |
 |---|---|---|""".splitlines()

@@ -48,7 +48,7 @@ def process(node: Node, **environ: str) -> Managed:
 
 
 def test_on_a_healthy_node_nothing_is_a_problem(node: Node) -> None:
-    coordinator = node.coordinator()
+    node.coordinator()
     started = [toys.start(node, seed, "--loads", "1", KVSHM_ENABLE="1") for seed in (1, 2)]
     for engine in started:
         toys.result(engine)
@@ -59,16 +59,20 @@ def test_on_a_healthy_node_nothing_is_a_problem(node: Node) -> None:
     found = {check["check"]: check["result"] for check in told["checks"]}
     looked = ("coordinator", "engines", "copy paths", "settings", "hash seeds", "versions")
     assert {found[name] for name in looked} == {"ok"}
-    coordinator.signal(signal.SIGSTOP)
-    wait_until(lambda: results(node)["coordinator"][0] == "problem", "nobody goes round")
-    told = results(node)["coordinator"][1]
-    assert "coordinator stalled: " in told
-    coordinator.signal(signal.SIGCONT)
     started[0].signal(signal.SIGSTOP)
     wait_until(lambda: started[0].is_stopped, "it stops")
     result, told = results(node)["engines"]
     assert (result, "it does not answer: stopped" in told) == ("problem", True)
     started[0].kill()
+
+
+def test_a_stopped_coordinator_is_a_problem(node: Node) -> None:
+    coordinator = node.coordinator()
+    assert results(node)["coordinator"] == ("ok", "it answers")
+    coordinator.signal(signal.SIGSTOP)
+    wait_until(lambda: coordinator.is_stopped, "it stops")
+    result, told = results(node)["coordinator"]
+    assert (result, "coordinator stalled: it does not answer" in told) == ("problem", True)
 
 
 def test_what_engine_processes_were_started_with_is_judged(node: Node) -> None:

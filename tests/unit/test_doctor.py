@@ -1,4 +1,4 @@
-"""The checks of ``kvshm doctor``, each made to fail: with served tables, real files, real limits."""
+"""The checks of ``kvshm doctor``, each made to fail: with served tables, real files and limits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvshm._ground.copy_path import CopyPath
+from kvshm._ground.declined import declined_now, forget_declined, record_declined
 from kvshm._ground.ids import Epoch
 from kvshm._shm.traffic import Traffic
 from kvshm.tools.doctor import devices, engines, machine, place
@@ -182,13 +183,23 @@ def test_run_directories_of_other_users_are_told(served: ServedNode, tmp_path: P
     assert place.users(seen).text.startswith(f"{tmp_path}/kvshm-7 belongs to uid 7")
 
 
+def test_an_engine_that_declines_is_a_problem_unless_it_was_told_to(served: ServedNode) -> None:
+    assert engines.declined(look(served)).result is Result.OK
+    for on_purpose, wanted in ((True, Result.OK), (False, Result.PROBLEM)):
+        told = declined_now("e", "m", "dtype fp9 cannot be shared", on_purpose=on_purpose)
+        record_declined(str(served.run_dir), served.namespace, told)
+        found = engines.declined(look(served))
+        assert found == (wanted, f"e (pid {os.getpid()}): dtype fp9 cannot be shared")
+    forget_declined("e")
+
+
 def test_files_of_dead_processes_are_told(served: ServedNode) -> None:
     engine = served.serve("a", 1)
     assert place.leftovers(look(served)).result is Result.OK
     engine.crash()
     found = place.leftovers(look(served))
     assert found.result is Result.WARNING
-    assert found.text.startswith("1 files of dead processes")
+    assert found.text.startswith("1 left by dead processes, for example ")
 
 
 # -- engines

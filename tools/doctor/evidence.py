@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvshm._ground.rundir import open_run_directory
-from kvshm.errors import RunDirectoryError
+from kvshm.errors import KvshmError, RunDirectoryError
 
 from ..node.reader import NodeReader
 from ..node.reading import NodeReading
@@ -45,8 +45,11 @@ def gather(run_dir: Path, namespace: str | None) -> Evidence:
     """Look once.  Blocks for some seconds at most if engines are stopped."""
     refused, reading = _why_refused(run_dir), NodeReading(0, ())
     if not refused:
-        with NodeReader(run_dir, namespace) as reader:
-            reading = reader.read()
+        try:
+            with NodeReader(run_dir, namespace) as reader:
+                reading = reader.read()
+        except (KvshmError, OSError) as exc:
+            refused = f"the engines of {run_dir} cannot be read: {exc}"
     proc = Path("/proc")
     found = find_processes(proc, own_line(proc))
     return Evidence(run_dir, namespace, refused, reading, found, _gpus(), os.environ)

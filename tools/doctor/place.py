@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 
-from kvshm._ground.rundir import choose_run_directory, require_room
+from kvshm._ground.rundir import (
+    choose_run_directory,
+    list_coordinators,
+    list_sockets,
+    require_room,
+    tables_socket,
+)
 from kvshm._node.leftovers import left_by_engines
+from kvshm._shm.fds import is_served
 from kvshm.config import Config
 from kvshm.errors import ConfigError
 
@@ -84,12 +91,14 @@ def users(seen: Evidence) -> Finding:
 
 
 def leftovers(seen: Evidence) -> Finding:
+    """What ``kvshm clean`` would remove."""
     if seen.refused or not seen.run_dir.exists():
         return not_applicable("no run directory to look into")
-    spaces = {space.name: space for space in seen.reading.namespaces}
-    left = [path for name in spaces for path in left_by_engines(seen.run_dir, name)]
-    return judged(
-        [f"{len(left)} files of dead processes, for example {left[0].name}"] if left else [],
-        "nothing is left of dead processes",
-        warning,
-    )
+    sockets = list_sockets(seen.run_dir, seen.namespace)
+    coordinators = list_coordinators(seen.run_dir, seen.namespace)
+    spaces = {s.name for s in seen.reading.namespaces} | {s.namespace for s in sockets}
+    left = [path for space in sorted(spaces) for path in left_by_engines(seen.run_dir, space)]
+    tables = [tables_socket(seen.run_dir, space) for space in coordinators]
+    left += [path for path in tables if not is_served(path)]
+    found = [f"{len(left)} left by dead processes, for example {left[0].name}"] if left else []
+    return judged(found, "nothing is left of dead processes", warning)
